@@ -1,0 +1,129 @@
+"""Whose array is this, where does it live, and allocate one like it. CuPy is looked up in `sys.modules`, never imported for a NumPy user."""
+
+import ctypes
+import math
+import sys
+
+import numpy as np
+
+_DLPACK_CPU = 1
+
+
+def cupy():
+    """The CuPy module if the process has imported it, else None."""
+    return sys.modules.get("cupy")
+
+
+def library(x) -> str | None:
+    """``"numpy"``, ``"cupy"`` or None. Masked arrays are neither: their mask would be dropped."""
+    if isinstance(x, np.ndarray):
+        return None if isinstance(x, np.ma.MaskedArray) else "numpy"
+    cp = cupy()
+    return "cupy" if cp is not None and isinstance(x, cp.ndarray) else None
+
+
+def adopt(x):
+    """View of a foreign array without a copy: NumPy for host memory, CuPy for device memory. Anything else comes back unchanged."""
+    if library(x) is not None or isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "__dlpack__"):
+        if x.__dlpack_device__()[0] == _DLPACK_CPU:
+            return np.from_dlpack(x)
+        import cupy as cp
+
+        return cp.from_dlpack(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        import cupy as cp
+
+        return cp.asarray(x)
+    return x
+
+
+def device_id(x) -> int:
+    """CUDA device number, -1 for host memory."""
+    return -1 if isinstance(x, np.ndarray) else x.data.device_id
+
+
+def address(x) -> int:
+    """Address of the first element."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def aligned(x) -> bool:
+    """True if every element lies at a multiple of the itemsize."""
+    return x.size == 0 or address(x) % x.dtype.itemsize == 0
+
+
+def writeable(x) -> bool:
+    return x.flags.writeable if isinstance(x, np.ndarray) else True
+
+
+def overlaps_itself(x) -> bool:
+    """True if two indices may reach one element (a broadcast axis, or axes that interleave)."""
+    extent = 0
+    for stride, size in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+        if stride <= extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def overlap(x, y) -> bool:
+    """True if two arrays of one library share an element."""
+    return bool(np.shares_memory(_host_shadow(x), _host_shadow(y)))
+
+
+def _host_shadow(x) -> np.ndarray:
+    """An array with the addresses and strides of `x`, for address arithmetic only: device memory is never read through it."""
+    if isinstance(x, np.ndarray):
+        return x
+    if x.size == 0:
+        return np.empty(0, np.uint8)
+    steps = [(s * (n - 1)) for s, n in zip(x.strides, x.shape, strict=True)]
+    start, stop = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
+    memory = (ctypes.c_char * (stop - start)).from_address(address(x) + start)
+    return np.ndarray(x.shape, np.dtype((np.void, x.dtype.itemsize)), memory, -start, x.strides)
+
+
+def expand(x, ndim: int):
+    """View with leading axes of size 1 up to `ndim` dimensions."""
+    return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
+
+
+def expanded_strides(x, ndim: int) -> tuple[int, ...]:
+    """Strides of ``expand(x, ndim)``, without making the view."""
+    return (0,) * (ndim - x.ndim) + tuple(x.strides)
+
+
+def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
+    """New array beside `like`: its library, device and axis order in memory (so heads-last inputs give heads-last results).
+
+    Raises
+    ------
+    MemoryError
+        Naming the array, its shape and size.
+    """
+    xp = np if isinstance(like, np.ndarray) else cupy()
+    dtype = like.dtype if dtype is None else dtype
+    try:
+        if like.flags.c_contiguous or like.ndim != len(shape):
+            return xp.empty(shape, dtype)
+        order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
+        return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
+    except MemoryError as error:
+        raise _memory_error(name, shape, dtype) from error
+
+
+def to_gpu(name: str, x: np.ndarray):
+    """Copy on CuPy's current device; MemoryError naming the array if there is no room."""
+    import cupy as cp
+
+    try:
+        return cp.asarray(x)
+    except MemoryError as error:
+        raise _memory_error(name, x.shape, x.dtype) from error
+
+
+def _memory_error(name: str, shape: tuple[int, ...], dtype) -> MemoryError:
+    dtype = np.dtype(dtype)
+    return MemoryError(f"{name}: cannot allocate {math.prod(shape) * dtype.itemsize} bytes for shape {tuple(shape)}, dtype {dtype.name}")

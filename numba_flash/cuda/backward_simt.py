@@ -1,0 +1,213 @@
+"""Backward pass on any CUDA GPU: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, as three kernels without atomics.
+
+`delta`:    delta = rowsum(dO * O)
+`dkdv`:     one block of threads per block of keys walks over the queries (of every head of its group) and sums dK and dV
+`dq`:       one block of threads per block of queries walks over the keys and sums dQ
+
+P is recomputed from q, k and lse in both, so seven products are made instead of five; in return every sum has one owner and one order, and
+the gradients are the same bits in every run. Rows of the micro-tile are keys in `dkdv`, queries in `dq`; the band is always given for
+column - row.
+"""
+
+import math
+
+from numba import cuda
+
+from numba_flash import mask
+from numba_flash.cuda import schedule, tiles
+
+LOG2E = math.log2(math.e)
+
+
+def build_delta(dtype, head_dim_v, lanes, rows):
+    """Kernel ``delta_simt(do, o, delta)``: `lanes` threads add up each of `rows` rows of a block."""
+    HEAD_DIM_V, LANES, ROWS = head_dim_v, lanes, rows
+    ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
+    load, _ = tiles.build_convert(dtype)
+
+    def delta_simt(do, o, delta):
+        sum_smem = cuda.shared.array((ROWS, LANES), ACC)
+        lane, row = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
+        b0, b1, h, block = schedule.work_item(cuda.blockIdx.x, (o.shape[3] + ROWS - 1) // ROWS, o.shape[2], o.shape[1])
+        do_head, o_head, delta_head = do[b0, b1, h], o[b0, b1, h], delta[b0, b1, h]
+        i = block * ROWS + row
+        partial = ACC(0)
+        if i < o.shape[3]:
+            for d in range(lane, HEAD_DIM_V, LANES):
+                partial += load(do_head[index(i), index(d)]) * load(o_head[index(i), index(d)])
+        sum_smem[index(row), index(lane)] = partial
+        cuda.syncthreads()  # the row's threads see each other's sums
+        if lane == 0 and i < o.shape[3]:
+            total = ACC(0)
+            for t in range(LANES):
+                total += sum_smem[index(row), index(t)]
+            delta_head[index(i)] = total
+
+    return delta_simt, tiles.signature(dtype, 2, 1, ()), {"launch_bounds": (lanes * rows, 1)}
+
+
+def build_row_value(dtype):
+    """``shift(lse, i)`` and ``value(delta, i)``: what row i of the score matrix subtracts, from S in base 2 and from dP.
+
+    A row that saw nothing, or lies beyond the end, is shifted by +inf, so that its P is 0.
+    """
+    ACC, index, INF = tiles.ACCUMULATOR[dtype], tiles.index, math.inf
+
+    @cuda.jit(device=True)
+    def shift(lse, i):
+        x = lse[index(min(i, lse.shape[0] - 1))] * ACC(LOG2E)
+        return ACC(INF) if i >= lse.shape[0] or x == ACC(-INF) else x
+
+    @cuda.jit(device=True)
+    def value(delta, i):
+        return delta[index(min(i, delta.shape[0] - 1))]
+
+    return shift, value
+
+
+def build_write(dtype, tile, head_dim):
+    """``write(x, row0, acc, factor)``: x[row0 + row, column] = acc[r, c] * factor for the rows and columns that exist."""
+    ROWS, THREADS_N, COLS, HEAD_DIM = tile.rows, tile.threads_n, tile.head_cols(head_dim), head_dim
+    ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
+    _, store = tiles.build_convert(dtype)
+    column = tiles.build_column(THREADS_N, COLS)
+
+    @cuda.jit(device=True)
+    def write(x, row0, acc, factor):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        for r in range(ROWS):
+            i = row0 + ty * ROWS + r
+            if i < x.shape[0]:
+                for c in range(COLS):
+                    if column(tx, c) < HEAD_DIM:
+                        x[index(i), index(column(tx, c))] = store(acc[r * COLS + c] * ACC(factor))
+
+    return write
+
+
+def build_dkdv(dtype, head_dim, head_dim_v, tile):
+    """Kernel ``dkdv_simt(do, q, k, v, dk, dv, lse, delta, scale, low, high)`` with its signature and compile options."""
+    BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
+    COLS_K, COLS_V = tile.head_cols(head_dim), tile.head_cols(head_dim_v)
+    SCORES, OUTPUTS_K, OUTPUTS_V = ROWS * COLS, ROWS * COLS_K, ROWS * COLS_V
+    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + tiles.PAD, BLOCK_N + tiles.PAD, max(COLS_K, COLS_V) * THREADS_N
+    DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
+    ACC = tiles.ACCUMULATOR[dtype]
+    shift, value = build_row_value(dtype)
+    inner_k, inner_v = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
+    outer_q, outer_do = tiles.build_outer(dtype, tile, head_dim), tiles.build_outer(dtype, tile, head_dim_v)
+    write_dk, write_dv = build_write(dtype, tile, head_dim), build_write(dtype, tile, head_dim_v)
+    put_weights, column = tiles.build_put_weights(tile), tiles.build_column(THREADS_N, COLS)
+
+    def dkdv_simt(do, q, k, v, dk, dv, lse, delta, scale, low, high):
+        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
+        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
+        x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)
+        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
+        p = cuda.local.array(SCORES, ACC)
+        ds = cuda.local.array(SCORES, ACC)
+        dk_acc = cuda.local.array(OUTPUTS_K, ACC)
+        dv_acc = cuda.local.array(OUTPUTS_V, ACC)
+
+        nq, nk, group = q.shape[3], k.shape[3], q.shape[2] // k.shape[2]
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        b0, b1, kv_head, block = schedule.work_item(cuda.blockIdx.x, (nk + BLOCK_M - 1) // BLOCK_M, k.shape[2], k.shape[1])
+        k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
+        row0 = block * BLOCK_M
+        for i in range(OUTPUTS_K):
+            dk_acc[i] = ACC(0)
+        for i in range(OUTPUTS_V):
+            dv_acc[i] = ACC(0)
+
+        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nk), nq, low, high)
+        for h in range(kv_head * group, (kv_head + 1) * group):
+            q_head, do_head, lse_head, delta_head = q[b0, b1, h], do[b0, b1, h], lse[b0, b1, h], delta[b0, b1, h]
+            for col0 in range(start, stop, BLOCK_N):
+                edge = col0 + BLOCK_N > nq or not mask.all_visible(row0, row0 + BLOCK_M, col0, col0 + BLOCK_N, low, high)
+                # (1) S^T = K Q^T
+                inner_k(p, k_head, row0, q_head, col0, a_smem, b_smem)
+                # (2) P^T = exp(S^T - lse)
+                for c in range(COLS):
+                    i = col0 + column(tx, c)
+                    row_shift = shift(lse_head, i)
+                    for r in range(ROWS):
+                        x = math.exp2(p[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
+                        hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
+                        p[r * COLS + c] = ACC(0) if hidden else x
+                # (3) dV = dV + P^T dO
+                put_weights(w_smem, p)
+                outer_do(dv_acc, w_smem, do_head, col0, x_smem, row0, edge, low, high)
+                # (4) dP^T = V dO^T
+                inner_v(ds, v_head, row0, do_head, col0, a_smem, b_smem)
+                # (5) dS^T = P^T * (dP^T - delta)
+                for c in range(COLS):
+                    i = col0 + column(tx, c)
+                    row_delta = value(delta_head, i)
+                    for r in range(ROWS):
+                        x = p[r * COLS + c] * (ds[r * COLS + c] - row_delta)
+                        hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
+                        ds[r * COLS + c] = ACC(0) if hidden else x
+                # (6) dK = dK + dS^T Q
+                put_weights(w_smem, ds)
+                outer_q(dk_acc, w_smem, q_head, col0, x_smem, row0, edge, low, high)
+        write_dk(dk[b0, b1, kv_head], row0, dk_acc, scale)
+        write_dv(dv[b0, b1, kv_head], row0, dv_acc, 1.0)
+
+    signature = tiles.signature(dtype, 6, 2, ("float64", "int64", "int64"))
+    return dkdv_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}
+
+
+def build_dq(dtype, head_dim, head_dim_v, tile):
+    """Kernel ``dq_simt(do, q, k, v, dq, lse, delta, scale, low, high)`` with its signature and compile options."""
+    BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
+    COLS_K = tile.head_cols(head_dim)
+    SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_K
+    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + tiles.PAD, BLOCK_N + tiles.PAD, COLS_K * THREADS_N
+    DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
+    ACC = tiles.ACCUMULATOR[dtype]
+    shift, value = build_row_value(dtype)
+    inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
+    outer_k, write_dq = tiles.build_outer(dtype, tile, head_dim), build_write(dtype, tile, head_dim)
+    put_weights, column = tiles.build_put_weights(tile), tiles.build_column(THREADS_N, COLS)
+
+    def dq_simt(do, q, k, v, dq, lse, delta, scale, low, high):
+        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
+        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
+        x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)
+        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
+        p = cuda.local.array(SCORES, ACC)
+        ds = cuda.local.array(SCORES, ACC)
+        dq_acc = cuda.local.array(OUTPUTS, ACC)
+
+        nq, nk = q.shape[3], k.shape[3]
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        b0, b1, h, block = schedule.work_item(cuda.blockIdx.x, (nq + BLOCK_M - 1) // BLOCK_M, q.shape[2], q.shape[1])
+        kv_head = h // (q.shape[2] // k.shape[2])
+        q_head, do_head, k_head, v_head = q[b0, b1, h], do[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
+        lse_head, delta_head = lse[b0, b1, h], delta[b0, b1, h]
+        row0 = block * BLOCK_M
+        for i in range(OUTPUTS):
+            dq_acc[i] = ACC(0)
+
+        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nq), nk, low, high)
+        for col0 in range(start, stop, BLOCK_N):
+            edge = col0 + BLOCK_N > nk or not mask.all_visible(row0, row0 + BLOCK_M, col0, col0 + BLOCK_N, low, high)
+            # (1) S = Q K^T    (2) dP = dO V^T
+            inner_q(p, q_head, row0, k_head, col0, a_smem, b_smem)
+            inner_do(ds, do_head, row0, v_head, col0, a_smem, b_smem)
+            # (3) P = exp(S - lse)    (4) dS = P * (dP - delta)
+            for r in range(ROWS):
+                i = row0 + ty * ROWS + r
+                row_shift, row_delta = shift(lse_head, i), value(delta_head, i)
+                for c in range(COLS):
+                    x = math.exp2(p[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
+                    j = col0 + column(tx, c)
+                    hidden = edge and (j >= nk or not mask.visible(i, j, low, high))
+                    ds[r * COLS + c] = ACC(0) if hidden else x * (ds[r * COLS + c] - row_delta)
+            # (5) dQ = dQ + dS K
+            put_weights(w_smem, ds)
+            outer_k(dq_acc, w_smem, k_head, col0, x_smem, row0, edge, low, high)
+        write_dq(dq[b0, b1, h], row0, dq_acc, scale)
+
+    signature = tiles.signature(dtype, 5, 2, ("float64", "int64", "int64"))
+    return dq_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

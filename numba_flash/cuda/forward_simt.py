@@ -1,0 +1,112 @@
+"""Forward pass on any CUDA GPU: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1, one block of threads per block of queries."""
+
+import math
+
+from numba import cuda
+
+from numba_flash import mask
+from numba_flash.cuda import schedule, tiles
+
+
+def build(dtype, head_dim, head_dim_v, write_lse, tile):
+    """Kernel ``forward_simt(q, k, v, o, lse, scale_log2, low, high)`` with its signature and compile options.
+
+    Arrays are (b0, b1, heads, n, head_dim), lse is (b0, b1, heads, n); bfloat16 comes as uint16. Scores are kept in base 2:
+    ``scale_log2 = scale * log2(e)``.
+    """
+    BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
+    HEAD_DIM_V, COLS_O = head_dim_v, tile.head_cols(head_dim_v)
+    PITCH_M, PITCH_N, PITCH_W = BLOCK_M + tiles.PAD, BLOCK_N + tiles.PAD, COLS_O * THREADS_N
+    SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
+    DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
+    WRITE_LSE = write_lse
+    ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
+    NEG_INF, LN2 = -math.inf, math.log(2.0)
+    _, store = tiles.build_convert(dtype)
+    inner = tiles.build_inner(dtype, tile, head_dim)
+    outer = tiles.build_outer(dtype, tile, head_dim_v)
+    put_weights = tiles.build_put_weights(tile)
+    column = tiles.build_column(THREADS_N, COLS)
+    column_o = tiles.build_column(THREADS_N, COLS_O)
+
+    def forward_simt(q, k, v, o, lse, scale_log2, low, high):
+        q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
+        k_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
+        v_smem = cuda.shared.array((DEPTH_OUTER, PITCH_W), ACC, ALIGNMENT)
+        p_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
+        row_smem = cuda.shared.array((BLOCK_M, THREADS_N), ACC, ALIGNMENT)
+        s = cuda.local.array(SCORES, ACC)
+        acc = cuda.local.array(OUTPUTS, ACC)
+        m_i = cuda.local.array(ROWS, ACC)
+        l_i = cuda.local.array(ROWS, ACC)
+
+        nq, nk = q.shape[3], k.shape[3]
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        b0, b1, h, m_block = schedule.work_item(cuda.blockIdx.x, (nq + BLOCK_M - 1) // BLOCK_M, q.shape[2], q.shape[1])
+        kv_head = h // (q.shape[2] // k.shape[2])
+        q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
+        o_head, lse_head = o[b0, b1, h], lse[b0, b1, h]
+        row0 = m_block * BLOCK_M
+        for r in range(ROWS):
+            m_i[r] = ACC(NEG_INF)
+            l_i[r] = ACC(0)
+        for i in range(OUTPUTS):
+            acc[i] = ACC(0)
+
+        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nq), nk, low, high)
+        for col0 in range(start, stop, BLOCK_N):
+            edge = col0 + BLOCK_N > nk or not mask.all_visible(row0, row0 + BLOCK_M, col0, col0 + BLOCK_N, low, high)
+            # (1) S = Q K^T
+            inner(s, q_head, row0, k_head, col0, q_smem, k_smem)
+            # (2) scores in base 2; hidden ones are -inf
+            for r in range(ROWS):
+                partial_max = ACC(NEG_INF)
+                for c in range(COLS):
+                    x = s[r * COLS + c] * ACC(scale_log2)
+                    j = col0 + column(tx, c)
+                    if edge and not (j < nk and mask.visible(row0 + ty * ROWS + r, j, low, high)):
+                        x = ACC(NEG_INF)
+                    s[r * COLS + c] = x
+                    partial_max = max(partial_max, x)
+                row_smem[index(ty * ROWS + r), index(tx)] = partial_max
+            cuda.syncthreads()  # the row's threads see each other's maxima
+            for r in range(ROWS):
+                # (3) m_new = max(m, rowmax(S)); a row that has seen nothing is shifted by 0, so that exp2(-inf - 0) = 0
+                m_new = m_i[r]
+                for t in range(THREADS_N):
+                    m_new = max(m_new, row_smem[index(ty * ROWS + r), index(t)])
+                shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
+                alpha = math.exp2(m_i[r] - shift)
+                m_i[r] = m_new
+                # (4) P = exp(S - m_new), l = alpha l + rowsum(P); each thread sums its own columns until the end
+                l_i[r] *= alpha
+                for c in range(COLS):
+                    p = math.exp2(s[r * COLS + c] - shift)
+                    s[r * COLS + c] = p
+                    l_i[r] += p
+                for c in range(COLS_O):
+                    acc[r * COLS_O + c] *= alpha
+            # (5) O = alpha O + P V
+            put_weights(p_smem, s)
+            outer(acc, p_smem, v_head, col0, v_smem, row0, edge, low, high)
+
+        cuda.syncthreads()  # the last maxima have been read
+        for r in range(ROWS):
+            row_smem[index(ty * ROWS + r), index(tx)] = l_i[r]
+        cuda.syncthreads()  # the row's threads see each other's sums
+        for r in range(ROWS):
+            # (6) O = O / l, lse = m + log l; a row that saw nothing has O = 0, lse = -inf
+            l = ACC(0)
+            for t in range(THREADS_N):
+                l += row_smem[index(ty * ROWS + r), index(t)]
+            inverse = ACC(0) if l == ACC(0) else ACC(1) / l
+            i = row0 + ty * ROWS + r
+            if i < nq:
+                for c in range(COLS_O):
+                    if column_o(tx, c) < HEAD_DIM_V:
+                        o_head[index(i), index(column_o(tx, c))] = store(acc[r * COLS_O + c] * inverse)
+                if WRITE_LSE and tx == 0:
+                    lse_head[index(i)] = (m_i[r] + math.log2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
+
+    signature = tiles.signature(dtype, 4, 1, ("float64", "int64", "int64"))
+    return forward_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

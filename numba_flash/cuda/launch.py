@@ -1,0 +1,147 @@
+"""Prepared kernel launches on the caller's stream through cuda.core, or in Numba's CUDA simulator."""
+
+import importlib
+import os
+import threading
+from functools import lru_cache
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.cuda import compile
+
+_thread = threading.local()
+
+
+def simulated() -> bool:
+    """True if Numba's CUDA simulator stands in for a GPU in this process."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
+
+
+@lru_cache(maxsize=1)
+def _no_gpu() -> str | None:
+    """Reason why no CUDA kernel can run in this process, or None."""
+    try:
+        import cuda.core
+        import cupy
+        import numba_cuda  # noqa: F401
+    except ImportError as error:
+        return f"{error.name or error} is not installed (pip install 'numba_flash[cuda13]' or [cuda12])"
+    try:
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            return "no CUDA device was found"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device can be used: {error}"
+    return None
+
+
+def why_not(x) -> str | None:
+    """Reason why no kernel can run on the array `x`, or None."""
+    if simulated():
+        return None if isinstance(x, np.ndarray) else "the CUDA simulator takes NumPy arrays"
+    return _no_gpu()
+
+
+@lru_cache(maxsize=None)
+def _kernel(builder: str, config: tuple, device: int):
+    """Loaded kernel for one device."""
+    from cuda.core import Device, ObjectCode
+
+    gpu = Device(device)
+    gpu.set_current()
+    capability = gpu.compute_capability
+    code = compile.cubin(builder, config, (capability.major, capability.minor))
+    return ObjectCode.from_cubin(code).get_kernel("kernel")
+
+
+@lru_cache(maxsize=256)
+def _stream(handle: int):
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+@lru_cache(maxsize=None)
+def _simulated_kernel(builder: str, config: tuple):
+    from numba import cuda
+
+    module, function = builder.split(".")
+    kernel, _, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)(*config)
+    return cuda.jit(kernel)
+
+
+def _numba_array(x, ndim: int) -> list[int]:
+    """A Numba array argument, flattened: no parent or owner, size, itemsize, address (0 for now), shape, strides; all 0 for None."""
+    if x is None:
+        return [0] * (5 + 2 * ndim)
+    shape = (1,) * (ndim - x.ndim) + tuple(x.shape)
+    return [0, 0, x.size, x.dtype.itemsize, 0, *shape, *arrays.expanded_strides(x, ndim)]
+
+
+class Launch:
+    """One kernel with its grid and every argument but the addresses; calling it costs one list copy and one launch.
+
+    Parameters
+    ----------
+    builder : str
+        ``"module.function"`` inside `numba_flash.cuda`; returns (kernel, signature, compile options).
+    config : tuple
+        Arguments of the builder, hashable.
+    grid, block : int
+        Blocks, and threads per block. A grid of 0 launches nothing.
+    operands : tuple of (array or None, ndim)
+        Layouts; each is seen by the kernel with leading axes of size 1 up to ndim.
+    scalars : tuple of int or float
+        int64 and float64 arguments after the arrays.
+    """
+
+    def __init__(self, builder, config, grid, block, operands, scalars):
+        self._grid, self._block, self._scalars = grid, block, scalars
+        self._ndims = [ndim for _, ndim in operands]
+        self._device = arrays.device_id(operands[0][0])
+        if self._device < 0:
+            self._kernel = _simulated_kernel(builder, config)
+            return
+        from cuda.core import LaunchConfig
+
+        self._kernel = _kernel(builder, config, self._device)
+        self._config = LaunchConfig(grid=max(grid, 1), block=block)
+        self._arguments, self._slots = [], []
+        for x, ndim in operands:
+            self._slots.append(len(self._arguments) + 4)
+            self._arguments += _numba_array(x, ndim)
+        self._arguments += scalars
+
+    def __call__(self, *operands) -> None:
+        if self._grid == 0:
+            return
+        if self._device < 0:
+            self._simulate(operands)
+            return
+        arguments = self._arguments.copy()
+        for slot, x in zip(self._slots, operands, strict=True):
+            if x is not None:
+                arguments[slot] = x.data.ptr
+        launch_on_current_stream(self._device, self._config, self._kernel, arguments)
+
+    def _simulate(self, operands) -> None:
+        nothing = np.empty((0, 0, 0, 0))
+        views = [nothing if x is None else arrays.expand(x, ndim) for x, ndim in zip(operands, self._ndims, strict=True)]
+        views = [x.view(np.uint16) if x.dtype.name == "bfloat16" else x for x in views]
+        with np.errstate(all="ignore"):
+            self._kernel[self._grid, self._block](*views, *self._scalars)
+
+
+def launch_on_current_stream(device: int, config, kernel, arguments: list) -> None:
+    """Launch on CuPy's current stream of the device that owns the arrays."""
+    import cupy
+    from cuda.core import Device, launch
+
+    if cupy.cuda.runtime.getDevice() != device:
+        with cupy.cuda.Device(device):
+            launch_on_current_stream(device, config, kernel, arguments)
+            return
+    if device not in _thread.__dict__:  # a new thread has no context until it names a device
+        Device(device).set_current()
+        _thread.__dict__[device] = True
+    launch(_stream(cupy.cuda.get_current_stream().ptr), config, kernel, *arguments)

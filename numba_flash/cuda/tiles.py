@@ -1,0 +1,203 @@
+"""Register micro-tiles for kernels without tensor cores: the two matrix products of attention, and the moves around them.
+
+THREADS_M x THREADS_N threads own a tile of rows x columns. Thread (ty, tx) keeps `rows` consecutive rows and `cols` columns of it in
+registers; its columns come in groups of V = `vector(cols)` consecutive ones, so that shared-memory reads fuse into vector loads:
+
+    row(ty, r) = ty * rows + r            column(tx, c) = (c // V) * THREADS_N * V + tx * V + c % V
+
+There are no shuffles, so the same source runs in Numba's CUDA simulator.
+"""
+
+import math
+
+from numba import config, cuda
+from numba.cuda import types
+
+from numba_flash import mask, numeric
+
+STORAGE = {"float16": types.float16, "bfloat16": types.uint16, "float32": types.float32, "float64": types.float64}
+ACCUMULATOR = {"float16": types.float32, "bfloat16": types.float32, "float32": types.float32, "float64": types.float64}
+PAD = 4  # elements between staged rows: a half warp that stores transposed then hits different banks; 16-byte alignment is kept
+index = types.uint64  # every subscript is made unsigned: Numba lets negative ones wrap around, and the test for it costs more than the load
+ALIGNMENT = None if config.ENABLE_CUDASIM else 16  # of shared arrays, for vector loads; the simulator refuses the argument
+
+
+def vector(cols):
+    """Consecutive columns per group: the widest of 4, 2, 1 that divides `cols`."""
+    return 4 if cols % 4 == 0 else 2 if cols % 2 == 0 else 1
+
+
+def build_convert(dtype):
+    """``load(x)``: stored element to accumulator type; ``store(x)``: back, rounding to nearest even."""
+    ACC, OUT, BFLOAT16 = ACCUMULATOR[dtype], STORAGE[dtype], dtype == "bfloat16"
+
+    @cuda.jit(device=True)
+    def load(x):
+        if BFLOAT16:
+            return numeric.bfloat16_to_float32(x)
+        return ACC(x)
+
+    @cuda.jit(device=True)
+    def store(x):
+        if BFLOAT16:
+            return numeric.float32_to_bfloat16(x)
+        return OUT(x)
+
+    return load, store
+
+
+def build_fetch_rows(dtype, head_dim, width, row_step):
+    """``fetch_rows(regs, x, x0, first, d, steps)``: regs[i] = x[x0 + first + i * row_step, d], x padded with zeros to `width` columns.
+
+    Rows beyond the end repeat the last one. All loads are issued before any is used, so that their latencies overlap.
+    """
+    HEAD_DIM, RAGGED, ROW_STEP = head_dim, width != head_dim, row_step
+    ACC = ACCUMULATOR[dtype]
+    load, _ = build_convert(dtype)
+
+    @cuda.jit(device=True)
+    def fetch(x, i, d):
+        if RAGGED:
+            value = load(x[index(i), index(min(d, HEAD_DIM - 1))])
+            return value if d < HEAD_DIM else ACC(0)
+        return load(x[index(i), index(d)])
+
+    @cuda.jit(device=True)
+    def fetch_rows(regs, x, x0, first, d, steps):
+        row, last = x0 + first, x.shape[0] - 1
+        if row + (steps - 1) * ROW_STEP <= last:
+            for i in range(steps):
+                regs[i] = fetch(x, row + i * ROW_STEP, d)
+        else:
+            for i in range(steps):
+                regs[i] = fetch(x, min(row + i * ROW_STEP, last), d)
+
+    return fetch_rows
+
+
+def build_column(threads_n, cols):
+    """``column(tx, c)``: column within the tile of thread tx's c-th register column."""
+    V, STRIDE = vector(cols), threads_n * vector(cols)
+
+    @cuda.jit(device=True)
+    def column(tx, c):
+        return (c // V) * STRIDE + tx * V + c % V
+
+    return column
+
+
+def build_inner(dtype, tile, head_dim):
+    """``inner(acc, a, a0, b, b0, a_smem, b_smem)``: acc[r, c] = sum_d a[a0 + row, d] * b[b0 + column, d].
+
+    The sum runs over chunks of DEPTH, staged transposed so that both operands are read along their rows. Rows beyond the end repeat
+    the last one: the caller ignores their scores.
+    """
+    ROWS, COLS, DEPTH, THREADS_N, HEAD_DIM = tile.rows, tile.cols, tile.depth, tile.threads_n, head_dim
+    ROW_STEP = tile.threads // tile.depth
+    STEPS_M, STEPS_N = tile.block_m // ROW_STEP, tile.block_n // ROW_STEP
+    ACC = ACCUMULATOR[dtype]
+    column = build_column(tile.threads_n, tile.cols)
+    fetch_rows = build_fetch_rows(dtype, head_dim, -(-head_dim // DEPTH) * DEPTH, ROW_STEP)
+
+    @cuda.jit(device=True)
+    def rank_one(acc, a_smem, b_smem, d, tx, ty):
+        b_frag = cuda.local.array(COLS, ACC)
+        for c in range(COLS):
+            b_frag[c] = b_smem[index(d), index(column(tx, c))]
+        for r in range(ROWS):
+            a_value = a_smem[index(d), index(ty * ROWS + r)]
+            for c in range(COLS):
+                acc[r * COLS + c] += a_value * b_frag[c]
+
+    @cuda.jit(device=True)
+    def inner(acc, a, a0, b, b0, a_smem, b_smem):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        first, lane = cuda.threadIdx.x // DEPTH, cuda.threadIdx.x % DEPTH
+        a_regs = cuda.local.array(STEPS_M, ACC)
+        b_regs = cuda.local.array(STEPS_N, ACC)
+        for i in range(ROWS * COLS):
+            acc[i] = ACC(0)
+        for d0 in range(0, HEAD_DIM, DEPTH):
+            fetch_rows(a_regs, a, a0, first, d0 + lane, STEPS_M)
+            fetch_rows(b_regs, b, b0, first, d0 + lane, STEPS_N)
+            cuda.syncthreads()  # every thread has read the previous chunk
+            for i in range(STEPS_M):
+                a_smem[index(lane), index(first + i * ROW_STEP)] = a_regs[i]
+            for i in range(STEPS_N):
+                b_smem[index(lane), index(first + i * ROW_STEP)] = b_regs[i]
+            cuda.syncthreads()  # the chunk is complete
+            for d in range(0, DEPTH, 4):
+                rank_one(acc, a_smem, b_smem, d, tx, ty)
+                rank_one(acc, a_smem, b_smem, d + 1, tx, ty)
+                rank_one(acc, a_smem, b_smem, d + 2, tx, ty)
+                rank_one(acc, a_smem, b_smem, d + 3, tx, ty)
+
+    return inner
+
+
+def build_outer(dtype, tile, head_dim):
+    """``outer(acc, w_smem, x, x0, x_smem, row0, edge, low, high)``: acc[r, c] += sum_j w_smem[j, row] * x[x0 + j, column].
+
+    In an `edge` tile the terms that the band hides, or that lie beyond the end, are absent, not zero times x: a NaN that a row does not
+    see cannot reach it.
+    """
+    BLOCK_N, ROWS, DEPTH, THREADS_N = tile.block_n, tile.rows, tile.depth_outer, tile.threads_n
+    COLS, WIDTH = tile.head_cols(head_dim), tile.head_cols(head_dim) * tile.threads_n
+    LANES = math.gcd(WIDTH, tile.threads)
+    ROW_STEP = tile.threads // LANES
+    STEPS = DEPTH // ROW_STEP
+    ACC = ACCUMULATOR[dtype]
+    fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
+    column = build_column(tile.threads_n, COLS)
+
+    @cuda.jit(device=True)
+    def multiply(acc, w_smem, j0, x_smem, diagonal, stop, careful, low, high):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        x_frag = cuda.local.array(COLS, ACC)
+        for j in range(DEPTH):
+            for c in range(COLS):
+                x_frag[c] = x_smem[index(j), index(column(tx, c))]
+            for r in range(ROWS):
+                if not careful or (j < stop and mask.visible(ty * ROWS + r, diagonal + j, low, high)):
+                    weight = w_smem[index(j0 + j), index(ty * ROWS + r)]
+                    for c in range(COLS):
+                        acc[r * COLS + c] += weight * x_frag[c]
+
+    @cuda.jit(device=True)
+    def outer(acc, w_smem, x, x0, x_smem, row0, edge, low, high):
+        first, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        regs = cuda.local.array(STEPS, ACC)
+        for j0 in range(0, BLOCK_N, DEPTH):
+            cuda.syncthreads()  # the weights are written, and every thread has read the previous chunk
+            for d in range(lane, lane + WIDTH, LANES):
+                fetch_rows(regs, x, x0 + j0, first, d, STEPS)
+                for i in range(STEPS):
+                    x_smem[index(first + i * ROW_STEP), index(d)] = regs[i]
+            cuda.syncthreads()  # the chunk is complete
+            if edge:
+                multiply(acc, w_smem, j0, x_smem, x0 + j0 - row0, x.shape[0] - x0 - j0, True, low, high)
+            else:
+                multiply(acc, w_smem, j0, x_smem, x0 + j0 - row0, x.shape[0] - x0 - j0, False, low, high)
+
+    return outer
+
+
+def build_put_weights(tile):
+    """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of `build_outer`."""
+    ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
+    column = build_column(tile.threads_n, tile.cols)
+
+    @cuda.jit(device=True)
+    def put_weights(w_smem, w):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        for c in range(COLS):
+            for r in range(ROWS):
+                w_smem[index(column(tx, c)), index(ty * ROWS + r)] = w[r * COLS + c]
+
+    return put_weights
+
+
+def signature(dtype, arrays, rows, scalars):
+    """Numba signature: `arrays` five-dimensional arrays of `dtype`, `rows` four-dimensional ones of its accumulator, then scalars."""
+    array = [types.Array(STORAGE[dtype], 5, "A")] * arrays + [types.Array(ACCUMULATOR[dtype], 4, "A")] * rows
+    return types.void(*array, *(getattr(types, scalar) for scalar in scalars))

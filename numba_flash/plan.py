@@ -1,0 +1,62 @@
+"""Which backend runs a problem, and why every faster one does not."""
+
+from dataclasses import dataclass
+
+from numba_flash.spec import Problem
+
+BACKENDS = ("simt", "cpu")  # fastest first
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The backend that will run, and the reason of each faster one that will not.
+
+    Attributes
+    ----------
+    backend : str
+        One of `BACKENDS`.
+    problem : Problem
+        The canonical problem.
+    refused : tuple of (str, str)
+        Backend and sentence, fastest first.
+    """
+
+    backend: str
+    problem: Problem
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"runs on {self.backend}: {self.problem}"]
+        return "\n".join(lines + [f"  not {backend}: {reason}" for backend, reason in self.refused])
+
+
+def tier(backend: str):
+    """Module of a backend; imported when first needed."""
+    if backend == "cpu":
+        from numba_flash import cpu
+
+        return cpu
+    from numba_flash.cuda import simt
+
+    return simt
+
+
+def choose(problem: Problem, x, backend: str | None) -> Plan:
+    """First backend that can run `problem` on arrays like `x`, or the one the user demands.
+
+    Raises
+    ------
+    ValueError
+        `backend` is not a name in `BACKENDS`.
+    NotImplementedError
+        The demanded backend, or every backend, refuses; the message holds each one's sentence.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None; got {backend!r}")
+    refused = []
+    for name in BACKENDS if backend is None else (backend,):
+        reason = tier(name).why_not(problem, x, backend is not None)
+        if reason is None:
+            return Plan(name, problem, tuple(refused))
+        refused.append((name, reason))
+    raise NotImplementedError("; ".join(f"backend {name}: {reason}" for name, reason in refused))
