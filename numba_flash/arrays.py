@@ -70,19 +70,27 @@ def overlaps_itself(x) -> bool:
 
 def overlap(x, y) -> bool:
     """True if two arrays of one library share an element."""
-    return bool(np.shares_memory(_host_shadow(x), _host_shadow(y)))
+    (x0, x1), (y0, y1) = _extent(x), _extent(y)
+    if x1 <= y0 or y1 <= x0:
+        return False
+    return bool(np.shares_memory(_shadow(x, x0, x1), _shadow(y, y0, y1)))
 
 
-def _host_shadow(x) -> np.ndarray:
-    """An array with the addresses and strides of `x`, for address arithmetic only: device memory is never read through it."""
-    if isinstance(x, np.ndarray):
-        return x
+def _extent(x) -> tuple[int, int]:
+    """First address, and the one past the last, of the elements of `x`; empty arrays have none."""
+    start = address(x)
+    if x.flags.c_contiguous:
+        return start, start + x.nbytes
     if x.size == 0:
-        return np.empty(0, np.uint8)
-    steps = [(s * (n - 1)) for s, n in zip(x.strides, x.shape, strict=True)]
-    start, stop = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize
-    memory = (ctypes.c_char * (stop - start)).from_address(address(x) + start)
-    return np.ndarray(x.shape, np.dtype((np.void, x.dtype.itemsize)), memory, -start, x.strides)
+        return start, start
+    steps = [stride * (size - 1) for stride, size in zip(x.strides, x.shape, strict=True)]
+    return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + x.dtype.itemsize
+
+
+def _shadow(x, start: int, stop: int) -> np.ndarray:
+    """A host array with the addresses and strides of `x`, for address arithmetic only: its memory is never read."""
+    memory = (ctypes.c_char * (stop - start)).from_address(start)
+    return np.ndarray(x.shape, np.dtype((np.void, x.dtype.itemsize)), memory, address(x) - start, x.strides)
 
 
 def expand(x, ndim: int):

@@ -1,5 +1,115 @@
-"""What this installation can do: `show_config` and `selftest`."""
+"""What this installation can do, and whether it does it right: `show_config` and `selftest`."""
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+
+from numba_flash import reference
+from numba_flash import plan as planning
+from numba_flash.api import backward, forward
+
+PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
 
 
-def show_config():
-    """Print versions."""
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _why_not(backend: str) -> str | None:
+    return planning.tier(backend).why_not(None, np.empty(0), True)
+
+
+def _device_lines() -> list[str]:
+    """Name, capability and memory of each CUDA device that CuPy sees."""
+    import cupy
+
+    lines = []
+    for i in range(cupy.cuda.runtime.getDeviceCount()):
+        p = cupy.cuda.runtime.getDeviceProperties(i)
+        lines.append(f"device {i}: {p['name'].decode()}, compute capability {p['major']}.{p['minor']}, {p['totalGlobalMem'] / 2**30:.0f} GiB")
+    return lines
+
+
+def show_config(file=None) -> None:
+    """Print versions, devices, backends (and why one cannot run) and where compiled kernels are kept.
+
+    Parameters
+    ----------
+    file : text file, optional
+        Where to print; default standard output.
+    """
+    from numba_flash import __version__
+    from numba_flash.cuda.compile import cache_directory
+
+    show = lambda *parts: print(*parts, file=file or sys.stdout)
+    show(f"numba_flash {__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU threads")
+    show("packages:", ", ".join(f"{package} {_version(package)}" for package in PACKAGES))
+    show("cubin cache:", cache_directory())
+    for backend in planning.BACKENDS:
+        reason = _why_not(backend)
+        show(f"backend {backend}:", "ready" if reason is None else f"not available: {reason}")
+        if backend != "cpu" and reason is None and not planning.tier(backend).takes_numpy():
+            show("\n".join(_device_lines()))
+
+
+def _dtypes() -> list:
+    """The dtypes NumPy can hold here; bfloat16 needs ml_dtypes."""
+    dtypes = [np.dtype(name) for name in ("float16", "float32", "float64")]
+    try:
+        import ml_dtypes
+    except ImportError:
+        return dtypes
+    return [*dtypes, np.dtype(ml_dtypes.bfloat16)]
+
+
+def _relative_error(x, ref) -> float:
+    x = x.astype(np.float64)
+    return float(np.linalg.norm(x - ref) / max(np.linalg.norm(ref), np.finfo(np.float64).tiny))
+
+
+def selftest(file=None) -> bool:
+    """Run every available backend in every dtype, forward and backward, against the float64 oracle; print a table.
+
+    Parameters
+    ----------
+    file : text file, optional
+        Where to print; default standard output.
+
+    Returns
+    -------
+    bool
+        True if each result is as accurate as its dtype allows: relative error below one unit of rounding of the dtype, plus
+        ``4 sqrt(N)`` units of the accumulator.
+    """
+    show = lambda *parts: print(*parts, file=file or sys.stdout)
+    rng = np.random.default_rng(0)
+    good = True
+    for backend in planning.BACKENDS:
+        reason = _why_not(backend)
+        if reason is not None:
+            show(f"{backend}: skipped: {reason}")
+            continue
+        n, d = (6, 4) if backend != "cpu" and planning.tier(backend).takes_numpy() else (150, 40)
+        for dtype in _dtypes():
+            q, k, v, do = (rng.standard_normal((heads, rows, d)).astype(dtype) for heads, rows in ((2, n), (1, n + 3), (1, n + 3), (2, n)))
+            o, lse = forward(q, k, v, causal=True, return_lse=True, backend=backend)
+            gradients = backward(do, q, k, v, o, lse, causal=True, backend=backend)
+            ref = (reference.forward(q, k, v, causal=True)[0], *reference.backward(do, q, k, v, causal=True))
+            errors = [_relative_error(x, r) for x, r in zip((o, *gradients), ref, strict=True)]
+            accumulator = np.finfo(lse.dtype).eps
+            bound = (0 if dtype == lse.dtype else _epsilon(dtype)) + 4 * n**0.5 * accumulator
+            passed = all(error <= bound for error in errors)
+            good &= passed
+            columns = "  ".join(f"{name} {error:.1e}" for name, error in zip(("o", "dq", "dk", "dv"), errors, strict=True))
+            show(f"{backend:5} {dtype.name:9} {columns}  bound {bound:.1e}  {'ok' if passed else 'FAILED'}")
+    return good
+
+
+def _epsilon(dtype) -> float:
+    return 2.0**-7 if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)

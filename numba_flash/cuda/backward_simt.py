@@ -70,7 +70,7 @@ def build_write(dtype, tile, head_dim):
     ROWS, THREADS_N, COLS, HEAD_DIM = tile.rows, tile.threads_n, tile.head_cols(head_dim), head_dim
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
     _, store = tiles.build_convert(dtype)
-    column = tiles.build_column(THREADS_N, COLS)
+    column = tiles.build_column(dtype, THREADS_N, COLS)
 
     @cuda.jit(device=True)
     def write(x, row0, acc, factor):
@@ -90,14 +90,15 @@ def build_dkdv(dtype, head_dim, head_dim_v, tile):
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     COLS_K, COLS_V = tile.head_cols(head_dim), tile.head_cols(head_dim_v)
     SCORES, OUTPUTS_K, OUTPUTS_V = ROWS * COLS, ROWS * COLS_K, ROWS * COLS_V
-    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + tiles.PAD, BLOCK_N + tiles.PAD, max(COLS_K, COLS_V) * THREADS_N
+    PAD = tiles.pad(dtype)
+    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, max(COLS_K, COLS_V) * THREADS_N
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
     ACC = tiles.ACCUMULATOR[dtype]
     shift, value = build_row_value(dtype)
     inner_k, inner_v = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_q, outer_do = tiles.build_outer(dtype, tile, head_dim), tiles.build_outer(dtype, tile, head_dim_v)
     write_dk, write_dv = build_write(dtype, tile, head_dim), build_write(dtype, tile, head_dim_v)
-    put_weights, column = tiles.build_put_weights(tile), tiles.build_column(THREADS_N, COLS)
+    put_weights, column = tiles.build_put_weights(dtype, tile), tiles.build_column(dtype, THREADS_N, COLS)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, scale, low, high):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -162,13 +163,14 @@ def build_dq(dtype, head_dim, head_dim_v, tile):
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     COLS_K = tile.head_cols(head_dim)
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_K
-    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + tiles.PAD, BLOCK_N + tiles.PAD, COLS_K * THREADS_N
+    PAD = tiles.pad(dtype)
+    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, COLS_K * THREADS_N
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
     ACC = tiles.ACCUMULATOR[dtype]
     shift, value = build_row_value(dtype)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_k, write_dq = tiles.build_outer(dtype, tile, head_dim), build_write(dtype, tile, head_dim)
-    put_weights, column = tiles.build_put_weights(tile), tiles.build_column(THREADS_N, COLS)
+    put_weights, column = tiles.build_put_weights(dtype, tile), tiles.build_column(dtype, THREADS_N, COLS)
 
     def dq_simt(do, q, k, v, dq, lse, delta, scale, low, high):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)

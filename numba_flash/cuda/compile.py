@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import os
+import re
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
@@ -83,7 +84,25 @@ def _target(capability: tuple[int, int]):
 
 def link(text: str, capability: tuple[int, int]) -> bytes:
     """PTX to cubin."""
-    from cuda.core import ObjectCode, Linker, LinkerOptions
+    return _link(text, capability)[0]
 
-    linker = Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch=architecture(capability)))
-    return bytes(linker.link("cubin").code)
+
+def resources(text: str, capability: tuple[int, int]) -> dict[str, int]:
+    """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``, ``shared_bytes`` (static)."""
+    log = _link(text, capability, verbose=True, ptxas_options=["-v"])[1]
+    count = lambda pattern: sum(map(int, re.findall(pattern, log)))
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "spill_bytes": count(r"(\d+) bytes spill"),
+        "stack_bytes": count(r"(\d+) bytes stack frame"),
+        "shared_bytes": count(r"(\d+) bytes smem"),
+    }
+
+
+def _link(text: str, capability: tuple[int, int], **options) -> tuple[bytes, str]:
+    """Cubin and the linker's log."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch=architecture(capability), **options))
+    code = bytes(linker.link("cubin").code)
+    return code, linker.get_info_log()

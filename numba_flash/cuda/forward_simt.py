@@ -16,7 +16,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
     """
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     HEAD_DIM_V, COLS_O = head_dim_v, tile.head_cols(head_dim_v)
-    PITCH_M, PITCH_N, PITCH_W = BLOCK_M + tiles.PAD, BLOCK_N + tiles.PAD, COLS_O * THREADS_N
+    PAD = tiles.pad(dtype)
+    PITCH_M, PITCH_N, PITCH_W = BLOCK_M + PAD, BLOCK_N + PAD, COLS_O * THREADS_N
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
     WRITE_LSE = write_lse
@@ -25,9 +26,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
     _, store = tiles.build_convert(dtype)
     inner = tiles.build_inner(dtype, tile, head_dim)
     outer = tiles.build_outer(dtype, tile, head_dim_v)
-    put_weights = tiles.build_put_weights(tile)
-    column = tiles.build_column(THREADS_N, COLS)
-    column_o = tiles.build_column(THREADS_N, COLS_O)
+    put_weights = tiles.build_put_weights(dtype, tile)
+    column = tiles.build_column(dtype, THREADS_N, COLS)
+    column_o = tiles.build_column(dtype, THREADS_N, COLS_O)
 
     def forward_simt(q, k, v, o, lse, scale_log2, low, high):
         q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)

@@ -79,7 +79,7 @@ def _numba_array(x, ndim: int) -> list[int]:
 
 
 class Launch:
-    """One kernel with its grid and every argument but the addresses; calling it costs one list copy and one launch.
+    """One kernel with its grid and every argument but the addresses; a call costs one list copy and one launch on CuPy's current stream.
 
     Parameters
     ----------
@@ -100,10 +100,12 @@ class Launch:
         self._ndims = [ndim for _, ndim in operands]
         self._device = arrays.device_id(operands[0][0])
         if self._device < 0:
-            self._kernel = _simulated_kernel(builder, config)
+            self._kernel, self._submit = _simulated_kernel(builder, config), self._simulate
             return
-        from cuda.core import LaunchConfig
+        import cupy
+        from cuda.core import LaunchConfig, launch
 
+        self._cupy, self._launch, self._submit = cupy.cuda, launch, self._submit_to_gpu
         self._kernel = _kernel(builder, config, self._device)
         self._config = LaunchConfig(grid=max(grid, 1), block=block)
         self._arguments, self._slots = [], []
@@ -113,16 +115,21 @@ class Launch:
         self._arguments += scalars
 
     def __call__(self, *operands) -> None:
-        if self._grid == 0:
-            return
-        if self._device < 0:
-            self._simulate(operands)
-            return
+        if self._grid:
+            self._submit(operands)
+
+    def _submit_to_gpu(self, operands) -> None:
+        if self._cupy.runtime.getDevice() != self._device:
+            with self._cupy.Device(self._device):
+                return self._submit_to_gpu(operands)
+        if self._device not in _thread.__dict__:  # a new thread has no context until it names a device
+            self._cupy.Device(self._device).use()
+            _thread.__dict__[self._device] = True
         arguments = self._arguments.copy()
         for slot, x in zip(self._slots, operands, strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
-        launch_on_current_stream(self._device, self._config, self._kernel, arguments)
+        self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
 
     def _simulate(self, operands) -> None:
         nothing = np.empty((0, 0, 0, 0))
@@ -130,18 +137,3 @@ class Launch:
         views = [x.view(np.uint16) if x.dtype.name == "bfloat16" else x for x in views]
         with np.errstate(all="ignore"):
             self._kernel[self._grid, self._block](*views, *self._scalars)
-
-
-def launch_on_current_stream(device: int, config, kernel, arguments: list) -> None:
-    """Launch on CuPy's current stream of the device that owns the arrays."""
-    import cupy
-    from cuda.core import Device, launch
-
-    if cupy.cuda.runtime.getDevice() != device:
-        with cupy.cuda.Device(device):
-            launch_on_current_stream(device, config, kernel, arguments)
-            return
-    if device not in _thread.__dict__:  # a new thread has no context until it names a device
-        Device(device).set_current()
-        _thread.__dict__[device] = True
-    launch(_stream(cupy.cuda.get_current_stream().ptr), config, kernel, *arguments)

@@ -1,7 +1,7 @@
 """Register micro-tiles for kernels without tensor cores: the two matrix products of attention, and the moves around them.
 
 THREADS_M x THREADS_N threads own a tile of rows x columns. Thread (ty, tx) keeps `rows` consecutive rows and `cols` columns of it in
-registers; its columns come in groups of V = `vector(cols)` consecutive ones, so that shared-memory reads fuse into vector loads:
+registers; its columns come in groups of V = `vector(cols, dtype)` consecutive ones, so that shared-memory reads fuse into vector loads:
 
     row(ty, r) = ty * rows + r            column(tx, c) = (c // V) * THREADS_N * V + tx * V + c % V
 
@@ -17,14 +17,18 @@ from numba_flash import mask, numeric
 
 STORAGE = {"float16": types.float16, "bfloat16": types.uint16, "float32": types.float32, "float64": types.float64}
 ACCUMULATOR = {"float16": types.float32, "bfloat16": types.float32, "float32": types.float32, "float64": types.float64}
-PAD = 4  # elements between staged rows: a half warp that stores transposed then hits different banks; 16-byte alignment is kept
 index = types.uint64  # every subscript is made unsigned: Numba lets negative ones wrap around, and the test for it costs more than the load
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16  # of shared arrays, for vector loads; the simulator refuses the argument
 
 
-def vector(cols):
-    """Consecutive columns per group: the widest of 4, 2, 1 that divides `cols`."""
-    return 4 if cols % 4 == 0 else 2 if cols % 2 == 0 else 1
+def pad(dtype):
+    """Elements (16 bytes) between staged rows: a half warp that stores transposed then hits different banks, and vectors stay aligned."""
+    return 128 // ACCUMULATOR[dtype].bitwidth
+
+
+def vector(cols, dtype):
+    """Consecutive columns per group: 16 bytes, or the widest smaller power of two that divides `cols`."""
+    return math.gcd(cols, 128 // ACCUMULATOR[dtype].bitwidth)
 
 
 def build_convert(dtype):
@@ -75,9 +79,9 @@ def build_fetch_rows(dtype, head_dim, width, row_step):
     return fetch_rows
 
 
-def build_column(threads_n, cols):
+def build_column(dtype, threads_n, cols):
     """``column(tx, c)``: column within the tile of thread tx's c-th register column."""
-    V, STRIDE = vector(cols), threads_n * vector(cols)
+    V, STRIDE = vector(cols, dtype), threads_n * vector(cols, dtype)
 
     @cuda.jit(device=True)
     def column(tx, c):
@@ -96,7 +100,7 @@ def build_inner(dtype, tile, head_dim):
     ROW_STEP = tile.threads // tile.depth
     STEPS_M, STEPS_N = tile.block_m // ROW_STEP, tile.block_n // ROW_STEP
     ACC = ACCUMULATOR[dtype]
-    column = build_column(tile.threads_n, tile.cols)
+    column = build_column(dtype, tile.threads_n, tile.cols)
     fetch_rows = build_fetch_rows(dtype, head_dim, -(-head_dim // DEPTH) * DEPTH, ROW_STEP)
 
     @cuda.jit(device=True)
@@ -148,7 +152,7 @@ def build_outer(dtype, tile, head_dim):
     STEPS = DEPTH // ROW_STEP
     ACC = ACCUMULATOR[dtype]
     fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
-    column = build_column(tile.threads_n, COLS)
+    column = build_column(dtype, tile.threads_n, COLS)
 
     @cuda.jit(device=True)
     def multiply(acc, w_smem, j0, x_smem, diagonal, stop, careful, low, high):
@@ -182,10 +186,10 @@ def build_outer(dtype, tile, head_dim):
     return outer
 
 
-def build_put_weights(tile):
+def build_put_weights(dtype, tile):
     """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of `build_outer`."""
     ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
-    column = build_column(tile.threads_n, tile.cols)
+    column = build_column(dtype, tile.threads_n, tile.cols)
 
     @cuda.jit(device=True)
     def put_weights(w_smem, w):
