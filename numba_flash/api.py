@@ -4,8 +4,7 @@ from functools import partial
 from typing import Any
 
 from numba_flash import arrays, spec
-from numba_flash import plan as planning
-from numba_flash.plan import Plan
+from numba_flash.plan import Plan, choose, tier
 
 _prepared: dict[tuple, Any] = {}
 _PREPARED_LIMIT = 4096
@@ -159,7 +158,7 @@ def plan(q, k, v, *, scale=None, causal=False, window=None, q_start=None, backen
     """
     q, k, v = map(arrays.adopt, (q, k, v))
     problem = spec.bind(q, k, v, scale=scale, causal=causal, window=window, q_start=q_start)
-    return planning.choose(problem, q, backend)
+    return choose(problem, q, backend)
 
 
 def _key(inputs: tuple, outs: tuple, options: dict, return_lse: bool | None):
@@ -200,13 +199,13 @@ def _choose(bind, inputs: tuple, options: dict):
     options = options.copy()
     backend = options.pop("backend")
     problem = bind(*inputs, **options)
-    return problem, planning.choose(problem, inputs[1], backend).backend
+    return problem, choose(problem, inputs[1], backend).backend
 
 
 def _call(prepare: str, problem, backend: str, inputs: dict, results: dict):
-    tier = planning.tier(backend)
-    prepare = partial(getattr(tier, prepare), problem)
-    through_gpu = arrays.library(inputs["q"]) == "numpy" and not tier.takes_numpy()
+    module = tier(backend)
+    prepare = partial(getattr(module, prepare), problem)
+    through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()
     return (_CallThroughGpu if through_gpu else _Call)(prepare, tuple(inputs), results)
 
 

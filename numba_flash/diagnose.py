@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 from numba_flash import reference
-from numba_flash import plan as planning
+from numba_flash.plan import BACKENDS, tier
 from numba_flash.api import backward, forward
 
 PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
@@ -22,7 +22,7 @@ def _version(package: str) -> str:
 
 
 def _why_not(backend: str) -> str | None:
-    return planning.tier(backend).why_not(None, np.empty(0), True)
+    return tier(backend).why_not(None, np.empty(0), True)
 
 
 def _device_lines() -> list[str]:
@@ -51,10 +51,10 @@ def show_config(file=None) -> None:
     show(f"numba_flash {__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU threads")
     show("packages:", ", ".join(f"{package} {_version(package)}" for package in PACKAGES))
     show("cubin cache:", cache_directory())
-    for backend in planning.BACKENDS:
+    for backend in BACKENDS:
         reason = _why_not(backend)
         show(f"backend {backend}:", "ready" if reason is None else f"not available: {reason}")
-        if backend != "cpu" and reason is None and not planning.tier(backend).takes_numpy():
+        if backend != "cpu" and reason is None and not tier(backend).takes_numpy():
             show("\n".join(_device_lines()))
 
 
@@ -90,12 +90,12 @@ def selftest(file=None) -> bool:
     show = lambda *parts: print(*parts, file=file or sys.stdout)
     rng = np.random.default_rng(0)
     good = True
-    for backend in planning.BACKENDS:
+    for backend in BACKENDS:
         reason = _why_not(backend)
         if reason is not None:
             show(f"{backend}: skipped: {reason}")
             continue
-        n, d = (6, 4) if backend != "cpu" and planning.tier(backend).takes_numpy() else (150, 40)
+        n, d = (6, 4) if backend != "cpu" and tier(backend).takes_numpy() else (150, 40)
         for dtype in _dtypes():
             q, k, v, do = (rng.standard_normal((heads, rows, d)).astype(dtype) for heads, rows in ((2, n), (1, n + 3), (1, n + 3), (2, n)))
             o, lse = forward(q, k, v, causal=True, return_lse=True, backend=backend)

@@ -89,7 +89,7 @@ def link(text: str, capability: tuple[int, int]) -> bytes:
 
 def resources(text: str, capability: tuple[int, int]) -> dict[str, int]:
     """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``, ``shared_bytes`` (static)."""
-    log = _link(text, capability, verbose=True, ptxas_options=["-v"])[1]
+    log = _link(text, capability, verbose=True)[1]
     count = lambda pattern: sum(map(int, re.findall(pattern, log)))
     return {
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),
