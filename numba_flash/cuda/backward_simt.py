@@ -98,15 +98,15 @@ def build_dkdv(dtype, head_dim, head_dim_v, tile):
     inner_k, inner_v = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_q, outer_do = tiles.build_outer(dtype, tile, head_dim), tiles.build_outer(dtype, tile, head_dim_v)
     write_dk, write_dv = build_write(dtype, tile, head_dim), build_write(dtype, tile, head_dim_v)
-    put_weights, column = tiles.build_put_weights(dtype, tile), tiles.build_column(dtype, THREADS_N, COLS)
+    put_weights, get_weight = tiles.build_weights(dtype, tile)
+    column = tiles.build_column(dtype, THREADS_N, COLS)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, scale, low, high):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
         x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)
         w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
-        p = cuda.local.array(SCORES, ACC)
-        ds = cuda.local.array(SCORES, ACC)
+        s = cuda.local.array(SCORES, ACC)
         dk_acc = cuda.local.array(OUTPUTS_K, ACC)
         dv_acc = cuda.local.array(OUTPUTS_V, ACC)
 
@@ -126,30 +126,28 @@ def build_dkdv(dtype, head_dim, head_dim_v, tile):
             for col0 in range(start, stop, BLOCK_N):
                 edge = col0 + BLOCK_N > nq or not mask.all_visible(row0, row0 + BLOCK_M, col0, col0 + BLOCK_N, low, high)
                 # (1) S^T = K Q^T
-                inner_k(p, k_head, row0, q_head, col0, a_smem, b_smem)
-                # (2) P^T = exp(S^T - lse)
+                inner_k(s, k_head, row0, q_head, col0, a_smem, b_smem)
+                # (2) P^T = exp(S^T - lse), kept in shared memory
                 for c in range(COLS):
                     i = col0 + column(tx, c)
                     row_shift = shift(lse_head, i)
                     for r in range(ROWS):
-                        x = math.exp2(p[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
+                        p = math.exp2(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
                         hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
-                        p[r * COLS + c] = ACC(0) if hidden else x
+                        s[r * COLS + c] = ACC(0) if hidden else p
+                put_weights(w_smem, s)
                 # (3) dV = dV + P^T dO
-                put_weights(w_smem, p)
                 outer_do(dv_acc, w_smem, do_head, col0, x_smem, row0, edge, low, high)
                 # (4) dP^T = V dO^T
-                inner_v(ds, v_head, row0, do_head, col0, a_smem, b_smem)
-                # (5) dS^T = P^T * (dP^T - delta)
+                inner_v(s, v_head, row0, do_head, col0, a_smem, b_smem)
+                # (5) dS^T = P^T * (dP^T - delta), in the place of P^T; a hidden P is 0, whatever dP is
                 for c in range(COLS):
-                    i = col0 + column(tx, c)
-                    row_delta = value(delta_head, i)
+                    row_delta = value(delta_head, col0 + column(tx, c))
                     for r in range(ROWS):
-                        x = p[r * COLS + c] * (ds[r * COLS + c] - row_delta)
-                        hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
-                        ds[r * COLS + c] = ACC(0) if hidden else x
+                        p = get_weight(w_smem, r, c)
+                        s[r * COLS + c] = p * (s[r * COLS + c] - row_delta) if p != ACC(0) else ACC(0)
+                put_weights(w_smem, s)
                 # (6) dK = dK + dS^T Q
-                put_weights(w_smem, ds)
                 outer_q(dk_acc, w_smem, q_head, col0, x_smem, row0, edge, low, high)
         write_dk(dk[b0, b1, kv_head], row0, dk_acc, scale)
         write_dv(dv[b0, b1, kv_head], row0, dv_acc, 1.0)
@@ -170,15 +168,15 @@ def build_dq(dtype, head_dim, head_dim_v, tile):
     shift, value = build_row_value(dtype)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_k, write_dq = tiles.build_outer(dtype, tile, head_dim), build_write(dtype, tile, head_dim)
-    put_weights, column = tiles.build_put_weights(dtype, tile), tiles.build_column(dtype, THREADS_N, COLS)
+    put_weights, get_weight = tiles.build_weights(dtype, tile)
+    column = tiles.build_column(dtype, THREADS_N, COLS)
 
     def dq_simt(do, q, k, v, dq, lse, delta, scale, low, high):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
         x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)
         w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
-        p = cuda.local.array(SCORES, ACC)
-        ds = cuda.local.array(SCORES, ACC)
+        s = cuda.local.array(SCORES, ACC)
         dq_acc = cuda.local.array(OUTPUTS, ACC)
 
         nq, nk = q.shape[3], k.shape[3]
@@ -194,20 +192,28 @@ def build_dq(dtype, head_dim, head_dim_v, tile):
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nq), nk, low, high)
         for col0 in range(start, stop, BLOCK_N):
             edge = col0 + BLOCK_N > nk or not mask.all_visible(row0, row0 + BLOCK_M, col0, col0 + BLOCK_N, low, high)
-            # (1) S = Q K^T    (2) dP = dO V^T
-            inner_q(p, q_head, row0, k_head, col0, a_smem, b_smem)
-            inner_do(ds, do_head, row0, v_head, col0, a_smem, b_smem)
-            # (3) P = exp(S - lse)    (4) dS = P * (dP - delta)
+            # (1) S = Q K^T
+            inner_q(s, q_head, row0, k_head, col0, a_smem, b_smem)
+            # (2) P = exp(S - lse), kept in shared memory
             for r in range(ROWS):
                 i = row0 + ty * ROWS + r
-                row_shift, row_delta = shift(lse_head, i), value(delta_head, i)
+                row_shift = shift(lse_head, i)
                 for c in range(COLS):
-                    x = math.exp2(p[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
+                    p = math.exp2(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
                     j = col0 + column(tx, c)
                     hidden = edge and (j >= nk or not mask.visible(i, j, low, high))
-                    ds[r * COLS + c] = ACC(0) if hidden else x * (ds[r * COLS + c] - row_delta)
+                    s[r * COLS + c] = ACC(0) if hidden else p
+            put_weights(w_smem, s)
+            # (3) dP = dO V^T
+            inner_do(s, do_head, row0, v_head, col0, a_smem, b_smem)
+            # (4) dS = P * (dP - delta), in the place of P; a hidden P is 0, whatever dP is
+            for r in range(ROWS):
+                row_delta = value(delta_head, row0 + ty * ROWS + r)
+                for c in range(COLS):
+                    p = get_weight(w_smem, r, c)
+                    s[r * COLS + c] = p * (s[r * COLS + c] - row_delta) if p != ACC(0) else ACC(0)
+            put_weights(w_smem, s)
             # (5) dQ = dQ + dS K
-            put_weights(w_smem, ds)
             outer_k(dq_acc, w_smem, k_head, col0, x_smem, row0, edge, low, high)
         write_dq(dq[b0, b1, h], row0, dq_acc, scale)
 

@@ -26,7 +26,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
     _, store = tiles.build_convert(dtype)
     inner = tiles.build_inner(dtype, tile, head_dim)
     outer = tiles.build_outer(dtype, tile, head_dim_v)
-    put_weights = tiles.build_put_weights(dtype, tile)
+    put_weights, _ = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
     column_o = tiles.build_column(dtype, THREADS_N, COLS_O)
 

@@ -186,8 +186,8 @@ def build_outer(dtype, tile, head_dim):
     return outer
 
 
-def build_put_weights(dtype, tile):
-    """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of `build_outer`."""
+def build_weights(dtype, tile):
+    """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of `build_outer`; ``get_weight(w_smem, r, c)``."""
     ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
     column = build_column(dtype, tile.threads_n, tile.cols)
 
@@ -198,7 +198,12 @@ def build_put_weights(dtype, tile):
             for r in range(ROWS):
                 w_smem[index(column(tx, c)), index(ty * ROWS + r)] = w[r * COLS + c]
 
-    return put_weights
+    @cuda.jit(device=True)
+    def get_weight(w_smem, r, c):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        return w_smem[index(column(tx, c)), index(ty * ROWS + r)]
+
+    return put_weights, get_weight
 
 
 def signature(dtype, arrays, rows, scalars):
