@@ -52,35 +52,36 @@ class Tile:
         return cols if cols <= 2 else -(-cols // 4) * 4
 
 
-# Per kernel and accumulator: (largest head dimension, tile), first match wins. TFLOP/s on an H200, N = 8192, for head dims 64 | 128;
-# backward kernels count the products they make (4 in dkdv, 3 in dq). Runner-up in brackets. Head dims above 128 are chosen not to spill.
+# Per kernel and accumulator: (largest head dimension, tile); the first that fits serves. After each row: TFLOP/s on an H200 with N = 8192 at
+# that head dimension, and the runner-up; backward kernels count the products they make (4 in dkdv, 3 in dq). The widest accumulators spill
+# up to 1 KB per thread: the next smaller tile, which does not, was slower in every case measured.
 TILES = {
     ("forward", "float32"): (
-        (64, Tile(8, 8, 8, 8, 16, 16, 1)),  # 25.3 [8, 4, 8, 16, 16, 16, 2: 23.5]
-        (128, Tile(8, 4, 8, 16, 16, 16, 2)),  # 25.8 [8, 8, 8, 8, 16, 16, 3: 23.3]
-        (256, Tile(4, 4, 8, 16, 16, 8, 2)),
+        (64, Tile(8, 8, 8, 8, 8, 16, 1)),  # 26.4; Tile(8, 8, 8, 8, 8, 8, 1) 25.5
+        (128, Tile(8, 4, 8, 16, 16, 16, 2)),  # 26.0; Tile(8, 4, 8, 16, 8, 16, 2) 23.7
+        (256, Tile(8, 4, 8, 16, 16, 8, 1)),  # 23.0; Tile(4, 4, 8, 16, 16, 8, 2) 16.4
     ),
     ("forward", "float64"): (
-        (64, Tile(4, 8, 8, 8, 16, 8, 1)),  # 12.0 [4, 4, 8, 8, 16, 8, 4: 11.5]
-        (128, Tile(4, 4, 8, 16, 16, 8, 2)),  # 11.5 [4, 4, 16, 8, 16, 8, 2: 11.0]
-        (256, Tile(4, 4, 8, 16, 16, 4, 1)),
+        (64, Tile(4, 8, 8, 8, 16, 8, 1)),  # 12.4; Tile(4, 8, 8, 8, 8, 8, 1) 12.3
+        (128, Tile(4, 4, 8, 16, 16, 8, 2)),  # 11.5; Tile(4, 4, 8, 16, 8, 8, 2) 9.7
+        (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 9.2; Tile(2, 4, 8, 16, 16, 4, 1) 5.8
     ),
     ("dkdv", "float32"): (
-        (64, Tile(8, 4, 8, 16, 16, 16, 1)),  # 21.4 [4, 4, 16, 16, 16, 16, 2: 20.2]
-        (128, Tile(8, 4, 8, 16, 16, 16, 1)),  # 21.8 [4, 4, 8, 16, 16, 16, 3: 20.3]
-        (256, Tile(4, 4, 8, 16, 16, 8, 1)),
+        (128, Tile(8, 4, 8, 16, 16, 16, 1)),  # 22.5 (64: 21.8); Tile(8, 4, 8, 16, 8, 8, 1) 20.2 (64: 20.8)
+        (256, Tile(4, 4, 8, 16, 16, 8, 1)),  # 17.0; Tile(2, 4, 8, 16, 16, 8, 1) 11.0
     ),
     ("dkdv", "float64"): (
-        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 9.6 | 10.1 [4, 2, 8, 16, 16, 8, 2: 9.1 | 8.1]
-        (256, Tile(1, 4, 16, 16, 16, 4, 1)),
+        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 10.7 (64: 10.1); Tile(3, 4, 8, 16, 16, 8, 1) 9.2
+        (256, Tile(2, 4, 8, 16, 16, 4, 1)),  # 5.9; Tile(1, 4, 16, 16, 16, 4, 1) 4.0
     ),
     ("dq", "float32"): (
-        (128, Tile(8, 4, 8, 16, 16, 16, 1)),  # 23.4 | 25.2 [8, 4, 16, 16, 16, 16, 1: 23.6 | 23.2]
-        (256, Tile(4, 4, 8, 16, 16, 8, 1)),
+        (64, Tile(8, 4, 8, 16, 16, 16, 3)),  # 25.2; Tile(8, 8, 8, 8, 8, 8, 1) 24.9
+        (128, Tile(8, 4, 8, 16, 16, 16, 1)),  # 24.3; Tile(8, 4, 8, 16, 8, 8, 1) 20.6
+        (256, Tile(8, 4, 8, 16, 8, 8, 1)),  # 17.9; Tile(4, 4, 8, 16, 16, 8, 1) 16.7
     ),
     ("dq", "float64"): (
-        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 11.2 | 12.2 [4, 4, 8, 8, 16, 8, 2: 11.1 | 8.6]
-        (256, Tile(2, 4, 8, 16, 16, 4, 1)),
+        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 12.2 (64: 10.9); at 64, Tile(4, 8, 8, 8, 8, 8, 1) 9.0
+        (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 10.7; Tile(2, 4, 8, 16, 16, 4, 1) 6.6
     ),
 }
 SIMULATOR_TILE = Tile(2, 2, 2, 2, 4, 2, 1)
