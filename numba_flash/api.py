@@ -31,8 +31,8 @@ def forward(
     Parameters
     ----------
     q : array, shape (..., Hq, Nq, D)
-        Queries; 2 to 5 dimensions, ``(N, D)`` means one head. float16, bfloat16 (ml_dtypes), float32 or float64, any strides, no copy is made.
-        NumPy, CuPy, or any object with ``__dlpack__`` or ``__cuda_array_interface__``. 1 <= D <= 256.
+        Queries; 2 to 5 dimensions, ``(N, D)`` means one head. float16, bfloat16 (ml_dtypes), float32 or float64; any strides, read in
+        place. NumPy, CuPy, or any object with ``__dlpack__`` or ``__cuda_array_interface__``. 1 <= D <= 256.
     k : array, shape (..., Hk, Nk, D)
         Keys. Hq must be a multiple of Hk: query head h reads key head ``h // (Hq // Hk)`` (grouped-query attention).
     v : array, shape (..., Hk, Nk, Dv)
@@ -57,7 +57,8 @@ def forward(
     o : array, shape (..., Hq, Nq, Dv)
         In q's dtype, library and device. Rows that see no key are 0.
     lse : array, shape (..., Hq, Nq)
-        Only with `return_lse`: natural logarithm of the row's sum of exponentials, float32 (float64 for float64); -inf where no key is seen.
+        Only with `return_lse`: natural logarithm of the row's sum of exponentials, float32 (float64 for float64); -inf where no key
+        is seen.
 
     Raises
     ------
@@ -164,9 +165,7 @@ def plan(q, k, v, *, scale=None, causal=False, window=None, q_start=None, backen
 def _key(inputs: tuple, outs: tuple, options: dict, return_lse: bool | None):
     """Everything that a prepared call depends on but the addresses; None if `bind` is about to complain."""
     try:
-        key = [(x.shape, x.strides, x.dtype, arrays.device_id(x)) for x in inputs]
-        key += [x if x is None else (x.shape, x.strides, x.dtype, arrays.device_id(x)) for x in outs]
-        key = (*key, *options.values(), return_lse)
+        key = (*map(arrays.layout, inputs), *map(arrays.layout, outs), *options.values(), return_lse)
         hash(key)
         return key
     except (AttributeError, TypeError):
@@ -243,7 +242,7 @@ class _Call:
 
     def _check(self, inputs: tuple, outs: tuple) -> None:
         others = None
-        for i, ((name, what), out) in enumerate(zip(self._results.items(), outs, strict=True)):
+        for i, (what, out) in enumerate(zip(self._results.values(), outs, strict=True)):
             if out is None:
                 continue
             others = dict(zip(self._names, inputs, strict=True)) if others is None else others

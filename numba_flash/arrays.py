@@ -1,4 +1,7 @@
-"""Whose array is this, where does it live, and allocate one like it. CuPy is looked up in `sys.modules`, never imported for a NumPy user."""
+"""Whose array is this, where does it live, and allocate one like it.
+
+CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device array, or to move NumPy arrays to a GPU.
+"""
 
 import ctypes
 import math
@@ -52,6 +55,15 @@ def address(x) -> int:
 def aligned(x) -> bool:
     """True if every element lies at a multiple of the itemsize."""
     return x.size == 0 or address(x) % x.dtype.itemsize == 0
+
+
+def layout(x):
+    """Everything about an array but its address: kind, shape, strides, dtype, device, alignment. None for None."""
+    if x is None:
+        return None
+    if isinstance(x, np.ndarray):
+        return type(x), x.shape, x.strides, x.dtype, -1, x.flags.aligned
+    return type(x), x.shape, x.strides, x.dtype, x.data.device_id, x.data.ptr % x.dtype.itemsize
 
 
 def writeable(x) -> bool:

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 from numba_flash import reference
-from numba_flash.plan import BACKENDS, tier
 from numba_flash.api import backward, forward
+from numba_flash.plan import BACKENDS, tier
 
 PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
 
@@ -32,7 +32,8 @@ def _device_lines() -> list[str]:
     lines = []
     for i in range(cupy.cuda.runtime.getDeviceCount()):
         p = cupy.cuda.runtime.getDeviceProperties(i)
-        lines.append(f"device {i}: {p['name'].decode()}, compute capability {p['major']}.{p['minor']}, {p['totalGlobalMem'] / 2**30:.0f} GiB")
+        memory = p["totalGlobalMem"] / 2**30
+        lines.append(f"device {i}: {p['name'].decode()}, compute capability {p['major']}.{p['minor']}, {memory:.0f} GiB")
     return lines
 
 

@@ -75,7 +75,7 @@ def backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray
     problem = spec.bind(q, k, v, **options)
     group = problem.hq // max(problem.hk, 1)
     qh, kh, vh, doh = _heads(q, 1), _heads(k, group), _heads(v, group), _heads(do, 1)
-    transpose = lambda x: np.swapaxes(x, -1, -2)  # noqa: E731
+    transpose = lambda x: np.swapaxes(x, -1, -2)
     with np.errstate(invalid="ignore", over="ignore"):
         p, _, visible = _probabilities(problem, qh, kh)
         dv = _finite_product(transpose(p), doh, transpose(visible))
@@ -84,5 +84,5 @@ def backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray
         ds = np.where(visible, problem.scale * p * (dp - delta), 0.0)
         dq = _finite_product(ds, kh, visible)
         dk = _finite_product(transpose(ds), qh, transpose(visible))
-    per_group = lambda x: x.reshape(*x.shape[:-3], problem.hk, group, *x.shape[-2:]).sum(axis=-3)  # noqa: E731
+    per_group = lambda x: x.reshape(*x.shape[:-3], problem.hk, group, *x.shape[-2:]).sum(axis=-3)
     return dq.reshape(q.shape), per_group(dk).reshape(k.shape), per_group(dv).reshape(v.shape)

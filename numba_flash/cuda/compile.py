@@ -39,7 +39,9 @@ def cache_key(builder: str, config: tuple, capability: tuple[int, int]) -> str:
 
 
 def cubin(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
-    """Machine code of the kernel that the builder ``"module.function"`` in `numba_flash.cuda` makes of `config`; its entry point is called "kernel".
+    """Machine code of the kernel that `builder`, a ``"module.function"`` in `numba_flash.cuda`, makes of `config`.
+
+    Its entry point is called "kernel".
 
     Numba is imported, and the kernel compiled, only when the cache does not hold it.
     """

@@ -3,7 +3,7 @@
 import importlib
 import os
 import threading
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -21,12 +21,13 @@ def simulated() -> bool:
 @lru_cache(maxsize=1)
 def _no_gpu() -> str | None:
     """Reason why no CUDA kernel can run in this process, or None."""
-    try:
-        import cuda.core
-        import cupy
-        import numba_cuda  # noqa: F401
-    except ImportError as error:
-        return f"{error.name or error} is not installed (pip install 'numba_flash[cuda13]' or [cuda12])"
+    for module in ("cupy", "cuda.core", "numba_cuda"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return f"{module} cannot be imported ({error}); install numba_flash[cuda13] or numba_flash[cuda12]"
+    import cupy
+
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return "no CUDA device was found"
@@ -42,7 +43,7 @@ def why_not(x) -> str | None:
     return _no_gpu()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(builder: str, config: tuple, device: int):
     """Loaded kernel for one device."""
     from cuda.core import Device, ObjectCode
@@ -61,7 +62,7 @@ def _stream(handle: int):
     return Stream.from_handle(handle)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _simulated_kernel(builder: str, config: tuple):
     from numba import cuda
 

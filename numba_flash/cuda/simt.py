@@ -52,9 +52,9 @@ class Tile:
         return cols if cols <= 2 else -(-cols // 4) * 4
 
 
-# Per kernel and accumulator: (largest head dimension, tile); the first that fits serves. After each row: TFLOP/s on an H200 with N = 8192 at
-# that head dimension, and the runner-up; backward kernels count the products they make (4 in dkdv, 3 in dq). The widest accumulators spill
-# up to 1 KB per thread: the next smaller tile, which does not, was slower in every case measured.
+# Per kernel and accumulator: (largest head dimension, tile); the first that fits serves. After each row: TFLOP/s on an H200 with N = 8192
+# at that head dimension, and the runner-up; backward kernels count the products they make (4 in dkdv, 3 in dq). The widest accumulators
+# spill up to 1 KB per thread: the next smaller tile, which does not, was slower in every case measured.
 TILES = {
     ("forward", "float32"): (
         (64, Tile(8, 8, 8, 8, 8, 16, 1)),  # 26.4; Tile(8, 8, 8, 8, 8, 8, 1) 25.5

@@ -187,7 +187,10 @@ def build_outer(dtype, tile, head_dim):
 
 
 def build_weights(dtype, tile):
-    """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of `build_outer`; ``get_weight(w_smem, r, c)``."""
+    """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of `build_outer`.
+
+    ``get_weight(w_smem, r, c)`` reads one of the thread's own weights back.
+    """
     ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
     column = build_column(dtype, tile.threads_n, tile.cols)
 
