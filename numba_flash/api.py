@@ -257,9 +257,17 @@ class _Call:
 
 
 class _CallThroughGpu(_Call):
-    """The same for NumPy arrays on a machine with a GPU: they go over and come back."""
+    """The same for NumPy arrays on a machine with a GPU: they go over and come back, through the device that was current at first."""
+
+    def __init__(self, prepare, names: tuple[str, ...], results: dict):
+        super().__init__(prepare, names, results)
+        self._gpu = arrays.current_gpu()
 
     def _execute(self, inputs: tuple, results: tuple) -> None:
+        with self._gpu:
+            self._execute_on_gpu(inputs, results)
+
+    def _execute_on_gpu(self, inputs: tuple, results: tuple) -> None:
         on_gpu = tuple(arrays.to_gpu(name, x) for name, x in zip(self._names, inputs, strict=True))
         there = tuple(
             None if x is None else arrays.empty(name, on_gpu[what[0]], what[1], what[2])

@@ -134,6 +134,13 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
         raise _memory_error(name, shape, dtype) from error
 
 
+def current_gpu():
+    """CuPy's current device."""
+    import cupy as cp
+
+    return cp.cuda.Device()
+
+
 def to_gpu(name: str, x: np.ndarray):
     """Copy on CuPy's current device; MemoryError naming the array if there is no room."""
     import cupy as cp

@@ -151,8 +151,15 @@ def build_outer(dtype, tile, head_dim):
     ROW_STEP = tile.threads // LANES
     STEPS = DEPTH // ROW_STEP
     ACC = ACCUMULATOR[dtype]
+    SLICES = WIDTH // LANES
+    FETCHES = SLICES * STEPS
     fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
     column = build_column(dtype, tile.threads_n, COLS)
+
+    @cuda.jit(device=True)
+    def fetch(regs, x, x0, first, lane):
+        for n in range(SLICES):
+            fetch_rows(regs[n * STEPS :], x, x0, first, lane + n * LANES, STEPS)
 
     @cuda.jit(device=True)
     def multiply(acc, w_smem, j0, x_smem, diagonal, stop, careful, low, high):
@@ -170,14 +177,16 @@ def build_outer(dtype, tile, head_dim):
     @cuda.jit(device=True)
     def outer(acc, w_smem, x, x0, x_smem, row0, edge, low, high):
         first, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        regs = cuda.local.array(STEPS, ACC)
+        regs = cuda.local.array(FETCHES, ACC)
+        fetch(regs, x, x0, first, lane)
         for j0 in range(0, BLOCK_N, DEPTH):
             cuda.syncthreads()  # the weights are written, and every thread has read the previous chunk
-            for d in range(lane, lane + WIDTH, LANES):
-                fetch_rows(regs, x, x0 + j0, first, d, STEPS)
+            for n in range(SLICES):
                 for i in range(STEPS):
-                    x_smem[index(first + i * ROW_STEP), index(d)] = regs[i]
+                    x_smem[index(first + i * ROW_STEP), index(lane + n * LANES)] = regs[n * STEPS + i]
             cuda.syncthreads()  # the chunk is complete
+            if j0 + DEPTH < BLOCK_N:  # the next chunk is on its way while this one is multiplied
+                fetch(regs, x, x0 + j0 + DEPTH, first, lane)
             if edge:
                 multiply(acc, w_smem, j0, x_smem, x0 + j0 - row0, x.shape[0] - x0 - j0, True, low, high)
             else:
