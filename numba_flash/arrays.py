@@ -54,7 +54,7 @@ def address(x) -> int:
 
 def aligned(x) -> bool:
     """True if every element lies at a multiple of the itemsize."""
-    return x.size == 0 or address(x) % x.dtype.itemsize == 0
+    return x.size == 0 or address(x) % max(x.dtype.itemsize, 1) == 0
 
 
 def layout(x):
@@ -125,6 +125,8 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """
     xp = np if isinstance(like, np.ndarray) else cupy()
     dtype = like.dtype if dtype is None else dtype
+    if math.prod(shape) * np.dtype(dtype).itemsize >= 2**63:
+        raise _memory_error(name, shape, dtype)
     try:
         if like.flags.c_contiguous or like.ndim != len(shape):
             return xp.empty(shape, dtype)

@@ -6,14 +6,17 @@ They are free of branches, so that LLVM vectorises the loops they are inlined in
 (Numba ships no vector math library).
 """
 
+import math
+
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+LOG2E, LN2 = 1.0 / math.log(2.0), math.log(2.0)
 _F32_SUBNORMAL_SCALE = np.float32(2.0**112)
 
-# Taylor-like coefficients of 2^f - 1 on [-1/2, 1/2]: minimax in the relative error (9.3e-8 and 4e-18), rounded one after the other.
-_EXP2_F32 = tuple(np.float32(c) for c in (0.6931470036506653, 0.24022246897220612, 0.0555071085691452, 0.009671294130384922, 0.001326957019045949))
+# Coefficients of 2^f - 1 on [-1/2, 1/2]: minimax in the relative error (9.3e-8 and 4e-18), rounded one after the other.
+_EXP2_F32 = np.array([0.69314700365, 0.24022246897, 0.05550710857, 0.00967129413, 0.00132695702], np.float32)
 _EXP2_F64 = (
     0.6931471805599453, 0.24022650695910108, 0.05550410866482173, 0.009618129107601613, 0.001333355814654513, 0.00015403530449020674,
     1.525273363456621e-05, 1.321543884474536e-06, 1.017815998365469e-07, 7.0732314627191485e-09, 4.4388508141274565e-10,
@@ -99,8 +102,8 @@ def _exp2(x):
         magic, lowest, highest = np.float32(1.5 * 2**23), np.float32(-127), np.float32(128)
 
         def exp2_f32(x):
-            x = lowest if x < lowest else x
             x = highest if x > highest else x
+            x = lowest if x < lowest else x
             shifted = np.float32(x + magic)
             f = x - (shifted - magic)
             power = np.uint32(np.uint32(shifted.view(np.uint32) + np.uint32(127)) << np.uint32(23))
@@ -112,8 +115,8 @@ def _exp2(x):
     d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11 = _EXP2_F64
 
     def exp2_f64(x):
-        x = -1023.0 if x < -1023.0 else x
         x = 1024.0 if x > 1024.0 else x
+        x = -1023.0 if x < -1023.0 else x
         shifted = np.float64(x + 6755399441055744.0)
         f = x - (shifted - 6755399441055744.0)
         power = np.uint64(np.uint64(shifted.view(np.uint64) + np.uint64(1023)) << np.uint64(52))
@@ -125,7 +128,7 @@ def _exp2(x):
 
 
 def row_max(x):
-    """Largest element of the 1-D array `x`; -inf if it is empty. A NaN counts as +inf or -inf, by its sign."""
+    """Largest element of the 1-D array `x`, -inf if it is empty. A NaN wins or is passed over, by its sign."""
 
 
 @overload(row_max)

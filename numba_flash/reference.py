@@ -38,7 +38,7 @@ def _probabilities(problem, q, k):
         p = np.exp(s - np.where(m == -np.inf, 0.0, m))
         l = p.sum(axis=-1, keepdims=True)
         lse = (m + np.log(l))[..., 0]
-        return p / np.where(l == 0.0, 1.0, l), lse, visible
+        return np.where(visible, p / np.where(l == 0.0, 1.0, l), 0.0), lse, visible
 
 
 def forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
@@ -67,6 +67,13 @@ def forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
 
 def backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of ``sum(do * o)`` in float64, from the inputs alone (o and lse are recomputed).
+
+    Parameters
+    ----------
+    do : array, shape (..., Hq, Nq, Dv)
+        Gradient with respect to o.
+    q, k, v, **options
+        As given to `forward`.
 
     Returns
     -------

@@ -5,6 +5,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from numba_flash import arrays
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -47,11 +49,6 @@ class Problem:
     @property
     def o_shape(self) -> tuple[int, ...]:
         return (*self.batch, self.hq, self.nq, self.dv)
-
-    @property
-    def masked(self) -> bool:
-        """True if any query fails to see any key."""
-        return self.low > 1 - self.nq or self.high < self.nk - 1
 
     @property
     def lse_dtype(self) -> str:
@@ -137,7 +134,7 @@ def _check_layout(name: str, x) -> None:
         )
     if not x.dtype.isnative:
         raise ValueError(f"{name} must be in native byte order; got dtype {x.dtype.str!r}")
-    misfit = [s for s in x.strides if s % x.dtype.itemsize]
+    misfit = [s for s in x.strides if s % max(x.dtype.itemsize, 1)]
     if misfit or not arrays.aligned(x):
         raise ValueError(f"{name} must be aligned to its itemsize ({x.dtype.itemsize} bytes); got strides {x.strides}")
 
@@ -178,7 +175,7 @@ def _check_dtype_and_shape(name: str, x, dtype: str, shape) -> None:
 
 
 def _flag(name: str, value) -> bool:
-    if value is not True and value is not False and type(value).__name__ != "bool":
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {value!r}")
     return bool(value)
 
@@ -192,9 +189,13 @@ def _integer(name: str, value) -> int:
 def _real(name: str, value) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a real number; got {value!r}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be finite; got {value!r}")
-    return float(value)
+    return number
 
 
 def _window(window) -> tuple[int, int]:

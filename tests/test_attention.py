@@ -23,6 +23,7 @@ from support import (
     random_inputs,
     run,
     run_here,
+    same_bits,
 )
 
 simulator = pytest.mark.simulator
@@ -36,10 +37,6 @@ def in_simulator(value):
 def outliers(rng, shape):
     """N(0, 1) + N(0, 100) * Bernoulli(0.001), from FlashAttention-3, section 4.4."""
     return rng.standard_normal(shape) + 10 * rng.standard_normal(shape) * (rng.random(shape) < 0.001)
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 # ---- dtypes, options, shapes ---------------------------------------------------------------------------------------------------------
@@ -88,15 +85,29 @@ def test_options(backend, options):
     check(backend, *random_inputs(seed=2), **options)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("hq", "hk"), [pytest.param(2, 1, marks=simulator), (4, 2), (6, 1), (3, 3)])
+GROUPS = [(hq, hk, causal) for hq, hk in ((2, 1), (4, 2), (6, 1), (3, 3)) for causal in (False, True)]
+
+
+@pytest.mark.parametrize(("hq", "hk", "causal"), [*GROUPS[:1], pytest.param(*GROUPS[1], marks=simulator), *GROUPS[2:]])
 def test_grouped_queries(backend, hq, hk, causal):
     check(backend, *random_inputs(hq=hq, hk=hk, seed=3), causal=causal)
 
 
 @pytest.mark.parametrize(
     ("d", "dv"),
-    [pytest.param(6, 3, marks=simulator), (1, 1), (3, 17), (40, 40), (64, 24), (24, 64), (100, 72), (128, 128), (200, 130), (129, 256), (256, 256)],
+    [
+        pytest.param(6, 3, marks=simulator),
+        (1, 1),
+        (3, 17),
+        (40, 40),
+        (64, 24),
+        (24, 64),
+        (100, 72),
+        (128, 128),
+        (200, 130),
+        (129, 256),
+        (256, 256),
+    ],
 )
 def test_head_dims(backend, d, dv):
     check(backend, *random_inputs(batch=(), d=d, dv=dv, seed=4), causal=True)
@@ -118,32 +129,37 @@ def test_ranks(backend, batch, h):
 TILE_EDGES = list(itertools.product((-1, 0, 1), repeat=2))
 
 
+@pytest.mark.parametrize(("m", "n"), TILE_EDGES)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize(("m", "n"), [*TILE_EDGES[:-1], pytest.param(1, 1, marks=simulator)])
 def test_sizes_around_a_tile(backend, kernel, m, n):
     block_m, block_n = backend.blocks(kernel, "float32", 16)
     inputs = random_inputs(batch=(), nq=block_m + m, nk=block_n + n, seed=6)
     check(backend, *inputs)
-    if not SIMULATED:
-        check(backend, *inputs, causal=True)
-
-
-@pytest.mark.parametrize(
-    ("nq", "nk"), [pytest.param(1, 1, marks=simulator), pytest.param(1, 9, marks=simulator), (9, 1), (1, 700), (700, 1), (300, 3), (2, 2)]
-)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_few_queries_or_keys(backend, nq, nk, dtype):
-    check(backend, *random_inputs(nq=nq, nk=nk, dtype=dtype, seed=7), q_start=0)
-    if not SIMULATED:
-        check(backend, *random_inputs(nq=nq, nk=nk, dtype=dtype, seed=7), causal=True)
+    check(backend, *inputs, causal=True)
 
 
 @simulator
-@pytest.mark.parametrize(
-    "sizes",
-    [{"batch": (0,)}, {"batch": (2, 0)}, {"hq": 0, "hk": 0}, {"hq": 0, "hk": 2}, {"nq": 0}, {"nk": 0}, {"nq": 0, "nk": 0}, {"nk": 0, "hq": None, "hk": None}],
-    ids=str,
-)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (0, -1)])
+def test_sizes_around_a_small_tile(backend, m, n):
+    check(backend, *random_inputs(batch=(), nq=4 + m, nk=8 + n, seed=6), window=(3, 2))
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 9), (9, 1), (1, 700), (700, 1), (300, 3), (2, 2)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_few_queries_or_keys(backend, nq, nk, dtype):
+    check(backend, *random_inputs(nq=nq, nk=nk, dtype=dtype, seed=7), q_start=0)
+    check(backend, *random_inputs(nq=nq, nk=nk, dtype=dtype, seed=7), causal=True)
+
+
+@simulator
+def test_one_query(backend):
+    check(backend, *random_inputs(batch=(), nq=1, nk=9, seed=7), causal=True)
+
+
+ZERO_SIZES = [{"batch": (0,)}, {"batch": (2, 0)}, {"hq": 0, "hk": 0}, {"nq": 0, "nk": 0}, {"nk": 0, "hq": None, "hk": None}]
+
+
+@pytest.mark.parametrize("sizes", [*ZERO_SIZES, *map(in_simulator, ({"hq": 0, "hk": 2}, {"nq": 0}, {"nk": 0}))], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_zero_sizes(backend, sizes, causal):
     sizes = {"batch": (), "nq": 3, "nk": 5, **sizes}
@@ -157,8 +173,15 @@ def test_zero_sizes(backend, sizes, causal):
 # ---- memory --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", [in_simulator(layout) if layout in ("reversed", "strided") else layout for layout in LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        *((layout, "float32") for layout in ("contiguous", "heads last", "transposed")),
+        pytest.param("reversed", "float32", marks=simulator),
+        pytest.param("strided", "float32", marks=simulator),
+        *((layout, "bfloat16") for layout in LAYOUTS),
+    ],
+)
 def test_layouts(backend, layout, dtype):
     nq, nk = (3, 5) if SIMULATED else (70, 90)
     inputs = random_inputs(hq=2, hk=2, nq=nq, nk=nk, seed=8, dtype=dtype)
@@ -230,7 +253,7 @@ def test_out_may_be_given_in_part(backend):
 
 def test_out_leaves_the_rest_of_its_buffer_alone(backend):
     """The gaps of a strided out= keep their bytes."""
-    q, k, v, do = random_inputs(batch=(), nq=37, nk=50, seed=12)
+    q, k, v, _ = random_inputs(batch=(), nq=37, nk=50, seed=12)
     buffer = backend.to_device(np.full((*q.shape[:-2], 2 * 37 + 1, 3 * 16 + 1), 7, np.float32))
     backend.forward(*map(backend.to_device, (q, k, v)), out=buffer[..., 1::2, 1::3])
     written = backend.to_host(buffer).copy()
@@ -354,8 +377,17 @@ def test_visible_inf_propagates(backend, which, value, dtype):
     assert not np.isfinite(expected["o"]).all()
 
 
-@pytest.mark.parametrize("options", [in_simulator({"causal": True}), {"window": (30, 0)}, {"window": (20, 20), "q_start": 9}], ids=str)
-@pytest.mark.parametrize("which", ["k", in_simulator("v"), "q", "d"])
+HIDING = [{"causal": True}, {"window": (30, 0)}, {"window": (20, 20), "q_start": 9}]
+
+
+@pytest.mark.parametrize(
+    ("which", "options"),
+    [
+        pytest.param(which, options, marks=simulator if which in "kv" and options == {"causal": True} else (), id=f"{which}-{options}")
+        for which in "kvqd"
+        for options in HIDING
+    ],
+)
 def test_nan_stays_out_of_rows_that_do_not_see_it(backend, which, options):
     """One poisoned row in the middle of a tile: what is hidden from it, or from which it is hidden, stays clean, forward and backward."""
     nq, nk = (6, 9) if SIMULATED else (150, 150)

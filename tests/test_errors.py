@@ -2,20 +2,27 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import no_gpu
 
 import numba_flash
-from numba_flash import arrays, plan
+from numba_flash import api, arrays
 
 GPU_REASON = no_gpu()
 
 
 def good(nq=3, nk=4, d=4, dv=5, batch=(2,), h=2, dtype=np.float32) -> dict:
     rng = np.random.default_rng(0)
-    shapes = {"q": (*batch, h, nq, d), "k": (*batch, h, nk, d), "v": (*batch, h, nk, dv), "do": (*batch, h, nq, dv), "o": (*batch, h, nq, dv)}
+    shapes = {
+        "q": (*batch, h, nq, d),
+        "k": (*batch, h, nk, d),
+        "v": (*batch, h, nk, dv),
+        "do": (*batch, h, nq, dv),
+        "o": (*batch, h, nq, dv),
+    }
     inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     return inputs | {"lse": np.zeros((*batch, h, nq), np.float64 if dtype is np.float64 else np.float32)}
 
@@ -39,27 +46,21 @@ everywhere = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.fixture(autouse=True)
 def nothing_is_computed(monkeypatch):
     """No backend is reached."""
-
-    def reached(backend):
-        raise AssertionError(f"backend {backend} was reached with bad arguments")
-
-    module = sys.modules["numba_flash.plan"]
-    tier = module.tier
+    tier = api.tier
 
     def guarded(backend):
-        tier_module = tier(backend)
-        for name in ("prepare_forward", "prepare_backward"):
-            monkeypatch.setattr(tier_module, name, lambda problem, *xs: lambda *ys: reached(backend))
-        return tier_module
+        def prepare(*_):
+            raise AssertionError(f"backend {backend} was reached")
 
-    monkeypatch.setattr(module, "tier", guarded)
-    sys.modules["numba_flash.api"]._prepared.clear()
-    yield
-    sys.modules["numba_flash.api"]._prepared.clear()
+        return SimpleNamespace(prepare_forward=prepare, prepare_backward=prepare, takes_numpy=tier(backend).takes_numpy)
+
+    monkeypatch.setattr(api, "tier", guarded)
+    monkeypatch.setattr(api, "_prepared", {})
 
 
 def bytes_of(arguments: dict) -> dict:
-    return {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype != object}
+    small = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype != object and x.nbytes < 10**6}
+    return {name: x.tobytes() for name, x in small.items()}
 
 
 def assert_raises(error, pattern, call, arguments, **options):
@@ -217,7 +218,7 @@ def test_misaligned_strides(call):
 class FakeCupy:
     """Stands in for CuPy where there is none."""
 
-    class ndarray:  # noqa: N801
+    class ndarray:
         def __init__(self, x):
             self.__dict__.update({name: getattr(x, name) for name in ("shape", "strides", "dtype", "ndim", "size", "flags")})
             self.data = type("Memory", (), {"ptr": x.ctypes.data, "device_id": 0})()
@@ -250,7 +251,7 @@ BAD_OPTIONS = [
     ({"scale": 1j}, TypeError, r"scale must be a real number; got 1j"),
     ({"scale": float("nan")}, ValueError, r"scale must be finite; got nan"),
     ({"scale": float("-inf")}, ValueError, r"scale must be finite; got -inf"),
-    ({"scale": 10**400}, ValueError, r"scale must be finite"),
+    ({"scale": 10**309}, ValueError, r"scale must be finite"),
     ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
     ({"causal": None}, TypeError, r"causal must be True or False; got None"),
     ({"causal": "yes"}, TypeError, r"causal must be True or False; got 'yes'"),
@@ -270,7 +271,7 @@ BAD_OPTIONS = [
 
 
 @everywhere
-@pytest.mark.parametrize(("options", "error", "pattern"), BAD_OPTIONS, ids=[str(options) for options, _, _ in BAD_OPTIONS])
+@pytest.mark.parametrize(("options", "error", "pattern"), BAD_OPTIONS, ids=[str(options)[:40] for options, _, _ in BAD_OPTIONS])
 def test_options(call, options, error, pattern):
     assert_raises(error, pattern, call, good(), **options)
 
@@ -317,12 +318,10 @@ def test_a_bad_array_is_refused_after_a_good_one_of_the_same_layout(name):
 @pytest.mark.parametrize("backend", ["sm90", "CPU", "", 3, b"cpu"])
 def test_unknown_backend(call, backend):
     arguments = good()
-    arrays_of = [arguments[name] for name in ("q", "k", "v")]
+    names = ("do", "q", "k", "v", "o", "lse") if call is call_backward else ("q", "k", "v")
+    function = {call_forward: numba_flash.forward, call_backward: numba_flash.backward, call_plan: numba_flash.plan}[call]
     with pytest.raises(ValueError, match=rf"backend must be one of simt, cpu, or None; got {re.escape(repr(backend))}"):
-        if call is call_backward:
-            numba_flash.backward(arguments["do"], *arrays_of, arguments["o"], arguments["lse"], backend=backend)
-        else:
-            (numba_flash.plan if call is call_plan else numba_flash.forward)(*arrays_of, backend=backend)
+        function(*(arguments[name] for name in names), backend=backend)
 
 
 @pytest.mark.skipif(GPU_REASON is None, reason="there is a GPU")
@@ -337,7 +336,7 @@ def test_gpu_demanded_where_there_is_none():
 def test_cpu_demanded_for_gpu_arrays(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy)
     arguments = {name: FakeCupy.ndarray(x) for name, x in good().items()}
-    with pytest.raises(NotImplementedError, match="backend cpu: .*CuPy"):
+    with pytest.raises(NotImplementedError, match=r"backend cpu: .*CuPy"):
         call_forward(arguments)
 
 
@@ -373,12 +372,13 @@ def test_out(call, label, bad):
     shape = re.escape(str(like.shape))
     read_only = like.copy()
     read_only.flags.writeable = False
+    stride_0 = np.lib.stride_tricks.as_strided(like, strides=(0, *like.strides[1:]))
     array, error, pattern = {
         "shape": (np.zeros((2, 2, 1, 1), np.float32), ValueError, rf"\.shape \(2, 2, 1, 1\) must be {shape}"),
         "dtype": (like.astype(np.float64), TypeError, r"\.dtype \(float64\) must be float32"),
         "list": (like.tolist(), TypeError, " must be a NumPy or CuPy array, .*; got list"),
         "read-only": (read_only, ValueError, " must be writeable; it is read-only"),
-        "stride 0": (np.lib.stride_tricks.as_strided(like, strides=(0, *like.strides[1:])), ValueError, " must not overlap itself; it has strides"),
+        "stride 0": (stride_0, ValueError, " must not overlap itself; it has strides"),
         "masked": (np.ma.masked_array(like), TypeError, " must be a NumPy or CuPy array, .*; got MaskedArray"),
         "misaligned": (misaligned(like, 3), ValueError, r" must be aligned to its itemsize \(4 bytes\)"),
         "byte order": (like.astype(like.dtype.newbyteorder()), ValueError, " must be in native byte order"),
@@ -386,13 +386,14 @@ def test_out(call, label, bad):
     assert_raises(error, "^" + label + pattern, call, arguments, out=replaced(out, array))
 
 
-@with_out
-@pytest.mark.parametrize("name", ["q", "k", "v", "do", "o"])
+FORWARD_OVERLAPS = [(call_forward, "out", name) for name in ("q", "k", "v")]
+BACKWARD_OVERLAPS = [(call_backward, r"out\[1\]", name) for name in ("do", "q", "k", "v", "o")]
+
+
+@pytest.mark.parametrize(("call", "label", "name"), FORWARD_OVERLAPS + BACKWARD_OVERLAPS)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_out_overlaps_an_input(call, label, name, shift):
     arguments = good(nq=4, dv=4)
-    if call is call_forward and name in ("do", "o"):
-        pytest.skip("forward has no such input")
     memory = np.zeros(arguments[name].size + shift, np.float32)
     arguments[name] = memory[: arguments[name].size].reshape(arguments[name].shape)
     out = replaced(out_for(arguments, call), memory[shift:].reshape(arguments[name].shape))
@@ -475,7 +476,8 @@ def test_out_of_memory_names_the_array():
         "k": np.lib.stride_tricks.as_strided(one, (2**20, 1, 1, 256), (0, 0, 0, 0)),
     }
     arguments["v"] = arguments["k"]
-    assert_raises(MemoryError, r"o: cannot allocate 1152921504606846976 bytes for shape \(1048576, 1, 1073741824, 256\), dtype float32", call_forward, arguments)
+    pattern = r"o: cannot allocate 1152921504606846976 bytes for shape \(1048576, 1, 1073741824, 256\), dtype float32"
+    assert_raises(MemoryError, pattern, call_forward, arguments)
 
 
 def test_out_of_memory_beyond_what_numpy_can_express():
@@ -510,4 +512,3 @@ def test_out_of_memory_in_backward(name, monkeypatch):
 def test_every_backend_is_named_in_the_tests():
     """Add tests for a new backend's refusals when this fails."""
     assert sys.modules["numba_flash.plan"].BACKENDS == ("simt", "cpu")
-    assert plan is numba_flash.plan

@@ -65,26 +65,6 @@ def build_row_value(dtype):
     return shift, value
 
 
-def build_write(dtype, tile, head_dim):
-    """``write(x, row0, acc, factor)``: x[row0 + row, column] = acc[r, c] * factor for the rows and columns that exist."""
-    ROWS, THREADS_N, COLS, HEAD_DIM = tile.rows, tile.threads_n, tile.head_cols(head_dim), head_dim
-    ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
-    _, store = tiles.build_convert(dtype)
-    column = tiles.build_column(dtype, THREADS_N, COLS)
-
-    @cuda.jit(device=True)
-    def write(x, row0, acc, factor):
-        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
-        for r in range(ROWS):
-            i = row0 + ty * ROWS + r
-            if i < x.shape[0]:
-                for c in range(COLS):
-                    if column(tx, c) < HEAD_DIM:
-                        x[index(i), index(column(tx, c))] = store(acc[r * COLS + c] * ACC(factor))
-
-    return write
-
-
 def build_dkdv(dtype, head_dim, head_dim_v, tile):
     """Kernel ``dkdv_simt(do, q, k, v, dk, dv, lse, delta, scale, low, high)`` with its signature and compile options."""
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
@@ -97,7 +77,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, tile):
     shift, value = build_row_value(dtype)
     inner_k, inner_v = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_q, outer_do = tiles.build_outer(dtype, tile, head_dim), tiles.build_outer(dtype, tile, head_dim_v)
-    write_dk, write_dv = build_write(dtype, tile, head_dim), build_write(dtype, tile, head_dim_v)
+    write_dk, write_dv = tiles.build_write(dtype, tile, head_dim), tiles.build_write(dtype, tile, head_dim_v)
     put_weights, get_weight = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
 
@@ -167,7 +147,7 @@ def build_dq(dtype, head_dim, head_dim_v, tile):
     ACC = tiles.ACCUMULATOR[dtype]
     shift, value = build_row_value(dtype)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
-    outer_k, write_dq = tiles.build_outer(dtype, tile, head_dim), build_write(dtype, tile, head_dim)
+    outer_k, write_dq = tiles.build_outer(dtype, tile, head_dim), tiles.build_write(dtype, tile, head_dim)
     put_weights, get_weight = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
 

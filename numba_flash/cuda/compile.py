@@ -6,19 +6,23 @@ import os
 import re
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
 from numba_flash.fingerprint import source_fingerprint
 
-TOOLS = ("numba", "numba-cuda", "cuda-core", "llvmlite")
+TOOLS = (
+    *("numba", "llvmlite", "numba-cuda", "cuda-core"),
+    *("nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13's wheels of the compiler and the linker, and below CUDA 12's
+    *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
+)
 
 
 def cache_directory() -> Path:
     """Where cubins are kept: ``$NUMBA_FLASH_CACHE_DIR``, else ``$XDG_CACHE_HOME/numba_flash``, else ``~/.cache/numba_flash``."""
     named = os.environ.get("NUMBA_FLASH_CACHE_DIR")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "numba_flash"
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba_flash"
 
 
 @lru_cache(maxsize=1)
@@ -30,7 +34,14 @@ def _cache():
 
 @lru_cache(maxsize=1)
 def _tool_versions() -> tuple[str, ...]:
-    return tuple(f"{tool} {version(tool)}" for tool in TOOLS)
+    return tuple(f"{tool} {_version(tool)}" for tool in TOOLS)
+
+
+def _version(tool: str) -> str:
+    try:
+        return version(tool)
+    except PackageNotFoundError:  # one of CUDA 12's or CUDA 13's, or part of a system-wide toolkit
+        return "-"
 
 
 def cache_key(builder: str, config: tuple, capability: tuple[int, int]) -> str:

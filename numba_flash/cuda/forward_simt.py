@@ -15,7 +15,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
     ``scale_log2 = scale * log2(e)``.
     """
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
-    HEAD_DIM_V, COLS_O = head_dim_v, tile.head_cols(head_dim_v)
+    COLS_O = tile.head_cols(head_dim_v)
     PAD = tiles.pad(dtype)
     PITCH_M, PITCH_N, PITCH_W = BLOCK_M + PAD, BLOCK_N + PAD, COLS_O * THREADS_N
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
@@ -23,12 +23,11 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
     WRITE_LSE = write_lse
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
     NEG_INF, LN2 = -math.inf, math.log(2.0)
-    _, store = tiles.build_convert(dtype)
     inner = tiles.build_inner(dtype, tile, head_dim)
     outer = tiles.build_outer(dtype, tile, head_dim_v)
     put_weights, _ = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
-    column_o = tiles.build_column(dtype, THREADS_N, COLS_O)
+    write = tiles.build_write(dtype, tile, head_dim_v)
 
     def forward_simt(q, k, v, o, lse, scale_log2, low, high):
         q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -46,7 +45,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
         b0, b1, h, m_block = schedule.work_item(cuda.blockIdx.x, (nq + BLOCK_M - 1) // BLOCK_M, q.shape[2], q.shape[1])
         kv_head = h // (q.shape[2] // k.shape[2])
         q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
-        o_head, lse_head = o[b0, b1, h], lse[b0, b1, h]
+        lse_head = lse[b0, b1, h]
         row0 = m_block * BLOCK_M
         for r in range(ROWS):
             m_i[r] = ACC(NEG_INF)
@@ -101,13 +100,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
             for t in range(THREADS_N):
                 l += row_smem[index(ty * ROWS + r), index(t)]
             inverse = ACC(0) if l == ACC(0) else ACC(1) / l
+            for c in range(COLS_O):
+                acc[r * COLS_O + c] *= inverse
             i = row0 + ty * ROWS + r
-            if i < nq:
-                for c in range(COLS_O):
-                    if column_o(tx, c) < HEAD_DIM_V:
-                        o_head[index(i), index(column_o(tx, c))] = store(acc[r * COLS_O + c] * inverse)
-                if WRITE_LSE and tx == 0:
-                    lse_head[index(i)] = (m_i[r] + math.log2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
+            if WRITE_LSE and tx == 0 and i < nq:
+                lse_head[index(i)] = (m_i[r] + math.log2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
+        write(o[b0, b1, h], row0, acc, 1.0)
 
     signature = tiles.signature(dtype, 4, 1, ("float64", "int64", "int64"))
     return forward_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

@@ -133,8 +133,10 @@ class Launch:
         self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
 
     def _simulate(self, operands) -> None:
-        nothing = np.empty((0, 0, 0, 0))
-        views = [nothing if x is None else arrays.expand(x, ndim) for x, ndim in zip(operands, self._ndims, strict=True)]
-        views = [x.view(np.uint16) if x.dtype.name == "bfloat16" else x for x in views]
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray  # as it is, so that any strides are read in place
+
+        nothing = np.empty(operands[0].shape[:-1])
+        views = [arrays.expand(nothing if x is None else x, ndim) for x, ndim in zip(operands, self._ndims, strict=True)]
+        views = [FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x) for x in views]
         with np.errstate(all="ignore"):
             self._kernel[self._grid, self._block](*views, *self._scalars)

@@ -91,6 +91,8 @@ def tile_for(kernel: str, dtype: str, head_dim: int) -> Tile:
     """Tile of one kernel (``"forward"``, ``"dkdv"`` or ``"dq"``) for the wider of the two head dimensions."""
     if launch.simulated():
         return SIMULATOR_TILE
+    if kernel == "forward" and dtype == "bfloat16" and head_dim > 128:
+        return Tile(4, 4, 8, 16, 16, 8, 2)  # LLVM does not unroll the wider tile's rounding store: its accumulators would be local memory
     accumulator = "float64" if dtype == "float64" else "float32"
     return next(tile for limit, tile in TILES[kernel, accumulator] if head_dim <= limit)
 

@@ -218,6 +218,27 @@ def build_weights(dtype, tile):
     return put_weights, get_weight
 
 
+def build_write(dtype, tile, head_dim):
+    """``write(x, row0, acc, factor)``: x[row0 + row, column] = acc[r, c] * factor for the rows and columns that exist."""
+    ROWS, THREADS_N, COLS, HEAD_DIM = tile.rows, tile.threads_n, tile.head_cols(head_dim), head_dim
+    ACC = ACCUMULATOR[dtype]
+    _, store = build_convert(dtype)
+    column = build_column(dtype, THREADS_N, COLS)
+
+    @cuda.jit(device=True)
+    def write(x, row0, acc, factor):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        for r in range(ROWS):
+            i = row0 + ty * ROWS + r
+            if i < x.shape[0]:
+                row = x[index(i)]
+                for c in range(COLS):
+                    if column(tx, c) < HEAD_DIM:
+                        row[index(column(tx, c))] = store(acc[r * COLS + c] * ACC(factor))
+
+    return write
+
+
 def signature(dtype, arrays, rows, scalars):
     """Numba signature: `arrays` five-dimensional arrays of `dtype`, `rows` four-dimensional ones of its accumulator, then scalars."""
     array = [types.Array(STORAGE[dtype], 5, "A")] * arrays + [types.Array(ACCUMULATOR[dtype], 4, "A")] * rows

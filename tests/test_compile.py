@@ -1,0 +1,207 @@
+"""Every simt kernel down to machine code, with no GPU: instructions, memory, registers, architectures, and the cache of cubins."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
+
+import numba_flash
+from numba_flash.cuda import compile, simt
+
+H200 = (9, 0)
+ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
+STATIC_SHARED_LIMIT = 48 * 1024
+SPILL_LIMIT = 1024  # bytes per thread: the largest that the measurements beside simt.TILES found to pay
+
+# Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
+FORWARD = [
+    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 64, 64), ("float64", 128, 128), ("float64", 256, 256),
+    ("float16", 128, 128), ("bfloat16", 64, 64), ("float32", 40, 96),
+]  # fmt: skip
+DKDV = [
+    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
+    ("float16", 64, 64), ("bfloat16", 128, 128),
+]  # fmt: skip
+DQ = [
+    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
+    ("float16", 128, 128), ("bfloat16", 33, 1),
+]  # fmt: skip
+
+
+def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True) -> tuple[str, tuple]:
+    """Builder and configuration, as `simt.prepare_forward` and `simt.prepare_backward` make them."""
+    if name == "delta":
+        return "backward_simt.build_delta", (dtype, dv, simt.DELTA_LANES, simt.DELTA_ROWS)
+    tile = simt.tile_for(name, dtype, max(d, dv))
+    if name == "forward":
+        return "forward_simt.build", (dtype, d, dv, write_lse, tile)
+    return f"backward_simt.build_{name}", (dtype, d, dv, tile)
+
+
+KERNELS = (
+    [("forward", *sizes) for sizes in FORWARD]
+    + [("forward", "bfloat16", 256, 256, False)]
+    + [("dkdv", *sizes) for sizes in DKDV]
+    + [("dq", *sizes) for sizes in DQ]
+    + [("delta", dtype, 64, 64) for dtype in ("float16", "bfloat16", "float32", "float64")]
+)
+
+
+@cache
+def ptx(*chosen) -> str:
+    return compile.ptx(*kernel(*chosen), H200)
+
+
+def shared_bytes(text: str) -> int:
+    return sum(int(size) for size in re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", text))
+
+
+@pytest.mark.parametrize("chosen", KERNELS, ids=lambda chosen: "-".join(map(str, chosen)))
+def test_instructions_and_resources(chosen):
+    text = ptx(*chosen)
+    name, dtype, *_ = chosen
+    assert ".local" not in text
+    assert "__local_depot" not in text
+    assert 0 < shared_bytes(text) <= STATIC_SHARED_LIMIT
+    number = "f64" if dtype == "float64" else "f32"
+    assert f"fma.rn.{number}" in text
+    if dtype != "float64":
+        assert ".f64" not in text.split("bar.sync")[1], "double precision in the loop of a kernel that accumulates in float32"
+    if name != "delta":
+        assert ("ld.shared.v2.f64" if dtype == "float64" else "ld.shared.v4.f32") in text
+        assert f"ex2.approx.{number}" in text or dtype == "float64"
+    used = compile.resources(text, H200)
+    print(used)
+    assert 0 < used["registers"] <= 255
+    assert used["stack_bytes"] <= SPILL_LIMIT
+    assert used["spill_bytes"] == 0 or used["stack_bytes"] > 0
+    assert 0 <= used["shared_bytes"] - shared_bytes(text) <= 1024  # one kilobyte per block is the system's, and counted
+
+
+def test_one_entry_point_called_kernel():
+    text = ptx("delta", "float32", 64, 64)
+    assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda capability: "sm_{}{}".format(*capability))
+@pytest.mark.parametrize("chosen", [("delta", "bfloat16", 64, 64), ("forward", "float16", 64, 64)], ids=lambda chosen: chosen[0])
+def test_architectures(chosen, capability):
+    text = compile.ptx(*kernel(*chosen), capability)
+    assert re.search(r"^\.target (\S+)", text, re.MULTILINE)[1].rstrip("a,") == "sm_{}{}".format(*capability)
+    assert ".local" not in text
+    assert compile.link(text, capability)[:4] == b"\x7fELF"
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------------------------
+
+CONFIG = ("float32", 64, 16, 8)
+PACKAGE = Path(numba_flash.__file__).parent
+
+
+def python(code: str, package_root: Path, **environment) -> str:
+    environment = os.environ | {"PYTHONPATH": str(package_root)} | {name: str(value) for name, value in environment.items()}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=package_root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of the package's sources, in a directory of its own."""
+    shutil.copytree(PACKAGE, tmp_path / "numba_flash", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def key_of(root: Path) -> str:
+    return python(f"from numba_flash.cuda import compile; print(compile.cache_key('m.f', {CONFIG!r}, (9, 0)))", root)
+
+
+def test_cache_key_changes_with_any_byte_of_any_source(copy):
+    original = key_of(copy)
+    assert key_of(copy) == original
+    for file in ("mask.py", "cuda/tiles.py", "numeric.py"):
+        source = copy / "numba_flash" / file
+        before = source.read_bytes()
+        source.write_bytes(before + b"#")
+        assert key_of(copy) != original, file
+        source.write_bytes(before)
+    (copy / "numba_flash" / "new.py").touch()
+    assert key_of(copy) != original
+    (copy / "numba_flash" / "new.py").unlink()
+    assert key_of(copy) == original
+
+
+def test_cache_key_does_not_depend_on_where_the_package_lies(copy):
+    shutil.copytree(copy / "numba_flash", copy / "elsewhere" / "numba_flash")
+    assert key_of(copy) == key_of(copy / "elsewhere")
+
+
+def test_cache_key_changes_with_what_is_built(monkeypatch):
+    tile = simt.tile_for("dq", "float32", 64)
+    keys = [
+        compile.cache_key("m.f", CONFIG, (9, 0)),
+        compile.cache_key("m.g", CONFIG, (9, 0)),
+        compile.cache_key("m.f", ("float64", *CONFIG[1:]), (9, 0)),
+        compile.cache_key("m.f", (*CONFIG[:-1], 9), (9, 0)),
+        compile.cache_key("m.f", (*CONFIG, tile), (9, 0)),
+        compile.cache_key("m.f", (*CONFIG, simt.Tile(**vars(tile) | {"min_blocks": 7})), (9, 0)),
+        compile.cache_key("m.f", CONFIG, (8, 9)),
+    ]
+    for i, tool in enumerate(compile.TOOLS):
+        versions = [*compile._tool_versions()]
+        versions[i] = f"{tool} 0"
+        monkeypatch.setattr(compile, "_tool_versions", lambda versions=versions: tuple(versions))
+        keys.append(compile.cache_key("m.f", CONFIG, (9, 0)))
+        monkeypatch.undo()
+    monkeypatch.setattr(compile, "source_fingerprint", lambda: "other sources")
+    keys.append(compile.cache_key("m.f", CONFIG, (9, 0)))
+    assert len(set(keys)) == len(keys)
+
+
+def test_tools_that_make_the_code_are_in_the_key():
+    named = " ".join(compile._tool_versions())
+    for tool in ("numba-cuda", "llvmlite", "nvjitlink", "nvvm"):
+        assert tool in named, f"{tool} makes machine code, but its version is not in the key"
+
+
+def test_second_process_is_served_from_disk_without_numba(tmp_path):
+    """By way of a process that compiles and one that finds; a changed source is not served."""
+    code = f"""
+import sys, json
+from numba_flash.cuda import compile
+code = compile.cubin("backward_simt.build_delta", {CONFIG!r}, (9, 0))
+print(json.dumps([code[:4].hex(), len(code), "numba" in sys.modules]))
+"""
+    root = PACKAGE.parent
+    first, second = (json.loads(python(code, root, NUMBA_FLASH_CACHE_DIR=tmp_path / "cache")) for _ in range(2))
+    assert first[0] == b"\x7fELF".hex()
+    assert first[:2] == second[:2]
+    assert first[2] is True
+    assert second[2] is False
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"NUMBA_FLASH_CACHE_DIR": "/a/b"}, "/a/b"),
+        ({"NUMBA_FLASH_CACHE_DIR": "", "XDG_CACHE_HOME": "/x"}, "/x/numba_flash"),
+        ({"NUMBA_FLASH_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/numba_flash"),
+    ],
+    ids=["named", "XDG", "home"],
+)
+def test_cache_directory(monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert compile.cache_directory() == Path(expected)
