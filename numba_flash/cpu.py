@@ -19,13 +19,13 @@ import scipy.linalg.cython_blas  # noqa: F401  (the BLAS of np.dot in kernels, l
 from numba import config, njit, typeof, types
 from threadpoolctl import ThreadpoolController
 
+from numba_flash import arrays, mask, numeric
 from numba_flash import cpu_tiles as tiles
-from numba_flash import mask, numeric
 from numba_flash.fingerprint import source_fingerprint
 
-# Paired ratio to torch 2.13 SDPA on two Zen 3 cores, (B, H, N, D) = (1, 8, 2048, 64), float32:
-BLOCK_M, BLOCK_N = 256, 512  # forward 1.05 full, 0.99 causal; 192 x 512: 1.09, 0.98; 128 x 512: 1.08, 1.02; 256 x 256: 1.16 (old packing)
-BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256  # forward + backward 0.89 full, 0.78 causal; 256 x 384: 0.85, 0.79; 128 x 256: 0.92, 0.85
+# Time over that of torch 2.13 SDPA (MKL), medians of interleaved calls, two Zen 3 cores, (B, H, N, D) = (1, 8, 2048, 64), float32:
+BLOCK_M, BLOCK_N = 256, 512  # forward 1.07-1.11 full, 0.94-1.03 causal; 192 x 512: 1.05-1.13, 0.95-1.01
+BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256  # forward + backward 1.01-1.03 full, 0.77-0.95 causal; 256 x 256: 1.04, 0.88
 BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items
 DQ_PARTIAL_BYTES = 64 * 2**20  # cap on the shares of dq that wait for their sum
 BLOCKS_PER_THREAD = 64  # that a thread takes, one by one: 2 % faster than 16, 5 to 8 % than 4
@@ -52,7 +52,7 @@ def forward_items(start, stop, q, k, v, o, lse, scale, low, high):
     """Algorithm 1 for the work items ``[start, stop)``: one item is one block of queries of one head, the longest first."""
     number, band = lse.dtype.type, (low, high)
     d, dv, hq, nq, nk = q.shape[4], v.shape[4], q.shape[2], q.shape[3], k.shape[3]
-    dtype, size_m, size_n = lse.dtype, min(BLOCK_M, nq), min(BLOCK_N, nk)
+    dtype, size_m, size_n = lse.dtype, min(BLOCK_M, nq), min(BLOCK_N, max(nk, 1))
     blocks = (nq + size_m - 1) // size_m
     q_buffer, acc_buffer, pv_buffer = np.empty(size_m * d, dtype), np.empty(size_m * dv, dtype), np.empty(size_m * dv, dtype)
     k_buffer, v_buffer, s_buffer = np.empty(size_n * d, dtype), np.empty(size_n * dv, dtype), np.empty(size_m * size_n, dtype)
@@ -234,9 +234,29 @@ def _bits(x):
     return x.view({"float16": np.int16, "bfloat16": np.uint16}.get(x.dtype.name, x.dtype))
 
 
-def why_not(problem):
-    """None: the CPU serves every problem."""
-    return None
+def why_not(problem, x, demanded: bool) -> str | None:
+    """Reason why this backend cannot run on arrays like `x`, or None; it knows every dtype and option."""
+    return None if isinstance(x, np.ndarray) else "the arrays are on a GPU; copy them to NumPy to compute on the CPU"
+
+
+def takes_numpy() -> bool:
+    """True: kernels read NumPy arrays in place."""
+    return True
+
+
+def prepare_forward(problem, *layouts):
+    """``run(q, k, v, o, lse)`` for arrays of 2 to 5 dimensions; `lse` may be None."""
+    return lambda *operands: forward(problem, *_expanded(operands, rows={4}))
+
+
+def prepare_backward(problem, *layouts):
+    """``run(do, q, k, v, o, lse, dq, dk, dv)`` for arrays of 2 to 5 dimensions."""
+    return lambda *operands: backward(problem, *_expanded(operands, rows={5}))
+
+
+def _expanded(operands, rows):
+    """Views with all five dimensions; four of those whose index is in `rows`, which have no head dimension."""
+    return [x if x is None else arrays.expand(x, 4 if index in rows else 5) for index, x in enumerate(operands)]
 
 
 def forward(problem, q, k, v, o, lse):

@@ -33,18 +33,9 @@ class Plan:
 def tier(backend: str):
     """Module of a backend; imported when first needed."""
     if backend == "cpu":
-        from types import SimpleNamespace
+        from numba_flash import cpu
 
-        from numba_flash import arrays, cpu
-
-        def prepare(function):
-            def prepared(problem, *layouts):
-                def run(*xs):
-                    function(problem, *(x if x is None else arrays.expand(x, 4 if x.ndim < xs[0].ndim else 5) for x in xs))
-                return run
-            return prepared
-
-        return SimpleNamespace(why_not=lambda p, x, d: None if arrays.library(x) == "numpy" else "CuPy", takes_numpy=lambda: True, prepare_forward=prepare(cpu.forward), prepare_backward=prepare(cpu.backward))
+        return cpu
     from numba_flash.cuda import simt
 
     return simt

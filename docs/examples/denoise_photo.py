@@ -1,0 +1,83 @@
+"""Remove noise from a photograph by non-local means, which is attention.
+
+Non-local means (Buades, Coll and Morel, "A non-local algorithm for image denoising", CVPR 2005) replaces the patch p_i around each pixel by a
+mean over all patches that look alike; a pixel is then the mean of its values in the patches that contain it:
+
+    o_i = sum_j w_ij p_j / sum_j w_ij,       w_ij = exp(-|p_i - p_j|^2 / h^2 - |x_i - x_j|^2 / r^2)
+
+with x_i the position of pixel i. Expand the squares: what depends on i alone cancels in the quotient, and the rest is a scalar product, so
+this is softmax(q k^T) v with
+
+    q_i = (2 p_i / h^2, 2 x_i / r^2, 1),     k_j = (p_j, x_j, -|p_j|^2 / h^2 - |x_j|^2 / r^2),     v_j = p_j.
+
+Here the softmax runs over *all* pixels: for 256 x 256 of them the matrix would have 65,536^2 entries, 17 GB in float32. A patch is its own best
+match, noise included; the log-sum-exp tells its weight, exp(q_i.k_i - lse_i), so that it can be taken out of the mean again.
+
+    python denoise_photo.py [--size 256] [--sigma 0.1] [--backend cpu] [--output denoise_photo.png]
+"""
+
+import argparse
+import resource
+import time
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.progress import track
+from skimage import data, transform
+from skimage.metrics import peak_signal_noise_ratio
+from skimage.restoration import denoise_nl_means
+
+import numba_flash
+
+PATCH = 5
+CHUNK = 4096  # queries per call: one step of the progress bar
+
+
+def photograph(size: int) -> np.ndarray:
+    """The camera picture that comes with scikit-image, (size, size), values in [0, 1]."""
+    picture = data.camera() / 255.0
+    return picture if size == picture.shape[0] else transform.resize(picture, (size, size), anti_aliasing=True)
+
+
+def attention_inputs(noisy: np.ndarray, h: float, r: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys (n, PATCH^2 + 3) and values (n, PATCH^2) in float32, for the pixels in reading order."""
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(noisy, PATCH // 2, mode="reflect"), (PATCH, PATCH))
+    p = windows.reshape(-1, PATCH * PATCH)
+    x = np.indices(noisy.shape).reshape(2, -1).T - np.array(noisy.shape) / 2
+    norm = (p**2).sum(1, keepdims=True) / h**2 + (x**2).sum(1, keepdims=True) / r**2
+    q = np.hstack([2 * p / h**2, 2 * x / r**2, np.ones_like(norm)])
+    k = np.hstack([p, x, -norm])
+    return q.astype(np.float32), k.astype(np.float32), p.astype(np.float32)
+
+
+def mean_over_patches(patches: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Each pixel's mean over the patches that contain it."""
+    total, count = (np.zeros([n + PATCH - 1 for n in shape]) for _ in range(2))
+    for index, (dy, dx) in enumerate(np.ndindex(PATCH, PATCH)):
+        part = np.s_[dy : dy + shape[0], dx : dx + shape[1]]
+        total[part] += patches[:, index].reshape(shape)
+        count[part] += 1
+    inside = np.s_[PATCH // 2 : PATCH // 2 + shape[0], PATCH // 2 : PATCH // 2 + shape[1]]
+    return total[inside] / count[inside]
+
+
+def denoise(noisy: np.ndarray, h: float, r: float, backend: str | None = None, progress=lambda steps: steps) -> np.ndarray:
+    """Non-local means of the whole image, each patch left out of its own mean."""
+    offset = noisy.mean()  # small norms keep float32 scores exact
+    q, k, v = attention_inputs(noisy - offset, h, r)
+    if numba_flash.plan(q, k, v, backend=backend).backend != "cpu":
+        import cupy
+
+        q, k, v = map(cupy.asarray, (q, k, v))
+    result = np.empty_like(v, shape=v.shape)
+    for start in progress(range(0, len(q), CHUNK)):
+        i = slice(start, start + CHUNK)
+        o, lse = numba_flash.forward(q[i], k, v, scale=1.0, return_lse=True, backend=backend)
+        own = np.exp((q[i] * k[i]).sum(1) - lse)[:, None].clip(0, 0.999)  # the weight of the patch itself
+        result[i] = (o - own * v[i]) / (1 - own)
+    patches = result if isinstance(result, np.ndarray) else result.get()
+    return mean_over_patches(patches, noisy.shape) + offset
