@@ -1,28 +1,31 @@
 """`forward`, `backward`, `plan`: check, choose a backend, allocate, run, return."""
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from numba_flash import arrays, spec
 from numba_flash.plan import Plan, choose, tier
+
+Array: TypeAlias = Any
+"""NumPy or CuPy array, or an object with ``__dlpack__`` or ``__cuda_array_interface__``."""
 
 _prepared: dict[tuple, Any] = {}
 _PREPARED_LIMIT = 4096
 
 
 def forward(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     return_lse: bool = False,
-    out=None,
+    out: Array | None = None,
     backend: str | None = None,
-):
+) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T + mask) v`` without the N x N matrix.
 
     FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1: tiles of keys and values stream past a block of queries whose running row
@@ -95,20 +98,20 @@ def forward(
 
 
 def backward(
-    do,
-    q,
-    k,
-    v,
-    o,
-    lse,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
     *,
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
-    out=None,
+    out: tuple[Array, Array, Array] | None = None,
     backend: str | None = None,
-):
+) -> tuple[Array, Array, Array]:
     """Gradients of attention with respect to q, k and v; the probabilities are recomputed, tile by tile, from q, k and lse.
 
     FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2.
@@ -147,7 +150,17 @@ def backward(
     return call(inputs, out)
 
 
-def plan(q, k, v, *, scale=None, causal=False, window=None, q_start=None, backend: str | None = None) -> Plan:
+def plan(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_start: int | None = None,
+    backend: str | None = None,
+) -> Plan:
     """Which backend `forward` and `backward` will use for these arguments, and why every faster one was refused.
 
     Parameters are those of `forward`; nothing is computed, and the same errors are raised.

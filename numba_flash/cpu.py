@@ -236,7 +236,7 @@ def _bits(x):
 
 def why_not(problem, x, demanded: bool) -> str | None:
     """Reason why this backend cannot run on arrays like `x`, or None; it knows every dtype and option."""
-    return None if isinstance(x, np.ndarray) else "the arrays are on a GPU; copy them to NumPy to compute on the CPU"
+    return None if isinstance(x, np.ndarray) else "CuPy arrays live on a GPU; copy them to NumPy to compute on the CPU"
 
 
 def takes_numpy() -> bool:

@@ -150,13 +150,9 @@ def _check_array(name: str, x) -> None:
 
 def _check_library(name: str, x, other: str, y) -> None:
     if arrays.library(x) != arrays.library(y):
-        raise TypeError(
-            f"{name} and {other} must come from one library; {name} is {arrays.library(x)}, {other} is {arrays.library(y)}"
-        )
+        raise TypeError(f"{name} and {other} must come from one library; {name} is {arrays.library(x)}, {other} is {arrays.library(y)}")
     if arrays.device_id(x) != arrays.device_id(y):
-        raise ValueError(
-            f"{name} and {other} must be on one device; {name} is on {arrays.device_id(x)}, {other} on {arrays.device_id(y)}"
-        )
+        raise ValueError(f"{name} and {other} must be on one device; {name} is on {arrays.device_id(x)}, {other} on {arrays.device_id(y)}")
 
 
 def _check_same(name: str, x, other: str, y) -> None:
