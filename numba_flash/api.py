@@ -237,6 +237,7 @@ class _Call:
 
     def __init__(self, prepare, names: tuple[str, ...], results: dict):
         self._prepare, self._names, self._results, self._run = prepare, names, results, None
+        self._labels = ("out",) if "o" in results else tuple(f"out[{i}]" for i in range(3))
 
     def __call__(self, inputs: tuple, outs: tuple) -> tuple:
         results = self._allocate(inputs, outs)
@@ -245,7 +246,13 @@ class _Call:
 
     def _allocate(self, inputs: tuple, outs: tuple) -> tuple:
         """The user's `outs`, checked, and new arrays in the place of those that are None."""
-        self._check(inputs, outs)
+        others = dict(zip(self._names, inputs, strict=True))
+        for label, what, out in zip(self._labels, self._results.values(), outs, strict=False):
+            if out is not None:
+                if self._run is None:  # later calls have the same layouts
+                    spec.check_out_layout(label, out, inputs[what[0]].dtype.name, what[1], others)
+                spec.check_out_memory(label, out, others)
+                others[label] = out
         results = []
         for (name, what), out in zip(self._results.items(), outs, strict=True):
             if what is None or out is not None:
@@ -253,16 +260,6 @@ class _Call:
             else:
                 results.append(arrays.empty(name, inputs[what[0]], what[1], what[2]))
         return tuple(results)
-
-    def _check(self, inputs: tuple, outs: tuple) -> None:
-        others = None
-        for i, (what, out) in enumerate(zip(self._results.values(), outs, strict=True)):
-            if out is None:
-                continue
-            others = dict(zip(self._names, inputs, strict=True)) if others is None else others
-            label = "out" if len(outs) == 2 else f"out[{i}]"
-            spec.check_out(label, out, inputs[what[0]].dtype.name, what[1], others)
-            others[label] = out
 
     def _execute(self, inputs: tuple, results: tuple) -> None:
         if self._run is None:

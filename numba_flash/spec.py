@@ -107,15 +107,19 @@ def bind_backward(do, q, k, v, o, lse, **options) -> Problem:
     return problem
 
 
-def check_out(name: str, out: Any, dtype, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
-    """Check that a result can be written into `out`: kind, dtype, shape, writeable, and disjoint from every input and from itself."""
+def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
+    """Check that `out` is of the kind, dtype and shape of a result, and that no element of it stands for another."""
     _check_layout(name, out)
     _check_library(name, out, *next(iter(inputs.items())))
     _check_dtype_and_shape(name, out, dtype, shape)
-    if not arrays.writeable(out):
-        raise ValueError(f"{name} must be writeable; it is read-only")
     if arrays.overlaps_itself(out):
         raise ValueError(f"{name} must not overlap itself; it has strides {out.strides} for shape {out.shape}")
+
+
+def check_out_memory(name: str, out: Any, inputs: dict[str, Any]) -> None:
+    """Check that `out` may be written: not read-only, and disjoint from every input."""
+    if not arrays.writeable(out):
+        raise ValueError(f"{name} must be writeable; it is read-only")
     for other, x in inputs.items():
         if arrays.overlap(out, x):
             raise ValueError(f"{name} must not overlap {other}; they share memory")
