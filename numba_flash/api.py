@@ -88,10 +88,9 @@ def forward(
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
     q, k, v = arrays.adopt(q), arrays.adopt(k), arrays.adopt(v)
-    options = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "backend": backend}
-    key = _key((q, k, v), (out,), options, return_lse)
-    call = _prepared.get(key)
+    key, call = _find((q, k, v), (out,), scale, causal, window, q_start, (backend, return_lse))
     if call is None:
+        options = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "backend": backend}
         call = _remember(key, _prepare_forward(q, k, v, options, return_lse))
     o, lse = call((q, k, v), (out, None))
     return (o, lse) if return_lse else o
@@ -138,14 +137,13 @@ def backward(
         As `forward`.
     """
     inputs = tuple(map(arrays.adopt, (do, q, k, v, o, lse)))
-    options = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "backend": backend}
     if out is None:
         out = (None, None, None)
     elif not isinstance(out, tuple) or len(out) != 3:
         raise TypeError(f"out must be a tuple (dq, dk, dv); got {type(out).__name__}")
-    key = _key(inputs, out, options, None)
-    call = _prepared.get(key)
+    key, call = _find(inputs, out, scale, causal, window, q_start, (backend, None))
     if call is None:
+        options = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "backend": backend}
         call = _remember(key, _prepare_backward(*inputs, options))
     return call(inputs, out)
 
@@ -175,15 +173,17 @@ def plan(
     return choose(problem, q, backend)
 
 
-def _key(inputs: tuple, outs: tuple, options: dict, return_lse: bool | None):
-    """Everything that a prepared call depends on but the addresses; None if `bind` is about to complain."""
+def _find(inputs: tuple, outs: tuple, scale, causal, window, q_start, others: tuple):
+    """Key of everything that a prepared call depends on but the addresses, and that call, if there is one.
+
+    Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True.
+    """
     try:
-        values = (*options.values(), *(options["window"] or ()), return_lse)
-        key = (*map(arrays.layout, inputs), *map(arrays.layout, outs), values, tuple(map(type, values)))  # 1 == 1.0 == True
-        hash(key)
-        return key
+        values = (scale, causal, window, q_start, type(scale), type(causal), type(q_start), window and tuple(map(type, window)))
+        key = (*map(arrays.layout, inputs), *map(arrays.layout, outs), values, others)
+        return key, _prepared.get(key)
     except (AttributeError, TypeError):
-        return None
+        return None, None
 
 
 def _remember(key, call):
@@ -216,6 +216,9 @@ def _choose(bind, inputs: tuple, options: dict):
 
 
 def _call(prepare: str, problem, backend: str, inputs: dict, results: dict):
+    for name, what in results.items():
+        if what is not None:
+            arrays.check_size(name, inputs["q"], what[1], what[2])
     module = tier(backend)
     prepare = partial(getattr(module, prepare), problem)
     through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()

@@ -125,8 +125,6 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """
     xp = np if isinstance(like, np.ndarray) else cupy()
     dtype = like.dtype if dtype is None else dtype
-    if math.prod(shape) * np.dtype(dtype).itemsize >= 2**63:
-        raise _memory_error(name, shape, dtype)
     try:
         if like.flags.c_contiguous or like.ndim != len(shape):
             return xp.empty(shape, dtype)
@@ -134,6 +132,13 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
     except MemoryError as error:
         raise _memory_error(name, shape, dtype) from error
+
+
+def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:
+    """MemoryError if the bytes of such an array cannot even be counted in 63 bits, where the libraries disagree about what to raise."""
+    dtype = like.dtype if dtype is None else np.dtype(dtype)
+    if math.prod(shape) * dtype.itemsize >= 2**63:
+        raise _memory_error(name, shape, dtype)
 
 
 def current_gpu():
