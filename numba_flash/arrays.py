@@ -26,19 +26,20 @@ def library(x) -> str | None:
 
 
 def adopt(x):
-    """View of a foreign array without a copy: NumPy for host memory, CuPy for device memory. Anything else comes back unchanged."""
+    """View of a foreign array without a copy: NumPy for host memory, CuPy for device memory.
+
+    Anything else comes back unchanged, a device array too where CuPy is missing: `spec.bind` says what it wants.
+    """
     if library(x) is not None or isinstance(x, np.ndarray):
         return x
-    if hasattr(x, "__dlpack__"):
-        if x.__dlpack_device__()[0] == _DLPACK_CPU:
-            return np.from_dlpack(x)
-        import cupy as cp
-
-        return cp.from_dlpack(x)
-    if hasattr(x, "__cuda_array_interface__"):
-        import cupy as cp
-
-        return cp.asarray(x)
+    if hasattr(x, "__dlpack__") and x.__dlpack_device__()[0] == _DLPACK_CPU:
+        return np.from_dlpack(x)
+    if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
+        try:
+            import cupy as cp
+        except ImportError:
+            return x
+        return cp.from_dlpack(x) if hasattr(x, "__dlpack__") else cp.asarray(x)
     return x
 
 

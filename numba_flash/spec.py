@@ -134,7 +134,8 @@ def _check_layout(name: str, x) -> None:
     """Raise unless `x` is an array that a kernel can address in place."""
     if arrays.library(x) is None:
         raise TypeError(
-            f"{name} must be a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__; got {type(x).__name__}"
+            f"{name} must be a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__ (which takes CuPy for device"
+            f" memory); got {type(x).__name__}"
         )
     if not x.dtype.isnative:
         raise ValueError(f"{name} must be in native byte order; got dtype {x.dtype.str!r}")

@@ -1,5 +1,6 @@
 """The public face: plans, prepared calls, foreign arrays, threads, imports, docstrings."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -310,3 +311,12 @@ def test_docstring_examples():
     results = doctest.testmod(api, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed: it would read the array")
+def test_a_device_array_without_cupy_is_a_type_error_that_says_so():
+    class DeviceArray:
+        __cuda_array_interface__ = {"shape": (4, 4), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
+
+    with pytest.raises(TypeError, match=r"q must be a NumPy or CuPy array.*CuPy for device memory.*got DeviceArray"):
+        numba_flash.forward(DeviceArray(), DeviceArray(), DeviceArray())
