@@ -239,6 +239,11 @@ def why_not(problem, x, demanded: bool) -> str | None:
     return None if isinstance(x, np.ndarray) else "CuPy arrays live on a GPU; copy them to NumPy to compute on the CPU"
 
 
+def tiles_of(problem) -> tuple:
+    """Rows and columns of the score tiles of each pass."""
+    return ("forward", (BLOCK_M, BLOCK_N)), ("backward", (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N))
+
+
 def takes_numpy() -> bool:
     """True: kernels read NumPy arrays in place."""
     return True

@@ -17,16 +17,20 @@ class Plan:
         One of `BACKENDS`.
     problem : Problem
         The canonical problem.
+    tiles : tuple of (str, (int, int))
+        Kernel, and rows x columns of the score matrix that it computes at a time.
     refused : tuple of (str, str)
         Backend and sentence, fastest first.
     """
 
     backend: str
     problem: Problem
+    tiles: tuple[tuple[str, tuple[int, int]], ...]
     refused: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"runs on {self.backend}: {self.problem}"]
+        tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in self.tiles)
+        lines = [f"runs on {self.backend} in tiles of {tiles}: {self.problem}"]
         return "\n".join(lines + [f"  not {backend}: {reason}" for backend, reason in self.refused])
 
 
@@ -57,6 +61,6 @@ def choose(problem: Problem, x, backend: str | None) -> Plan:
     for name in BACKENDS if backend is None else (backend,):
         reason = tier(name).why_not(problem, x, backend is not None)
         if reason is None:
-            return Plan(name, problem, tuple(refused))
+            return Plan(name, problem, tier(name).tiles_of(problem), tuple(refused))
         refused.append((name, reason))
     raise NotImplementedError("; ".join(f"backend {name}: {reason}" for name, reason in refused))

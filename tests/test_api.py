@@ -48,7 +48,9 @@ def test_plan_says_what_runs_and_why_nothing_faster():
     assert plan.backend == DEFAULT_BACKEND
     assert plan.refused == ((("simt", GPU_REASON),) if GPU_REASON else ())
     text = str(plan)
-    assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND}: {plan.problem}"
+    assert plan.tiles[0][0] == "forward"
+    tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in plan.tiles)
+    assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}: {plan.problem}"
     assert text.splitlines()[1:] == ([f"  not simt: {GPU_REASON}"] if GPU_REASON else [])
 
 

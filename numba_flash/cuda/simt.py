@@ -104,6 +104,12 @@ def why_not(problem, x, demanded: bool) -> str | None:
     return launch.why_not(x)
 
 
+def tiles_of(problem) -> tuple:
+    """Rows and columns of the score tiles of each kernel; the rows of dkdv are keys."""
+    tiles = ((kernel, tile_for(kernel, problem.dtype, max(problem.d, problem.dv))) for kernel in ("forward", "dkdv", "dq"))
+    return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles)
+
+
 def takes_numpy() -> bool:
     """True if kernels read NumPy arrays in place: in the simulator."""
     return launch.simulated()
