@@ -3,6 +3,22 @@
 from numba_flash import reference
 from numba_flash.api import backward, forward, plan
 from numba_flash.diagnose import show_config
+from numba_flash.dropout import dropout_mask
+from numba_flash.merge import merge
+from numba_flash.packed import backward_packed, forward_packed
+from numba_flash.scoremod import alibi, relative_position
 
 __version__ = "0.1.0"
-__all__ = ["backward", "forward", "plan", "reference", "show_config"]
+__all__ = [
+    "alibi",
+    "backward",
+    "backward_packed",
+    "dropout_mask",
+    "forward",
+    "forward_packed",
+    "merge",
+    "plan",
+    "reference",
+    "relative_position",
+    "show_config",
+]

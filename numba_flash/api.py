@@ -1,16 +1,16 @@
-"""`forward`, `backward`, `plan`: check, choose a backend, allocate, run, return."""
+"""`forward`, `backward`, `plan`: gather the arguments, find or prepare the call, make it."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from numba_flash import arrays, spec
-from numba_flash.plan import Plan, choose, tier
+from numba_flash import arrays, call, spec
+from numba_flash.plan import Plan, choose
 
 Array: TypeAlias = Any
 """NumPy or CuPy array, or an object with ``__dlpack__`` or ``__cuda_array_interface__``."""
 
-_prepared: dict[tuple, Any] = {}
-_PREPARED_LIMIT = 4096
+SETTINGS = ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng", "score_mod", "score_mod_grad")
+EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 
 
 def forward(
@@ -22,6 +22,15 @@ def forward(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: tuple[int, int] | None = None,
+    score_mod: Callable | None = None,
+    score_mod_grad: Callable | None = None,
     return_lse: bool = False,
     out: Array | None = None,
     backend: str | None = None,
@@ -29,7 +38,16 @@ def forward(
     """Exact attention ``softmax(scale * q k^T + mask) v`` without the N x N matrix.
 
     FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1: tiles of keys and values stream past a block of queries whose running row
-    maximum m and sum l rescale the output (online softmax).
+    maximum m and sum l rescale the output (online softmax). With every option::
+
+        s_ij = scale * q_i . k_j
+        s_ij = softcap * tanh(s_ij / softcap)
+        s_ij = score_mod(s_ij, b, h, i, j)
+        s_ij = s_ij + bias_ij
+        s_ij = -inf unless query i sees key j         causal, window, q_start, q_lengths, kv_lengths, mask
+        P    = softmax(s), lse_i = log sum_j exp(s_ij)
+        P    = keep_ij * P / (1 - dropout)
+        o    = P v
 
     Parameters
     ----------
@@ -47,7 +65,27 @@ def forward(
     window : (int, int), optional
         Query i sees key j iff ``i + q_start - left <= j <= i + q_start + right``; -1 is no limit.
     q_start : int, optional
-        Position of query 0 among the keys; default ``Nk - Nq`` (the last query is aligned with the last key). 0 aligns the first ones.
+        Position of query 0 among the keys; default ``Nk - Nq`` (the last query is aligned with the last key), with lengths
+        ``kv_length - q_length`` of each sequence. 0 aligns the first ones.
+    bias : array, broadcastable to (..., Hq, Nq, Nk), optional
+        Added to the scores; q's dtype or float32, any strides, stride 0 included. -inf hides.
+    mask : array of bool, broadcastable to (..., Hq, Nq, Nk), optional
+        False hides. Tiles without a True are skipped.
+    q_lengths, kv_lengths : array of integers, shape (...), optional
+        Numbers of queries and keys of each batch element; the rest is padding, which is not read and gets zeros. NumPy, or CuPy if q is:
+        values on a GPU cannot be checked without waiting for it, so one outside ``[0, N]`` gives NaN for its batch element.
+    softcap : float, optional
+        Caps scores smoothly, positive.
+    dropout : float
+        Probability in [0, 1) that a probability is dropped.
+    rng : (int, int), optional
+        Seed in [0, 2**64) and offset in [0, 2**32) of the dropout, see `dropout_mask`; needed if dropout > 0.
+    score_mod : callable, optional
+        ``f(score, b, h, i, j)`` returns the score of query i and key j in query head h of batch element b (leading dimensions counted
+        together); compiled by Numba into the kernel. What it captures is a constant. -inf hides.
+    score_mod_grad : callable, optional
+        Its derivative ``g(score, b, h, i, j)`` with respect to score, which only `backward` needs; default
+        ``score_mod.score_mod_grad``, if there is one.
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
@@ -75,7 +113,7 @@ def forward(
     Notes
     -----
     Work on CuPy arrays goes onto CuPy's current stream and is not waited for. NumPy arrays are computed on the GPU where there is one.
-    Equal inputs give equal bits.
+    Equal inputs give equal bits. A hidden key is absent: NaN or Inf in it does not reach the rows that do not see it.
 
     Examples
     --------
@@ -87,12 +125,12 @@ def forward(
            [0.27, 0.27, 0.45, 0.  ],
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
-    q, k, v = arrays.adopt(q), arrays.adopt(k), arrays.adopt(v)
-    key, call = _find((q, k, v), (out,), scale, causal, window, q_start, (backend, return_lse))
-    if call is None:
-        options = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "backend": backend}
-        call = _remember(key, _prepare_forward(q, k, v, options, return_lse))
-    o, lse = call((q, k, v), (out, None))
+    inputs = _adopt((q, k, v, bias, mask, q_lengths, kv_lengths))
+    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    key, run = call.find("forward", inputs, (out,), given, (backend, return_lse))
+    if run is None:
+        run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
+    o, lse = run(inputs, (out, None))
     return (o, lse) if return_lse else o
 
 
@@ -108,10 +146,21 @@ def backward(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
-    out: tuple[Array, Array, Array] | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: tuple[int, int] | None = None,
+    score_mod: Callable | None = None,
+    score_mod_grad: Callable | None = None,
+    dlse: Array | None = None,
+    bias_grad: bool = False,
+    out: tuple[Array, ...] | None = None,
     backend: str | None = None,
-) -> tuple[Array, Array, Array]:
-    """Gradients of attention with respect to q, k and v; the probabilities are recomputed, tile by tile, from q, k and lse.
+) -> tuple[Array, ...]:
+    """Gradients of attention; the probabilities are recomputed, tile by tile, from q, k and lse.
 
     FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2.
 
@@ -119,33 +168,42 @@ def backward(
     ----------
     do : array, shape (..., Hq, Nq, Dv)
         Gradient with respect to o, in q's dtype.
-    q, k, v, scale, causal, window, q_start, backend
+    q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths, softcap, dropout, rng, score_mod, score_mod_grad, backend
         As given to `forward`.
     o, lse : array
         As returned by `forward` with ``return_lse=True``.
-    out : tuple of three arrays, optional
-        (dq, dk, dv), written in place and returned; must not overlap an input or each other.
+    dlse : array, shape (..., Hq, Nq), optional
+        Gradient with respect to lse, in lse's dtype.
+    bias_grad : bool
+        Also return the gradient with respect to the bias.
+    out : tuple of arrays, optional
+        (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not
+        overlap an input or each other.
 
     Returns
     -------
     dq, dk, dv : array
-        In the shapes and dtype of q, k and v. Deterministic: every sum has one fixed order.
+        In the shapes and dtype of q, k and v; 0 in padding.
+    dbias : array
+        Only with `bias_grad`: summed over the axes that the bias broadcasts, in its shape and dtype.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
+
+    Notes
+    -----
+    Deterministic: every sum has one fixed order.
     """
-    inputs = tuple(map(arrays.adopt, (do, q, k, v, o, lse)))
-    if out is None:
-        out = (None, None, None)
-    elif not isinstance(out, tuple) or len(out) != 3:
-        raise TypeError(f"out must be a tuple (dq, dk, dv); got {type(out).__name__}")
-    key, call = _find(inputs, out, scale, causal, window, q_start, (backend, None))
-    if call is None:
-        options = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "backend": backend}
-        call = _remember(key, _prepare_backward(*inputs, options))
-    return call(inputs, out)
+    inputs = _adopt((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
+    names = ("dq", "dk", "dv", "dbias") if bias_grad is True else ("dq", "dk", "dv")
+    outs = _outs(out, names)
+    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    key, run = call.find("backward", inputs, outs, given, (backend, bias_grad, type(bias_grad)))
+    if run is None:
+        run = call.remember(key, _prepare_backward(inputs, given, bias_grad, backend))
+    return run(inputs, outs)[: len(names)]
 
 
 def plan(
@@ -157,6 +215,15 @@ def plan(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_lengths: Array | None = None,
+    kv_lengths: Array | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: tuple[int, int] | None = None,
+    score_mod: Callable | None = None,
+    score_mod_grad: Callable | None = None,
     backend: str | None = None,
 ) -> Plan:
     """Which backend `forward` and `backward` will use for these arguments, and why every faster one was refused.
@@ -168,126 +235,44 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
-    q, k, v = map(arrays.adopt, (q, k, v))
-    problem = spec.bind(q, k, v, scale=scale, causal=causal, window=window, q_start=q_start)
-    return choose(problem, q, backend)
+    inputs = _adopt((q, k, v, bias, mask, q_lengths, kv_lengths))
+    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    problem = spec.bind(*inputs[:3], **_options(inputs[3:], given))
+    spec.check_lengths(problem, *inputs[5:])
+    return choose(problem, inputs[0], backend)
 
 
-def _find(inputs: tuple, outs: tuple, scale, causal, window, q_start, others: tuple):
-    """Key of everything that a prepared call depends on but the addresses, and that call, if there is one.
-
-    Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True.
-    """
-    try:
-        values = (scale, causal, window, q_start, type(scale), type(causal), type(q_start), window and tuple(map(type, window)))
-        key = (*map(arrays.layout, inputs), *map(arrays.layout, outs), values, others)
-        return key, _prepared.get(key)
-    except (AttributeError, TypeError):
-        return None, None
+def _adopt(inputs: tuple) -> tuple:
+    return tuple(None if x is None else arrays.adopt(x) for x in inputs)
 
 
-def _remember(key, call):
-    if key is not None:
-        if len(_prepared) >= _PREPARED_LIMIT:
-            _prepared.clear()
-        _prepared[key] = call
-    return call
+def _outs(out, names: tuple[str, ...]) -> tuple:
+    """The four places for gradients of `backward`."""
+    if out is None:
+        out = (None,) * len(names)
+    elif not isinstance(out, tuple) or len(out) != len(names):
+        got = f"{len(out)} of them" if isinstance(out, tuple) else type(out).__name__
+        raise TypeError(f"out must be a tuple ({', '.join(names)}); got {got}")
+    return (*out, *[None] * (4 - len(out)))
 
 
-def _prepare_forward(q, k, v, options: dict, return_lse: bool):
-    problem, chosen = _choose(spec.bind, (q, k, v), options)
+def _options(extras: tuple, given: tuple) -> dict:
+    """Keyword arguments for `spec.bind`."""
+    return dict(zip(EXTRAS, extras, strict=True)) | dict(zip(SETTINGS, given, strict=True))
+
+
+def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str | None):
+    q, k, v, *extras = inputs
+    problem = spec.bind(q, k, v, **_options(extras, given))
     shape = (*q.shape[:-1], problem.dv)
-    results = {"o": (0, shape, None), "lse": (0, shape[:-1], problem.lse_dtype) if return_lse else None}
-    return _call("prepare_forward", problem, chosen, {"q": q, "k": k, "v": v}, results)
+    results = {"o": ("q", shape, None), "lse": ("q", shape[:-1], problem.lse_dtype) if return_lse else None}
+    return call.prepare("forward", problem, backend, dict(zip(("q", "k", "v", *EXTRAS), inputs, strict=True)), results)
 
 
-def _prepare_backward(do, q, k, v, o, lse, options: dict):
-    problem, chosen = _choose(spec.bind_backward, (do, q, k, v, o, lse), options)
-    results = {"dq": (1, q.shape, None), "dk": (2, k.shape, None), "dv": (3, v.shape, None)}
-    return _call("prepare_backward", problem, chosen, {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, results)
-
-
-def _choose(bind, inputs: tuple, options: dict):
-    """The canonical problem and the name of the backend for it."""
-    options = options.copy()
-    backend = options.pop("backend")
-    problem = bind(*inputs, **options)
-    return problem, choose(problem, inputs[1], backend).backend
-
-
-def _call(prepare: str, problem, backend: str, inputs: dict, results: dict):
-    for name, what in results.items():
-        if what is not None:
-            arrays.check_size(name, inputs["q"], what[1], what[2])
-    module = tier(backend)
-    prepare = partial(getattr(module, prepare), problem)
-    through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()
-    return (_CallThroughGpu if through_gpu else _Call)(prepare, tuple(inputs), results)
-
-
-class _Call:
-    """A checked problem on arrays of known layouts: allocate the results, run, return them.
-
-    Parameters
-    ----------
-    prepare : callable
-        ``prepare(*inputs, *results)`` returns ``run(*inputs, *results)`` for all arrays of the same layouts.
-    names : tuple of str
-        Names of the inputs.
-    results : dict
-        Name: (index of the input that it resembles, shape, dtype or None for that input's), or None where a result is not wanted.
-    """
-
-    def __init__(self, prepare, names: tuple[str, ...], results: dict):
-        self._prepare, self._names, self._results, self._run = prepare, names, results, None
-        self._labels = ("out",) if "o" in results else tuple(f"out[{i}]" for i in range(3))
-
-    def __call__(self, inputs: tuple, outs: tuple) -> tuple:
-        results = self._allocate(inputs, outs)
-        self._execute(inputs, results)
-        return results
-
-    def _allocate(self, inputs: tuple, outs: tuple) -> tuple:
-        """The user's `outs`, checked, and new arrays in the place of those that are None."""
-        others = dict(zip(self._names, inputs, strict=True))
-        for label, what, out in zip(self._labels, self._results.values(), outs, strict=False):
-            if out is not None:
-                if self._run is None:  # later calls have the same layouts
-                    spec.check_out_layout(label, out, inputs[what[0]].dtype.name, what[1], others)
-                spec.check_out_memory(label, out, others)
-                others[label] = out
-        results = []
-        for (name, what), out in zip(self._results.items(), outs, strict=True):
-            if what is None or out is not None:
-                results.append(out)
-            else:
-                results.append(arrays.empty(name, inputs[what[0]], what[1], what[2]))
-        return tuple(results)
-
-    def _execute(self, inputs: tuple, results: tuple) -> None:
-        if self._run is None:
-            self._run = self._prepare(*inputs, *results)
-        self._run(*inputs, *results)
-
-
-class _CallThroughGpu(_Call):
-    """The same for NumPy arrays on a machine with a GPU: they go over and come back, through the device that was current at first."""
-
-    def __init__(self, prepare, names: tuple[str, ...], results: dict):
-        super().__init__(prepare, names, results)
-        self._gpu = arrays.current_gpu()
-
-    def _execute(self, inputs: tuple, results: tuple) -> None:
-        with self._gpu:
-            self._execute_on_gpu(inputs, results)
-
-    def _execute_on_gpu(self, inputs: tuple, results: tuple) -> None:
-        on_gpu = tuple(arrays.to_gpu(name, x) for name, x in zip(self._names, inputs, strict=True))
-        there = tuple(
-            None if x is None else arrays.empty(name, on_gpu[what[0]], what[1], what[2])
-            for (name, what), x in zip(self._results.items(), results, strict=True)
-        )
-        super()._execute(on_gpu, there)
-        for x, result in zip(there, results, strict=True):
-            if x is not None:
-                result[...] = x.get()
+def _prepare_backward(inputs: tuple, given: tuple, bias_grad: bool, backend: str | None):
+    *tensors, dlse = inputs[:7]
+    problem = spec.bind_backward(*tensors, dlse=dlse, bias_grad=bias_grad, **_options(inputs[7:], given))
+    named = dict(zip(("do", "q", "k", "v", "o", "lse", "dlse", *EXTRAS), inputs, strict=True))
+    results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
+    results["dbias"] = ("bias", named["bias"].shape, None) if bias_grad else None
+    return call.prepare("backward", problem, backend, named, results)

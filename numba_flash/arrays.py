@@ -150,11 +150,12 @@ def current_gpu():
 
 
 def to_gpu(name: str, x: np.ndarray):
-    """Copy on CuPy's current device; MemoryError naming the array if there is no room."""
+    """Copy on CuPy's current device; MemoryError naming the array if there is no room. Axes of stride 0 stay such."""
     import cupy as cp
 
+    repeated = tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for stride, size in zip(x.strides, x.shape, strict=True))
     try:
-        return cp.asarray(x)
+        return cp.broadcast_to(cp.asarray(x[repeated]), x.shape)
     except MemoryError as error:
         raise _memory_error(name, x.shape, x.dtype) from error
 

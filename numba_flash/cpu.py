@@ -1,11 +1,7 @@
-"""FlashAttention-2 on the CPU (arXiv:2307.08691, Algorithms 1 and 2).
-
-Tiles of q, k, v and do are made contiguous in the accumulation dtype and multiplied by BLAS; what lies between two products is done row
-by row. The softmax works in base 2: the packed q (in the backward, k) carries scale * log2(e).
+"""FlashAttention-2 on the CPU: how the kernels of `numba_flash.cpu_kernels` are run.
 
 Kernels release the GIL and are run by a pool of Python threads that take blocks of work items until none is left, so that causal problems
-balance, and concurrent callers and forked children depend on no parallel runtime. Every item writes its own part of the result and
-sums in a fixed order: results do not depend on the number of threads.
+balance, and concurrent callers and forked children depend on no parallel runtime. Results do not depend on the number of threads.
 """
 
 import math
@@ -13,167 +9,34 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import scipy.linalg.cython_blas  # noqa: F401  (the BLAS of np.dot in kernels, loaded before ThreadpoolController looks for it)
-from numba import config, njit, typeof, types
+from numba import config, typeof, types
+from numba.core.dispatcher import Dispatcher
 from threadpoolctl import ThreadpoolController
 
-from numba_flash import arrays, mask, numeric
-from numba_flash import cpu_tiles as tiles
-from numba_flash.fingerprint import source_fingerprint
+from numba_flash import arrays
+from numba_flash import cpu_scores as scores
+from numba_flash.cpu_kernels import (
+    BACKWARD_BLOCK_M,
+    BACKWARD_BLOCK_N,
+    BLOCK_M,
+    BLOCK_N,
+    backward_items,
+    dbias_items,
+    delta_items,
+    dq_items,
+    forward_items,
+)
+from numba_flash.cpu_pieces import pieces
+from numba_flash.options import PLAIN, Options, dropout_threshold
 
-# Time over that of torch 2.13 SDPA (MKL), medians of interleaved calls, two Zen 3 cores, (B, H, N, D) = (1, 8, 2048, 64), float32:
-BLOCK_M, BLOCK_N = 256, 512  # forward 1.07-1.11 full, 0.94-1.03 causal; 192 x 512: 1.05-1.13, 0.95-1.01
-BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256  # forward + backward 1.01-1.03 full, 0.77-0.95 causal; 256 x 256: 1.04, 0.88
 BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items
 DQ_PARTIAL_BYTES = 64 * 2**20  # cap on the shares of dq that wait for their sum
 BLOCKS_PER_THREAD = 64  # that a thread takes, one by one: 2 % faster than 16, 5 to 8 % than 4
 ROW_GRAIN = 1024  # rows that are worth a block
-
-
-# ---- kernels ------------------------------------------------------------------------------------------------------------------------
-
-
-def kernel(py_func):
-    """Compile `py_func` without the GIL, cached on disk under a key that covers every source file of the package."""
-    dispatcher = njit(nogil=True)(py_func)
-    try:
-        dispatcher.enable_caching()
-    except RuntimeError:  # no writable cache directory
-        return dispatcher
-    cache_file = dispatcher._cache._cache_file
-    cache_file._source_stamp = (cache_file._source_stamp, source_fingerprint())
-    return dispatcher
-
-
-@kernel
-def forward_items(start, stop, q, k, v, o, lse, scale, low, high):
-    """Algorithm 1 for the work items ``[start, stop)``: one item is one block of queries of one head, the longest first."""
-    number, band = lse.dtype.type, (low, high)
-    d, dv, hq, nq, nk = q.shape[4], v.shape[4], q.shape[2], q.shape[3], k.shape[3]
-    dtype, size_m, size_n = lse.dtype, min(BLOCK_M, nq), min(BLOCK_N, max(nk, 1))
-    blocks = (nq + size_m - 1) // size_m
-    q_buffer, acc_buffer, pv_buffer = np.empty(size_m * d, dtype), np.empty(size_m * dv, dtype), np.empty(size_m * dv, dtype)
-    k_buffer, v_buffer, s_buffer = np.empty(size_n * d, dtype), np.empty(size_n * dv, dtype), np.empty(size_m * size_n, dtype)
-    m_i, l_i, alpha = np.empty(size_m, dtype), np.empty(size_m, dtype), np.empty(size_m, dtype)
-    for item in range(start, stop):
-        head, block = item // blocks, blocks - 1 - item % blocks
-        b0, b1, h = head // hq // q.shape[1], head // hq % q.shape[1], head % hq
-        k_head, v_head = k[b0, b1, h // (hq // k.shape[2])], v[b0, b1, h // (hq // k.shape[2])]
-        i0 = block * size_m
-        m = min(size_m, nq - i0)
-        acc, pv = tiles.view2d(acc_buffer, m, dv), tiles.view2d(pv_buffer, m, dv)
-        q_tile = tiles.pack(q[b0, b1, h], i0, m, q_buffer, number(scale * numeric.LOG2E))
-        acc[:], m_i[:], l_i[:] = 0, tiles.MINUS_INF, 0
-        first, last = mask.kv_range(i0, i0 + m, nk, low, high)
-        for j0 in range(first, last, size_n):
-            n = min(size_n, last - j0)
-            k_tile, v_tile, s = tiles.load(k_head, j0, n, k_buffer), tiles.load(v_head, j0, n, v_buffer), tiles.view2d(s_buffer, m, n)
-            clean = mask.all_visible(i0, i0 + m, j0, j0 + n, low, high) or tiles.all_finite(v_tile)
-            # (1) S = Q K^T
-            np.dot(q_tile, k_tile.T, s)
-            # (2) m_new = max(m, rowmax S), P = exp(S - m_new), l = exp(m - m_new) l + rowsum P
-            tiles.online_softmax(s, m_i, l_i, alpha, (i0, j0), band)
-            # (3) acc = exp(m - m_new) acc + P V
-            tiles.dot_rows(s, v_tile, pv, clean, (i0, j0), band)
-            tiles.rescale_add(acc, alpha, pv)
-        # (4) O = acc / l, lse = m + log l
-        for r in range(m):
-            l_r = l_i[r] if l_i[r] != 0 else number(1)
-            for c in range(dv):
-                acc[r, c] /= l_r
-            lse[b0, b1, h, i0 + r] = number(m_i[r] * numeric.LN2) + np.log(l_r)
-        tiles.unpack(o[b0, b1, h], i0, acc, number(1), False)
-
-
-@kernel
-def delta_items(start, stop, do, o, delta):
-    """delta = rowsum(dO * O) for the work items ``[start, stop)``: one item is one row."""
-    number = delta.dtype.type
-    heads, nq = delta.shape[2], delta.shape[3]
-    for item in range(start, stop):
-        i, head = item % nq, item // nq
-        b0, b1, h = head // heads // delta.shape[1], head // heads % delta.shape[1], head % heads
-        do_row, o_row, total = do[b0, b1, h, i], o[b0, b1, h, i], number(0)
-        for c in range(do_row.size):
-            total += numeric.widen(do_row[c]) * numeric.widen(o_row[c])
-        delta[b0, b1, h, i] = total
-
-
-@kernel
-def backward_items(start, stop, do, q, k, v, lse, delta, dq_partial, dk, dv, scale, low, high, first_unit, add):
-    """Algorithm 2 for the work items ``[start, stop)``: one item is one of the `chunks` shares of the keys of one key head.
-
-    dk and dv are finished here (added to if `add`); dq_partial (units, chunks, group, nq, d) receives each chunk's share of dQ / ln 2.
-    """
-    number, band = lse.dtype.type, (low, high)
-    d, dv_dim, nq, nk, hk = q.shape[4], v.shape[4], q.shape[3], k.shape[3], k.shape[2]
-    chunks, group = dq_partial.shape[1], dq_partial.shape[2]
-    dtype, size_m, size_n = lse.dtype, min(BACKWARD_BLOCK_M, nq), min(BACKWARD_BLOCK_N, nk)
-    blocks = (nk + size_n - 1) // size_n
-    q_buffer, do_buffer, dq_buffer = np.empty(size_m * d, dtype), np.empty(size_m * dv_dim, dtype), np.empty(size_m * d, dtype)
-    k_buffer, dk_buffer, dk_sum_buffer = np.empty(size_n * d, dtype), np.empty(size_n * d, dtype), np.empty(size_n * d, dtype)
-    v_buffer, dv_buffer = np.empty(size_n * dv_dim, dtype), np.empty(size_n * dv_dim, dtype)
-    dv_sum_buffer = np.empty(size_n * dv_dim, dtype)
-    s_buffer, dp_buffer = np.empty(size_m * size_n, dtype), np.empty(size_m * size_n, dtype)
-    for item in range(start, stop):
-        unit, chunk = first_unit + item // chunks, item % chunks
-        b0, b1, h_k = unit // hk // k.shape[1], unit // hk % k.shape[1], unit % hk
-        dq_item = dq_partial[item // chunks, chunk]
-        dq_item[:] = 0
-        for turn in range((blocks + chunks - 1) // chunks):
-            block = turn * chunks + (chunk if turn % 2 == 0 else chunks - 1 - chunk)
-            j0 = block * size_n
-            n = min(size_n, nk - j0)
-            if n <= 0:
-                continue
-            k_tile = tiles.pack(k[b0, b1, h_k], j0, n, k_buffer, number(scale * numeric.LOG2E))
-            v_tile = tiles.load(v[b0, b1, h_k], j0, n, v_buffer)
-            dk_tile, dk_acc = tiles.view2d(dk_buffer, n, d), tiles.view2d(dk_sum_buffer, n, d)
-            dv_tile, dv_acc = tiles.view2d(dv_buffer, n, dv_dim), tiles.view2d(dv_sum_buffer, n, dv_dim)
-            dk_acc[:], dv_acc[:] = 0, 0
-            first, last = mask.q_range(j0, j0 + n, nq, low, high)
-            for g in range(group):
-                h = h_k * group + g
-                for i0 in range(first, last, size_m):
-                    m = min(size_m, last - i0)
-                    q_tile, do_tile = tiles.load(q[b0, b1, h], i0, m, q_buffer), tiles.load(do[b0, b1, h], i0, m, do_buffer)
-                    s, dp, dq_tile = tiles.view2d(s_buffer, m, n), tiles.view2d(dp_buffer, m, n), tiles.view2d(dq_buffer, m, d)
-                    clean = mask.all_visible(i0, i0 + m, j0, j0 + n, low, high)
-                    clean = clean or (tiles.all_finite(k_tile) and tiles.all_finite(q_tile) and tiles.all_finite(do_tile))
-                    # (1) S = Q K^T, dP = dO V^T
-                    np.dot(q_tile, k_tile.T, s)
-                    np.dot(do_tile, v_tile.T, dp)
-                    # (2) P = exp(S - lse), dS = P * (dP - delta)
-                    tiles.recompute_p(s, dp, lse[b0, b1, h, i0 : i0 + m], delta[b0, b1, h, i0 : i0 + m], (i0, j0), band)
-                    # (3) dV += P^T dO
-                    tiles.dot_columns(s, do_tile, dv_tile, clean, (i0, j0), band)
-                    tiles.accumulate(dv_acc, dv_tile)
-                    # (4) dK += dS^T Q
-                    tiles.dot_columns(dp, q_tile, dk_tile, clean, (i0, j0), band)
-                    tiles.accumulate(dk_acc, dk_tile)
-                    # (5) dQ += dS K
-                    tiles.dot_rows(dp, k_tile, dq_tile, clean, (i0, j0), band)
-                    tiles.accumulate(dq_item[g, i0 : i0 + m], dq_tile)
-            tiles.unpack(dk[b0, b1, h_k], j0, dk_acc, number(scale), add)
-            tiles.unpack(dv[b0, b1, h_k], j0, dv_acc, number(1), add)
-
-
-@kernel
-def dq_items(start, stop, dq_partial, dq, first_unit):
-    """dQ = ln 2 * sum over chunks, in their order, for the work items ``[start, stop)``: one item is one row of one key head's group."""
-    chunks, group, nq = dq_partial.shape[1], dq_partial.shape[2], dq_partial.shape[3]
-    hk = dq.shape[2] // group
-    row = np.empty((1, dq_partial.shape[4]), dq_partial.dtype)
-    for item in range(start, stop):
-        i, g, part = item % nq, item // nq % group, item // nq // group
-        unit = first_unit + part
-        b0, b1, h = unit // hk // dq.shape[1], unit // hk % dq.shape[1], unit % hk * group + g
-        row[0] = dq_partial[part, 0, g, i]
-        for chunk in range(1, chunks):
-            row[0] += dq_partial[part, chunk, g, i]
-        tiles.unpack(dq[b0, b1, h], i, row, row.dtype.type(numeric.LN2), False)
 
 
 # ---- running them -------------------------------------------------------------------------------------------------------------------
@@ -195,10 +58,9 @@ class Runner:
 
     def entry(self, dispatcher, args):
         """The kernel compiled for arrays of these dtypes, whatever their layout (the dispatcher would compile it for each layout)."""
-        key = (dispatcher, *(a.dtype.char for a in args if isinstance(a, np.ndarray)))
+        key = (dispatcher, *(a.dtype.char for a in args if isinstance(a, np.ndarray)), *(_kinds(a) for a in args if isinstance(a, tuple)))
         if key not in self.entries:
-            arguments = [types.Array(typeof(a).dtype, a.ndim, "A") if isinstance(a, np.ndarray) else typeof(a) for a in args]
-            self.entries[key] = dispatcher.compile((types.int64, types.int64, *arguments))
+            self.entries[key] = dispatcher.compile((types.int64, types.int64, *map(_numba_type, args)))
         return self.entries[key]
 
     def __call__(self, dispatcher, items, grain, *args):
@@ -222,6 +84,21 @@ class Runner:
             blocks.clear()
             for helper in helpers:
                 helper.result()
+
+
+def _kinds(extras: tuple) -> str:
+    """What the type of `extras` depends on."""
+    return "".join(a.dtype.char for a in extras if isinstance(a, np.ndarray))
+
+
+def _numba_type(x):
+    if isinstance(x, np.ndarray):
+        return types.Array(typeof(x).dtype, x.ndim, "A")
+    if isinstance(x, tuple):
+        return types.Tuple([_numba_type(item) for item in x])
+    if isinstance(x, Dispatcher):  # a compiled score_mod, called through its address: one kernel serves all of them
+        return types.FunctionType(scores.row_signature(x.signatures[0][0].dtype))
+    return typeof(x)
 
 
 _runner = Runner()
@@ -250,21 +127,73 @@ def takes_numpy() -> bool:
 
 
 def prepare_forward(problem, *layouts):
-    """``run(q, k, v, o, lse)`` for arrays of 2 to 5 dimensions; `lse` may be None."""
-    return lambda *operands: forward(problem, *_expanded(operands, rows={4}))
+    """``run(q, k, v, bias, mask, q_lengths, kv_lengths, o, lse)`` for arrays of 2 to 5 dimensions; `lse` may be None."""
+    return partial(_forward, problem)
 
 
 def prepare_backward(problem, *layouts):
-    """``run(do, q, k, v, o, lse, dq, dk, dv)`` for arrays of 2 to 5 dimensions."""
-    return lambda *operands: backward(problem, *_expanded(operands, rows={5}))
+    """``run(do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias)`` for arrays of 2 to 5 dimensions."""
+    return partial(_backward, problem)
 
 
-def _expanded(operands, rows):
-    """Views with all five dimensions; four of those whose index is in `rows`, which have no head dimension."""
-    return [x if x is None else arrays.expand(x, 4 if index in rows else 5) for index, x in enumerate(operands)]
+def _forward(problem, q, k, v, bias, mask, q_lengths, kv_lengths, o, lse):
+    q, k, v, o = _five(problem, q, k, v, o)
+    lse = lse if lse is None else arrays.expand(lse, 4)
+    bias, mask = _scores_like(problem, bias), _scores_like(problem, mask)
+    for piece in pieces(problem, q_lengths, kv_lengths):
+        results = piece.queries(o), lse if lse is None else piece.queries(lse)
+        inputs = piece.queries(q), piece.keys(k), piece.keys(v)
+        forward(piece.problem, *inputs, *results, _extras(piece, bias, mask))
+        piece.clear_queries(o, 0)
+        if lse is not None:
+            piece.clear_queries(lse, -np.inf)
 
 
-def forward(problem, q, k, v, o, lse):
+def _backward(problem, do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias):
+    do, q, k, v, o, dq, dk, dv = _five(problem, do, q, k, v, o, dq, dk, dv)
+    lse = arrays.expand(lse, 4)
+    dlse = np.broadcast_to(np.zeros((), lse.dtype), lse.shape) if dlse is None else arrays.expand(dlse, 4)
+    bias, mask = _scores_like(problem, bias), _scores_like(problem, mask)
+    dbias_sum = None if dbias is None else np.zeros((1,) * (5 - dbias.ndim) + dbias.shape, lse.dtype)
+    for piece in pieces(problem, q_lengths, kv_lengths):
+        inputs = [piece.queries(do), piece.queries(q), piece.keys(k), piece.keys(v), piece.queries(o), piece.queries(lse)]
+        results = [piece.queries(dq), piece.keys(dk), piece.keys(dv)]
+        more = _extras(piece, bias, mask), None if dbias is None else piece.bias(dbias_sum)
+        backward(piece.problem, *inputs, *results, piece.queries(dlse), *more)
+        piece.clear_queries(dq, 0)
+        piece.clear_keys(dk, 0)
+        piece.clear_keys(dv, 0)
+    if dbias is not None:
+        with np.errstate(over="ignore"):
+            dbias[...] = dbias_sum.reshape(dbias.shape)
+
+
+def _five(problem, *operands) -> list:
+    """Views with all five dimensions, heads before tokens."""
+    return [arrays.expand(x.swapaxes(0, 1) if problem.options.packed else x, 5) for x in operands]
+
+
+def _scores_like(problem, x):
+    """View of a bias or mask with the shape of the scores."""
+    return None if x is None else np.broadcast_to(x, (*problem.batch, problem.hq, problem.nq, problem.nk))
+
+
+def _extras(piece, bias, mask) -> tuple:
+    """The options as kernels see them (`numba_flash.cpu_scores`)."""
+    problem, o = piece.problem, piece.problem.options
+    if o == PLAIN or (o.structure == Options(q_lengths=o.q_lengths, kv_lengths=o.kv_lengths, packed=o.packed, follows=o.follows)):
+        return ()
+    number = types.float64 if problem.dtype == "float64" else types.float32
+    words = (np.uint64(o.seed), np.uint64(o.offset), np.uint64(dropout_threshold(o.dropout)))
+    return (
+        np.empty((0,) * 5, np.float32) if bias is None else _bits(piece.scores(bias)),
+        np.empty((0,) * 5, np.uint8) if mask is None else piece.scores(mask).view(np.uint8),
+        scores.row_function(o.score_mod, number),
+        (float(o.softcap), 1 / (1 - o.dropout), piece.number, int(o.score_mod is not None), *words, 0),
+    )
+
+
+def forward(problem, q, k, v, o, lse, extras=()):
     """Attention by Algorithm 1 of FlashAttention-2 (arXiv:2307.08691).
 
     Parameters
@@ -277,15 +206,17 @@ def forward(problem, q, k, v, o, lse):
         Receives the result (b0, b1, hq, nq, dv).
     lse : numpy.ndarray or None
         Receives the logarithm of the softmax denominators (b0, b1, hq, nq); float32, or float64 for float64 inputs.
+    extras : tuple
+        The options, see `numba_flash.cpu_scores`.
     """
     if lse is None:
         lse = np.empty(o.shape[:4], np.float64 if problem.dtype == "float64" else np.float32)
     items = math.prod(o.shape[:3]) * -(-problem.nq // BLOCK_M)
     with _runner.lock, _runner.blas.limit(limits=1, user_api="blas"):
-        _runner(forward_items, items, 1, *map(_bits, (q, k, v, o)), lse, float(problem.scale), problem.low, problem.high)
+        _runner(forward_items, items, 1, *map(_bits, (q, k, v, o)), lse, extras, float(problem.scale), problem.low, problem.high)
 
 
-def backward(problem, do, q, k, v, o, lse, dq, dk, dv):
+def backward(problem, do, q, k, v, o, lse, dq, dk, dv, dlse, extras=(), dbias=None):
     """Gradients of attention by Algorithm 2 of FlashAttention-2 (arXiv:2307.08691), deterministic.
 
     Parameters
@@ -296,6 +227,12 @@ def backward(problem, do, q, k, v, o, lse, dq, dk, dv):
         Gradient of o, and what `forward` received and wrote.
     dq, dk, dv : numpy.ndarray
         Receive the gradients, with the shapes of q, k and v.
+    dlse : numpy.ndarray
+        Gradient of lse.
+    extras : tuple
+        The options, see `numba_flash.cpu_scores`.
+    dbias : numpy.ndarray or None
+        The gradient of the bias is added to it (b0, b1, hq, nq, nk), summed over its axes of size 1; in the dtype of lse.
     """
     if 0 in (q.size, k.size):
         for gradient in (dq, dk, dv):
@@ -313,19 +250,31 @@ def backward(problem, do, q, k, v, o, lse, dq, dk, dv):
     round_sums = panel < p.nq and q.itemsize == 2
     sums = [_one_head(x, lse.dtype) if round_sums else _bits(x) for x in (dk, dv)]
     with _runner.lock, _runner.blas.limit(limits=1, user_api="blas"):
-        _runner(delta_items, delta.size, ROW_GRAIN, do, o, delta)
+        _runner(delta_items, delta.size, ROW_GRAIN, do, o, delta, dlse)
         for unit in range(0, units, wave):
             heads = min(wave, units - unit)
             for i0 in range(0, p.nq, panel):
                 i = slice(i0, min(i0 + panel, p.nq))
-                partial, band = buffer[:heads, :, :, : i.stop - i0], (float(p.scale), p.low + i0, p.high + i0)
+                partial_dq, band = buffer[:heads, :, :, : i.stop - i0], (float(p.scale), p.low + i0, p.high + i0)
                 inputs = (do[:, :, :, i], q[:, :, :, i], k, v, lse[..., i], delta[..., i])
-                _runner(backward_items, heads * chunks, 1, *inputs, partial, *sums, *band, unit, i0 > 0)
-                _runner(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, partial, _bits(dq)[:, :, :, i], unit)
+                _runner(backward_items, heads * chunks, 1, *inputs, partial_dq, *sums, _panel(extras, i), *band, unit, i0 > 0)
+                _runner(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, partial_dq, _bits(dq)[:, :, :, i], unit, extras)
             if round_sums:
                 head = np.unravel_index(unit, k.shape[:3])
                 with np.errstate(over="ignore"):
                     dk[head], dv[head] = sums[0][head], sums[1][head]
+        if dbias is not None:
+            sizes = (*p.batch, p.hq, -(-p.nq // BACKWARD_BLOCK_M), -(-p.nk // BACKWARD_BLOCK_N))
+            items = math.prod(1 if n == 1 else size for n, size in zip(dbias.shape, sizes, strict=True))
+            _runner(dbias_items, items, 1, do, q, k, v, lse, delta, dbias, extras, float(p.scale), p.low, p.high)
+
+
+def _panel(extras: tuple, i: slice) -> tuple:
+    """The options for the queries `i` alone."""
+    if not extras:
+        return ()
+    bias, mask, apply, numbers = extras
+    return bias[:, :, :, i], mask[:, :, :, i], apply, (*numbers[:7], i.start)
 
 
 def _one_head(x, dtype):

@@ -1,14 +1,15 @@
-"""Tiles of the CPU kernels: packing rows into contiguous matrices of the accumulation dtype, writing them back, products, and the softmax.
+"""Tiles of the CPU kernels: packing rows into contiguous matrices of the accumulation dtype, writing them back, adding them up.
 
 float16 arrays come as int16 and bfloat16 arrays as uint16; `numeric.widen` and `numeric.narrow` convert on load and store.
 """
 
 import numpy as np
 from numba import njit
+from numba.cpython.unsafe.tuple import tuple_setitem
 from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic, overload
 
-from numba_flash import mask, numeric
+from numba_flash import numeric
 
 MINUS_INF = -np.inf
 
@@ -95,40 +96,6 @@ def unpack(x, start, tile, factor, add):
             store_row(x[start + r], tile[r], factor, add)
 
 
-@njit
-def visible_columns(i, j0, n, low, high):
-    """Columns ``[first, last)`` of the tile with keys ``[j0, j0 + n)`` that query `i` sees."""
-    start, stop = mask.kv_range(i, i + 1, j0 + n, low, high)
-    first = min(max(start - j0, 0), n)
-    return first, max(stop - j0, first)
-
-
-@njit
-def dot_rows(p, x, out, clean, corner, band):
-    """``out = p @ x``. Unless `clean`, x holds NaN or Inf and hidden elements of p, all 0, must be skipped rather than multiplied."""
-    if clean:
-        np.dot(p, x, out)
-        return
-    for r in range(p.shape[0]):
-        first, last = visible_columns(corner[0] + r, corner[1], p.shape[1], band[0], band[1])
-        out[r] = 0
-        for c in range(first, last):
-            out[r] += p[r, c] * x[c]
-
-
-@njit
-def dot_columns(p, x, out, clean, corner, band):
-    """``out = p.T @ x``, with the same care."""
-    if clean:
-        np.dot(p.T, x, out)
-        return
-    out[:] = 0
-    for r in range(p.shape[0]):
-        first, last = visible_columns(corner[0] + r, corner[1], p.shape[1], band[0], band[1])
-        for c in range(first, last):
-            out[c] += p[r, c] * x[r]
-
-
 @njit(fastmath={"contract"})
 def rescale_add(acc, alpha, x):
     """``acc = alpha * acc + x``, one alpha for each row."""
@@ -145,49 +112,15 @@ def accumulate(acc, x):
             acc[r, c] += x[r, c]
 
 
-# ---- softmax ------------------------------------------------------------------------------------------------------------------------
-
-
-@njit(fastmath={"contract", "reassoc", "nsz"})
-def exp2_row(row, shift):
-    """``row = exp2(row - shift)``; returns its sum."""
-    total = row.dtype.type(0)
-    for c in range(row.size):
-        p = numeric.exp2(row[c] - shift)
-        row[c] = p
-        total += p
-    return total
-
-
 @njit
-def online_softmax(s, m_i, l_i, alpha, corner, band):
-    """One step of the online softmax: s becomes P, m_i and l_i are updated, alpha is the factor for what was accumulated so far."""
-    for r in range(s.shape[0]):
-        first, last = visible_columns(corner[0] + r, corner[1], s.shape[1], band[0], band[1])
-        m_new = max(m_i[r], numeric.row_max(s[r, first:last]))
-        shift = s.dtype.type(0) if m_new == MINUS_INF else m_new  # a row whose scores are all -inf gives P = 0, not NaN
-        alpha[r] = numeric.exp2(m_i[r] - shift)
-        l_i[r] = l_i[r] * alpha[r] + exp2_row(s[r, first:last], shift)
-        m_i[r] = m_new
-        s[r, :first] = 0
-        s[r, last:] = 0
-
-
-@njit(fastmath={"contract", "nsz"})
-def recompute_row(p, dp, shift, delta):
-    """``p = exp2(p - shift)``, ``dp = p * (dp - delta)``."""
-    for c in range(p.size):
-        prob = numeric.exp2(p[c] - shift)
-        p[c] = prob
-        dp[c] = prob * (dp[c] - delta)
-
-
-@njit
-def recompute_p(s, dp, lse, delta, corner, band):
-    """s becomes P = exp2(S - lse), dp becomes dS = P * (dP - delta); hidden elements of both become 0."""
-    for r in range(s.shape[0]):
-        first, last = visible_columns(corner[0] + r, corner[1], s.shape[1], band[0], band[1])
-        shift = s.dtype.type(0) if lse[r] == MINUS_INF else s.dtype.type(lse[r] * s.dtype.type(numeric.LOG2E))
-        recompute_row(s[r, first:last], dp[r, first:last], shift, delta[r])
-        for hidden in (s[r, :first], s[r, last:], dp[r, :first], dp[r, last:]):
-            hidden[:] = 0
+def split(item, blocks, shape):
+    """Coordinates of a work item along the axes that `shape` has, and the numbers of `blocks` along those of size 1 that it walks over."""
+    own = (0, 0, 0, 0, 0)
+    walk = (1, 1, 1, 1, 1)
+    for axis in range(4, -1, -1):
+        if shape[axis] == 1:
+            walk = tuple_setitem(walk, axis, blocks[axis])
+        else:
+            own = tuple_setitem(own, axis, item % blocks[axis])
+            item //= blocks[axis]
+    return own, walk

@@ -1,6 +1,6 @@
 """The oracle: standard attention with the whole N x N matrix, in float64 NumPy. Slow on purpose, independent of every kernel.
 
-Equations: Dao et al., FlashAttention (arXiv:2205.14135), section 2.2 and appendix B.
+Equations: Dao et al., FlashAttention (arXiv:2205.14135), section 2.2 and appendix B. All arrays have five dimensions within.
 """
 
 import numpy as np
@@ -8,88 +8,102 @@ import numpy as np
 from numba_flash import spec
 
 
-def _dense_visible(problem: spec.Problem) -> np.ndarray:
-    """Boolean (nq, nk) matrix of the keys that each query sees."""
-    diagonal = np.arange(problem.nk)[None, :] - np.arange(problem.nq)[:, None]
-    return (problem.low <= diagonal) & (diagonal <= problem.high)
-
-
-def _heads(x: np.ndarray, group: int) -> np.ndarray:
-    """Float64 copy with the head axis present and every key/value head repeated for its `group` of query heads."""
+def _wide(x, ndim: int = 5) -> np.ndarray:
+    """Float64 copy with leading axes of size 1."""
     x = np.asarray(x).astype(np.float64)
-    x = x if x.ndim > 2 else x[None]
-    return np.repeat(x, group, axis=-3)
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def _finite_product(a: np.ndarray, b: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """``a @ b`` for ``a`` that is 0 where not `visible`: such terms are absent, even where `b` is NaN or Inf."""
+def _heads(x, group: int) -> np.ndarray:
+    """The same with every key/value head repeated for its `group` of query heads."""
+    return np.repeat(_wide(x), group, axis=-3)
+
+
+def _lengths(problem, given) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of queries and keys, arrays that broadcast against (b0, b1, h, i, j)."""
+    full = {"q_lengths": problem.nq, "kv_lengths": problem.nk}
+    chosen = (full[name] if given.get(name) is None else given[name] for name in full)
+    return tuple(_wide(n, 2)[..., None, None, None] for n in chosen)
+
+
+def _visible(problem, given) -> np.ndarray:
+    """Boolean (b0, b1, hq, nq, nk): which query sees which key."""
+    (nq, nk), i, j = _lengths(problem, given), np.arange(problem.nq)[:, None], np.arange(problem.nk)
+    shift = (nk - problem.nk) - (nq - problem.nq) if problem.options.follows else 0
+    visible = (problem.low + shift <= j - i) & (j - i <= problem.high + shift) & (i < nq) & (j < nk)
+    for name, hides in (("mask", np.logical_not), ("bias", np.isneginf)):
+        visible = visible if given.get(name) is None else visible & ~hides(_wide(given[name]).astype(float if name == "bias" else bool))
+    return np.broadcast_to(visible, (*problem.batch, problem.hq, problem.nq, problem.nk))
+
+
+def _product(a, b, present) -> np.ndarray:
+    """``a @ b`` for ``a`` that is 0 where not `present`: such terms are absent, even where `b` is NaN or Inf."""
     if np.isfinite(b).all():
         return a @ b
-    terms = np.where(visible[..., None], a[..., None] * b[..., None, :, :], 0.0)
-    return terms.sum(axis=-2)
+    return np.where(present[..., None], a[..., None] * b[..., None, :, :], 0.0).sum(axis=-2)
 
 
-def _probabilities(problem, q, k):
-    """P and lse: softmax over the visible keys; a row that sees nothing has P = 0 and lse = -inf."""
-    visible = _dense_visible(problem)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        s = np.where(visible, problem.scale * (q @ np.swapaxes(k, -1, -2)), -np.inf)
-        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        p = np.exp(s - np.where(m == -np.inf, 0.0, m))
-        l = p.sum(axis=-1, keepdims=True)
-        lse = (m + np.log(l))[..., 0]
-        return np.where(visible, p / np.where(l == 0.0, 1.0, l), 0.0), lse, visible
+def _scores(problem, given, q, k):
+    """Scores, their derivative with respect to ``scale * q k^T``, and where they are visible (-inf from score_mod hides)."""
+    options, s, slope = problem.options, problem.scale * (q @ k.swapaxes(-1, -2)), np.array(1.0)
+    visible = _visible(problem, given)
+    if options.softcap:
+        s = options.softcap * np.tanh(s / options.softcap)
+        slope = 1 - np.square(s / options.softcap)
+    if options.score_mod is not None:
+        b0, b1, *hij = np.indices(s.shape, sparse=True)
+        where = (b0 * problem.batch[1] + b1, *hij)
+        apply = lambda f: np.vectorize(f, otypes=[float])(s, *where) if s.size else s
+        slope = slope * apply(options.score_mod.gradient) if options.score_mod.gradient is not None else None
+        s = apply(options.score_mod.function)
+        visible = visible & ~np.isneginf(s)
+    return s if given.get("bias") is None else s + _wide(given["bias"]), slope, visible
 
 
+def _probabilities(problem, given, q, k):
+    """P, the factor that dropout puts on it, lse, slope, visible. A row that sees nothing has P = 0 and lse = -inf."""
+    s, slope, visible = _scores(problem, given, q, k)
+    s = np.where(visible, s, -np.inf)
+    m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    p = np.exp(s - np.where(m == -np.inf, 0.0, m))
+    l = p.sum(axis=-1, keepdims=True)
+    p, factor, options = np.where(visible, p / np.where(l == 0.0, 1.0, l), 0.0), np.ones(()), problem.options
+    if options.dropout:
+        from numba_flash import rng
+
+        heads = np.arange(np.prod(p.shape[:3])).reshape(p.shape[:3])
+        factor = rng.keep_all(options.seed, options.offset, options.dropout, heads, *p.shape[3:]) / (1 - options.dropout)
+    return p, factor, (m + np.log(l))[..., 0], slope, visible
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Output and log-sum-exp in float64.
-
-    Parameters
-    ----------
-    q, k, v : array, shapes (..., Hq, Nq, D), (..., Hk, Nk, D), (..., Hk, Nk, Dv), or 2-D without the head axis
-        NumPy arrays of any supported dtype; upcast before any arithmetic.
-    **options
-        `scale`, `causal`, `window`, `q_start` of `numba_flash.forward`.
-
-    Returns
-    -------
-    o : array of float64, shape (..., Hq, Nq, Dv)
-    lse : array of float64, shape (..., Hq, Nq)
-    """
+    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq) in float64, of NumPy arrays, with the options of `numba_flash.forward`."""
     problem = spec.bind(q, k, v, **options)
     group = problem.hq // max(problem.hk, 1)
-    qh, kh, vh = _heads(q, 1), _heads(k, group), _heads(v, group)
-    with np.errstate(invalid="ignore", over="ignore"):
-        p, lse, visible = _probabilities(problem, qh, kh)
-        o = _finite_product(p, vh, visible)
+    p, factor, lse, _, visible = _probabilities(problem, options, _wide(q), _heads(k, group))
+    o = _product(p * factor, _heads(v, group), visible & (factor != 0))
     return o.reshape(*q.shape[:-1], problem.dv), lse.reshape(q.shape[:-1])
 
 
-def backward(do, q, k, v, **options) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of ``sum(do * o)`` in float64, from the inputs alone (o and lse are recomputed).
-
-    Parameters
-    ----------
-    do : array, shape (..., Hq, Nq, Dv)
-        Gradient with respect to o.
-    q, k, v, **options
-        As given to `forward`.
-
-    Returns
-    -------
-    dq, dk, dv : arrays of float64, in the shapes of q, k, v
-    """
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")
+def backward(do, q, k, v, *, dlse=None, bias_grad=False, **options) -> tuple[np.ndarray, ...]:
+    """dq, dk, dv, and dbias if `bias_grad`: gradients of ``sum(do * o) + sum(dlse * lse)`` from the inputs alone, in float64."""
     problem = spec.bind(q, k, v, **options)
-    group = problem.hq // max(problem.hk, 1)
-    qh, kh, vh, doh = _heads(q, 1), _heads(k, group), _heads(v, group), _heads(do, 1)
-    transpose = lambda x: np.swapaxes(x, -1, -2)
-    with np.errstate(invalid="ignore", over="ignore"):
-        p, _, visible = _probabilities(problem, qh, kh)
-        dv = _finite_product(transpose(p), doh, transpose(visible))
-        dp = np.where(visible, doh @ transpose(vh), 0.0)
-        delta = np.where(visible, p * dp, 0.0).sum(axis=-1, keepdims=True)
-        ds = np.where(visible, problem.scale * p * (dp - delta), 0.0)
-        dq = _finite_product(ds, kh, visible)
-        dk = _finite_product(transpose(ds), qh, transpose(visible))
-    per_group = lambda x: x.reshape(*x.shape[:-3], problem.hk, group, *x.shape[-2:]).sum(axis=-3)
-    return dq.reshape(q.shape), per_group(dk).reshape(k.shape), per_group(dv).reshape(v.shape)
+    group, transpose = problem.hq // max(problem.hk, 1), lambda x: x.swapaxes(-1, -2)
+    qw, kw, vw, dow = _wide(q), _heads(k, group), _heads(v, group), _wide(do)
+    p, factor, _, slope, visible = _probabilities(problem, options, qw, kw)
+    kept = visible & (factor != 0)
+    dv = _product(transpose(p * factor), dow, transpose(kept))
+    dp = np.where(kept, factor * (dow @ transpose(vw)), 0.0)
+    delta = np.where(visible, p * dp, 0.0).sum(axis=-1, keepdims=True) - (0.0 if dlse is None else _wide(dlse, 4)[..., None])
+    ds = np.where(visible, p * (dp - delta), 0.0)
+    dx = np.where(visible, problem.scale * ds * slope, 0.0)
+    dq, dk = _product(dx, kw, visible), _product(transpose(dx), qw, transpose(visible))
+    per_group = lambda x: x.reshape(*x.shape[:2], problem.hk, group, *x.shape[-2:]).sum(axis=3)
+    gradients = (dq.reshape(q.shape), per_group(dk).reshape(k.shape), per_group(dv).reshape(v.shape))
+    if not bias_grad:
+        return gradients
+    bias = options["bias"]
+    summed = tuple(axis for axis, n in enumerate((1,) * (5 - bias.ndim) + bias.shape) if n == 1)
+    return (*gradients, ds.sum(axis=summed).reshape(bias.shape))

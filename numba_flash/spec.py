@@ -1,13 +1,10 @@
 """What is to be computed: the frozen `Problem`, and `bind`, the only place that raises errors about a user's input."""
 
-import math
-import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from numba_flash import arrays
+from numba_flash import arrays, checks, options
+from numba_flash.options import PLAIN, Options
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -32,6 +29,8 @@ class Problem:
         Factor of ``q . k``.
     low, high : int
         Query i sees key j iff ``low <= j - i <= high``; within ``[-nq, nk]`` (see `numba_flash.mask`).
+    options : Options
+        Everything else; `options.PLAIN` for plain attention.
     """
 
     batch: tuple[int, int]
@@ -45,6 +44,7 @@ class Problem:
     scale: float
     low: int
     high: int
+    options: Options = PLAIN
 
     @property
     def o_shape(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
 
-def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None) -> Problem:
+def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, **given) -> Problem:
     """Check the inputs of a forward pass and fold the options into a `Problem`.
 
     Raises
@@ -87,31 +87,85 @@ def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None) -> Pro
     for name, size in (("q", nq), ("k", nk)):
         if size > MAX_LENGTH:
             raise ValueError(f"{name}.shape[-2] ({size}) must be at most {MAX_LENGTH}")
-    low, high = _band(nq, nk, _flag("causal", causal), _window(window), _offset(q_start, nk - nq))
-    scale = d**-0.5 if scale is None else _real("scale", scale)
-    return Problem((1,) * (2 - len(batch)) + tuple(batch), hq, hk, nq, nk, d, dv, q.dtype.name, scale, low, high)
+    low, high = _band(nq, nk, checks.flag("causal", causal), _window(window), _offset(q_start, nk - nq))
+    scale = d**-0.5 if scale is None else checks.real("scale", scale)
+    more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
+    more = replace(more, follows=q_start is None) if more.sequences else more
+    return Problem((1,) * (2 - len(batch)) + tuple(batch), hq, hk, nq, nk, d, dv, q.dtype.name, scale, low, high, more)
 
 
-def bind_backward(do, q, k, v, o, lse, **options) -> Problem:
-    """Check the inputs of a backward pass: those of `bind`, and `do`, `o`, `lse` of the shapes and dtypes that `forward` returns."""
-    problem = bind(q, k, v, **options)
-    o_shape = (*q.shape[:-1], v.shape[-1])
-    for name, x, dtype, shape in (
-        ("do", do, problem.dtype, o_shape),
-        ("o", o, problem.dtype, o_shape),
-        ("lse", lse, problem.lse_dtype, q.shape[:-1]),
-    ):
-        _check_layout(name, x)
-        _check_library(name, x, "q", q)
-        _check_dtype_and_shape(name, x, dtype, shape)
+def bind_backward(do, q, k, v, o, lse, *, dlse=None, bias_grad=False, **given) -> Problem:
+    """Check the inputs of a backward pass: those of `bind`, and the arrays of the shapes and dtypes that `forward` returns."""
+    problem = bind(q, k, v, **given)
+    _check_gradients(problem, {"do": do, "q": q, "o": o, "lse": lse, "dlse": dlse}, (*q.shape[:-1], v.shape[-1]))
+    if checks.flag("bias_grad", bias_grad) and problem.options.bias is None:
+        raise ValueError("bias_grad needs a bias; got bias_grad=True with bias=None")
     return problem
+
+
+def bind_packed(q, k, v, q_offsets, k_offsets, **given) -> Problem:
+    """Check packed sequences: q (total, heads, d) and so on, and the boundaries of each sequence among the tokens."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_array(name, x)
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have 3 dimensions (tokens, heads, head_dim); got shape {tuple(x.shape)}")
+    problem = bind(*(x.swapaxes(0, 1) for x in (q, k, v)), **given)
+    for name, x in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
+        options.check_offsets(name, x, q)
+    if q_offsets.size != k_offsets.size:
+        raise ValueError(f"k_offsets.shape {tuple(k_offsets.shape)} must equal q_offsets.shape {tuple(q_offsets.shape)}")
+    packed = replace(
+        problem.options,
+        packed=True,
+        follows=given.get("q_start") is None,
+        q_lengths=q_offsets.dtype.name,
+        kv_lengths=k_offsets.dtype.name,
+    )
+    return replace(problem, batch=(1, q_offsets.size - 1), options=packed)
+
+
+def bind_packed_backward(do, q, k, v, o, lse, q_offsets, k_offsets, *, dlse=None, **given) -> Problem:
+    """The same for the backward pass; lse and dlse are (heads, total)."""
+    problem = bind_packed(q, k, v, q_offsets, k_offsets, **given)
+    _check_gradients(problem, {"do": do, "q": q, "o": o, "lse": lse, "dlse": dlse}, (*q.shape[:-1], v.shape[-1]))
+    return problem
+
+
+def _check_gradients(problem, arguments: dict, o_shape: tuple[int, ...]) -> None:
+    """Check what backward takes beyond the inputs of forward."""
+    lse_shape = o_shape[1::-1] if problem.options.packed else o_shape[:-1]
+    expected = {
+        "do": (problem.dtype, o_shape),
+        "o": (problem.dtype, o_shape),
+        "lse": (problem.lse_dtype, lse_shape),
+        "dlse": (problem.lse_dtype, lse_shape),
+    }
+    for name, (dtype, shape) in expected.items():
+        x = arguments[name]
+        if name != "dlse" or x is not None:
+            checks.layout(name, x)
+            checks.library(name, x, "q", arguments["q"])
+            checks.dtype_and_shape(name, x, dtype, shape)
+    score_mod = problem.options.score_mod
+    if score_mod is not None and score_mod.gradient is None:
+        raise ValueError("score_mod_grad must be the derivative of score_mod in a backward pass; got None")
+
+
+def check_lengths(problem: Problem, q_lengths, kv_lengths) -> None:
+    """Check the values of lengths or offsets that are NumPy arrays; those on a GPU are not looked at (see `numba_flash.forward`)."""
+    if problem.options.packed:
+        options.check_values_of_offsets("q_offsets", q_lengths, problem.nq, "q.shape[0]")
+        options.check_values_of_offsets("k_offsets", kv_lengths, problem.nk, "k.shape[0]")
+    else:
+        options.check_values_of_lengths("q_lengths", q_lengths, problem.nq, "q.shape[-2]")
+        options.check_values_of_lengths("kv_lengths", kv_lengths, problem.nk, "k.shape[-2]")
 
 
 def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
     """Check that `out` is of the kind, dtype and shape of a result, and that no element of it stands for another."""
-    _check_layout(name, out)
-    _check_library(name, out, *next(iter(inputs.items())))
-    _check_dtype_and_shape(name, out, dtype, shape)
+    checks.layout(name, out)
+    checks.library(name, out, *next(iter(inputs.items())))
+    checks.dtype_and_shape(name, out, dtype, shape)
     if arrays.overlaps_itself(out):
         raise ValueError(f"{name} must not overlap itself; it has strides {out.strides} for shape {out.shape}")
 
@@ -130,73 +184,21 @@ def _shape(x) -> tuple[int, ...]:
     return tuple(x.shape) if x.ndim > 2 else (1, *x.shape)
 
 
-def _check_layout(name: str, x) -> None:
-    """Raise unless `x` is an array that a kernel can address in place."""
-    if arrays.library(x) is None:
-        raise TypeError(
-            f"{name} must be a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__ (which takes CuPy for device"
-            f" memory); got {type(x).__name__}"
-        )
-    if not x.dtype.isnative:
-        raise ValueError(f"{name} must be in native byte order; got dtype {x.dtype.str!r}")
-    misfit = [s for s in x.strides if s % max(x.dtype.itemsize, 1)]
-    if misfit or not arrays.aligned(x):
-        raise ValueError(f"{name} must be aligned to its itemsize ({x.dtype.itemsize} bytes); got strides {x.strides}")
-
-
 def _check_array(name: str, x) -> None:
     """Raise unless `x` is an array with a supported rank and dtype."""
-    _check_layout(name, x)
+    checks.layout(name, x)
     if x.dtype.name not in DTYPES:
         raise TypeError(f"{name}.dtype must be one of {', '.join(DTYPES)}; got {x.dtype.name}")
     if not 2 <= x.ndim <= 5:
         raise ValueError(f"{name} must have 2 to 5 dimensions (..., heads, length, head_dim); got shape {tuple(x.shape)}")
 
 
-def _check_library(name: str, x, other: str, y) -> None:
-    if arrays.library(x) != arrays.library(y):
-        raise TypeError(f"{name} and {other} must come from one library; {name} is {arrays.library(x)}, {other} is {arrays.library(y)}")
-    if arrays.device_id(x) != arrays.device_id(y):
-        raise ValueError(f"{name} and {other} must be on one device; {name} is on {arrays.device_id(x)}, {other} on {arrays.device_id(y)}")
-
-
 def _check_same(name: str, x, other: str, y) -> None:
-    _check_library(name, x, other, y)
+    checks.library(name, x, other, y)
     if x.dtype != y.dtype:
         raise TypeError(f"{name}.dtype ({x.dtype.name}) must equal {other}.dtype ({y.dtype.name})")
     if x.ndim != y.ndim:
         raise ValueError(f"{name}.ndim ({x.ndim}) must equal {other}.ndim ({y.ndim})")
-
-
-def _check_dtype_and_shape(name: str, x, dtype: str, shape) -> None:
-    if x.dtype.name != dtype:
-        raise TypeError(f"{name}.dtype ({x.dtype.name}) must be {dtype}")
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}")
-
-
-def _flag(name: str, value) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False; got {value!r}")
-    return bool(value)
-
-
-def _integer(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer; got {value!r}")
-    return int(value)
-
-
-def _real(name: str, value) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a real number; got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond every float
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite; got {value!r}")
-    return number
 
 
 def _window(window) -> tuple[int, int]:
@@ -205,14 +207,14 @@ def _window(window) -> tuple[int, int]:
         return -1, -1
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window must be a tuple (left, right) or None; got {window!r}")
-    left, right = (_integer(f"window[{side}]", size) for side, size in enumerate(window))
+    left, right = (checks.integer(f"window[{side}]", size) for side, size in enumerate(window))
     if left < -1 or right < -1:
         raise ValueError(f"window must hold sizes >= 0, or -1 for no limit; got {window!r}")
     return left, right
 
 
 def _offset(q_start, default: int) -> int:
-    return default if q_start is None else _integer("q_start", q_start)
+    return default if q_start is None else checks.integer("q_start", q_start)
 
 
 def _band(nq: int, nk: int, causal: bool, window: tuple[int, int], q_start: int) -> tuple[int, int]:

@@ -5,14 +5,14 @@ import math
 from numba import cuda
 
 from numba_flash import mask
-from numba_flash.cuda import schedule, tiles
+from numba_flash.cuda import schedule, scores, tiles
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, tile):
-    """Kernel ``forward_simt(q, k, v, o, lse, scale_log2, low, high)`` with its signature and compile options.
+def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
+    """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its signature and compile options.
 
     Arrays are (b0, b1, heads, n, head_dim), lse is (b0, b1, heads, n); bfloat16 comes as uint16. Scores are kept in base 2:
-    ``scale_log2 = scale * log2(e)``.
+    ``scale_log2 = scale * log2(e)``. `extras` and `parameters` belong to the options, see `numba_flash.cuda.scores`.
     """
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     COLS_O = tile.head_cols(head_dim_v)
@@ -20,16 +20,19 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
     PITCH_M, PITCH_N, PITCH_W = BLOCK_M + PAD, BLOCK_N + PAD, COLS_O * THREADS_N
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
-    WRITE_LSE = write_lse
+    WRITE_LSE, MODIFIED, HIDES = write_lse, scores.modifies(options), scores.hides(options)
+    SEQUENCES, PACKED, DROPOUT = options.sequences, options.packed, bool(options.dropout)
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
     NEG_INF, LN2 = -math.inf, math.log(2.0)
     inner = tiles.build_inner(dtype, tile, head_dim)
-    outer = tiles.build_outer(dtype, tile, head_dim_v)
+    outer = tiles.build_outer(dtype, tile, head_dim_v, "zero" if MODIFIED else "band")
     put_weights, _ = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
     write = tiles.build_write(dtype, tile, head_dim_v)
+    Q_OFFSETS, sequence = scores.slots(options).q_lengths, scores.build_sequence(options)
+    score, kept, seen = scores.build_score(dtype, options), scores.build_kept(options), scores.build_seen(options, tile, False)
 
-    def forward_simt(q, k, v, o, lse, scale_log2, low, high):
+    def forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters):
         q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
         k_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
         v_smem = cuda.shared.array((DEPTH_OUTER, PITCH_W), ACC, ALIGNMENT)
@@ -42,11 +45,23 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
 
         nq, nk = q.shape[3], k.shape[3]
         tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
-        b0, b1, h, m_block = schedule.work_item(cuda.blockIdx.x, (nq + BLOCK_M - 1) // BLOCK_M, q.shape[2], q.shape[1])
+        if PACKED:
+            b0, b1, h, m_block = schedule.packed_item(cuda.blockIdx.x, extras[Q_OFFSETS], nq, BLOCK_M)
+        else:
+            b0, b1, h, m_block = schedule.work_item(cuda.blockIdx.x, (nq + BLOCK_M - 1) // BLOCK_M, q.shape[2], q.shape[1])
+        at, heads, rows, factor = (b0, b1, b0 * q.shape[1] + b1, h), q.shape[2], nq, 1.0
+        if PACKED:
+            b1 = 0
         kv_head = h // (q.shape[2] // k.shape[2])
         q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
         lse_head = lse[b0, b1, h]
         row0 = m_block * BLOCK_M
+        if SEQUENCES:
+            q0, nq, k0, nk, shift, factor = sequence(extras, at[0], at[1], nq, nk)
+            q_head, k_head, v_head = q_head[q0 : q0 + nq], k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
+            low, high = low + shift, high + shift
+            if PACKED:
+                rows, lse_head = nq, lse_head[q0 : q0 + nq]
         for r in range(ROWS):
             m_i[r] = ACC(NEG_INF)
             l_i[r] = ACC(0)
@@ -54,8 +69,14 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
             acc[i] = ACC(0)
 
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nq), nk, low, high)
+        if SEQUENCES and row0 >= nq:
+            stop = start
         for col0 in range(start, stop, BLOCK_N):
             edge = col0 + BLOCK_N > nk or not mask.all_visible(row0, row0 + BLOCK_M, col0, col0 + BLOCK_N, low, high)
+            if MODIFIED:
+                edge = edge or HIDES or row0 + BLOCK_M > nq
+                if not seen(at, row0, nq, col0, nk, extras):
+                    continue
             # (1) S = Q K^T
             inner(s, q_head, row0, k_head, col0, q_smem, k_smem)
             # (2) scores in base 2; hidden ones are -inf
@@ -66,6 +87,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
                     j = col0 + column(tx, c)
                     if edge and not (j < nk and mask.visible(row0 + ty * ROWS + r, j, low, high)):
                         x = ACC(NEG_INF)
+                    if MODIFIED and x != ACC(NEG_INF):
+                        i = row0 + ty * ROWS + r
+                        x = score(s[r * COLS + c], i, j, at, extras, parameters)[0] if i < nq else ACC(NEG_INF)
                     s[r * COLS + c] = x
                     partial_max = max(partial_max, x)
                 row_smem[index(ty * ROWS + r), index(tx)] = partial_max
@@ -82,8 +106,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
                 l_i[r] *= alpha
                 for c in range(COLS):
                     p = math.exp2(s[r * COLS + c] - shift)
-                    s[r * COLS + c] = p
                     l_i[r] += p
+                    if MODIFIED and (
+                        s[r * COLS + c] == ACC(NEG_INF) or not kept(at, heads, row0 + ty * ROWS + r, col0 + column(tx, c), parameters)
+                    ):
+                        p = ACC(-0.0)
+                    s[r * COLS + c] = p
                 for c in range(COLS_O):
                     acc[r * COLS_O + c] *= alpha
             # (5) O = alpha O + P V
@@ -100,12 +128,17 @@ def build(dtype, head_dim, head_dim_v, write_lse, tile):
             for t in range(THREADS_N):
                 l += row_smem[index(ty * ROWS + r), index(t)]
             inverse = ACC(0) if l == ACC(0) else ACC(1) / l
+            if DROPOUT:
+                inverse *= ACC(parameters[2])
             for c in range(COLS_O):
                 acc[r * COLS_O + c] *= inverse
             i = row0 + ty * ROWS + r
-            if WRITE_LSE and tx == 0 and i < nq:
-                lse_head[index(i)] = (m_i[r] + math.log2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
-        write(o[b0, b1, h], row0, acc, 1.0)
+            if WRITE_LSE and tx == 0 and i < rows:
+                lse_head[index(i)] = (m_i[r] + math.log2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF) * ACC(factor)
+        o_head = o[b0, b1, h]
+        if PACKED:
+            o_head = o_head[q0 : q0 + nq]
+        write(o_head, row0, acc, factor)
 
-    signature = tiles.signature(dtype, 4, 1, ("float64", "int64", "int64"))
+    signature = tiles.signature(dtype, 4, 1, scores.kernel_arguments(options, ("float64", "int64", "int64")))
     return forward_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

@@ -1,6 +1,7 @@
 """Prepared kernel launches on the caller's stream through cuda.core, or in Numba's CUDA simulator."""
 
 import importlib
+import math
 import os
 import threading
 from functools import cache, lru_cache
@@ -71,12 +72,16 @@ def _simulated_kernel(builder: str, config: tuple):
     return cuda.jit(kernel)
 
 
-def _numba_array(x, ndim: int) -> list[int]:
+def _numba_array(x, view: int | tuple[int, ...]) -> list[int]:
     """A Numba array argument, flattened: no parent or owner, size, itemsize, address (0 for now), shape, strides; all 0 for None."""
+    ndim = view if isinstance(view, int) else len(view)
     if x is None:
         return [0] * (5 + 2 * ndim)
-    shape = (1,) * (ndim - x.ndim) + tuple(x.shape)
-    return [0, 0, x.size, x.dtype.itemsize, 0, *shape, *arrays.expanded_strides(x, ndim)]
+    shape, strides = (1,) * (ndim - x.ndim) + tuple(x.shape), arrays.expanded_strides(x, ndim)
+    if shape != view and isinstance(view, tuple):
+        strides = [0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
+        shape = view
+    return [0, 0, math.prod(shape), x.dtype.itemsize, 0, *shape, *strides]
 
 
 class Launch:
@@ -90,15 +95,20 @@ class Launch:
         Arguments of the builder, hashable.
     grid, block : int
         Blocks, and threads per block. A grid of 0 launches nothing.
-    operands : tuple of (array or None, ndim)
-        Layouts; each is seen by the kernel with leading axes of size 1 up to ndim.
+    operands : tuple of (array or None, ndim or shape)
+        Layouts; each is seen by the kernel with leading axes of size 1 up to ndim, or broadcast to the shape.
     scalars : tuple of int or float
         int64 and float64 arguments after the arrays.
+    extras : tuple like `operands`
+        Layouts of the arrays that the kernel gets as a tuple, after the others.
+    parameters : tuple of int or float
+        Numbers that the kernel gets as a tuple, after the scalars.
     """
 
-    def __init__(self, builder, config, grid, block, operands, scalars):
-        self._grid, self._block, self._scalars = grid, block, scalars
-        self._ndims = [ndim for _, ndim in operands]
+    def __init__(self, builder, config, grid, block, operands, scalars=(), extras=(), parameters=()):
+        self._grid, self._block, self._scalars, self._parameters = grid, block, scalars, parameters
+        self._leading, operands = len(operands), (*operands, *extras)
+        self._views = [view for _, view in operands]
         self._device = arrays.device_id(operands[0][0])
         if self._device < 0:
             self._kernel, self._submit = _simulated_kernel(builder, config), self._simulate
@@ -110,10 +120,10 @@ class Launch:
         self._kernel = _kernel(builder, config, self._device)
         self._config = LaunchConfig(grid=max(grid, 1), block=block)
         self._arguments, self._slots = [], []
-        for x, ndim in operands:
+        for x, view in operands:
             self._slots.append(len(self._arguments) + 4)
-            self._arguments += _numba_array(x, ndim)
-        self._arguments += scalars
+            self._arguments += _numba_array(x, view)
+        self._arguments += (*scalars, *parameters)
 
     def __call__(self, *operands) -> None:
         if self._grid:
@@ -134,9 +144,15 @@ class Launch:
 
     def _simulate(self, operands) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray  # as it is, so that any strides are read in place
+        from numba.cuda.simulator.cudadrv.devicearray import FakeWithinKernelCUDAArray
 
         nothing = np.empty(operands[0].shape[:-1])
-        views = [arrays.expand(nothing if x is None else x, ndim) for x, ndim in zip(operands, self._ndims, strict=True)]
+        views = [_view(nothing if x is None else x, view) for x, view in zip(operands, self._views, strict=True)]
         views = [FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x) for x in views]
+        extras = tuple(map(FakeWithinKernelCUDAArray, views[self._leading :]))
         with np.errstate(all="ignore"):
-            self._kernel[self._grid, self._block](*views, *self._scalars)
+            self._kernel[self._grid, self._block](*views[: self._leading], extras, *self._scalars, self._parameters)
+
+
+def _view(x: np.ndarray, view: int | tuple[int, ...]) -> np.ndarray:
+    return arrays.expand(x, view) if isinstance(view, int) else np.broadcast_to(x, view)

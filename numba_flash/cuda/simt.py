@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from numba_flash import arrays
 from numba_flash.cuda import launch
+from numba_flash.options import PLAIN, dropout_threshold
 
 LOG2E = math.log2(math.e)
 DELTA_LANES, DELTA_ROWS = 16, 8
+DBIAS_BLOCKS, SUM_THREADS = 512, 128
 
 
 @dataclass(frozen=True)
@@ -115,60 +117,151 @@ def takes_numpy() -> bool:
     return launch.simulated()
 
 
-def _blocks(n: int, block: int, *others: int) -> int:
-    return -(-n // block) * math.prod(others)
+def _extras(problem, named: dict) -> tuple:
+    """Layouts of the optional arrays that `problem` has, in the order of `numba_flash.cuda.scores.EXTRAS`."""
+    p = problem
+    scores = (*p.batch, p.hq, p.nq, p.nk)
+    views = {"bias": scores, "mask": scores, "q_lengths": 1 if p.options.packed else p.batch, "kv_lengths": 1 if p.options.packed else p.batch}
+    return tuple((named[name], view) for name, view in views.items() if named[name] is not None)
 
 
-def prepare_forward(problem, q, k, v, o, lse):
-    """Prepared launch ``run(q, k, v, o, lse)`` for arrays with these layouts; `lse` may be None."""
+def _parameters(problem) -> tuple:
+    """Numbers for the options, in the order of `numba_flash.cuda.scores.build_score`; none for plain attention."""
+    o = problem.options
+    if o == PLAIN:
+        return ()
+    return problem.scale, o.softcap, 1 / (1 - o.dropout), o.seed, o.offset, dropout_threshold(o.dropout)
+
+
+def _row_blocks(problem, transposed: bool, block: int) -> int:
+    """Blocks of threads along the queries (or keys) of all batch elements, of one head."""
+    p = problem
+    rows = p.nk if transposed else p.nq
+    if p.options.packed:
+        return rows // block + p.batch[1] if p.batch[1] else 0
+    return -(-rows // block) * math.prod(p.batch)
+
+
+def _heads_first(problem, *operands) -> tuple:
+    """Packed arrays (total, heads, d) as (heads, total, d)."""
+    if not problem.options.packed:
+        return operands
+    return tuple(x if x is None else x.swapaxes(0, 1) for x in operands)
+
+
+def prepare_forward(problem, q, k, v, bias, mask, q_lengths, kv_lengths, o, lse):
+    """Prepared launch ``run(q, k, v, bias, mask, q_lengths, kv_lengths, o, lse)`` for arrays with these layouts; `lse` may be None."""
     p = problem
     tile = tile_for("forward", p.dtype, max(p.d, p.dv))
-    return launch.Launch(
+    q, k, v, o = _heads_first(p, q, k, v, o)
+    forward = launch.Launch(
         "forward_simt.build",
-        (p.dtype, p.d, p.dv, lse is not None, tile),
-        grid=_blocks(p.nq, tile.block_m, p.hq, *p.batch),
+        (p.dtype, p.d, p.dv, lse is not None, p.options.structure, tile),
+        grid=_row_blocks(p, False, tile.block_m) * p.hq,
         block=tile.threads,
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (lse, 4)),
         scalars=(p.scale * LOG2E, p.low, p.high),
+        extras=_extras(p, {"bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}),
+        parameters=_parameters(p),
     )
+    if p.options == PLAIN:
+        return lambda q, k, v, bias, mask, q_lengths, kv_lengths, o, lse: forward(q, k, v, o, lse)
+
+    def run(q, k, v, bias, mask, q_lengths, kv_lengths, o, lse):
+        q, k, v, o = _heads_first(p, q, k, v, o)
+        forward(q, k, v, o, lse, *(x for x in (bias, mask, q_lengths, kv_lengths) if x is not None))
+
+    return run
 
 
-def prepare_backward(problem, do, q, k, v, o, lse, dq, dk, dv):
-    """Prepared launches ``run(do, q, k, v, o, lse, dq, dk, dv)`` for arrays with these layouts."""
+def prepare_backward(problem, do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias):
+    """Prepared launches ``run(do, q, ..., dbias)``, with the same arguments, for arrays with these layouts."""
     p = problem
-    heads = max(p.d, p.dv)
+    do, q, k, v, o, dq, dk, dv = _heads_first(p, do, q, k, v, o, dq, dk, dv)
     delta_layout = arrays.empty("delta", lse, lse.shape)
+    common = {
+        "extras": _extras(p, {"bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}),
+        "parameters": _parameters(p),
+    }
     delta_launch = launch.Launch(
         "backward_simt.build_delta",
-        (p.dtype, p.dv, DELTA_LANES, DELTA_ROWS),
-        grid=_blocks(p.nq, DELTA_ROWS, p.hq, *p.batch),
+        (p.dtype, p.dv, dlse is not None, DELTA_LANES, DELTA_ROWS),
+        grid=-(-lse.shape[-1] // DELTA_ROWS) * math.prod(lse.shape[:-1]),
         block=DELTA_LANES * DELTA_ROWS,
         operands=((do, 5), (o, 5), (delta_layout, 4)),
-        scalars=(),
+        extras=() if dlse is None else ((dlse, 4),),
     )
-    tile = tile_for("dkdv", p.dtype, heads)
+    config = (p.dtype, p.d, p.dv, p.options.structure)
+    tile = tile_for("dkdv", p.dtype, max(p.d, p.dv))
     dkdv_launch = launch.Launch(
         "backward_simt.build_dkdv",
-        (p.dtype, p.d, p.dv, tile),
-        grid=_blocks(p.nk, tile.block_m, p.hk, *p.batch),
+        (*config, tile),
+        grid=_row_blocks(p, True, tile.block_m) * p.hk,
         block=tile.threads,
         operands=((do, 5), (q, 5), (k, 5), (v, 5), (dk, 5), (dv, 5), (lse, 4), (delta_layout, 4)),
         scalars=(p.scale, -p.high, -p.low),
+        **common,
     )
-    tile = tile_for("dq", p.dtype, heads)
+    tile = tile_for("dq", p.dtype, max(p.d, p.dv))
     dq_launch = launch.Launch(
         "backward_simt.build_dq",
-        (p.dtype, p.d, p.dv, tile),
-        grid=_blocks(p.nq, tile.block_m, p.hq, *p.batch),
+        (*config, tile),
+        grid=_row_blocks(p, False, tile.block_m) * p.hq,
         block=tile.threads,
         operands=((do, 5), (q, 5), (k, 5), (v, 5), (dq, 5), (lse, 4), (delta_layout, 4)),
         scalars=(p.scale, p.low, p.high),
+        **common,
+    )
+    dbias_run = None if dbias is None else _prepare_dbias(p, (do, q, k, v, lse, delta_layout), dbias, common)
+
+    def run(do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias):
+        do, q, k, v, o, dq, dk, dv = _heads_first(p, do, q, k, v, o, dq, dk, dv)
+        extras = [x for x in (bias, mask, q_lengths, kv_lengths) if x is not None]
+        delta = arrays.empty("delta", lse, lse.shape)
+        delta_launch(do, o, delta, *(() if dlse is None else (dlse,)))
+        dkdv_launch(do, q, k, v, dk, dv, lse, delta, *extras)
+        dq_launch(do, q, k, v, dq, lse, delta, *extras)
+        if dbias_run is not None:
+            dbias_run((do, q, k, v, lse, delta), dbias, extras)
+
+    return run
+
+
+def _prepare_dbias(problem, inputs: tuple, dbias, common: dict):
+    """``run(inputs, dbias, extras)``: one launch, or two where the walk over what the bias broadcasts is split into shares."""
+    p, tile = problem, tile_for("dq", problem.dtype, max(problem.d, problem.dv))
+    shape = (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
+    summed = tuple(n == 1 for n in shape)
+    sizes = (*p.batch, p.hq, -(-p.nq // tile.block_m), -(-p.nk // tile.block_n))
+    blocks = math.prod(1 if gone else n for n, gone in zip(sizes, summed, strict=True))
+    walk = math.prod(n if gone else 1 for n, gone in zip(sizes, summed, strict=True))
+    shares = max(1, min(walk, DBIAS_BLOCKS // max(blocks, 1)))
+    accumulator = "float64" if p.dtype == "float64" else "float32"
+    allocate = lambda like: arrays.empty("dbias's shares", like, (shares, *shape), accumulator)
+    out = dbias if shares == 1 else allocate(dbias)
+    do, q, k, v, lse, delta = inputs
+    dbias_launch = launch.Launch(
+        "dbias_simt.build_dbias",
+        (p.dtype, p.d, p.dv, p.options.structure, out.dtype.name, summed, tile),
+        grid=blocks * shares,
+        block=tile.threads,
+        operands=((do, 5), (q, 5), (k, 5), (v, 5), (lse, 4), (delta, 4), (out, 6)),
+        scalars=(p.scale, p.low, p.high),
+        **common,
+    )
+    if shares == 1:
+        return lambda inputs, dbias, extras: dbias_launch(*inputs, dbias, *extras)
+    sum_launch = launch.Launch(
+        "dbias_simt.build_sum",
+        (p.dtype, dbias.dtype.name, SUM_THREADS),
+        grid=-(-dbias.size // SUM_THREADS),
+        block=SUM_THREADS,
+        operands=((out, 6), (dbias, 5)),
     )
 
-    def run(do, q, k, v, o, lse, dq, dk, dv):
-        delta = arrays.empty("delta", lse, lse.shape)
-        delta_launch(do, o, delta)
-        dkdv_launch(do, q, k, v, dk, dv, lse, delta)
-        dq_launch(do, q, k, v, dq, lse, delta)
+    def run(inputs, dbias, extras):
+        out = allocate(dbias)
+        dbias_launch(*inputs, out, *extras)
+        sum_launch(out, dbias)
 
     return run

@@ -139,11 +139,12 @@ def build_inner(dtype, tile, head_dim):
     return inner
 
 
-def build_outer(dtype, tile, head_dim):
+def build_outer(dtype, tile, head_dim, absent="band"):
     """``outer(acc, w_smem, x, x0, x_smem, row0, edge, low, high)``: acc[r, c] += sum_j w_smem[j, row] * x[x0 + j, column].
 
-    In an `edge` tile the terms that the band hides, or that lie beyond the end, are absent, not zero times x: a NaN that a row does not
-    see cannot reach it.
+    In an `edge` tile some terms are absent, not zero times x: a NaN that a row does not see cannot reach it. They are those that the band
+    hides, or that lie beyond the end (`absent` is ``"band"``), those of weight -0.0 (``"zero"``), or those of weight -0.0 or less
+    (``"negative"``).
     """
     BLOCK_N, ROWS, DEPTH, THREADS_N = tile.block_n, tile.rows, tile.depth_outer, tile.threads_n
     COLS, WIDTH = tile.head_cols(head_dim), tile.head_cols(head_dim) * tile.threads_n
@@ -153,8 +154,13 @@ def build_outer(dtype, tile, head_dim):
     ACC = ACCUMULATOR[dtype]
     SLICES = WIDTH // LANES
     FETCHES = SLICES * STEPS
+    MARKED, NEGATIVE = absent != "band", absent == "negative"
     fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
     column = build_column(dtype, tile.threads_n, COLS)
+
+    @cuda.jit(device=True)
+    def present(weight):
+        return not ((weight == ACC(0) or (NEGATIVE and weight < ACC(0))) and math.copysign(ACC(1), weight) < ACC(0))
 
     @cuda.jit(device=True)
     def fetch(regs, x, x0, first, lane):
@@ -169,7 +175,9 @@ def build_outer(dtype, tile, head_dim):
             for c in range(COLS):
                 x_frag[c] = x_smem[index(j), index(column(tx, c))]
             for r in range(ROWS):
-                if not careful or (j < stop and mask.visible(ty * ROWS + r, diagonal + j, low, high)):
+                if MARKED and careful and not present(w_smem[index(j0 + j), index(ty * ROWS + r)]):
+                    continue
+                if MARKED or not careful or (j < stop and mask.visible(ty * ROWS + r, diagonal + j, low, high)):
                     weight = w_smem[index(j0 + j), index(ty * ROWS + r)]
                     for c in range(COLS):
                         acc[r * COLS + c] += weight * x_frag[c]
@@ -239,7 +247,7 @@ def build_write(dtype, tile, head_dim):
     return write
 
 
-def signature(dtype, arrays, rows, scalars):
-    """Numba signature: `arrays` five-dimensional arrays of `dtype`, `rows` four-dimensional ones of its accumulator, then scalars."""
+def signature(dtype, arrays, rows, others):
+    """Numba signature: `arrays` five-dimensional arrays of `dtype`, `rows` four-dimensional ones of its accumulator, then `others`."""
     array = [types.Array(STORAGE[dtype], 5, "A")] * arrays + [types.Array(ACCUMULATOR[dtype], 4, "A")] * rows
-    return types.void(*array, *(getattr(types, scalar) for scalar in scalars))
+    return types.void(*array, *others)

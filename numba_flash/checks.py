@@ -1,0 +1,72 @@
+"""Checks of single arguments. Each raises an error that names the argument, what came and what was expected."""
+
+import math
+import numbers
+
+import numpy as np
+
+from numba_flash import arrays
+
+
+def layout(name: str, x) -> None:
+    """Raise unless `x` is an array that a kernel can address in place."""
+    if arrays.library(x) is None:
+        raise TypeError(
+            f"{name} must be a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__ (which takes CuPy for device"
+            f" memory); got {type(x).__name__}"
+        )
+    if not x.dtype.isnative:
+        raise ValueError(f"{name} must be in native byte order; got dtype {x.dtype.str!r}")
+    misfit = [s for s in x.strides if s % max(x.dtype.itemsize, 1)]
+    if misfit or not arrays.aligned(x):
+        raise ValueError(f"{name} must be aligned to its itemsize ({x.dtype.itemsize} bytes); got strides {x.strides}")
+
+
+def library(name: str, x, other: str, y) -> None:
+    """Raise unless `x` and `y` are arrays of one library on one device."""
+    if arrays.library(x) != arrays.library(y):
+        raise TypeError(f"{name} and {other} must come from one library; {name} is {arrays.library(x)}, {other} is {arrays.library(y)}")
+    if arrays.device_id(x) != arrays.device_id(y):
+        raise ValueError(f"{name} and {other} must be on one device; {name} is on {arrays.device_id(x)}, {other} on {arrays.device_id(y)}")
+
+
+def dtype_and_shape(name: str, x, dtype: str, shape) -> None:
+    """Raise unless `x` has exactly this dtype and shape."""
+    if x.dtype.name != dtype:
+        raise TypeError(f"{name}.dtype ({x.dtype.name}) must be {dtype}")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}")
+
+
+def broadcastable(name: str, x, target: str, shape: tuple[int, ...]) -> None:
+    """Raise unless `x` broadcasts to `shape`, which is called `target`."""
+    fits = x.ndim <= len(shape) and all(n in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"{name}.shape {tuple(x.shape)} must be broadcastable to {target} {tuple(shape)}")
+
+
+def flag(name: str, value) -> bool:
+    """`value` as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+    return bool(value)
+
+
+def integer(name: str, value) -> int:
+    """`value` as an int; booleans and floats are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    return int(value)
+
+
+def real(name: str, value) -> float:
+    """`value` as a finite float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a real number; got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite; got {value!r}")
+    return number

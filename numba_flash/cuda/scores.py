@@ -1,0 +1,191 @@
+"""What the options do to one score, as device functions for the `simt` kernels: bias, mask, softcap, score_mod, dropout, lengths.
+
+Kernels get the optional arrays as one tuple, `extras`, and the optional numbers as another, `parameters`: `slots` says where each is. Plain
+attention has two empty tuples, which add nothing to a kernel.
+
+A hidden score is -inf, and the weight of a hidden or dropped term is -0.0, which no computed weight is: the products skip it, so that a NaN
+that a row does not see cannot reach it.
+"""
+
+import math
+from types import SimpleNamespace
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_flash import rng
+from numba_flash.cuda.tiles import ACCUMULATOR, STORAGE, build_convert, index
+
+LOG2E = math.log2(math.e)
+EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
+
+
+def slots(options) -> SimpleNamespace:
+    """Position of each optional array in `extras`, None where absent."""
+    present = [name for name in EXTRAS if getattr(options, name)]
+    return SimpleNamespace(**{name: present.index(name) if name in present else None for name in EXTRAS})
+
+
+def kernel_arguments(options, scalars) -> tuple:
+    """Numba types of what follows a kernel's arrays: `extras`, the named `scalars`, and `parameters`."""
+    lengths = 1 if options.packed else 2
+    arrays = {
+        "bias": options.bias and types.Array(STORAGE[options.bias], 5, "A"),
+        "mask": options.mask and types.Array(types.boolean, 5, "A"),
+        "q_lengths": options.q_lengths and types.Array(getattr(types, options.q_lengths), lengths, "A"),
+        "kv_lengths": options.kv_lengths and types.Array(getattr(types, options.kv_lengths), lengths, "A"),
+    }
+    extras = types.Tuple([arrays[name] for name in EXTRAS if arrays[name]])
+    numbers = (types.float64,) * 3 + (types.uint64,) * 3 if modifies(options) else ()
+    return extras, *(getattr(types, scalar) for scalar in scalars), types.Tuple(numbers)
+
+
+def modifies(options) -> bool:
+    """True unless attention is plain."""
+    return bool(options.softcap or options.score_mod or options.bias or options.mask or options.sequences or options.dropout)
+
+
+def hides(options) -> bool:
+    """True if single terms may be absent in any tile, not only in those that the band or an end cuts."""
+    return bool(options.score_mod or options.bias or options.mask or options.dropout)
+
+
+def bends(options) -> bool:
+    """True if the derivative of the score is not 1."""
+    return bool(options.softcap or options.score_mod)
+
+
+def build_score(dtype, options):
+    """``score(raw, i, j, at, extras, parameters)``: the score in base 2, and its derivative with respect to ``scale * raw``.
+
+    `at` is (b0, b1, b, h); `parameters` is (scale, softcap, 1 / (1 - dropout), seed, offset, threshold).
+    """
+    ACC, SLOTS = ACCUMULATOR[dtype], slots(options)
+    CAPPED, MODIFIED = bool(options.softcap), options.score_mod is not None
+    DIFFERENTIABLE = MODIFIED and options.score_mod.gradient is not None
+    BIASED, BIAS, MASKED, MASK = bool(options.bias), SLOTS.bias, options.mask, SLOTS.mask
+    NEG_INF = -math.inf
+    load_bias, _ = build_convert(options.bias or "float32")
+    score_mod = cuda.jit(device=True)(options.score_mod.function) if MODIFIED else None
+    score_mod_grad = cuda.jit(device=True)(options.score_mod.gradient) if DIFFERENTIABLE else None
+
+    @cuda.jit(device=True)
+    def score(raw, i, j, at, extras, parameters):
+        b0, b1, b, h = at
+        x, slope = raw * ACC(parameters[0]), ACC(1)
+        if CAPPED:
+            cap = ACC(parameters[1])
+            unit = math.tanh(x / cap)
+            x = cap * unit
+            slope = ACC(1) - unit * unit
+        if MODIFIED:
+            if DIFFERENTIABLE:
+                slope *= ACC(score_mod_grad(x, b, h, i, j))
+            x = ACC(score_mod(x, b, h, i, j))
+        if BIASED:
+            x += ACC(load_bias(extras[BIAS][index(b0), index(b1), index(h), index(i), index(j)]))
+        if MASKED:
+            x = x if extras[MASK][index(b0), index(b1), index(h), index(i), index(j)] else ACC(NEG_INF)
+        return x * ACC(LOG2E), slope
+
+    return score
+
+
+def build_kept(options):
+    """``kept(at, heads, i, j, parameters)``: False if dropout drops the probability of query i and key j."""
+    DROPOUT = bool(options.dropout)
+
+    @cuda.jit(device=True)
+    def kept(at, heads, i, j, parameters):
+        if DROPOUT:
+            return rng.keep((parameters[3], parameters[4], parameters[5]), at[2] * heads + at[3], i, j)
+        return True
+
+    return kept
+
+
+def build_weight(dtype, options):
+    """``weight(raw, shift, i, j, at, heads, extras, parameters)``: P, but -P where it is dropped and -0.0 where it is hidden; and the
+    derivative of the score.
+    """  # fmt: skip
+    ACC, NEG_INF = ACCUMULATOR[dtype], -math.inf
+    score, kept = build_score(dtype, options), build_kept(options)
+
+    @cuda.jit(device=True)
+    def weight(raw, shift, i, j, at, heads, extras, parameters):
+        x, slope = score(raw, i, j, at, extras, parameters)
+        if x == ACC(NEG_INF):
+            return ACC(-0.0), slope
+        p = math.exp2(x - shift)
+        return p if kept(at, heads, i, j, parameters) else -p, slope
+
+    return weight
+
+
+def build_gradient(dtype, options):
+    """``gradient(w, dp, delta, slope, parameters)``: dS * slope for a weight w of `build_weight`; again -0.0 where it is hidden."""
+    ACC, DROPOUT = ACCUMULATOR[dtype], bool(options.dropout)
+
+    @cuda.jit(device=True)
+    def gradient(w, dp, delta, slope, parameters):
+        if w == ACC(0) and math.copysign(ACC(1), w) < ACC(0):
+            return ACC(-0.0)
+        if DROPOUT:
+            dp = ACC(0) if w < ACC(0) else dp * ACC(parameters[2])
+            w = abs(w)
+        return w * (dp - delta) * slope + ACC(0)  # never -0.0
+
+    return gradient
+
+
+def build_seen(options, tile, transposed):
+    """``seen(at, row0, rows, col0, cols, extras)``: True in all threads if the mask lets a query of the tile see a key.
+
+    `rows` and `cols` are the numbers that exist; rows are keys if `transposed`.
+    """
+    MASKED, MASK, TRANSPOSED = options.mask, slots(options).mask, transposed
+    BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
+    ELEMENTS = BLOCK_M * BLOCK_N
+
+    @cuda.jit(device=True)
+    def seen(at, row0, rows, col0, cols, extras):
+        if MASKED:
+            head = extras[MASK][index(at[0]), index(at[1]), index(at[3])]
+            found = 0
+            for n in range(cuda.threadIdx.x, ELEMENTS, THREADS):
+                row, col = row0 + n // BLOCK_N, col0 + n % BLOCK_N
+                if row < rows and col < cols:
+                    i, j = (col, row) if TRANSPOSED else (row, col)
+                    if head[index(i), index(j)]:
+                        found = 1
+            return cuda.syncthreads_or(found) != 0
+        return True
+
+    return seen
+
+
+def build_sequence(options):
+    """``sequence(extras, b0, b1, nq, nk)``: where the queries and keys of a batch element begin and how many there are, how far the band
+    shifts, and NaN, else 1, if the lengths are impossible.
+    """  # fmt: skip
+    SLOTS, PACKED, FOLLOWS = slots(options), options.packed, options.follows
+    HAS_Q, Q, HAS_KV, KV = options.q_lengths is not None, SLOTS.q_lengths, options.kv_lengths is not None, SLOTS.kv_lengths
+    NAN = math.nan
+
+    @cuda.jit(device=True)
+    def sequence(extras, b0, b1, nq, nk):
+        q0, k0, q_len, k_len, factor = types.int64(0), types.int64(0), types.int64(nq), types.int64(nk), 1.0
+        if PACKED:
+            q0, k0 = types.int64(extras[Q][index(b1)]), types.int64(extras[KV][index(b1)])
+            q_len, k_len = types.int64(extras[Q][index(b1 + 1)]) - q0, types.int64(extras[KV][index(b1 + 1)]) - k0
+        else:
+            if HAS_Q:
+                q_len = types.int64(extras[Q][index(b0), index(b1)])
+            if HAS_KV:
+                k_len = types.int64(extras[KV][index(b0), index(b1)])
+        if q0 < 0 or k0 < 0 or q_len < 0 or k_len < 0 or q0 + q_len > nq or k0 + k_len > nk:
+            q0, k0, q_len, k_len, factor = types.int64(0), types.int64(0), types.int64(0), types.int64(0), NAN
+        shift = (k_len - nk) - (q_len - nq) if FOLLOWS else types.int64(0)
+        return q0, q_len, k0, k_len, shift, factor
+
+    return sequence

@@ -1,0 +1,46 @@
+"""`dropout_mask`: the random bits that dropout uses, to look at."""
+
+import math
+
+import numpy as np
+
+from numba_flash import checks, options
+
+
+def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]) -> np.ndarray:
+    """Which probabilities `forward` and `backward` keep: the same bits on every backend, tile size and device.
+
+    The bit of query i, key j in head h of batch element b is a pure function of ``(seed, offset; b * Hq + h, i, j)``: Philox4x32-10
+    (Salmon et al., SC'11), see `numba_flash.rng.word`.
+
+    Parameters
+    ----------
+    shape : tuple of ints
+        (..., Hq, Nq, Nk): that of the matrix of scores. Leading dimensions are counted together as b, in C order.
+    dropout : float
+        Probability to be dropped, in [0, 1).
+    rng : (int, int)
+        Seed in [0, 2**64) and offset in [0, 2**32).
+
+    Returns
+    -------
+    keep : numpy.ndarray of bool
+        True where ``P / (1 - dropout)`` is used, False where 0 is. It takes one byte per score: keep the shape small.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind or value.
+    """
+    if not isinstance(shape, tuple) or len(shape) < 2:
+        raise TypeError(f"shape must be a tuple (..., Hq, Nq, Nk) of at least two sizes; got {shape!r}")
+    sizes = tuple(checks.integer(f"shape[{axis}]", n) for axis, n in enumerate(shape))
+    if min(sizes) < 0:
+        raise ValueError(f"shape must hold sizes >= 0; got {shape!r}")
+    probability, seed, offset = options.bind_dropout(dropout, rng)
+    if probability == 0:
+        return np.ones(sizes, bool)
+    from numba_flash import rng as generator
+
+    heads = np.arange(math.prod(sizes[:-2])).reshape(sizes[:-2])
+    return generator.keep_all(seed, offset, probability, heads, *sizes[-2:])

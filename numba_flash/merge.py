@@ -1,0 +1,57 @@
+"""`merge`: attention over two sets of keys from the attention over each."""
+
+import sys
+
+import numpy as np
+
+from numba_flash import arrays, checks, spec
+
+
+def merge(o1, lse1, o2, lse2):
+    """Attention over the union of two sets of keys: the base of every scheme that splits or distributes keys.
+
+    ``lse = log(exp(lse1) + exp(lse2))``, ``o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2`` (Dao, FlashAttention-2, arXiv:2307.08691,
+    section 3.1): the online softmax between partial results. Exact and, up to rounding, commutative and associative.
+
+    Parameters
+    ----------
+    o1, o2 : arrays, shape (..., Hq, Nq, Dv)
+        Partial results of `forward`, or of `merge`, for the same queries and different keys; any dtypes of the library.
+    lse1, lse2 : arrays, shape (..., Hq, Nq)
+        Their log-sum-exps, float32 or float64.
+
+    Returns
+    -------
+    o : array, shape (..., Hq, Nq, Dv)
+        In float32, or float64 if any argument is: partial results are rounded to 16 bits only when nothing is to be merged any more.
+    lse : array, shape (..., Hq, Nq)
+        In the same dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind, library, dtype or shape.
+    """
+    o1, lse1, o2, lse2 = map(arrays.adopt, (o1, lse1, o2, lse2))
+    for name, x, dtypes in (("o1", o1, spec.DTYPES), ("lse1", lse1, spec.DTYPES[2:]), ("o2", o2, spec.DTYPES), ("lse2", lse2, spec.DTYPES[2:])):
+        checks.layout(name, x)
+        checks.library(name, x, "o1", o1)
+        if x.dtype.name not in dtypes:
+            raise TypeError(f"{name}.dtype ({x.dtype.name}) must be one of {', '.join(dtypes)}")
+    if o1.ndim == 0:
+        raise ValueError("o1 must have shape (..., Hq, Nq, Dv); got ()")
+    for name, x, shape in (("lse1", lse1, o1.shape[:-1]), ("o2", o2, o1.shape), ("lse2", lse2, o1.shape[:-1])):
+        if x.shape != shape:
+            raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}, as o1.shape is {tuple(o1.shape)}")
+    xp = np if arrays.library(o1) == "numpy" else sys.modules["cupy"]
+    double = any(x.dtype == np.float64 for x in (o1, lse1, o2, lse2))
+    o1, lse1, o2, lse2 = (x.astype("float64" if double else "float32") for x in (o1, lse1, o2, lse2))
+    lse = xp.logaddexp(lse1, lse2)
+    return _weighted(xp, o1, lse1, lse) + _weighted(xp, o2, lse2, lse), lse
+
+
+def _weighted(xp, o, part, lse):
+    """``exp(part - lse) * o``; rows that saw no key have no share, whatever `o` holds."""
+    empty = part == -np.inf
+    weight = xp.exp(xp.where(empty, 0, part) - xp.where(empty, 0, lse))
+    return xp.where(empty[..., None], 0, weight[..., None] * o)

@@ -1,0 +1,186 @@
+"""What may be done to scores and probabilities beyond scale and band: the frozen `Options`, and the checks of the arguments behind it."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from numba_flash import arrays, checks
+from numba_flash.scoremod import ScoreMod
+
+MAX_OFFSET = 2**32  # exclusive: the offset is one word of Philox's counter
+
+
+@dataclass(frozen=True)
+class Options:
+    """The rest of a problem's formula; the defaults are plain attention.
+
+    Attributes
+    ----------
+    softcap : float
+        ``s = softcap * tanh(s / softcap)``; 0 is none.
+    score_mod : ScoreMod or None
+        The user's function of a score, and its derivative.
+    bias : str or None
+        Dtype of the bias.
+    mask : bool
+        True if there is a boolean mask.
+    q_lengths, kv_lengths : str or None
+        Dtype of the arrays of lengths (of offsets, if `packed`).
+    packed : bool
+        Sequences lie one after the other in arrays without a batch axis.
+    follows : bool
+        The band is aligned at the end of each sequence, not of the longest possible one (no `q_start` was given).
+    dropout : float
+        Probability that a probability is dropped.
+    seed, offset : int
+        State of the dropout's generator.
+    """
+
+    softcap: float = 0.0
+    score_mod: ScoreMod | None = None
+    bias: str | None = None
+    mask: bool = False
+    q_lengths: str | None = None
+    kv_lengths: str | None = None
+    packed: bool = False
+    follows: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    offset: int = 0
+
+    @property
+    def sequences(self) -> bool:
+        """True if each batch element has lengths of its own."""
+        return self.q_lengths is not None or self.kv_lengths is not None
+
+    @property
+    def structure(self) -> "Options":
+        """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
+        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, seed=0, offset=0)
+
+
+PLAIN = Options()
+
+
+
+
+def dropout_threshold(dropout: float) -> int:
+    """Random words (uint32) below it drop: `dropout` in units of 2**-32, to the nearest."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+DEFAULTS = {
+    "bias": None, "mask": None, "q_lengths": None, "kv_lengths": None, "softcap": None, "dropout": 0.0, "rng": None,
+    "score_mod": None, "score_mod_grad": None,
+}  # fmt: skip
+
+
+def bind(q, scores: tuple[int, ...], given: dict) -> Options:
+    """Check the arguments `given`, some of `DEFAULTS`, against q and the shape (..., Hq, Nq, Nk) of the `scores`."""
+    unknown = sorted(given.keys() - DEFAULTS.keys())
+    if unknown:
+        raise TypeError(f"{unknown[0]} is not an option; the options are scale, causal, window, q_start, {', '.join(DEFAULTS)}")
+    given = DEFAULTS | given
+    dtype = {}
+    for name, check in (("bias", _check_bias), ("mask", _check_mask), ("q_lengths", _check_lengths), ("kv_lengths", _check_lengths)):
+        if given[name] is not None:
+            check(name, given[name], q, scores)
+            dtype[name] = given[name].dtype.name
+    probability, seed, offset = bind_dropout(given["dropout"], given["rng"])
+    return Options(
+        softcap=_bind_softcap(given["softcap"]),
+        score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name),
+        bias=dtype.get("bias"),
+        mask="mask" in dtype,
+        q_lengths=dtype.get("q_lengths"),
+        kv_lengths=dtype.get("kv_lengths"),
+        dropout=probability,
+        seed=seed,
+        offset=offset,
+    )
+
+
+def check_offsets(name: str, x, q) -> None:
+    """Raise unless `x` may hold the boundaries of packed sequences."""
+    checks.layout(name, x)
+    _check_integers(name, x, q)
+    if x.ndim != 1 or x.size == 0:
+        raise ValueError(f"{name} must have shape (sequences + 1,); got {tuple(x.shape)}")
+
+
+def check_values_of_offsets(name: str, x, total: int, what: str) -> None:
+    """Raise unless `x`, where it is a NumPy array, goes from 0 to `total` without decreasing."""
+    if not isinstance(x, np.ndarray):
+        return
+    if (x[1:] < x[:-1]).any():
+        at = int(np.argmax(x[1:] < x[:-1]))
+        raise ValueError(f"{name} must not decrease; {name}[{at}] is {x[at]}, {name}[{at + 1}] is {x[at + 1]}")
+    if x[0] != 0 or x[-1] != total:
+        raise ValueError(f"{name} must go from 0 to {what} ({total}); it goes from {x[0]} to {x[-1]}")
+
+
+def check_values_of_lengths(name: str, x, limit: int, what: str) -> None:
+    """Raise unless `x`, where it is a NumPy array, lies between 0 and `limit`."""
+    if isinstance(x, np.ndarray) and ((x < 0) | (x > limit)).any():
+        at = tuple(int(i) for i in np.argwhere((x < 0) | (x > limit))[0])
+        where = f"[{', '.join(map(str, at))}]" if at else ""
+        raise ValueError(f"{name} must lie between 0 and {what} ({limit}); {name}{where} is {x[at]}")
+
+
+def _check_bias(name: str, bias, q, scores) -> None:
+    checks.layout(name, bias)
+    checks.library(name, bias, "q", q)
+    if bias.dtype.name not in (q.dtype.name, "float32"):
+        raise TypeError(f"{name}.dtype ({bias.dtype.name}) must be q.dtype ({q.dtype.name}) or float32")
+    checks.broadcastable(name, bias, "(..., Hq, Nq, Nk)", scores)
+
+
+def _check_mask(name: str, mask, q, scores) -> None:
+    checks.layout(name, mask)
+    checks.library(name, mask, "q", q)
+    if mask.dtype.name != "bool":
+        raise TypeError(f"{name}.dtype ({mask.dtype.name}) must be bool; what is added to scores is a bias")
+    checks.broadcastable(name, mask, "(..., Hq, Nq, Nk)", scores)
+
+
+def _check_lengths(name: str, x, q, scores) -> None:
+    checks.layout(name, x)
+    _check_integers(name, x, q)
+    if tuple(x.shape) != scores[:-3]:
+        raise ValueError(f"{name}.shape {tuple(x.shape)} must equal q.shape[:-3] {scores[:-3]}")
+
+
+def _check_integers(name: str, x, q) -> None:
+    """NumPy integers go with any q; those on a GPU need q there too."""
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{name}.dtype ({x.dtype.name}) must be an integer dtype")
+    if arrays.library(x) == "cupy":
+        checks.library(name, x, "q", q)
+
+
+def _bind_softcap(softcap) -> float:
+    if softcap is None:
+        return 0.0
+    number = checks.real("softcap", softcap)
+    if number <= 0:
+        raise ValueError(f"softcap must be positive, or None; got {softcap!r}")
+    return number
+
+
+def bind_dropout(dropout, rng) -> tuple[float, int, int]:
+    """Probability, seed and offset; without dropout the generator's state is irrelevant, but still checked."""
+    probability = checks.real("dropout", dropout)
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout must be in [0, 1); got {dropout!r}")
+    if rng is None:
+        if probability > 0:
+            raise ValueError(f"rng must be a tuple (seed, offset) when dropout > 0; got rng=None with dropout={dropout!r}")
+        return 0.0, 0, 0
+    if not isinstance(rng, tuple) or len(rng) != 2:
+        raise TypeError(f"rng must be a tuple (seed, offset); got {rng!r}")
+    seed, offset = checks.integer("rng[0]", rng[0]), checks.integer("rng[1]", rng[1])
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"rng[0] (the seed) must be in [0, 2**64); got {seed}")
+    if not 0 <= offset < MAX_OFFSET:
+        raise ValueError(f"rng[1] (the offset) must be in [0, 2**32); got {offset}")
+    return (probability, seed, offset) if probability > 0 else (0.0, 0, 0)

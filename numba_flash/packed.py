@@ -1,0 +1,147 @@
+"""`forward_packed`, `backward_packed`: sequences of different lengths one after the other, without padding."""
+
+from collections.abc import Callable
+
+from numba_flash import call, spec
+from numba_flash.api import Array, _adopt, _outs
+
+SETTINGS = ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng", "score_mod", "score_mod_grad")
+
+
+def forward_packed(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_start: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: tuple[int, int] | None = None,
+    score_mod: Callable | None = None,
+    score_mod_grad: Callable | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+    backend: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """`forward` for packed sequences: sequence b has the queries ``q_offsets[b] : q_offsets[b + 1]`` and its own keys.
+
+    Parameters
+    ----------
+    q : array, shape (total queries, Hq, D)
+        Queries of all sequences; dtypes, strides and libraries as in `forward`.
+    k : array, shape (total keys, Hk, D)
+        Keys of all sequences.
+    v : array, shape (total keys, Hk, Dv)
+        Values of all sequences.
+    q_offsets, k_offsets : array of integers, shape (sequences + 1,)
+        Where each sequence begins, and the total; from 0, not decreasing. NumPy, or CuPy if q is: values on a GPU cannot be checked
+        without waiting for it, so a sequence that does not fit gives NaN.
+    scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, backend
+        As in `forward`, for each sequence alone: i, j count from its first query and key, b is the number of the sequence.
+    return_lse : bool
+        Also return the log-sum-exp of each row, which `backward_packed` needs.
+    out : array, shape (total queries, Hq, Dv), optional
+        Written in place and returned; must not overlap an input.
+
+    Returns
+    -------
+    o : array, shape (total queries, Hq, Dv)
+        In q's dtype, library and device.
+    lse : array, shape (Hq, total queries)
+        Only with `return_lse`; float32 (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, MemoryError
+        As `forward`.
+    """
+    inputs = _adopt((q, k, v, q_offsets, k_offsets))
+    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    key, run = call.find("forward_packed", inputs, (out,), given, (backend, return_lse))
+    if run is None:
+        run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
+    q, k, v, *offsets = inputs
+    o, lse = run((q, k, v, None, None, *offsets), (out, None))
+    return (o, lse) if return_lse else o
+
+
+def backward_packed(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    q_start: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: tuple[int, int] | None = None,
+    score_mod: Callable | None = None,
+    score_mod_grad: Callable | None = None,
+    dlse: Array | None = None,
+    out: tuple[Array, Array, Array] | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """`backward` for packed sequences.
+
+    Parameters
+    ----------
+    do : array, shape (total queries, Hq, Dv)
+        Gradient with respect to o, in q's dtype.
+    q, k, v, q_offsets, k_offsets
+        As given to `forward_packed`.
+    o, lse : array
+        As returned by `forward_packed` with ``return_lse=True``.
+    scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, backend
+        As given to `forward_packed`.
+    dlse : array, shape (Hq, total queries), optional
+        Gradient with respect to lse, in lse's dtype.
+    out : tuple of three arrays, optional
+        (dq, dk, dv), written in place and returned; must not overlap an input or each other.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        In the shapes and dtype of q, k and v.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, MemoryError
+        As `forward`.
+    """
+    inputs = _adopt((do, q, k, v, o, lse, dlse, q_offsets, k_offsets))
+    outs = _outs(out, ("dq", "dk", "dv"))
+    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    key, run = call.find("backward_packed", inputs, outs, given, (backend,))
+    if run is None:
+        run = call.remember(key, _prepare_backward(inputs, given, backend))
+    return run((*inputs[:7], None, None, *inputs[7:]), outs)[:3]
+
+
+def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str | None):
+    q, k, v, q_offsets, k_offsets = inputs
+    problem = spec.bind_packed(q, k, v, q_offsets, k_offsets, **dict(zip(SETTINGS, given, strict=True)))
+    shape = (*q.shape[:-1], problem.dv)
+    named = {"q": q, "k": k, "v": v, "bias": None, "mask": None, "q_lengths": q_offsets, "kv_lengths": k_offsets}
+    results = {"o": ("q", shape, None), "lse": ("q", shape[1::-1], problem.lse_dtype) if return_lse else None}
+    return call.prepare("forward", problem, backend, named, results)
+
+
+def _prepare_backward(inputs: tuple, given: tuple, backend: str | None):
+    do, q, k, v, o, lse, dlse, *offsets = inputs
+    problem = spec.bind_packed_backward(do, q, k, v, o, lse, *offsets, dlse=dlse, **dict(zip(SETTINGS, given, strict=True)))
+    tensors = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    named = tensors | {"bias": None, "mask": None, "q_lengths": offsets[0], "kv_lengths": offsets[1]}
+    results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
+    return call.prepare("backward", problem, backend, named, results | {"dbias": None})
