@@ -17,7 +17,7 @@ from numba.cuda import types
 from numba_flash import mask
 from numba_flash.cuda import schedule, scores, tiles
 
-LOG2E = math.log2(math.e)
+LOG2E, NEG_INF = math.log2(math.e), -math.inf
 
 
 def build_delta(dtype, head_dim_v, has_dlse, lanes, rows):
@@ -88,7 +88,8 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     put_weights, get_weight = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
     sequence, seen = scores.build_sequence(options), scores.build_seen(options, tile, True)
-    weight, gradient = scores.build_weight(dtype, options), scores.build_gradient(dtype, options)
+    modify, drop = scores.build_modify(dtype, options, tile, True, BENDS), scores.build_drop(dtype, options, tile, True, True)
+    gradient = scores.build_gradient(dtype, options)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -138,6 +139,8 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
                         continue
                 # (1) S^T = K Q^T
                 inner_k(s, k_head, row0, q_head, col0, a_smem, b_smem)
+                if MODIFIED:
+                    modify(s, slope if BENDS else s, w_smem, (row0, col0), (nk, nq, low, high), at, extras, parameters)
                 # (2) P^T = exp(S^T - lse), kept in shared memory
                 for c in range(COLS):
                     i = col0 + column(tx, c)
@@ -146,17 +149,13 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
                         p = math.exp2(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
                         hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
                         if MODIFIED:
-                            j = row0 + ty * ROWS + r
-                            if hidden or j >= nk:
-                                p = ACC(-0.0)
-                            else:
-                                p, derivative = weight(s[r * COLS + c], row_shift, i, j, at, heads, extras, parameters)
-                                if BENDS:
-                                    slope[r * COLS + c] = derivative
-                            s[r * COLS + c] = p
+                            x = s[r * COLS + c]
+                            s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else math.exp2(x - row_shift)
                         else:
                             s[r * COLS + c] = ACC(0) if hidden else p
                 put_weights(w_smem, s)
+                if MODIFIED:
+                    drop(w_smem, (row0, col0), at, heads, parameters)
                 # (3) dV = dV + P^T dO
                 outer_do(dv_acc, w_smem, do_head, col0, x_smem, row0, edge, low, high)
                 # (4) dP^T = V dO^T
@@ -207,7 +206,8 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     put_weights, get_weight = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
     sequence, seen = scores.build_sequence(options), scores.build_seen(options, tile, False)
-    weight, gradient = scores.build_weight(dtype, options), scores.build_gradient(dtype, options)
+    modify, drop = scores.build_modify(dtype, options, tile, False, BENDS), scores.build_drop(dtype, options, tile, False, True)
+    gradient = scores.build_gradient(dtype, options)
 
     def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -252,6 +252,8 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
                     continue
             # (1) S = Q K^T
             inner_q(s, q_head, row0, k_head, col0, a_smem, b_smem)
+            if MODIFIED:
+                modify(s, slope if BENDS else s, w_smem, (row0, col0), (nq, nk, low, high), at, extras, parameters)
             # (2) P = exp(S - lse), kept in shared memory
             for r in range(ROWS):
                 i = row0 + ty * ROWS + r
@@ -261,16 +263,13 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
                     j = col0 + column(tx, c)
                     hidden = edge and (j >= nk or not mask.visible(i, j, low, high))
                     if MODIFIED:
-                        if hidden or i >= nq:
-                            p = ACC(-0.0)
-                        else:
-                            p, derivative = weight(s[r * COLS + c], row_shift, i, j, at, heads, extras, parameters)
-                            if BENDS:
-                                slope[r * COLS + c] = derivative
-                        s[r * COLS + c] = p
+                        x = s[r * COLS + c]
+                        s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else math.exp2(x - row_shift)
                     else:
                         s[r * COLS + c] = ACC(0) if hidden else p
             put_weights(w_smem, s)
+            if MODIFIED:
+                drop(w_smem, (row0, col0), at, heads, parameters)
             # (3) dP = dO V^T
             inner_do(s, do_head, row0, v_head, col0, a_smem, b_smem)
             # (4) dS = P * (dP - delta), in the place of P; a hidden P is 0, whatever dP is

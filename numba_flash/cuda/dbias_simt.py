@@ -12,7 +12,7 @@ from numba.cuda import types
 
 from numba_flash import mask
 from numba_flash.cuda import scores, tiles
-from numba_flash.cuda.backward_simt import LOG2E, build_row_value
+from numba_flash.cuda.backward_simt import NEG_INF, build_row_value
 
 
 def build_reduce(dtype, out_dtype, summed, tile):
@@ -84,10 +84,10 @@ def build_dbias(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     shift, value = build_row_value(dtype)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     put_weights, get_weight = tiles.build_weights(dtype, tile)
-    column = tiles.build_column(dtype, THREADS_N, COLS)
     reduce = build_reduce(dtype, out_dtype, summed, tile)
     sequence, seen = scores.build_sequence(options), scores.build_seen(options, tile, False)
-    weight, gradient = scores.build_weight(dtype, options), scores.build_gradient(dtype, options)
+    modify, drop = scores.build_modify(dtype, options, tile, False, False), scores.build_drop(dtype, options, tile, False, True)
+    gradient = scores.build_gradient(dtype, options)
 
     @cuda.jit(device=True)
     def split(number, size, is_summed):
@@ -110,7 +110,7 @@ def build_dbias(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
         s = cuda.local.array(SCORES, ACC)
         acc = cuda.local.array(SCORES, ACC)
 
-        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        ty = cuda.threadIdx.x // THREADS_N
         heads, rows, columns = q.shape[2], q.shape[3], k.shape[3]
         sizes = (q.shape[0], q.shape[1], heads, (rows + BLOCK_M - 1) // BLOCK_M, (columns + BLOCK_N - 1) // BLOCK_N)
         own0, own1, own_h, own_i, own_j, share = coordinates(cuda.blockIdx.x, sizes, False)
@@ -134,16 +134,16 @@ def build_dbias(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
             lse_head, delta_head = lse[b0, b1, h], delta[b0, b1, h]
             # (1) S = Q K^T
             inner_q(s, q[b0, b1, h], row0, k[b0, b1, kv_head], col0, a_smem, b_smem)
+            modify(s, s, w_smem, (row0, col0), (nq, nk, low + move, high + move), at, extras, parameters)
             # (2) P = exp(S - lse), kept in shared memory
             for r in range(ROWS):
                 i = row0 + ty * ROWS + r
                 row_shift = shift(lse_head, i)
                 for c in range(COLS):
-                    j, p = col0 + column(tx, c), ACC(-0.0)
-                    if i < nq and j < nk and mask.visible(i, j, low + move, high + move):
-                        p, _ = weight(s[r * COLS + c], row_shift, i, j, at, heads, extras, parameters)
-                    s[r * COLS + c] = p
+                    x = s[r * COLS + c]
+                    s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else math.exp2(x - row_shift)
             put_weights(w_smem, s)
+            drop(w_smem, (row0, col0), at, heads, parameters)
             # (3) dP = dO V^T
             inner_do(s, do[b0, b1, h], row0, v[b0, b1, kv_head], col0, a_smem, b_smem)
             # (4) dbias = dbias + dS, where dS = P * (dP - delta)

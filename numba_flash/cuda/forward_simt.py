@@ -12,7 +12,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its signature and compile options.
 
     Arrays are (b0, b1, heads, n, head_dim), lse is (b0, b1, heads, n); bfloat16 comes as uint16. Scores are kept in base 2:
-    ``scale_log2 = scale * log2(e)``. `extras` and `parameters` belong to the options, see `numba_flash.cuda.scores`.
+    ``scale_log2 = scale * log2(e)``, or 1 with options, which get the scale among the `parameters`. `extras` and `parameters` belong to the options, see `numba_flash.cuda.scores`.
     """
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     COLS_O = tile.head_cols(head_dim_v)
@@ -21,7 +21,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
     WRITE_LSE, MODIFIED, HIDES = write_lse, scores.modifies(options), scores.hides(options)
-    SEQUENCES, PACKED, DROPOUT = options.sequences, options.packed, bool(options.dropout)
+    SEQUENCES, PACKED = options.sequences, options.packed
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
     NEG_INF, LN2 = -math.inf, math.log(2.0)
     inner = tiles.build_inner(dtype, tile, head_dim)
@@ -30,7 +30,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     column = tiles.build_column(dtype, THREADS_N, COLS)
     write = tiles.build_write(dtype, tile, head_dim_v)
     Q_OFFSETS, sequence = scores.slots(options).q_lengths, scores.build_sequence(options)
-    score, kept, seen = scores.build_score(dtype, options), scores.build_kept(options), scores.build_seen(options, tile, False)
+    modify, drop = scores.build_modify(dtype, options, tile, False, False), scores.build_drop(dtype, options, tile, False, False)
+    seen = scores.build_seen(options, tile, False)
 
     def forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters):
         q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -79,6 +80,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                     continue
             # (1) S = Q K^T
             inner(s, q_head, row0, k_head, col0, q_smem, k_smem)
+            if MODIFIED:
+                modify(s, s, p_smem, (row0, col0), (nq, nk, low, high), at, extras, parameters)
             # (2) scores in base 2; hidden ones are -inf
             for r in range(ROWS):
                 partial_max = ACC(NEG_INF)
@@ -87,9 +90,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                     j = col0 + column(tx, c)
                     if edge and not (j < nk and mask.visible(row0 + ty * ROWS + r, j, low, high)):
                         x = ACC(NEG_INF)
-                    if MODIFIED and x != ACC(NEG_INF):
-                        i = row0 + ty * ROWS + r
-                        x = score(s[r * COLS + c], i, j, at, extras, parameters)[0] if i < nq else ACC(NEG_INF)
                     s[r * COLS + c] = x
                     partial_max = max(partial_max, x)
                 row_smem[index(ty * ROWS + r), index(tx)] = partial_max
@@ -106,16 +106,16 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                 l_i[r] *= alpha
                 for c in range(COLS):
                     p = math.exp2(s[r * COLS + c] - shift)
-                    l_i[r] += p
-                    if MODIFIED and (
-                        s[r * COLS + c] == ACC(NEG_INF) or not kept(at, heads, row0 + ty * ROWS + r, col0 + column(tx, c), parameters)
-                    ):
+                    if MODIFIED and s[r * COLS + c] == ACC(NEG_INF):
                         p = ACC(-0.0)
                     s[r * COLS + c] = p
+                    l_i[r] += p
                 for c in range(COLS_O):
                     acc[r * COLS_O + c] *= alpha
             # (5) O = alpha O + P V
             put_weights(p_smem, s)
+            if MODIFIED:
+                drop(p_smem, (row0, col0), at, heads, parameters)
             outer(acc, p_smem, v_head, col0, v_smem, row0, edge, low, high)
 
         cuda.syncthreads()  # the last maxima have been read
@@ -128,7 +128,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
             for t in range(THREADS_N):
                 l += row_smem[index(ty * ROWS + r), index(t)]
             inverse = ACC(0) if l == ACC(0) else ACC(1) / l
-            if DROPOUT:
+            if MODIFIED:
                 inverse *= ACC(parameters[2])
             for c in range(COLS_O):
                 acc[r * COLS_O + c] *= inverse

@@ -1,6 +1,7 @@
 """Which piece of the problem a block works on."""
 
-from numba import njit
+from numba import cuda, njit
+from numba.cuda import types
 
 
 @njit
@@ -16,19 +17,20 @@ def work_item(index, blocks, heads, batch1):
     return index // batch1, index % batch1, head, block
 
 
-@njit
+@cuda.jit(device=True)
 def packed_item(index, offsets, total, block):
     """(0, sequence, head, row block) for sequences that lie one after the other in `total` rows, with boundaries known to the device alone.
 
     Sequence s owns the numbers from ``offsets[s] // block + s`` on: at least as many as it has blocks, at most one more.
     """
     sequences = offsets.shape[0] - 1
-    head, number = divmod(index, total // block + sequences)
+    numbers = total // block + sequences
+    head, number = index // numbers, index % numbers
     first, last = 0, sequences - 1
     while first < last:  # the last sequence that begins at or before `number`
         middle = (first + last + 1) // 2
-        if int(offsets[middle]) // block + middle <= number:
+        if types.int64(offsets[middle]) // block + middle <= number:
             first = middle
         else:
             last = middle - 1
-    return 0, first, head, max(number - (int(offsets[first]) // block + first), 0)
+    return 0, first, head, max(number - (types.int64(offsets[first]) // block + first), 0)

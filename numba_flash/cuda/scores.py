@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from numba import cuda
 from numba.cuda import types
 
-from numba_flash import rng
-from numba_flash.cuda.tiles import ACCUMULATOR, STORAGE, build_convert, index
+from numba_flash import mask, rng
+from numba_flash.cuda.tiles import ACCUMULATOR, STORAGE, build_column, build_convert, build_weights, index
 
 LOG2E = math.log2(math.e)
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
@@ -91,39 +91,68 @@ def build_score(dtype, options):
     return score
 
 
-def build_kept(options):
-    """``kept(at, heads, i, j, parameters)``: False if dropout drops the probability of query i and key j."""
-    DROPOUT = bool(options.dropout)
+def build_modify(dtype, options, tile, transposed, bends):
+    """``modify(s, slope, w_smem, corner, limits, at, extras, parameters)``: raw products s[r, c] become scores in base 2, -inf where hidden.
 
-    @cuda.jit(device=True)
-    def kept(at, heads, i, j, parameters):
-        if DROPOUT:
-            return rng.keep((parameters[3], parameters[4], parameters[5]), at[2] * heads + at[3], i, j)
-        return True
-
-    return kept
-
-
-def build_weight(dtype, options):
-    """``weight(raw, shift, i, j, at, heads, extras, parameters)``: P, but -P where it is dropped and -0.0 where it is hidden; and the
-    derivative of the score.
-    """  # fmt: skip
+    `corner` is the first row and column of the tile, `limits` (rows, columns, low, high); rows are keys if `transposed`. The derivatives go
+    into `slope` if the score `bends`. The loop runs over shared memory (each thread's own part of w_smem), because it is not unrolled: a
+    function of the user, tanh, or an index that is not a constant would put `s` into local memory.
+    """
+    ROWS, COLS, THREADS_N, TRANSPOSED, BENDS = tile.rows, tile.cols, tile.threads_n, transposed, bends
     ACC, NEG_INF = ACCUMULATOR[dtype], -math.inf
-    score, kept = build_score(dtype, options), build_kept(options)
+    score = build_score(dtype, options)
+    column = build_column(dtype, tile.threads_n, tile.cols)
+    put_weights, get_weight = build_weights(dtype, tile)
 
     @cuda.jit(device=True)
-    def weight(raw, shift, i, j, at, heads, extras, parameters):
-        x, slope = score(raw, i, j, at, extras, parameters)
-        if x == ACC(NEG_INF):
-            return ACC(-0.0), slope
-        p = math.exp2(x - shift)
-        return p if kept(at, heads, i, j, parameters) else -p, slope
+    def modify(s, slope, w_smem, corner, limits, at, extras, parameters):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        put_weights(w_smem, s)
+        for c in range(COLS):
+            col = corner[1] + column(tx, c)
+            for r in range(ROWS):
+                row = corner[0] + ty * ROWS + r
+                x, derivative = ACC(NEG_INF), ACC(0)
+                if row < limits[0] and col < limits[1] and mask.visible(row, col, limits[2], limits[3]):
+                    i, j = (col, row) if TRANSPOSED else (row, col)
+                    x, derivative = score(get_weight(w_smem, r, c), i, j, at, extras, parameters)
+                w_smem[index(column(tx, c)), index(ty * ROWS + r)] = x
+                if BENDS:
+                    slope[r * COLS + c] = derivative
+        for r in range(ROWS):
+            for c in range(COLS):
+                s[r * COLS + c] = get_weight(w_smem, r, c)
 
-    return weight
+    return modify
+
+
+def build_drop(dtype, options, tile, transposed, negate):
+    """``drop(w_smem, corner, at, heads, parameters)``: each thread's own weights in shared memory that dropout drops become -0.0.
+
+    They change their sign instead if `negate`, so that `build_gradient` can still read them.
+    """
+    ROWS, COLS, THREADS_N, TRANSPOSED, NEGATE = tile.rows, tile.cols, tile.threads_n, transposed, negate
+    ACC, DROPOUT = ACCUMULATOR[dtype], bool(options.dropout)
+    column = build_column(dtype, tile.threads_n, tile.cols)
+
+    @cuda.jit(device=True)
+    def drop(w_smem, corner, at, heads, parameters):
+        if DROPOUT:
+            tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+            for c in range(COLS):
+                for r in range(ROWS):
+                    row, col = ty * ROWS + r, column(tx, c)
+                    i, j = (corner[1] + col, corner[0] + row) if TRANSPOSED else (corner[0] + row, corner[1] + col)
+                    if not rng.keep((parameters[3], parameters[4], parameters[5]), at[2] * heads + at[3], i, j):
+                        w_smem[index(col), index(row)] = -abs(w_smem[index(col), index(row)]) if NEGATE else ACC(-0.0)
+
+    return drop
 
 
 def build_gradient(dtype, options):
-    """``gradient(w, dp, delta, slope, parameters)``: dS * slope for a weight w of `build_weight`; again -0.0 where it is hidden."""
+    """``gradient(w, dp, delta, slope, parameters)``: dS * slope of a weight w, which is P, -P where dropped, and -0.0 where hidden; hidden
+    ones give -0.0.
+    """  # fmt: skip
     ACC, DROPOUT = ACCUMULATOR[dtype], bool(options.dropout)
 
     @cuda.jit(device=True)

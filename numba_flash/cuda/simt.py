@@ -160,7 +160,7 @@ def prepare_forward(problem, q, k, v, bias, mask, q_lengths, kv_lengths, o, lse)
         grid=_row_blocks(p, False, tile.block_m) * p.hq,
         block=tile.threads,
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (lse, 4)),
-        scalars=(p.scale * LOG2E, p.low, p.high),
+        scalars=(p.scale * LOG2E if p.options == PLAIN else 1.0, p.low, p.high),
         extras=_extras(p, {"bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}),
         parameters=_parameters(p),
     )
