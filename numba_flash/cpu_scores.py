@@ -1,8 +1,9 @@
 """What the options do to the scores of a tile, for the CPU kernels: bias, mask, softcap, score_mod, dropout.
 
 Kernels get the options as one argument, `extras`. It is an empty tuple for plain attention, for which every function here compiles to
-nothing, and else ``(bias, mask, apply, numbers)``: arrays (b0, b1, hq, nq, nk), of size 0 where absent, the compiled score_mod, and `numbers`
-``(softcap, 1 / (1 - dropout), b, modified, seed, offset, threshold, i)``, where b and i count the batch elements and queries before the first.
+nothing, and else ``(bias, mask, apply, numbers)``: arrays (b0, b1, hq, nq, nk), of size 0 where absent, the compiled score_mod, and
+`numbers` ``(softcap, 1 / (1 - dropout), b, modified, seed, offset, threshold, i)``, where b and i count the batch elements and queries
+before the first.
 
 A hidden score is -inf. The weight of a hidden or dropped term is -0.0, which no computed weight is: where the other factor may be NaN or
 Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first query and key of the tile.
@@ -11,7 +12,6 @@ Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first qu
 import math
 from functools import lru_cache
 
-import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
@@ -22,7 +22,7 @@ from numba_flash.scoremod import jitted
 
 
 def row_signature(number):
-    """Type of a compiled score_mod: ``apply(row, slope, b, h, i, j0)`` changes a row of scores and multiplies its derivatives into slope."""
+    """Type of a compiled score_mod: ``apply(row, slope, b, h, i, j0)`` changes scores and multiplies their derivatives into slope."""
     return types.void(types.Array(number, 1, "C"), types.Array(number, 1, "C"), *[types.int64] * 4)
 
 
@@ -73,7 +73,7 @@ def hide_row(row, mask_row):
 def modify_row(row, slope, at, i, j0, extras):
     """Scores in base 2 from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
     bias, mask_, apply, numbers = extras
-    b0, b1, h, batch1, heads = at
+    b0, b1, h, batch1, _ = at
     slope[:] = 1
     if numbers[0] > 0:
         cap_row(row, slope, row.dtype.type(numbers[0]))

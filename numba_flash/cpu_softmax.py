@@ -98,10 +98,11 @@ def weights(row, shift, at, i, j0, extras):
     """``row = exp2(row - shift)``, of which dropout drops some; returns the sum of all."""
 
 
-def gradients(p, dp, slope, rows, at, i, j0, extras):
-    """Scores p become weights P = exp2(p - shift), dp becomes dS = P * (dp - delta) * slope; `rows` is (shift, delta, bend), and the slope
-    counts only if `bend`.
-    """  # fmt: skip
+def gradients(p, dp, slope, row, at, i, j0, extras):
+    """Scores p become weights P = exp2(p - shift), dp becomes dS = P * (dp - delta) * slope.
+
+    `row` is (shift, delta, bend): the slope counts only if `bend`.
+    """
 
 
 @overload(scores)
@@ -127,12 +128,12 @@ def _weights(row, shift, at, i, j0, extras):
 
 
 @overload(gradients)
-def _gradients(p, dp, slope, rows, at, i, j0, extras):
+def _gradients(p, dp, slope, row, at, i, j0, extras):
     if extras == types.Tuple(()):
-        return lambda p, dp, slope, rows, at, i, j0, extras: recompute_row(p, dp, rows[0], rows[1])
+        return lambda p, dp, slope, row, at, i, j0, extras: recompute_row(p, dp, row[0], row[1])
 
-    def gradients(p, dp, slope, rows, at, i, j0, extras):
-        shift, delta, bend = rows
+    def gradients(p, dp, slope, row, at, i, j0, extras):
+        shift, delta, bend = row
         marked_exp2_row(p, shift)
         if not bend:
             slope[:] = 1
@@ -153,9 +154,10 @@ def _gradients(p, dp, slope, rows, at, i, j0, extras):
 
 @njit
 def online_softmax(s, rows, at, corner, band, extras):
-    """One step of the online softmax: s becomes P; of the four `rows`, m_i and l_i are updated, alpha is the factor for what was accumulated
-    so far, slope is scratch of a row's length.
-    """  # fmt: skip
+    """One step of the online softmax: s becomes P.
+
+    Of the four `rows`, m_i and l_i are updated, alpha is the factor for what was accumulated so far, slope is scratch of a row's length.
+    """
     m_i, l_i, alpha, slope = rows
     for r in range(s.shape[0]):
         i = corner[0] + r

@@ -5,8 +5,8 @@ float16 arrays come as int16 and bfloat16 arrays as uint16; `numeric.widen` and 
 
 import numpy as np
 from numba import njit
-from numba.cpython.unsafe.tuple import tuple_setitem
 from numba.core.imputils import impl_ret_borrowed
+from numba.cpython.unsafe.tuple import tuple_setitem
 from numba.extending import intrinsic, overload
 
 from numba_flash import numeric

@@ -33,7 +33,12 @@ def merge(o1, lse1, o2, lse2):
         An argument is of the wrong kind, library, dtype or shape.
     """
     o1, lse1, o2, lse2 = map(arrays.adopt, (o1, lse1, o2, lse2))
-    for name, x, dtypes in (("o1", o1, spec.DTYPES), ("lse1", lse1, spec.DTYPES[2:]), ("o2", o2, spec.DTYPES), ("lse2", lse2, spec.DTYPES[2:])):
+    for name, x, dtypes in (
+        ("o1", o1, spec.DTYPES),
+        ("lse1", lse1, spec.DTYPES[2:]),
+        ("o2", o2, spec.DTYPES),
+        ("lse2", lse2, spec.DTYPES[2:]),
+    ):
         checks.layout(name, x)
         checks.library(name, x, "o1", o1)
         if x.dtype.name not in dtypes:

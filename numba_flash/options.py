@@ -62,8 +62,6 @@ class Options:
 PLAIN = Options()
 
 
-
-
 def dropout_threshold(dropout: float) -> int:
     """Random words (uint32) below it drop: `dropout` in units of 2**-32, to the nearest."""
     return min(round(dropout * 2**32), 2**32 - 1)

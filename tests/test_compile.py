@@ -1,9 +1,11 @@
 """Every simt kernel down to machine code, with no GPU: instructions, memory, registers, architectures, and the cache of cubins."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from functools import cache
@@ -19,6 +21,8 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 import numba_flash
 from numba_flash.cuda import compile, simt
+from numba_flash.options import PLAIN, Options
+from numba_flash.scoremod import ScoreMod
 
 H200 = (9, 0)
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
@@ -40,14 +44,16 @@ DQ = [
 ]  # fmt: skip
 
 
-def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True) -> tuple[str, tuple]:
+def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, options: Options = PLAIN) -> tuple[str, tuple]:
     """Builder and configuration, as `simt.prepare_forward` and `simt.prepare_backward` make them."""
     if name == "delta":
-        return "backward_simt.build_delta", (dtype, dv, simt.DELTA_LANES, simt.DELTA_ROWS)
-    tile = simt.tile_for(name, dtype, max(d, dv))
+        return "backward_simt.build_delta", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS)
+    tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
     if name == "forward":
-        return "forward_simt.build", (dtype, d, dv, write_lse, tile)
-    return f"backward_simt.build_{name}", (dtype, d, dv, tile)
+        return "forward_simt.build", (dtype, d, dv, write_lse, options, tile)
+    if name == "dbias":
+        return "dbias_simt.build_dbias", (dtype, d, dv, options, options.bias, (True, False, True, False, True), tile)
+    return f"backward_simt.build_{name}", (dtype, d, dv, options, tile)
 
 
 KERNELS = (
@@ -90,6 +96,88 @@ def test_instructions_and_resources(chosen):
     assert 0 <= used["shared_bytes"] - shared_bytes(text) <= 1024  # one kilobyte per block is the system's, and counted
 
 
+# ---- options ---------------------------------------------------------------------------------------------------------------------------
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of the kernel: section ``.text.kernel`` of the ELF file."""
+    (offset,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
+    for name, _, _, _, start, length in headers:
+        at = headers[names][4] + name
+        if cubin[at : cubin.index(b"\0", at)] == b".text.kernel":
+            return cubin[start : start + length]
+    raise AssertionError("no machine code")
+
+
+PLAIN_KERNELS = json.loads((Path(__file__).parent / "data" / "plain_kernels.json").read_text())
+"""Hashes of the machine code of plain attention, made before there were options, and the tools that made it."""
+
+
+@pytest.mark.skipif(
+    list(compile._tool_versions()) != PLAIN_KERNELS["tools"],
+    reason=f"the machine code to compare with was made by {', '.join(PLAIN_KERNELS['tools'])}",
+)
+@pytest.mark.parametrize("chosen", KERNELS, ids=lambda chosen: "-".join(map(str, chosen)))
+def test_an_option_that_is_off_costs_nothing(chosen):
+    code = machine_code(compile.link(ptx(*chosen), H200))
+    assert hashlib.sha256(code).hexdigest() == PLAIN_KERNELS["sha256"]["-".join(map(str, chosen))]
+
+
+def test_plain_kernels_take_no_argument_for_options():
+    arrays, scalars = 4 * (5 + 2 * 5) + (5 + 2 * 4), 3
+    assert len(re.findall(r"\.param ", ptx("forward", "float32", 64, 64))) == arrays + scalars
+
+
+ALIBI = ScoreMod.bind(numba_flash.alibi([0.5, 0.25]), None, "float32")
+OPTIONS = {
+    "bias": Options(bias="float32"),
+    "mask": Options(mask=True),
+    "lengths": Options(q_lengths="int32", kv_lengths="uint8", follows=True),
+    "packed": Options(q_lengths="int32", kv_lengths="int64", packed=True, follows=True),
+    "softcap": Options(softcap=1.0),
+    "dropout": Options(dropout=0.5),
+    "score_mod": Options(score_mod=ALIBI),
+    "all": Options(
+        softcap=1.0, score_mod=ALIBI, bias="bfloat16", mask=True, q_lengths="int8", kv_lengths="uint64", follows=True, dropout=0.5
+    ),
+}
+
+
+ONE_OPTION = [("forward", option) for option in OPTIONS if option != "all"]
+ALL_OPTIONS = [(name, "all") for name in ("forward", "dkdv", "dq", "dbias")]
+
+
+@pytest.mark.parametrize(("name", "option"), [*ONE_OPTION, *ALL_OPTIONS, ("dkdv", "packed")])
+def test_options_stay_in_registers_and_shared_memory(name, option):
+    text = compile.ptx(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]), H200)
+    assert "__local_depot" not in text
+    assert not re.search(r"\.local\s", text)
+    assert shared_bytes(text) <= STATIC_SHARED_LIMIT
+    used = compile.resources(text, H200)
+    print(used)
+    assert used["stack_bytes"] <= SPILL_LIMIT
+
+
+def test_one_kernel_serves_all_values_of_an_option():
+    values = Options(softcap=3.0, dropout=0.1, seed=7, offset=9), Options(softcap=50.0, dropout=0.9, seed=1, offset=2)
+    assert len({options.structure for options in values}) == 1
+    assert values[0].structure != Options(dropout=0.1).structure
+
+
+def test_a_function_of_the_user_is_in_the_key():
+    def functions(slope):
+        return ScoreMod.bind(lambda score, b, h, i, j: score + slope * (i - j), None, "float32")
+
+    key = lambda score_mod: compile.cache_key(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    assert key(functions(1.0)) == key(functions(1.0))
+    assert len({key(functions(1.0)), key(functions(2.0)), key(ALIBI), key(None)}) == 4
+
+
+# ---- entry points and architectures ------------------------------------------------------------------------------------------------------
+
+
 def test_one_entry_point_called_kernel():
     text = ptx("delta", "float32", 64, 64)
     assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
@@ -106,7 +194,7 @@ def test_architectures(chosen, capability):
 
 # ---- the cache -----------------------------------------------------------------------------------------------------------------------
 
-CONFIG = ("float32", 64, 16, 8)
+CONFIG = ("float32", 64, False, 16, 8)
 PACKAGE = Path(numba_flash.__file__).parent
 
 

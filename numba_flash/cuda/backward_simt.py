@@ -21,7 +21,10 @@ LOG2E, NEG_INF = math.log2(math.e), -math.inf
 
 
 def build_delta(dtype, head_dim_v, has_dlse, lanes, rows):
-    """Kernel ``delta_simt(do, o, delta, extras, parameters)``: `lanes` threads add up each of `rows` rows of a block; `extras` holds dlse, if given."""
+    """Kernel ``delta_simt(do, o, delta, extras, parameters)``: `lanes` threads add up each of `rows` rows of a block.
+
+    `extras` holds dlse, if the kernel `has_dlse`; there are no parameters.
+    """
     HEAD_DIM_V, LANES, ROWS, HAS_DLSE = head_dim_v, lanes, rows, has_dlse
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
     load, _ = tiles.build_convert(dtype)

@@ -79,7 +79,7 @@ def build_dbias(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     SCORES, PAD = ROWS * COLS, tiles.pad(dtype)
     PITCH_M, PITCH_N = BLOCK_M + PAD, BLOCK_N + PAD
     DEPTH, ALIGNMENT = tile.depth, tiles.ALIGNMENT
-    ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
+    ACC = tiles.ACCUMULATOR[dtype]
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     shift, value = build_row_value(dtype)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)

@@ -12,7 +12,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its signature and compile options.
 
     Arrays are (b0, b1, heads, n, head_dim), lse is (b0, b1, heads, n); bfloat16 comes as uint16. Scores are kept in base 2:
-    ``scale_log2 = scale * log2(e)``, or 1 with options, which get the scale among the `parameters`. `extras` and `parameters` belong to the options, see `numba_flash.cuda.scores`.
+    ``scale_log2 = scale * log2(e)``, or 1 with options, which get the scale among the `parameters`. `extras` and `parameters` belong to
+    the options, see `numba_flash.cuda.scores`.
     """
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     COLS_O = tile.head_cols(head_dim_v)

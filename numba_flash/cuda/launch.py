@@ -143,11 +143,11 @@ class Launch:
         self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
 
     def _simulate(self, operands) -> None:
-        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray  # as it is, so that any strides are read in place
-        from numba.cuda.simulator.cudadrv.devicearray import FakeWithinKernelCUDAArray
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
 
         nothing = np.empty(operands[0].shape[:-1])
         views = [_view(nothing if x is None else x, view) for x, view in zip(operands, self._views, strict=True)]
+        # wrapped by hand, so that any strides are read in place
         views = [FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x) for x in views]
         extras = tuple(map(FakeWithinKernelCUDAArray, views[self._leading :]))
         with np.errstate(all="ignore"):

@@ -92,7 +92,7 @@ def build_score(dtype, options):
 
 
 def build_modify(dtype, options, tile, transposed, bends):
-    """``modify(s, slope, w_smem, corner, limits, at, extras, parameters)``: raw products s[r, c] become scores in base 2, -inf where hidden.
+    """``modify(s, slope, w_smem, corner, limits, at, extras, parameters)``: products s[r, c] become scores in base 2, -inf where hidden.
 
     `corner` is the first row and column of the tile, `limits` (rows, columns, low, high); rows are keys if `transposed`. The derivatives go
     into `slope` if the score `bends`. The loop runs over shared memory (each thread's own part of w_smem), because it is not unrolled: a
@@ -170,23 +170,26 @@ def build_gradient(dtype, options):
 def build_seen(options, tile, transposed):
     """``seen(at, row0, rows, col0, cols, extras)``: True in all threads if the mask lets a query of the tile see a key.
 
-    `rows` and `cols` are the numbers that exist; rows are keys if `transposed`.
+    `rows` and `cols` are the numbers that exist; rows are keys if `transposed`. Neighbouring threads read neighbouring keys.
     """
     MASKED, MASK, TRANSPOSED = options.mask, slots(options).mask, transposed
-    BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
-    ELEMENTS = BLOCK_M * BLOCK_N
+    KEYS, QUERIES = (tile.block_m, tile.block_n) if transposed else (tile.block_n, tile.block_m)
+    STEP, CHUNK = tile.threads // KEYS, 8  # loads on their way at the same time
+    assert STEP > 0
 
     @cuda.jit(device=True)
     def seen(at, row0, rows, col0, cols, extras):
         if MASKED:
             head = extras[MASK][index(at[0]), index(at[1]), index(at[3])]
+            i0, j0, queries, keys = (col0, row0, cols, rows) if TRANSPOSED else (row0, col0, rows, cols)
+            j = min(j0 + cuda.threadIdx.x % KEYS, keys - 1)
             found = 0
-            for n in range(cuda.threadIdx.x, ELEMENTS, THREADS):
-                row, col = row0 + n // BLOCK_N, col0 + n % BLOCK_N
-                if row < rows and col < cols:
-                    i, j = (col, row) if TRANSPOSED else (row, col)
-                    if head[index(i), index(j)]:
-                        found = 1
+            for m0 in range(cuda.threadIdx.x // KEYS, QUERIES, STEP * CHUNK):
+                for m in range(CHUNK):
+                    i = min(i0 + min(m0 + m * STEP, QUERIES - 1), queries - 1)
+                    found |= types.int32(head[index(i), index(j)])
+                if found:
+                    break
             return cuda.syncthreads_or(found) != 0
         return True
 

@@ -121,7 +121,8 @@ def _extras(problem, named: dict) -> tuple:
     """Layouts of the optional arrays that `problem` has, in the order of `numba_flash.cuda.scores.EXTRAS`."""
     p = problem
     scores = (*p.batch, p.hq, p.nq, p.nk)
-    views = {"bias": scores, "mask": scores, "q_lengths": 1 if p.options.packed else p.batch, "kv_lengths": 1 if p.options.packed else p.batch}
+    lengths = 1 if p.options.packed else p.batch
+    views = {"bias": scores, "mask": scores, "q_lengths": lengths, "kv_lengths": lengths}
     return tuple((named[name], view) for name, view in views.items() if named[name] is not None)
 
 
