@@ -64,7 +64,7 @@ class _Call:
     Parameters
     ----------
     prepare : callable
-        ``prepare(*inputs, *results)`` returns ``run(*inputs, *results)`` for all arrays of the same layouts.
+        ``prepare(inputs, results)`` returns ``run(inputs, results)`` for all arrays of the same layouts.
     problem : Problem
         What is computed.
     inputs, results : dict
@@ -122,8 +122,8 @@ class _Call:
 
     def _execute(self, inputs: tuple, results: tuple) -> None:
         if self._run is None:
-            self._run = self._prepare(*inputs, *results)
-        self._run(*inputs, *results)
+            self._run = self._prepare(inputs, results)
+        self._run(inputs, results)
 
 
 class _CallThroughGpu(_Call):

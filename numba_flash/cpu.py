@@ -126,40 +126,46 @@ def takes_numpy() -> bool:
     return True
 
 
-def prepare_forward(problem, *layouts):
-    """``run(q, k, v, bias, mask, q_lengths, kv_lengths, o, lse)`` for arrays of 2 to 5 dimensions; `lse` may be None."""
+def prepare_forward(problem, inputs, results):
+    """``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of 2 to 5 dimensions; `lse` and options may be None."""
     return partial(_forward, problem)
 
 
-def prepare_backward(problem, *layouts):
-    """``run(do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias)`` for arrays of 2 to 5 dimensions."""
+def prepare_backward(problem, inputs, results):
+    """``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way."""
     return partial(_backward, problem)
 
 
-def _forward(problem, q, k, v, bias, mask, q_lengths, kv_lengths, o, lse):
-    q, k, v, o = _five(problem, q, k, v, o)
+def _forward(problem, inputs, results):
+    *tensors, bias, mask, q_lengths, kv_lengths = inputs
+    o, lse = results
+    q, k, v, o = _five(problem, *tensors, o)
     lse = lse if lse is None else arrays.expand(lse, 4)
     bias, mask = _scores_like(problem, bias), _scores_like(problem, mask)
     for piece in pieces(problem, q_lengths, kv_lengths):
-        results = piece.queries(o), lse if lse is None else piece.queries(lse)
-        inputs = piece.queries(q), piece.keys(k), piece.keys(v)
-        forward(piece.problem, *inputs, *results, _extras(piece, bias, mask))
+        rows = piece.queries(o), lse if lse is None else piece.queries(lse)
+        forward(piece.problem, piece.queries(q), piece.keys(k), piece.keys(v), *rows, _extras(piece, bias, mask))
         piece.clear_queries(o, 0)
         if lse is not None:
             piece.clear_queries(lse, -np.inf)
 
 
-def _backward(problem, do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias):
-    do, q, k, v, o, dq, dk, dv = _five(problem, do, q, k, v, o, dq, dk, dv)
+def _backward(problem, inputs, results):
+    *tensors, lse, dlse, bias, mask, q_lengths, kv_lengths = inputs
+    *gradients, dbias = results
+    do, q, k, v, o, dq, dk, dv = _five(problem, *tensors, *gradients)
     lse = arrays.expand(lse, 4)
-    dlse = np.broadcast_to(np.zeros((), lse.dtype), lse.shape) if dlse is None else arrays.expand(dlse, 4)
+    dlse = dlse if dlse is None else arrays.expand(dlse, 4)
     bias, mask = _scores_like(problem, bias), _scores_like(problem, mask)
     dbias_sum = None if dbias is None else np.zeros((1,) * (5 - dbias.ndim) + dbias.shape, lse.dtype)
     for piece in pieces(problem, q_lengths, kv_lengths):
-        inputs = [piece.queries(do), piece.queries(q), piece.keys(k), piece.keys(v), piece.queries(o), piece.queries(lse)]
-        results = [piece.queries(dq), piece.keys(dk), piece.keys(dv)]
-        more = _extras(piece, bias, mask), None if dbias is None else piece.bias(dbias_sum)
-        backward(piece.problem, *inputs, *results, piece.queries(dlse), *more)
+        own = (piece.queries(do), piece.queries(q), piece.keys(k), piece.keys(v), piece.queries(o), piece.queries(lse))
+        more = (
+            dlse if dlse is None else piece.queries(dlse),
+            _extras(piece, bias, mask),
+            dbias if dbias is None else piece.bias(dbias_sum),
+        )
+        backward(piece.problem, own, (piece.queries(dq), piece.keys(dk), piece.keys(dv)), *more)
         piece.clear_queries(dq, 0)
         piece.clear_keys(dk, 0)
         piece.clear_keys(dv, 0)
@@ -216,26 +222,27 @@ def forward(problem, q, k, v, o, lse, extras=()):
         _runner(forward_items, items, 1, *map(_bits, (q, k, v, o)), lse, extras, float(problem.scale), problem.low, problem.high)
 
 
-def backward(problem, do, q, k, v, o, lse, dq, dk, dv, dlse, extras=(), dbias=None):
+def backward(problem, inputs, gradients, dlse=None, extras=(), dbias=None):
     """Gradients of attention by Algorithm 2 of FlashAttention-2 (arXiv:2307.08691), deterministic.
 
     Parameters
     ----------
     problem : numba_flash.spec.Problem
         What was computed.
-    do, q, k, v, o, lse : numpy.ndarray
-        Gradient of o, and what `forward` received and wrote.
-    dq, dk, dv : numpy.ndarray
-        Receive the gradients, with the shapes of q, k and v.
-    dlse : numpy.ndarray
+    inputs : tuple of numpy.ndarray
+        (do, q, k, v, o, lse): the gradient of o, and what `forward` received and wrote.
+    gradients : tuple of numpy.ndarray
+        (dq, dk, dv) receive the gradients, with the shapes of q, k and v.
+    dlse : numpy.ndarray or None
         Gradient of lse.
     extras : tuple
         The options, see `numba_flash.cpu_scores`.
     dbias : numpy.ndarray or None
         The gradient of the bias is added to it (b0, b1, hq, nq, nk), summed over its axes of size 1; in the dtype of lse.
     """
+    (do, q, k, v, o, lse), (dq, dk, dv) = inputs, gradients
     if 0 in (q.size, k.size):
-        for gradient in (dq, dk, dv):
+        for gradient in gradients:
             gradient[...] = 0
         return
     p, units, group = problem, math.prod(k.shape[:3]), problem.hq // problem.hk
@@ -247,6 +254,7 @@ def backward(problem, do, q, k, v, o, lse, dq, dk, dv, dlse, extras=(), dbias=No
     wave = min(units, max(1, DQ_PARTIAL_BYTES // (row_bytes * p.nq)))
     buffer = np.empty((wave, chunks, group, panel, p.d), lse.dtype)
     delta = np.empty(lse.shape, lse.dtype)
+    dlse = np.broadcast_to(np.zeros((), lse.dtype), lse.shape) if dlse is None else dlse
     round_sums = panel < p.nq and q.itemsize == 2
     sums = [_one_head(x, lse.dtype) if round_sums else _bits(x) for x in (dk, dv)]
     with _runner.lock, _runner.blas.limit(limits=1, user_api="blas"):
@@ -256,8 +264,8 @@ def backward(problem, do, q, k, v, o, lse, dq, dk, dv, dlse, extras=(), dbias=No
             for i0 in range(0, p.nq, panel):
                 i = slice(i0, min(i0 + panel, p.nq))
                 partial_dq, band = buffer[:heads, :, :, : i.stop - i0], (float(p.scale), p.low + i0, p.high + i0)
-                inputs = (do[:, :, :, i], q[:, :, :, i], k, v, lse[..., i], delta[..., i])
-                _runner(backward_items, heads * chunks, 1, *inputs, partial_dq, *sums, _panel(extras, i), *band, unit, i0 > 0)
+                rows = (do[:, :, :, i], q[:, :, :, i], k, v, lse[..., i], delta[..., i])
+                _runner(backward_items, heads * chunks, 1, *rows, partial_dq, *sums, _panel(extras, i), *band, unit, i0 > 0)
                 _runner(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, partial_dq, _bits(dq)[:, :, :, i], unit, extras)
             if round_sums:
                 head = np.unravel_index(unit, k.shape[:3])

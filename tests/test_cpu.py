@@ -34,7 +34,7 @@ def run(p, q, k, v, do):
     o, lse = np.empty_like(q), np.empty(q.shape[:4], np.float32)
     gradients = [np.empty_like(x) for x in (q, k, v)]
     cpu.forward(p, q, k, v, o, lse)
-    cpu.backward(p, do, q, k, v, o, lse, *gradients)
+    cpu.backward(p, (do, q, k, v, o, lse), gradients)
     return [o, lse, *gradients]
 
 
@@ -207,7 +207,7 @@ results = [np.zeros_like(x) for x in (q, q, k, v)]
 lse = np.zeros(q.shape[:4], np.float32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 cpu.forward(p, q, k, v, results[0], lse)
-cpu.backward(p, do, q, k, v, results[0], lse, *results[1:])
+cpu.backward(p, (do, q, k, v, results[0], lse), results[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     assert int(python(code, **cache)) < 100 * 1024
@@ -221,9 +221,9 @@ def test_panels_of_queries_add_up(monkeypatch, dtype):
     lse = np.empty(x[0].shape[:4], np.float32)
     cpu.forward(p, *x[:3], o := np.empty_like(x[0]), lse)
     whole, panels = ([np.empty_like(a) for a in x[:3]] for _ in range(2))
-    cpu.backward(p, x[3], *x[:3], o, lse, *whole)
+    cpu.backward(p, (x[3], *x[:3], o, lse), whole)
     monkeypatch.setattr(cpu, "DQ_PARTIAL_BYTES", 1)
-    cpu.backward(p, x[3], *x[:3], o, lse, *panels)
+    cpu.backward(p, (x[3], *x[:3], o, lse), panels)
     rtol = {"bfloat16": 2.0**-7, "float32": 1e-6}[dtype]  # at most to the other neighbour
     for a, b in zip(panels, whole, strict=True):
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=rtol, atol=2e-6)

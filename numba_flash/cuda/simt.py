@@ -117,13 +117,12 @@ def takes_numpy() -> bool:
     return launch.simulated()
 
 
-def _extras(problem, named: dict) -> tuple:
-    """Layouts of the optional arrays that `problem` has, in the order of `numba_flash.cuda.scores.EXTRAS`."""
+def _extras(problem, optional: tuple) -> tuple:
+    """Layouts of those of (bias, mask, q_lengths, kv_lengths) that there are, as `numba_flash.cuda.scores` expects them."""
     p = problem
     scores = (*p.batch, p.hq, p.nq, p.nk)
     lengths = 1 if p.options.packed else p.batch
-    views = {"bias": scores, "mask": scores, "q_lengths": lengths, "kv_lengths": lengths}
-    return tuple((named[name], view) for name, view in views.items() if named[name] is not None)
+    return tuple((x, view) for x, view in zip(optional, (scores, scores, lengths, lengths), strict=True) if x is not None)
 
 
 def _parameters(problem) -> tuple:
@@ -150,11 +149,11 @@ def _heads_first(problem, *operands) -> tuple:
     return tuple(x if x is None else x.swapaxes(0, 1) for x in operands)
 
 
-def prepare_forward(problem, q, k, v, bias, mask, q_lengths, kv_lengths, o, lse):
-    """Prepared launch ``run(q, k, v, bias, mask, q_lengths, kv_lengths, o, lse)`` for arrays with these layouts; `lse` may be None."""
-    p = problem
+def prepare_forward(problem, inputs, results):
+    """Prepared launch ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
+    p, (o, lse) = problem, results
     tile = tile_for("forward", p.dtype, max(p.d, p.dv))
-    q, k, v, o = _heads_first(p, q, k, v, o)
+    q, k, v, o = _heads_first(p, *inputs[:3], o)
     forward = launch.Launch(
         "forward_simt.build",
         (p.dtype, p.d, p.dv, lse is not None, p.options.structure, tile),
@@ -162,28 +161,26 @@ def prepare_forward(problem, q, k, v, bias, mask, q_lengths, kv_lengths, o, lse)
         block=tile.threads,
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (lse, 4)),
         scalars=(p.scale * LOG2E if p.options == PLAIN else 1.0, p.low, p.high),
-        extras=_extras(p, {"bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}),
+        extras=_extras(p, inputs[3:]),
         parameters=_parameters(p),
     )
     if p.options == PLAIN:
-        return lambda q, k, v, bias, mask, q_lengths, kv_lengths, o, lse: forward(q, k, v, o, lse)
+        return lambda inputs, results: forward(*inputs[:3], *results)
 
-    def run(q, k, v, bias, mask, q_lengths, kv_lengths, o, lse):
-        q, k, v, o = _heads_first(p, q, k, v, o)
-        forward(q, k, v, o, lse, *(x for x in (bias, mask, q_lengths, kv_lengths) if x is not None))
+    def run(inputs, results):
+        q, k, v, o = _heads_first(p, *inputs[:3], results[0])
+        forward(q, k, v, o, results[1], *(x for x in inputs[3:] if x is not None))
 
     return run
 
 
-def prepare_backward(problem, do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias):
-    """Prepared launches ``run(do, q, ..., dbias)``, with the same arguments, for arrays with these layouts."""
-    p = problem
-    do, q, k, v, o, dq, dk, dv = _heads_first(p, do, q, k, v, o, dq, dk, dv)
+def prepare_backward(problem, inputs, results):
+    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way."""
+    p, (*gradients, dbias) = problem, results
+    *tensors, lse, dlse = inputs[:7]
+    do, q, k, v, o, dq, dk, dv = _heads_first(p, *tensors, *gradients)
     delta_layout = arrays.empty("delta", lse, lse.shape)
-    common = {
-        "extras": _extras(p, {"bias": bias, "mask": mask, "q_lengths": q_lengths, "kv_lengths": kv_lengths}),
-        "parameters": _parameters(p),
-    }
+    common = {"extras": _extras(p, inputs[7:]), "parameters": _parameters(p)}
     delta_launch = launch.Launch(
         "backward_simt.build_delta",
         (p.dtype, p.dv, dlse is not None, DELTA_LANES, DELTA_ROWS),
@@ -215,9 +212,11 @@ def prepare_backward(problem, do, q, k, v, o, lse, dlse, bias, mask, q_lengths, 
     )
     dbias_run = None if dbias is None else _prepare_dbias(p, (do, q, k, v, lse, delta_layout), dbias, common)
 
-    def run(do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths, dq, dk, dv, dbias):
-        do, q, k, v, o, dq, dk, dv = _heads_first(p, do, q, k, v, o, dq, dk, dv)
-        extras = [x for x in (bias, mask, q_lengths, kv_lengths) if x is not None]
+    def run(inputs, results):
+        *gradients, dbias = results
+        *tensors, lse, dlse = inputs[:7]
+        do, q, k, v, o, dq, dk, dv = _heads_first(p, *tensors, *gradients)
+        extras = [x for x in inputs[7:] if x is not None]
         delta = arrays.empty("delta", lse, lse.shape)
         delta_launch(do, o, delta, *(() if dlse is None else (dlse,)))
         dkdv_launch(do, q, k, v, dk, dv, lse, delta, *extras)
