@@ -53,7 +53,7 @@ def _scores(problem, given, q, k):
     if options.score_mod is not None:
         b0, b1, *hij = np.indices(s.shape, sparse=True)
         where = (b0 * problem.batch[1] + b1, *hij)
-        apply = lambda f: np.vectorize(f, otypes=[float])(s, *where) if s.size else s
+        apply = lambda f: np.vectorize(lambda x, *at: f(np.float64(x), *at), otypes=[float])(s, *where) if s.size else s
         slope = slope * apply(options.score_mod.gradient) if options.score_mod.gradient is not None else None
         s = apply(options.score_mod.function)
         visible = visible & ~np.isneginf(s)
