@@ -1,4 +1,4 @@
-"""The example runs as a newcomer runs it, and its attention is non-local means."""
+"""The examples run as a newcomer runs them; one's attention is non-local means, the other's gradients are those of its loss."""
 
 import importlib.util
 import re
@@ -10,36 +10,46 @@ import numpy as np
 import pytest
 
 pytest.importorskip("skimage", reason="the examples need numba_flash[examples]")
-EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "denoise_photo.py"
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("denoise_photo", EXAMPLE)
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
-    png = tmp_path / "photo.png"
-    command = [sys.executable, str(EXAMPLE), "--size", "64", "--backend", "cpu", "--output", str(png)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    noisy, ours, _ = (float(x) for x in re.findall(r"PSNR +([\d.]+) dB", run.stdout))
-    assert ours > noisy + 4
-    assert "attention" in run.stdout
-    assert "100%" in run.stdout
+def run(name: str, *options: str) -> str:
+    """What the example prints."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--backend", "cpu", *options]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def assert_is_a_picture(png: Path, height: int, width: int):
     import matplotlib.image
 
     picture = matplotlib.image.imread(png)
-    assert picture.shape[0] > 400
-    assert picture.shape[1] > 1500
+    assert picture.shape[0] > height
+    assert picture.shape[1] > width
     assert np.unique(picture).size > 100
+
+
+def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
+    png = tmp_path / "photo.png"
+    printed = run("denoise_photo", "--size", "64", "--output", str(png))
+    noisy, ours, _ = (float(x) for x in re.findall(r"PSNR +([\d.]+) dB", printed))
+    assert ours > noisy + 4
+    assert "attention" in printed
+    assert "100%" in printed
+    assert_is_a_picture(png, 400, 1500)
 
 
 def test_its_attention_is_the_non_local_mean_of_patches():
     """Against the formula with its dense weights, w_ii = 0."""
-    example = load()
+    example = load("denoise_photo")
     noisy = np.random.default_rng(3).random((13, 17))
     h, r, half = 0.9, 3.0, example.PATCH // 2
     padded = np.pad(noisy, half, mode="reflect")
@@ -60,3 +70,51 @@ def test_its_attention_is_the_non_local_mean_of_patches():
         ]
         expected[y, x] = np.mean(values)
     assert np.abs(example.denoise(noisy, h, r, backend="cpu") - expected).max() < 1e-5
+
+
+def test_triangle_attention_learns_and_writes_its_picture(tmp_path):
+    png = tmp_path / "triangle.png"
+    printed = run("triangle_attention", "--size", "20", "--steps", "50", "--output", str(png))
+    losses = [float(x) for x in re.findall(r"loss +([\d.]+) ", printed)]
+    assert len(losses) == 11
+    assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4])
+    errors = {name: float(x) for name, x in re.findall(r"^(\w[\w, ]+?) +([\d.]+) Å +[\d.]+ Å", printed, re.MULTILINE)}
+    assert errors["triangle attention"] < 0.8 * errors["as given, or typical"]
+    assert "100%" in printed
+    assert_is_a_picture(png, 300, 1300)
+
+
+def test_its_gradients_are_those_of_its_loss(monkeypatch):
+    """Every weight of a small network, in float64, along a random direction, against central differences."""
+    example = load("triangle_attention")
+    monkeypatch.setattr(example, "CHANNELS", 8)
+    monkeypatch.setattr(example, "HEADS", 2)
+    rng, h = np.random.default_rng(5), 1e-5
+    p = example.initial_parameters(rng, np.float64)
+    for layer in p.values():
+        for w in layer.values():
+            w += 0.3 * rng.standard_normal(w.shape)
+    chains, typical = example.simulate(rng, 2, 7), example.typical_distances(7)
+    assert not chains.present.all()
+    loss = lambda: example.loss_and_gradients(p, chains, typical, "cpu")[0]
+    gradients = example.loss_and_gradients(p, chains, typical, "cpu")[1]
+    assert {layer: set(g) for layer, g in gradients.items()} == {layer: set(w) for layer, w in p.items()}
+    for layer, weights in p.items():
+        for name, w in weights.items():
+            before, direction = w.copy(), rng.standard_normal(w.shape)
+            w += h * direction
+            above = loss()
+            w[...] = before - h * direction
+            expected = (above - loss()) / (2 * h)
+            w[...] = before
+            assert (gradients[layer][name] * direction).sum() == pytest.approx(expected, rel=1e-6), (layer, name)
+
+
+def test_its_bounds_hold_without_noise(monkeypatch):
+    """Every true distance lies between the bounds that the given ones imply."""
+    example = load("triangle_attention")
+    monkeypatch.setattr(example, "NOISE", 0.0)
+    chains = example.simulate(np.random.default_rng(0), 4, 12)
+    upper, lower = example.triangle_bounds(chains)
+    assert (lower - 1e-9 <= chains.true)[chains.used].all()
+    assert (chains.true <= upper + 1e-9)[chains.used].all()
