@@ -14,11 +14,9 @@ from functools import partial
 import numpy as np
 import scipy.linalg.cython_blas  # noqa: F401  (the BLAS of np.dot in kernels, loaded before ThreadpoolController looks for it)
 from numba import config, typeof, types
-from numba.core.dispatcher import Dispatcher
 from threadpoolctl import ThreadpoolController
 
 from numba_flash import arrays
-from numba_flash import cpu_scores as scores
 from numba_flash.cpu_kernels import (
     BACKWARD_BLOCK_M,
     BACKWARD_BLOCK_N,
@@ -31,6 +29,7 @@ from numba_flash.cpu_kernels import (
     forward_items,
 )
 from numba_flash.cpu_pieces import pieces
+from numba_flash.cpu_scores import row_function_address
 from numba_flash.options import PLAIN, Options, dropout_threshold
 
 BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items
@@ -96,8 +95,6 @@ def _numba_type(x):
         return types.Array(typeof(x).dtype, x.ndim, "A")
     if isinstance(x, tuple):
         return types.Tuple([_numba_type(item) for item in x])
-    if isinstance(x, Dispatcher):  # a compiled score_mod, called through its address: one kernel serves all of them
-        return types.FunctionType(scores.row_signature(x.signatures[0][0].dtype))
     return typeof(x)
 
 
@@ -190,12 +187,12 @@ def _extras(piece, bias, mask) -> tuple:
     if o == PLAIN or (o.structure == Options(q_lengths=o.q_lengths, kv_lengths=o.kv_lengths, packed=o.packed, follows=o.follows)):
         return ()
     number = types.float64 if problem.dtype == "float64" else types.float32
+    address = 0 if o.score_mod is None else row_function_address(o.score_mod, number)
     words = (np.uint64(o.seed), np.uint64(o.offset), np.uint64(dropout_threshold(o.dropout)))
     return (
         np.empty((0,) * 5, np.float32) if bias is None else _bits(piece.scores(bias)),
         np.empty((0,) * 5, np.uint8) if mask is None else piece.scores(mask).view(np.uint8),
-        scores.row_function(o.score_mod, number),
-        (float(o.softcap), 1 / (1 - o.dropout), piece.number, int(o.score_mod is not None), *words, 0),
+        (float(o.softcap), 1 / (1 - o.dropout), piece.number, address, *words, 0),
     )
 
 
@@ -281,8 +278,8 @@ def _panel(extras: tuple, i: slice) -> tuple:
     """The options for the queries `i` alone."""
     if not extras:
         return ()
-    bias, mask, apply, numbers = extras
-    return bias[:, :, :, i], mask[:, :, :, i], apply, (*numbers[:7], i.start)
+    bias, mask, numbers = extras
+    return bias[:, :, :, i], mask[:, :, :, i], (*numbers[:7], i.start)
 
 
 def _one_head(x, dtype):

@@ -1,19 +1,19 @@
 """What the options do to the scores of a tile, for the CPU kernels: bias, mask, softcap, score_mod, dropout.
 
 Kernels get the options as one argument, `extras`. It is an empty tuple for plain attention, for which every function here compiles to
-nothing, and else ``(bias, mask, apply, numbers)``: arrays (b0, b1, hq, nq, nk), of size 0 where absent, the compiled score_mod, and
-`numbers` ``(softcap, 1 / (1 - dropout), b, modified, seed, offset, threshold, i)``, where b and i count the batch elements and queries
-before the first.
+nothing, and else ``(bias, mask, numbers)``: arrays (b0, b1, hq, nq, nk), of size 0 where absent, and `numbers`
+``(softcap, 1 / (1 - dropout), b, address, seed, offset, threshold, i)``, where b and i count the batch elements and queries before the
+first, and the address is that of the compiled score_mod, 0 if there is none.
 
 A hidden score is -inf. The weight of a hidden or dropped term is -0.0, which no computed weight is: where the other factor may be NaN or
 Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first query and key of the tile.
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 
 from numba import njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from numba_flash import numeric, rng
 from numba_flash.cpu_cache import cached
@@ -21,29 +21,45 @@ from numba_flash.cpu_tiles import MINUS_INF, as_contiguous
 from numba_flash.scoremod import jitted
 
 
-def row_signature(number):
-    """Type of a compiled score_mod: ``apply(row, slope, b, h, i, j0)`` changes scores and multiplies their derivatives into slope."""
-    return types.void(types.Array(number, 1, "C"), types.Array(number, 1, "C"), *[types.int64] * 4)
-
-
-@lru_cache(maxsize=256)
-def row_function(score_mod, number):
-    """Compiled ``apply`` for a `ScoreMod` (None: leaves the row alone), kept on disk under its fingerprint."""
-    function = gradient = None
-    if score_mod is not None:
-        function, gradient = jitted(score_mod.function), score_mod.gradient and jitted(score_mod.gradient)
-    modifies, differentiable = function is not None, gradient is not None
+@cache
+def _row_function(score_mod, number):
+    """``apply(row, slope, b, h, i, j0)``: changes a row of scores and multiplies their derivatives into slope; kept on disk."""
+    function, gradient = jitted(score_mod.function), score_mod.gradient and jitted(score_mod.gradient)
+    differentiable = gradient is not None
 
     def apply(row, slope, b, h, i, j0):
-        if modifies:
-            for c in range(row.size):
-                if differentiable:
-                    slope[c] *= gradient(row[c], b, h, i, j0 + c)
-                row[c] = function(row[c], b, h, i, j0 + c)
+        for c in range(row.size):
+            if differentiable:
+                slope[c] *= gradient(row[c], b, h, i, j0 + c)
+            row[c] = function(row[c], b, h, i, j0 + c)
 
-    dispatcher = cached(njit(nogil=True)(apply), "none" if score_mod is None else score_mod.fingerprint)
-    dispatcher.compile(row_signature(number))
-    return dispatcher
+    return cached(njit(nogil=True)(apply), score_mod.fingerprint)
+
+
+@cache
+def row_function_address(score_mod, number) -> int:
+    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there, as `_row_function` never forgets."""
+    row = types.Array(number, 1, "C")
+    signature = types.void(row, row, *[types.int64] * 4)
+    dispatcher = _row_function(score_mod, number)
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature.args]
+    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+
+
+@intrinsic
+def call_row_function(typingctx, address, row, slope, b, h, i, j0):
+    """Call the function at `address` with the other arguments, by Numba's calling convention."""
+
+    def codegen(context, builder, signature, args):
+        convention, types_ = context.call_conv, signature.args[1:]
+        pointer = builder.inttoptr(args[0], convention.get_function_type(types.none, types_).as_pointer())
+        status, _ = convention.call_function(builder, pointer, types.none, types_, args[1:])
+        with builder.if_then(status.is_error, likely=False):
+            convention.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.none(address, row, slope, b, h, i, j0), codegen
 
 
 @njit
@@ -72,13 +88,13 @@ def hide_row(row, mask_row):
 @njit
 def modify_row(row, slope, at, i, j0, extras):
     """Scores in base 2 from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
-    bias, mask_, apply, numbers = extras
+    bias, mask_, numbers = extras
     b0, b1, h, batch1, _ = at
     slope[:] = 1
     if numbers[0] > 0:
         cap_row(row, slope, row.dtype.type(numbers[0]))
-    if numbers[3]:
-        apply(as_contiguous(row), as_contiguous(slope), numbers[2] + b0 * batch1 + b1, h, numbers[7] + i, j0)
+    if numbers[3] != 0:
+        call_row_function(numbers[3], as_contiguous(row), as_contiguous(slope), numbers[2] + b0 * batch1 + b1, h, numbers[7] + i, j0)
     if bias.size > 0:
         add_row(row, bias[b0, b1, h, i, j0 : j0 + row.size])
     if mask_.size > 0:
@@ -126,7 +142,7 @@ def _unit(extras):
 
 @overload(keep_scale)
 def _keep_scale(extras):
-    return (lambda extras: 1.0) if extras == types.Tuple(()) else (lambda extras: extras[3][1])
+    return (lambda extras: 1.0) if extras == types.Tuple(()) else (lambda extras: extras[2][1])
 
 
 @overload(may_hide)

@@ -119,9 +119,9 @@ def _weights(row, shift, at, i, j0, extras):
 
     def weights(row, shift, at, i, j0, extras):
         total = marked_exp2_row(row, shift)
-        if extras[3][6] > 0:
+        if extras[2][6] > 0:
             for c in range(row.size):
-                row[c] = row[c] if kept(at, i, j0 + c, extras[3]) else -0.0
+                row[c] = row[c] if kept(at, i, j0 + c, extras[2]) else -0.0
         return total
 
     return weights
@@ -137,14 +137,14 @@ def _gradients(p, dp, slope, row, at, i, j0, extras):
         marked_exp2_row(p, shift)
         if not bend:
             slope[:] = 1
-        dropping = extras[3][6] > 0
+        dropping = extras[2][6] > 0
         if dropping:
             for c in range(p.size):
-                dp[c] = dp[c] * keep_scale(extras) if kept(at, i, j0 + c, extras[3]) else 0
+                dp[c] = dp[c] * keep_scale(extras) if kept(at, i, j0 + c, extras[2]) else 0
         marked_gradient_row(p, dp, slope, delta)
         if dropping:
             for c in range(p.size):
-                p[c] = p[c] if kept(at, i, j0 + c, extras[3]) else -0.0
+                p[c] = p[c] if kept(at, i, j0 + c, extras[2]) else -0.0
 
     return gradients
 
