@@ -73,9 +73,10 @@ def cap_row(row, slope, cap):
 
 @njit
 def add_row(row, bias):
-    """``row += bias``."""
+    """``row += bias``; -inf hides whatever the row holds."""
     for c in range(row.size):
-        row[c] += numeric.widen(bias[c])
+        b = numeric.widen(bias[c])
+        row[c] = MINUS_INF if b == MINUS_INF else row[c] + b
 
 
 @njit

@@ -78,7 +78,13 @@ def _probabilities(problem, given, q, k):
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq) in float64, of NumPy arrays, with the options of `numba_flash.forward`."""
+    """Output (..., Hq, Nq, Dv) and log-sum-exp (..., Hq, Nq) in float64.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        As given to `numba_flash.forward`; NumPy arrays, upcast before any arithmetic.
+    """
     problem = spec.bind(q, k, v, **options)
     group = problem.hq // max(problem.hk, 1)
     p, factor, lse, _, visible = _probabilities(problem, options, _wide(q), _heads(k, group))
@@ -88,10 +94,16 @@ def forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def backward(do, q, k, v, *, dlse=None, bias_grad=False, **options) -> tuple[np.ndarray, ...]:
-    """dq, dk, dv, and dbias if `bias_grad`: gradients of ``sum(do * o) + sum(dlse * lse)`` from the inputs alone, in float64."""
+    """dq, dk, dv, and dbias if `bias_grad`: gradients of ``sum(do * o) + sum(dlse * lse)`` from the inputs alone, in float64.
+
+    Parameters
+    ----------
+    do, q, k, v, dlse, bias_grad, **options
+        As given to `numba_flash.backward`.
+    """
     problem = spec.bind(q, k, v, **options)
-    group, transpose = problem.hq // max(problem.hk, 1), lambda x: x.swapaxes(-1, -2)
-    qw, kw, vw, dow = _wide(q), _heads(k, group), _heads(v, group), _wide(do)
+    group, transpose, dow = problem.hq // max(problem.hk, 1), lambda x: x.swapaxes(-1, -2), _wide(do)
+    qw, kw, vw = _wide(q), _heads(k, group), _heads(v, group)
     p, factor, _, slope, visible = _probabilities(problem, options, qw, kw)
     kept = visible & (factor != 0)
     dv = _product(transpose(p * factor), dow, transpose(kept))
@@ -104,6 +116,5 @@ def backward(do, q, k, v, *, dlse=None, bias_grad=False, **options) -> tuple[np.
     gradients = (dq.reshape(q.shape), per_group(dk).reshape(k.shape), per_group(dv).reshape(v.shape))
     if not bias_grad:
         return gradients
-    bias = options["bias"]
-    summed = tuple(axis for axis, n in enumerate((1,) * (5 - bias.ndim) + bias.shape) if n == 1)
-    return (*gradients, ds.sum(axis=summed).reshape(bias.shape))
+    shape = options["bias"].shape
+    return (*gradients, ds.sum(axis=tuple(i for i in range(5) if ((1,) * (5 - len(shape)) + shape)[i] == 1)).reshape(shape))

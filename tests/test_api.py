@@ -14,7 +14,7 @@ import pytest
 from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, spec
+from numba_flash import api, call, spec
 
 GPU_REASON = no_gpu()
 DEFAULT_BACKEND = "cpu" if GPU_REASON else "simt"
@@ -69,7 +69,7 @@ def test_plan_computes_and_allocates_nothing(monkeypatch):
 def prepared(monkeypatch):
     """Counts how often calls are prepared, and starts from none."""
     counts = {"forward": 0, "backward": 0}
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(call, "_prepared", {})
 
     def counted(name, prepare):
         def wrapper(*args):
@@ -122,11 +122,11 @@ def test_another_layout_dtype_or_shape_is_another_preparation(prepared):
 
 
 def test_prepared_calls_are_bounded(prepared, monkeypatch):
-    monkeypatch.setattr(api, "_PREPARED_LIMIT", 4)
+    monkeypatch.setattr(call, "_PREPARED_LIMIT", 4)
     q, k, v, _ = random_inputs(batch=(), nq=3, nk=3)
     for q_start in range(10):
         numba_flash.forward(q, k, v, q_start=q_start, backend="cpu")
-        assert len(api._prepared) <= 4
+        assert len(call._prepared) <= 4
 
 
 # ---- foreign arrays --------------------------------------------------------------------------------------------------------------------
@@ -161,18 +161,18 @@ def test_dlpack_objects_are_accepted():
 def test_dlpack_objects_are_read_without_a_copy(monkeypatch):
     seen = []
 
-    def prepare(problem, q, k, v, o, lse):
-        return lambda q, k, v, o, lse: seen.extend((q, k, v))
+    def prepare(problem, inputs, results):
+        return lambda inputs, results: seen.extend(inputs[:3])
 
-    tier = api.tier
-    monkeypatch.setattr(api, "_prepared", {})
+    tier = call.tier
+    monkeypatch.setattr(call, "_prepared", {})
     monkeypatch.setattr(
-        api, "tier", lambda backend: type("Tier", (), {"prepare_forward": staticmethod(prepare), "takes_numpy": lambda: True})
+        call, "tier", lambda backend: type("Tier", (), {"prepare_forward": staticmethod(prepare), "takes_numpy": lambda: True})
     )
     inputs = random_inputs(nq=5, nk=7)[:3]
     inputs = (*inputs[:2], inputs[2][..., ::-1, ::2])
     numba_flash.forward(*map(Foreign, inputs), backend="cpu")
-    assert api.tier is not tier
+    assert call.tier is not tier
     for x, y in zip(seen, inputs, strict=True):
         assert x.ctypes.data == y.ctypes.data
         assert x.strides == y.strides
@@ -258,10 +258,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 # ---- documentation ---------------------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = {
-    "forward": numba_flash.forward,
-    "backward": numba_flash.backward,
-    "plan": numba_flash.plan,
-    "show_config": numba_flash.show_config,
+    **{name: getattr(numba_flash, name) for name in numba_flash.__all__ if name != "reference"},
     "reference.forward": numba_flash.reference.forward,
     "reference.backward": numba_flash.reference.backward,
 }
@@ -302,9 +299,18 @@ def test_forward_and_backward_take_the_same_options():
     keyword_only = lambda f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
     forward, backward, plan = map(keyword_only, (numba_flash.forward, numba_flash.backward, numba_flash.plan))
     assert forward.pop("return_lse") is False
+    assert backward.pop("dlse") is None
+    assert backward.pop("bias_grad") is False
     assert forward == backward
     del forward["out"]
     assert forward == plan
+
+
+def test_packed_functions_take_the_options_that_make_sense_for_them():
+    names = lambda f: {n for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    padded_only = {"bias", "mask", "q_lengths", "kv_lengths"}
+    assert names(numba_flash.forward_packed) == names(numba_flash.forward) - padded_only
+    assert names(numba_flash.backward_packed) == names(numba_flash.backward) - padded_only - {"bias_grad"}
 
 
 def test_docstring_examples():

@@ -9,7 +9,7 @@ import pytest
 from support import no_gpu
 
 import numba_flash
-from numba_flash import api, arrays
+from numba_flash import arrays, call
 
 GPU_REASON = no_gpu()
 
@@ -46,7 +46,7 @@ everywhere = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.fixture(autouse=True)
 def nothing_is_computed(monkeypatch):
     """No backend is reached."""
-    tier = api.tier
+    tier = call.tier
 
     def guarded(backend):
         def prepare(*_):
@@ -54,8 +54,8 @@ def nothing_is_computed(monkeypatch):
 
         return SimpleNamespace(prepare_forward=prepare, prepare_backward=prepare, takes_numpy=tier(backend).takes_numpy)
 
-    monkeypatch.setattr(api, "tier", guarded)
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(call, "tier", guarded)
+    monkeypatch.setattr(call, "_prepared", {})
 
 
 def bytes_of(arguments: dict) -> dict:
@@ -278,8 +278,8 @@ def test_options(call, options, error, pattern):
 
 @everywhere
 def test_unknown_option(call):
-    with pytest.raises(TypeError, match="dropout"):
-        call(good(), dropout=0.1)
+    with pytest.raises(TypeError, match="droppout"):
+        call(good(), droppout=0.1)
 
 
 LOOK_ALIKES = [

@@ -83,7 +83,8 @@ def build_score(dtype, options):
                 slope *= ACC(score_mod_grad(x, b, h, i, j))
             x = ACC(score_mod(x, b, h, i, j))
         if BIASED:
-            x += ACC(load_bias(extras[BIAS][index(b0), index(b1), index(h), index(i), index(j)]))
+            bias = ACC(load_bias(extras[BIAS][index(b0), index(b1), index(h), index(i), index(j)]))
+            x = ACC(NEG_INF) if bias == ACC(NEG_INF) else x + bias
         if MASKED:
             x = x if extras[MASK][index(b0), index(b1), index(h), index(i), index(j)] else ACC(NEG_INF)
         return x * ACC(LOG2E), slope

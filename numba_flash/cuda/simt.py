@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from numba_flash import arrays
 from numba_flash.cuda import launch
 from numba_flash.options import PLAIN, dropout_threshold
@@ -130,7 +132,7 @@ def _parameters(problem) -> tuple:
     o = problem.options
     if o == PLAIN:
         return ()
-    return problem.scale, o.softcap, 1 / (1 - o.dropout), o.seed, o.offset, dropout_threshold(o.dropout)
+    return problem.scale, o.softcap, 1 / (1 - o.dropout), *map(np.uint64, (o.seed, o.offset, dropout_threshold(o.dropout)))
 
 
 def _row_blocks(problem, transposed: bool, block: int) -> int:
