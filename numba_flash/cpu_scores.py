@@ -12,6 +12,7 @@ Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first qu
 import math
 from functools import cache
 
+import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
@@ -66,7 +67,7 @@ def call_row_function(typingctx, address, row, slope, b, h, i, j0):
 def cap_row(row, slope, cap):
     """Softcap: ``row = cap * tanh(row / cap)``, and its derivative."""
     for c in range(row.size):
-        unit = math.tanh(row[c] / cap)
+        unit = numeric.tanh(row[c] / cap)
         row[c] = cap * unit
         slope[c] = 1 - unit * unit
 
@@ -105,12 +106,17 @@ def modify_row(row, slope, at, i, j0, extras):
 
 
 @njit
-def kept(at, i, j, numbers):
-    """False if dropout drops the probability of query i and key j."""
+def drop_row(row, factor, at, i, j0, numbers):
+    """``row = factor * row`` where dropout keeps the probabilities of query i and the keys from j0 on, -0.0 where it drops them."""
     b0, b1, h, batch1, heads = at
-    if numbers[6] == 0:
-        return True
-    return rng.keep((numbers[4], numbers[5], numbers[6]), (numbers[2] + b0 * batch1 + b1) * heads + h, numbers[7] + i, j)
+    head, i = np.uint64((numbers[2] + b0 * batch1 + b1) * heads + h), np.uint64(numbers[7] + i)
+    low, high = numbers[4] & rng.WORD, numbers[4] >> rng.HALF
+    for four in range(j0 // 4, (j0 + row.size + 3) // 4):  # keys that share a counter (`rng.word`)
+        words = rng.philox4x32(np.uint64(four), i, head, numbers[5], low, high)
+        for lane in range(4):
+            c = 4 * four + lane - j0
+            if 0 <= c < row.size:
+                row[c] = row[c] * factor if words[lane] >= numbers[6] else -0.0
 
 
 # ---- what kernels call ----------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from numba_flash import mask, numeric
-from numba_flash.cpu_scores import absent, keep_scale, kept, modify_row
+from numba_flash.cpu_scores import absent, drop_row, keep_scale, modify_row
 from numba_flash.cpu_tiles import MINUS_INF
 
 
@@ -120,8 +120,7 @@ def _weights(row, shift, at, i, j0, extras):
     def weights(row, shift, at, i, j0, extras):
         total = marked_exp2_row(row, shift)
         if extras[2][6] > 0:
-            for c in range(row.size):
-                row[c] = row[c] if kept(at, i, j0 + c, extras[2]) else -0.0
+            drop_row(row, row.dtype.type(1), at, i, j0, extras[2])
         return total
 
     return weights
@@ -137,14 +136,12 @@ def _gradients(p, dp, slope, row, at, i, j0, extras):
         marked_exp2_row(p, shift)
         if not bend:
             slope[:] = 1
-        dropping = extras[2][6] > 0
-        if dropping:
-            for c in range(p.size):
-                dp[c] = dp[c] * keep_scale(extras) if kept(at, i, j0 + c, extras[2]) else 0
-        marked_gradient_row(p, dp, slope, delta)
-        if dropping:
-            for c in range(p.size):
-                p[c] = p[c] if kept(at, i, j0 + c, extras[2]) else -0.0
+        if extras[2][6] > 0:
+            drop_row(dp, p.dtype.type(keep_scale(extras)), at, i, j0, extras[2])
+            marked_gradient_row(p, dp, slope, delta)
+            drop_row(p, p.dtype.type(1), at, i, j0, extras[2])
+        else:
+            marked_gradient_row(p, dp, slope, delta)
 
     return gradients
 

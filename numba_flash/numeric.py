@@ -17,6 +17,8 @@ _F32_SUBNORMAL_SCALE = np.float32(2.0**112)
 
 # Coefficients of 2^f - 1 on [-1/2, 1/2]: minimax in the relative error (9.3e-8 and 4e-18), rounded one after the other.
 _EXP2_F32 = np.array([0.69314700365, 0.24022246897, 0.05550710857, 0.00967129413, 0.00132695702], np.float32)
+# The same relative to 2^f - 1, one degree higher (1.3e-8).
+_EXP2M1_F32 = np.array([0.69314718246, 0.24022649229, 0.05550366268, 0.00961832702, 0.00133878936, 0.00015375005], np.float32)
 _EXP2_F64 = (
     0.6931471805599453, 0.24022650695910108, 0.05550410866482173, 0.009618129107601613, 0.001333355814654513, 0.00015403530449020674,
     1.525273363456621e-05, 1.321543884474536e-06, 1.017815998365469e-07, 7.0732314627191485e-09, 4.4388508141274565e-10,
@@ -125,6 +127,58 @@ def _exp2(x):
         return p * power.view(np.float64)
 
     return exp2_f64
+
+
+def exp2m1(x):
+    """2 to the power `x`, less 1, for x <= 0, without cancellation near 0; NaN for NaN."""
+
+
+@overload(exp2m1, jit_options={"fastmath": {"contract"}})
+def _exp2m1(x):
+    # 2^n 2^f - 1 = 2^n (2^f - 1) + (2^n - 1), with n and f as in `exp2`.
+    if x == types.float32:
+        c1, c2, c3, c4, c5, c6 = _EXP2M1_F32
+        magic, lowest = np.float32(1.5 * 2**23), np.float32(-126)
+
+        def exp2m1_f32(x):
+            x = lowest if x < lowest else x
+            shifted = np.float32(x + magic)
+            f = x - (shifted - magic)
+            power = np.uint32(np.uint32(shifted.view(np.uint32) + np.uint32(127)) << np.uint32(23)).view(np.float32)
+            p = f * (c1 + f * (c2 + f * (c3 + f * (c4 + f * (c5 + f * c6)))))
+            return power * p + (power - np.float32(1.0))
+
+        return exp2m1_f32
+
+    d1, d2, d3, d4, d5, d6, d7, d8, d9, d10, d11 = _EXP2_F64
+
+    def exp2m1_f64(x):
+        x = -1022.0 if x < -1022.0 else x
+        shifted = np.float64(x + 6755399441055744.0)
+        f = x - (shifted - 6755399441055744.0)
+        power = np.uint64(np.uint64(shifted.view(np.uint64) + np.uint64(1023)) << np.uint64(52)).view(np.float64)
+        tail = d6 + f * (d7 + f * (d8 + f * (d9 + f * (d10 + f * d11))))
+        p = f * (d1 + f * (d2 + f * (d3 + f * (d4 + f * (d5 + f * tail)))))
+        return power * p + (power - 1.0)
+
+    return exp2m1_f64
+
+
+def tanh(x):
+    """Hyperbolic tangent, float32 or float64, within 4 ulp; NaN for NaN."""
+
+
+@overload(tanh)
+def _tanh(x):
+    number = np.float32 if x == types.float32 else np.float64
+    factor, zero, two = number(-2.0 * LOG2E), number(0), number(2)
+
+    def tanh(x):
+        t = exp2m1(factor * abs(x))  # exp(-2 |x|) - 1
+        y = -t / (two + t)
+        return -y if x < zero else y
+
+    return tanh
 
 
 def row_max(x):

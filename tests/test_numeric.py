@@ -97,6 +97,32 @@ def test_exp2_special_values(dtype):
 
 
 @njit
+def tanh_of(x, y):
+    for i in range(x.size):
+        y[i] = numeric.tanh(x[i])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tanh_is_within_four_ulp(dtype):
+    if np.finfo(np.longdouble).nmant <= 52:
+        pytest.skip("no type more precise than float64 here")
+    rng = np.random.default_rng(0)
+    for reach in (30.0, 2.0, 0.1, 1e-6):
+        x = rng.uniform(-reach, reach, 2 * 10**5).astype(dtype)
+        y = np.empty_like(x)
+        tanh_of(x, y)
+        exact = np.tanh(x.astype(np.longdouble))
+        assert float((np.abs(y - exact) / np.spacing(np.abs(exact).astype(dtype))).max()) < 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tanh_special_values(dtype):
+    x, y = np.array([0, np.inf, -np.inf, 1e30, -1e30, np.nan], dtype), np.empty(6, dtype)
+    tanh_of(x, y)
+    np.testing.assert_array_equal(y, np.array([0, 1, -1, 1, -1, np.nan], dtype))
+
+
+@njit
 def row_max_of(x):
     return numeric.row_max(x)
 
