@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import SIMULATED
 
@@ -158,6 +159,16 @@ def test_options_stay_in_registers_and_shared_memory(name, option):
     used = compile.resources(text, H200)
     print(used)
     assert used["stack_bytes"] <= SPILL_LIMIT
+
+
+@pytest.mark.parametrize(("size", "space"), [(100, "const"), (20_000, "global")])
+def test_arrays_that_a_function_captures(size, space):
+    """Up to 64 KiB lie in constant memory; a kernel with more of it would not link."""
+    table = np.zeros(size, np.float32)
+    score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32")
+    text = compile.ptx(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    assert re.search(rf"\.{space} .*\[{table.nbytes}\]", text)
+    assert compile.link(text, H200)[:4] == b"\x7fELF"
 
 
 def test_one_kernel_serves_all_values_of_an_option():

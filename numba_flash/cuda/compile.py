@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from numba_flash.fingerprint import source_fingerprint
 
+CONSTANT_BYTES = 2**16
 TOOLS = (
     *("numba", "llvmlite", "numba-cuda", "cuda-core"),
     *("nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13's wheels of the compiler and the linker, and below CUDA 12's
@@ -79,7 +80,14 @@ def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     with _target(capability):
         text, _ = cuda.compile(function, signature, device=False, abi="numba", cc=capability, **options)
     (line,) = (line for line in text.splitlines() if ".entry" in line)
-    return text.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel")
+    return _constants_that_fit(text.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel"))
+
+
+def _constants_that_fit(text: str) -> str:
+    """The same PTX, with arrays that a function captures in global memory if they are too large for the constant one."""
+    arrays = re.findall(r"^\s*\.const .*\.b(\d+) \S+\[(\d+)\]", text, re.MULTILINE)
+    too_large = sum(int(bits) // 8 * int(count) for bits, count in arrays) > CONSTANT_BYTES
+    return re.sub(r"\.const\b", ".global", text) if too_large else text
 
 
 @contextmanager
