@@ -59,9 +59,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
         lse_head = lse[b0, b1, h]
         row0 = m_block * BLOCK_M
         if SEQUENCES:
-            q0, nq, k0, nk, shift, factor = sequence(extras, at[0], at[1], nq, nk)
+            q0, nq, k0, nk, move, factor = sequence(extras, at[0], at[1], nq, nk)
             q_head, k_head, v_head = q_head[q0 : q0 + nq], k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
-            low, high = low + shift, high + shift
+            low, high = low + move, high + move
             if PACKED:
                 rows, lse_head = nq, lse_head[q0 : q0 + nq]
         for r in range(ROWS):
