@@ -40,7 +40,7 @@ def forward_packed(
         Values of all sequences.
     q_offsets, k_offsets : array of integers, shape (sequences + 1,)
         Where each sequence begins, and the total; from 0, not decreasing. NumPy, or CuPy if q is: values on a GPU cannot be checked
-        without waiting for it, so a sequence that does not fit gives NaN.
+        without waiting for it; a sequence that does not fit is left out, and its rows of the results are not written.
     scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, backend
         As in `forward`, for each sequence alone: i, j count from its first query and key, b is the number of the sequence.
     return_lse : bool
