@@ -30,7 +30,7 @@ from numba_flash.cpu_kernels import (
 )
 from numba_flash.cpu_pieces import pieces
 from numba_flash.cpu_scores import row_function_address
-from numba_flash.options import PLAIN, Options, dropout_threshold
+from numba_flash.options import dropout_threshold
 
 BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items
 DQ_PARTIAL_BYTES = 64 * 2**20  # cap on the shares of dq that wait for their sum
@@ -184,7 +184,7 @@ def _scores_like(problem, x):
 def _extras(piece, bias, mask) -> tuple:
     """The options as kernels see them (`numba_flash.cpu_scores`)."""
     problem, o = piece.problem, piece.problem.options
-    if o == PLAIN or (o.structure == Options(q_lengths=o.q_lengths, kv_lengths=o.kv_lengths, packed=o.packed, follows=o.follows)):
+    if not o.modifies:
         return ()
     number = types.float64 if problem.dtype == "float64" else types.float32
     address = 0 if o.score_mod is None else row_function_address(o.score_mod, number)

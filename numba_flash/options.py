@@ -54,6 +54,11 @@ class Options:
         return self.q_lengths is not None or self.kv_lengths is not None
 
     @property
+    def modifies(self) -> bool:
+        """True if scores or probabilities change beyond what a band and an end do to them."""
+        return bool(self.softcap or self.score_mod or self.bias or self.mask or self.dropout)
+
+    @property
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
         return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, seed=0, offset=0)

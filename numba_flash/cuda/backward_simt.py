@@ -81,7 +81,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, max(COLS_K, COLS_V) * THREADS_N
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
     ACC = tiles.ACCUMULATOR[dtype]
-    MODIFIED, HIDES, BENDS = scores.modifies(options), scores.hides(options), scores.bends(options)
+    MODIFIED, HIDES, BENDS = options.modifies, scores.hides(options), scores.bends(options)
     SEQUENCES, PACKED, DROPOUT, K_OFFSETS = options.sequences, options.packed, bool(options.dropout), scores.slots(options).kv_lengths
     absent_p, absent_ds = ("negative" if DROPOUT else "zero", "zero") if MODIFIED else ("band", "band")
     shift, value = build_row_value(dtype)
@@ -93,6 +93,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     sequence, seen = scores.build_sequence(options), scores.build_seen(options, tile, True)
     modify, drop = scores.build_modify(dtype, options, tile, True, BENDS), scores.build_drop(dtype, options, tile, True, True)
     gradient = scores.build_gradient(dtype, options)
+    clear_k, clear_v = scores.build_clear(dtype, tile, COLS_K), scores.build_clear(dtype, tile, COLS_V)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -176,6 +177,9 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
                 put_weights(w_smem, s)
                 # (6) dK = dK + dS^T Q
                 outer_q(dk_acc, w_smem, q_head, col0, x_smem, row0, edge, low, high)
+        if SEQUENCES:
+            clear_k(dk_acc, row0, nk)
+            clear_v(dv_acc, row0, nk)
         dk_head = dk[b0, b1, kv_head]
         if PACKED:
             dk_head = dk_head[k0 : k0 + nk]
@@ -200,7 +204,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, COLS_K * THREADS_N
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
     ACC = tiles.ACCUMULATOR[dtype]
-    MODIFIED, HIDES, BENDS = scores.modifies(options), scores.hides(options), scores.bends(options)
+    MODIFIED, HIDES, BENDS = options.modifies, scores.hides(options), scores.bends(options)
     SEQUENCES, PACKED, Q_OFFSETS = options.sequences, options.packed, scores.slots(options).q_lengths
     shift, value = build_row_value(dtype)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
@@ -210,7 +214,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     column = tiles.build_column(dtype, THREADS_N, COLS)
     sequence, seen = scores.build_sequence(options), scores.build_seen(options, tile, False)
     modify, drop = scores.build_modify(dtype, options, tile, False, BENDS), scores.build_drop(dtype, options, tile, False, True)
-    gradient = scores.build_gradient(dtype, options)
+    gradient, clear = scores.build_gradient(dtype, options), scores.build_clear(dtype, tile, COLS_K)
 
     def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -288,6 +292,8 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
             put_weights(w_smem, s)
             # (5) dQ = dQ + dS K
             outer_k(dq_acc, w_smem, k_head, col0, x_smem, row0, edge, low, high)
+        if SEQUENCES:
+            clear(dq_acc, row0, nq)
         dq_head = dq[b0, b1, h]
         if PACKED:
             dq_head = dq_head[q0 : q0 + nq]

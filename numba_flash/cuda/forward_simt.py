@@ -21,7 +21,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     PITCH_M, PITCH_N, PITCH_W = BLOCK_M + PAD, BLOCK_N + PAD, COLS_O * THREADS_N
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     DEPTH, DEPTH_OUTER, ALIGNMENT = tile.depth, tile.depth_outer, tiles.ALIGNMENT
-    WRITE_LSE, MODIFIED, HIDES = write_lse, scores.modifies(options), scores.hides(options)
+    WRITE_LSE, MODIFIED, HIDES = write_lse, options.modifies, scores.hides(options)
     SEQUENCES, PACKED = options.sequences, options.packed
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
     NEG_INF, LN2 = -math.inf, math.log(2.0)
@@ -32,7 +32,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     write = tiles.build_write(dtype, tile, head_dim_v)
     Q_OFFSETS, sequence = scores.slots(options).q_lengths, scores.build_sequence(options)
     modify, drop = scores.build_modify(dtype, options, tile, False, False), scores.build_drop(dtype, options, tile, False, False)
-    seen = scores.build_seen(options, tile, False)
+    seen, clear = scores.build_seen(options, tile, False), scores.build_clear(dtype, tile, COLS_O)
 
     def forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters):
         q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
@@ -123,11 +123,15 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
         for r in range(ROWS):
             row_smem[index(ty * ROWS + r), index(tx)] = l_i[r]
         cuda.syncthreads()  # the row's threads see each other's sums
+        if SEQUENCES:
+            clear(acc, row0, nq)
         for r in range(ROWS):
             # (6) O = O / l, lse = m + log l; a row that saw nothing has O = 0, lse = -inf
             l = ACC(0)
             for t in range(THREADS_N):
                 l += row_smem[index(ty * ROWS + r), index(t)]
+            if SEQUENCES and row0 + ty * ROWS + r >= nq:
+                l = ACC(0)
             inverse = ACC(0) if l == ACC(0) else ACC(1) / l
             if MODIFIED:
                 inverse *= ACC(parameters[2])

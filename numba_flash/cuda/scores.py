@@ -36,13 +36,8 @@ def kernel_arguments(options, scalars) -> tuple:
         "kv_lengths": options.kv_lengths and types.Array(getattr(types, options.kv_lengths), lengths, "A"),
     }
     extras = types.Tuple([arrays[name] for name in EXTRAS if arrays[name]])
-    numbers = (types.float64,) * 3 + (types.uint64,) * 3 if modifies(options) else ()
+    numbers = (types.float64,) * 3 + (types.uint64,) * 3 if options.modifies else ()
     return extras, *(getattr(types, scalar) for scalar in scalars), types.Tuple(numbers)
-
-
-def modifies(options) -> bool:
-    """True unless attention is plain."""
-    return bool(options.softcap or options.score_mod or options.bias or options.mask or options.sequences or options.dropout)
 
 
 def hides(options) -> bool:
@@ -222,3 +217,17 @@ def build_sequence(options):
         return q0, q_len, k0, k_len, shift, factor
 
     return sequence
+
+
+def build_clear(dtype, tile, cols):
+    """``clear(acc, row0, rows)``: acc[r, c] = 0 in the rows that lie beyond the last of `rows`."""
+    ROWS, COLS, THREADS_N, ACC = tile.rows, cols, tile.threads_n, ACCUMULATOR[dtype]
+
+    @cuda.jit(device=True)
+    def clear(acc, row0, rows):
+        for r in range(ROWS):
+            if row0 + (cuda.threadIdx.x // THREADS_N) * ROWS + r >= rows:
+                for c in range(COLS):
+                    acc[r * COLS + c] = ACC(0)
+
+    return clear

@@ -128,9 +128,9 @@ def _extras(problem, optional: tuple) -> tuple:
 
 
 def _parameters(problem) -> tuple:
-    """Numbers for the options, in the order of `numba_flash.cuda.scores.build_score`; none for plain attention."""
+    """Numbers for the options, in the order of `numba_flash.cuda.scores.build_score`; none if they need none."""
     o = problem.options
-    if o == PLAIN:
+    if not o.modifies:
         return ()
     return problem.scale, o.softcap, 1 / (1 - o.dropout), *map(np.uint64, (o.seed, o.offset, dropout_threshold(o.dropout)))
 
@@ -162,7 +162,7 @@ def prepare_forward(problem, inputs, results):
         grid=_row_blocks(p, False, tile.block_m) * p.hq,
         block=tile.threads,
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (lse, 4)),
-        scalars=(p.scale * LOG2E if p.options == PLAIN else 1.0, p.low, p.high),
+        scalars=(1.0 if p.options.modifies else p.scale * LOG2E, p.low, p.high),
         extras=_extras(p, inputs[3:]),
         parameters=_parameters(p),
     )
