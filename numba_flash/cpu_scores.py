@@ -119,6 +119,12 @@ def drop_row(row, factor, at, i, j0, numbers):
                 row[c] = row[c] * factor if words[lane] >= numbers[6] else -0.0
 
 
+@njit
+def is_negative_zero(weight):
+    """True for the weight of a hidden or dropped term."""
+    return weight == 0 and math.copysign(1.0, weight) < 0
+
+
 # ---- what kernels call ----------------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +168,7 @@ def _may_hide(extras):
 def _absent(weight, extras):
     if extras == types.Tuple(()):
         return lambda weight, extras: False
-    return lambda weight, extras: weight == 0 and math.copysign(1.0, weight) < 0
+    return lambda weight, extras: is_negative_zero(weight)
 
 
 @overload(seen)

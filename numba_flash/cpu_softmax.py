@@ -5,7 +5,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from numba_flash import mask, numeric
-from numba_flash.cpu_scores import absent, drop_row, keep_scale, modify_row
+from numba_flash.cpu_scores import absent, drop_row, is_negative_zero, keep_scale, modify_row
 from numba_flash.cpu_tiles import MINUS_INF
 
 
@@ -87,7 +87,7 @@ def marked_gradient_row(p, dp, slope, delta):
     """``dp = p * (dp - delta) * slope`` of weights p, again -0.0 where they are hidden."""
     for c in range(p.size):
         ds = p[c] * (dp[c] - delta) * slope[c] + 0
-        dp[c] = -0.0 if absent(p[c], (0,)) else ds
+        dp[c] = -0.0 if is_negative_zero(p[c]) else ds
 
 
 def scores(row, slope, at, i, j0, extras):

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 
 from numba_flash import call, spec
-from numba_flash.api import Array, _adopt, _outs
-
-SETTINGS = ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng", "score_mod", "score_mod_grad")
+from numba_flash.api import SETTINGS, Array, _adopt, _outs
 
 
 def forward_packed(

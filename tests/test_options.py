@@ -136,6 +136,32 @@ def test_masked_keys_may_hold_anything(backend):
     assert (clean["dv"][..., 3:5, :] == 0).all()
 
 
+LIMIT = 4 if SIMULATED else 512
+"""Whole tiles of every kernel."""
+
+
+def fails_beyond_the_limit(score, b, h, i, j):
+    return score + 1 // max(LIMIT - j, 0)
+
+
+@simulator
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_without_a_visible_pair_are_skipped(backend, masked):
+    """A function that raises there is never asked; without the mask it is, and what it raises reaches the caller."""
+    if backend.name == "simt" and not SIMULATED:
+        pytest.skip("a function cannot raise on a GPU; the same kernels run in the simulator")
+    q, k, v, do = problem(nk=2 * LIMIT)
+    options = {"score_mod": fails_beyond_the_limit, "score_mod_grad": one}
+    if not masked:
+        with pytest.raises(ZeroDivisionError):
+            run(backend, q, k, v, do, **options)
+        return
+    results = run(backend, q, k, v, do, mask=np.arange(2 * LIMIT) < LIMIT, **options)
+    alone = run(backend, q, k[..., :LIMIT, :], v[..., :LIMIT, :], do, **options)
+    np.testing.assert_allclose(results["o"], alone["o"], rtol=1e-5, atol=1e-6)
+    assert (results["dk"][..., LIMIT:, :] == 0).all()
+
+
 # ---- lengths ---------------------------------------------------------------------------------------------------------------------------
 
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64]
@@ -405,6 +431,13 @@ def test_alibi_and_relative_position(backend):
         inputs = problem(dtype="float64")
         results = check(backend, *inputs, score_mod=function, score_mod_grad=function.score_mod_grad)
         np.testing.assert_allclose(results["o"], run(backend, *inputs, bias=bias)["o"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_function_may_bring_its_derivative(backend):
+    function = numba_flash.alibi([0.5, 0.25])
+    brought = run(backend, *problem(), score_mod=function)
+    given = run(backend, *problem(), score_mod=function, score_mod_grad=function.score_mod_grad)
+    assert all(same_bits(brought[name], given[name]) for name in given)
 
 
 def test_functions_with_other_constants_are_other_functions(backend):

@@ -143,7 +143,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
                         continue
                 # (1) S^T = K Q^T
                 inner_k(s, k_head, row0, q_head, col0, a_smem, b_smem)
-                if MODIFIED:
+                if MODIFIED:  # the options, on S^T
                     modify(s, slope if BENDS else s, w_smem, (row0, col0), (nk, nq, low, high), at, extras, parameters)
                 # (2) P^T = exp(S^T - lse), kept in shared memory
                 for c in range(COLS):
@@ -158,7 +158,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
                         else:
                             s[r * COLS + c] = ACC(0) if hidden else p
                 put_weights(w_smem, s)
-                if MODIFIED:
+                if MODIFIED:  # dropout, on P^T
                     drop(w_smem, (row0, col0), at, heads, parameters)
                 # (3) dV = dV + P^T dO
                 outer_do(dv_acc, w_smem, do_head, col0, x_smem, row0, edge, low, high)
@@ -259,7 +259,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
                     continue
             # (1) S = Q K^T
             inner_q(s, q_head, row0, k_head, col0, a_smem, b_smem)
-            if MODIFIED:
+            if MODIFIED:  # the options, on S
                 modify(s, slope if BENDS else s, w_smem, (row0, col0), (nq, nk, low, high), at, extras, parameters)
             # (2) P = exp(S - lse), kept in shared memory
             for r in range(ROWS):
@@ -275,7 +275,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
                     else:
                         s[r * COLS + c] = ACC(0) if hidden else p
             put_weights(w_smem, s)
-            if MODIFIED:
+            if MODIFIED:  # dropout, on P
                 drop(w_smem, (row0, col0), at, heads, parameters)
             # (3) dP = dO V^T
             inner_do(s, do_head, row0, v_head, col0, a_smem, b_smem)

@@ -81,7 +81,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                     continue
             # (1) S = Q K^T
             inner(s, q_head, row0, k_head, col0, q_smem, k_smem)
-            if MODIFIED:
+            if MODIFIED:  # the options, on S
                 modify(s, s, p_smem, (row0, col0), (nq, nk, low, high), at, extras, parameters)
             # (2) scores in base 2; hidden ones are -inf
             for r in range(ROWS):
@@ -115,7 +115,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                     acc[r * COLS_O + c] *= alpha
             # (5) O = alpha O + P V
             put_weights(p_smem, s)
-            if MODIFIED:
+            if MODIFIED:  # dropout, on P
                 drop(p_smem, (row0, col0), at, heads, parameters)
             outer(acc, p_smem, v_head, col0, v_smem, row0, edge, low, high)
 
