@@ -1,19 +1,27 @@
-"""``python -m numba_flash info`` shows what this installation can do, ``selftest`` checks that it does it right."""
+"""``python -m numba_flash info`` shows what this installation can do, ``selftest`` checks that it does it right, ``bench`` how fast."""
 
 import argparse
 import sys
 
 from numba_flash import diagnose
+from numba_flash.bench import command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, or 1 if the self-test found a wrong result."""
+    """Exit status: 0, or 1 if `selftest` or `bench` found a wrong result."""
     parser = argparse.ArgumentParser(prog="python -m numba_flash", description=__doc__)
-    parser.add_argument("command", choices=("info", "selftest"))
-    if parser.parse_args(arguments).command == "info":
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | selftest | bench")
+    commands.add_parser("info", help="versions, devices, backends and why one cannot run")
+    commands.add_parser("selftest", help="every backend and dtype against the float64 oracle")
+    bench = commands.add_parser("bench", help="speed, beside the other libraries that are installed")
+    command.add_options(bench)
+    options = parser.parse_args(arguments)
+    if options.command == "info":
         diagnose.show_config()
         return 0
-    return 0 if diagnose.selftest() else 1
+    if options.command == "selftest":
+        return 0 if diagnose.selftest() else 1
+    return command.run(options, bench)
 
 
 if __name__ == "__main__":

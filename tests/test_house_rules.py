@@ -69,6 +69,10 @@ def test_what_each_layer_imports_from_the_package():
         "call.py": {"arrays", "spec", "plan"},
         "api.py": {"arrays", "call", "spec", "plan"},
         "packed.py": {"api", "call", "spec"},
+        "bench/cases.py": {"reference"},
+        "bench/peers.py": {"api", "bench.cases"},
+        "bench/timing.py": {"bench.cases", "bench.peers"},
+        "bench/report.py": {"bench.cases", "bench.peers", "bench.timing"},
         "cuda/compile.py": {"fingerprint"},
         "cuda/launch.py": {"arrays", "cuda.compile"},
         "cuda/simt.py": {"arrays", "options", "cuda.launch"},
@@ -90,6 +94,7 @@ def test_the_oracle_needs_nothing_but_numpy():
     [
         *("__init__.py", "api.py", "arrays.py", "call.py", "checks.py", "diagnose.py", "dropout.py", "fingerprint.py", "merge.py"),
         *("options.py", "packed.py", "plan.py", "reference.py", "scoremod.py", "spec.py"),
+        *("bench/cases.py", "bench/command.py", "bench/peers.py", "bench/report.py", "bench/timing.py"),
     ],
 )
 def test_modules_that_every_user_imports_load_no_compiler(name):
@@ -99,8 +104,9 @@ def test_modules_that_every_user_imports_load_no_compiler(name):
 
 
 @every_file
-def test_cupy_is_never_imported_at_module_level(name):
-    assert not {n for n in imported(TREES[name].body) if n.split(".")[0] == "cupy"}
+def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_level(name):
+    names = {n.split(".")[0] for n in imported(TREES[name].body)}
+    assert not names & {"cupy", "torch", "jax", "flash_attn", "matplotlib", "rich"}
 
 
 def test_errors_about_arguments_are_raised_in_one_place():
