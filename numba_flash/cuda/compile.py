@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from numba_flash.fingerprint import source_fingerprint
 
 CONSTANT_BYTES = 2**16
+TENSOR_MAP_BYTES = 128
 TOOLS = (
     *("numba", "llvmlite", "numba-cuda", "cuda-core"),
     *("nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13's wheels of the compiler and the linker, and below CUDA 12's
@@ -60,7 +61,7 @@ def cubin(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
     key = cache_key(builder, config, capability)
     code = _cache().get(key)
     if code is None:
-        code = link(ptx(builder, config, capability), capability)
+        code = link(intermediate(builder, config, capability), capability)
         _cache()[key] = code
     return code
 
@@ -71,16 +72,62 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
-def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
-    """PTX of one kernel, its entry point renamed to "kernel"."""
+def intermediate(builder: str, config: tuple, capability: tuple[int, int]) -> str | bytes:
+    """PTX of one kernel, its entry point renamed to "kernel"; or LTO-IR, for kernels that take tensor maps.
+
+    The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg and serialises wgmma (ptxas C7504, C7509);
+    LTO-IR it compiles as the whole program that it is.
+    """
     from numba import cuda
 
     module, build = builder.split(".")
     function, signature, options = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
+    maps = options.pop("tensor_maps", ())
     with _target(capability):
+        if maps:
+            with _tensor_maps_by_value(maps):
+                return cuda.compile(function, signature, device=False, abi="numba", cc=(*capability, "a"), output="ltoir", **options)[0]
         text, _ = cuda.compile(function, signature, device=False, abi="numba", cc=capability, **options)
     (line,) = (line for line in text.splitlines() if ".entry" in line)
     return _constants_that_fit(text.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel"))
+
+
+@contextmanager
+def _tensor_maps_by_value(maps: tuple[str, ...]):
+    """Let the compiler see the kernel's parameters `maps`, addresses (uint64) to Numba, as tensor maps that the launch passes by value.
+
+    Numba has no argument of 128 bytes. Each address becomes that of the parameter, and the kernel is renamed to "kernel".
+    """
+    from numba.cuda.cudadrv import nvvm
+
+    compile_ir = nvvm.compile_ir
+
+    def compile_rewritten(modules, **options):
+        kernel, *others = modules
+        return compile_ir([_rewrite_kernel(kernel, maps), *others], **options)
+
+    nvvm.compile_ir = compile_rewritten
+    try:
+        yield
+    finally:
+        nvvm.compile_ir = compile_ir
+
+
+def _rewrite_kernel(module: str, maps: tuple[str, ...]) -> str:
+    """NVVM IR (section "Parameters and grid_constant") of the module whose only definition is the kernel."""
+    (name,) = re.findall(r'^define void @"([^"]+)"\(', module, re.MULTILINE)
+    map_type = f"[{TENSOR_MAP_BYTES} x i8]*"
+    was, now = ", ".join(["i64"] * len(maps)), ", ".join([map_type] * len(maps))
+    addresses = "".join(f'  %"{each}" = ptrtoint {map_type} %"{each}.value" to i64\n' for each in maps)
+    for each in maps:
+        module = module.replace(f'i64 %"{each}"', f'{map_type} byval align 64 %"{each}.value"', 1)
+    head, body = module.split("\nentry:\n", 1)
+    module = f"{head}\nentry:\n{addresses}{body}".replace(name, "kernel").replace(f"void ({was}, ", f"void ({now}, ")
+    types = re.search(r'!\{ (void \(.*?\)\* @"kernel"), !"kernel"', module)[1]
+    indices = ", ".join(f"i32 {i + 1}" for i in range(len(maps)))
+    annotations = re.search(r"^!nvvm\.annotations = !\{ (.*) \}$", module, re.MULTILINE)[1]
+    module = module.replace(f"!nvvm.annotations = !{{ {annotations} }}", f"!nvvm.annotations = !{{ {annotations}, !90000 }}")
+    return f'{module}\n!90000 = !{{ {types}, !"grid_constant", !90001 }}\n!90001 = !{{ {indices} }}\n'
 
 
 def _constants_that_fit(text: str) -> str:
@@ -103,27 +150,32 @@ def _target(capability: tuple[int, int]):
         dispatcher.get_current_device = current_device
 
 
-def link(text: str, capability: tuple[int, int]) -> bytes:
-    """PTX to cubin."""
-    return _link(text, capability)[0]
+def link(code: str | bytes, capability: tuple[int, int]) -> bytes:
+    """What `intermediate` makes, to cubin."""
+    return _link(code, capability)[0]
 
 
-def resources(text: str, capability: tuple[int, int]) -> dict[str, int]:
-    """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``, ``shared_bytes`` (static)."""
-    log = _link(text, capability, verbose=True)[1]
+def resources(code: str | bytes, capability: tuple[int, int]) -> dict[str, int]:
+    """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``, ``shared_bytes`` (static), its ``warnings``."""
+    log = _link(code, capability, verbose=True)[1]
     count = lambda pattern: sum(map(int, re.findall(pattern, log)))
     return {
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),
         "spill_bytes": count(r"(\d+) bytes spill"),
         "stack_bytes": count(r"(\d+) bytes stack frame"),
         "shared_bytes": count(r"(\d+) bytes smem"),
+        "warnings": len(re.findall(r"Performance Loss|[Ww]arning", log)),
     }
 
 
-def _link(text: str, capability: tuple[int, int], **options) -> tuple[bytes, str]:
+def _link(code: str | bytes, capability: tuple[int, int], **options) -> tuple[bytes, str]:
     """Cubin and the linker's log."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    linker = Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch=architecture(capability), **options))
-    code = bytes(linker.link("cubin").code)
-    return code, linker.get_info_log()
+    if isinstance(code, bytes):
+        source, options = ObjectCode.from_ltoir(code), options | {"link_time_optimization": True}
+    else:
+        source = ObjectCode.from_ptx(code.encode())
+    linker = Linker(source, options=LinkerOptions(arch=architecture(capability), **options))
+    result = bytes(linker.link("cubin").code)
+    return result, linker.get_info_log()

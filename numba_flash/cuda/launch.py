@@ -11,6 +11,8 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.cuda import compile
 
+PANEL = 64  # columns of a box: 128 bytes, the widest that the copy engine swizzles
+
 _thread = threading.local()
 
 
@@ -45,15 +47,35 @@ def why_not(x) -> str | None:
 
 
 @cache
-def _kernel(builder: str, config: tuple, device: int):
-    """Loaded kernel for one device."""
+def capability(device: int) -> tuple[int, int]:
+    """Compute capability."""
+    from cuda.core import Device
+
+    return tuple(Device(device).compute_capability)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Number of multiprocessors."""
+    from cuda.core import Device
+
+    return Device(device).properties.multiprocessor_count
+
+
+@cache
+def _kernel(builder: str, config: tuple, device: int, shared_bytes: int):
+    """Loaded kernel for one device, allowed to use that much dynamic shared memory."""
+    from cuda.bindings import driver
     from cuda.core import Device, ObjectCode
 
-    gpu = Device(device)
-    gpu.set_current()
-    capability = gpu.compute_capability
-    code = compile.cubin(builder, config, (capability.major, capability.minor))
-    return ObjectCode.from_cubin(code).get_kernel("kernel")
+    Device(device).set_current()
+    kernel = ObjectCode.from_cubin(compile.cubin(builder, config, capability(device))).get_kernel("kernel")
+    if shared_bytes:
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(device))
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{builder} needs {shared_bytes} bytes of shared memory: {error.name}")
+    return kernel
 
 
 @lru_cache(maxsize=256)
@@ -84,6 +106,44 @@ def _numba_array(x, view: int | tuple[int, ...]) -> list[int]:
     return [0, 0, math.prod(shape), x.dtype.itemsize, 0, *shape, *strides]
 
 
+class _Memory:
+    """Device memory at an address, in the protocol that cuda.core reads."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, address: int, shape: tuple[int, ...] = (1,), strides: tuple[int, ...] | None = None):
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": shape, "strides": strides, "typestr": "<u2", "data": (address, False), "stream": None
+        }  # fmt: skip
+
+
+class TensorMap:
+    """Tensor map of a (..., n, d) array of 16-bit elements as five dimensions, with boxes of `rows` rows of one panel of 64 columns.
+
+    What is the same for arrays of one layout is made once; a call only puts an address in.
+    """
+
+    def __init__(self, x, rows: int):
+        from cuda.core import TensorMapDescriptorOptions
+        from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
+        from cuda.core.utils import StridedMemoryView
+
+        shape, strides = (1,) * (5 - x.ndim) + tuple(x.shape), arrays.expanded_strides(x, 5)
+        strides = [16 if n == 1 else stride for n, stride in zip(shape[:-1], strides[:-1], strict=True)]  # never used, but checked
+        view = StridedMemoryView.from_cuda_array_interface(_Memory(x.data.ptr, shape, (*strides, 2)), stream_ptr=-1)
+        options = TensorMapDescriptorOptions(
+            box_dim=(1, 1, 1, rows, PANEL), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
+        )
+        self._map, self._address = view.as_tensor_map(options=options), x.data.ptr
+
+    def at(self, address: int):
+        """The descriptor, for an array at this address; a launch copies it."""
+        if address != self._address:
+            self._map.replace_address(_Memory(address))
+            self._address = address
+        return self._map
+
+
 class Launch:
     """One kernel with its grid and every argument but the addresses; a call costs one list copy and one launch on CuPy's current stream.
 
@@ -103,9 +163,13 @@ class Launch:
         Layouts of the arrays that the kernel gets as a tuple, after the others.
     parameters : tuple of int or float
         Numbers that the kernel gets as a tuple, after the scalars.
+    maps : tuple of (array, int)
+        Layouts of the arrays that the kernel reads through tensor maps, its first arguments, and the rows of their boxes.
+    shared_bytes : int
+        Dynamic shared memory.
     """
 
-    def __init__(self, builder, config, grid, block, operands, scalars=(), extras=(), parameters=()):
+    def __init__(self, builder, config, grid, block, operands, scalars=(), extras=(), parameters=(), maps=(), shared_bytes=0):
         self._grid, self._block, self._scalars, self._parameters = grid, block, scalars, parameters
         self._leading, operands = len(operands), (*operands, *extras)
         self._views = [view for _, view in operands]
@@ -117,9 +181,10 @@ class Launch:
         from cuda.core import LaunchConfig, launch
 
         self._cupy, self._launch, self._submit = cupy.cuda, launch, self._submit_to_gpu
-        self._kernel = _kernel(builder, config, self._device)
-        self._config = LaunchConfig(grid=max(grid, 1), block=block)
-        self._arguments, self._slots = [], []
+        self._kernel = _kernel(builder, config, self._device, shared_bytes)
+        self._config = LaunchConfig(grid=max(grid, 1), block=block, shmem_size=shared_bytes)
+        self._maps, self._lock = [TensorMap(x, rows) for x, rows in maps], threading.Lock()
+        self._arguments, self._slots = [0] * len(maps), []
         for x, view in operands:
             self._slots.append(len(self._arguments) + 4)
             self._arguments += _numba_array(x, view)
@@ -136,11 +201,15 @@ class Launch:
         if self._device not in _thread.__dict__:  # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
-        arguments = self._arguments.copy()
-        for slot, x in zip(self._slots, operands, strict=True):
+        arguments, stream, mapped = self._arguments.copy(), _stream(self._cupy.get_current_stream().ptr), len(self._maps)
+        for slot, x in zip(self._slots, operands[mapped:], strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
-        self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
+        if not mapped:
+            return self._launch(stream, self._config, self._kernel, *arguments)
+        with self._lock:  # another thread may want other addresses in the maps
+            arguments[:mapped] = [each.at(x.data.ptr) for each, x in zip(self._maps, operands, strict=False)]
+            self._launch(stream, self._config, self._kernel, *arguments)
 
     def _simulate(self, operands) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray

@@ -3,6 +3,8 @@
 from numba import cuda, njit
 from numba.cuda import types
 
+from numba_flash import mask
+
 
 @njit
 def work_item(index, blocks, heads, batch1):
@@ -34,3 +36,60 @@ def packed_item(index, offsets, total, block):
         else:
             last = middle - 1
     return 0, first, head, max(number - (types.int64(offsets[first]) // block + first), 0)
+
+
+@cuda.jit(device=True)
+def snake(turn, blocks):
+    """Number of this block's work item in a turn: the blocks of the grid take items in turns, every other turn in reverse.
+
+    Where items come longest first, what a block gets more of in one turn it gets less of in the next.
+    """
+    block = types.int32(cuda.blockIdx.x)
+    return types.int32(turn * blocks + (blocks - 1 - block if turn % 2 else block))
+
+
+@cuda.jit(device=True)
+def sectioned_item(index, blocks, pairs, section):
+    """(pair, row block): pairs (head and batch element) in sections whose keys and values fit into the L2 cache, there the last block first."""
+    number = index // (section * blocks)
+    within = index - number * section * blocks
+    size = min(section, pairs - number * section)
+    return number * section + within % size, blocks - 1 - within // size
+
+
+def build_item(options, block_m, block_n, sequence, q_offsets):
+    """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0), (q0, queries, k0, keys, low, high, factor) and
+    (first tile of keys, their number, part).
+
+    `shape` is (b0, b1, heads, nq), `sizes` (items, low, high, nk, section, parts); with several parts each gets its share of the tiles.
+    """  # fmt: skip
+    BLOCK_M, BLOCK_N, PACKED, SEQUENCES, Q_OFFSETS = block_m, block_n, options.packed, options.sequences, q_offsets
+    i32 = types.int32
+
+    @cuda.jit(device=True)
+    def item(index, shape, extras, sizes):
+        heads, nq, nk, low, high, parts = i32(shape[2]), i32(shape[3]), i32(sizes[3]), i32(sizes[1]), i32(sizes[2]), i32(sizes[5])
+        part, index = index % parts, index // parts
+        if PACKED:
+            b0, b1, head, block = packed_item(index, extras[Q_OFFSETS], nq, BLOCK_M)
+        else:
+            pairs = i32(shape[0]) * i32(shape[1]) * heads
+            pair, block = sectioned_item(index, (nq + BLOCK_M - 1) // BLOCK_M, pairs, i32(sizes[4]))
+            head, b = pair % heads, pair // heads
+            b0, b1 = b // i32(shape[1]), b % i32(shape[1])
+        q0, k0, queries, keys, factor = i32(0), i32(0), nq, nk, 1.0
+        if SEQUENCES:
+            q0, queries, k0, keys, move, factor = sequence(extras, b0, b1, nq, nk)
+            low, high = low + move, high + move
+        row0 = i32(block * BLOCK_M)
+        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, i32(queries)), i32(keys), i32(low), i32(high))
+        first, count = i32(0), i32(0)
+        if start < stop and row0 < queries:
+            first = i32(start // BLOCK_N)
+            count = i32((stop + BLOCK_N - 1) // BLOCK_N) - first
+            share = (count + parts - 1) // parts
+            first, count = first + part * share, max(0, min(share, count - part * share))
+        where = (i32(b0), i32(b1), i32(head), row0)
+        return where, (i32(q0), i32(queries), i32(k0), i32(keys), i32(low), i32(high), factor), (i32(first), i32(count), i32(part))
+
+    return item

@@ -1,0 +1,209 @@
+"""One wrapper per PTX instruction that Numba lacks, named like it; no algorithm, and the only assembler in the package.
+
+Sections are those of NVIDIA's "PTX ISA". Arguments in capitals are literals: integers that a kernel captures. A register array is a
+`cuda.local.array`; the instruction gets its elements as operands, so that every use of one is ordered after the instruction.
+"""
+
+from inspect import Parameter, Signature
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+_LLVM = {
+    types.float32: ir.FloatType(), types.uint32: ir.IntType(32), types.int32: ir.IntType(32), types.uint64: ir.IntType(64),
+    types.void: ir.VoidType(),
+}  # fmt: skip
+_F32, _I32 = ir.FloatType(), ir.IntType(32)
+_MEMORY = "~{memory}"
+
+
+def _instruction(name: str, text: str, constraints: str, result, *arguments, effects: bool = True):
+    """Intrinsic of scalar operands: `text` with ``$0, $1, ...`` for the result, if any, and the arguments."""
+
+    def typing(context, *given):
+        def codegen(context, builder, signature, values):
+            kind = ir.FunctionType(_LLVM[result], [_LLVM[argument] for argument in arguments])
+            value = builder.call(ir.InlineAsm(kind, text, constraints, side_effect=effects), list(values))
+            return context.get_dummy_value() if result is types.void else value
+
+        return result(*arguments), codegen
+
+    typing.__name__ = name
+    parameters = ["context", *(f"argument{i}" for i in range(len(arguments)))]  # Numba wants to count them
+    typing.__signature__ = Signature([Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in parameters])
+    return intrinsic(typing)
+
+
+_u32, _u64, _f32, _void = types.uint32, types.uint64, types.float32, types.void
+
+# ---- scalar arithmetic (9.7.3) and conversion (9.7.9.21)
+ex2 = _instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", "=f,f", _f32, _f32, effects=False)
+lg2 = _instruction("lg2", "lg2.approx.f32 $0, $1;", "=f,f", _f32, _f32, effects=False)
+rcp = _instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", "=f,f", _f32, _f32, effects=False)
+maximum = _instruction("maximum", "max.f32 $0, $1, $2;", "=f,f,f", _f32, _f32, _f32, effects=False)
+pack_float16 = _instruction("pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
+pack_bfloat16 = _instruction("pack_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
+
+# ---- shared memory by address (9.7.9)
+store_shared_zero16 = _instruction(
+    "store_shared_zero16", "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }", "r," + _MEMORY, _void, _u32
+)
+
+# ---- mbarrier (9.7.13.15): an arrival count, a byte count, and the parity of the phase
+mbarrier_init = _instruction("mbarrier_init", "mbarrier.init.shared::cta.b64 [$0], $1;", "r,r," + _MEMORY, _void, _u32, _u32)
+mbarrier_arrive = _instruction("mbarrier_arrive", "mbarrier.arrive.shared::cta.b64 _, [$0];", "r," + _MEMORY, _void, _u32)
+mbarrier_expect = _instruction(
+    "mbarrier_expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r," + _MEMORY, _void, _u32, _u32
+)
+mbarrier_try_wait = _instruction(
+    "mbarrier_try_wait",
+    "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
+    "=r,r,r," + _MEMORY, _u32, _u32, _u32,
+)  # fmt: skip
+fence_mbarrier_init = _instruction("fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", _MEMORY, _void)
+
+# ---- named barriers (9.7.13.1) and the proxy fence (9.7.13.4)
+barrier_sync = _instruction("barrier_sync", "bar.sync $0, $1;", "r,r," + _MEMORY, _void, _u32, _u32)
+barrier_arrive = _instruction("barrier_arrive", "bar.arrive $0, $1;", "r,r," + _MEMORY, _void, _u32, _u32)
+fence_proxy_async = _instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", _MEMORY, _void)
+
+# ---- tensor copies (9.7.9.27): a box of a 5-D tensor map to shared memory, counted on an mbarrier
+tensor_load = _instruction(
+    "tensor_load",
+    "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4, $5, $6}], [$7];",
+    "r,l,r,r,r,r,r,r," + _MEMORY, _void, _u32, _u64, *(types.int32,) * 5, _u32,
+)  # fmt: skip
+tensor_prefetch = _instruction("tensor_prefetch", "prefetch.tensormap [$0];", "l," + _MEMORY, _void, _u64)
+
+
+@intrinsic
+def setmaxnreg(context, COUNT, INCREASE):
+    """``setmaxnreg.inc`` or ``.dec`` to COUNT registers per thread (9.7.19.5); by all warps of a warp group."""
+    if not all(isinstance(x, types.IntegerLiteral) for x in (COUNT, INCREASE)):
+        return None
+    direction = "inc" if INCREASE.literal_value else "dec"
+
+    def codegen(context, builder, signature, values):
+        text = f"setmaxnreg.{direction}.sync.aligned.u32 {COUNT.literal_value};"
+        builder.call(ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, _MEMORY, side_effect=True), [])
+        return context.get_dummy_value()
+
+    return types.void(COUNT, INCREASE), codegen
+
+
+@intrinsic
+def shared_address(context, array):
+    """Address of a shared array within the shared window, as the instructions above want it."""
+
+    def codegen(context, builder, signature, values):
+        data = context.make_array(array)(context, builder, values[0]).data
+        return builder.ptrtoint(builder.addrspacecast(data, ir.PointerType(data.type.pointee, 3)), _I32)
+
+    return types.uint32(array), codegen
+
+
+# ---- wgmma (9.7.15): 64 x N tiles of a warp group; accumulators in registers, A in registers or shared memory, B in shared memory
+
+
+def _pointers(context, builder, array, value, count):
+    data = context.make_array(array)(context, builder, value).data
+    return [builder.gep(data, [ir.Constant(_I32, i)]) for i in range(count)]
+
+
+def _asm_on_registers(builder, text, updated, read, results_only=False):
+    """Call `text` with the values behind the pointers `updated` as results ``$0 ...``, tied inputs too, and then the values `read`.
+
+    With `results_only` what was in `updated` before does not matter.
+    """
+    inputs = [] if results_only else [builder.load(pointer) for pointer in updated]
+    kinds = {_F32: "f", _I32: "r", ir.IntType(64): "l"}
+    constraints = ["=f"] * len(updated) + [str(i) for i in range(len(inputs))] + [kinds[value.type] for value in read] + [_MEMORY]
+    operands = [*inputs, *read]
+    kind = ir.FunctionType(ir.LiteralStructType([_F32] * len(updated)), [value.type for value in operands])
+    assert len(constraints) == len(updated) + len(operands) + 1
+    result = builder.call(ir.InlineAsm(kind, text, ",".join(constraints), side_effect=True), operands)
+    for i, pointer in enumerate(updated):
+        builder.store(builder.extract_value(result, i), pointer)
+
+
+def _mma(n, bfloat16, acc, a, b, accumulate, transpose):
+    kind = "bf16" if bfloat16 else "f16"
+    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{acc}}}, {a}, {b}, {accumulate}, 1, 1, {transpose};"
+
+
+def _registers(first, count):
+    return ", ".join(f"${i}" for i in range(first, first + count))
+
+
+def _literals(*arguments):
+    """Values of literal types, or None if one is not literal (Numba then asks again with literals)."""
+    if not all(isinstance(x, types.IntegerLiteral) for x in arguments):
+        return None
+    return [x.literal_value for x in arguments]
+
+
+@intrinsic
+def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, BFLOAT16):
+    """``acc = A B^T``, committed as one group: A is 64 x 16 STEPS, B is N x 16 STEPS, both rows of 128 bytes in shared memory.
+
+    `a` and `b` are descriptors; after every 64 columns they move on by a panel, in units of 16 bytes.
+    """
+    literals = _literals(N, STEPS, A_PANEL, B_PANEL, BFLOAT16)
+    if literals is None:
+        return None
+    n, steps, a_panel, b_panel, bfloat16 = literals
+
+    def codegen(context, builder, signature, values):
+        acc_registers, at = n // 2, n // 2
+        lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            panel, within = divmod(step, 4)
+            lines.append(f"add.s64 a, ${at}, {panel * a_panel + 2 * within}; add.s64 b, ${at + 1}, {panel * b_panel + 2 * within};")
+            lines.append(_mma(n, bfloat16, _registers(0, acc_registers), "a", "b", int(step > 0), "0, 0"))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        pointers = _pointers(context, builder, acc, values[0], acc_registers)
+        _asm_on_registers(builder, "\n".join(lines), pointers, values[1:3], results_only=True)
+        return context.get_dummy_value()
+
+    return types.void(acc, types.uint64, types.uint64, N, STEPS, A_PANEL, B_PANEL, BFLOAT16), codegen
+
+
+@intrinsic
+def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
+    """``acc += A B``, committed as one group: A is 64 x 16 STEPS in registers, B is 16 STEPS x N in shared memory."""
+    literals = _literals(N, STEPS, BFLOAT16)
+    if literals is None:
+        return None
+    n, steps, bfloat16 = literals
+
+    def codegen(context, builder, signature, values):
+        acc_registers = n // 2
+        at = 2 * acc_registers  # results, and the inputs tied to them, come first
+        lines = ["{ .reg .b64 b; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            lines.append(f"add.s64 b, ${at + 4 * steps}, {128 * step};")  # 16 rows of 128 bytes
+            lines.append(_mma(n, bfloat16, _registers(0, acc_registers), f"{{{_registers(at + 4 * step, 4)}}}", "b", 1, "1"))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        pointers = _pointers(context, builder, acc, values[0], acc_registers)
+        fragments = [builder.load(pointer) for pointer in _pointers(context, builder, a, values[1], 4 * steps)]
+        _asm_on_registers(builder, "\n".join(lines), pointers, [*fragments, values[2]])
+        return context.get_dummy_value()
+
+    return types.void(acc, a, types.uint64, N, STEPS, BFLOAT16), codegen
+
+
+@intrinsic
+def wgmma_wait(context, acc, other, PENDING, COUNT, COUNT_OTHER):
+    """Wait until at most PENDING groups run; `acc` and `other`, COUNT and COUNT_OTHER registers, stay on their side of the wait."""
+    literals = _literals(PENDING, COUNT, COUNT_OTHER)
+    if literals is None:
+        return None
+    pending, count, count_other = literals
+
+    def codegen(context, builder, signature, values):
+        pointers = _pointers(context, builder, acc, values[0], count) + _pointers(context, builder, other, values[1], count_other)
+        _asm_on_registers(builder, f"wgmma.wait_group.sync.aligned {pending};", pointers, [])
+        return context.get_dummy_value()
+
+    return types.void(acc, other, PENDING, COUNT, COUNT_OTHER), codegen

@@ -1,0 +1,105 @@
+"""Online softmax on fragments (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, Algorithm 1, lines 9 to 12).
+
+A thread holds two rows; four neighbouring lanes share them. For each row, over the tiles seen so far,
+
+    m_i    the shift of the exponents: the largest score, or one that it exceeds by at most LAZY in base 2,
+    l_i    this lane's part of sum_j 2^(scale_log2 (s_j - m_i)).
+
+A shift that is not quite the maximum changes neither O nor the LSE, only the range of P, which reaches 2^LAZY instead of 1; and so O has to be
+rescaled in few tiles only (FlashAttention-4 does the same).
+"""
+
+import math
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_flash.cuda import ptx
+
+LAZY = 8.0
+ALL_LANES = 0xFFFFFFFF
+NEG_INF = -math.inf
+
+
+@cuda.jit(device=True)
+def row_maximum(x):
+    """Over the four lanes of a row."""
+    x = ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
+
+
+@cuda.jit(device=True)
+def row_sum(x):
+    """Over the four lanes of a row."""
+    x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
+    return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
+
+
+def build_online(count):
+    """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by alpha where it is not 1."""
+    GROUPS, ACC = count // 4, types.float32
+
+    @cuda.jit(device=True, forceinline=True)
+    def online(s, m_i, l_i, alpha, scale_log2):
+        for r in range(2):
+            m_new = m_i[r]
+            for j in range(GROUPS):
+                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
+            m_new = row_maximum(m_new)
+            if (m_new - m_i[r]) * scale_log2 <= ACC(LAZY):
+                m_new = m_i[r]
+            # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
+            shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
+            alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
+            m_i[r] = m_new
+            shift *= scale_log2
+            l = ACC(0)
+            for j in range(GROUPS):
+                s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
+                s[4 * j + 2 * r + 1] = ptx.ex2(s[4 * j + 2 * r + 1] * scale_log2 - shift)
+                l += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1]
+            l_i[r] = l_i[r] * alpha[r] + l
+
+    return online
+
+
+def build_rescale(count):
+    """``rescale(acc, alpha)``: rows of O times alpha, unless it is 1 in the whole warp."""
+    GROUPS, ONE = count // 4, types.float32(1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def rescale(acc, alpha):
+        if cuda.any_sync(ALL_LANES, alpha[0] != ONE or alpha[1] != ONE):
+            for j in range(GROUPS):
+                acc[4 * j] *= alpha[0]
+                acc[4 * j + 1] *= alpha[0]
+                acc[4 * j + 2] *= alpha[1]
+                acc[4 * j + 3] *= alpha[1]
+
+    return rescale
+
+
+def build_cap(count):
+    """``cap(s, slope)``: tanh of scores, ``slope = 2 log2(e) scale / softcap``; ``1 - 2 / (1 + e^2x)`` loses nothing that a score needs."""
+    COUNT, ONE, TWO = count, types.float32(1), types.float32(2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def cap(s, slope):
+        for i in range(COUNT):
+            s[i] = ONE - TWO * ptx.rcp(ONE + ptx.ex2(s[i] * slope))
+
+    return cap
+
+
+def build_hide(count):
+    """``hide(s, column, start0, stop0, start1, stop1)``: -inf outside the keys ``[start, stop)`` of each row; `column` is that of s[0]."""
+    GROUPS, ACC = count // 4, types.float32
+
+    @cuda.jit(device=True, forceinline=True)
+    def hide_row(s, r, start, stop):
+        for j in range(GROUPS):
+            for c in range(2):
+                if 8 * j + c < start or 8 * j + c >= stop:
+                    s[4 * j + 2 * r + c] = ACC(NEG_INF)
+
+    return hide_row
