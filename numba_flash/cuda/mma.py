@@ -30,7 +30,7 @@ def panel_bytes(rows: int) -> int:
     return rows * ROW_BYTES
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def descriptor(address, panel_stride):
     """Descriptor of the tile at a shared address; `panel_stride` in bytes matters only where the product runs along the rows."""
     where = types.uint64((address & types.uint32(0x3FFFF)) >> types.uint32(4))
@@ -38,14 +38,14 @@ def descriptor(address, panel_stride):
     return types.uint64(_SWIZZLE_128 | _GROUP_OF_ROWS) | stride | where
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def first_row():
     """Row of this thread's register 0 within the 64 of its warp group; r = 1 lies 8 below."""
     thread = types.int32(cuda.threadIdx.x) % types.int32(128)
     return types.int32(thread // 32 * 16 + thread % 32 // 4)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def first_column():
     """Column of this thread's register 0."""
     return types.int32(cuda.threadIdx.x % 4 * 2)
@@ -105,3 +105,30 @@ def build_pack(count, bfloat16):
             p[j] = pack2(x[2 * j], x[2 * j + 1])
 
     return pack, pack2
+
+
+def build_put(head_dim_v, block_m, bfloat16):
+    """``put(tile, acc, inverse, me)``: rows of O times `inverse`, rounded, into this warp group's 64 rows of a shared tile in panels."""
+    CHUNKS, PANEL_CHUNKS, PANEL_BYTES = head_dim_v // 8, PANEL // 8, panel_bytes(block_m)
+    LAST_ODD, u32 = head_dim_v // 8 % 2, types.uint32
+    _, pack2 = build_pack(0, bfloat16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def address(tile, row, chunk):
+        swizzled = (chunk % PANEL_CHUNKS) ^ (row % 8)
+        return u32(tile + u32(chunk // PANEL_CHUNKS * PANEL_BYTES + row * ROW_BYTES + swizzled * 16))
+
+    @cuda.jit(device=True, forceinline=True)
+    def put(tile, acc, inverse, me):
+        lane = types.int32(cuda.threadIdx.x % 32)
+        row = types.int32(me * 64 + cuda.threadIdx.x % 128 // 32 * 16 + lane % 16)
+        for j in range(0, CHUNKS - LAST_ODD, 2):
+            a, b = pack2(acc[4 * j] * inverse[0], acc[4 * j + 1] * inverse[0]), pack2(acc[4 * j + 2] * inverse[1], acc[4 * j + 3] * inverse[1])
+            c, d = pack2(acc[4 * j + 4] * inverse[0], acc[4 * j + 5] * inverse[0]), pack2(acc[4 * j + 6] * inverse[1], acc[4 * j + 7] * inverse[1])
+            ptx.stmatrix(address(tile, row, types.int32(j) + lane // 16), a, b, c, d)
+        if LAST_ODD:
+            e = 4 * (CHUNKS - 1)
+            a, b = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0]), pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
+            ptx.stmatrix2(address(tile, row, types.int32(CHUNKS - 1)), a, b)
+
+    return put

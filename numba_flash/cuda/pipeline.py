@@ -1,7 +1,8 @@
-"""Who may touch which shared memory when: rings of tiles between the producer and the consumers, and turns among the consumers.
+"""Who may touch which shared memory when: rings of tiles between the data movers and the consumers, and turns among the consumers.
 
-A ring has STAGES slots. The n-th tile goes into slot ``n % STAGES``; two mbarriers per slot say that the copy engine has filled it ("full") and
-that all consumers have read it ("empty"). Each completes one phase per tile, and a waiter names the parity of the phase it waits for.
+A ring is a tuple (offset of its tiles, bytes of a slot, slots, offsets of its mbarriers "ready", "free" and "full"), relative to the base of
+shared memory. Its n-th tile goes into slot ``n % slots``. "ready": the copy engine has filled the slot. "free": everyone has read it. "full": all
+consumers have put their results into it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
 """
 
 from numba import cuda
@@ -10,75 +11,115 @@ from numba.cuda import types
 from numba_flash.cuda import mma, ptx
 
 MBARRIER_BYTES = 8
+TILES, SLOT_BYTES, SLOTS, READY, FREE, FULL = range(6)
 FIRST_TURN = 1  # named barrier of the first consumer's turn; 0 is that of syncthreads
 WARP_GROUP = 128
 
 
-@cuda.jit(device=True)
-def barrier(ring, slot):
-    """Address of a slot's mbarrier; `ring` is that of slot 0."""
-    return types.uint32(ring + types.uint32(MBARRIER_BYTES) * slot)
+@cuda.jit(device=True, forceinline=True)
+def tile(smem, ring, n):
+    """Address of the n-th tile."""
+    return types.uint32(smem + types.uint32(ring[TILES]) + n % types.uint32(ring[SLOTS]) * types.uint32(ring[SLOT_BYTES]))
 
 
-@cuda.jit(device=True)
-def wait(address, parity):
-    """Until the phase of this parity is complete."""
-    while ptx.mbarrier_try_wait(address, types.uint32(parity)) == types.uint32(0):
+@cuda.jit(device=True, forceinline=True)
+def mbarrier(smem, ring, event, n):
+    """Address of the mbarrier of an event (READY, FREE, FULL) of the n-th tile's slot."""
+    return types.uint32(smem + types.uint32(ring[event]) + n % types.uint32(ring[SLOTS]) * types.uint32(MBARRIER_BYTES))
+
+
+@cuda.jit(device=True, forceinline=True)
+def wait(smem, ring, event, n, before):
+    """Until the event has happened to the n-th tile, or, with `before` = 1, to the one before it in the slot (if there was one)."""
+    address = mbarrier(smem, ring, event, n)
+    parity = types.uint32((n // types.uint32(ring[SLOTS]) + types.uint32(before)) % types.uint32(2))
+    while ptx.mbarrier_try_wait(address, parity) == types.uint32(0):
         pass
 
 
-@cuda.jit(device=True)
-def release(address):
-    """One arrival of this warp group: its products have read the slot (the caller has waited for them)."""
+@cuda.jit(device=True, forceinline=True)
+def wait_ready(smem, ring, n):
+    """Until the n-th tile is there."""
+    wait(smem, ring, READY, n, 0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def release(smem, ring, n):
+    """One arrival of this warp group: its products have read the tile (the caller has waited for them)."""
     if cuda.threadIdx.x % WARP_GROUP == 0:
-        ptx.mbarrier_arrive(address)
+        ptx.mbarrier_arrive(mbarrier(smem, ring, FREE, n))
 
 
-@cuda.jit(device=True)
-def initialise(first, slots, arrivals):
-    """Initialise the mbarriers of a ring (by one thread)."""
-    for slot in range(slots):
-        ptx.mbarrier_init(barrier(first, types.uint32(slot)), types.uint32(arrivals))
+@cuda.jit(device=True, forceinline=True)
+def hand_over(smem, ring, n):
+    """One arrival of this thread: what it has written into the slot may be stored."""
+    ptx.fence_proxy_async()  # the copy engine sees it
+    ptx.mbarrier_arrive(mbarrier(smem, ring, FULL, n))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
+def initialise(smem, ring, consumers, releases):
+    """Initialise the mbarriers of a ring (by one thread): arrivals that complete a phase."""
+    for slot in range(ring[SLOTS]):
+        ptx.mbarrier_init(mbarrier(smem, ring, READY, types.uint32(slot)), types.uint32(1))
+        ptx.mbarrier_init(mbarrier(smem, ring, FREE, types.uint32(slot)), types.uint32(releases))
+        ptx.mbarrier_init(mbarrier(smem, ring, FULL, types.uint32(slot)), types.uint32(consumers * WARP_GROUP))
+
+
+@cuda.jit(device=True, forceinline=True)
 def await_turn(consumer):
     """Until the warp group before this one has handed over the tensor cores."""
     ptx.barrier_sync(types.uint32(FIRST_TURN + consumer), types.uint32(2 * WARP_GROUP))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def pass_turn(consumer):
     """Hand the tensor cores to a warp group, without waiting."""
     ptx.barrier_arrive(types.uint32(FIRST_TURN + consumer), types.uint32(2 * WARP_GROUP))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def meet_warp_group(consumer, consumers):
     """Until all threads of this warp group are here."""
     ptx.barrier_sync(types.uint32(FIRST_TURN + consumers + consumer), types.uint32(WARP_GROUP))
 
 
-def build_fill(columns, rows, stages):
-    """``fill(tensor_map, tiles, ready, free, n, where)``: have the n-th tile of a ring fetched, once its slot is free (by one thread).
+def build_fill(ring, columns, rows):
+    """``fill(tensor_map, smem, n, where)``: have the n-th tile of a ring fetched, once its slot is free (by one thread).
 
     A tile is `rows` rows in panels of 64 columns; `where` is (row, head, b1, b0). What lies outside the array becomes 0.
     """
-    PANELS, PANEL, PANEL_BYTES, STAGES = mma.panels(columns), mma.PANEL, mma.panel_bytes(rows), stages
+    RING, PANELS, PANEL, PANEL_BYTES = ring, mma.panels(columns), mma.PANEL, mma.panel_bytes(rows)
     BYTES, u32, i32 = PANELS * PANEL_BYTES, types.uint32, types.int32
 
     @cuda.jit(device=True, forceinline=True)
-    def fill(tensor_map, tiles, ready, free, n, where):
-        slot, parity = n % u32(STAGES), n // u32(STAGES) % u32(2)
-        wait(barrier(free, slot), parity ^ u32(1))  # the consumers have read what lay in the slot
-        ptx.mbarrier_expect(barrier(ready, slot), u32(BYTES))
+    def fill(tensor_map, smem, n, where):
+        wait(smem, RING, FREE, n, 1)  # what lay in the slot has been read
+        ready, to = mbarrier(smem, RING, READY, n), tile(smem, RING, n)
+        ptx.mbarrier_expect(ready, u32(BYTES))
         for panel in range(PANELS):
-            address = u32(tiles + u32(slot * u32(BYTES)) + u32(panel * PANEL_BYTES))
-            ptx.tensor_load(
-                address, tensor_map, i32(panel * PANEL), i32(where[0]), i32(where[1]), i32(where[2]), i32(where[3]), barrier(ready, slot)
-            )
+            row, head, b1, b0 = i32(where[0]), i32(where[1]), i32(where[2]), i32(where[3])
+            ptx.tensor_load(u32(to + u32(panel * PANEL_BYTES)), tensor_map, i32(panel * PANEL), row, head, b1, b0, ready)
 
     return fill
+
+
+def build_drain(ring, columns, rows):
+    """``drain(tensor_map, smem, n, where)``: store the n-th slot's results when they are all there, and free it (by one thread)."""
+    RING, PANELS, PANEL, PANEL_BYTES = ring, mma.panels(columns), mma.PANEL, mma.panel_bytes(rows)
+    u32, i32 = types.uint32, types.int32
+
+    @cuda.jit(device=True, forceinline=True)
+    def drain(tensor_map, smem, n, where):
+        wait(smem, RING, FULL, n, 0)
+        for panel in range(PANELS):
+            row, head, b1, b0 = i32(where[0]), i32(where[1]), i32(where[2]), i32(where[3])
+            ptx.tensor_store(u32(tile(smem, RING, n) + u32(panel * PANEL_BYTES)), tensor_map, i32(panel * PANEL), row, head, b1, b0)
+        ptx.bulk_commit()
+        ptx.bulk_wait_read()  # the slot may be filled again
+        ptx.mbarrier_arrive(mbarrier(smem, RING, FREE, n))
+
+    return drain
 
 
 def build_clear_tail(columns, rows):
@@ -89,7 +130,7 @@ def build_clear_tail(columns, rows):
     ROWS, PANELS, PANEL_BYTES, CHUNKS = rows, mma.panels(columns), mma.panel_bytes(rows), mma.ROW_BYTES // 16
     u32 = types.uint32
 
-    @cuda.jit(device=True)
+    @cuda.jit(device=True, forceinline=True)
     def clear_tail(tile, first, consumer, consumers):
         thread = cuda.threadIdx.x % WARP_GROUP
         for panel in range(PANELS):

@@ -68,13 +68,26 @@ barrier_sync = _instruction("barrier_sync", "bar.sync $0, $1;", "r,r," + _MEMORY
 barrier_arrive = _instruction("barrier_arrive", "bar.arrive $0, $1;", "r,r," + _MEMORY, _void, _u32, _u32)
 fence_proxy_async = _instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", _MEMORY, _void)
 
-# ---- tensor copies (9.7.9.27): a box of a 5-D tensor map to shared memory, counted on an mbarrier
+# ---- tensor copies (9.7.9.27): a box of a 5-D tensor map to shared memory, counted on an mbarrier, or back, in bulk groups of a thread
 tensor_load = _instruction(
     "tensor_load",
     "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4, $5, $6}], [$7];",
     "r,l,r,r,r,r,r,r," + _MEMORY, _void, _u32, _u64, *(types.int32,) * 5, _u32,
 )  # fmt: skip
+tensor_store = _instruction(
+    "tensor_store",
+    "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [$1, {$2, $3, $4, $5, $6}], [$0];",
+    "r,l,r,r,r,r,r," + _MEMORY, _void, _u32, _u64, *(types.int32,) * 5,
+)  # fmt: skip
+bulk_commit = _instruction("bulk_commit", "cp.async.bulk.commit_group;", _MEMORY, _void)
+bulk_wait_read = _instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _MEMORY, _void)
 tensor_prefetch = _instruction("tensor_prefetch", "prefetch.tensormap [$0];", "l," + _MEMORY, _void, _u64)
+
+# ---- matrix stores (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, lane l gives the address of row l % 8 of matrix l // 8
+stmatrix2 = _instruction("stmatrix2", "stmatrix.sync.aligned.m8n8.x2.shared.b16 [$0], {$1, $2};", "r,r,r," + _MEMORY, _void, *(_u32,) * 3)
+stmatrix = _instruction(
+    "stmatrix", "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r," + _MEMORY, _void, *(_u32,) * 5
+)
 
 
 @intrinsic

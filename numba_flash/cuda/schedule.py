@@ -38,7 +38,7 @@ def packed_item(index, offsets, total, block):
     return 0, first, head, max(number - (types.int64(offsets[first]) // block + first), 0)
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def snake(turn, blocks):
     """Number of this block's work item in a turn: the blocks of the grid take items in turns, every other turn in reverse.
 
@@ -48,35 +48,33 @@ def snake(turn, blocks):
     return types.int32(turn * blocks + (blocks - 1 - block if turn % 2 else block))
 
 
-@cuda.jit(device=True)
-def sectioned_item(index, blocks, pairs, section):
-    """(pair, row block): pairs (head and batch element) in sections whose keys and values fit into the L2 cache, there the last block first."""
-    number = index // (section * blocks)
-    within = index - number * section * blocks
-    size = min(section, pairs - number * section)
-    return number * section + within % size, blocks - 1 - within // size
-
-
-def build_item(options, block_m, block_n, sequence, q_offsets):
+def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
     """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0), (q0, queries, k0, keys, low, high, factor) and
     (first tile of keys, their number, part).
 
-    `shape` is (b0, b1, heads, nq), `sizes` (items, low, high, nk, section, parts); with several parts each gets its share of the tiles.
+    `shape` is (b0, b1, heads, nq), `sizes` (items, low, high, nk, parts, ...). Neighbours are row blocks of one head; with a band, where they
+    differ in length, all heads' last blocks come first. With `split` each of several parts gets its share of the tiles.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES, Q_OFFSETS = block_m, block_n, options.packed, options.sequences, q_offsets
-    i32 = types.int32
+    BANDED, SPLIT, i32, u32 = banded, split, types.int32, types.uint32
 
-    @cuda.jit(device=True)
+    @cuda.jit(device=True, forceinline=True)
     def item(index, shape, extras, sizes):
-        heads, nq, nk, low, high, parts = i32(shape[2]), i32(shape[3]), i32(sizes[3]), i32(sizes[1]), i32(sizes[2]), i32(sizes[5])
-        part, index = index % parts, index // parts
+        heads, nq, nk, low, high = u32(shape[2]), i32(shape[3]), i32(sizes[3]), i32(sizes[1]), i32(sizes[2])
+        index, part = u32(index), u32(0)
+        if SPLIT:
+            part, index = u32(index % u32(sizes[4])), u32(index // u32(sizes[4]))
         if PACKED:
             b0, b1, head, block = packed_item(index, extras[Q_OFFSETS], nq, BLOCK_M)
         else:
-            pairs = i32(shape[0]) * i32(shape[1]) * heads
-            pair, block = sectioned_item(index, (nq + BLOCK_M - 1) // BLOCK_M, pairs, i32(sizes[4]))
-            head, b = pair % heads, pair // heads
-            b0, b1 = b // i32(shape[1]), b % i32(shape[1])
+            blocks = u32((nq + BLOCK_M - 1) // BLOCK_M)
+            if BANDED:
+                pairs = u32(u32(shape[0]) * u32(shape[1]) * heads)
+                block, pair = blocks - u32(1) - u32(index // pairs), u32(index % pairs)
+            else:
+                block, pair = u32(index % blocks), u32(index // blocks)
+            b, head = u32(pair // heads), u32(pair % heads)
+            b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
         q0, k0, queries, keys, factor = i32(0), i32(0), nq, nk, 1.0
         if SEQUENCES:
             q0, queries, k0, keys, move, factor = sequence(extras, b0, b1, nq, nk)
@@ -87,8 +85,9 @@ def build_item(options, block_m, block_n, sequence, q_offsets):
         if start < stop and row0 < queries:
             first = i32(start // BLOCK_N)
             count = i32((stop + BLOCK_N - 1) // BLOCK_N) - first
-            share = (count + parts - 1) // parts
-            first, count = first + part * share, max(0, min(share, count - part * share))
+            if SPLIT:
+                share = (count + i32(sizes[4]) - 1) // i32(sizes[4])
+                first, count = first + part * share, max(0, min(share, count - part * share))
         where = (i32(b0), i32(b1), i32(head), row0)
         return where, (i32(q0), i32(queries), i32(k0), i32(keys), i32(low), i32(high), factor), (i32(first), i32(count), i32(part))
 

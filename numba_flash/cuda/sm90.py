@@ -4,13 +4,15 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
+
 from numba_flash.cuda import launch
 
 LOG2E = math.log2(math.e)
 PANEL, ROW_BYTES, WARP_GROUP, MBARRIER_BYTES = 64, 128, 128, 8
 ALIGNMENT = 1024  # of tiles that the copy engine swizzles
 SHARED_LIMIT = 227 * 1024
-REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer's threads, by the number of consumers; the producer keeps 24
+REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # per thread of the data movers and of the consumers, by the number of consumers
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,15 @@ class Tile:
     ----------
     block_m, block_n : int
         Rows and columns of the score tile; 64 rows per consumer warp group, columns a multiple of 16.
-    stages : int
-        Slots of the rings of K and of V tiles.
+    q_stages, stages : int
+        Slots of the ring of Q tiles, and of those of K and of V tiles.
     ping_pong : bool
         Consumers take turns at starting products.
     """
 
     block_m: int
     block_n: int
+    q_stages: int
     stages: int
     ping_pong: bool
 
@@ -37,7 +40,7 @@ class Tile:
         return self.block_m // 64
 
     @property
-    def registers(self) -> int:
+    def registers(self) -> tuple[int, int]:
         return REGISTERS[self.consumers]
 
     @property
@@ -45,26 +48,28 @@ class Tile:
         return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Offsets in shared memory: tiles ``q k v``, mbarriers ``*_ready *_free``, slot sizes, and the `bytes` of it all."""
+        """Shared memory: rings ``q k v`` as `numba_flash.cuda.pipeline` wants them, and the `bytes` of it all. O takes the place of Q."""
         panels = lambda columns: -(-columns // PANEL)
-        k_slot, v_slot = (panels(columns) * self.block_n * ROW_BYTES for columns in (head_dim, head_dim_v))
-        at = SimpleNamespace(q=0, k=panels(head_dim) * self.block_m * ROW_BYTES, k_slot=k_slot, v_slot=v_slot, ALIGNMENT=ALIGNMENT)
-        at.v = at.k + self.stages * k_slot
-        end = at.v + self.stages * v_slot
-        for name, slots in (("q", 1), ("k", self.stages), ("v", self.stages)):
-            for event in ("ready", "free"):
-                setattr(at, f"{name}_{event}", end)
-                end += slots * MBARRIER_BYTES
-        at.bytes = end + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
-        return at
+        rings = {
+            "q": (max(panels(head_dim), panels(head_dim_v)) * self.block_m * ROW_BYTES, self.q_stages),
+            "k": (panels(head_dim) * self.block_n * ROW_BYTES, self.stages),
+            "v": (panels(head_dim_v) * self.block_n * ROW_BYTES, self.stages),
+        }
+        layout, tiles = SimpleNamespace(ALIGNMENT=ALIGNMENT), 0
+        mbarriers = sum(slot_bytes * slots for slot_bytes, slots in rings.values())
+        for name, (slot_bytes, slots) in rings.items():
+            events = tuple(mbarriers + event * slots * MBARRIER_BYTES for event in range(3))
+            setattr(layout, name, (tiles, slot_bytes, slots, *events))
+            tiles, mbarriers = tiles + slot_bytes * slots, mbarriers + 3 * slots * MBARRIER_BYTES
+        layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
+        return layout
 
 
 # Per direction, mask and larger head dimension: (largest head dimension of q and k, of v, tile).
 TILES = {
-    "full": ((64, 64, Tile(192, 128, 2, True)), (128, 128, Tile(128, 176, 2, True)), (256, 256, Tile(128, 80, 2, False))),
-    "band": ((64, 64, Tile(192, 128, 2, True)), (128, 128, Tile(128, 128, 2, True)), (256, 256, Tile(128, 80, 2, False))),
+    "full": ((64, 64, Tile(192, 128, 1, 2, True)), (128, 128, Tile(128, 176, 1, 2, True)), (256, 256, Tile(128, 80, 1, 2, False))),
+    "band": ((64, 64, Tile(192, 128, 1, 2, True)), (128, 128, Tile(128, 128, 1, 2, True)), (256, 256, Tile(128, 80, 1, 2, False))),
 }
-SECTION_BYTES = 24 * 2**20  # of keys and values that row blocks at work at the same time read: half of the L2 cache
 UNSUPPORTED = {"score_mod": "score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
 FORCED = None
 
@@ -100,34 +105,31 @@ def prepare_forward(problem, inputs, results):
     """Prepared launch ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
     q, k, v, o = (_heads_first(p, x) for x in (*inputs[:3], o))
-    pairs = math.prod(p.batch) * p.hq
-    blocks = -(-p.nq // tile.block_m)
-    items = pairs * blocks
+    items = math.prod(p.batch) * p.hq * -(-p.nq // tile.block_m)
     if p.options.packed:
         items = (p.nq // tile.block_m + p.batch[1]) * p.hq
-    group = p.hq // p.hk
-    section = 1
-    if banded(p):
-        section = max(1, SECTION_BYTES // (p.nk * (p.d + p.dv) * 2)) * group
+    store = "words" if p.options.packed else "map"
     lengths = 1 if p.options.packed else p.batch
     extras = tuple((x, view) for x, view in zip(inputs[5:], (lengths, lengths), strict=True) if x is not None)
     cap = p.options.softcap
     slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
-    words = o.view("uint32")
+    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)) + (((o, tile.block_m),) if store == "map" else ())
     forward = launch.Launch(
         "forward_sm90.build",
-        (p.dtype, p.d, p.dv, lse is not None, banded(p), False, p.options.structure, tile),
+        (p.dtype, p.d, p.dv, lse is not None, banded(p), store, p.options.structure, tile),
         grid=min(items, launch.multiprocessors(q.data.device_id)),
         block=tile.threads,
-        operands=((words, 5), (lse, 4)),
+        operands=((o.view("uint32"), 5), (lse, 4)),
         extras=extras,
-        scalars=(items, p.low, p.high, p.nk, min(section, pairs), 1, p.hk, 1),
-        parameters=(slope, scale_log2),
-        maps=((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)),
+        scalars=(items, p.low, p.high, p.nk, 1, p.hk, 1),
+        parameters=(np.float32(slope), np.float32(scale_log2)),
+        maps=maps,
         shared_bytes=tile.layout(p.d, p.dv).bytes,
     )
 
     def run(inputs, results):
-        forward(*inputs[:3], *results, *(x for x in inputs[5:] if x is not None))
+        o, lse = results
+        mapped = (o,) if store == "map" else ()
+        forward(*inputs[:3], *mapped, o, lse, *(x for x in inputs[5:] if x is not None))
 
     return run

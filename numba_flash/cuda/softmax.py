@@ -21,14 +21,14 @@ ALL_LANES = 0xFFFFFFFF
 NEG_INF = -math.inf
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def row_maximum(x):
     """Over the four lanes of a row."""
     x = ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
     return ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def row_sum(x):
     """Over the four lanes of a row."""
     x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
