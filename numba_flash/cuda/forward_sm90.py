@@ -14,6 +14,9 @@ from numba.cuda import types
 from numba_flash import mask
 from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, tiles
 
+B0, B1, HEAD, ROW0, Q0, QUERIES, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = range(13)  # what is written beside a Q tile
+END = -1  # in the place of the count of key tiles: there is no more work
+
 
 def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     """Kernel ``forward_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and compile options.
@@ -22,18 +25,18 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     o : (b0, b1, heads, n, head_dim_v) as words of two elements, or with `store` "parts" as float32, b0 repeated for each part of the keys.
     lse : (b0, b1, heads, n), natural logarithm.
     extras : lengths, see `numba_flash.cuda.scores`.
-    sizes : items, low, high, nk, parts, kv_heads, b0.
+    sizes : items, low, high, nk, parts, kv_heads, section (see `numba_flash.cuda.schedule`), b0.
     scales : slope, scale_log2. Scores are in base 2 after multiplication by scale_log2; with softcap, slope leads to the tanh before that.
     """
     BLOCK_M, BLOCK_N, CONSUMERS, PING_PONG = tile.block_m, tile.block_n, tile.consumers, tile.ping_pong
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, Q_RELEASES = SMEM.q, SMEM.k, SMEM.v, 1 if store == "map" else tile.consumers
+    Q, K, V, Q_RELEASES = SMEM.q, SMEM.k, SMEM.v, 1 if store == "map" else tile.consumers * pipeline.WARP_GROUP
     ALIGNMENT, V_PANEL, ROWS = SMEM.ALIGNMENT, mma.panel_bytes(BLOCK_N), 64
     SCORES, PAIRS, OUTPUTS, ROW_WORDS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2, head_dim_v // 8
     WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, banded, bool(options.softcap), store == "map", store == "parts"
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
     ACC, u32, i32, u64, index = types.float32, types.uint32, types.int32, types.uint64, tiles.index
-    NEG_INF, LN2, ON, OFF = -math.inf, math.log(2.0), 1, 0
+    NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
     item_of = schedule.build_item(options, banded, PARTS, BLOCK_M, BLOCK_N, scores.build_sequence(options), scores.slots(options).q_lengths)
     fill_q = pipeline.build_fill(Q, head_dim, BLOCK_M)
     fill_k = pipeline.build_fill(K, head_dim, BLOCK_N)
@@ -50,36 +53,45 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
 
     @cuda.jit(device=True, forceinline=True)
     def produce(maps, smem, o, extras, sizes):
-        """The copy engine fetches what the consumers will need; K runs one tile ahead of V."""
-        turn, n = 0, u32(0)
+        """Say beside each Q tile what work it belongs to, and have the copy engine fetch what that needs; K runs one tile ahead of V."""
+        turn, n = u32(0), u32(0)
         at = schedule.snake(turn, cuda.gridDim.x)
         while at < sizes[0]:
-            (b0, b1, h, row0), (q0, _, k0, _, _, _, _), (first, count, _) = item_of(at, o.shape, extras, sizes)
+            (b0, b1, h, row0), (q0, queries, k0, keys, low, high, impossible), (first, count, part) = item_of(at, o.shape, extras, sizes)
+            kv_head = i32(u32(h) // u32(u32(o.shape[2]) // u32(sizes[5])))
             if PACKED:
                 b1 = i32(0)
-            kv_head = i32(u32(h) // u32(u32(o.shape[2]) // u32(sizes[5])))
             for t in range(count + 1):
                 key = k0 + (first + count - 1 - t) * BLOCK_N
                 if t < count:
+                    pipeline.wait_free(smem, K, u32(n + t))
                     fill_k(maps[1], smem, u32(n + t), (key, kv_head, b1, b0))
                 if t == 0:
-                    fill_q(maps[0], smem, u32(turn), (q0 + row0, h, b1, b0))
+                    pipeline.wait_free(smem, Q, turn)
+                    work = (b0, b1, h, row0, q0, queries, keys, low, high, impossible, first, count, part)
+                    for word in range(len(work)):
+                        pipeline.write(smem, Q, turn, word, work[word])
+                    fill_q(maps[0], smem, turn, (q0 + row0, h, b1, b0))
                 else:
+                    pipeline.wait_free(smem, V, u32(n + t - 1))
                     fill_v(maps[2], smem, u32(n + t - 1), (key + BLOCK_N, kv_head, b1, b0))
             n = u32(n + count)
-            turn += 1
+            turn = u32(turn + 1)
             at = schedule.snake(turn, cuda.gridDim.x)
+        pipeline.wait_free(smem, Q, turn)
+        pipeline.write(smem, Q, turn, COUNT, END)
+        ptx.mbarrier_arrive(pipeline.mbarrier(smem, Q, pipeline.READY, turn))
 
     @cuda.jit(device=True, forceinline=True)
-    def store_tiles(maps, smem, o, extras, sizes):
+    def store_tiles(maps, smem):
         """The copy engine stores each O tile from where its Q tile was."""
-        turn = 0
-        at = schedule.snake(turn, cuda.gridDim.x)
-        while at < sizes[0]:
-            (b0, b1, h, row0), _, _ = item_of(at, o.shape, extras, sizes)
-            drain_o(maps[3], smem, u32(turn), (row0, h, b1, b0))
-            turn += 1
-            at = schedule.snake(turn, cuda.gridDim.x)
+        turn = u32(0)
+        pipeline.wait_ready(smem, Q, turn)
+        while pipeline.read(smem, Q, turn, COUNT) != END:
+            b0, b1 = pipeline.read(smem, Q, turn, B0), pipeline.read(smem, Q, turn, B1)
+            drain_o(maps[3], smem, turn, (pipeline.read(smem, Q, turn, ROW0), pipeline.read(smem, Q, turn, HEAD), b1, b0))
+            turn = u32(turn + 1)
+            pipeline.wait_ready(smem, Q, turn)
 
     @cuda.jit(device=True, forceinline=True)
     def hide(s, row, col0, keys, band):
@@ -92,13 +104,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
                 hide_row(s, r, i32(start - column), i32(stop - column))
 
     @cuda.jit(device=True, forceinline=True)
-    def attend(acc, m_i, l_i, smem, me, turn, n, row, item, scales):
+    def attend(acc, m_i, l_i, smem, me, turn, n, row, count, scales):
         """Equations (1) to (5) for 64 rows and all their tiles of keys, the last tile first."""
         s, p, alpha = cuda.local.array(SCORES, ACC), cuda.local.array(PAIRS, u32), cuda.local.array(2, ACC)
-        (_, _, _, keys, low, high, _), (first, count, _) = item
-        q_tile = mma.descriptor(pipeline.tile(smem, Q, u32(turn)) + u32(me * ROWS * mma.ROW_BYTES), u32(0))
+        keys, first = pipeline.read(smem, Q, turn, KEYS), pipeline.read(smem, Q, turn, FIRST)
+        low, high = pipeline.read(smem, Q, turn, LOW), pipeline.read(smem, Q, turn, HIGH)
+        q_tile = mma.descriptor(pipeline.tile(smem, Q, turn) + u32(me * ROWS * mma.ROW_BYTES), u32(0))
         # (1) S = Q K^T of the first tile
-        pipeline.wait_ready(smem, Q, u32(turn))
         pipeline.wait_ready(smem, K, n)
         start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, n), u32(0)))
         wait_all(acc, s)
@@ -147,23 +159,24 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     def consume(smem, me, o, lse, extras, sizes, scales):
         acc, inverse = cuda.local.array(OUTPUTS, ACC), cuda.local.array(2, ACC)
         m_i, l_i = cuda.local.array(2, ACC), cuda.local.array(2, ACC)
-        turn, n = 0, u32(0)
-        at = schedule.snake(turn, cuda.gridDim.x)
-        while at < sizes[0]:
-            where, sequence, part = item_of(at, o.shape, extras, sizes)
-            row, (q0, queries, _, _, _, _, factor), count = where[3] + me * ROWS + mma.first_row(), sequence, part[1]
+        turn, n = u32(0), u32(0)
+        pipeline.wait_ready(smem, Q, turn)
+        count = pipeline.uniform(pipeline.read(smem, Q, turn, COUNT))
+        while count != END:
+            b0, b1, h = pipeline.read(smem, Q, turn, B0), pipeline.read(smem, Q, turn, B1), pipeline.read(smem, Q, turn, HEAD)
+            q0, queries, rows = pipeline.read(smem, Q, turn, Q0), pipeline.read(smem, Q, turn, QUERIES), i32(o.shape[3])
+            row = i32(pipeline.read(smem, Q, turn, ROW0) + me * ROWS + mma.first_row())
             for r in range(2):
                 m_i[r], l_i[r] = ACC(NEG_INF), ACC(0)
             for i in range(OUTPUTS):
                 acc[i] = ACC(0)
             if count > 0:
-                attend(acc, m_i, l_i, smem, me, turn, n, row, (sequence, part), scales)
+                attend(acc, m_i, l_i, smem, me, turn, n, row, count, scales)
                 n = u32(n + count)
-            b0, b1, rows = where[0], where[1], i32(o.shape[3])
             if PARTS:
-                b0 += part[2] * i32(sizes[6])
+                b0 += pipeline.read(smem, Q, turn, PART) * i32(sizes[7])
             if PACKED:
-                b1, rows = i32(0), queries
+                rows = queries
             for r in range(2):
                 # (6) O = O / l, lse = m + log l; a row that saw nothing has O = 0, lse = -inf
                 l, i = softmax.row_sum(l_i[r]), row + 8 * r
@@ -171,20 +184,18 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
                     l = ACC(0)
                 inverse[r] = ACC(0) if l == ACC(0) else ptx.rcp(l)
                 value = (m_i[r] * scales[1] + ptx.lg2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
-                if SEQUENCES:
-                    inverse[r] *= ACC(factor)
-                    value *= ACC(factor)
+                if SEQUENCES and pipeline.read(smem, Q, turn, IMPOSSIBLE) != 0:
+                    inverse[r], value = ACC(NAN), ACC(NAN)
                 if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
-                    lse[index(b0), index(b1), index(where[2]), index(q0 + i)] = value
-            pipeline.wait_ready(smem, Q, u32(turn))
+                    lse[index(b0), index(b1), index(h), index(q0 + i)] = value
             if TO_MAP:
-                put(pipeline.tile(smem, Q, u32(turn)), acc, inverse, me)
-                pipeline.hand_over(smem, Q, u32(turn))
+                put(pipeline.tile(smem, Q, turn), acc, inverse, me)
+                pipeline.hand_over(smem, Q, turn)
             else:
-                pipeline.release(smem, Q, u32(turn))
+                pipeline.leave(smem, Q, turn)
                 for r in range(2):
                     if row + 8 * r < rows:
-                        o_row = o[index(b0), index(b1), index(where[2]), index(q0 + row + 8 * r)]
+                        o_row = o[index(b0), index(b1), index(h), index(q0 + row + 8 * r)]
                         for j in range(ROW_WORDS):
                             x, y = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
                             if PARTS:
@@ -192,12 +203,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
                                 o_row[index(8 * j + mma.first_column() + 1)] = y
                             else:
                                 o_row[index(4 * j + mma.first_column() // 2)] = pack2(x, y)
-            turn += 1
-            at = schedule.snake(turn, cuda.gridDim.x)
+            turn = u32(turn + 1)
+            pipeline.wait_ready(smem, Q, turn)
+            count = pipeline.uniform(pipeline.read(smem, Q, turn, COUNT))
 
     def forward_sm90(maps, o, lse, extras, sizes, scales):
         smem = u32((ptx.shared_address(cuda.shared.array(0, types.uint8)) + u32(ALIGNMENT - 1)) & u32(-ALIGNMENT & 0xFFFFFFFF))
-        group = i32(cuda.threadIdx.x) // pipeline.WARP_GROUP
+        group = pipeline.uniform(i32(cuda.threadIdx.x) // pipeline.WARP_GROUP)
         if cuda.threadIdx.x == 0:
             pipeline.initialise(smem, Q, CONSUMERS, Q_RELEASES)
             pipeline.initialise(smem, K, CONSUMERS, CONSUMERS)
@@ -210,7 +222,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
             if cuda.threadIdx.x == 0:
                 produce(maps, smem, o, extras, sizes)
             if TO_MAP and cuda.threadIdx.x == 32:
-                store_tiles(maps, smem, o, extras, sizes)
+                store_tiles(maps, smem)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             me = group - 1
@@ -223,6 +235,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     maps = [f"maps.{i}" for i in range(4 if TO_MAP else 3)]
     operands = types.Array(types.float32 if PARTS else u32, 5, "A"), types.Array(types.float32, 4, "A")
     extras, *_ = scores.kernel_arguments(options, ())
-    numbers = types.UniTuple(types.int64, 7), types.UniTuple(types.float32, 2)
+    numbers = types.UniTuple(types.int64, 8), types.UniTuple(types.float32, 2)
     signature = types.void(types.UniTuple(types.uint64, len(maps)), *operands, extras, *numbers)
     return forward_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -16,9 +16,6 @@ from numba_flash.cuda import ptx
 PANEL = 64  # columns
 ROW_BYTES = 128
 DESCRIPTOR_UNIT = 16
-_SWIZZLE_128 = 1 << 62
-_GROUP_OF_ROWS = (8 * ROW_BYTES // DESCRIPTOR_UNIT) << 32  # stride between groups of 8 rows
-_PANEL_STRIDE_SHIFT = 16
 
 
 def panels(columns: int) -> int:
@@ -32,10 +29,8 @@ def panel_bytes(rows: int) -> int:
 
 @cuda.jit(device=True, forceinline=True)
 def descriptor(address, panel_stride):
-    """Descriptor of the tile at a shared address; `panel_stride` in bytes matters only where the product runs along the rows."""
-    where = types.uint64((address & types.uint32(0x3FFFF)) >> types.uint32(4))
-    stride = types.uint64(panel_stride // DESCRIPTOR_UNIT) << types.uint64(_PANEL_STRIDE_SHIFT)
-    return types.uint64(_SWIZZLE_128 | _GROUP_OF_ROWS) | stride | where
+    """Low word of the descriptor of a tile; `panel_stride` in bytes matters only where the product runs along the rows."""
+    return types.uint32((address & types.uint32(0x3FFFF)) >> types.uint32(4) | types.uint32(panel_stride // DESCRIPTOR_UNIT << 16))
 
 
 @cuda.jit(device=True, forceinline=True)

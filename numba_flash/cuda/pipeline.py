@@ -1,7 +1,7 @@
 """Who may touch which shared memory when: rings of tiles between the data movers and the consumers, and turns among the consumers.
 
-A ring is a tuple (offset of its tiles, bytes of a slot, slots, offsets of its mbarriers "ready", "free" and "full"), relative to the base of
-shared memory. Its n-th tile goes into slot ``n % slots``. "ready": the copy engine has filled the slot. "free": everyone has read it. "full": all
+A ring is a tuple (offset of its tiles, bytes of a slot, slots, offsets of its mbarriers "ready", "free" and "full", offset of its records),
+relative to the base of shared memory. Its n-th tile goes into slot ``n % slots``. "ready": the copy engine has filled the slot. "free": everyone has read it. "full": all
 consumers have put their results into it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
 """
 
@@ -10,10 +10,17 @@ from numba.cuda import types
 
 from numba_flash.cuda import mma, ptx
 
-MBARRIER_BYTES = 8
-TILES, SLOT_BYTES, SLOTS, READY, FREE, FULL = range(6)
+MBARRIER_BYTES, RECORD_BYTES = 8, 64
+TILES, SLOT_BYTES, SLOTS, READY, FREE, FULL, RECORDS = range(7)
 FIRST_TURN = 1  # named barrier of the first consumer's turn; 0 is that of syncthreads
 WARP_GROUP = 128
+ALL_LANES = 0xFFFFFFFF
+
+
+@cuda.jit(device=True, forceinline=True)
+def uniform(x):
+    """The same number (int32), but the assembler can tell that it is the same in the whole warp."""
+    return types.int32(cuda.shfl_sync(ALL_LANES, x, 0))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -51,10 +58,40 @@ def release(smem, ring, n):
 
 
 @cuda.jit(device=True, forceinline=True)
+def leave(smem, ring, n):
+    """One arrival of this thread: it has read the tile and its record."""
+    ptx.mbarrier_arrive(mbarrier(smem, ring, FREE, n))
+
+
+@cuda.jit(device=True, forceinline=True)
 def hand_over(smem, ring, n):
     """One arrival of this thread: what it has written into the slot may be stored."""
     ptx.fence_proxy_async()  # the copy engine sees it
     ptx.mbarrier_arrive(mbarrier(smem, ring, FULL, n))
+
+
+@cuda.jit(device=True, forceinline=True)
+def record(smem, ring, n, word):
+    """Address of a word (4 bytes) of what is written beside the n-th tile."""
+    return types.uint32(smem + types.uint32(ring[RECORDS]) + n % types.uint32(ring[SLOTS]) * types.uint32(RECORD_BYTES) + types.uint32(4 * word))
+
+
+@cuda.jit(device=True, forceinline=True)
+def read(smem, ring, n, word):
+    """Word of the n-th tile's record, once the tile is ready."""
+    return ptx.load_shared(record(smem, ring, n, word))
+
+
+@cuda.jit(device=True, forceinline=True)
+def write(smem, ring, n, word, value):
+    """Set a word of the n-th tile's record, once the slot is free and before the tile is ready."""
+    ptx.store_shared(record(smem, ring, n, word), types.int32(value))
+
+
+@cuda.jit(device=True, forceinline=True)
+def wait_free(smem, ring, n):
+    """Until the slot of the n-th tile has been read by everyone who read what it held before."""
+    wait(smem, ring, FREE, n, 1)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -85,7 +122,7 @@ def meet_warp_group(consumer, consumers):
 
 
 def build_fill(ring, columns, rows):
-    """``fill(tensor_map, smem, n, where)``: have the n-th tile of a ring fetched, once its slot is free (by one thread).
+    """``fill(tensor_map, smem, n, where)``: have the n-th tile of a ring fetched into its slot, which is free (by one thread).
 
     A tile is `rows` rows in panels of 64 columns; `where` is (row, head, b1, b0). What lies outside the array becomes 0.
     """
@@ -94,7 +131,6 @@ def build_fill(ring, columns, rows):
 
     @cuda.jit(device=True, forceinline=True)
     def fill(tensor_map, smem, n, where):
-        wait(smem, RING, FREE, n, 1)  # what lay in the slot has been read
         ready, to = mbarrier(smem, RING, READY, n), tile(smem, RING, n)
         ptx.mbarrier_expect(ready, u32(BYTES))
         for panel in range(PANELS):

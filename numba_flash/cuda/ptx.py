@@ -16,6 +16,7 @@ _LLVM = {
 }  # fmt: skip
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _MEMORY = "~{memory}"
+DESCRIPTOR_HIGH = 1 << 30 | 64  # of a tile in shared memory (9.7.15.5.1): rows of 128 bytes, swizzled, in groups of 8 that lie 64 x 16 bytes apart
 
 
 def _instruction(name: str, text: str, constraints: str, result, *arguments, effects: bool = True):
@@ -46,6 +47,8 @@ pack_float16 = _instruction("pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,
 pack_bfloat16 = _instruction("pack_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
 
 # ---- shared memory by address (9.7.9)
+load_shared = _instruction("load_shared", "ld.shared.b32 $0, [$1];", "=r,r," + _MEMORY, types.int32, _u32)
+store_shared = _instruction("store_shared", "st.shared.b32 [$0], $1;", "r,r," + _MEMORY, _void, _u32, types.int32)
 store_shared_zero16 = _instruction(
     "store_shared_zero16", "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }", "r," + _MEMORY, _void, _u32
 )
@@ -145,6 +148,10 @@ def _mma(n, bfloat16, acc, a, b, accumulate, transpose):
     return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{acc}}}, {a}, {b}, {accumulate}, 1, 1, {transpose};"
 
 
+def _descriptor(name, operand, offset):
+    return f"add.u32 low, ${operand}, {offset}; mov.b64 {name}, {{low, {DESCRIPTOR_HIGH}}};"
+
+
 def _registers(first, count):
     return ", ".join(f"${i}" for i in range(first, first + count))
 
@@ -160,7 +167,8 @@ def _literals(*arguments):
 def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, BFLOAT16):
     """``acc = A B^T``, committed as one group: A is 64 x 16 STEPS, B is N x 16 STEPS, both rows of 128 bytes in shared memory.
 
-    `a` and `b` are descriptors; after every 64 columns they move on by a panel, in units of 16 bytes.
+    `a` and `b` are the low words of descriptors with the high word DESCRIPTOR_HIGH; after every 64 columns they move on by a panel, in units
+    of 16 bytes.
     """
     literals = _literals(N, STEPS, A_PANEL, B_PANEL, BFLOAT16)
     if literals is None:
@@ -169,17 +177,17 @@ def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, BFLOAT16):
 
     def codegen(context, builder, signature, values):
         acc_registers, at = n // 2, n // 2
-        lines = ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;"]
+        lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
             panel, within = divmod(step, 4)
-            lines.append(f"add.s64 a, ${at}, {panel * a_panel + 2 * within}; add.s64 b, ${at + 1}, {panel * b_panel + 2 * within};")
+            lines.append(_descriptor("a", at, panel * a_panel + 2 * within) + _descriptor("b", at + 1, panel * b_panel + 2 * within))
             lines.append(_mma(n, bfloat16, _registers(0, acc_registers), "a", "b", int(step > 0), "0, 0"))
         lines.append("wgmma.commit_group.sync.aligned; }")
         pointers = _pointers(context, builder, acc, values[0], acc_registers)
         _asm_on_registers(builder, "\n".join(lines), pointers, values[1:3], results_only=True)
         return context.get_dummy_value()
 
-    return types.void(acc, types.uint64, types.uint64, N, STEPS, A_PANEL, B_PANEL, BFLOAT16), codegen
+    return types.void(acc, types.uint32, types.uint32, N, STEPS, A_PANEL, B_PANEL, BFLOAT16), codegen
 
 
 @intrinsic
@@ -193,9 +201,9 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
     def codegen(context, builder, signature, values):
         acc_registers = n // 2
         at = 2 * acc_registers  # results, and the inputs tied to them, come first
-        lines = ["{ .reg .b64 b; wgmma.fence.sync.aligned;"]
+        lines = ["{ .reg .b32 low; .reg .b64 b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
-            lines.append(f"add.s64 b, ${at + 4 * steps}, {128 * step};")  # 16 rows of 128 bytes
+            lines.append(_descriptor("b", at + 4 * steps, 128 * step))  # 16 rows of 128 bytes
             lines.append(_mma(n, bfloat16, _registers(0, acc_registers), f"{{{_registers(at + 4 * step, 4)}}}", "b", 1, "1"))
         lines.append("wgmma.commit_group.sync.aligned; }")
         pointers = _pointers(context, builder, acc, values[0], acc_registers)
@@ -203,7 +211,7 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
         _asm_on_registers(builder, "\n".join(lines), pointers, [*fragments, values[2]])
         return context.get_dummy_value()
 
-    return types.void(acc, a, types.uint64, N, STEPS, BFLOAT16), codegen
+    return types.void(acc, a, types.uint32, N, STEPS, BFLOAT16), codegen
 
 
 @intrinsic

@@ -49,11 +49,13 @@ def snake(turn, blocks):
 
 
 def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
-    """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0), (q0, queries, k0, keys, low, high, factor) and
-    (first tile of keys, their number, part).
+    """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0) and (q0, queries, k0, keys, low, high, impossible)
+    of its sequence, and (first tile of keys, their number, part).
 
-    `shape` is (b0, b1, heads, nq), `sizes` (items, low, high, nk, parts, ...). Neighbours are row blocks of one head; with a band, where they
-    differ in length, all heads' last blocks come first. With `split` each of several parts gets its share of the tiles.
+    `shape` is (b0, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section). Neighbours are row blocks of one head. With a band, where
+    blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few turns of the grid,
+    `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of several parts gets its
+    share of the tiles.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES, Q_OFFSETS = block_m, block_n, options.packed, options.sequences, q_offsets
     BANDED, SPLIT, i32, u32 = banded, split, types.int32, types.uint32
@@ -69,16 +71,18 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
         else:
             blocks = u32((nq + BLOCK_M - 1) // BLOCK_M)
             if BANDED:
-                pairs = u32(u32(shape[0]) * u32(shape[1]) * heads)
-                block, pair = blocks - u32(1) - u32(index // pairs), u32(index % pairs)
+                section, pairs = u32(sizes[6]), u32(u32(shape[0]) * u32(shape[1]) * heads)
+                number = u32(index // u32(section * blocks))
+                within, size = u32(index - number * section * blocks), min(section, u32(pairs - number * section))
+                block, pair = blocks - u32(1) - u32(within // size), u32(number * section + within % size)
             else:
                 block, pair = u32(index % blocks), u32(index // blocks)
             b, head = u32(pair // heads), u32(pair % heads)
             b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
-        q0, k0, queries, keys, factor = i32(0), i32(0), nq, nk, 1.0
+        q0, k0, queries, keys, impossible = i32(0), i32(0), nq, nk, i32(0)
         if SEQUENCES:
             q0, queries, k0, keys, move, factor = sequence(extras, b0, b1, nq, nk)
-            low, high = low + move, high + move
+            low, high, impossible = low + move, high + move, i32(1 if factor != factor else 0)
         row0 = i32(block * BLOCK_M)
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, i32(queries)), i32(keys), i32(low), i32(high))
         first, count = i32(0), i32(0)
@@ -89,6 +93,6 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
                 share = (count + i32(sizes[4]) - 1) // i32(sizes[4])
                 first, count = first + part * share, max(0, min(share, count - part * share))
         where = (i32(b0), i32(b1), i32(head), row0)
-        return where, (i32(q0), i32(queries), i32(k0), i32(keys), i32(low), i32(high), factor), (i32(first), i32(count), i32(part))
+        return where, (i32(q0), i32(queries), i32(k0), i32(keys), i32(low), i32(high), impossible), (i32(first), i32(count), i32(part))
 
     return item

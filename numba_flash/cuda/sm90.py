@@ -9,7 +9,7 @@ import numpy as np
 from numba_flash.cuda import launch
 
 LOG2E = math.log2(math.e)
-PANEL, ROW_BYTES, WARP_GROUP, MBARRIER_BYTES = 64, 128, 128, 8
+PANEL, ROW_BYTES, WARP_GROUP, MBARRIER_BYTES, RECORD_BYTES = 64, 128, 128, 8, 64
 ALIGNMENT = 1024  # of tiles that the copy engine swizzles
 SHARED_LIMIT = 227 * 1024
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # per thread of the data movers and of the consumers, by the number of consumers
@@ -58,9 +58,9 @@ class Tile:
         layout, tiles = SimpleNamespace(ALIGNMENT=ALIGNMENT), 0
         mbarriers = sum(slot_bytes * slots for slot_bytes, slots in rings.values())
         for name, (slot_bytes, slots) in rings.items():
-            events = tuple(mbarriers + event * slots * MBARRIER_BYTES for event in range(3))
+            events = tuple(mbarriers + event * slots * MBARRIER_BYTES for event in range(4))  # the last is where the records begin
             setattr(layout, name, (tiles, slot_bytes, slots, *events))
-            tiles, mbarriers = tiles + slot_bytes * slots, mbarriers + 3 * slots * MBARRIER_BYTES
+            tiles, mbarriers = tiles + slot_bytes * slots, mbarriers + slots * (3 * MBARRIER_BYTES + RECORD_BYTES)
         layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
         return layout
 
@@ -105,7 +105,9 @@ def prepare_forward(problem, inputs, results):
     """Prepared launch ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
     q, k, v, o = (_heads_first(p, x) for x in (*inputs[:3], o))
-    items = math.prod(p.batch) * p.hq * -(-p.nq // tile.block_m)
+    blocks, grid = -(-p.nq // tile.block_m), launch.multiprocessors(q.data.device_id)
+    items = math.prod(p.batch) * p.hq * blocks
+    section = 2 * grid // math.gcd(blocks, 2 * grid)
     if p.options.packed:
         items = (p.nq // tile.block_m + p.batch[1]) * p.hq
     store = "words" if p.options.packed else "map"
@@ -117,11 +119,11 @@ def prepare_forward(problem, inputs, results):
     forward = launch.Launch(
         "forward_sm90.build",
         (p.dtype, p.d, p.dv, lse is not None, banded(p), store, p.options.structure, tile),
-        grid=min(items, launch.multiprocessors(q.data.device_id)),
+        grid=min(items, grid),
         block=tile.threads,
         operands=((o.view("uint32"), 5), (lse, 4)),
         extras=extras,
-        scalars=(items, p.low, p.high, p.nk, 1, p.hk, 1),
+        scalars=(items, p.low, p.high, p.nk, 1, p.hk, section, 1),
         parameters=(np.float32(slope), np.float32(scale_log2)),
         maps=maps,
         shared_bytes=tile.layout(p.d, p.dv).bytes,

@@ -42,10 +42,11 @@ def build_online(count):
     @cuda.jit(device=True, forceinline=True)
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            m_new = m_i[r]
-            for j in range(GROUPS):
+            m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
+            for j in range(0, GROUPS, 2):
                 m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-            m_new = row_maximum(m_new)
+                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
+            m_new = row_maximum(ptx.maximum(m_new, other))
             if (m_new - m_i[r]) * scale_log2 <= ACC(LAZY):
                 m_new = m_i[r]
             # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
