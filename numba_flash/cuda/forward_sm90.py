@@ -1,9 +1,9 @@
 """Forward pass on Hopper: FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 1, in persistent blocks.
 
-The first warp group moves data: one thread of its first warp, the producer, lets the copy engine fill rings of Q, K and V tiles; one of its
-second lets it store O. Every other warp group, a consumer, owns 64 rows of the block's queries. A consumer starts the scores of the next tile
-before the product P V of the current one, so that its softmax runs while the tensor cores do; with `ping_pong` the consumers also take turns at
-starting products, which keeps their softmaxes apart.
+One thread of the first warp group, the producer, lets the copy engine fill rings of Q, K and V tiles; every other warp group, a consumer, owns
+64 rows of a block of queries. A consumer starts the scores of the next tile before the product P V of the current one, so that its softmax runs
+while the tensor cores do. The next tile may belong to the next block of queries: O is finished and stored while the tensor cores already work
+on what follows. With `ping_pong` the consumers also take turns at starting products, which keeps their softmaxes apart.
 """
 
 import math
@@ -12,9 +12,9 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_flash import mask
-from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, tiles
+from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, swizzle, tiles
 
-B0, B1, HEAD, ROW0, Q0, QUERIES, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = range(13)  # what is written beside a Q tile
+B0, B1, HEAD, ROW0, Q0, QUERIES, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = range(13)  # what the producer writes about a work item
 END = -1  # in the place of the count of key tiles: there is no more work
 
 
@@ -30,8 +30,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     """
     BLOCK_M, BLOCK_N, CONSUMERS, PING_PONG = tile.block_m, tile.block_n, tile.consumers, tile.ping_pong
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, Q_RELEASES = SMEM.q, SMEM.k, SMEM.v, 1 if store == "map" else tile.consumers * pipeline.WARP_GROUP
-    ALIGNMENT, V_PANEL, ROWS = SMEM.ALIGNMENT, mma.panel_bytes(BLOCK_N), 64
+    Q, K, V, WORK, O_STAGE, O_BYTES = SMEM.q, SMEM.k, SMEM.v, SMEM.work, SMEM.o, SMEM.o_panels * swizzle.panel_bytes(64)
+    ALIGNMENT, V_PANEL, ROWS = SMEM.ALIGNMENT, swizzle.panel_bytes(BLOCK_N), 64
     SCORES, PAIRS, OUTPUTS, ROW_WORDS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2, head_dim_v // 8
     WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, banded, bool(options.softcap), store == "map", store == "parts"
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
@@ -41,19 +41,19 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     fill_q = pipeline.build_fill(Q, head_dim, BLOCK_M)
     fill_k = pipeline.build_fill(K, head_dim, BLOCK_N)
     fill_v = pipeline.build_fill(V, head_dim_v, BLOCK_N)
-    drain_o = pipeline.build_drain(Q, head_dim_v, BLOCK_M)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
+    zero, zero_rows = softmax.build_zero(OUTPUTS)
     start_scores = mma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_values = mma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = mma.build_wait(BLOCK_N, head_dim_v)
     pack, pack2 = mma.build_pack(PAIRS, BFLOAT16)
-    put = mma.build_put(head_dim_v, BLOCK_M, BFLOAT16)
+    stage = mma.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES)
 
     @cuda.jit(device=True, forceinline=True)
     def produce(maps, smem, o, extras, sizes):
-        """Say beside each Q tile what work it belongs to, and have the copy engine fetch what that needs; K runs one tile ahead of V."""
+        """Write down what each work item is, and have the copy engine fetch what it needs; K runs one tile ahead of V."""
         turn, n = u32(0), u32(0)
         at = schedule.snake(turn, cuda.gridDim.x)
         while at < sizes[0]:
@@ -61,37 +61,27 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
             kv_head = i32(u32(h) // u32(u32(o.shape[2]) // u32(sizes[5])))
             if PACKED:
                 b1 = i32(0)
+            pipeline.wait_free(smem, WORK, turn)
+            work = (b0, b1, h, row0, q0, queries, keys, low, high, impossible, first, count, part)
+            for word in range(len(work)):
+                pipeline.write(smem, WORK, turn, word, work[word])
+            pipeline.publish(smem, WORK, turn)
+            pipeline.wait_free(smem, Q, turn)
+            fill_q(maps[0], smem, turn, (q0 + row0, h, b1, b0))
+            key = i32(k0 + (first + count - 1) * BLOCK_N)
             for t in range(count + 1):
-                key = k0 + (first + count - 1 - t) * BLOCK_N
                 if t < count:
                     pipeline.wait_free(smem, K, u32(n + t))
-                    fill_k(maps[1], smem, u32(n + t), (key, kv_head, b1, b0))
-                if t == 0:
-                    pipeline.wait_free(smem, Q, turn)
-                    work = (b0, b1, h, row0, q0, queries, keys, low, high, impossible, first, count, part)
-                    for word in range(len(work)):
-                        pipeline.write(smem, Q, turn, word, work[word])
-                    fill_q(maps[0], smem, turn, (q0 + row0, h, b1, b0))
-                else:
+                    fill_k(maps[1], smem, u32(n + t), (key - t * BLOCK_N, kv_head, b1, b0))
+                if t > 0:
                     pipeline.wait_free(smem, V, u32(n + t - 1))
-                    fill_v(maps[2], smem, u32(n + t - 1), (key + BLOCK_N, kv_head, b1, b0))
+                    fill_v(maps[2], smem, u32(n + t - 1), (key - (t - 1) * BLOCK_N, kv_head, b1, b0))
             n = u32(n + count)
             turn = u32(turn + 1)
             at = schedule.snake(turn, cuda.gridDim.x)
-        pipeline.wait_free(smem, Q, turn)
-        pipeline.write(smem, Q, turn, COUNT, END)
-        ptx.mbarrier_arrive(pipeline.mbarrier(smem, Q, pipeline.READY, turn))
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_tiles(maps, smem):
-        """The copy engine stores each O tile from where its Q tile was."""
-        turn = u32(0)
-        pipeline.wait_ready(smem, Q, turn)
-        while pipeline.read(smem, Q, turn, COUNT) != END:
-            b0, b1 = pipeline.read(smem, Q, turn, B0), pipeline.read(smem, Q, turn, B1)
-            drain_o(maps[3], smem, turn, (pipeline.read(smem, Q, turn, ROW0), pipeline.read(smem, Q, turn, HEAD), b1, b0))
-            turn = u32(turn + 1)
-            pipeline.wait_ready(smem, Q, turn)
+        pipeline.wait_free(smem, WORK, turn)
+        pipeline.write(smem, WORK, turn, COUNT, END)
+        pipeline.publish(smem, WORK, turn)
 
     @cuda.jit(device=True, forceinline=True)
     def hide(s, row, col0, keys, band):
@@ -104,116 +94,140 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
                 hide_row(s, r, i32(start - column), i32(stop - column))
 
     @cuda.jit(device=True, forceinline=True)
-    def attend(acc, m_i, l_i, smem, me, turn, n, row, count, scales):
-        """Equations (1) to (5) for 64 rows and all their tiles of keys, the last tile first."""
-        s, p, alpha = cuda.local.array(SCORES, ACC), cuda.local.array(PAIRS, u32), cuda.local.array(2, ACC)
-        keys, first = pipeline.read(smem, Q, turn, KEYS), pipeline.read(smem, Q, turn, FIRST)
-        low, high = pipeline.read(smem, Q, turn, LOW), pipeline.read(smem, Q, turn, HIGH)
-        q_tile = mma.descriptor(pipeline.tile(smem, Q, turn) + u32(me * ROWS * mma.ROW_BYTES), u32(0))
+    def enter(smem, me, turn):
+        """(tiles, row, end, keys, low, high, descriptor of Q) of a work item: `row` is this thread's first, tiles end before key `end`."""
+        pipeline.wait_ready(smem, WORK, turn)
+        count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
+        row = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS + mma.first_row())
+        end = i32((pipeline.read(smem, WORK, turn, FIRST) + count) * BLOCK_N)
+        low, high = pipeline.read(smem, WORK, turn, LOW), pipeline.read(smem, WORK, turn, HIGH)
+        q_tile = mma.descriptor(pipeline.tile(smem, Q, turn) + u32(me * ROWS * swizzle.ROW_BYTES), u32(0))
+        return count, row, end, pipeline.read(smem, WORK, turn, KEYS), low, high, q_tile
+
+    @cuda.jit(device=True, forceinline=True)
+    def leave_tile(smem, turn, n, left, col):
+        """The scores of a tile are there: its K, and Q after the last one, are free. Tiles left after it, and its first key."""
+        pipeline.release(smem, K, n)
+        if left == 1:
+            pipeline.release(smem, Q, turn)
+        return i32(left - 1), i32(col - BLOCK_N)
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, numbers):
+        """(6) O = O / l, lse = m + log l of a work item, stored; a row that saw nothing has O = 0, lse = -inf."""
+        inverse = cuda.local.array(2, ACC)
+        b0, b1, h = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, HEAD)
+        row0 = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS)
+        q0, queries, rows = i32(0), i32(o.shape[3]), i32(o.shape[3])
+        if SEQUENCES:
+            q0, queries = pipeline.read(smem, WORK, turn, Q0), pipeline.read(smem, WORK, turn, QUERIES)
+        if PARTS:
+            b0 = i32(b0 + pipeline.read(smem, WORK, turn, PART) * numbers[1])
+        if PACKED:
+            rows = queries
+        for r in range(2):
+            l, i = softmax.row_sum(l_i[r]), row0 + mma.first_row() + 8 * r
+            if SEQUENCES and i >= queries:
+                l = ACC(0)
+            inverse[r] = ACC(0) if l == ACC(0) else ptx.rcp(l)
+            value = (m_i[r] * numbers[0] + ptx.lg2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
+            if SEQUENCES and pipeline.read(smem, WORK, turn, IMPOSSIBLE) != 0:
+                inverse[r], value = ACC(NAN), ACC(NAN)
+            if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
+                lse[index(b0), index(b1), index(h), index(q0 + i)] = value
+        if cuda.any_sync(pipeline.ALL_LANES, inverse[0] == ACC(0) or inverse[1] == ACC(0)):
+            zero_rows(acc, inverse)  # 0 * NaN is not 0
+        pipeline.leave(smem, WORK, turn)
+        if TO_MAP:
+            stage(maps[3], smem + u32(O_STAGE + me * O_BYTES), acc, inverse, me, CONSUMERS, (row0, h, b1, b0))
+        else:
+            for r in range(2):
+                i = row0 + mma.first_row() + 8 * r
+                if i < rows:
+                    o_row = o[index(b0), index(b1), index(h), index(q0 + i)]
+                    for j in range(ROW_WORDS):
+                        x, y = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
+                        if PARTS:
+                            o_row[index(8 * j + mma.first_column())] = x
+                            o_row[index(8 * j + mma.first_column() + 1)] = y
+                        else:
+                            o_row[index(4 * j + mma.first_column() // 2)] = pack2(x, y)
+
+    @cuda.jit(device=True, forceinline=True)
+    def consume(maps, smem, me, o, lse, parts_of, scales):
+        """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last tile first."""
+        s, p, acc = cuda.local.array(SCORES, ACC), cuda.local.array(PAIRS, u32), cuda.local.array(OUTPUTS, ACC)
+        m_i, l_i, alpha = cuda.local.array(2, ACC), cuda.local.array(2, ACC), cuda.local.array(2, ACC)
+        m_done, l_done = cuda.local.array(2, ACC), cuda.local.array(2, ACC)
+        turn, n = u32(0), u32(0)
+        left, row, col, keys, low, high, q_tile = enter(smem, me, turn)
+        zero(acc)
+        softmax.reset(m_i, l_i)
         # (1) S = Q K^T of the first tile
+        pipeline.wait_ready(smem, Q, turn)
         pipeline.wait_ready(smem, K, n)
         start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, n), u32(0)))
         wait_all(acc, s)
-        pipeline.release(smem, K, n)
-        col0 = (first + count - 1) * BLOCK_N
+        left, col = leave_tile(smem, turn, n, left, col)
         if CAPPED:
             cap(s, scales[0])
-        hide(s, row, col0, keys, (low, high))
+        hide(s, row, col, keys, (low, high))
         online(s, m_i, l_i, alpha, scales[1])
         pack(p, s)
-        if SEQUENCES and col0 + BLOCK_N > keys:
-            pipeline.wait_ready(smem, V, n)
-            clear_tail(pipeline.tile(smem, V, n), keys - col0, me, CONSUMERS)
-        for t in range(1, count):
-            last, now = u32(n + t - 1), u32(n + t)
-            pipeline.wait_ready(smem, K, now)
+        if SEQUENCES:
+            clear_tail(smem, V, n, keys - col, me, CONSUMERS)
+        while True:
+            new = left == 0
+            if new:  # the next tile is the first of the next work item
+                turn = u32(turn + 1)
+                left, row, col, keys, low, high, q_tile = enter(smem, me, turn)
+                if left == END:
+                    break
+                pipeline.wait_ready(smem, Q, turn)
+            n = u32(n + 1)
+            pipeline.wait_ready(smem, K, n)
             if PING_PONG:
                 pipeline.await_turn(me)
-            # (1) S = Q K^T of the next tile, and (5) O += P V of this one, both in flight
-            start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, now), u32(0)))
-            pipeline.wait_ready(smem, V, last)
-            start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, last), u32(V_PANEL)))
+            # (1) S = Q K^T of the next tile, and (5) O += P V of the current one, both in flight
+            start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, n), u32(0)))
+            pipeline.wait_ready(smem, V, u32(n - 1))
+            start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, u32(n - 1)), u32(V_PANEL)))
             if PING_PONG:
                 pipeline.pass_turn((me + 1) % CONSUMERS)
             wait_scores(s)
-            pipeline.release(smem, K, now)
+            left, col = leave_tile(smem, turn, n, left, col)
             # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
             if CAPPED:
                 cap(s, scales[0])
-            if BANDED:
-                hide(s, row, col0 - t * BLOCK_N, keys, (low, high))
+            if BANDED or new:
+                hide(s, row, col, keys, (low, high))
+            if new:
+                softmax.hand_over(m_i, l_i, m_done, l_done)
             online(s, m_i, l_i, alpha, scales[1])
             wait_all(acc, s)
-            pipeline.release(smem, V, last)
-            # O = alpha O
-            rescale(acc, alpha)
+            pipeline.release(smem, V, u32(n - 1))
+            if new:
+                finish(maps, smem, u32(turn - 1), me, acc, m_done, l_done, o, lse, (scales[1], parts_of))
+                zero(acc)
+            else:  # O = alpha O
+                rescale(acc, alpha)
             pack(p, s)
+            if SEQUENCES and new:
+                clear_tail(smem, V, n, keys - col, me, CONSUMERS)
         # (5) O += P V of the last tile
-        last = u32(n + count - 1)
-        pipeline.wait_ready(smem, V, last)
-        start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, last), u32(V_PANEL)))
+        pipeline.wait_ready(smem, V, n)
+        start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL)))
         wait_all(acc, s)
-        pipeline.release(smem, V, last)
-
-    @cuda.jit(device=True, forceinline=True)
-    def consume(smem, me, o, lse, extras, sizes, scales):
-        acc, inverse = cuda.local.array(OUTPUTS, ACC), cuda.local.array(2, ACC)
-        m_i, l_i = cuda.local.array(2, ACC), cuda.local.array(2, ACC)
-        turn, n = u32(0), u32(0)
-        pipeline.wait_ready(smem, Q, turn)
-        count = pipeline.uniform(pipeline.read(smem, Q, turn, COUNT))
-        while count != END:
-            b0, b1, h = pipeline.read(smem, Q, turn, B0), pipeline.read(smem, Q, turn, B1), pipeline.read(smem, Q, turn, HEAD)
-            q0, queries, rows = pipeline.read(smem, Q, turn, Q0), pipeline.read(smem, Q, turn, QUERIES), i32(o.shape[3])
-            row = i32(pipeline.read(smem, Q, turn, ROW0) + me * ROWS + mma.first_row())
-            for r in range(2):
-                m_i[r], l_i[r] = ACC(NEG_INF), ACC(0)
-            for i in range(OUTPUTS):
-                acc[i] = ACC(0)
-            if count > 0:
-                attend(acc, m_i, l_i, smem, me, turn, n, row, count, scales)
-                n = u32(n + count)
-            if PARTS:
-                b0 += pipeline.read(smem, Q, turn, PART) * i32(sizes[7])
-            if PACKED:
-                rows = queries
-            for r in range(2):
-                # (6) O = O / l, lse = m + log l; a row that saw nothing has O = 0, lse = -inf
-                l, i = softmax.row_sum(l_i[r]), row + 8 * r
-                if SEQUENCES and i >= queries:
-                    l = ACC(0)
-                inverse[r] = ACC(0) if l == ACC(0) else ptx.rcp(l)
-                value = (m_i[r] * scales[1] + ptx.lg2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF)
-                if SEQUENCES and pipeline.read(smem, Q, turn, IMPOSSIBLE) != 0:
-                    inverse[r], value = ACC(NAN), ACC(NAN)
-                if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
-                    lse[index(b0), index(b1), index(h), index(q0 + i)] = value
-            if TO_MAP:
-                put(pipeline.tile(smem, Q, turn), acc, inverse, me)
-                pipeline.hand_over(smem, Q, turn)
-            else:
-                pipeline.leave(smem, Q, turn)
-                for r in range(2):
-                    if row + 8 * r < rows:
-                        o_row = o[index(b0), index(b1), index(h), index(q0 + row + 8 * r)]
-                        for j in range(ROW_WORDS):
-                            x, y = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
-                            if PARTS:
-                                o_row[index(8 * j + mma.first_column())] = x
-                                o_row[index(8 * j + mma.first_column() + 1)] = y
-                            else:
-                                o_row[index(4 * j + mma.first_column() // 2)] = pack2(x, y)
-            turn = u32(turn + 1)
-            pipeline.wait_ready(smem, Q, turn)
-            count = pipeline.uniform(pipeline.read(smem, Q, turn, COUNT))
+        finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, (scales[1], parts_of))
 
     def forward_sm90(maps, o, lse, extras, sizes, scales):
         smem = u32((ptx.shared_address(cuda.shared.array(0, types.uint8)) + u32(ALIGNMENT - 1)) & u32(-ALIGNMENT & 0xFFFFFFFF))
         group = pipeline.uniform(i32(cuda.threadIdx.x) // pipeline.WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, Q, CONSUMERS, Q_RELEASES)
-            pipeline.initialise(smem, K, CONSUMERS, CONSUMERS)
-            pipeline.initialise(smem, V, CONSUMERS, CONSUMERS)
+            pipeline.initialise(smem, WORK, CONSUMERS * pipeline.WARP_GROUP)
+            pipeline.initialise(smem, Q, CONSUMERS)
+            pipeline.initialise(smem, K, CONSUMERS)
+            pipeline.initialise(smem, V, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -221,14 +235,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
             ptx.setmaxnreg(FEWEST, OFF)
             if cuda.threadIdx.x == 0:
                 produce(maps, smem, o, extras, sizes)
-            if TO_MAP and cuda.threadIdx.x == 32:
-                store_tiles(maps, smem)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             me = group - 1
             if PING_PONG and me == CONSUMERS - 1:
                 pipeline.pass_turn(0)
-            consume(smem, me, o, lse, extras, sizes, scales)
+            consume(maps, smem, me, o, lse, i32(sizes[7]), scales)
             if PING_PONG and me == 0:
                 pipeline.await_turn(0)  # the turn that nobody takes
 

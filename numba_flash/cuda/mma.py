@@ -11,20 +11,10 @@ which is also how the A operand of the next product wants pairs of columns, once
 from numba import cuda
 from numba.cuda import types
 
-from numba_flash.cuda import ptx
+from numba_flash.cuda import pipeline, ptx
+from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
 
-PANEL = 64  # columns
-ROW_BYTES = 128
 DESCRIPTOR_UNIT = 16
-
-
-def panels(columns: int) -> int:
-    """Panels that hold this many columns."""
-    return -(-columns // PANEL)
-
-
-def panel_bytes(rows: int) -> int:
-    return rows * ROW_BYTES
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -102,28 +92,62 @@ def build_pack(count, bfloat16):
     return pack, pack2
 
 
-def build_put(head_dim_v, block_m, bfloat16):
-    """``put(tile, acc, inverse, me)``: rows of O times `inverse`, rounded, into this warp group's 64 rows of a shared tile in panels."""
-    CHUNKS, PANEL_CHUNKS, PANEL_BYTES = head_dim_v // 8, PANEL // 8, panel_bytes(block_m)
-    LAST_ODD, u32 = head_dim_v // 8 % 2, types.uint32
+def build_put(head_dim_v, first_panel, count, bfloat16):
+    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into shared memory as the copy engine wants them."""
+    CHUNKS, PANEL_CHUNKS, FIRST, COUNT = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8, count * PANEL // 8
+    ROWS_BYTES, u32, ZERO = panel_bytes(64), types.uint32, types.uint32(0)
     _, pack2 = build_pack(0, bfloat16)
 
     @cuda.jit(device=True, forceinline=True)
-    def address(tile, row, chunk):
-        swizzled = (chunk % PANEL_CHUNKS) ^ (row % 8)
-        return u32(tile + u32(chunk // PANEL_CHUNKS * PANEL_BYTES + row * ROW_BYTES + swizzled * 16))
-
-    @cuda.jit(device=True, forceinline=True)
-    def put(tile, acc, inverse, me):
-        lane = types.int32(cuda.threadIdx.x % 32)
-        row = types.int32(me * 64 + cuda.threadIdx.x % 128 // 32 * 16 + lane % 16)
-        for j in range(0, CHUNKS - LAST_ODD, 2):
-            a, b = pack2(acc[4 * j] * inverse[0], acc[4 * j + 1] * inverse[0]), pack2(acc[4 * j + 2] * inverse[1], acc[4 * j + 3] * inverse[1])
-            c, d = pack2(acc[4 * j + 4] * inverse[0], acc[4 * j + 5] * inverse[0]), pack2(acc[4 * j + 6] * inverse[1], acc[4 * j + 7] * inverse[1])
-            ptx.stmatrix(address(tile, row, types.int32(j) + lane // 16), a, b, c, d)
-        if LAST_ODD:
-            e = 4 * (CHUNKS - 1)
-            a, b = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0]), pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
-            ptx.stmatrix2(address(tile, row, types.int32(CHUNKS - 1)), a, b)
+    def put(tile, acc, inverse):
+        lane, warp = types.int32(cuda.threadIdx.x % 32), types.int32(cuda.threadIdx.x % 128 // 32)
+        row, right = types.int32(warp * 16 + lane % 16), types.int32(lane // 16)
+        for j in range(0, COUNT, 2):
+            e = 4 * (FIRST + j)
+            if FIRST + j < CHUNKS:
+                a, b = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0]), pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
+                c, d = ZERO, ZERO
+                if FIRST + j + 1 < CHUNKS:
+                    c = pack2(acc[e + 4] * inverse[0], acc[e + 5] * inverse[0])
+                    d = pack2(acc[e + 6] * inverse[1], acc[e + 7] * inverse[1])
+                chunk = types.int32((j % PANEL_CHUNKS + right) ^ (row % 8))
+                ptx.stmatrix(u32(tile + u32(j // PANEL_CHUNKS * ROWS_BYTES + row * ROW_BYTES + chunk * 16)), a, b, c, d)
 
     return put
+
+
+def build_stage(head_dim_v, panels_at_a_time, bfloat16):
+    """``stage(tensor_map, tile, acc, inverse, me, consumers, where)``: store 64 rows of O through shared memory, some panels at a time.
+
+    `where` is (row, head, b1, b0); rows and columns beyond the array's ends are not stored.
+    """
+    PANELS, STEP, ROWS_BYTES, i32, u32 = panels(head_dim_v), panels_at_a_time, panel_bytes(64), types.int32, types.uint32
+    puts = [build_put(head_dim_v, first, min(STEP, PANELS - first), bfloat16) for first in range(0, PANELS, STEP)]
+
+    def build_step(step, rest):
+        put, FIRST, COUNT = puts[step], step * STEP, min(STEP, PANELS - step * STEP)
+
+        @cuda.jit(device=True, forceinline=True)
+        def one(tensor_map, tile, acc, inverse, me, consumers, where):
+            if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+                ptx.bulk_wait_read()
+            pipeline.meet_warp_group(me, consumers)  # what was stored from here before has been read
+            put(tile, acc, inverse)
+            ptx.fence_proxy_async()
+            pipeline.meet_warp_group(me, consumers)  # all rows are there
+            if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+                for panel in range(COUNT):
+                    row, head, b1, b0 = i32(where[0]), i32(where[1]), i32(where[2]), i32(where[3])
+                    ptx.tensor_store(u32(tile + u32(panel * ROWS_BYTES)), tensor_map, i32((FIRST + panel) * PANEL), row, head, b1, b0)
+                ptx.bulk_commit()
+            rest(tensor_map, tile, acc, inverse, me, consumers, where)
+
+        return one
+
+    @cuda.jit(device=True, forceinline=True)
+    def stage(tensor_map, tile, acc, inverse, me, consumers, where):
+        pass
+
+    for step in reversed(range(len(puts))):
+        stage = build_step(step, stage)
+    return stage

@@ -1,17 +1,17 @@
-"""Who may touch which shared memory when: rings of tiles between the data movers and the consumers, and turns among the consumers.
+"""Who may touch which shared memory when: rings of tiles between the producer and the consumers, and turns among the consumers.
 
-A ring is a tuple (offset of its tiles, bytes of a slot, slots, offsets of its mbarriers "ready", "free" and "full", offset of its records),
-relative to the base of shared memory. Its n-th tile goes into slot ``n % slots``. "ready": the copy engine has filled the slot. "free": everyone has read it. "full": all
-consumers have put their results into it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
+A ring is a tuple (offset of its slots, bytes of a slot, slots, offsets of its mbarriers "ready" and "free"), relative to the base of shared
+memory. Its n-th tile goes into slot ``n % slots``. "ready": the producer, or the copy engine for it, has filled the slot. "free": the consumers
+have read it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
 """
 
 from numba import cuda
 from numba.cuda import types
 
-from numba_flash.cuda import mma, ptx
+from numba_flash.cuda import ptx, swizzle
 
-MBARRIER_BYTES, RECORD_BYTES = 8, 64
-TILES, SLOT_BYTES, SLOTS, READY, FREE, FULL, RECORDS = range(7)
+MBARRIER_BYTES = 8
+TILES, SLOT_BYTES, SLOTS, READY, FREE = range(5)
 FIRST_TURN = 1  # named barrier of the first consumer's turn; 0 is that of syncthreads
 WARP_GROUP = 128
 ALL_LANES = 0xFFFFFFFF
@@ -31,7 +31,7 @@ def tile(smem, ring, n):
 
 @cuda.jit(device=True, forceinline=True)
 def mbarrier(smem, ring, event, n):
-    """Address of the mbarrier of an event (READY, FREE, FULL) of the n-th tile's slot."""
+    """Address of the mbarrier of an event (READY, FREE) of the n-th tile's slot."""
     return types.uint32(smem + types.uint32(ring[event]) + n % types.uint32(ring[SLOTS]) * types.uint32(MBARRIER_BYTES))
 
 
@@ -59,33 +59,26 @@ def release(smem, ring, n):
 
 @cuda.jit(device=True, forceinline=True)
 def leave(smem, ring, n):
-    """One arrival of this thread: it has read the tile and its record."""
+    """One arrival of this thread: it has read the slot."""
     ptx.mbarrier_arrive(mbarrier(smem, ring, FREE, n))
 
 
 @cuda.jit(device=True, forceinline=True)
-def hand_over(smem, ring, n):
-    """One arrival of this thread: what it has written into the slot may be stored."""
-    ptx.fence_proxy_async()  # the copy engine sees it
-    ptx.mbarrier_arrive(mbarrier(smem, ring, FULL, n))
-
-
-@cuda.jit(device=True, forceinline=True)
-def record(smem, ring, n, word):
-    """Address of a word (4 bytes) of what is written beside the n-th tile."""
-    return types.uint32(smem + types.uint32(ring[RECORDS]) + n % types.uint32(ring[SLOTS]) * types.uint32(RECORD_BYTES) + types.uint32(4 * word))
+def publish(smem, ring, n):
+    """What this thread has written into the slot is ready."""
+    ptx.mbarrier_arrive(mbarrier(smem, ring, READY, n))
 
 
 @cuda.jit(device=True, forceinline=True)
 def read(smem, ring, n, word):
-    """Word of the n-th tile's record, once the tile is ready."""
-    return ptx.load_shared(record(smem, ring, n, word))
+    """Word (int32) of a slot that is ready."""
+    return ptx.load_shared(types.uint32(tile(smem, ring, n) + types.uint32(4 * word)))
 
 
 @cuda.jit(device=True, forceinline=True)
 def write(smem, ring, n, word, value):
-    """Set a word of the n-th tile's record, once the slot is free and before the tile is ready."""
-    ptx.store_shared(record(smem, ring, n, word), types.int32(value))
+    """Set a word of a slot that is free."""
+    ptx.store_shared(types.uint32(tile(smem, ring, n) + types.uint32(4 * word)), types.int32(value))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -95,12 +88,11 @@ def wait_free(smem, ring, n):
 
 
 @cuda.jit(device=True, forceinline=True)
-def initialise(smem, ring, consumers, releases):
-    """Initialise the mbarriers of a ring (by one thread): arrivals that complete a phase."""
+def initialise(smem, ring, releases):
+    """Initialise the mbarriers of a ring (by one thread): one arrival makes a slot ready, `releases` make it free."""
     for slot in range(ring[SLOTS]):
         ptx.mbarrier_init(mbarrier(smem, ring, READY, types.uint32(slot)), types.uint32(1))
         ptx.mbarrier_init(mbarrier(smem, ring, FREE, types.uint32(slot)), types.uint32(releases))
-        ptx.mbarrier_init(mbarrier(smem, ring, FULL, types.uint32(slot)), types.uint32(consumers * WARP_GROUP))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -126,7 +118,7 @@ def build_fill(ring, columns, rows):
 
     A tile is `rows` rows in panels of 64 columns; `where` is (row, head, b1, b0). What lies outside the array becomes 0.
     """
-    RING, PANELS, PANEL, PANEL_BYTES = ring, mma.panels(columns), mma.PANEL, mma.panel_bytes(rows)
+    RING, PANELS, PANEL, PANEL_BYTES = ring, swizzle.panels(columns), swizzle.PANEL, swizzle.panel_bytes(rows)
     BYTES, u32, i32 = PANELS * PANEL_BYTES, types.uint32, types.int32
 
     @cuda.jit(device=True, forceinline=True)
@@ -140,39 +132,22 @@ def build_fill(ring, columns, rows):
     return fill
 
 
-def build_drain(ring, columns, rows):
-    """``drain(tensor_map, smem, n, where)``: store the n-th slot's results when they are all there, and free it (by one thread)."""
-    RING, PANELS, PANEL, PANEL_BYTES = ring, mma.panels(columns), mma.PANEL, mma.panel_bytes(rows)
-    u32, i32 = types.uint32, types.int32
-
-    @cuda.jit(device=True, forceinline=True)
-    def drain(tensor_map, smem, n, where):
-        wait(smem, RING, FULL, n, 0)
-        for panel in range(PANELS):
-            row, head, b1, b0 = i32(where[0]), i32(where[1]), i32(where[2]), i32(where[3])
-            ptx.tensor_store(u32(tile(smem, RING, n) + u32(panel * PANEL_BYTES)), tensor_map, i32(panel * PANEL), row, head, b1, b0)
-        ptx.bulk_commit()
-        ptx.bulk_wait_read()  # the slot may be filled again
-        ptx.mbarrier_arrive(mbarrier(smem, RING, FREE, n))
-
-    return drain
-
-
 def build_clear_tail(columns, rows):
-    """``clear_tail(tile, first, consumer, consumers)``: zeros from row `first` of a V tile on, before this warp group's products read them.
+    """``clear_tail(smem, ring, n, keys, consumer, consumers)``: zeros beyond the first `keys` rows of the n-th V tile, before it is used.
 
     What lies beyond the keys may be NaN, and 0 * NaN is not 0. Every warp group clears for itself; all write the same zeros.
     """
-    ROWS, PANELS, PANEL_BYTES, CHUNKS = rows, mma.panels(columns), mma.panel_bytes(rows), mma.ROW_BYTES // 16
+    ROWS, PANELS, PANEL_BYTES, CHUNKS = rows, swizzle.panels(columns), swizzle.panel_bytes(rows), swizzle.ROW_BYTES // 16
     u32 = types.uint32
 
     @cuda.jit(device=True, forceinline=True)
-    def clear_tail(tile, first, consumer, consumers):
-        thread = cuda.threadIdx.x % WARP_GROUP
-        for panel in range(PANELS):
-            for chunk in range(first * CHUNKS + thread, ROWS * CHUNKS, WARP_GROUP):
-                ptx.store_shared_zero16(u32(tile + u32(panel * PANEL_BYTES) + u32(chunk * 16)))
-        ptx.fence_proxy_async()
-        meet_warp_group(consumer, consumers)  # the zeros are there for the products of the whole warp group
+    def clear_tail(smem, ring, n, keys, consumer, consumers):
+        if keys < ROWS:
+            wait_ready(smem, ring, n)
+            for panel in range(PANELS):
+                for chunk in range(max(keys, 0) * CHUNKS + cuda.threadIdx.x % WARP_GROUP, ROWS * CHUNKS, WARP_GROUP):
+                    ptx.store_shared_zero16(u32(tile(smem, ring, n) + u32(panel * PANEL_BYTES) + u32(chunk * 16)))
+            ptx.fence_proxy_async()
+            meet_warp_group(consumer, consumers)  # the zeros are there for the products of the whole warp group
 
     return clear_tail

@@ -87,7 +87,6 @@ bulk_wait_read = _instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0
 tensor_prefetch = _instruction("tensor_prefetch", "prefetch.tensormap [$0];", "l," + _MEMORY, _void, _u64)
 
 # ---- matrix stores (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, lane l gives the address of row l % 8 of matrix l // 8
-stmatrix2 = _instruction("stmatrix2", "stmatrix.sync.aligned.m8n8.x2.shared.b16 [$0], {$1, $2};", "r,r,r," + _MEMORY, _void, *(_u32,) * 3)
 stmatrix = _instruction(
     "stmatrix", "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r," + _MEMORY, _void, *(_u32,) * 5
 )

@@ -56,6 +56,7 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
     blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few turns of the grid,
     `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of several parts gets its
     share of the tiles.
+    There is always a tile, if only one in which all is hidden.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES, Q_OFFSETS = block_m, block_n, options.packed, options.sequences, q_offsets
     BANDED, SPLIT, i32, u32 = banded, split, types.int32, types.uint32
@@ -92,6 +93,8 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
             if SPLIT:
                 share = (count + i32(sizes[4]) - 1) // i32(sizes[4])
                 first, count = first + part * share, max(0, min(share, count - part * share))
+        if count == 0:
+            keys, count = i32(0), i32(1)  # one tile in which everything is hidden
         where = (i32(b0), i32(b1), i32(head), row0)
         return where, (i32(q0), i32(queries), i32(k0), i32(keys), i32(low), i32(high), impossible), (i32(first), i32(count), i32(part))
 

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from numba_flash.cuda import launch
+from numba_flash.cuda.swizzle import ALIGNMENT, ROW_BYTES, panels
 
 LOG2E = math.log2(math.e)
-PANEL, ROW_BYTES, WARP_GROUP, MBARRIER_BYTES, RECORD_BYTES = 64, 128, 128, 8, 64
-ALIGNMENT = 1024  # of tiles that the copy engine swizzles
+WARP_GROUP, MBARRIER_BYTES = 128, 8
+WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
 SHARED_LIMIT = 227 * 1024
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # per thread of the data movers and of the consumers, by the number of consumers
 
@@ -25,6 +26,8 @@ class Tile:
         Rows and columns of the score tile; 64 rows per consumer warp group, columns a multiple of 16.
     q_stages, stages : int
         Slots of the ring of Q tiles, and of those of K and of V tiles.
+    o_panels : int
+        Panels of 64 columns of O that a consumer stages at a time.
     ping_pong : bool
         Consumers take turns at starting products.
     """
@@ -33,6 +36,7 @@ class Tile:
     block_n: int
     q_stages: int
     stages: int
+    o_panels: int
     ping_pong: bool
 
     @property
@@ -48,27 +52,28 @@ class Tile:
         return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings ``q k v`` as `numba_flash.cuda.pipeline` wants them, and the `bytes` of it all. O takes the place of Q."""
-        panels = lambda columns: -(-columns // PANEL)
+        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.pipeline` wants them, where ``o`` is staged, and the `bytes` of it all."""
         rings = {
-            "q": (max(panels(head_dim), panels(head_dim_v)) * self.block_m * ROW_BYTES, self.q_stages),
+            "q": (panels(head_dim) * self.block_m * ROW_BYTES, self.q_stages),
             "k": (panels(head_dim) * self.block_n * ROW_BYTES, self.stages),
             "v": (panels(head_dim_v) * self.block_n * ROW_BYTES, self.stages),
+            "work": (WORK_BYTES, WORK_SLOTS),
         }
-        layout, tiles = SimpleNamespace(ALIGNMENT=ALIGNMENT), 0
-        mbarriers = sum(slot_bytes * slots for slot_bytes, slots in rings.values())
-        for name, (slot_bytes, slots) in rings.items():
-            events = tuple(mbarriers + event * slots * MBARRIER_BYTES for event in range(4))  # the last is where the records begin
-            setattr(layout, name, (tiles, slot_bytes, slots, *events))
-            tiles, mbarriers = tiles + slot_bytes * slots, mbarriers + slots * (3 * MBARRIER_BYTES + RECORD_BYTES)
+        o_panels = min(self.o_panels, panels(head_dim_v))
+        layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, o=0, o_panels=o_panels)
+        slots = o_panels * self.block_m * ROW_BYTES
+        mbarriers = slots + sum(slot_bytes * count for slot_bytes, count in rings.values())
+        for name, (slot_bytes, count) in rings.items():
+            setattr(layout, name, (slots, slot_bytes, count, mbarriers, mbarriers + count * MBARRIER_BYTES))
+            slots, mbarriers = slots + slot_bytes * count, mbarriers + 2 * count * MBARRIER_BYTES
         layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
         return layout
 
 
 # Per direction, mask and larger head dimension: (largest head dimension of q and k, of v, tile).
 TILES = {
-    "full": ((64, 64, Tile(192, 128, 1, 2, True)), (128, 128, Tile(128, 176, 1, 2, True)), (256, 256, Tile(128, 80, 1, 2, False))),
-    "band": ((64, 64, Tile(192, 128, 1, 2, True)), (128, 128, Tile(128, 128, 1, 2, True)), (256, 256, Tile(128, 80, 1, 2, False))),
+    "full": ((64, 64, Tile(192, 128, 1, 2, 1, True)), (128, 128, Tile(128, 176, 1, 2, 1, True)), (256, 256, Tile(128, 64, 1, 2, 2, False))),
+    "band": ((64, 64, Tile(192, 128, 1, 2, 1, True)), (128, 128, Tile(128, 128, 1, 2, 1, True)), (256, 256, Tile(128, 64, 1, 2, 2, False))),
 }
 UNSUPPORTED = {"score_mod": "score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
 FORCED = None
@@ -110,12 +115,12 @@ def prepare_forward(problem, inputs, results):
     section = 2 * grid // math.gcd(blocks, 2 * grid)
     if p.options.packed:
         items = (p.nq // tile.block_m + p.batch[1]) * p.hq
-    store = "words" if p.options.packed else "map"
+    store = "words" if p.options.packed or not tile.o_panels else "map"
     lengths = 1 if p.options.packed else p.batch
     extras = tuple((x, view) for x, view in zip(inputs[5:], (lengths, lengths), strict=True) if x is not None)
     cap = p.options.softcap
     slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
-    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)) + (((o, tile.block_m),) if store == "map" else ())
+    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)) + (((o, 64),) if store == "map" else ())
     forward = launch.Launch(
         "forward_sm90.build",
         (p.dtype, p.d, p.dv, lse is not None, banded(p), store, p.options.structure, tile),

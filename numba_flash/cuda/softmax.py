@@ -35,6 +35,41 @@ def row_sum(x):
     return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
 
 
+@cuda.jit(device=True, forceinline=True)
+def reset(m_i, l_i):
+    """Rows that have seen nothing."""
+    for r in range(2):
+        m_i[r], l_i[r] = types.float32(NEG_INF), types.float32(0)
+
+
+@cuda.jit(device=True, forceinline=True)
+def hand_over(m_i, l_i, m_done, l_done):
+    """Keep the state of finished rows, and begin new ones."""
+    for r in range(2):
+        m_done[r], l_done[r] = m_i[r], l_i[r]
+    reset(m_i, l_i)
+
+
+def build_zero(count):
+    """``zero(acc)``, and ``zero_rows(acc, inverse)`` where the row's inverse is 0."""
+    COUNT, ZERO = count, types.float32(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def zero(acc):
+        for i in range(COUNT):
+            acc[i] = ZERO
+
+    @cuda.jit(device=True, forceinline=True)
+    def zero_rows(acc, inverse):
+        for r in range(2):
+            if inverse[r] == ZERO:
+                for j in range(COUNT // 4):
+                    acc[4 * j + 2 * r] = ZERO
+                    acc[4 * j + 2 * r + 1] = ZERO
+
+    return zero, zero_rows
+
+
 def build_online(count):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by alpha where it is not 1."""
     GROUPS, ACC = count // 4, types.float32
