@@ -94,23 +94,39 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
                 hide_row(s, r, i32(start - column), i32(stop - column))
 
     @cuda.jit(device=True, forceinline=True)
+    def soften(s, m_i, l_i, alpha, row, col, keys, band, scales):
+        """Softcap and mask, then (2) m_i, (3) P, (4) l_i, of a work item's first tile."""
+        if CAPPED:
+            cap(s, scales[0])
+        hide(s, row, col, keys, band)
+        online(s, m_i, l_i, alpha, scales[1])
+
+    @cuda.jit(device=True, forceinline=True)
     def enter(smem, me, turn):
-        """(tiles, row, end, keys, low, high, descriptor of Q) of a work item: `row` is this thread's first, tiles end before key `end`."""
+        """(tiles, row, column, keys, low, high, descriptor of Q) of a work item: the thread's first row, and the first column of the last tile."""
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
         row = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS + mma.first_row())
-        end = i32((pipeline.read(smem, WORK, turn, FIRST) + count) * BLOCK_N)
+        col = i32((pipeline.read(smem, WORK, turn, FIRST) + count - 1) * BLOCK_N)
         low, high = pipeline.read(smem, WORK, turn, LOW), pipeline.read(smem, WORK, turn, HIGH)
         q_tile = mma.descriptor(pipeline.tile(smem, Q, turn) + u32(me * ROWS * swizzle.ROW_BYTES), u32(0))
-        return count, row, end, pipeline.read(smem, WORK, turn, KEYS), low, high, q_tile
+        if count != END:
+            pipeline.wait_ready(smem, Q, turn)
+        return count, row, col, pipeline.read(smem, WORK, turn, KEYS), low, high, q_tile
 
     @cuda.jit(device=True, forceinline=True)
-    def leave_tile(smem, turn, n, left, col):
-        """The scores of a tile are there: its K, and Q after the last one, are free. Tiles left after it, and its first key."""
+    def exchange(s, p, acc, smem, me, n, q_tile):
+        """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight; wait for S alone."""
+        pipeline.wait_ready(smem, K, n)
+        if PING_PONG:
+            pipeline.await_turn(me)
+        start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, n), u32(0)))
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, u32(n - 1)), u32(V_PANEL)))
+        if PING_PONG:
+            pipeline.pass_turn((me + 1) % CONSUMERS)
+        wait_scores(s)
         pipeline.release(smem, K, n)
-        if left == 1:
-            pipeline.release(smem, Q, turn)
-        return i32(left - 1), i32(col - BLOCK_N)
 
     @cuda.jit(device=True, forceinline=True)
     def finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, numbers):
@@ -160,63 +176,53 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
         m_i, l_i, alpha = cuda.local.array(2, ACC), cuda.local.array(2, ACC), cuda.local.array(2, ACC)
         m_done, l_done = cuda.local.array(2, ACC), cuda.local.array(2, ACC)
         turn, n = u32(0), u32(0)
-        left, row, col, keys, low, high, q_tile = enter(smem, me, turn)
+        count, row, col, keys, low, high, q_tile = enter(smem, me, turn)
         zero(acc)
         softmax.reset(m_i, l_i)
-        # (1) S = Q K^T of the first tile
-        pipeline.wait_ready(smem, Q, turn)
+        # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
         start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, n), u32(0)))
         wait_all(acc, s)
-        left, col = leave_tile(smem, turn, n, left, col)
-        if CAPPED:
-            cap(s, scales[0])
-        hide(s, row, col, keys, (low, high))
-        online(s, m_i, l_i, alpha, scales[1])
+        pipeline.release(smem, K, n)
+        soften(s, m_i, l_i, alpha, row, col, keys, (low, high), scales)
         pack(p, s)
-        if SEQUENCES:
-            clear_tail(smem, V, n, keys - col, me, CONSUMERS)
         while True:
-            new = left == 0
-            if new:  # the next tile is the first of the next work item
-                turn = u32(turn + 1)
-                left, row, col, keys, low, high, q_tile = enter(smem, me, turn)
-                if left == END:
-                    break
-                pipeline.wait_ready(smem, Q, turn)
-            n = u32(n + 1)
-            pipeline.wait_ready(smem, K, n)
-            if PING_PONG:
-                pipeline.await_turn(me)
-            # (1) S = Q K^T of the next tile, and (5) O += P V of the current one, both in flight
-            start_scores(s, q_tile, mma.descriptor(pipeline.tile(smem, K, n), u32(0)))
-            pipeline.wait_ready(smem, V, u32(n - 1))
-            start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, u32(n - 1)), u32(V_PANEL)))
-            if PING_PONG:
-                pipeline.pass_turn((me + 1) % CONSUMERS)
-            wait_scores(s)
-            left, col = leave_tile(smem, turn, n, left, col)
-            # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
-            if CAPPED:
-                cap(s, scales[0])
-            if BANDED or new:
-                hide(s, row, col, keys, (low, high))
-            if new:
-                softmax.hand_over(m_i, l_i, m_done, l_done)
-            online(s, m_i, l_i, alpha, scales[1])
+            if SEQUENCES:
+                clear_tail(smem, V, n, keys - col, me, CONSUMERS)
+            for t in range(1, count):
+                n, col = u32(n + 1), i32(col - BLOCK_N)
+                exchange(s, p, acc, smem, me, n, q_tile)
+                if t == count - 1:
+                    pipeline.release(smem, Q, turn)
+                # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
+                if CAPPED:
+                    cap(s, scales[0])
+                if BANDED:
+                    hide(s, row, col, keys, (low, high))
+                online(s, m_i, l_i, alpha, scales[1])
+                wait_all(acc, s)
+                pipeline.release(smem, V, u32(n - 1))
+                # O = alpha O
+                rescale(acc, alpha)
+                pack(p, s)
+            # the next tile is the first of the next work item
+            if count == 1:
+                pipeline.release(smem, Q, turn)
+            turn, n = u32(turn + 1), u32(n + 1)
+            count, row, col, keys, low, high, q_tile = enter(smem, me, turn)
+            if count == END:
+                break
+            exchange(s, p, acc, smem, me, n, q_tile)
+            softmax.hand_over(m_i, l_i, m_done, l_done)
+            soften(s, m_i, l_i, alpha, row, col, keys, (low, high), scales)
             wait_all(acc, s)
             pipeline.release(smem, V, u32(n - 1))
-            if new:
-                finish(maps, smem, u32(turn - 1), me, acc, m_done, l_done, o, lse, (scales[1], parts_of))
-                zero(acc)
-            else:  # O = alpha O
-                rescale(acc, alpha)
+            finish(maps, smem, u32(turn - 1), me, acc, m_done, l_done, o, lse, (scales[1], parts_of))
+            zero(acc)
             pack(p, s)
-            if SEQUENCES and new:
-                clear_tail(smem, V, n, keys - col, me, CONSUMERS)
-        # (5) O += P V of the last tile
-        pipeline.wait_ready(smem, V, n)
-        start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL)))
+        # (5) O += P V of the last tile of all
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, mma.descriptor(pipeline.tile(smem, V, u32(n - 1)), u32(V_PANEL)))
         wait_all(acc, s)
         finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, (scales[1], parts_of))
 
