@@ -226,7 +226,7 @@ def plan(
     score_mod_grad: Callable | None = None,
     backend: str | None = None,
 ) -> Plan:
-    """Which backend `forward` and `backward` will use for these arguments, and why every faster one was refused.
+    """Which backend `forward` will use for these arguments, and why every faster one was refused.
 
     Parameters are those of `forward`; nothing is computed, and the same errors are raised.
 
@@ -239,7 +239,7 @@ def plan(
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     problem = spec.bind(*inputs[:3], **_options(inputs[3:], given))
     spec.check_lengths(problem, *inputs[5:])
-    return choose(problem, inputs[0], backend)
+    return choose(problem, dict(zip(("q", "k", "v", *EXTRAS), inputs, strict=True)), backend)
 
 
 def _adopt(inputs: tuple) -> tuple:

@@ -59,12 +59,12 @@ def aligned(x) -> bool:
 
 
 def layout(x):
-    """Everything about an array but its address: kind, shape, strides, dtype, device, alignment. None for None."""
+    """Everything about an array but its address: kind, shape, strides, dtype, device, alignment (to 16 bytes on a GPU). None for None."""
     if x is None:
         return None
     if isinstance(x, np.ndarray):
         return type(x), x.shape, x.strides, x.dtype, -1, x.flags.aligned
-    return type(x), x.shape, x.strides, x.dtype, x.data.device_id, x.data.ptr % x.dtype.itemsize
+    return type(x), x.shape, x.strides, x.dtype, x.data.device_id, x.data.ptr % 16
 
 
 def writeable(x) -> bool:
@@ -133,6 +133,11 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
     except MemoryError as error:
         raise _memory_error(name, shape, dtype) from error
+
+
+def compact(x):
+    """New array of the same shape and dtype, its elements one after the other; CuPy only."""
+    return cupy().empty(x.shape, x.dtype)
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:

@@ -48,7 +48,7 @@ def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict,
         Name: (input that it resembles, shape, dtype or None for that input's), or None where a result is not wanted.
     """
     spec.check_lengths(problem, inputs["q_lengths"], inputs["kv_lengths"])
-    chosen = choose(problem, inputs["q"], backend).backend
+    chosen = choose(problem, inputs, backend, kind).backend
     for name, what in results.items():
         if what is not None:
             arrays.check_size(name, inputs["q"], what[1], what[2])

@@ -108,9 +108,9 @@ def _bits(x):
     return x.view({"float16": np.int16, "bfloat16": np.uint16}.get(x.dtype.name, x.dtype))
 
 
-def why_not(problem, x, demanded: bool) -> str | None:
-    """Reason why this backend cannot run on arrays like `x`, or None; it knows every dtype and option."""
-    return None if isinstance(x, np.ndarray) else "CuPy arrays live on a GPU; copy them to NumPy to compute on the CPU"
+def why_not(kind: str, problem, inputs: dict, demanded: bool) -> str | None:
+    """Reason why this backend cannot run on such arrays, or None; it knows every dtype and option."""
+    return None if isinstance(inputs["q"], np.ndarray) else "CuPy arrays live on a GPU; copy them to NumPy to compute on the CPU"
 
 
 def tiles_of(problem) -> tuple:

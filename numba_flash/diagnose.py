@@ -22,7 +22,7 @@ def _version(package: str) -> str:
 
 
 def _why_not(backend: str) -> str | None:
-    return tier(backend).why_not(None, np.empty(0), True)
+    return tier(backend).why_not("forward", None, {"q": np.empty(0)}, True)
 
 
 def _device_lines() -> list[str]:

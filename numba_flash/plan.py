@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from numba_flash.spec import Problem
 
-BACKENDS = ("simt", "cpu")  # fastest first
+BACKENDS = ("sm90", "simt", "cpu")  # fastest first
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,28 @@ def tier(backend: str):
         from numba_flash import cpu
 
         return cpu
+    if backend == "sm90":
+        from numba_flash.cuda import sm90
+
+        return sm90
     from numba_flash.cuda import simt
 
     return simt
 
 
-def choose(problem: Problem, x, backend: str | None) -> Plan:
-    """First backend that can run `problem` on arrays like `x`, or the one the user demands.
+def choose(problem: Problem, inputs: dict, backend: str | None, kind: str = "forward") -> Plan:
+    """First backend that can run `problem` on arrays like `inputs`, or the one the user demands.
+
+    Parameters
+    ----------
+    problem : Problem
+        What is to be computed.
+    inputs : dict
+        Arrays by name, at least q, k and v.
+    backend : str or None
+        Demanded by the user.
+    kind : str
+        ``"forward"`` or ``"backward"``.
 
     Raises
     ------
@@ -59,7 +74,7 @@ def choose(problem: Problem, x, backend: str | None) -> Plan:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None; got {backend!r}")
     refused = []
     for name in BACKENDS if backend is None else (backend,):
-        reason = tier(name).why_not(problem, x, backend is not None)
+        reason = tier(name).why_not(kind, problem, inputs, backend is not None)
         if reason is None:
             return Plan(name, problem, tier(name).tiles_of(problem), tuple(refused))
         refused.append((name, reason))

@@ -101,11 +101,11 @@ def tile_for(kernel: str, dtype: str, head_dim: int) -> Tile:
     return next(tile for limit, tile in TILES[kernel, accumulator] if head_dim <= limit)
 
 
-def why_not(problem, x, demanded: bool) -> str | None:
-    """Reason why these kernels cannot run on arrays like `x`, or None; they know every dtype and option."""
+def why_not(kind: str, problem, inputs: dict, demanded: bool) -> str | None:
+    """Reason why these kernels cannot run on such arrays, or None; they know every dtype and option."""
     if launch.simulated() and not demanded:
         return "the CUDA simulator runs only on demand (backend='simt')"
-    return launch.why_not(x)
+    return launch.why_not(inputs["q"])
 
 
 def tiles_of(problem) -> tuple:

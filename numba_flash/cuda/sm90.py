@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from numba_flash import arrays
 from numba_flash.cuda import launch
 from numba_flash.cuda.swizzle import ALIGNMENT, ROW_BYTES, panels
 
 LOG2E = math.log2(math.e)
 WARP_GROUP, MBARRIER_BYTES = 128, 8
+OUTPUT_ROWS = 64  # of O that a consumer stores at a time
+COMBINE_ROWS, COMBINE_LANES = 4, 32
+TMA_BYTES = 16  # granularity of tensor maps
 WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
 SHARED_LIMIT = 227 * 1024
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # per thread of the data movers and of the consumers, by the number of consumers
@@ -70,13 +74,24 @@ class Tile:
         return layout
 
 
-# Per direction, mask and larger head dimension: (largest head dimension of q and k, of v, tile).
+ANY = 2**31
+# Per kind of mask: (longest keys, largest head dimension of q and k, of v, tile).
 TILES = {
-    "full": ((64, 64, Tile(192, 128, 1, 2, 1, True)), (128, 128, Tile(128, 176, 1, 2, 1, True)), (256, 256, Tile(128, 64, 1, 2, 2, False))),
-    "band": ((64, 64, Tile(192, 128, 1, 2, 1, True)), (128, 128, Tile(128, 128, 1, 2, 1, True)), (256, 256, Tile(128, 64, 1, 2, 2, False))),
+    "full": (
+        (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
+        (4096, 128, 128, Tile(128, 128, 2, 2, 2, True)),
+        (ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),
+        (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
+    ),
+    "band": (
+        (1024, 64, 64, Tile(128, 128, 2, 4, 1, True)),
+        (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
+        (ANY, 128, 128, Tile(128, 128, 2, 2, 2, True)),
+        (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
+    ),
 }
-UNSUPPORTED = {"score_mod": "score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
-FORCED = None
+UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
+PART_TILES = 4  # fewest tiles of keys that are worth a part of their own
 
 
 def banded(problem) -> bool:
@@ -88,55 +103,149 @@ def banded(problem) -> bool:
 def tile_for(problem) -> Tile:
     """Tile of the forward kernel."""
     p = problem
-    if FORCED is not None:
-        return FORCED
-    return next(tile for d, dv, tile in TILES["band" if banded(p) else "full"] if p.d <= d and p.dv <= dv)
+    return next(tile for length, d, dv, tile in TILES["band" if banded(p) else "full"] if p.nk <= length and p.d <= d and p.dv <= dv)
 
 
 def takes_numpy() -> bool:
+    """False: kernels read arrays on a GPU."""
     return False
 
 
 def tiles_of(problem) -> tuple:
+    """Rows and columns of the score tiles."""
     tile = tile_for(problem)
     return (("forward", (tile.block_m, tile.block_n)),)
+
+
+def why_not(kind: str, problem, inputs: dict, demanded: bool) -> str | None:
+    """Reason why these kernels cannot run `problem` (None: anything) on such arrays, or None."""
+    if launch.simulated():
+        return "the CUDA simulator has no tensor cores"
+    q, p = inputs["q"], problem
+    reason = launch.why_not(q)
+    if reason is not None:
+        return reason
+    major, minor = launch.capability(q.data.device_id if arrays.library(q) == "cupy" else arrays.current_gpu().id)
+    if major != 9:
+        return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
+    if p is None:
+        return None
+    if kind == "backward":
+        return "has no backward pass yet"
+    reason = _why_not_problem(p)
+    return reason or next(filter(None, (_why_not_layout(name, inputs[name]) for name in ("q", "k", "v"))), None)
+
+
+def _why_not_problem(p) -> str | None:
+    if p.dtype not in ("float16", "bfloat16"):
+        return f"serves float16 and bfloat16; q.dtype is {p.dtype}"
+    for option, name in UNSUPPORTED.items():
+        if getattr(p.options, option):
+            return f"does not know {name}"
+    if p.d % 8 or p.dv % 8:
+        return f"needs head dimensions that are multiples of 8; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
+    if not 0 < p.scale < math.inf:
+        return f"needs a positive, finite scale; got {p.scale}"
+    if 0 in (*p.batch, p.hq, p.nq, p.nk):
+        return "needs at least one query and one key"
+    return None
+
+
+def _why_not_layout(name: str, x) -> str | None:
+    """Reason why no tensor map can describe the array, or None."""
+    *strides, last = (stride if size > 1 else 0 for stride, size in zip(x.strides, x.shape, strict=True))
+    if last != x.dtype.itemsize:
+        return f"needs neighbours along the head dimension to be neighbours in memory; {name} has strides {x.strides}"
+    if any(stride % TMA_BYTES or stride < 0 for stride in strides):
+        return f"needs strides that are multiples of {TMA_BYTES} bytes and not negative; {name} has strides {x.strides}"
+    if arrays.library(x) == "cupy" and x.data.ptr % TMA_BYTES:
+        return f"needs addresses that are multiples of {TMA_BYTES}; {name} begins {x.data.ptr % TMA_BYTES} bytes after one"
+    return None
 
 
 def _heads_first(problem, x):
     return x.swapaxes(0, 1) if problem.options.packed else x
 
 
+def _parts(problem, tile: Tile, items: int, multiprocessors: int) -> int:
+    """Parts that the keys of each row block are split into: more than one where there are too few row blocks for the GPU."""
+    p = problem
+    if p.options.packed or 2 * items > multiprocessors:
+        return 1
+    tiles = min(p.nk, p.high - p.low + tile.block_m) // tile.block_n
+    return max(1, min(multiprocessors // items, tiles // PART_TILES))
+
+
 def prepare_forward(problem, inputs, results):
-    """Prepared launch ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
+    """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
-    q, k, v, o = (_heads_first(p, x) for x in (*inputs[:3], o))
-    blocks, grid = -(-p.nq // tile.block_m), launch.multiprocessors(q.data.device_id)
-    items = math.prod(p.batch) * p.hq * blocks
-    section = 2 * grid // math.gcd(blocks, 2 * grid)
-    if p.options.packed:
-        items = (p.nq // tile.block_m + p.batch[1]) * p.hq
-    store = "words" if p.options.packed or not tile.o_panels else "map"
-    lengths = 1 if p.options.packed else p.batch
-    extras = tuple((x, view) for x, view in zip(inputs[5:], (lengths, lengths), strict=True) if x is not None)
-    cap = p.options.softcap
-    slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
-    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)) + (((o, 64),) if store == "map" else ())
-    forward = launch.Launch(
-        "forward_sm90.build",
-        (p.dtype, p.d, p.dv, lse is not None, banded(p), store, p.options.structure, tile),
-        grid=min(items, grid),
-        block=tile.threads,
-        operands=((o.view("uint32"), 5), (lse, 4)),
-        extras=extras,
-        scalars=(items, p.low, p.high, p.nk, 1, p.hk, section, 1),
-        parameters=(np.float32(slope), np.float32(scale_log2)),
-        maps=maps,
-        shared_bytes=tile.layout(p.d, p.dv).bytes,
+    if _why_not_layout("o", o) is not None:  # only an array of the user's is like that
+        return _prepare_copied(p, inputs, results)
+    q, multiprocessors = inputs[0], launch.multiprocessors(inputs[0].data.device_id)
+    blocks = -(-p.nq // tile.block_m)
+    items = (p.nq // tile.block_m + p.batch[1] if p.options.packed else math.prod(p.batch) * blocks) * p.hq
+    parts = _parts(p, tile, items, multiprocessors)
+    if parts == 1:
+        forward = _launch(p, tile, inputs, results, items, 1)
+        stored = (0,) if p.options.packed or not tile.o_panels else (0, 0)
+        return lambda inputs, results: forward(*inputs[:3], *(results[i] for i in stored), results[1], *_present(inputs[5:]))
+    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
+    allocate = lambda q: (arrays.empty("parts of o", q, (*shape, p.dv), "float32"), arrays.empty("parts of lse", q, shape, "float32"))
+    partial = allocate(q)
+    forward = _launch(p, tile, inputs, partial, items * parts, parts)
+    combine = launch.Launch(
+        "combine_sm90.build",
+        (p.dtype, p.dv, lse is not None, parts, COMBINE_ROWS),
+        grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
+        block=COMBINE_ROWS * COMBINE_LANES,
+        operands=((partial[0], 5), (partial[1], 4), (o, 5), (lse, 4)),
     )
 
     def run(inputs, results):
-        o, lse = results
-        mapped = (o,) if store == "map" else ()
-        forward(*inputs[:3], *mapped, o, lse, *(x for x in inputs[5:] if x is not None))
+        partial = allocate(inputs[0])
+        forward(*inputs[:3], *partial, *_present(inputs[5:]))
+        combine(*partial, *results)
+
+    return run
+
+
+def _present(optional: tuple) -> tuple:
+    return tuple(x for x in optional if x is not None)
+
+
+def _launch(problem, tile: Tile, inputs, results, items: int, parts: int):
+    """The attention kernel, on results of the problem, or on float32 parts of them."""
+    p = problem
+    q, k, v, o = (x if x is None else _heads_first(p, x) for x in (*inputs[:3], results[0]))
+    store = "parts" if parts > 1 else "words" if p.options.packed or not tile.o_panels else "map"
+    lengths = 1 if p.options.packed else p.batch
+    multiprocessors = launch.multiprocessors(q.data.device_id)
+    section = 2 * multiprocessors // math.gcd(-(-p.nq // tile.block_m), 2 * multiprocessors)
+    cap = p.options.softcap
+    slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
+    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
+    return launch.Launch(
+        "forward_sm90.build",
+        (p.dtype, p.d, p.dv, results[1] is not None, banded(p), store, p.options.structure, tile),
+        grid=min(items, multiprocessors),
+        block=tile.threads,
+        operands=((o if parts > 1 else o.view("uint32"), 5), (results[1], 4)),
+        extras=tuple((x, lengths) for x in _present(inputs[5:])),
+        scalars=(items, p.low, p.high, p.nk, parts, p.hk, section, p.batch[0]),
+        parameters=(np.float32(slope), np.float32(scale_log2)),
+        maps=maps if store == "map" else maps[:3],
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+    )
+
+
+def _prepare_copied(problem, inputs, results):
+    """The same by way of an array that a tensor map can describe."""
+    o, lse = results
+    run_compact = prepare_forward(problem, inputs, (arrays.compact(o), lse))
+
+    def run(inputs, results):
+        compact = arrays.compact(results[0])
+        run_compact(inputs, (compact, results[1]))
+        results[0][...] = compact
 
     return run

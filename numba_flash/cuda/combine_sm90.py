@@ -1,0 +1,50 @@
+"""Results over all keys from results over parts of them: the softmax over a union is the mean of the parts' results, weighted by exp(lse)."""
+
+import math
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_flash.cuda import tiles
+from numba_flash.cuda.tiles import index
+
+LANES = 32
+
+
+def build(dtype, head_dim_v, write_lse, parts, rows):
+    """Kernel ``combine(o_parts, lse_parts, o, lse, (), ())``: one warp per row of o (b0, b1, heads, n, head_dim_v).
+
+    The parts are float32; part p of batch element b0 lies at ``p * o.shape[0] + b0`` of their first axis.
+    """
+    HEAD_DIM_V, WRITE_LSE, PARTS, ROWS = head_dim_v, write_lse, parts, rows
+    ACC, NEG_INF = types.float32, -math.inf
+    _, store = tiles.build_convert(dtype)
+
+    def combine(o_parts, lse_parts, o, lse, extras, parameters):
+        lane = cuda.threadIdx.x % LANES
+        row = cuda.blockIdx.x * ROWS + cuda.threadIdx.x // LANES
+        i, row = row % o.shape[3], row // o.shape[3]
+        h, row = row % o.shape[2], row // o.shape[2]
+        b1, b0 = row % o.shape[1], row // o.shape[1]
+        if b0 < o.shape[0]:
+            # lse = log sum_p exp(lse_p); a row that saw nothing in any part is shifted by 0
+            largest = ACC(NEG_INF)
+            for p in range(PARTS):
+                largest = max(largest, lse_parts[index(p * o.shape[0] + b0), index(b1), index(h), index(i)])
+            shift, total = largest if largest != ACC(NEG_INF) else ACC(0), ACC(0)
+            for p in range(PARTS):
+                total += math.exp(lse_parts[index(p * o.shape[0] + b0), index(b1), index(h), index(i)] - shift)
+            # o = sum_p exp(lse_p - lse) o_p
+            inverse = ACC(0) if total == ACC(0) else ACC(1) / total
+            for d in range(lane, HEAD_DIM_V, LANES):
+                value = ACC(0)
+                for p in range(PARTS):
+                    weight = math.exp(lse_parts[index(p * o.shape[0] + b0), index(b1), index(h), index(i)] - shift) * inverse
+                    value += weight * o_parts[index(p * o.shape[0] + b0), index(b1), index(h), index(i), index(d)]
+                o[index(b0), index(b1), index(h), index(i), index(d)] = store(value)
+            if WRITE_LSE and lane == 0:
+                lse[index(b0), index(b1), index(h), index(i)] = shift + math.log(total)
+
+    array = lambda kind, ndim: types.Array(kind, ndim, "A")
+    operands = array(types.float32, 5), array(types.float32, 4), array(tiles.STORAGE[dtype], 5), array(types.float32, 4)
+    return combine, types.void(*operands, types.Tuple([]), types.Tuple([])), {"launch_bounds": (rows * LANES, 1)}
