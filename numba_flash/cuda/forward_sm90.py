@@ -18,9 +18,10 @@ B0, B1, HEAD, ROW0, Q0, QUERIES, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART
 END = -1  # in the place of the count of key tiles: there is no more work
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
+def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
     """Kernel ``forward_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and compile options.
 
+    band : "none" if every query sees every key, "above" if only keys above a diagonal are hidden, "both" if some below one are, too.
     maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), with boxes of one panel of a tile, and with `store` "map" one of o.
     o : (b0, b1, heads, n, head_dim_v) as words of two elements, or with `store` "parts" as float32, b0 repeated for each part of the keys.
     lse : (b0, b1, heads, n), natural logarithm.
@@ -33,11 +34,11 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     Q, K, V, WORK, O_STAGE, O_BYTES = SMEM.q, SMEM.k, SMEM.v, SMEM.work, SMEM.o, SMEM.o_panels * swizzle.panel_bytes(64)
     ALIGNMENT, V_PANEL, ROWS = SMEM.ALIGNMENT, swizzle.panel_bytes(BLOCK_N), 64
     SCORES, PAIRS, OUTPUTS, ROW_WORDS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2, head_dim_v // 8
-    WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, banded, bool(options.softcap), store == "map", store == "parts"
+    WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, band != "none", bool(options.softcap), store == "map", store == "parts"
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
     ACC, u32, i32, u64, index = types.float32, types.uint32, types.int32, types.uint64, tiles.index
     NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
-    item_of = schedule.build_item(options, banded, PARTS, BLOCK_M, BLOCK_N, scores.build_sequence(options), scores.slots(options).q_lengths)
+    item_of = schedule.build_item(options, BANDED, PARTS, BLOCK_M, BLOCK_N, scores.build_sequence(options), scores.slots(options).q_lengths)
     fill_q = pipeline.build_fill(Q, head_dim, BLOCK_M)
     fill_k = pipeline.build_fill(K, head_dim, BLOCK_N)
     fill_v = pipeline.build_fill(V, head_dim_v, BLOCK_N)
@@ -49,7 +50,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, banded, store, options, tile):
     pack, pack2 = mma.build_pack(PAIRS, BFLOAT16)
     stage = mma.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
-    cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES)
+    cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, band == "both")
 
     @cuda.jit(device=True, forceinline=True)
     def produce(maps, smem, o, extras, sizes):

@@ -11,6 +11,7 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.cuda import compile
 
+TENSOR_MAPS_LIMIT = 256  # of one array of one launch
 PANEL = 64  # columns of a box: 128 bytes, the widest that the copy engine swizzles
 
 _thread = threading.local()
@@ -111,37 +112,41 @@ class _Memory:
 
     __slots__ = ("__cuda_array_interface__",)
 
-    def __init__(self, address: int, shape: tuple[int, ...] = (1,), strides: tuple[int, ...] | None = None):
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]):
         self.__cuda_array_interface__ = {
             "version": 3, "shape": shape, "strides": strides, "typestr": "<u2", "data": (address, False), "stream": None
         }  # fmt: skip
 
 
-class TensorMap:
-    """Tensor map of a (..., n, d) array of 16-bit elements as five dimensions, with boxes of `rows` rows of one panel of 64 columns.
+class TensorMaps:
+    """Tensor maps of (..., n, d) arrays of 16-bit elements as five dimensions, with boxes of `rows` rows of one panel of 64 columns.
 
-    What is the same for arrays of one layout is made once; a call only puts an address in.
+    One for each address at which an array of this layout was seen: programs use the same memory again and again.
     """
 
     def __init__(self, x, rows: int):
+        self._shape, self._rows, self._maps = (1,) * (5 - x.ndim) + tuple(x.shape), rows, {}
+        strides = zip(self._shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
+        self._strides = (*(16 if n == 1 else stride for n, stride in strides), 2)  # that of a single element is never used, but checked
+
+    def at(self, address: int):
+        """The descriptor for an array that begins there."""
+        descriptor = self._maps.get(address)
+        if descriptor is None:
+            if len(self._maps) >= TENSOR_MAPS_LIMIT:
+                self._maps = {}
+            descriptor = self._maps[address] = self._describe(address)
+        return descriptor
+
+    def _describe(self, address: int):
         from cuda.core import TensorMapDescriptorOptions
         from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
         from cuda.core.utils import StridedMemoryView
 
-        shape, strides = (1,) * (5 - x.ndim) + tuple(x.shape), arrays.expanded_strides(x, 5)
-        strides = [16 if n == 1 else stride for n, stride in zip(shape[:-1], strides[:-1], strict=True)]  # never used, but checked
-        view = StridedMemoryView.from_cuda_array_interface(_Memory(x.data.ptr, shape, (*strides, 2)), stream_ptr=-1)
-        options = TensorMapDescriptorOptions(
-            box_dim=(1, 1, 1, rows, PANEL), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
-        )
-        self._map, self._address = view.as_tensor_map(options=options), x.data.ptr
-
-    def at(self, address: int):
-        """The descriptor, for an array at this address; a launch copies it."""
-        if address != self._address:
-            self._map.replace_address(_Memory(address))
-            self._address = address
-        return self._map
+        view = StridedMemoryView.from_cuda_array_interface(_Memory(address, self._shape, self._strides), stream_ptr=-1)
+        box, promotion = (1, 1, 1, self._rows, PANEL), TensorMapL2Promotion.L2_256B
+        options = TensorMapDescriptorOptions(box_dim=box, swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=promotion)
+        return view.as_tensor_map(options=options)
 
 
 class Launch:
@@ -183,7 +188,7 @@ class Launch:
         self._cupy, self._launch, self._submit = cupy.cuda, launch, self._submit_to_gpu
         self._kernel = _kernel(builder, config, self._device, shared_bytes)
         self._config = LaunchConfig(grid=max(grid, 1), block=block, shmem_size=shared_bytes)
-        self._maps, self._lock = [TensorMap(x, rows) for x, rows in maps], threading.Lock()
+        self._maps = [TensorMaps(x, rows).at for x, rows in maps]
         self._arguments, self._slots = [0] * len(maps), []
         for x, view in operands:
             self._slots.append(len(self._arguments) + 4)
@@ -201,15 +206,13 @@ class Launch:
         if self._device not in _thread.__dict__:  # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
-        arguments, stream, mapped = self._arguments.copy(), _stream(self._cupy.get_current_stream().ptr), len(self._maps)
+        arguments, mapped = self._arguments.copy(), len(self._maps)
+        for i, at in enumerate(self._maps):
+            arguments[i] = at(operands[i].data.ptr)
         for slot, x in zip(self._slots, operands[mapped:], strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
-        if not mapped:
-            return self._launch(stream, self._config, self._kernel, *arguments)
-        with self._lock:  # another thread may want other addresses in the maps
-            arguments[:mapped] = [each.at(x.data.ptr) for each, x in zip(self._maps, operands, strict=False)]
-            self._launch(stream, self._config, self._kernel, *arguments)
+        self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
 
     def _simulate(self, operands) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray

@@ -9,6 +9,7 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.cuda import launch
 from numba_flash.cuda.swizzle import ALIGNMENT, ROW_BYTES, panels
+from numba_flash.options import PLAIN
 
 LOG2E = math.log2(math.e)
 WARP_GROUP, MBARRIER_BYTES = 128, 8
@@ -94,16 +95,16 @@ UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask arr
 PART_TILES = 4  # fewest tiles of keys that are worth a part of their own
 
 
-def banded(problem) -> bool:
-    """True if the band hides a key from a query."""
+def band(problem) -> str:
+    """Which keys the band hides from some query: ``"none"``, those ``"above"`` a diagonal, or those below one, too: ``"both"``."""
     p = problem
-    return p.low > 1 - p.nq or p.high < p.nk - 1
+    return "both" if p.low > 1 - p.nq else "above" if p.high < p.nk - 1 else "none"
 
 
 def tile_for(problem) -> Tile:
     """Tile of the forward kernel."""
     p = problem
-    return next(tile for length, d, dv, tile in TILES["band" if banded(p) else "full"] if p.nk <= length and p.d <= d and p.dv <= dv)
+    return next(tile for length, d, dv, tile in TILES["full" if band(p) == "none" else "band"] if p.nk <= length and p.d <= d and p.dv <= dv)
 
 
 def takes_numpy() -> bool:
@@ -187,8 +188,10 @@ def prepare_forward(problem, inputs, results):
     parts = _parts(p, tile, items, multiprocessors)
     if parts == 1:
         forward = _launch(p, tile, inputs, results, items, 1)
-        stored = (0,) if p.options.packed or not tile.o_panels else (0, 0)
-        return lambda inputs, results: forward(*inputs[:3], *(results[i] for i in stored), results[1], *_present(inputs[5:]))
+        if p.options == PLAIN and tile.o_panels:
+            return lambda inputs, results: forward(*inputs[:3], results[0], *results)
+        mapped = slice(0 if p.options.packed or not tile.o_panels else 1)
+        return lambda inputs, results: forward(*inputs[:3], *results[mapped], *results, *_present(inputs[5:]))
     shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
     allocate = lambda q: (arrays.empty("parts of o", q, (*shape, p.dv), "float32"), arrays.empty("parts of lse", q, shape, "float32"))
     partial = allocate(q)
@@ -226,7 +229,7 @@ def _launch(problem, tile: Tile, inputs, results, items: int, parts: int):
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
     return launch.Launch(
         "forward_sm90.build",
-        (p.dtype, p.d, p.dv, results[1] is not None, banded(p), store, p.options.structure, tile),
+        (p.dtype, p.d, p.dv, results[1] is not None, band(p), store, p.options.structure, tile),
         grid=min(items, multiprocessors),
         block=tile.threads,
         operands=((o if parts > 1 else o.view("uint32"), 5), (results[1], 4)),

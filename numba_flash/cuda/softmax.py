@@ -127,15 +127,20 @@ def build_cap(count):
     return cap
 
 
-def build_hide(count):
-    """``hide(s, column, start0, stop0, start1, stop1)``: -inf outside the keys ``[start, stop)`` of each row; `column` is that of s[0]."""
-    GROUPS, ACC = count // 4, types.float32
+def build_hide(count, starts):
+    """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only from `stop` on without `starts`; both count
+    from the thread's first column.
+    """  # fmt: skip
+    GROUPS, STARTS, ACC = count // 4, starts, types.float32
 
     @cuda.jit(device=True, forceinline=True)
     def hide_row(s, r, start, stop):
         for j in range(GROUPS):
             for c in range(2):
-                if 8 * j + c < start or 8 * j + c >= stop:
+                if 8 * j + c >= stop:
                     s[4 * j + 2 * r + c] = ACC(NEG_INF)
+                if STARTS:
+                    if 8 * j + c < start:
+                        s[4 * j + 2 * r + c] = ACC(NEG_INF)
 
     return hide_row
