@@ -14,7 +14,8 @@ from numba.cuda import types
 from numba_flash import mask
 from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, swizzle, tiles
 
-B0, B1, HEAD, ROW0, Q0, QUERIES, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = range(13)  # what the producer writes about a work item
+# what the producer writes about a work item
+B0, B1, HEAD, KV_HEAD, ROW0, Q0, QUERIES, K0, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = range(15)
 END = -1  # in the place of the count of key tiles: there is no more work
 
 
@@ -53,36 +54,46 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, band == "both")
 
     @cuda.jit(device=True, forceinline=True)
-    def produce(maps, smem, o, extras, sizes):
-        """Write down what each work item is, and have the copy engine fetch what it needs; K runs one tile ahead of V."""
-        turn, n = u32(0), u32(0)
+    def describe(smem, turn, o, extras, sizes):
+        """Write down what this block's next work item is."""
+        pipeline.wait_free(smem, WORK, turn)
         at = schedule.snake(turn, cuda.gridDim.x)
-        while at < sizes[0]:
+        if at < sizes[0]:
             (b0, b1, h, row0), (q0, queries, k0, keys, low, high, impossible), (first, count, part) = item_of(at, o.shape, extras, sizes)
             kv_head = i32(u32(h) // u32(u32(o.shape[2]) // u32(sizes[5])))
             if PACKED:
                 b1 = i32(0)
-            pipeline.wait_free(smem, WORK, turn)
-            work = (b0, b1, h, row0, q0, queries, keys, low, high, impossible, first, count, part)
+            work = (b0, b1, h, kv_head, row0, q0, queries, k0, keys, low, high, impossible, first, count, part)
             for word in range(len(work)):
                 pipeline.write(smem, WORK, turn, word, work[word])
-            pipeline.publish(smem, WORK, turn)
-            pipeline.wait_free(smem, Q, turn)
-            fill_q(maps[0], smem, turn, (q0 + row0, h, b1, b0))
-            key = i32(k0 + (first + count - 1) * BLOCK_N)
+        else:
+            pipeline.write(smem, WORK, turn, COUNT, END)
+        pipeline.publish(smem, WORK, turn)
+
+    @cuda.jit(device=True, forceinline=True)
+    def produce(maps, smem, o, extras, sizes):
+        """Have the copy engine fetch what each work item needs, K one tile ahead of V, and describe the next item in the meantime."""
+        turn, n = u32(0), u32(0)
+        describe(smem, turn, o, extras, sizes)
+        count = pipeline.read(smem, WORK, turn, COUNT)
+        while count != END:
+            b0, b1, kv_head = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, KV_HEAD)
+            row = pipeline.read(smem, WORK, turn, Q0) + pipeline.read(smem, WORK, turn, ROW0)
+            key = i32(pipeline.read(smem, WORK, turn, K0) + (pipeline.read(smem, WORK, turn, FIRST) + count - 1) * BLOCK_N)
             for t in range(count + 1):
                 if t < count:
                     pipeline.wait_free(smem, K, u32(n + t))
                     fill_k(maps[1], smem, u32(n + t), (key - t * BLOCK_N, kv_head, b1, b0))
-                if t > 0:
+                if t == 0:
+                    pipeline.wait_free(smem, Q, turn)
+                    fill_q(maps[0], smem, turn, (row, pipeline.read(smem, WORK, turn, HEAD), b1, b0))
+                else:
                     pipeline.wait_free(smem, V, u32(n + t - 1))
                     fill_v(maps[2], smem, u32(n + t - 1), (key - (t - 1) * BLOCK_N, kv_head, b1, b0))
-            n = u32(n + count)
-            turn = u32(turn + 1)
-            at = schedule.snake(turn, cuda.gridDim.x)
-        pipeline.wait_free(smem, WORK, turn)
-        pipeline.write(smem, WORK, turn, COUNT, END)
-        pipeline.publish(smem, WORK, turn)
+                if t == 1:
+                    describe(smem, u32(turn + 1), o, extras, sizes)
+            n, turn = u32(n + count), u32(turn + 1)
+            count = pipeline.read(smem, WORK, turn, COUNT)
 
     @cuda.jit(device=True, forceinline=True)
     def hide(s, row, col0, keys, band):
@@ -250,6 +261,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
             consume(maps, smem, me, o, lse, i32(sizes[7]), scales)
             if PING_PONG and me == 0:
                 pipeline.await_turn(0)  # the turn that nobody takes
+            if TO_MAP and cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+                ptx.bulk_wait_read()  # shared memory may go: all of O has been read from there
 
     maps = [f"maps.{i}" for i in range(4 if TO_MAP else 3)]
     operands = types.Array(types.float32 if PARTS else u32, 5, "A"), types.Array(types.float32, 4, "A")

@@ -84,7 +84,6 @@ tensor_store = _instruction(
 )  # fmt: skip
 bulk_commit = _instruction("bulk_commit", "cp.async.bulk.commit_group;", _MEMORY, _void)
 bulk_wait_read = _instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _MEMORY, _void)
-tensor_prefetch = _instruction("tensor_prefetch", "prefetch.tensormap [$0];", "l," + _MEMORY, _void, _u64)
 
 # ---- matrix stores (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, lane l gives the address of row l % 8 of matrix l // 8
 stmatrix = _instruction(

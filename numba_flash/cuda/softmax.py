@@ -16,7 +16,7 @@ from numba.cuda import types
 
 from numba_flash.cuda import ptx
 
-LAZY = 8.0
+LAZY = 2.0  # on outliers, RMSE over that of FlashAttention-2: 1.00 with 0, 1.01 with 1, 1.02 with 2, 1.09 with 8, where most of the time is won
 ALL_LANES = 0xFFFFFFFF
 NEG_INF = -math.inf
 
