@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits
+from support import allowed_errors, assert_within, no_gpu, no_hopper, oracle, random_inputs, same_bits
 
 import numba_flash
 from numba_flash import api, call, spec
 
 GPU_REASON = no_gpu()
+SM90_REASON = no_hopper() or "serves float16 and bfloat16; q.dtype is float32"
 DEFAULT_BACKEND = "cpu" if GPU_REASON else "simt"
 
 
@@ -46,12 +47,12 @@ def test_plan_says_what_runs_and_why_nothing_faster():
     q, k, v, _ = random_inputs(nq=5, nk=7)
     plan = numba_flash.plan(q, k, v)
     assert plan.backend == DEFAULT_BACKEND
-    assert plan.refused == ((("simt", GPU_REASON),) if GPU_REASON else ())
+    assert plan.refused == ((("sm90", GPU_REASON), ("simt", GPU_REASON)) if GPU_REASON else (("sm90", SM90_REASON),))
     text = str(plan)
     assert plan.tiles[0][0] == "forward"
     tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in plan.tiles)
     assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}: {plan.problem}"
-    assert text.splitlines()[1:] == ([f"  not simt: {GPU_REASON}"] if GPU_REASON else [])
+    assert text.splitlines()[1:] == [f"  not {backend}: {reason}" for backend, reason in plan.refused]
 
 
 def test_plan_computes_and_allocates_nothing(monkeypatch):

@@ -132,8 +132,9 @@ TILE_EDGES = list(itertools.product((-1, 0, 1), repeat=2))
 @pytest.mark.parametrize(("m", "n"), TILE_EDGES)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 def test_sizes_around_a_tile(backend, kernel, m, n):
-    block_m, block_n = backend.blocks(kernel, "float32", 16)
-    inputs = random_inputs(batch=(), nq=block_m + m, nk=block_n + n, seed=6)
+    dtype = "float16" if backend.name == "sm90" else "float32"
+    block_m, block_n = backend.blocks(kernel, dtype, 16)
+    inputs = random_inputs(batch=(), nq=block_m + m, nk=block_n + n, dtype=dtype, seed=6)
     check(backend, *inputs)
     check(backend, *inputs, causal=True)
 
@@ -401,13 +402,16 @@ def test_nan_stays_out_of_rows_that_do_not_see_it(backend, which, options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_seen_by_nobody_is_harmless(backend, dtype):
-    """Keys and values after the last query's, or before the first query's window."""
+    """Keys and values after the last query's, or before the first query's window.
+
+    Not values in `sm90`: as in every kernel on tensor cores, those that a band hides get the weight 0, and 0 * NaN is NaN.
+    """
     inputs = random_inputs(batch=(), nq=90, nk=200, dtype=dtype, seed=23)
     options = {"causal": True, "window": (20, 0), "q_start": 40}  # keys 20 to 129 are seen
     visible = dense_visible(90, 200, **options).any(axis=0)
     assert visible.sum() == 110
     dirty = [x.copy() for x in inputs]
-    for x in dirty[1:3]:
+    for x in dirty[1 : 2 if backend.name == "sm90" else 3]:
         x[:, ~visible] = np.nan
     compare(run(backend, *dirty, **options), *inputs, **options)
 
@@ -481,6 +485,8 @@ def problems(draw):
 @settings(max_examples=5 if SIMULATED else 60, deadline=None, derandomize=True, database=None)
 @given(problem=problems())
 def test_any_problem(backend, problem):
+    if backend.name == "sm90":
+        pytest.skip("random problems that sm90 serves are in test_sm90.py")
     inputs, layouts, options = problem
     check(backend, *inputs, layouts=layouts, **options)
 

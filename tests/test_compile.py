@@ -68,7 +68,7 @@ KERNELS = (
 
 @cache
 def ptx(*chosen) -> str:
-    return compile.ptx(*kernel(*chosen), H200)
+    return compile.intermediate(*kernel(*chosen), H200)
 
 
 def shared_bytes(text: str) -> int:
@@ -152,7 +152,7 @@ ALL_OPTIONS = [(name, "all") for name in ("forward", "dkdv", "dq", "dbias")]
 
 @pytest.mark.parametrize(("name", "option"), [*ONE_OPTION, *ALL_OPTIONS, ("dkdv", "packed")])
 def test_options_stay_in_registers_and_shared_memory(name, option):
-    text = compile.ptx(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]), H200)
+    text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]), H200)
     assert "__local_depot" not in text
     assert not re.search(r"\.local\s", text)
     assert shared_bytes(text) <= STATIC_SHARED_LIMIT
@@ -166,7 +166,7 @@ def test_arrays_that_a_function_captures(size, space):
     """Up to 64 KiB lie in constant memory; a kernel with more of it would not link."""
     table = np.zeros(size, np.float32)
     score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32")
-    text = compile.ptx(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
     assert re.search(rf"\.{space} .*\[{table.nbytes}\]", text)
     assert compile.link(text, H200)[:4] == b"\x7fELF"
 
@@ -197,7 +197,7 @@ def test_one_entry_point_called_kernel():
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda capability: "sm_{}{}".format(*capability))
 @pytest.mark.parametrize("chosen", [("delta", "bfloat16", 64, 64), ("forward", "float16", 64, 64)], ids=lambda chosen: chosen[0])
 def test_architectures(chosen, capability):
-    text = compile.ptx(*kernel(*chosen), capability)
+    text = compile.intermediate(*kernel(*chosen), capability)
     assert re.search(r"^\.target (\S+)", text, re.MULTILINE)[1].rstrip("a,") == "sm_{}{}".format(*capability)
     assert ".local" not in text
     assert compile.link(text, capability)[:4] == b"\x7fELF"

@@ -65,7 +65,7 @@ def test_what_each_layer_imports_from_the_package():
         "dropout.py": {"checks", "options", "rng"},
         "merge.py": {"arrays", "checks", "spec"},
         "reference.py": {"spec", "rng"},
-        "plan.py": {"spec", "arrays", "cpu", "cuda.simt"},
+        "plan.py": {"spec", "arrays", "cpu", "cuda.simt", "cuda.sm90"},
         "call.py": {"arrays", "spec", "plan"},
         "api.py": {"arrays", "call", "spec", "plan"},
         "packed.py": {"api", "call", "spec"},
@@ -76,7 +76,25 @@ def test_what_each_layer_imports_from_the_package():
         "cuda/compile.py": {"fingerprint"},
         "cuda/launch.py": {"arrays", "cuda.compile"},
         "cuda/simt.py": {"arrays", "options", "cuda.launch"},
-        "cuda/schedule.py": set(),
+        "cuda/sm90.py": {"arrays", "options", "cuda.launch", "cuda.swizzle"},
+        "cuda/schedule.py": {"mask"},
+        "cuda/swizzle.py": set(),
+        "cuda/ptx.py": set(),
+        "cuda/pipeline.py": {"cuda.ptx", "cuda.swizzle"},
+        "cuda/mma.py": {"cuda.pipeline", "cuda.ptx", "cuda.swizzle"},
+        "cuda/softmax.py": {"cuda.ptx"},
+        "cuda/combine_sm90.py": {"cuda.tiles"},
+        "cuda/forward_sm90.py": {
+            "mask",
+            "cuda.mma",
+            "cuda.pipeline",
+            "cuda.ptx",
+            "cuda.schedule",
+            "cuda.scores",
+            "cuda.softmax",
+            "cuda.swizzle",
+            "cuda.tiles",
+        },
         "cuda/tiles.py": {"mask", "numeric"},
         "cuda/scores.py": {"mask", "rng", "cuda.tiles"},
     }
@@ -155,7 +173,7 @@ def kernel_names(tree) -> set[str]:
 
 def test_kernels_are_recognised():
     found = {kernel for name, tree in TREES.items() for kernel in kernel_names(tree)}
-    assert found >= {"forward_simt", "dkdv_simt", "dq_simt", "delta_simt"}
+    assert found >= {"forward_simt", "dkdv_simt", "dq_simt", "delta_simt", "forward_sm90"}
 
 
 @every_file
@@ -185,7 +203,8 @@ def test_assembler_stands_in_one_file(name):
     names |= {n.rsplit(".")[-1] for n in imported(ast.walk(TREES[name]))}
     assert not names & {"InlineAsm", "inline_asm", "inline_ptx"}
     strings = [node.value for node in ast.walk(TREES[name]) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    instruction = re.compile(r"\b(mma\.sync|wgmma\.|cp\.async|ldmatrix\.|mbarrier\.|(ld|st)\.(shared|global)\.|ex2\.approx|fma\.rn)")
+    others = r"mma\.sync|wgmma\.|cp\.async|ldmatrix\.|mbarrier\.|setmaxnreg\.|bar\.(sync|arrive)|fence\.|ex2\.approx|fma\.rn"
+    instruction = re.compile(rf"\b({others}|(ld|st)\.(shared|global)\.)")
     assert [text for text in strings if instruction.search(text)] == []
 
 

@@ -262,10 +262,8 @@ def test_packed_sequences_are_sequences_alone(backend, options):
     dlse = generator.standard_normal((4, Q_OFFSETS[-1]))
     offsets = np.array(Q_OFFSETS, np.int32), np.array(K_OFFSETS)
     on_device = [backend.to_device(x) for x in (q, k, v, do, dlse, *offsets)]
-    o, lse = numba_flash.forward_packed(*on_device[:3], *on_device[5:], return_lse=True, backend=backend.name, **options)
-    gradients = numba_flash.backward_packed(
-        on_device[3], *on_device[:3], o, lse, *on_device[5:], dlse=on_device[4], backend=backend.name, **options
-    )
+    o, lse = backend.forward_packed(*on_device[:3], *on_device[5:], return_lse=True, **options)
+    gradients = backend.backward_packed(on_device[3], *on_device[:3], o, lse, *on_device[5:], dlse=on_device[4], **options)
     o, lse, dq, dk, dv = map(backend.to_host, (o, lse, *gradients))
     last = lambda x, b: np.concatenate([np.zeros((b, *x.shape)), x[None]])
     for b in range(len(Q_OFFSETS) - 1):
@@ -285,9 +283,9 @@ def test_packed_sequences_in_16_bits_and_out(backend):
         backend.to_device(np.empty((90, 2, 16), np.float16)),
         tuple(backend.to_device(np.empty((90, 2, 16), np.float16)) for _ in range(3)),
     )
-    o, lse = numba_flash.forward_packed(q, k, v, offsets, offsets, return_lse=True, out=out, backend=backend.name)
+    o, lse = backend.forward_packed(q, k, v, offsets, offsets, return_lse=True, out=out)
     assert o is out
-    returned = numba_flash.backward_packed(do, q, k, v, o, lse, offsets, offsets, out=gradients, backend=backend.name)
+    returned = backend.backward_packed(do, q, k, v, o, lse, offsets, offsets, out=gradients)
     assert all(a is b for a, b in zip(returned, gradients, strict=True))
     for part in (slice(0, 40), slice(40, 90)):
         alone = backend.to_host(backend.forward(*(x[part].swapaxes(0, 1) for x in (q, k, v))))
@@ -298,10 +296,10 @@ def test_packed_sequences_in_16_bits_and_out(backend):
 def test_packed_without_tokens(backend, sequences):
     q = backend.to_device(np.zeros((0, 2, 8), np.float32))
     offsets = backend.to_device(np.zeros(sequences + 1, np.int64))
-    o, lse = numba_flash.forward_packed(q, q, q, offsets, offsets, return_lse=True, backend=backend.name)
+    o, lse = backend.forward_packed(q, q, q, offsets, offsets, return_lse=True)
     assert o.shape == (0, 2, 8)
     assert lse.shape == (2, 0)
-    assert [x.shape for x in numba_flash.backward_packed(q, q, q, q, o, lse, offsets, offsets, backend=backend.name)] == [(0, 2, 8)] * 3
+    assert [x.shape for x in backend.backward_packed(q, q, q, q, o, lse, offsets, offsets)] == [(0, 2, 8)] * 3
 
 
 # ---- softcap, dropout, dlse ------------------------------------------------------------------------------------------------------------
