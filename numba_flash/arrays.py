@@ -135,9 +135,12 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
         raise _memory_error(name, shape, dtype) from error
 
 
-def compact(x):
-    """New array of the same shape and dtype, its elements one after the other; CuPy only."""
-    return cupy().empty(x.shape, x.dtype)
+def compact(name: str, shape: tuple[int, ...], dtype):
+    """New array on CuPy's current device, its elements one after the other; MemoryError naming the array if there is no room."""
+    try:
+        return cupy().empty(shape, dtype)
+    except MemoryError as error:
+        raise _memory_error(name, shape, dtype) from error
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:

@@ -34,7 +34,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     Q, K, V, WORK, O_STAGE, O_BYTES = SMEM.q, SMEM.k, SMEM.v, SMEM.work, SMEM.o, SMEM.o_panels * swizzle.panel_bytes(64)
     ALIGNMENT, V_PANEL, ROWS = SMEM.ALIGNMENT, swizzle.panel_bytes(BLOCK_N), 64
-    SCORES, PAIRS, OUTPUTS, ROW_WORDS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2, head_dim_v // 8
+    SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, band != "none", bool(options.softcap), store == "map", store == "parts"
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
     ACC, u32, i32, u64, index = types.float32, types.uint32, types.int32, types.uint64, tiles.index
@@ -48,7 +48,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
     start_scores = mma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_values = mma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = mma.build_wait(BLOCK_N, head_dim_v)
-    pack, pack2 = mma.build_pack(PAIRS, BFLOAT16)
+    pack, _ = mma.build_pack(PAIRS, BFLOAT16)
+    put_row = mma.build_put_row(head_dim_v, PARTS, BFLOAT16)
     stage = mma.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, band == "both")
@@ -172,14 +173,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
             for r in range(2):
                 i = row0 + mma.first_row() + 8 * r
                 if i < rows:
-                    o_row = o[index(b0), index(b1), index(h), index(q0 + i)]
-                    for j in range(ROW_WORDS):
-                        x, y = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
-                        if PARTS:
-                            o_row[index(8 * j + mma.first_column())] = x
-                            o_row[index(8 * j + mma.first_column() + 1)] = y
-                        else:
-                            o_row[index(4 * j + mma.first_column() // 2)] = pack2(x, y)
+                    put_row(ptx.global_address(o[index(b0), index(b1), index(h), index(q0 + i)]), acc, inverse, r)
 
     @cuda.jit(device=True, forceinline=True)
     def consume(maps, smem, me, o, lse, parts_of, scales):

@@ -116,6 +116,27 @@ def build_put(head_dim_v, first_panel, count, bfloat16):
     return put
 
 
+def build_put_row(head_dim_v, float32, bfloat16):
+    """``put_row(address, acc, inverse, r)``: this thread's columns of its row r of O times its inverse, rounded unless `float32`, to global memory.
+
+    `address` is that of the row; its elements are neighbours.
+    """
+    CHUNKS, FLOAT32, BYTES, u64 = head_dim_v // 8, float32, 4 if float32 else 2, types.uint64
+    _, pack2 = build_pack(0, bfloat16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_row(address, acc, inverse, r):
+        mine = u64(address + u64(first_column() * BYTES))
+        for j in range(CHUNKS):
+            x, y = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
+            if FLOAT32:
+                ptx.store_global(u64(mine + u64(8 * BYTES * j)), (x, y))
+            else:
+                ptx.store_global(u64(mine + u64(8 * BYTES * j)), (pack2(x, y),))
+
+    return put_row
+
+
 def build_stage(head_dim_v, panels_at_a_time, bfloat16):
     """``stage(tensor_map, tile, acc, inverse, me, consumers, where)``: store 64 rows of O through shared memory, some panels at a time.
 

@@ -117,6 +117,33 @@ def shared_address(context, array):
     return types.uint32(array), codegen
 
 
+@intrinsic
+def global_address(context, array):
+    """Address of an array's first element."""
+
+    def codegen(context, builder, signature, values):
+        return builder.ptrtoint(context.make_array(array)(context, builder, values[0]).data, ir.IntType(64))
+
+    return types.uint64(array), codegen
+
+
+@intrinsic
+def store_global(context, address, values):
+    """Store a tuple of one, two or four registers (uint32 or float32) at an address that all of it is aligned to (9.7.9.12)."""
+    count, kind = values.count, _LLVM[values.dtype]
+
+    def codegen(context, builder, signature, arguments):
+        registers = [builder.extract_value(arguments[1], i) for i in range(count)]
+        vector, listed = (f".v{count}" if count > 1 else ""), _registers(1, count)
+        text = f"st.global{vector}.b32 [$0], {f'{{{listed}}}' if count > 1 else listed};"
+        constraints = ",".join(["l", *(["f" if kind == _F32 else "r"] * count), _MEMORY])
+        function = ir.FunctionType(ir.VoidType(), [ir.IntType(64), *([kind] * count)])
+        builder.call(ir.InlineAsm(function, text, constraints, side_effect=True), [arguments[0], *registers])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, values), codegen
+
+
 # ---- wgmma (9.7.15): 64 x N tiles of a warp group; accumulators in registers, A in registers or shared memory, B in shared memory
 
 

@@ -52,7 +52,7 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
     """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0) and (q0, queries, k0, keys, low, high, impossible)
     of its sequence, and (first tile of keys, their number, part).
 
-    `shape` is (b0, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section). Neighbours are row blocks of one head. With a band, where
+    `shape` is (_, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section, b0). Neighbours are row blocks of one head. With a band, where
     blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few turns of the grid,
     `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of several parts gets its
     share of the tiles.
@@ -72,7 +72,7 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
         else:
             blocks = u32((nq + BLOCK_M - 1) // BLOCK_M)
             if BANDED:
-                section, pairs = u32(sizes[6]), u32(u32(shape[0]) * u32(shape[1]) * heads)
+                section, pairs = u32(sizes[6]), u32(u32(sizes[7]) * u32(shape[1]) * heads)
                 number = u32(index // u32(section * blocks))
                 within, size = u32(index - number * section * blocks), min(section, u32(pairs - number * section))
                 block, pair = blocks - u32(1) - u32(within // size), u32(number * section + within % size)

@@ -85,15 +85,21 @@ TILES = {
         (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
     ),
     "band": (
-        (1024, 64, 64, Tile(128, 128, 2, 4, 1, False)),
+        (1024, 64, 64, Tile(128, 128, 2, 4, 1, True)),
         (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
         (6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),
         (ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),
         (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
     ),
 }
+# The same where the keys are split into parts; stores of float32 parts leave fewer registers for the tile.
+PART_TILES = (
+    (64, 64, Tile(128, 128, 2, 4, 1, True)),
+    (128, 128, Tile(128, 112, 2, 2, 2, True)),
+    (256, 256, Tile(128, 48, 1, 2, 2, False)),
+)
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
-PART_TILES = 4  # fewest tiles of keys that are worth a part of their own
+FEWEST_TILES = 4  # of keys that are worth a part of their own
 
 
 def band(problem) -> str:
@@ -175,7 +181,7 @@ def _parts(problem, tile: Tile, items: int, multiprocessors: int) -> int:
     if p.options.packed or 2 * items > multiprocessors:
         return 1
     tiles = min(p.nk, p.high - p.low + tile.block_m) // tile.block_n
-    return max(1, min(multiprocessors // items, tiles // PART_TILES))
+    return max(1, min(multiprocessors // items, tiles // FEWEST_TILES))
 
 
 def prepare_forward(problem, inputs, results):
@@ -193,9 +199,10 @@ def prepare_forward(problem, inputs, results):
             return lambda inputs, results: forward(*inputs[:3], results[0], *results)
         mapped = slice(0 if p.options.packed or not tile.o_panels else 1)
         return lambda inputs, results: forward(*inputs[:3], *results[mapped], *results, *_present(inputs[5:]))
+    tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
     shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
-    allocate = lambda q: (arrays.empty("parts of o", q, (*shape, p.dv), "float32"), arrays.empty("parts of lse", q, shape, "float32"))
-    partial = allocate(q)
+    allocate = lambda: (arrays.compact("parts of o", (*shape, p.dv), "float32"), arrays.compact("parts of lse", shape, "float32"))
+    partial = allocate()
     forward = _launch(p, tile, inputs, partial, items * parts, parts)
     combine = launch.Launch(
         "combine_sm90.build",
@@ -206,7 +213,7 @@ def prepare_forward(problem, inputs, results):
     )
 
     def run(inputs, results):
-        partial = allocate(inputs[0])
+        partial = allocate()
         forward(*inputs[:3], *partial, *_present(inputs[5:]))
         combine(*partial, *results)
 
@@ -245,10 +252,10 @@ def _launch(problem, tile: Tile, inputs, results, items: int, parts: int):
 def _prepare_copied(problem, inputs, results):
     """The same by way of an array that a tensor map can describe."""
     o, lse = results
-    run_compact = prepare_forward(problem, inputs, (arrays.compact(o), lse))
+    run_compact = prepare_forward(problem, inputs, (arrays.compact("o", o.shape, o.dtype), lse))
 
     def run(inputs, results):
-        compact = arrays.compact(results[0])
+        compact = arrays.compact("o", o.shape, o.dtype)
         run_compact(inputs, (compact, results[1]))
         results[0][...] = compact
 
