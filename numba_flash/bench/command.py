@@ -130,7 +130,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _no_gpu() -> str | None:
     """Why the CPU is measured; None if there is a GPU (the simulator is none)."""
     simt = tier("simt")
-    return simt.why_not("forward", None, {"q": np.empty(0)}, True) or ("kernels run in Numba's CUDA simulator" if simt.takes_numpy() else None)
+    reason = simt.why_not("forward", None, {"q": np.empty(0)}, True)
+    return reason or ("kernels run in Numba's CUDA simulator" if simt.takes_numpy() else None)
 
 
 def _need(parser: argparse.ArgumentParser, what: str, package: str, needed: bool) -> None:

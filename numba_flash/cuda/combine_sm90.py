@@ -1,4 +1,4 @@
-"""Results over all keys from results over parts of them: the softmax over a union is the mean of the parts' results, weighted by exp(lse)."""
+"""Results over all keys from results over parts of them: attention to a union is the mean of that to its parts, weighted by exp(lse)."""
 
 import math
 

@@ -1,9 +1,9 @@
 """Forward pass on Hopper: FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 1, in persistent blocks.
 
-One thread of the first warp group, the producer, lets the copy engine fill rings of Q, K and V tiles; every other warp group, a consumer, owns
-64 rows of a block of queries. A consumer starts the scores of the next tile before the product P V of the current one, so that its softmax runs
-while the tensor cores do. The next tile may belong to the next block of queries: O is finished and stored while the tensor cores already work
-on what follows. With `ping_pong` the consumers also take turns at starting products, which keeps their softmaxes apart.
+One thread of the first warp group, the producer, lets the copy engine fill rings of Q, K and V tiles; every other warp group, a consumer,
+owns 64 rows of a block of queries. A consumer starts the scores of the next tile before the product P V of the current one, so that its
+softmax runs while the tensor cores do. The next tile may belong to the next block of queries: O is finished and stored while the tensor
+cores already work on what follows. With `ping_pong` the consumers also take turns at starting products, which keeps their softmaxes apart.
 """
 
 import math
@@ -37,7 +37,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, band != "none", bool(options.softcap), store == "map", store == "parts"
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
-    ACC, u32, i32, u64, index = types.float32, types.uint32, types.int32, types.uint64, tiles.index
+    ACC, u32, i32, index = types.float32, types.uint32, types.int32, tiles.index
     NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
     item_of = schedule.build_item(options, BANDED, PARTS, BLOCK_M, BLOCK_N, scores.build_sequence(options), scores.slots(options).q_lengths)
     fill_q = pipeline.build_fill(Q, head_dim, BLOCK_M)
@@ -78,7 +78,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
         describe(smem, turn, o, extras, sizes)
         count = pipeline.read(smem, WORK, turn, COUNT)
         while count != END:
-            b0, b1, kv_head = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, KV_HEAD)
+            b0, b1 = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1)
+            kv_head = pipeline.read(smem, WORK, turn, KV_HEAD)
             row = pipeline.read(smem, WORK, turn, Q0) + pipeline.read(smem, WORK, turn, ROW0)
             key = i32(pipeline.read(smem, WORK, turn, K0) + (pipeline.read(smem, WORK, turn, FIRST) + count - 1) * BLOCK_N)
             for t in range(count + 1):
@@ -116,7 +117,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
 
     @cuda.jit(device=True, forceinline=True)
     def enter(smem, me, turn):
-        """(tiles, row, column, keys, low, high, descriptor of Q) of a work item: the thread's first row, and the first column of the last tile."""
+        """(tiles, row, column, keys, low, high, descriptor of Q) of a work item: the thread's first row, the last tile's first column."""
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
         row = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS + mma.first_row())

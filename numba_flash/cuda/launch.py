@@ -158,8 +158,10 @@ class Launch:
         ``"module.function"`` inside `numba_flash.cuda`; returns (kernel, signature, compile options).
     config : tuple
         Arguments of the builder, hashable.
-    grid, block : int
-        Blocks, and threads per block. A grid of 0 launches nothing.
+    grid : int
+        Blocks. A grid of 0 launches nothing.
+    block : int or tuple of two ints
+        Threads per block, and bytes of dynamic shared memory if there is any.
     operands : tuple of (array or None, ndim or shape)
         Layouts; each is seen by the kernel with leading axes of size 1 up to ndim, or broadcast to the shape.
     scalars : tuple of int or float
@@ -170,11 +172,10 @@ class Launch:
         Numbers that the kernel gets as a tuple, after the scalars.
     maps : tuple of (array, int)
         Layouts of the arrays that the kernel reads through tensor maps, its first arguments, and the rows of their boxes.
-    shared_bytes : int
-        Dynamic shared memory.
     """
 
-    def __init__(self, builder, config, grid, block, operands, scalars=(), extras=(), parameters=(), maps=(), shared_bytes=0):
+    def __init__(self, builder, config, grid, block, operands, scalars=(), extras=(), parameters=(), maps=()):
+        block, shared_bytes = block if isinstance(block, tuple) else (block, 0)
         self._grid, self._block, self._scalars, self._parameters = grid, block, scalars, parameters
         self._leading, operands = len(operands), (*operands, *extras)
         self._views = [view for _, view in operands]

@@ -1,7 +1,7 @@
 """Matrix products of a warp group with wgmma: descriptors of shared tiles, the geometry of fragments, and the verbs on them.
 
-Shared tiles are panels of 64 columns: rows of 128 bytes, swizzled as the copy engine writes them (128-byte mode). A fragment of 64 x N keeps in
-register ``4 j + 2 r + c`` of lane l of warp w the element
+Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment of 64 x N keeps in register ``4 j + 2 r + c`` of lane l of
+warp w the element
 
     row = 16 w + l // 4 + 8 r        column = 8 j + 2 (l % 4) + c
 
@@ -93,7 +93,7 @@ def build_pack(count, bfloat16):
 
 
 def build_put(head_dim_v, first_panel, count, bfloat16):
-    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into shared memory as the copy engine wants them."""
+    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into shared memory for the copy engine."""
     CHUNKS, PANEL_CHUNKS, FIRST, COUNT = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8, count * PANEL // 8
     ROWS_BYTES, u32, ZERO = panel_bytes(64), types.uint32, types.uint32(0)
     _, pack2 = build_pack(0, bfloat16)
@@ -117,7 +117,7 @@ def build_put(head_dim_v, first_panel, count, bfloat16):
 
 
 def build_put_row(head_dim_v, float32, bfloat16):
-    """``put_row(address, acc, inverse, r)``: this thread's columns of its row r of O times its inverse, rounded unless `float32`, to global memory.
+    """``put_row(address, acc, inverse, r)``: this thread's columns of row r of O times its inverse, to memory; rounded unless `float32`.
 
     `address` is that of the row; its elements are neighbours.
     """

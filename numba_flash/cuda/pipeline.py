@@ -1,8 +1,8 @@
 """Who may touch which shared memory when: rings of tiles between the producer and the consumers, and turns among the consumers.
 
 A ring is a tuple (offset of its slots, bytes of a slot, slots, offsets of its mbarriers "ready" and "free"), relative to the base of shared
-memory. Its n-th tile goes into slot ``n % slots``. "ready": the producer, or the copy engine for it, has filled the slot. "free": the consumers
-have read it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
+memory. Its n-th tile goes into slot ``n % slots``. "ready": the producer, or the copy engine for it, has filled the slot. "free": the
+consumers have read it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
 """
 
 from numba import cuda

@@ -16,7 +16,7 @@ _LLVM = {
 }  # fmt: skip
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 _MEMORY = "~{memory}"
-DESCRIPTOR_HIGH = 1 << 30 | 64  # of a tile in shared memory (9.7.15.5.1): rows of 128 bytes, swizzled, in groups of 8 that lie 64 x 16 bytes apart
+DESCRIPTOR_HIGH = 1 << 30 | 64  # of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups of 8 that lie 64 x 16 bytes apart
 
 
 def _instruction(name: str, text: str, constraints: str, result, *arguments, effects: bool = True):
@@ -192,8 +192,8 @@ def _literals(*arguments):
 def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, BFLOAT16):
     """``acc = A B^T``, committed as one group: A is 64 x 16 STEPS, B is N x 16 STEPS, both rows of 128 bytes in shared memory.
 
-    `a` and `b` are the low words of descriptors with the high word DESCRIPTOR_HIGH; after every 64 columns they move on by a panel, in units
-    of 16 bytes.
+    `a` and `b` are the low words of descriptors, with the high word DESCRIPTOR_HIGH; after every 64 columns they move on by a panel, in
+    units of 16 bytes.
     """
     literals = _literals(N, STEPS, A_PANEL, B_PANEL, BFLOAT16)
     if literals is None:

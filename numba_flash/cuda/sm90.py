@@ -57,7 +57,7 @@ class Tile:
         return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.pipeline` wants them, where ``o`` is staged, and the `bytes` of it all."""
+        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.pipeline` wants them, where ``o`` is staged, and the `bytes` of all."""
         rings = {
             "q": (panels(head_dim) * self.block_m * ROW_BYTES, self.q_stages),
             "k": (panels(head_dim) * self.block_n * ROW_BYTES, self.stages),
@@ -76,20 +76,21 @@ class Tile:
 
 
 ANY = 2**31
-# Per kind of mask: (longest keys, largest head dimension of q and k, of v, tile).
+# Per kind of mask: (longest keys, largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own at the
+# lengths named, and the runner-up; bfloat16, B N = 16384, 2048 / D heads, H200, each pair in one process.
 TILES = {
     "full": (
-        (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
-        (6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        (ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),
-        (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
+        (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),  # 512 1.09, 4k 1.15, 16k 1.18; Tile(128, 128, 2, 4, 1, True) 1.04, -, 0.96
+        (6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),  # 1k 1.06, 4k 1.11; Tile(128, 176, 1, 2, 1, True) 0.99, 1.07
+        (ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),  # 8k 1.10, 16k 1.11; Tile(128, 128, 2, 2, 2, True) 1.10, 1.10
+        (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),  # 512 1.14, 4k 1.17, 16k 1.17; the same with turns 1.14, 1.17, 1.18
     ),
     "band": (
-        (1024, 64, 64, Tile(128, 128, 2, 4, 1, True)),
-        (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
-        (6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        (ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),
-        (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
+        (1024, 64, 64, Tile(128, 128, 2, 4, 1, True)),  # 512 1.00, 1k 0.97; the same without turns 0.99, 0.90
+        (ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),  # 2k 1.03; Tile(128, 128, 2, 4, 1, True) 0.96
+        (6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),  # 1k 1.12, 4k 1.17; Tile(128, 160, 1, 2, 1, True) 0.99, 1.15
+        (ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),  # 8k 1.18, 16k 1.18; Tile(128, 128, 2, 2, 2, True) 1.17, 1.16
+        (ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),  # 512 1.04, 4k 1.27, 16k 1.28; the same with turns 1.04, 1.27, 1.27
     ),
 }
 # The same where the keys are split into parts; stores of float32 parts leave fewer registers for the tile.
@@ -103,7 +104,7 @@ FEWEST_TILES = 4  # of keys that are worth a part of their own
 
 
 def band(problem) -> str:
-    """Which keys the band hides from some query: ``"none"``, those ``"above"`` a diagonal, or those below one, too: ``"both"``."""
+    """Which keys the band hides from some query: ``"none"``, those ``"above"`` a diagonal, or ``"both"``, those below one, too."""
     p = problem
     return "both" if p.low > 1 - p.nq else "above" if p.high < p.nk - 1 else "none"
 
@@ -111,7 +112,9 @@ def band(problem) -> str:
 def tile_for(problem) -> Tile:
     """Tile of the forward kernel."""
     p = problem
-    return next(tile for length, d, dv, tile in TILES["full" if band(p) == "none" else "band"] if p.nk <= length and p.d <= d and p.dv <= dv)
+    return next(
+        tile for length, d, dv, tile in TILES["full" if band(p) == "none" else "band"] if p.nk <= length and p.d <= d and p.dv <= dv
+    )
 
 
 def takes_numpy() -> bool:
@@ -185,11 +188,11 @@ def _parts(problem, tile: Tile, items: int, multiprocessors: int) -> int:
 
 
 def prepare_forward(problem, inputs, results):
-    """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
+    """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for such arrays; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
     if _why_not_layout("o", o) is not None:  # only an array of the user's is like that
         return _prepare_copied(p, inputs, results)
-    q, multiprocessors = inputs[0], launch.multiprocessors(inputs[0].data.device_id)
+    multiprocessors = launch.multiprocessors(inputs[0].data.device_id)
     blocks = -(-p.nq // tile.block_m)
     items = (p.nq // tile.block_m + p.batch[1] if p.options.packed else math.prod(p.batch) * blocks) * p.hq
     parts = _parts(p, tile, items, multiprocessors)
@@ -201,7 +204,7 @@ def prepare_forward(problem, inputs, results):
         return lambda inputs, results: forward(*inputs[:3], *results[mapped], *results, *_present(inputs[5:]))
     tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
     shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
-    allocate = lambda: (arrays.compact("parts of o", (*shape, p.dv), "float32"), arrays.compact("parts of lse", shape, "float32"))
+    allocate = lambda: tuple(arrays.compact(f"parts of {x}", n, "float32") for x, n in (("o", (*shape, p.dv)), ("lse", shape)))
     partial = allocate()
     forward = _launch(p, tile, inputs, partial, items * parts, parts)
     combine = launch.Launch(
@@ -239,13 +242,12 @@ def _launch(problem, tile: Tile, inputs, results, items: int, parts: int):
         "forward_sm90.build",
         (p.dtype, p.d, p.dv, results[1] is not None, band(p), store, p.options.structure, tile),
         grid=min(items, multiprocessors),
-        block=tile.threads,
+        block=(tile.threads, tile.layout(p.d, p.dv).bytes),
         operands=((o if parts > 1 else o.view("uint32"), 5), (results[1], 4)),
         extras=tuple((x, lengths) for x in _present(inputs[5:])),
         scalars=(items, p.low, p.high, p.nk, parts, p.hk, section, p.batch[0]),
         parameters=(np.float32(slope), np.float32(scale_log2)),
         maps=maps if store == "map" else maps[:3],
-        shared_bytes=tile.layout(p.d, p.dv).bytes,
     )
 
 

@@ -5,8 +5,10 @@ A thread holds two rows; four neighbouring lanes share them. For each row, over 
     m_i    the shift of the exponents: the largest score, or one that it exceeds by at most LAZY in base 2,
     l_i    this lane's part of sum_j 2^(scale_log2 (s_j - m_i)).
 
-A shift that is not quite the maximum changes neither O nor the LSE, only the range of P, which reaches 2^LAZY instead of 1; and so O has to be
-rescaled in few tiles only (FlashAttention-4 does the same).
+A shift that is not quite the maximum changes neither O nor the LSE, only the range of P, which reaches 2^LAZY instead of 1; and so O has to
+be rescaled in few tiles only (FlashAttention-4 does the same). But a P of 1 is exact, and larger ones are rounded. On the outliers of the
+FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAttention-2 with LAZY = 0, 1, 2, 8; beside cuDNN, D = 64 at
+N = 4096, causal, goes at 1.039, 1.049, 1.055, 1.064, and D = 128, full, at 1.041, 1.061, 1.072, 1.081 (H200, one process each).
 """
 
 import math
@@ -16,7 +18,7 @@ from numba.cuda import types
 
 from numba_flash.cuda import ptx
 
-LAZY = 2.0  # on outliers, RMSE over that of FlashAttention-2: 1.00 with 0, 1.01 with 1, 1.02 with 2, 1.09 with 8, where most of the time is won
+LAZY = 2.0
 ALL_LANES = 0xFFFFFFFF
 NEG_INF = -math.inf
 
@@ -128,9 +130,10 @@ def build_cap(count):
 
 
 def build_hide(count, starts):
-    """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only from `stop` on without `starts`; both count
-    from the thread's first column.
-    """  # fmt: skip
+    """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only from `stop` on without `starts`.
+
+    Columns count from the thread's first one.
+    """
     GROUPS, STARTS, ACC = count // 4, starts, types.float32
 
     @cuda.jit(device=True, forceinline=True)

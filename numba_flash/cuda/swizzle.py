@@ -1,4 +1,4 @@
-"""Geometry of tiles in shared memory that the copy engine writes and wgmma reads: panels of 64 columns of 16 bits, swizzled rows of 128 bytes.
+"""Geometry of shared tiles that the copy engine writes and wgmma reads: panels of 64 columns of 16 bits, swizzled rows of 128 bytes.
 
 Within a panel, the 16-byte chunk c of row r lies at ``128 r + 16 (c ^ (r % 8))``.
 """
