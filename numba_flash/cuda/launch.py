@@ -10,9 +10,9 @@ import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import compile
+from numba_flash.cuda.swizzle import PANEL
 
 TENSOR_MAPS_LIMIT = 256  # of one array of one launch
-PANEL = 64  # columns of a box: 128 bytes, the widest that the copy engine swizzles
 
 _thread = threading.local()
 

@@ -52,10 +52,10 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
     """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0), (q0, queries, k0, keys, low, high, impossible)
     of its sequence, and (first tile of keys, their number, part).
 
-    `shape` is (_, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section, b0). Neighbours are row blocks of one head. With a band,
-    where blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few turns of
-    the grid, `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of several
-    parts gets its share of the tiles. There is always a tile, if only one in which all is hidden.
+    `shape` is (_, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section, b0). Neighbours are row blocks of one head. With
+    a band, where blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few
+    turns of the grid, `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of
+    several parts gets its share of the tiles. There is always a tile, if only one in which all is hidden.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES, Q_OFFSETS = block_m, block_n, options.packed, options.sequences, q_offsets
     BANDED, SPLIT, i32, u32 = banded, split, types.int32, types.uint32
