@@ -99,15 +99,22 @@ def selftest(file=None) -> bool:
         n, d = (6, 4) if backend != "cpu" and tier(backend).takes_numpy() else (150, 40)
         for dtype in _dtypes():
             q, k, v, do = (rng.standard_normal((heads, rows, d)).astype(dtype) for heads, rows in ((2, n), (1, n + 3), (1, n + 3), (2, n)))
-            o, lse = forward(q, k, v, causal=True, return_lse=True, backend=backend)
-            gradients = backward(do, q, k, v, o, lse, causal=True, backend=backend)
-            ref = (reference.forward(q, k, v, causal=True)[0], *reference.backward(do, q, k, v, causal=True))
-            errors = [_relative_error(x, r) for x, r in zip((o, *gradients), ref, strict=True)]
+            try:
+                o, lse = forward(q, k, v, causal=True, return_lse=True, backend=backend)
+            except NotImplementedError as error:
+                show(f"{backend:5} {dtype.name:9} {error}")
+                continue
+            ref = [reference.forward(q, k, v, causal=True)[0]]
+            results = [o]
+            if tier(backend).why_not("backward", None, {"q": q}, True) is None:
+                results += backward(do, q, k, v, o, lse, causal=True, backend=backend)
+                ref += reference.backward(do, q, k, v, causal=True)
+            errors = [_relative_error(x, r) for x, r in zip(results, ref, strict=True)]
             accumulator = np.finfo(lse.dtype).eps
             bound = (0 if dtype == lse.dtype else _epsilon(dtype)) + 4 * n**0.5 * accumulator
             passed = all(error <= bound for error in errors)
             good &= passed
-            columns = "  ".join(f"{name} {error:.1e}" for name, error in zip(("o", "dq", "dk", "dv"), errors, strict=True))
+            columns = "  ".join(f"{name} {error:.1e}" for name, error in zip(("o", "dq", "dk", "dv"), errors, strict=False))
             show(f"{backend:5} {dtype.name:9} {columns}  bound {bound:.1e}  {'ok' if passed else 'FAILED'}")
     return good
 

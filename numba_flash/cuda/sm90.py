@@ -139,10 +139,10 @@ def why_not(kind: str, problem, inputs: dict, demanded: bool) -> str | None:
     major, minor = launch.capability(q.data.device_id if arrays.library(q) == "cupy" else arrays.current_gpu().id)
     if major != 9:
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
-    if p is None:
-        return None
     if kind == "backward":
         return "has no backward pass yet"
+    if p is None:
+        return None
     reason = _why_not_problem(p)
     return reason or next(filter(None, (_why_not_layout(name, inputs[name]) for name in ("q", "k", "v"))), None)
 
