@@ -1,0 +1,133 @@
+"""Every sm90 kernel down to machine code, with no GPU: instructions, registers, memory, tensor maps."""
+
+import re
+import shutil
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
+
+from numba_flash.cuda import compile, sm90
+from numba_flash.options import PLAIN, Options
+
+H200 = (9, 0)
+LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
+PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=True)
+SOFTCAP = Options(softcap=1.0)
+
+
+def tile_of(d: int, dv: int, length: int = 2**20) -> sm90.Tile:
+    return next(tile for longest, *dims, tile in sm90.TILES["full"] if length <= longest and d <= dims[0] and dv <= dims[1])
+
+
+def part_tile_of(d: int) -> sm90.Tile:
+    return next(tile for largest, _, tile in sm90.PART_TILES if d <= largest)
+
+
+# Every tile at the head dimension it was made for; and one of each: dtype, store, options, head dimensions that fill no panel.
+KERNELS = {
+    **{f"{d}-{length}-none": ("bfloat16", d, dv, True, "none", "map", PLAIN, tile) for length, d, dv, tile in sm90.TILES["full"]},
+    **{f"{d}-{length}-above": ("bfloat16", d, dv, True, "above", "map", PLAIN, tile) for length, d, dv, tile in sm90.TILES["band"]},
+    **{f"{d}-both": ("bfloat16", d, d, True, "both", "map", PLAIN, tile_of(d, d)) for d in (64, 128, 256)},
+    **{f"{d}-parts": ("bfloat16", d, dv, True, "none", "parts", PLAIN, tile) for d, dv, tile in sm90.PART_TILES},
+    "float16": ("float16", 128, 128, False, "none", "map", PLAIN, tile_of(128, 128)),
+    "72, 40": ("bfloat16", 72, 40, True, "above", "map", PLAIN, tile_of(72, 40)),
+    "192, 128": ("float16", 192, 128, True, "none", "map", PLAIN, tile_of(192, 128)),
+    "lengths": ("bfloat16", 128, 128, True, "above", "map", LENGTHS, tile_of(128, 128)),
+    "lengths in parts": ("float16", 128, 128, True, "above", "parts", LENGTHS, part_tile_of(128)),
+    "packed": ("bfloat16", 64, 64, True, "above", "words", PACKED, tile_of(64, 64)),
+    "packed, 128": ("float16", 128, 128, True, "none", "words", PACKED, tile_of(128, 128)),
+    "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
+    "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
+}
+
+
+@cache
+def code(name: str) -> bytes:
+    start = time.perf_counter()
+    intermediate = compile.intermediate("forward_sm90.build", KERNELS[name], H200)
+    print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
+    return intermediate
+
+
+def disassembler() -> str | None:
+    """Path of nvdisasm: a wheel's, or a toolkit's."""
+    try:
+        import nvidia
+    except ImportError:
+        return shutil.which("nvdisasm")
+    found = [path for root in nvidia.__path__ for path in Path(root).glob("*/bin/nvdisasm")]
+    return str(found[0]) if found else shutil.which("nvdisasm")
+
+
+def instructions(cubin: bytes, folder: Path) -> set[str]:
+    """Names of the machine instructions, without what follows their first dot."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    run = subprocess.run([disassembler(), "-c", folder / "kernel.cubin"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9]+)", run.stdout, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_resources(name):
+    """Nothing is spilled or serialised, and the registers that the warp groups ask for are those that the block has been given."""
+    _, d, dv, *_, tile = KERNELS[name]
+    used = compile.resources(code(name), H200)
+    print(used)
+    assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
+    assert 0 < used["registers"] <= 65536 // tile.threads
+    fewest, most = tile.registers
+    assert fewest + tile.consumers * most <= used["registers"] * (tile.consumers + 1), "the consumers would wait for registers forever"
+    assert used["shared_bytes"] + tile.layout(d, dv).bytes <= sm90.SHARED_LIMIT
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", KERNELS)
+def test_instructions(name, tmp_path):
+    """Tensor cores, the copy engine and register reallocation; no local memory."""
+    store = KERNELS[name][5]
+    found = instructions(compile.link(code(name), H200), tmp_path)
+    assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= found
+    assert ("UTMASTG" in found) == (store == "map")
+    assert not found & {"STL", "LDL", "HMMA"}
+
+
+def test_tensor_maps_are_passed_by_value():
+    """The kernel is called "kernel", and its first parameters are 128 bytes each, at multiples of 64."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    for name, maps in (("64-parts", 3), ("float16", 4)):
+        options = LinkerOptions(arch="sm_90a", link_time_optimization=True, ptx=True)
+        text = Linker(ObjectCode.from_ltoir(code(name)), options=options).link("ptx").code.decode()
+        assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
+        by_value = re.findall(r"\.param \.align 64 \.b8 kernel_param_(\d+)\[128\]", text[text.index(".entry") :].split(")")[0])
+        assert by_value == [str(i) for i in range(maps)]
+        assert "wgmma.mma_async" in text
+        assert "cp.async.bulk.tensor" in text
+
+
+def test_the_compiler_is_left_as_it_was():
+    """The module's parameters are rewritten in passing; compilations of other kernels are not touched."""
+    from numba.cuda.cudadrv import nvvm
+
+    before = nvvm.compile_ir
+    with compile._tensor_maps_by_value(("maps.0",)):
+        assert nvvm.compile_ir is not before
+    assert nvvm.compile_ir is before
+
+
+@pytest.mark.parametrize("write_lse", [False, True])
+def test_combining_parts(write_lse):
+    text = compile.intermediate("combine_sm90.build", ("bfloat16", 128, write_lse, 5, sm90.COMBINE_ROWS), H200)
+    assert isinstance(text, str)
+    assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
+    used = compile.resources(text, H200)
+    assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
