@@ -11,6 +11,7 @@ from support import SIMULATED
 
 if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
 import numba_flash
 from numba_flash import arrays, spec
