@@ -91,7 +91,7 @@ def forward(
     out : array, shape (..., Hq, Nq, Dv), optional
         Written in place and returned; must not overlap an input.
     backend : str, optional
-        Demand "simt" or "cpu" instead of the fastest that can run.
+        Demand "sm90", "simt" or "cpu" instead of the fastest that can run.
 
     Returns
     -------
@@ -113,7 +113,8 @@ def forward(
     Notes
     -----
     Work on CuPy arrays goes onto CuPy's current stream and is not waited for. NumPy arrays are computed on the GPU where there is one.
-    Equal inputs give equal bits. A hidden key is absent: NaN or Inf in it does not reach the rows that do not see it.
+    Equal inputs give equal bits. A hidden key is absent: NaN or Inf in it does not reach the rows that do not see it. There is one exception:
+    on backend "sm90", a NaN or Inf in v behind a causal mask or window may reach rows that share a tile with those that see it.
 
     Examples
     --------

@@ -38,7 +38,7 @@ def packed_item(index, offsets, total, block):
     return 0, first, head, max(number - (types.int64(offsets[first]) // block + first), 0)
 
 
-@cuda.jit(device=True, forceinline=True)
+@cuda.jit(device=True)
 def snake(turn, blocks):
     """Number of this block's work item in a turn: the blocks of the grid take items in turns, every other turn in reverse.
 

@@ -178,6 +178,14 @@ def _heads_first(problem, x):
     return x.swapaxes(0, 1) if problem.options.packed else x
 
 
+def _items(problem, tile: Tile) -> int:
+    """Work items: row blocks of all heads, for packed sequences at least as many."""
+    p = problem
+    if p.options.packed:
+        return (p.nq // tile.block_m + p.batch[1]) * p.hq
+    return math.prod(p.batch) * p.hq * -(-p.nq // tile.block_m)
+
+
 def _parts(problem, tile: Tile, items: int, multiprocessors: int) -> int:
     """Parts that the keys of each row block are split into: more than one where there are too few row blocks for the GPU."""
     p = problem
@@ -192,21 +200,18 @@ def prepare_forward(problem, inputs, results):
     p, (o, lse), tile = problem, results, tile_for(problem)
     if _why_not_layout("o", o) is not None:  # only an array of the user's is like that
         return _prepare_copied(p, inputs, results)
-    multiprocessors = launch.multiprocessors(inputs[0].data.device_id)
-    blocks = -(-p.nq // tile.block_m)
-    items = (p.nq // tile.block_m + p.batch[1] if p.options.packed else math.prod(p.batch) * blocks) * p.hq
-    parts = _parts(p, tile, items, multiprocessors)
+    part_tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
+    parts = _parts(p, part_tile, _items(p, part_tile), launch.multiprocessors(inputs[0].data.device_id))
     if parts == 1:
-        forward = _launch(p, tile, inputs, results, items, 1)
+        forward = _launch(p, tile, inputs, results, 1)
         if p.options == PLAIN and tile.o_panels:
             return lambda inputs, results: forward(*inputs[:3], results[0], *results)
         mapped = slice(0 if p.options.packed or not tile.o_panels else 1)
         return lambda inputs, results: forward(*inputs[:3], *results[mapped], *results, *_present(inputs[5:]))
-    tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
     shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
     allocate = lambda: tuple(arrays.compact(f"parts of {x}", n, "float32") for x, n in (("o", (*shape, p.dv)), ("lse", shape)))
     partial = allocate()
-    forward = _launch(p, tile, inputs, partial, items * parts, parts)
+    forward = _launch(p, part_tile, inputs, partial, parts)
     combine = launch.Launch(
         "combine_sm90.build",
         (p.dtype, p.dv, lse is not None, parts, COMBINE_ROWS),
@@ -227,9 +232,9 @@ def _present(optional: tuple) -> tuple:
     return tuple(x for x in optional if x is not None)
 
 
-def _launch(problem, tile: Tile, inputs, results, items: int, parts: int):
+def _launch(problem, tile: Tile, inputs, results, parts: int):
     """The attention kernel, on results of the problem, or on float32 parts of them."""
-    p = problem
+    p, items = problem, _items(problem, tile) * parts
     q, k, v, o = (x if x is None else _heads_first(p, x) for x in (*inputs[:3], results[0]))
     store = "parts" if parts > 1 else "words" if p.options.packed or not tile.o_panels else "map"
     lengths = 1 if p.options.packed else p.batch
