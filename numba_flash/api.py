@@ -113,7 +113,7 @@ def forward(
     Notes
     -----
     Work on CuPy arrays goes onto CuPy's current stream and is not waited for. NumPy arrays are computed on the GPU where there is one.
-    Equal inputs give equal bits. A hidden key is absent: NaN or Inf in it does not reach the rows that do not see it. There is one exception:
+    Equal inputs give equal bits. A hidden key is absent: NaN or Inf in it does not reach the rows that do not see it, with one exception:
     on backend "sm90", a NaN or Inf in v behind a causal mask or window may reach rows that share a tile with those that see it.
 
     Examples
