@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -131,3 +132,19 @@ def test_combining_parts(write_lse):
     assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
     used = compile.resources(text, H200)
     assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
+
+
+def test_a_kernel_compiled_meanwhile_by_another_thread_is_left_alone(monkeypatch):
+    """Only the kernel with tensor maps is rewritten, whoever else compiles something at that moment."""
+    from numba.cuda.cudadrv import nvvm
+
+    compiled = []
+    monkeypatch.setattr(nvvm, "compile_ir", lambda modules, **options: compiled.append(modules))
+    original = nvvm.compile_ir
+    with compile._tensor_maps_by_value(("maps.0",)):
+        assert nvvm.compile_ir is not original
+        other = threading.Thread(target=nvvm.compile_ir, args=(["somebody else's"],))
+        other.start()
+        other.join()
+    assert compiled == [["somebody else's"]]
+    assert nvvm.compile_ir is original

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import os
 import re
+import threading
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from numba_flash.fingerprint import source_fingerprint
 
 CONSTANT_BYTES = 2**16
+_one_at_a_time = threading.RLock()  # what is changed in Numba while a kernel is compiled is put back before the next
 TENSOR_MAP_BYTES = 128
 TOOLS = (
     *("numba", "llvmlite", "numba-cuda", "cuda-core"),
@@ -83,7 +85,7 @@ def intermediate(builder: str, config: tuple, capability: tuple[int, int]) -> st
     module, build = builder.split(".")
     function, signature, options = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
     maps = options.pop("tensor_maps", ())
-    with _target(capability):
+    with _one_at_a_time, _target(capability):
         if maps:
             with _tensor_maps_by_value(maps):
                 return cuda.compile(function, signature, device=False, abi="numba", cc=(*capability, "a"), output="ltoir", **options)[0]
@@ -100,9 +102,11 @@ def _tensor_maps_by_value(maps: tuple[str, ...]):
     """
     from numba.cuda.cudadrv import nvvm
 
-    compile_ir = nvvm.compile_ir
+    compile_ir, here = nvvm.compile_ir, threading.get_ident()
 
     def compile_rewritten(modules, **options):
+        if threading.get_ident() != here:  # a kernel of somebody else's
+            return compile_ir(modules, **options)
         kernel, *others = modules
         return compile_ir([_rewrite_kernel(kernel, maps), *others], **options)
 

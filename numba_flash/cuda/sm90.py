@@ -18,7 +18,7 @@ COMBINE_ROWS, COMBINE_LANES = 4, 32
 TMA_BYTES = 16  # granularity of tensor maps
 WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
 SHARED_LIMIT = 227 * 1024
-REGISTERS = {1: (40, 232), 2: (40, 232), 3: (32, 160)}  # per thread of the data movers and of the consumers, by the number of consumers
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # per thread of the producer's warp group and of the consumers', by the number of consumers
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ def prepare_forward(problem, inputs, results):
     parts = _parts(p, part_tile, _items(p, part_tile), launch.multiprocessors(inputs[0].data.device_id))
     if parts == 1:
         forward = _launch(p, tile, inputs, results, 1)
-        if p.options == PLAIN and tile.o_panels:
+        if p.options == PLAIN:
             return lambda inputs, results: forward(*inputs[:3], results[0], *results)
-        mapped = slice(0 if p.options.packed or not tile.o_panels else 1)
+        mapped = slice(0 if p.options.packed else 1)  # what is stored through a map, too
         return lambda inputs, results: forward(*inputs[:3], *results[mapped], *results, *_present(inputs[5:]))
     shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
     allocate = lambda: tuple(arrays.compact(f"parts of {x}", n, "float32") for x, n in (("o", (*shape, p.dv)), ("lse", shape)))
@@ -236,7 +236,7 @@ def _launch(problem, tile: Tile, inputs, results, parts: int):
     """The attention kernel, on results of the problem, or on float32 parts of them."""
     p, items = problem, _items(problem, tile) * parts
     q, k, v, o = (x if x is None else _heads_first(p, x) for x in (*inputs[:3], results[0]))
-    store = "parts" if parts > 1 else "words" if p.options.packed or not tile.o_panels else "map"
+    store = "parts" if parts > 1 else "words" if p.options.packed else "map"
     lengths = 1 if p.options.packed else p.batch
     multiprocessors = launch.multiprocessors(q.data.device_id)
     section = 2 * multiprocessors // math.gcd(-(-p.nq // tile.block_m), 2 * multiprocessors)

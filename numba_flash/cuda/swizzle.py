@@ -5,7 +5,6 @@ Within a panel, the 16-byte chunk c of row r lies at ``128 r + 16 (c ^ (r % 8))`
 
 PANEL = 64  # columns
 ROW_BYTES = 128
-WARP_GROUP_ROWS = 64
 ALIGNMENT = 1024  # of a panel: the swizzle is a function of the address
 
 
