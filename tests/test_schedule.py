@@ -14,9 +14,10 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 import numpy as np
 
 from numba_flash import mask
-from numba_flash.cuda import schedule
+from numba_flash.cuda import schedule, sm90
 from numba_flash.options import PLAIN
 
+ANY = 2**31
 small = st.integers(1, 4)
 
 
@@ -74,3 +75,32 @@ def test_the_grid_takes_every_item_once(monkeypatch, grid, items):
             turn += 1
             at = schedule.snake.py_func(turn, grid)
     assert sorted(taken) == list(range(items))
+
+
+@pytest.mark.parametrize(("nq", "pairs", "section", "turns"), [(700, 9, 2, 4), (700, 9, 4, 5), (64, 30, 8, 7), (640, 3, 100, 6)])
+def test_the_work_of_the_busiest_block_is_foreseen(monkeypatch, nq, pairs, section, turns):
+    tile, low, high = sm90.Tile(64, 32, 1, 1, 1, False), -nq, 0
+    item = schedule.build_item(PLAIN, True, False, tile.block_m, tile.block_n, None, None).py_func
+    blocks = -(-nq // tile.block_m)
+    items, busiest, work = blocks * pairs, 0, [0] * blocks
+    for block in range(turns):
+        monkeypatch.setattr(schedule, "cuda", SimpleNamespace(blockIdx=SimpleNamespace(x=block)))
+        load = 0
+        for turn in range(-(-items // turns)):
+            at = schedule.snake.py_func(turn, turns)
+            if at < items:
+                where, _, (_, count, _) = item(at, (1, 1, pairs, nq), (), (items, low, high, nq, 1, 1, section, 1))
+                work[int(where[3]) // tile.block_m] = int(count)
+                load += int(count)
+        busiest = max(busiest, load)
+    assert sm90._most_work(np.array(work), pairs, section, turns) == busiest
+
+
+def test_the_section_makes_the_busiest_block_least_busy():
+    """Causal N = 1024 with 512 heads: sections of 33 heads leave one of 17 to the end, which gives someone 2 % too much."""
+    problem = SimpleNamespace(nq=1024, nk=1024, batch=(1, 16), hq=32, low=-ANY, high=0)
+    section = sm90._section(problem, sm90.Tile(128, 128, 1, 1, 1, True), 132)
+    work = np.arange(1, 9) + sm90.ITEM_TILES
+    least = work.sum() * 512 / 132
+    assert sm90._most_work(work, 512, 33, 132) > 1.02 * least
+    assert sm90._most_work(work, 512, section, 132) < 1.006 * least

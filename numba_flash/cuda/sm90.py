@@ -101,6 +101,8 @@ PART_TILES = (
 )
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
 FEWEST_TILES = 4  # of keys that are worth a part of their own
+SNAKE_TURNS = 64  # items per multiprocessor from which on their order does not matter
+ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
 
 
 def band(problem) -> str:
@@ -195,6 +197,30 @@ def _parts(problem, tile: Tile, items: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // items, tiles // FEWEST_TILES))
 
 
+def _section(problem, tile: Tile, multiprocessors: int) -> int:
+    """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets much more work than another."""
+    p, turns = problem, multiprocessors
+    blocks, pairs = -(-p.nq // tile.block_m), math.prod(p.batch) * p.hq
+    even = 2 * turns // math.gcd(blocks, 2 * turns)  # a whole number of there and back
+    if blocks * pairs > SNAKE_TURNS * turns:  # one item more or less is nothing
+        return even
+    rows = np.arange(blocks) * tile.block_m
+    first = np.maximum(p.low + rows, 0) // tile.block_n
+    last = -(-np.clip(p.high + rows + tile.block_m, 0, p.nk) // tile.block_n)
+    work = np.maximum(last - first, 1) + ITEM_TILES
+    candidates = (even, *range(turns // 6, 2 * turns + 1, turns // 6))
+    return min(candidates, key=lambda section: _most_work(work, pairs, section, turns))
+
+
+def _most_work(work, pairs: int, section: int, turns: int) -> float:
+    """Work of the busiest of `turns` blocks that take what `schedule.build_item` numbers, as `schedule.snake` says."""
+    number = np.arange(len(work) * pairs)
+    begin = number // (section * len(work)) * section
+    block = len(work) - 1 - (number - begin * len(work)) // np.minimum(section, pairs - begin)
+    load = np.pad(work[block], (0, -len(number) % turns)).reshape(-1, turns)
+    return (load[::2].sum(0) + load[1::2, ::-1].sum(0)).max()
+
+
 def prepare_forward(problem, inputs, results):
     """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for such arrays; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
@@ -239,7 +265,7 @@ def _launch(problem, tile: Tile, inputs, results, parts: int):
     store = "parts" if parts > 1 else "words" if p.options.packed else "map"
     lengths = 1 if p.options.packed else p.batch
     multiprocessors = launch.multiprocessors(q.data.device_id)
-    section = 2 * multiprocessors // math.gcd(-(-p.nq // tile.block_m), 2 * multiprocessors)
+    section = 1 if band(p) == "none" else _section(p, tile, multiprocessors)
     cap = p.options.softcap
     slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
