@@ -237,10 +237,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
         smem = u32((ptx.shared_address(cuda.shared.array(0, types.uint8)) + u32(ALIGNMENT - 1)) & u32(-ALIGNMENT & 0xFFFFFFFF))
         group = pipeline.uniform(i32(cuda.threadIdx.x) // pipeline.WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, CONSUMERS * pipeline.WARP_GROUP)
-            pipeline.initialise(smem, Q, CONSUMERS)
-            pipeline.initialise(smem, K, CONSUMERS)
-            pipeline.initialise(smem, V, CONSUMERS)
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP)
+            pipeline.initialise(smem, Q, 1, CONSUMERS)
+            pipeline.initialise(smem, K, 1, CONSUMERS)
+            pipeline.initialise(smem, V, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 

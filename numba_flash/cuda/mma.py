@@ -38,12 +38,12 @@ def first_column():
 
 def build_scores(block_n, head_dim, block_m, bfloat16):
     """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for the 64 rows of a warp group."""
-    BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
+    BLOCK_N, STEPS, BFLOAT16, OVERWRITE = block_n, -(-head_dim // 16), int(bfloat16), 0
     Q_PANEL, K_PANEL = panel_bytes(block_m) // DESCRIPTOR_UNIT, panel_bytes(block_n) // DESCRIPTOR_UNIT
 
     @cuda.jit(device=True, forceinline=True)
     def scores(s, q_descriptor, k_descriptor):
-        ptx.wgmma_shared(s, q_descriptor, k_descriptor, BLOCK_N, STEPS, Q_PANEL, K_PANEL, BFLOAT16)
+        ptx.wgmma_shared(s, q_descriptor, k_descriptor, BLOCK_N, STEPS, Q_PANEL, K_PANEL, OVERWRITE, BFLOAT16)
 
     return scores
 
@@ -57,6 +57,20 @@ def build_values(block_n, head_dim_v, bfloat16):
         ptx.wgmma_registers(acc, p, v_descriptor, HEAD_DIM_V, STEPS, BFLOAT16)
 
     return values
+
+
+def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
+    """``sum(acc, a_descriptor, b_descriptor)``: start ``acc = A B``, or ``acc += A B`` with `add`, both in shared memory, B as its rows.
+
+    A is 64 x 16 `steps`, in panels of so many bytes, or its transpose as rows if `a_panel` is 0; B likewise with `count` columns.
+    """
+    COUNT, STEPS, A_PANEL, B_PANEL, ADD, BFLOAT16 = count, steps, a_panel // DESCRIPTOR_UNIT, b_panel // DESCRIPTOR_UNIT, int(add), int(bfloat16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def sum(acc, a_descriptor, b_descriptor):
+        ptx.wgmma_shared(acc, a_descriptor, b_descriptor, COUNT, STEPS, A_PANEL, B_PANEL, ADD, BFLOAT16)
+
+    return sum
 
 
 def build_wait(block_n, head_dim_v):
@@ -92,10 +106,10 @@ def build_pack(count, bfloat16):
     return pack, pack2
 
 
-def build_put(head_dim_v, first_panel, count, bfloat16):
-    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into shared memory for the copy engine."""
+def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
+    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into shared memory, as panels of `rows` rows."""
     CHUNKS, PANEL_CHUNKS, FIRST, COUNT = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8, count * PANEL // 8
-    ROWS_BYTES, u32, ZERO = panel_bytes(64), types.uint32, types.uint32(0)
+    ROWS_BYTES, u32, ZERO = panel_bytes(rows), types.uint32, types.uint32(0)
     _, pack2 = build_pack(0, bfloat16)
 
     @cuda.jit(device=True, forceinline=True)

@@ -88,10 +88,10 @@ def wait_free(smem, ring, n):
 
 
 @cuda.jit(device=True, forceinline=True)
-def initialise(smem, ring, releases):
-    """Initialise the mbarriers of a ring (by one thread): one arrival makes a slot ready, `releases` make it free."""
+def initialise(smem, ring, fills, releases):
+    """Initialise the mbarriers of a ring (by one thread): `fills` arrivals make a slot ready, `releases` make it free."""
     for slot in range(ring[SLOTS]):
-        ptx.mbarrier_init(mbarrier(smem, ring, READY, types.uint32(slot)), types.uint32(1))
+        ptx.mbarrier_init(mbarrier(smem, ring, READY, types.uint32(slot)), types.uint32(fills))
         ptx.mbarrier_init(mbarrier(smem, ring, FREE, types.uint32(slot)), types.uint32(releases))
 
 
@@ -113,13 +113,20 @@ def meet_warp_group(consumer, consumers):
     ptx.barrier_sync(types.uint32(FIRST_TURN + consumers + consumer), types.uint32(WARP_GROUP))
 
 
-def build_fill(ring, columns, rows):
+@cuda.jit(device=True, forceinline=True)
+def meet_consumers(consumers):
+    """Until all threads of all consumers are here."""
+    ptx.barrier_sync(types.uint32(FIRST_TURN), types.uint32(consumers * WARP_GROUP))
+
+
+def build_fill(ring, columns, rows, more=0):
     """``fill(tensor_map, smem, n, where)``: have the n-th tile of a ring fetched into its slot, which is free (by one thread).
 
-    A tile is `rows` rows in panels of 64 columns; `where` is (row, head, b1, b0). What lies outside the array becomes 0.
+    A tile is `rows` rows in panels of 64 columns; `where` is (row, head, b1, b0). What lies outside the array becomes 0. The slot is ready
+    when as many bytes `more` have arrived, which the caller sends for.
     """
     RING, PANELS, PANEL, PANEL_BYTES = ring, swizzle.panels(columns), swizzle.PANEL, swizzle.panel_bytes(rows)
-    BYTES, u32, i32 = PANELS * PANEL_BYTES, types.uint32, types.int32
+    BYTES, u32, i32 = PANELS * PANEL_BYTES + more, types.uint32, types.int32
 
     @cuda.jit(device=True, forceinline=True)
     def fill(tensor_map, smem, n, where):

@@ -46,6 +46,9 @@ maximum = _instruction("maximum", "max.f32 $0, $1, $2;", "=f,f,f", _f32, _f32, _
 pack_float16 = _instruction("pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
 pack_bfloat16 = _instruction("pack_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
 
+unpack_float16 = _instruction("unpack_float16", "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "=f,r", _f32, _u32, effects=False)
+unpack_bfloat16 = _instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", "=f,r", _f32, _u32, effects=False)
+
 # ---- shared memory by address (9.7.9)
 load_shared = _instruction("load_shared", "ld.shared.b32 $0, [$1];", "=r,r," + _MEMORY, types.int32, _u32)
 store_shared = _instruction("store_shared", "st.shared.b32 [$0], $1;", "r,r," + _MEMORY, _void, _u32, types.int32)
@@ -84,6 +87,22 @@ tensor_store = _instruction(
 )  # fmt: skip
 bulk_commit = _instruction("bulk_commit", "cp.async.bulk.commit_group;", _MEMORY, _void)
 bulk_wait_read = _instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _MEMORY, _void)
+bulk_wait = _instruction("bulk_wait", "cp.async.bulk.wait_group 0;", _MEMORY, _void)
+
+# ---- bulk copies (9.7.9.25): neighbouring bytes, a multiple of 16, to shared memory, counted on an mbarrier; or float32 added to memory
+bulk_load = _instruction(
+    "bulk_load",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    "r,l,r,r," + _MEMORY, _void, _u32, _u64, _u32, _u32,
+)  # fmt: skip
+bulk_add = _instruction(
+    "bulk_add", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r," + _MEMORY, _void, _u64, _u32, _u32
+)
+
+# ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid
+load_acquire = _instruction("load_acquire", "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
+add_release = _instruction("add_release", "red.release.gpu.global.add.s32 [$0], $1;", "l,r," + _MEMORY, _void, _u64, types.int32)
+fence_proxy_async_all = _instruction("fence_proxy_async_all", "fence.proxy.async;", _MEMORY, _void)
 
 # ---- matrix stores (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, lane l gives the address of row l % 8 of matrix l // 8
 stmatrix = _instruction(
@@ -144,6 +163,48 @@ def store_global(context, address, values):
     return types.void(types.uint64, values), codegen
 
 
+def _vector_load(name, space, address, element, count):
+    """Intrinsic ``name(address)``: a tuple of `count` neighbours; the address is a multiple of their size."""
+
+    def typing(context, at):
+        def codegen(context, builder, signature, values):
+            kind = ir.LiteralStructType([_LLVM[element]] * count)
+            text = f"ld.{space}.v{count}.b32 {{{_registers(0, count)}}}, [${count}];"
+            letter = "f" if element is types.float32 else "r"
+            constraints = ",".join([*([f"={letter}"] * count), "l" if address is types.uint64 else "r", _MEMORY])
+            result = builder.call(ir.InlineAsm(ir.FunctionType(kind, [_LLVM[address]]), text, constraints, side_effect=True), values)
+            return context.make_tuple(builder, signature.return_type, [builder.extract_value(result, i) for i in range(count)])
+
+        return types.UniTuple(element, count)(address), codegen
+
+    typing.__name__ = name
+    return intrinsic(typing)
+
+
+def _vector_store(name, space, address, element, count):
+    """Intrinsic ``name(address, values)``: store a tuple of `count` neighbours; the address is a multiple of their size."""
+
+    def typing(context, at, values):
+        def codegen(context, builder, signature, arguments):
+            registers = [builder.extract_value(arguments[1], i) for i in range(count)]
+            kind = ir.FunctionType(ir.VoidType(), [_LLVM[address], *([_LLVM[element]] * count)])
+            constraints = ",".join(["l" if address is types.uint64 else "r", *(["f" if element is types.float32 else "r"] * count), _MEMORY])
+            text = f"st.{space}.v{count}.b32 [$0], {{{_registers(1, count)}}};"
+            builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), [arguments[0], *registers])
+            return context.get_dummy_value()
+
+        return types.void(address, types.UniTuple(element, count)), codegen
+
+    typing.__name__ = name
+    return intrinsic(typing)
+
+
+load_shared_pair = _vector_load("load_shared_pair", "shared", types.uint32, types.float32, 2)
+store_shared_four = _vector_store("store_shared_four", "shared", types.uint32, types.float32, 4)
+load_global_four = _vector_load("load_global_four", "global", types.uint64, types.float32, 4)
+load_global_words = _vector_load("load_global_words", "global", types.uint64, types.uint32, 4)
+
+
 # ---- wgmma (9.7.15): 64 x N tiles of a warp group; accumulators in registers, A in registers or shared memory, B in shared memory
 
 
@@ -189,30 +250,34 @@ def _literals(*arguments):
 
 
 @intrinsic
-def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, BFLOAT16):
-    """``acc = A B^T``, committed as one group: A is 64 x 16 STEPS, B is N x 16 STEPS, both rows of 128 bytes in shared memory.
+def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFLOAT16):
+    """``acc = A B^T``, or ``acc += A B^T`` with ACCUMULATE, committed as one group: A is 64 x 16 STEPS, B is N x 16 STEPS.
 
-    `a` and `b` are the low words of descriptors, with the high word DESCRIPTOR_HIGH; after every 64 columns they move on by a panel, in
-    units of 16 bytes.
+    `a` and `b` are the low words of descriptors of shared memory in rows of 128 bytes, with the high word DESCRIPTOR_HIGH. After every 64
+    columns an operand moves on by a panel, in units of 16 bytes; an operand with a panel of 0 lies there transposed.
     """
-    literals = _literals(N, STEPS, A_PANEL, B_PANEL, BFLOAT16)
+    literals = _literals(N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFLOAT16)
     if literals is None:
         return None
-    n, steps, a_panel, b_panel, bfloat16 = literals
+    n, steps, a_panel, b_panel, accumulate, bfloat16 = literals
+
+    def offset(panel, step):
+        return step // 4 * panel + step % 4 * 2 if panel else 128 * step  # 16 rows of 128 bytes
 
     def codegen(context, builder, signature, values):
-        acc_registers, at = n // 2, n // 2
+        count = n // 2
+        at = count * (2 if accumulate else 1)
+        transpose = f"{int(not a_panel)}, {int(not b_panel)}"
         lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
-            panel, within = divmod(step, 4)
-            lines.append(_descriptor("a", at, panel * a_panel + 2 * within) + _descriptor("b", at + 1, panel * b_panel + 2 * within))
-            lines.append(_mma(n, bfloat16, _registers(0, acc_registers), "a", "b", int(step > 0), "0, 0"))
+            lines.append(_descriptor("a", at, offset(a_panel, step)) + _descriptor("b", at + 1, offset(b_panel, step)))
+            lines.append(_mma(n, bfloat16, _registers(0, count), "a", "b", int(accumulate or step > 0), transpose))
         lines.append("wgmma.commit_group.sync.aligned; }")
-        pointers = _pointers(context, builder, acc, values[0], acc_registers)
-        _asm_on_registers(builder, "\n".join(lines), pointers, values[1:3], results_only=True)
+        pointers = _pointers(context, builder, acc, values[0], count)
+        _asm_on_registers(builder, "\n".join(lines), pointers, values[1:3], results_only=not accumulate)
         return context.get_dummy_value()
 
-    return types.void(acc, types.uint32, types.uint32, N, STEPS, A_PANEL, B_PANEL, BFLOAT16), codegen
+    return types.void(acc, types.uint32, types.uint32, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFLOAT16), codegen
 
 
 @intrinsic

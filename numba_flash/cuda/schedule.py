@@ -48,17 +48,18 @@ def snake(turn, blocks):
     return types.int32(turn * blocks + (blocks - 1 - block if turn % 2 else block))
 
 
-def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
+def build_item(options, banded, split, block_m, block_n, sequence, offsets, transposed=False):
     """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0), (q0, queries, k0, keys, low, high, impossible)
     of its sequence, and (first tile of keys, their number, part).
 
     `shape` is (_, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section, b0). Neighbours are row blocks of one head. With
     a band, where blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few
     turns of the grid, `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of
-    several parts gets its share of the tiles. There is always a tile, if only one in which all is hidden.
+    several parts gets its share of the tiles. There is always a tile, if only one in which all is hidden. If `transposed`, queries and keys
+    change places, `offsets` and the band too, and the first blocks come first, always in sections.
     """  # fmt: skip
-    BLOCK_M, BLOCK_N, PACKED, SEQUENCES, Q_OFFSETS = block_m, block_n, options.packed, options.sequences, q_offsets
-    BANDED, SPLIT, i32, u32 = banded, split, types.int32, types.uint32
+    BLOCK_M, BLOCK_N, PACKED, SEQUENCES, OFFSETS, TRANSPOSED = block_m, block_n, options.packed, options.sequences, offsets, transposed
+    IN_SECTIONS, SPLIT, i32, u32 = banded or transposed, split, types.int32, types.uint32
 
     @cuda.jit(device=True, forceinline=True)
     def item(index, shape, extras, sizes):
@@ -67,21 +68,27 @@ def build_item(options, banded, split, block_m, block_n, sequence, q_offsets):
         if SPLIT:
             part, index = u32(index % u32(sizes[4])), u32(index // u32(sizes[4]))
         if PACKED:
-            b0, b1, head, block = packed_item(index, extras[Q_OFFSETS], nq, BLOCK_M)
+            b0, b1, head, block = packed_item(index, extras[OFFSETS], nq, BLOCK_M)
         else:
             blocks = u32((nq + BLOCK_M - 1) // BLOCK_M)
-            if BANDED:
+            if IN_SECTIONS:
                 section, pairs = u32(sizes[6]), u32(u32(sizes[7]) * u32(shape[1]) * heads)
                 number = u32(index // u32(section * blocks))
                 within, size = u32(index - number * section * blocks), min(section, u32(pairs - number * section))
-                block, pair = blocks - u32(1) - u32(within // size), u32(number * section + within % size)
+                block, pair = u32(within // size), u32(number * section + within % size)
+                if not TRANSPOSED:
+                    block = blocks - u32(1) - block
             else:
                 block, pair = u32(index % blocks), u32(index // blocks)
             b, head = u32(pair // heads), u32(pair % heads)
             b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
         q0, k0, queries, keys, impossible = i32(0), i32(0), nq, nk, i32(0)
         if SEQUENCES:
-            q0, queries, k0, keys, move, factor = sequence(extras, b0, b1, nq, nk)
+            if TRANSPOSED:
+                k0, keys, q0, queries, move, factor = sequence(extras, b0, b1, nk, nq)
+                move = -move
+            else:
+                q0, queries, k0, keys, move, factor = sequence(extras, b0, b1, nq, nk)
             low, high, impossible = low + move, high + move, i32(1 if factor != factor else 0)
         row0 = i32(block * BLOCK_M)
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, i32(queries)), i32(keys), i32(low), i32(high))

@@ -1,0 +1,130 @@
+"""What the backward pass on Hopper does before and after its main kernel, once per row of queries.
+
+Row blocks have numbers of their own, ``((b0 * B1 + b1) * heads + head) * blocks + block``, and BLOCK_M rows each, full or not, so that a
+block of rows begins at a multiple of 16 bytes wherever its sequence begins. Packed sequences count as in `schedule.packed_item`.
+"""
+
+import math
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_flash.cuda import mma, ptx, schedule, scores, tiles
+
+THREADS, LOG2E = 256, math.log2(math.e)
+CHUNK = 8  # elements of 16 bits that a thread loads at a time
+
+
+def _build_rows(options, block_m):
+    """``rows(number, extras, shape, nk)``: (b0, b1, head, first row in memory, first row in the sequence, its rows, NaN or 1)."""
+    BLOCK_M, SEQUENCES, PACKED, OFFSETS = block_m, options.sequences, options.packed, scores.slots(options).q_lengths
+    sequence = scores.build_sequence(options)
+
+    @cuda.jit(device=True)
+    def rows(number, extras, shape, nk):
+        q0, queries, factor = types.int64(0), types.int64(shape[3]), 1.0
+        if PACKED:
+            b0, b1, head, block = schedule.packed_item(number, extras[OFFSETS], shape[3], BLOCK_M)
+        else:
+            blocks = (shape[3] + BLOCK_M - 1) // BLOCK_M
+            block, head = number % blocks, number // blocks
+            b1, head = head // shape[2], head % shape[2]
+            b0, b1 = b1 // shape[1], b1 % shape[1]
+        if SEQUENCES:
+            q0, queries, _, _, _, factor = sequence(extras, b0, b1, shape[3], nk)
+        if PACKED:
+            b1 = types.int64(0)
+        return b0, b1, head, q0 + block * BLOCK_M, block * BLOCK_M, queries, factor
+
+    return rows
+
+
+def build_prepare(dtype, head_dim_v, has_dlse, options, block_m, consumers):
+    """Kernel ``prepare(do, o, lse, dlse, lse2, delta, dq_sum, flags, extras, nk, ())`` of one block of threads per row block:
+
+    lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
+    delta = rowsum(dO * O) - dlse, but 0 there,
+    dq_sum = 0, flags = 0.
+    """  # fmt: skip
+    BLOCK_M, HAS_DLSE, BFLOAT16, CONSUMERS = block_m, has_dlse, dtype == "bfloat16", consumers
+    CHUNKS, LANES = head_dim_v // CHUNK, 1 << max(0, head_dim_v // CHUNK - 1).bit_length()
+    SUM_BYTES, ACC, u64, index = 4 * 64 * 64 * consumers, types.float32, types.uint64, tiles.index
+    INF, SHUFFLES = math.inf, [1 << i for i in range(5) if 1 << i < LANES]
+    SHUFFLES = tuple(SHUFFLES) or (0,)
+    rows = _build_rows(options, block_m)
+
+    @cuda.jit(device=True)
+    def product(x, y):
+        """Sum of the products of two pairs of elements."""
+        high_x, high_y = types.uint32(x >> types.uint32(16)), types.uint32(y >> types.uint32(16))
+        if BFLOAT16:
+            return ptx.unpack_bfloat16(x) * ptx.unpack_bfloat16(y) + ptx.unpack_bfloat16(high_x) * ptx.unpack_bfloat16(high_y)
+        return ptx.unpack_float16(x) * ptx.unpack_float16(y) + ptx.unpack_float16(high_x) * ptx.unpack_float16(high_y)
+
+    def prepare(do, o, lse, dlse, lse2, delta, dq_sum, flags, extras, nk, parameters):
+        number = types.int64(cuda.blockIdx.x)
+        b0, b1, h, memory_row, row0, queries, _ = rows(number, extras, lse.shape, nk)
+        lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
+        lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
+        for r in range(first, BLOCK_M, THREADS // LANES):
+            there, total = row0 + r < queries, ACC(0)
+            if there and lane < CHUNKS:
+                x = ptx.load_global_words(u64(ptx.global_address(do[b0, b1, h, memory_row + r]) + u64(2 * CHUNK * lane)))
+                y = ptx.load_global_words(u64(ptx.global_address(o[b0, b1, h, memory_row + r]) + u64(2 * CHUNK * lane)))
+                for i in range(CHUNK // 2):
+                    total += product(x[i], y[i])
+            for distance in SHUFFLES:
+                if distance:
+                    total += cuda.shfl_xor_sync(0xFFFFFFFF, total, distance)
+            if lane == 0:
+                shift, value = ACC(INF), ACC(0)
+                if there and lse[b0, b1, h, memory_row + r] != ACC(-INF):
+                    shift, value = lse[b0, b1, h, memory_row + r] * ACC(LOG2E), total
+                    if HAS_DLSE:
+                        value -= dlse[b0, b1, h, memory_row + r]
+                at = u64((number * BLOCK_M + r) * 4)
+                ptx.store_global(u64(lse2_address + at), (shift,))
+                ptx.store_global(u64(delta_address + at), (value,))
+        sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
+        zero = ACC(0)
+        for i in range(cuda.threadIdx.x * 16, SUM_BYTES, THREADS * 16):
+            ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
+        if cuda.threadIdx.x < CONSUMERS:
+            ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (zero,))
+
+    array = lambda kind, ndim: types.Array(kind, ndim, "A")
+    extras, *_ = scores.kernel_arguments(options, ())
+    results = array(ACC, 4), array(ACC, 4), array(ACC, 5), array(types.int32, 5)
+    operands = array(types.uint32, 5), array(types.uint32, 5), array(ACC, 4), array(ACC, 4), *results
+    return prepare, types.void(*operands, extras, types.int64, types.Tuple([])), {"launch_bounds": (THREADS, 2)}
+
+
+def build_finish(dtype, head_dim, options, tile):
+    """Kernel ``finish(dq_sum, dq, extras, nk, scales)``: dQ = scale dQ, out of the order of fragments; dq as words of two elements."""
+    BLOCK_M, CONSUMERS, SPLIT_ROWS, PACKED = tile.block_m, tile.consumers, tile.splits_rows, options.packed
+    WORDS, ACC, u64 = head_dim // 2, types.float32, types.uint64
+    _, pack2 = mma.build_pack(0, dtype == "bfloat16")
+    rows = _build_rows(options, tile.block_m)
+
+    def finish(dq_sum, dq, extras, nk, scales):
+        number = types.int64(cuda.blockIdx.x)
+        b0, b1, h, memory_row, row0, queries, factor = rows(number, extras, dq.shape, nk)
+        if not PACKED:
+            queries = dq.shape[3]
+        me, thread = cuda.threadIdx.x // 128, cuda.threadIdx.x % 128
+        sums = u64(ptx.global_address(dq_sum) + u64(((number * CONSUMERS + me) * 1024 + thread) * 16))
+        row, word, scale = mma.first_row(), mma.first_column() // 2, scales[0] * ACC(factor)
+        if SPLIT_ROWS:
+            row += me * 64
+        else:
+            word += me * 32
+        for j in range(8):
+            x = ptx.load_global_four(u64(sums + u64(2048 * j)))
+            for r in range(2):
+                if row0 + row + 8 * r < queries and word + 4 * j < WORDS:
+                    dq[b0, b1, h, memory_row + row + 8 * r, word + 4 * j] = pack2(x[2 * r] * scale, x[2 * r + 1] * scale)
+
+    array = lambda kind, ndim: types.Array(kind, ndim, "A")
+    extras, *_ = scores.kernel_arguments(options, ())
+    numbers = types.int64, types.UniTuple(types.float32, 1)
+    return finish, types.void(array(ACC, 5), array(types.uint32, 5), extras, *numbers), {"launch_bounds": (128 * tile.consumers, 2)}

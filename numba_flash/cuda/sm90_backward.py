@@ -1,0 +1,162 @@
+"""The backward pass of the `sm90` tier from the host: tiles, shared memory, and which kernels run with which grid."""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.cuda import launch, sm90
+from numba_flash.cuda.rows_sm90 import THREADS as ROW_THREADS
+from numba_flash.cuda.swizzle import ALIGNMENT, ROW_BYTES, panel_bytes, panels
+
+LOG2E = math.log2(math.e)
+KEYS = 64  # that a consumer owns
+SUM = 64 * 64  # elements of dQ that a consumer adds at a time
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Shape of a block's work in the backward pass.
+
+    Attributes
+    ----------
+    block_m : int
+        Queries at a time: 64, or 128 where the head dimension is at most 64.
+    stages, do_stages : int
+        Slots of the rings of Q and of dO tiles.
+    early_dv : bool
+        Start dV before dS is computed, for which P needs registers of its own.
+    """
+
+    block_m: int
+    stages: int
+    do_stages: int
+    early_dv: bool
+    consumers: int = 2
+
+    @property
+    def block_n(self) -> int:
+        return KEYS * self.consumers
+
+    @property
+    def splits_rows(self) -> bool:
+        """Each consumer computes some rows of a tile of dQ, not some columns."""
+        return self.block_m == KEYS * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return 40, 232
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, the two tiles `ds`, rows `lse` and `delta`, the `bytes` of all."""
+        rings = {
+            "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
+            "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
+            "k": (panels(head_dim) * panel_bytes(self.block_n), 1),
+            "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
+            "dq": (4 * SUM, self.consumers),
+            "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
+        }
+        ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
+        layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, ds=0, ds_bytes=ds_bytes, lse=2 * ds_bytes)
+        layout.delta = layout.lse + 4 * self.block_m * self.stages
+        slots = -(-(layout.delta + 4 * self.block_m * self.do_stages) // ALIGNMENT) * ALIGNMENT
+        mbarriers = slots + sum(slot_bytes * count for slot_bytes, count in rings.values())
+        for name, (slot_bytes, count) in rings.items():
+            setattr(layout, name, (slots, slot_bytes, count, mbarriers, mbarriers + count * sm90.MBARRIER_BYTES))
+            slots, mbarriers = slots + slot_bytes * count, mbarriers + 2 * count * sm90.MBARRIER_BYTES
+        layout.bytes = mbarriers + ALIGNMENT
+        return layout
+
+
+TILES = (
+    (64, 64, BackwardTile(128, 2, 2, False)),
+    (128, 128, BackwardTile(64, 2, 2, True)),
+)
+
+
+def tile_for(problem) -> BackwardTile:
+    """Tile of the main kernel."""
+    return next(tile for d, dv, tile in TILES if problem.d <= d and problem.dv <= dv)
+
+
+def prepare_backward(problem, inputs, results, ordered=True):
+    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))``; absent ones are None."""
+    p, tile = problem, tile_for(problem)
+    present = lambda inputs: tuple(x for x in inputs[9:] if x is not None)
+    packed = p.options.packed
+    first = lambda *operands: tuple(x.swapaxes(0, 1) if packed else x for x in operands)
+    do, q, k, v, o, dq, dk, dv = first(*inputs[:5], *results[:3])
+    lse, dlse = inputs[5:7]
+    blocks = p.nq // tile.block_m + p.batch[1] if packed else -(-p.nq // tile.block_m)
+    batch = (1, 1) if packed else p.batch
+    numbers = math.prod(batch) * p.hq * blocks
+    shapes = (
+        ("rows", (2, *batch, p.hq, blocks * tile.block_m), "float32"),
+        ("sums of dq", (*batch, p.hq, blocks, tile.consumers * SUM), "float32"),
+        ("flags", (*batch, p.hq, blocks, tile.consumers), "int32"),
+    )
+    allocate = lambda: [arrays.compact(*each) for each in shapes]
+    rows, dq_sum, flags = allocate()
+    lengths = 1 if packed else p.batch
+    extras = tuple((x, lengths) for x in present(inputs))
+    words = lambda x: (x.view("uint32"), 5)
+    prepare = launch.Launch(
+        "rows_sm90.build_prepare",
+        (p.dtype, p.dv, dlse is not None, p.options.structure, tile.block_m, tile.consumers),
+        grid=numbers,
+        block=ROW_THREADS,
+        operands=(words(do), words(o), (lse, 4), (dlse, 4), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),
+        extras=extras,
+        scalars=(p.nk,),
+    )
+    main = _launch_main(p, tile, (do, q, k, v, dk, dv, rows, dq_sum, flags), extras, ordered)
+    finish = launch.Launch(
+        "rows_sm90.build_finish",
+        (p.dtype, p.d, p.options.structure, tile),
+        grid=numbers,
+        block=128 * tile.consumers,
+        operands=((dq_sum, 5), words(dq)),
+        extras=extras,
+        scalars=(p.nk,),
+        parameters=(np.float32(p.scale),),
+    )
+
+    def run(inputs, results):
+        do, q, k, v, o, dq, dk, dv = first(*inputs[:5], *results[:3])
+        rows, dq_sum, flags = allocate()
+        extras = present(inputs)
+        prepare(do, o, *inputs[5:7], rows[0], rows[1], dq_sum, flags, *extras)
+        stored = () if packed else (dk, dv)
+        main(do, q, k, v, *stored, dk, dv, rows[0], rows[1], dq_sum, flags, *extras)
+        finish(dq_sum, dq, *extras)
+
+    return run
+
+
+def _launch_main(problem, tile, operands, extras, ordered):
+    p, (do, q, k, v, dk, dv, rows, dq_sum, flags) = problem, operands
+    packed, multiprocessors = p.options.packed, launch.multiprocessors(q.data.device_id)
+    key_blocks = p.nk // tile.block_n + p.batch[1] if packed else -(-p.nk // tile.block_n)
+    items = key_blocks * p.hk * (1 if packed else math.prod(p.batch))
+    section = 2 * multiprocessors // math.gcd(key_blocks, 2 * multiprocessors)
+    cap = p.options.softcap
+    slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
+    maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
+    return launch.Launch(
+        "backward_sm90.build",
+        (p.dtype, p.d, p.dv, sm90.band(p), not packed, ordered, p.options.structure, tile),
+        grid=min(items, multiprocessors),
+        block=(tile.threads, tile.layout(p.d, p.dv).bytes),
+        operands=((dk.view("uint32"), 5), (dv.view("uint32"), 5), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),
+        extras=extras,
+        scalars=(items, -p.high, -p.low, p.nq, 1, p.hq // p.hk, section, p.batch[0]),
+        parameters=(np.float32(slope), np.float32(scale_log2), np.float32(p.scale)),
+        maps=maps[:4] if packed else maps,
+    )
