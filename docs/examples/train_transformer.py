@@ -9,9 +9,9 @@ joined, about half a megabyte). Arrays are CuPy's where numba_flash finds a GPU,
     x <- x + GELU(LayerNorm(x) W_up) W_down                                              (4)
     loss = mean of -log softmax(LayerNorm(x) W_output)[u]                                (5)
 
-where (2) to (4) are repeated in every layer. For (3), `--attention flash` calls numba_flash.forward and numba_flash.backward on views of the
-projected array; `--attention standard` stores the N x N matrix of every head. `--scaling` measures one training step of both at growing
-lengths, until the matrix does not fit into memory.
+where (2) to (4) are repeated in every layer. For (3), `--attention flash` calls numba_flash.forward and numba_flash.backward on views of
+the projected array; `--attention standard` stores the N x N matrix of every head. `--scaling` measures one training step of both at
+growing lengths, one sequence per step, until the matrices do not fit into memory.
 
 `--dtype` is that of matrix products and attention; x, weights, gradients and Adam's moments are float32 (float64 with float64). NumPy and
 CuPy do not multiply bfloat16 matrices everywhere, so with bfloat16 only flash attention runs in it and matrix products run in float32.
@@ -23,7 +23,6 @@ CuPy do not multiply bfloat16 matrices everywhere, so with bfloat16 only flash a
 import argparse
 import time
 import tracemalloc
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -37,10 +36,10 @@ else:
     import cupy as xp
 
 BYTES = 256
-LEARNING_RATE, WARM_UP = 3e-3, 10  # the rate grows linearly in the first steps
+LEARNING_RATE, WARM_UP = 2e-3, 20  # the rate grows linearly in the first steps
 BETA1, BETA2 = 0.9, 0.99  # of Adam (Kingma and Ba, arXiv:1412.6980)
 LOSS_SCALE = 1024.0  # gradients are this much larger on their way back, or float16 would round the small ones to 0
-GELU = (2 / np.pi) ** 0.5, 0.044715  # the approximation by tanh (Hendrycks and Gimpel, arXiv:1606.08415)
+SLOPE, CUBIC = (2 / np.pi) ** 0.5, 0.044715  # of GELU, approximated by tanh (Hendrycks and Gimpel, arXiv:1606.08415)
 
 
 def one_hot(indices, dtype):
@@ -49,15 +48,12 @@ def one_hot(indices, dtype):
 
 
 def embed(p, tokens):
-    return p["token"][tokens] + p["position"][: tokens.shape[1]], (p, tokens)
+    return p["token"][tokens] + p["position"], tokens
 
 
-def embed_backward(d_output, cache):
-    p, tokens = cache
-    d_position = xp.zeros_like(p["position"])
-    d_position[: tokens.shape[1]] = d_output.sum(0)
+def embed_backward(d_output, tokens):
     hot = one_hot(tokens, d_output.dtype).reshape(-1, BYTES)
-    return {"token": hot.T @ d_output.reshape(len(hot), -1), "position": d_position}
+    return {"token": hot.T @ d_output.reshape(len(hot), -1), "position": d_output.sum(0)}
 
 
 def linear(x, w, dtype):
@@ -86,18 +82,6 @@ def layer_norm_backward(d_output, cache):
     d_y = d_output * gain
     d_x = scale * (d_y - d_y.mean(-1, keepdims=True) - y * (d_y * y).mean(-1, keepdims=True))
     return d_x, (d_output * y).sum((0, 1)), d_output.sum((0, 1))
-
-
-def gelu(x):
-    slope, cubic = GELU
-    t = xp.tanh(slope * x * (1 + cubic * x * x))
-    return 0.5 * x * (1 + t), (x, t)
-
-
-def gelu_backward(d_output, cache):
-    x, t = cache
-    slope, cubic = GELU
-    return d_output * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope * (1 + 3 * cubic * x * x))
 
 
 def flash_attention(q, k, v):
@@ -135,10 +119,7 @@ def standard_attention_backward(d_output, cache, d_qkv):
     d_k[...] = transposed_product(d_s, scaled)
 
 
-ATTENTIONS = {
-    "flash": (flash_attention, flash_attention_backward),
-    "standard": (standard_attention, standard_attention_backward),
-}
+ATTENTIONS = {"flash": (flash_attention, flash_attention_backward), "standard": (standard_attention, standard_attention_backward)}
 
 
 def split_heads(x, parts, heads):
@@ -169,15 +150,16 @@ def self_attention_backward(d_output, cache):
 
 def mlp(p, x, dtype):
     h, up_cache = linear(x, p["up"], dtype)
-    h, gelu_cache = gelu(h)
-    output, down_cache = linear(h, p["down"], dtype)
-    return output, (up_cache, gelu_cache, down_cache)
+    t = xp.tanh(SLOPE * h * (1 + CUBIC * h * h))
+    output, down_cache = linear(0.5 * h * (1 + t), p["down"], dtype)
+    return output, (up_cache, h, t, down_cache)
 
 
 def mlp_backward(d_output, cache):
-    up_cache, gelu_cache, down_cache = cache
-    d_h, d_w_down = linear_backward(d_output, down_cache)
-    d_x, d_w_up = linear_backward(gelu_backward(d_h, gelu_cache), up_cache)
+    up_cache, h, t, down_cache = cache
+    d_gelu, d_w_down = linear_backward(d_output, down_cache)
+    d_h = d_gelu * (0.5 * (1 + t) + 0.5 * h * (1 - t * t) * SLOPE * (1 + 3 * CUBIC * h * h))
+    d_x, d_w_up = linear_backward(d_h, up_cache)
     return d_x, d_w_up, d_w_down
 
 
@@ -202,50 +184,32 @@ def block_backward(d_output, cache):
     return d_x + d_y, g
 
 
-def head(p, x, dtype):
-    """Scores of the next byte."""
-    y, norm_cache = layer_norm(x, p["gain"], p["shift"])
-    logits, output_cache = linear(y, p["output"], dtype)
-    return logits, (norm_cache, output_cache)
-
-
-def head_backward(d_logits, cache):
-    norm_cache, output_cache = cache
-    g = {}
-    d_y, g["output"] = linear_backward(d_logits, output_cache)
-    d_x, g["gain"], g["shift"] = layer_norm_backward(d_y, norm_cache)
-    return d_x, g
-
-
 def cross_entropy(logits, targets):
+    """Mean loss, and LOSS_SCALE times its gradient."""
     shifted = logits - logits.max(-1, keepdims=True)
     log_p = shifted - xp.log(xp.exp(shifted).sum(-1, keepdims=True))
     hot = one_hot(targets, logits.dtype)
-    return -(hot * log_p).sum() / targets.size, (log_p, hot)
-
-
-def cross_entropy_backward(d_loss, cache):
-    log_p, hot = cache
-    return (xp.exp(log_p) - hot) * (d_loss * BYTES / hot.size)
+    return -(hot * log_p).sum() / targets.size, (xp.exp(log_p) - hot) * (LOSS_SCALE / targets.size)
 
 
 def loss_and_gradients(parameters, tokens, targets, heads, attention, dtype):
     """Mean loss (5), and its gradient in the form of `parameters`; tokens and targets are (batch, length)."""
-    caches, d_w, precision = {}, {}, parameters["head"]["output"].dtype
+    head, caches, g = parameters["head"], {}, {"head": {}}
     layers = [name for name in parameters if name.startswith("block")]
-    x, caches["embedding"] = embed(parameters["embedding"], tokens)
+    x, embedding_cache = embed(parameters["embedding"], tokens)
     for name in layers:
         x, caches[name] = block(parameters[name], x, heads, attention, dtype)
-    logits, caches["head"] = head(parameters["head"], x, dtype)
-    loss, loss_cache = cross_entropy(logits.astype(precision, copy=False), targets)
+    y, norm_cache = layer_norm(x, head["gain"], head["shift"])
+    logits, output_cache = linear(y, head["output"], dtype)
+    loss, d_logits = cross_entropy(logits.astype(x.dtype, copy=False), targets)
 
-    d_logits = cross_entropy_backward(LOSS_SCALE, loss_cache)
-    d_x, d_w["head"] = head_backward(d_logits, caches["head"])
+    d_y, g["head"]["output"] = linear_backward(d_logits, output_cache)
+    d_x, g["head"]["gain"], g["head"]["shift"] = layer_norm_backward(d_y, norm_cache)
     for name in reversed(layers):
-        d_x, d_w[name] = block_backward(d_x, caches.pop(name))
-    d_w["embedding"] = embed_backward(d_x, caches["embedding"])
-    unscaled = lambda g: g.astype(precision, copy=False) / LOSS_SCALE
-    return loss, {layer: {name: unscaled(d_w[layer][name]) for name in weights} for layer, weights in parameters.items()}
+        d_x, g[name] = block_backward(d_x, caches.pop(name))
+    g["embedding"] = embed_backward(d_x, embedding_cache)
+    unscaled = lambda d_w: d_w.astype(x.dtype, copy=False) / LOSS_SCALE
+    return loss, {layer: {name: unscaled(g[layer][name]) for name in weights} for layer, weights in parameters.items()}
 
 
 def adam(parameters, gradients, moments, step):
@@ -263,27 +227,123 @@ def initial_parameters(rng, options):
     """Drawn by NumPy in float64, so that they are the same on every device, and then rounded."""
     precision = "float64" if options.dtype == "float64" else "float32"
     width, residual = options.width, (2 * options.layers) ** -0.5
-    draw = lambda rows, columns, size=1.0: xp.asarray((size * rng.normal(size=(rows, columns)) / rows**0.5).astype(precision))
+    draw = lambda rows, columns, deviation: xp.asarray(rng.normal(0, deviation, (rows, columns)).astype(precision))
+    matrix = lambda rows, columns, size=1.0: draw(rows, columns, size * rows**-0.5)
     norm = lambda i="": {f"gain{i}": xp.ones(width, precision), f"shift{i}": xp.zeros(width, precision)}
-    attention = lambda: {"qkv": draw(width, 3 * width), "out": draw(width, width, residual)}
-    layer = lambda: norm(1) | attention() | norm(2) | {"up": draw(width, 4 * width), "down": draw(4 * width, width, residual)}
-    embedding = {"token": draw(BYTES, width), "position": draw(options.length, width)}
-    blocks = {f"block{i}": layer() for i in range(options.layers)}
-    return {"embedding": embedding, **blocks, "head": norm() | {"output": draw(width, BYTES, 0.1)}}
+    attention = lambda: {"qkv": matrix(width, 3 * width), "out": matrix(width, width, residual)}
+    perceptron = lambda: {"up": matrix(width, 4 * width), "down": matrix(4 * width, width, residual)}
+    embedding = {"token": draw(BYTES, width, 1.0), "position": draw(options.length, width, 0.3)}
+    blocks = {f"block{i}": norm(1) | attention() | norm(2) | perceptron() for i in range(options.layers)}
+    return {"embedding": embedding, **blocks, "head": norm() | {"output": matrix(width, BYTES, 0.1)}}
 
 
-def initial_moments(parameters):
-    zeros = lambda w: (xp.zeros_like(w), xp.zeros_like(w))
-    return {layer: {name: zeros(w) for name, w in weights.items()} for layer, weights in parameters.items()}
+class Training:
+    """A model, the moments of its gradients, and the text."""
+
+    def __init__(self, options):
+        if options.dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401  (makes the name known to NumPy)
+        self.options, self.rng, self.steps = options, np.random.default_rng(options.seed), 0
+        self.text = np.frombuffer("\n".join(topics.values()).encode(), np.uint8)
+        self.parameters = initial_parameters(self.rng, options)
+        zeros = lambda w: (xp.zeros_like(w), xp.zeros_like(w))
+        self.moments = {layer: {name: zeros(w) for name, w in weights.items()} for layer, weights in self.parameters.items()}
+
+    def step(self):
+        """One step on random pieces of the text; the loss before it stays on the GPU, so that nothing waits."""
+        o = self.options
+        starts = self.rng.integers(len(self.text) - o.length, size=(o.batch, 1))
+        pieces = xp.asarray(self.text[starts + np.arange(o.length + 1)].astype(np.int32))
+        loss, gradients = loss_and_gradients(self.parameters, pieces[:, :-1], pieces[:, 1:], o.heads, o.attention, o.dtype)
+        self.steps += 1
+        adam(self.parameters, gradients, self.moments, self.steps)
+        return loss
 
 
-def read_text():
-    """The bytes of Python's language reference."""
-    return np.frombuffer("\n".join(topics.values()).encode(), np.uint8)
+def train(options):
+    """Losses of all steps, and tokens per second without the first step, which compiles."""
+    training = Training(options)
+    losses = [float(training.step())]
+    print(f"step {1:5}   loss {losses[0]:6.3f}", flush=True)
+    start = time.perf_counter()
+    for step in range(2, options.steps + 1):
+        losses.append(training.step())
+        if step % max(1, options.steps // 10) == 0 or step == options.steps:
+            loss = float(losses[-1])  # waits for the GPU
+            rate = (step - 1) * options.batch * options.length / (time.perf_counter() - start)
+            print(f"step {step:5}   loss {loss:6.3f} {rate:10,.0f} tokens/s", flush=True)
+    return [float(loss) for loss in losses], rate
 
 
-def random_batch(rng, text, batch, length):
-    """Tokens and targets (batch, length): pieces of the text, and the same one byte later."""
-    starts = rng.integers(len(text) - length, size=(batch, 1))
-    pieces = xp.asarray(text[starts + np.arange(length + 1)].astype(np.int32))
-    return pieces[:, :-1], pieces[:, 1:]
+def measure_step(options):
+    """Seconds of one step of training, and bytes that it takes on top of parameters and moments."""
+    pool = None if xp is np else xp.get_default_memory_pool()
+    if pool:
+        pool.free_all_blocks()
+    training, seconds = Training(options), []
+    before = pool and pool.total_bytes()
+    for _ in range(4):
+        start = time.perf_counter()
+        training.step()
+        float(training.parameters["head"]["output"][0, 0])  # what changes last: waits for the GPU
+        seconds.append(time.perf_counter() - start)
+    if pool:
+        return min(seconds), pool.total_bytes() - before
+    tracemalloc.start()
+    training.step()
+    memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return min(seconds), memory
+
+
+def print_scaling(options):
+    """A row for every length and attention."""
+    print(f"{'length':>8}  {'attention':10}{'s / step':>10}{'tokens/s':>12}{'memory':>13}")
+    for length in options.lengths:
+        for attention in ATTENTIONS:
+            print(f"{length:8}  {attention:10}", end="", flush=True)
+            try:
+                seconds, memory = measure_step(argparse.Namespace(**vars(options) | {"batch": 1, "length": length, "attention": attention}))
+                print(f"{seconds:10.4f}{length / seconds:12,.0f}{memory / 1e6:10,.0f} MB")
+            except MemoryError:  # CuPy's OutOfMemoryError is one
+                print("   out of memory")
+
+
+def parse(arguments=None):
+    """The command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {"steps": 200, "batch": 8, "length": 128, "layers": 2, "heads": 4, "width": 128, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--dtype", choices=("float64", "float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="flash")
+    parser.add_argument("--figure", help="where to save the curve of the loss")
+    parser.add_argument("--scaling", action="store_true", help="measure single steps of both attentions instead of training")
+    lengths, integers = [2**i for i in range(10, 13 if xp is np else 17)], lambda text: [int(n) for n in text.split(",")]
+    parser.add_argument("--lengths", type=integers, default=lengths, help="for --scaling, with commas")
+    options = parser.parse_args(arguments)
+    if options.steps < 2 or options.width % options.heads:
+        parser.error("--steps must be at least 2 (the first compiles and is not timed), and --width a multiple of --heads")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    o = parse(arguments)
+    print(f"{o.layers} layers of {o.heads} heads, width {o.width}; {o.dtype}; arrays of {xp.__name__}")
+    if o.scaling:
+        return print_scaling(o)
+    print(f"{o.batch} x {o.length} bytes per step, {o.attention} attention")
+    losses, rate = train(o)
+    summary = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {o.steps} steps, {rate:,.0f} tokens/s"
+    print(summary)
+    if o.figure:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axis = figure.subplots()
+        axis.plot(np.arange(1, o.steps + 1), losses)
+        axis.set(title=summary, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+        figure.savefig(o.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -39,11 +39,11 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
     ALIGNMENT, ROWS, Q_PANEL, K_PANEL = SMEM.ALIGNMENT, 64, swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(BLOCK_N)
     ROW_BYTES, DS_BYTES, MINE = 4 * BLOCK_M, SMEM.ds_bytes, ROWS * swizzle.ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V, DQ_FLOATS = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2, 64 * 64
-    CAPPED, TO_MAP, ORDERED, EARLY = bool(options.softcap), to_map, ordered, tile.early_dv or bool(options.softcap)
-    PENDING = 1 if EARLY else 0  # products behind dP
+    BANDED, CAPPED, TO_MAP, ORDERED, EARLY = band != "none", bool(options.softcap), to_map, ordered, tile.early_dv or bool(options.softcap)
+    AHEAD, PENDING, NEXT = tile.ahead, 1 if EARLY else 0, SCORES if tile.ahead else 0  # PENDING: products behind dP
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
     ACC, u32, i32, u64 = types.float32, types.uint32, types.int32, types.uint64
-    NEG_INF, NAN, ONES, ON, OFF, NONE, ONE = -math.inf, math.nan, (1.0, 1.0), 1, 0, 0, 1
+    NAN, ONES, ON, OFF, NONE, ONE = math.nan, (1.0, 1.0), 1, 0, 0, 1
     item_of = schedule.build_item(
         options, band != "none", False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True
     )
@@ -70,7 +70,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
     def describe(smem, turn, dk, extras, sizes):
         """Write down what this block's next work item is."""
         pipeline.wait_free(smem, WORK, turn)
-        at = schedule.snake(turn, cuda.gridDim.x)
+        at = schedule.snake(turn, cuda.gridDim.x) if BANDED else i32(turn * cuda.gridDim.x + cuda.blockIdx.x)
         if at < sizes[0]:
             (b0, b1, h, row0), (k0, keys, q0, queries, low, high, impossible), (first, count, _) = item_of(at, dk.shape, extras, sizes)
             base = i32(0)
@@ -150,11 +150,15 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     flag = u64(flag_address + mine * u64(4))
                     pipeline.wait_ready(smem, DQ, n)
                     if seen:
+                        before, to = i32(1), u64(sum_address + mine * u64(4 * DQ_FLOATS))
                         if ORDERED:
                             before = i32(block - max(at * BLOCK_M - high, 0) // BLOCK_N)
                             while ptx.load_acquire(flag) != before:
                                 pass
-                        ptx.bulk_add(u64(sum_address + mine * u64(4 * DQ_FLOATS)), pipeline.tile(smem, DQ, n), u32(4 * DQ_FLOATS))
+                        if before == 0:
+                            ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(4 * DQ_FLOATS))
+                        else:
+                            ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(4 * DQ_FLOATS))
                         ptx.bulk_commit()
                     ptx.bulk_wait_read()
                     pipeline.leave(smem, DQ, n)
@@ -239,6 +243,20 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
 
     @cuda.jit(device=True, forceinline=True)
+    def enter(smem, turn, me, n, row0):
+        """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
+        pipeline.wait_ready(smem, Q, n)
+        if SEQUENCES:
+            clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def release_before(smem, n, begin):
+        """All products with the tiles before the n-th are complete."""
+        if n != begin:
+            pipeline.release(smem, Q, u32(n - 1))
+            pipeline.release(smem, DO, u32(n - 1))
+
+    @cuda.jit(device=True, forceinline=True)
     def consume(maps, smem, me, dk, dv, group, scales):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last tile first."""
         s, dp, p = cuda.local.array(SCORES, ACC), cuda.local.array(SCORES, ACC), cuda.local.array(PAIRS, u32)
@@ -261,27 +279,30 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             if SEQUENCES:
                 here = pipeline.read(smem, WORK, turn, KEYS) - pipeline.read(smem, WORK, turn, ROW0)
                 clear_k(smem, K, turn, here, me, CONSUMERS)
-                clear_v(smem, V, turn, here, me, CONSUMERS)
             row0, floor = last, i32(last - count * BLOCK_M)
             clear_from, clear_to = clear_rows(smem, turn, me)
-            steps = pipeline.uniform(count * group)
-            for t in range(steps):
+            begin, end = n, u32(n + u32(count * group))
+            if AHEAD:  # (1) S^T = K Q^T of the first tile
+                enter(smem, turn, me, n, row0)
+                start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
+            pipeline.wait_ready(smem, V, turn)
+            if SEQUENCES:
+                clear_v(smem, V, turn, here, me, CONSUMERS)
+            if AHEAD:
+                ptx.wgmma_wait(s, s, NONE, SCORES, NONE)
+            while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 # (1) S^T = K Q^T, (4) dP^T = V dO^T
-                pipeline.wait_ready(smem, Q, n)
-                if SEQUENCES:
-                    clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
-                start_scores(s, k_rows, mma.descriptor(q_rows, u32(0)))
-                if t == 0:
-                    pipeline.wait_ready(smem, V, turn)
+                if not AHEAD:
+                    enter(smem, turn, me, n, row0)
+                    start_scores(s, k_rows, mma.descriptor(q_rows, u32(0)))
                 pipeline.wait_ready(smem, DO, n)
                 if SEQUENCES:
                     clear_do(smem, DO, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
                 start_dp(dp, v_rows, mma.descriptor(do_rows, u32(0)))
-                ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
-                if t > 0:  # dK of the tile before is complete, too
-                    pipeline.release(smem, Q, u32(n - 1))
-                    pipeline.release(smem, DO, u32(n - 1))
+                if not AHEAD:
+                    ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
+                    release_before(smem, n, begin)
                 # (2) P^T
                 if CAPPED:
                     cap(s, scales[0])
@@ -292,6 +313,8 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 if EARLY:
                     start_dv(dv_acc, p, mma.descriptor(do_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dp, dp, PENDING, SCORES, NONE)
+                if AHEAD:
+                    release_before(smem, n, begin)
                 # (5) dS^T
                 differentiate(dp, s, u32(smem + u32(DELTA) + n % u32(DO[pipeline.SLOTS]) * u32(ROW_BYTES) + column))
                 if not EARLY:
@@ -300,11 +323,22 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
                 put_ds(u32(ds + mine), dp, ONES)
                 ptx.fence_proxy_async()
+                # (1) S^T of the next tile; after the last one, of the same again, for nothing
+                row0 = i32(row0 - BLOCK_M)
+                if row0 == floor:
+                    row0 = last
+                if AHEAD:
+                    following = u32(n + u32(1))
+                    if following == end:
+                        following = n
+                    else:
+                        enter(smem, turn, me, following, row0)
+                    start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
                 pipeline.meet_consumers(CONSUMERS)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
                 start_dq(dq, mma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 start_dk(dk_acc, mma.descriptor(ds + mine, u32(0)), mma.descriptor(q_rows, u32(Q_PANEL)))
-                ptx.wgmma_wait(dq, dq, ONE, 32, NONE)
+                ptx.wgmma_wait(dq, s, ONE, 32, NEXT)
                 # hand dQ over
                 ring = u32(n * u32(CONSUMERS) + u32(me))
                 pipeline.wait_free(smem, DQ, ring)
@@ -313,9 +347,6 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     ptx.store_shared_four(u32(to + u32(2048 * j)), (dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]))
                 ptx.fence_proxy_async()
                 pipeline.publish(smem, DQ, ring)
-                row0 = i32(row0 - BLOCK_M)
-                if row0 == floor:
-                    row0 = last
                 n = u32(n + 1)
             ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
             pipeline.release(smem, Q, u32(n - 1))

@@ -95,6 +95,9 @@ bulk_load = _instruction(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
     "r,l,r,r," + _MEMORY, _void, _u32, _u64, _u32, _u32,
 )  # fmt: skip
+bulk_store = _instruction(
+    "bulk_store", "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", "l,r,r," + _MEMORY, _void, _u64, _u32, _u32
+)
 bulk_add = _instruction(
     "bulk_add", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r," + _MEMORY, _void, _u64, _u32, _u32
 )

@@ -9,6 +9,7 @@ import math
 from numba import cuda
 from numba.cuda import types
 
+from numba_flash import mask
 from numba_flash.cuda import mma, ptx, schedule, scores, tiles
 
 THREADS, LOG2E = 256, math.log2(math.e)
@@ -16,13 +17,14 @@ CHUNK = 8  # elements of 16 bits that a thread loads at a time
 
 
 def _build_rows(options, block_m):
-    """``rows(number, extras, shape, nk)``: (b0, b1, head, first row in memory, first row in the sequence, its rows, NaN or 1)."""
+    """``rows(number, extras, shape, nk)``: (b0, b1, head, first row in memory, first row in the sequence, its queries, its keys, how far the
+    band shifts, NaN or 1)."""
     BLOCK_M, SEQUENCES, PACKED, OFFSETS = block_m, options.sequences, options.packed, scores.slots(options).q_lengths
     sequence = scores.build_sequence(options)
 
     @cuda.jit(device=True)
     def rows(number, extras, shape, nk):
-        q0, queries, factor = types.int64(0), types.int64(shape[3]), 1.0
+        q0, queries, keys, move, factor = types.int64(0), types.int64(shape[3]), types.int64(nk), types.int64(0), 1.0
         if PACKED:
             b0, b1, head, block = schedule.packed_item(number, extras[OFFSETS], shape[3], BLOCK_M)
         else:
@@ -31,21 +33,22 @@ def _build_rows(options, block_m):
             b1, head = head // shape[2], head % shape[2]
             b0, b1 = b1 // shape[1], b1 % shape[1]
         if SEQUENCES:
-            q0, queries, _, _, _, factor = sequence(extras, b0, b1, shape[3], nk)
+            q0, queries, _, keys, move, factor = sequence(extras, b0, b1, shape[3], nk)
         if PACKED:
             b1 = types.int64(0)
-        return b0, b1, head, q0 + block * BLOCK_M, block * BLOCK_M, queries, factor
+        return b0, b1, head, q0 + block * BLOCK_M, block * BLOCK_M, queries, keys, move, factor
 
     return rows
 
 
-def build_prepare(dtype, head_dim_v, has_dlse, options, block_m, consumers):
+def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, block_m, consumers):
     """Kernel ``prepare(do, o, lse, dlse, lse2, delta, dq_sum, flags, extras, nk, ())`` of one block of threads per row block:
 
     lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there,
-    dq_sum = 0, flags = 0.
+    and flags = 0 if `ordered`, else dq_sum = 0.
     """  # fmt: skip
+    ORDERED = ordered
     BLOCK_M, HAS_DLSE, BFLOAT16, CONSUMERS = block_m, has_dlse, dtype == "bfloat16", consumers
     CHUNKS, LANES = head_dim_v // CHUNK, 1 << max(0, head_dim_v // CHUNK - 1).bit_length()
     SUM_BYTES, ACC, u64, index = 4 * 64 * 64 * consumers, types.float32, types.uint64, tiles.index
@@ -63,7 +66,7 @@ def build_prepare(dtype, head_dim_v, has_dlse, options, block_m, consumers):
 
     def prepare(do, o, lse, dlse, lse2, delta, dq_sum, flags, extras, nk, parameters):
         number = types.int64(cuda.blockIdx.x)
-        b0, b1, h, memory_row, row0, queries, _ = rows(number, extras, lse.shape, nk)
+        b0, b1, h, memory_row, row0, queries, _, _, _ = rows(number, extras, lse.shape, nk)
         lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         for r in range(first, BLOCK_M, THREADS // LANES):
@@ -85,12 +88,14 @@ def build_prepare(dtype, head_dim_v, has_dlse, options, block_m, consumers):
                 at = u64((number * BLOCK_M + r) * 4)
                 ptx.store_global(u64(lse2_address + at), (shift,))
                 ptx.store_global(u64(delta_address + at), (value,))
-        sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
         zero = ACC(0)
-        for i in range(cuda.threadIdx.x * 16, SUM_BYTES, THREADS * 16):
-            ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
-        if cuda.threadIdx.x < CONSUMERS:
-            ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (zero,))
+        if ORDERED:
+            if cuda.threadIdx.x < CONSUMERS:
+                ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (zero,))
+        else:
+            sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
+            for i in range(cuda.threadIdx.x * 16, SUM_BYTES, THREADS * 16):
+                ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
 
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     extras, *_ = scores.kernel_arguments(options, ())
@@ -100,15 +105,20 @@ def build_prepare(dtype, head_dim_v, has_dlse, options, block_m, consumers):
 
 
 def build_finish(dtype, head_dim, options, tile):
-    """Kernel ``finish(dq_sum, dq, extras, nk, scales)``: dQ = scale dQ, out of the order of fragments; dq as words of two elements."""
+    """Kernel ``finish(dq_sum, dq, extras, nk, low, high, scales)``: dQ = scale dQ, out of the order of fragments; dq as words of two elements.
+
+    Row blocks that see no key get 0: nobody has written their sum.
+    """
     BLOCK_M, CONSUMERS, SPLIT_ROWS, PACKED = tile.block_m, tile.consumers, tile.splits_rows, options.packed
     WORDS, ACC, u64 = head_dim // 2, types.float32, types.uint64
     _, pack2 = mma.build_pack(0, dtype == "bfloat16")
     rows = _build_rows(options, tile.block_m)
 
-    def finish(dq_sum, dq, extras, nk, scales):
+    def finish(dq_sum, dq, extras, nk, low, high, scales):
         number = types.int64(cuda.blockIdx.x)
-        b0, b1, h, memory_row, row0, queries, factor = rows(number, extras, dq.shape, nk)
+        b0, b1, h, memory_row, row0, queries, keys, move, factor = rows(number, extras, dq.shape, nk)
+        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, queries), keys, low + move, high + move)
+        empty = start >= stop or row0 >= queries
         if not PACKED:
             queries = dq.shape[3]
         me, thread = cuda.threadIdx.x // 128, cuda.threadIdx.x % 128
@@ -119,12 +129,14 @@ def build_finish(dtype, head_dim, options, tile):
         else:
             word += me * 32
         for j in range(8):
-            x = ptx.load_global_four(u64(sums + u64(2048 * j)))
+            x = (ACC(0), ACC(0), ACC(0), ACC(0))
+            if not empty:
+                x = ptx.load_global_four(u64(sums + u64(2048 * j)))
             for r in range(2):
                 if row0 + row + 8 * r < queries and word + 4 * j < WORDS:
                     dq[b0, b1, h, memory_row + row + 8 * r, word + 4 * j] = pack2(x[2 * r] * scale, x[2 * r + 1] * scale)
 
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     extras, *_ = scores.kernel_arguments(options, ())
-    numbers = types.int64, types.UniTuple(types.float32, 1)
+    numbers = types.int64, types.int64, types.int64, types.UniTuple(types.float32, 1)
     return finish, types.void(array(ACC, 5), array(types.uint32, 5), extras, *numbers), {"launch_bounds": (128 * tile.consumers, 2)}

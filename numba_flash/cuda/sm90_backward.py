@@ -9,7 +9,7 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.cuda import launch, sm90
 from numba_flash.cuda.rows_sm90 import THREADS as ROW_THREADS
-from numba_flash.cuda.swizzle import ALIGNMENT, ROW_BYTES, panel_bytes, panels
+from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 LOG2E = math.log2(math.e)
 KEYS = 64  # that a consumer owns
@@ -28,12 +28,15 @@ class BackwardTile:
         Slots of the rings of Q and of dO tiles.
     early_dv : bool
         Start dV before dS is computed, for which P needs registers of its own.
+    ahead : bool
+        Start the next tile's scores before this one's dQ.
     """
 
     block_m: int
     stages: int
     do_stages: int
     early_dv: bool
+    ahead: bool
     consumers: int = 2
 
     @property
@@ -47,7 +50,7 @@ class BackwardTile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return 40, 232
+        return (24, 240) if self.ahead else (40, 232)
 
     @property
     def threads(self) -> int:
@@ -76,8 +79,8 @@ class BackwardTile:
 
 
 TILES = (
-    (64, 64, BackwardTile(128, 2, 2, False)),
-    (128, 128, BackwardTile(64, 2, 2, True)),
+    (64, 64, BackwardTile(128, 2, 2, False, False)),
+    (128, 128, BackwardTile(64, 2, 2, False, False)),
 )
 
 
@@ -109,7 +112,7 @@ def prepare_backward(problem, inputs, results, ordered=True):
     words = lambda x: (x.view("uint32"), 5)
     prepare = launch.Launch(
         "rows_sm90.build_prepare",
-        (p.dtype, p.dv, dlse is not None, p.options.structure, tile.block_m, tile.consumers),
+        (p.dtype, p.dv, dlse is not None, ordered, p.options.structure, tile.block_m, tile.consumers),
         grid=numbers,
         block=ROW_THREADS,
         operands=(words(do), words(o), (lse, 4), (dlse, 4), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),
@@ -124,7 +127,7 @@ def prepare_backward(problem, inputs, results, ordered=True):
         block=128 * tile.consumers,
         operands=((dq_sum, 5), words(dq)),
         extras=extras,
-        scalars=(p.nk,),
+        scalars=(p.nk, p.low, p.high),
         parameters=(np.float32(p.scale),),
     )
 
