@@ -16,7 +16,7 @@ from numba.cuda import types
 from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, swizzle
 
 # what the producer writes about a work item
-B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = range(14)
+B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = range(14)  # BASE: number of its first head's first row block
 END = -1  # in the place of the count of query tiles: there is no more work
 
 
@@ -67,7 +67,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
     stage_dv = mma.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
 
     @cuda.jit(device=True, forceinline=True)
-    def describe(smem, turn, dk, extras, sizes):
+    def describe(smem, turn, dk, lse2, extras, sizes):
         """Write down what this block's next work item is."""
         pipeline.wait_free(smem, WORK, turn)
         at = schedule.snake(turn, cuda.gridDim.x) if BANDED else i32(turn * cuda.gridDim.x + cuda.blockIdx.x)
@@ -76,6 +76,8 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             base = i32(0)
             if PACKED:
                 base, b1 = i32(q0 // BLOCK_M + b1), i32(0)
+            heads = i32((b0 * i32(lse2.shape[1]) + b1) * i32(lse2.shape[2]) + h * i32(sizes[5]))
+            base = i32(base + heads * i32(lse2.shape[3] // BLOCK_M))
             work = (b0, b1, h, row0, k0, keys, q0, queries, low, high, impossible, first, count, base)
             for word in range(len(work)):
                 pipeline.write(smem, WORK, turn, word, work[word])
@@ -84,19 +86,12 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
         pipeline.publish(smem, WORK, turn)
 
     @cuda.jit(device=True, forceinline=True)
-    def tile_number(smem, turn, head, heads1, number_of_blocks):
-        """Number of the head's first row block in `lse2`, `delta`, `dq_sum`, `flags`."""
-        b0, b1 = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1)
-        return i32(((b0 * heads1[0] + b1) * heads1[1] + head) * number_of_blocks + pipeline.read(smem, WORK, turn, BASE))
-
-    @cuda.jit(device=True, forceinline=True)
     def produce(maps, smem, dk, lse2, delta, extras, sizes):
         """Have the copy engine fetch what each work item needs, and describe the next item in the meantime."""
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
-        heads1 = i32(lse2.shape[1]), i32(lse2.shape[2])
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         group = i32(sizes[5])
-        describe(smem, turn, dk, extras, sizes)
+        describe(smem, turn, dk, lse2, extras, sizes)
         count = pipeline.read(smem, WORK, turn, COUNT)
         while count != END:
             b0, b1 = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1)
@@ -106,11 +101,11 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             fill_k(maps[2], smem, turn, (key, kv_head, b1, b0))
             for g in range(group):
                 head = i32(kv_head * group + g)
-                number = tile_number(smem, turn, head, heads1, blocks)
+                base = i32(pipeline.read(smem, WORK, turn, BASE) + g * blocks)
                 for t in range(count):
-                    at = i32(first + count - 1 - t)
-                    row = i32(pipeline.read(smem, WORK, turn, Q0) + at * BLOCK_M)
-                    offset = u64(number + at) * u64(ROW_BYTES)
+                    at = i32(first + count - i32(1) - t)
+                    row = i32(pipeline.read(smem, WORK, turn, Q0) + at * i32(BLOCK_M))
+                    offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
                     pipeline.wait_free(smem, Q, n)
                     fill_q(maps[1], smem, n, (row, head, b1, b0))
                     slot = n % u32(Q[pipeline.SLOTS])
@@ -125,7 +120,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     to = u32(smem + u32(DELTA) + slot * u32(ROW_BYTES))
                     ptx.bulk_load(to, u64(delta_address + offset), u32(ROW_BYTES), pipeline.mbarrier(smem, DO, pipeline.READY, n))
                     if g == 0 and t == 0:
-                        describe(smem, u32(turn + 1), dk, extras, sizes)
+                        describe(smem, u32(turn + 1), dk, lse2, extras, sizes)
                     n = u32(n + 1)
             turn = u32(turn + 1)
             count = pipeline.read(smem, WORK, turn, COUNT)
@@ -134,27 +129,26 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
     def add_dq(smem, me, lse2, dq_sum, flags, group):
         """(7) dQ_i = dQ_i + dS_ij K_j: add what consumer `me` has left in shared memory to the sum in memory."""
         turn, n, blocks = u32(0), u32(me), i32(lse2.shape[3] // BLOCK_M)
-        heads1 = i32(lse2.shape[1]), i32(lse2.shape[2])
         sum_address, flag_address = ptx.global_address(dq_sum), ptx.global_address(flags)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, COUNT)
         while count != END:
-            kv_head, first = pipeline.read(smem, WORK, turn, KV_HEAD), pipeline.read(smem, WORK, turn, FIRST)
+            first = pipeline.read(smem, WORK, turn, FIRST)
             block, high = i32(pipeline.read(smem, WORK, turn, ROW0) // BLOCK_N), pipeline.read(smem, WORK, turn, HIGH)
             seen = pipeline.read(smem, WORK, turn, QUERIES) != 0
+            done = u64(0)  # flag of the tile before, whose sum may still be on its way
             for g in range(group):
-                number = tile_number(smem, turn, i32(kv_head * group + g), heads1, blocks)
+                base = i32(pipeline.read(smem, WORK, turn, BASE) + g * blocks)
                 for t in range(count):
-                    at = i32(first + count - 1 - t)
-                    mine = u64(number + at) * u64(CONSUMERS) + u64(me)
-                    flag = u64(flag_address + mine * u64(4))
+                    at = i32(first + count - i32(1) - t)
+                    mine = u64(u32(i32(base + at) * i32(CONSUMERS) + me))
+                    flag, to, before = u64(flag_address + mine * u64(4)), u64(sum_address + mine * u64(4 * DQ_FLOATS)), i32(1)
                     pipeline.wait_ready(smem, DQ, n)
+                    if ORDERED and seen:
+                        before = i32(block - max(at * BLOCK_M - high, 0) // BLOCK_N)
+                        while ptx.load_acquire(flag) != before:
+                            pass
                     if seen:
-                        before, to = i32(1), u64(sum_address + mine * u64(4 * DQ_FLOATS))
-                        if ORDERED:
-                            before = i32(block - max(at * BLOCK_M - high, 0) // BLOCK_N)
-                            while ptx.load_acquire(flag) != before:
-                                pass
                         if before == 0:
                             ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(4 * DQ_FLOATS))
                         else:
@@ -163,10 +157,16 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     ptx.bulk_wait_read()
                     pipeline.leave(smem, DQ, n)
                     if ORDERED and seen:
-                        ptx.bulk_wait()
-                        ptx.fence_proxy_async_all()
-                        ptx.add_release(flag, i32(1))
+                        if done != u64(0):
+                            ptx.bulk_wait_but_last()
+                            ptx.fence_proxy_async_all()
+                            ptx.add_release(done, i32(1))
+                        done = flag
                     n = u32(n + CONSUMERS)
+            if ORDERED and seen:  # others may wait for it while this block waits for others
+                ptx.bulk_wait()
+                ptx.fence_proxy_async_all()
+                ptx.add_release(done, i32(1))
             pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
             pipeline.wait_ready(smem, WORK, turn)
@@ -251,10 +251,9 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
 
     @cuda.jit(device=True, forceinline=True)
     def release_before(smem, n, begin):
-        """All products with the tiles before the n-th are complete."""
+        """All products with the Q tile before the n-th are complete."""
         if n != begin:
             pipeline.release(smem, Q, u32(n - 1))
-            pipeline.release(smem, DO, u32(n - 1))
 
     @cuda.jit(device=True, forceinline=True)
     def consume(maps, smem, me, dk, dv, group, scales):
@@ -339,6 +338,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 start_dq(dq, mma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 start_dk(dk_acc, mma.descriptor(ds + mine, u32(0)), mma.descriptor(q_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dq, s, ONE, 32, NEXT)
+                pipeline.release(smem, DO, n)
                 # hand dQ over
                 ring = u32(n * u32(CONSUMERS) + u32(me))
                 pipeline.wait_free(smem, DQ, ring)
@@ -350,7 +350,6 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 n = u32(n + 1)
             ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
             pipeline.release(smem, Q, u32(n - 1))
-            pipeline.release(smem, DO, u32(n - 1))
             pipeline.release(smem, K, turn)
             pipeline.release(smem, V, turn)
             finish(maps, smem, turn, me, u32(n * u32(CONSUMERS) + u32(me)), dk, dv, dk_acc, dv_acc, scales[2])

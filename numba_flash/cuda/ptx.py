@@ -87,6 +87,7 @@ tensor_store = _instruction(
 )  # fmt: skip
 bulk_commit = _instruction("bulk_commit", "cp.async.bulk.commit_group;", _MEMORY, _void)
 bulk_wait_read = _instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _MEMORY, _void)
+bulk_wait_but_last = _instruction("bulk_wait_but_last", "cp.async.bulk.wait_group 1;", _MEMORY, _void)
 bulk_wait = _instruction("bulk_wait", "cp.async.bulk.wait_group 0;", _MEMORY, _void)
 
 # ---- bulk copies (9.7.9.25): neighbouring bytes, a multiple of 16, to shared memory, counted on an mbarrier; or float32 added to memory
@@ -205,6 +206,7 @@ def _vector_store(name, space, address, element, count):
 load_shared_pair = _vector_load("load_shared_pair", "shared", types.uint32, types.float32, 2)
 store_shared_four = _vector_store("store_shared_four", "shared", types.uint32, types.float32, 4)
 load_global_four = _vector_load("load_global_four", "global", types.uint64, types.float32, 4)
+load_shared_words = _vector_load("load_shared_words", "shared", types.uint32, types.uint32, 4)
 load_global_words = _vector_load("load_global_words", "global", types.uint64, types.uint32, 4)
 
 

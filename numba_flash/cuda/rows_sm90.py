@@ -10,7 +10,8 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_flash import mask
-from numba_flash.cuda import mma, ptx, schedule, scores, tiles
+from numba_flash.cuda import mma, ptx, schedule, scores
+from numba_flash.cuda.swizzle import panel_bytes
 
 THREADS, LOG2E = 256, math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
@@ -51,7 +52,7 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, block_m, consum
     ORDERED = ordered
     BLOCK_M, HAS_DLSE, BFLOAT16, CONSUMERS = block_m, has_dlse, dtype == "bfloat16", consumers
     CHUNKS, LANES = head_dim_v // CHUNK, 1 << max(0, head_dim_v // CHUNK - 1).bit_length()
-    SUM_BYTES, ACC, u64, index = 4 * 64 * 64 * consumers, types.float32, types.uint64, tiles.index
+    SUM_BYTES, ACC, u64 = 4 * 64 * 64 * consumers, types.float32, types.uint64
     INF, SHUFFLES = math.inf, [1 << i for i in range(5) if 1 << i < LANES]
     SHUFFLES = tuple(SHUFFLES) or (0,)
     rows = _build_rows(options, block_m)
@@ -110,8 +111,8 @@ def build_finish(dtype, head_dim, options, tile):
     Row blocks that see no key get 0: nobody has written their sum.
     """
     BLOCK_M, CONSUMERS, SPLIT_ROWS, PACKED = tile.block_m, tile.consumers, tile.splits_rows, options.packed
-    WORDS, ACC, u64 = head_dim // 2, types.float32, types.uint64
-    _, pack2 = mma.build_pack(0, dtype == "bfloat16")
+    HEAD_DIM, PANEL_BYTES, ROOM, ACC, u32, u64 = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64), types.float32, types.uint32, types.uint64
+    put = mma.build_put(64, 0, 1, dtype == "bfloat16")
     rows = _build_rows(options, tile.block_m)
 
     def finish(dq_sum, dq, extras, nk, low, high, scales):
@@ -121,20 +122,25 @@ def build_finish(dtype, head_dim, options, tile):
         empty = start >= stop or row0 >= queries
         if not PACKED:
             queries = dq.shape[3]
-        me, thread = cuda.threadIdx.x // 128, cuda.threadIdx.x % 128
+        room = ptx.shared_address(cuda.shared.array(ROOM, types.uint8, 1024))
+        me, thread = types.int32(cuda.threadIdx.x // 128), types.int32(cuda.threadIdx.x % 128)
         sums = u64(ptx.global_address(dq_sum) + u64(((number * CONSUMERS + me) * 1024 + thread) * 16))
-        row, word, scale = mma.first_row(), mma.first_column() // 2, scales[0] * ACC(factor)
-        if SPLIT_ROWS:
-            row += me * 64
-        else:
-            word += me * 32
+        acc, scale = cuda.local.array(32, ACC), cuda.local.array(2, ACC)
         for j in range(8):
             x = (ACC(0), ACC(0), ACC(0), ACC(0))
             if not empty:
                 x = ptx.load_global_four(u64(sums + u64(2048 * j)))
-            for r in range(2):
-                if row0 + row + 8 * r < queries and word + 4 * j < WORDS:
-                    dq[b0, b1, h, memory_row + row + 8 * r, word + 4 * j] = pack2(x[2 * r] * scale, x[2 * r + 1] * scale)
+            for i in range(4):
+                acc[4 * j + i] = x[i]
+        scale[0] = scale[1] = scales[0] * ACC(factor)
+        put(u32(room + u32(me * PANEL_BYTES)), acc, scale)
+        cuda.syncthreads()  # all rows are there
+        row, column = (me * 64, 0) if SPLIT_ROWS else (0, me * 64)
+        chunk = thread % 8
+        for r in range(thread // 8, 64, 16):
+            if row0 + row + r < queries and column + 8 * chunk < HEAD_DIM:
+                words = ptx.load_shared_words(u32(room + u32(me * PANEL_BYTES + r * 128 + (chunk ^ (r % 8)) * 16)))
+                ptx.store_global(u64(ptx.global_address(dq[b0, b1, h, memory_row + row + r]) + u64(2 * column + 16 * chunk)), words)
 
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     extras, *_ = scores.kernel_arguments(options, ())
