@@ -17,6 +17,7 @@ from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, swiz
 
 # what the producer writes about a work item
 B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = range(14)  # BASE: number of its first head's first row block
+CLEAR_FROM, CLEAR_TO, END_OF_HEAD, LAST = range(4)  # bounds of row0
 END = -1  # in the place of the count of query tiles: there is no more work
 
 
@@ -35,14 +36,16 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SPLIT_ROWS = tile.block_m, tile.block_n, tile.consumers, tile.splits_rows
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, DO, DQ, WORK, DS, LSE, DELTA = SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work, SMEM.ds, SMEM.lse, SMEM.delta
+    Q, K, V, DO, DQ, WORK, DS, LSE, DELTA, BOUNDS = SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work, SMEM.ds, SMEM.lse, SMEM.delta, SMEM.bounds
     ALIGNMENT, ROWS, Q_PANEL, K_PANEL = SMEM.ALIGNMENT, 64, swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(BLOCK_N)
     ROW_BYTES, DS_BYTES, MINE = 4 * BLOCK_M, SMEM.ds_bytes, ROWS * swizzle.ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V, DQ_FLOATS = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2, 64 * 64
     BANDED, CAPPED, TO_MAP, ORDERED, EARLY = band != "none", bool(options.softcap), to_map, ordered, tile.early_dv or bool(options.softcap)
+    ADAPTIVE = ordered == 2
     AHEAD, PENDING, NEXT = tile.ahead, 1 if EARLY else 0, SCORES if tile.ahead else 0  # PENDING: products behind dP
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
     ACC, u32, i32, u64 = types.float32, types.uint32, types.int32, types.uint64
+    V_BEHIND_K = (V[pipeline.TILES] - K[pipeline.TILES]) // mma.DESCRIPTOR_UNIT
     NAN, ONES, ON, OFF, NONE, ONE = math.nan, (1.0, 1.0), 1, 0, 0, 1
     item_of = schedule.build_item(
         options, band != "none", False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True
@@ -67,31 +70,34 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
     stage_dv = mma.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
 
     @cuda.jit(device=True, forceinline=True)
-    def describe(smem, turn, dk, lse2, extras, sizes):
-        """Write down what this block's next work item is."""
-        pipeline.wait_free(smem, WORK, turn)
-        at = schedule.snake(turn, cuda.gridDim.x) if BANDED else i32(turn * cuda.gridDim.x + cuda.blockIdx.x)
-        if at < sizes[0]:
-            (b0, b1, h, row0), (k0, keys, q0, queries, low, high, impossible), (first, count, _) = item_of(at, dk.shape, extras, sizes)
-            base = i32(0)
-            if PACKED:
-                base, b1 = i32(q0 // BLOCK_M + b1), i32(0)
-            heads = i32((b0 * i32(lse2.shape[1]) + b1) * i32(lse2.shape[2]) + h * i32(sizes[5]))
-            base = i32(base + heads * i32(lse2.shape[3] // BLOCK_M))
-            work = (b0, b1, h, row0, k0, keys, q0, queries, low, high, impossible, first, count, base)
-            for word in range(len(work)):
-                pipeline.write(smem, WORK, turn, word, work[word])
-        else:
-            pipeline.write(smem, WORK, turn, COUNT, END)
-        pipeline.publish(smem, WORK, turn)
+    def describe(smem, dk, lse2, extras, sizes):
+        """Write down what this block's work items are, one ahead of the others."""
+        turn, there = u32(0), True
+        while there:
+            pipeline.wait_free(smem, WORK, turn)
+            at = schedule.snake(turn, cuda.gridDim.x) if BANDED else i32(turn * cuda.gridDim.x + cuda.blockIdx.x)
+            there = at < sizes[0]
+            if there:
+                (b0, b1, h, row0), (k0, keys, q0, queries, low, high, impossible), (first, count, _) = item_of(at, dk.shape, extras, sizes)
+                base = i32(0)
+                if PACKED:
+                    base, b1 = i32(q0 // BLOCK_M + b1), i32(0)
+                heads = i32((b0 * i32(lse2.shape[1]) + b1) * i32(lse2.shape[2]) + h * i32(sizes[5]))
+                base = i32(base + heads * i32(lse2.shape[3] // BLOCK_M))
+                work = (b0, b1, h, row0, k0, keys, q0, queries, low, high, impossible, first, count, base)
+                for word in range(len(work)):
+                    pipeline.write(smem, WORK, turn, word, work[word])
+            else:
+                pipeline.write(smem, WORK, turn, COUNT, END)
+            pipeline.publish(smem, WORK, turn)
+            turn = u32(turn + 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def produce(maps, smem, dk, lse2, delta, extras, sizes):
-        """Have the copy engine fetch what each work item needs, and describe the next item in the meantime."""
+    def produce(maps, smem, lse2, delta, group):
+        """Have the copy engine fetch what each work item needs."""
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
-        group = i32(sizes[5])
-        describe(smem, turn, dk, lse2, extras, sizes)
+        pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, COUNT)
         while count != END:
             b0, b1 = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1)
@@ -119,10 +125,10 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     slot = n % u32(DO[pipeline.SLOTS])
                     to = u32(smem + u32(DELTA) + slot * u32(ROW_BYTES))
                     ptx.bulk_load(to, u64(delta_address + offset), u32(ROW_BYTES), pipeline.mbarrier(smem, DO, pipeline.READY, n))
-                    if g == 0 and t == 0:
-                        describe(smem, u32(turn + 1), dk, lse2, extras, sizes)
                     n = u32(n + 1)
+            pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
+            pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.read(smem, WORK, turn, COUNT)
 
     @cuda.jit(device=True, forceinline=True)
@@ -136,7 +142,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             first = pipeline.read(smem, WORK, turn, FIRST)
             block, high = i32(pipeline.read(smem, WORK, turn, ROW0) // BLOCK_N), pipeline.read(smem, WORK, turn, HIGH)
             seen = pipeline.read(smem, WORK, turn, QUERIES) != 0
-            done = u64(0)  # flag of the tile before, whose sum may still be on its way
+            done = u64(0)
             for g in range(group):
                 base = i32(pipeline.read(smem, WORK, turn, BASE) + g * blocks)
                 for t in range(count):
@@ -146,7 +152,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     pipeline.wait_ready(smem, DQ, n)
                     if ORDERED and seen:
                         before = i32(block - max(at * BLOCK_M - high, 0) // BLOCK_N)
-                        while ptx.load_acquire(flag) != before:
+                        while ptx.load_flag(flag) != before:
                             pass
                     if seen:
                         if before == 0:
@@ -157,16 +163,22 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     ptx.bulk_wait_read()
                     pipeline.leave(smem, DQ, n)
                     if ORDERED and seen:
-                        if done != u64(0):
-                            ptx.bulk_wait_but_last()
+                        if ADAPTIVE:
+                            if done != u64(0):
+                                ptx.bulk_wait_but_last()
+                                ptx.fence_proxy_async_all()
+                                ptx.add_release(done, i32(1))
+                            done = flag
+                            if not pipeline.is_ready(smem, DQ, u32(n + CONSUMERS)) or t + 1 == count:
+                                ptx.bulk_wait()
+                                ptx.fence_proxy_async_all()
+                                ptx.add_release(flag, i32(1))
+                                done = u64(0)
+                        else:
+                            ptx.bulk_wait()
                             ptx.fence_proxy_async_all()
-                            ptx.add_release(done, i32(1))
-                        done = flag
+                            ptx.add_release(flag, i32(1))
                     n = u32(n + CONSUMERS)
-            if ORDERED and seen:  # others may wait for it while this block waits for others
-                ptx.bulk_wait()
-                ptx.fence_proxy_async_all()
-                ptx.add_release(done, i32(1))
             pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
             pipeline.wait_ready(smem, WORK, turn)
@@ -174,12 +186,25 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
         ptx.bulk_wait()
 
     @cuda.jit(device=True, forceinline=True)
-    def clear_rows(smem, turn, me):
-        """First and last row0 whose tile hides nothing from the warp group's keys."""
+    def note_bounds(smem, turn, me):
+        """Write down the first and last row0 whose tile hides nothing from the warp group's keys, that beyond the last tile's, the first's."""
         first = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS)
         low, high = pipeline.read(smem, WORK, turn, LOW), pipeline.read(smem, WORK, turn, HIGH)
         last = min(i32(pipeline.read(smem, WORK, turn, QUERIES) - BLOCK_M), i32(high + first - i32(BLOCK_M - 1)))
-        return i32(low + first + i32(ROWS - 1)), last if first + ROWS <= pipeline.read(smem, WORK, turn, KEYS) else i32(-1)
+        if first + ROWS > pipeline.read(smem, WORK, turn, KEYS):
+            last = i32(-1)
+        before, count = pipeline.read(smem, WORK, turn, FIRST) - i32(1), pipeline.read(smem, WORK, turn, COUNT)
+        pipeline.meet_warp_group(me, CONSUMERS)  # nobody reads those of the item before any more
+        if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+            bounds = i32(low + first + i32(ROWS - 1)), last, i32(before * BLOCK_M), i32((before + count) * BLOCK_M)
+            for i in range(4):
+                ptx.store_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)), bounds[i])
+        pipeline.meet_warp_group(me, CONSUMERS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def bound(smem, me, i):
+        """One of the bounds; in shared memory, because registers are short."""
+        return ptx.load_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)))
 
     @cuda.jit(device=True, forceinline=True)
     def hide(s, smem, turn, me, row0):
@@ -250,9 +275,9 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
 
     @cuda.jit(device=True, forceinline=True)
-    def release_before(smem, n, begin):
+    def release_before(smem, n):
         """All products with the Q tile before the n-th are complete."""
-        if n != begin:
+        if n != u32(0):
             pipeline.release(smem, Q, u32(n - 1))
 
     @cuda.jit(device=True, forceinline=True)
@@ -268,9 +293,8 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
             if count == END:
                 break
-            last = i32((pipeline.read(smem, WORK, turn, FIRST) + count - 1) * BLOCK_M)
             k_rows = mma.descriptor(pipeline.tile(smem, K, turn) + mine, u32(0))
-            v_rows = mma.descriptor(pipeline.tile(smem, V, turn) + mine, u32(0))
+            v_rows = u32(k_rows + u32(V_BEHIND_K))
             k_columns = mma.descriptor(pipeline.tile(smem, K, turn) + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
@@ -278,9 +302,9 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
             if SEQUENCES:
                 here = pipeline.read(smem, WORK, turn, KEYS) - pipeline.read(smem, WORK, turn, ROW0)
                 clear_k(smem, K, turn, here, me, CONSUMERS)
-            row0, floor = last, i32(last - count * BLOCK_M)
-            clear_from, clear_to = clear_rows(smem, turn, me)
-            begin, end = n, u32(n + u32(count * group))
+            note_bounds(smem, turn, me)
+            row0 = bound(smem, me, LAST)
+            end = u32(n + u32(count * group))
             if AHEAD:  # (1) S^T = K Q^T of the first tile
                 enter(smem, turn, me, n, row0)
                 start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
@@ -301,11 +325,11 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 start_dp(dp, v_rows, mma.descriptor(do_rows, u32(0)))
                 if not AHEAD:
                     ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
-                    release_before(smem, n, begin)
+                    release_before(smem, n)
                 # (2) P^T
                 if CAPPED:
                     cap(s, scales[0])
-                if row0 < clear_from or row0 > clear_to:
+                if row0 < bound(smem, me, CLEAR_FROM) or row0 > bound(smem, me, CLEAR_TO):
                     hide(s, smem, turn, me, row0)
                 exponentiate(s, p, u32(smem + u32(LSE) + n % u32(Q[pipeline.SLOTS]) * u32(ROW_BYTES) + column), scales[1])
                 # (3) dV = dV + P^T dO
@@ -313,7 +337,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                     start_dv(dv_acc, p, mma.descriptor(do_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dp, dp, PENDING, SCORES, NONE)
                 if AHEAD:
-                    release_before(smem, n, begin)
+                    release_before(smem, n)
                 # (5) dS^T
                 differentiate(dp, s, u32(smem + u32(DELTA) + n % u32(DO[pipeline.SLOTS]) * u32(ROW_BYTES) + column))
                 if not EARLY:
@@ -324,8 +348,8 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 ptx.fence_proxy_async()
                 # (1) S^T of the next tile; after the last one, of the same again, for nothing
                 row0 = i32(row0 - BLOCK_M)
-                if row0 == floor:
-                    row0 = last
+                if row0 == bound(smem, me, END_OF_HEAD):
+                    row0 = bound(smem, me, LAST)
                 if AHEAD:
                     following = u32(n + u32(1))
                     if following == end:
@@ -334,6 +358,8 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                         enter(smem, turn, me, following, row0)
                     start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
                 pipeline.meet_consumers(CONSUMERS)
+                if AHEAD:  # dV is complete: the registers of P are free for dQ
+                    ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
                 start_dq(dq, mma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 start_dk(dk_acc, mma.descriptor(ds + mine, u32(0)), mma.descriptor(q_rows, u32(Q_PANEL)))
@@ -349,7 +375,6 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
                 pipeline.publish(smem, DQ, ring)
                 n = u32(n + 1)
             ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-            pipeline.release(smem, Q, u32(n - 1))
             pipeline.release(smem, K, turn)
             pipeline.release(smem, V, turn)
             finish(maps, smem, turn, me, u32(n * u32(CONSUMERS) + u32(me)), dk, dv, dk_acc, dv_acc, scales[2])
@@ -359,7 +384,7 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
         smem = u32((ptx.shared_address(cuda.shared.array(0, types.uint8)) + u32(ALIGNMENT - 1)) & u32(-ALIGNMENT & 0xFFFFFFFF))
         group = pipeline.uniform(i32(cuda.threadIdx.x) // pipeline.WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP + CONSUMERS)
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP + CONSUMERS + 1)
             for ring in (Q, DO, K, V):
                 pipeline.initialise(smem, ring, 1, CONSUMERS)
             pipeline.initialise(smem, DQ, pipeline.WARP_GROUP, 1)
@@ -368,10 +393,14 @@ def build(dtype, head_dim, head_dim_v, band, to_map, ordered, options, tile):
 
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, dk, lse2, delta, extras, sizes)
-            elif cuda.threadIdx.x % 32 == 0 and cuda.threadIdx.x // 32 <= CONSUMERS:
-                add_dq(smem, i32(cuda.threadIdx.x // 32 - 1), lse2, dq_sum, flags, i32(sizes[5]))
+            warp = cuda.threadIdx.x // 32
+            if cuda.threadIdx.x % 32 == 0:
+                if warp == CONSUMERS + 1:
+                    describe(smem, dk, lse2, extras, sizes)
+                elif warp == CONSUMERS:
+                    produce(maps, smem, lse2, delta, i32(sizes[5]))
+                else:
+                    add_dq(smem, i32(warp), lse2, dq_sum, flags, i32(sizes[5]))
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dk, dv, i32(sizes[5]), scales)

@@ -67,6 +67,11 @@ mbarrier_try_wait = _instruction(
     "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
     "=r,r,r," + _MEMORY, _u32, _u32, _u32,
 )  # fmt: skip
+mbarrier_test_wait = _instruction(
+    "mbarrier_test_wait",
+    "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
+    "=r,r,r," + _MEMORY, _u32, _u32, _u32,
+)  # fmt: skip
 fence_mbarrier_init = _instruction("fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", _MEMORY, _void)
 
 # ---- named barriers (9.7.13.1) and the proxy fence (9.7.13.4)
@@ -103,8 +108,8 @@ bulk_add = _instruction(
     "bulk_add", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r," + _MEMORY, _void, _u64, _u32, _u32
 )
 
-# ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid
-load_acquire = _instruction("load_acquire", "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
+# ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid. The load is relaxed: one that acquires empties the L1 cache
+load_flag = _instruction("load_flag", "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
 add_release = _instruction("add_release", "red.release.gpu.global.add.s32 [$0], $1;", "l,r," + _MEMORY, _void, _u64, types.int32)
 fence_proxy_async_all = _instruction("fence_proxy_async_all", "fence.proxy.async;", _MEMORY, _void)
 

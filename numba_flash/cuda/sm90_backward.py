@@ -50,7 +50,7 @@ class BackwardTile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return (24, 240) if self.ahead else (40, 232)
+        return 40, 232
 
     @property
     def threads(self) -> int:
@@ -69,7 +69,8 @@ class BackwardTile:
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
         layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, ds=0, ds_bytes=ds_bytes, lse=2 * ds_bytes)
         layout.delta = layout.lse + 4 * self.block_m * self.stages
-        slots = -(-(layout.delta + 4 * self.block_m * self.do_stages) // ALIGNMENT) * ALIGNMENT
+        layout.bounds = layout.delta + 4 * self.block_m * self.do_stages
+        slots = -(-(layout.bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
         mbarriers = slots + sum(slot_bytes * count for slot_bytes, count in rings.values())
         for name, (slot_bytes, count) in rings.items():
             setattr(layout, name, (slots, slot_bytes, count, mbarriers, mbarriers + count * sm90.MBARRIER_BYTES))
@@ -80,7 +81,7 @@ class BackwardTile:
 
 TILES = (
     (64, 64, BackwardTile(128, 2, 2, False, False)),
-    (128, 128, BackwardTile(64, 2, 2, False, False)),
+    (128, 128, BackwardTile(64, 3, 2, False, True)),
 )
 
 
