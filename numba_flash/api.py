@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from numba_flash import arrays, call, spec
+from numba_flash import arrays, call, checks, spec
 from numba_flash.plan import Plan, choose
 
 Array: TypeAlias = Any
@@ -158,6 +158,7 @@ def backward(
     score_mod_grad: Callable | None = None,
     dlse: Array | None = None,
     bias_grad: bool = False,
+    deterministic: bool = True,
     out: tuple[Array, ...] | None = None,
     backend: str | None = None,
 ) -> tuple[Array, ...]:
@@ -177,6 +178,9 @@ def backward(
         Gradient with respect to lse, in lse's dtype.
     bias_grad : bool
         Also return the gradient with respect to the bias.
+    deterministic : bool
+        True: the same bits in every run. False allows a backend to add parts of dq in the order in which they are ready, in float32,
+        which `sm90` does; the others are deterministic anyway.
     out : tuple of arrays, optional
         (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not
         overlap an input or each other.
@@ -195,15 +199,17 @@ def backward(
 
     Notes
     -----
-    Deterministic: every sum has one fixed order.
+    Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.
     """
     inputs = _adopt((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     names = ("dq", "dk", "dv", "dbias") if bias_grad is True else ("dq", "dk", "dv")
     outs = _outs(out, names)
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    key, run = call.find("backward", inputs, outs, given, (backend, bias_grad, type(bias_grad)))
+    others = (backend, bias_grad, type(bias_grad), deterministic, type(deterministic))
+    key, run = call.find("backward", inputs, outs, given, others)
     if run is None:
-        run = call.remember(key, _prepare_backward(inputs, given, bias_grad, backend))
+        checks.flag("deterministic", deterministic)
+        run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
     return run(inputs, outs)[: len(names)]
 
 
@@ -270,10 +276,10 @@ def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str
     return call.prepare("forward", problem, backend, dict(zip(("q", "k", "v", *EXTRAS), inputs, strict=True)), results)
 
 
-def _prepare_backward(inputs: tuple, given: tuple, bias_grad: bool, backend: str | None):
+def _prepare_backward(inputs: tuple, given: tuple, bias_grad: bool, deterministic: bool, backend: str | None):
     *tensors, dlse = inputs[:7]
     problem = spec.bind_backward(*tensors, dlse=dlse, bias_grad=bias_grad, **_options(inputs[7:], given))
     named = dict(zip(("do", "q", "k", "v", "o", "lse", "dlse", *EXTRAS), inputs, strict=True))
     results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
     results["dbias"] = ("bias", named["bias"].shape, None) if bias_grad else None
-    return call.prepare("backward", problem, backend, named, results)
+    return call.prepare("backward", problem, backend, named, results, deterministic=deterministic)

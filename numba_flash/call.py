@@ -31,7 +31,7 @@ def remember(key, call):
     return call
 
 
-def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict, results: dict) -> "_Call":
+def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict, results: dict, **settings) -> "_Call":
     """Choose a backend and bind it to the layouts of `inputs`.
 
     Parameters
@@ -46,6 +46,8 @@ def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict,
         Arrays by name, None where absent.
     results : dict
         Name: (input that it resembles, shape, dtype or None for that input's), or None where a result is not wanted.
+    **settings
+        What the backend's ``prepare_forward`` or ``prepare_backward`` takes besides.
     """
     spec.check_lengths(problem, inputs["q_lengths"], inputs["kv_lengths"])
     chosen = choose(problem, inputs, backend, kind).backend
@@ -53,7 +55,7 @@ def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict,
         if what is not None:
             arrays.check_size(name, inputs["q"], what[1], what[2])
     module = tier(chosen)
-    run = partial(getattr(module, f"prepare_{kind}"), problem)
+    run = partial(getattr(module, f"prepare_{kind}"), problem, **settings)
     through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()
     return (_CallThroughGpu if through_gpu else _Call)(run, problem, inputs, results)
 

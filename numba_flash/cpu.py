@@ -128,8 +128,8 @@ def prepare_forward(problem, inputs, results):
     return partial(_forward, problem)
 
 
-def prepare_backward(problem, inputs, results):
-    """``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way."""
+def prepare_backward(problem, inputs, results, deterministic=True):
+    """``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))``; always `deterministic`."""
     return partial(_backward, problem)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from numba_flash import call, spec
+from numba_flash import call, checks, spec
 from numba_flash.api import SETTINGS, Array, _adopt, _outs
 
 
@@ -88,6 +88,7 @@ def backward_packed(
     score_mod: Callable | None = None,
     score_mod_grad: Callable | None = None,
     dlse: Array | None = None,
+    deterministic: bool = True,
     out: tuple[Array, Array, Array] | None = None,
     backend: str | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -105,6 +106,8 @@ def backward_packed(
         As given to `forward_packed`.
     dlse : array, shape (Hq, total queries), optional
         Gradient with respect to lse, in lse's dtype.
+    deterministic : bool
+        As in `backward`.
     out : tuple of three arrays, optional
         (dq, dk, dv), written in place and returned; must not overlap an input or each other.
 
@@ -121,9 +124,10 @@ def backward_packed(
     inputs = _adopt((do, q, k, v, o, lse, dlse, q_offsets, k_offsets))
     outs = _outs(out, ("dq", "dk", "dv"))
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    key, run = call.find("backward_packed", inputs, outs, given, (backend,))
+    key, run = call.find("backward_packed", inputs, outs, given, (backend, deterministic, type(deterministic)))
     if run is None:
-        run = call.remember(key, _prepare_backward(inputs, given, backend))
+        checks.flag("deterministic", deterministic)
+        run = call.remember(key, _prepare_backward(inputs, given, deterministic, backend))
     return run((*inputs[:7], None, None, *inputs[7:]), outs)[:3]
 
 
@@ -136,10 +140,10 @@ def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str
     return call.prepare("forward", problem, backend, named, results)
 
 
-def _prepare_backward(inputs: tuple, given: tuple, backend: str | None):
+def _prepare_backward(inputs: tuple, given: tuple, deterministic: bool, backend: str | None):
     do, q, k, v, o, lse, dlse, *offsets = inputs
     problem = spec.bind_packed_backward(do, q, k, v, o, lse, *offsets, dlse=dlse, **dict(zip(SETTINGS, given, strict=True)))
     tensors = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
     named = tensors | {"bias": None, "mask": None, "q_lengths": offsets[0], "kv_lengths": offsets[1]}
     results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
-    return call.prepare("backward", problem, backend, named, results | {"dbias": None})
+    return call.prepare("backward", problem, backend, named, results | {"dbias": None}, deterministic=deterministic)

@@ -45,8 +45,8 @@ def bits(cp, *arrays) -> list[bytes]:
     return [x.tobytes() if isinstance(x, np.ndarray) else cp.asnumpy(x).tobytes() for x in arrays]
 
 
-def dense(cp, q, k, v, *, causal=False, window=None, q_start=None, softcap=None, q_lengths=None, kv_lengths=None):
-    """(o, lse) in float64 of arrays (..., heads, n, d), with the matrix of all scores. What lies beyond the lengths is not looked at."""
+def _dense(cp, q, k, v, *, causal=False, window=None, q_start=None, softcap=None, q_lengths=None, kv_lengths=None):
+    """(q, k, v, P, lse, the cap's slope, rows within the lengths), with keys for every query head, and zeros beyond the lengths."""
     (hq, nq), (hk, nk), scale = q.shape[-3:-1], k.shape[-3:-1], q.shape[-1] ** -0.5
     batch = tuple(q.shape[:-3])
     lengths = [cp.full(batch, n) if x is None else cp.asarray(x) for x, n in ((q_lengths, nq), (kv_lengths, nk))]
@@ -59,12 +59,13 @@ def dense(cp, q, k, v, *, causal=False, window=None, q_start=None, softcap=None,
         visible = visible & (j <= i + start + (0 if causal else right))
     if left != -1:
         visible = visible & (j >= i + start - left)
-    rows = cp.arange(nk)[:, None] < k_length
-    q = cp.where(cp.arange(nq)[:, None] < q_length, wide(cp, q), 0)
-    k, v = (cp.repeat(cp.where(rows, wide(cp, x), 0), hq // hk, axis=x.ndim - 3) for x in (k, v))
-    s = scale * (q @ k.swapaxes(-1, -2))
+    rows = i < q_length
+    q = cp.where(rows, wide(cp, q), 0)
+    k, v = (cp.repeat(cp.where(cp.arange(nk)[:, None] < k_length, wide(cp, x), 0), hq // hk, axis=x.ndim - 3) for x in (k, v))
+    s, slope = scale * (q @ k.swapaxes(-1, -2)), 1.0
     if softcap is not None:
         s = softcap * cp.tanh(s / softcap)
+        slope = 1 - (s / softcap) ** 2
     s = cp.where(visible, s, -math.inf)
     m = s.max(axis=-1, keepdims=True)
     m = cp.where(m == -math.inf, 0, m)
@@ -72,7 +73,27 @@ def dense(cp, q, k, v, *, causal=False, window=None, q_start=None, softcap=None,
     l = p.sum(axis=-1, keepdims=True)
     seen = l > 0
     lse = cp.where(seen, m + cp.log(cp.where(seen, l, 1)), -math.inf)
-    return p @ v / cp.where(seen, l, 1), lse[..., 0]
+    return q, k, v, p / cp.where(seen, l, 1), lse[..., 0], slope, rows
+
+
+def dense(cp, q, k, v, **options):
+    """(o, lse) in float64 of arrays (..., heads, n, d), with the matrix of all scores. What lies beyond the lengths is not looked at."""
+    *_, v, p, lse, _, _ = _dense(cp, q, k, v, **options)
+    return p @ v, lse
+
+
+def dense_gradients(cp, do, q, k, v, dlse=None, **options):
+    """(dq, dk, dv) in the same way."""
+    hk, scale = k.shape[-3], q.shape[-1] ** -0.5
+    q, k, v, p, _, slope, rows = _dense(cp, q, k, v, **options)
+    do = cp.where(rows, wide(cp, do), 0)
+    dp = do @ v.swapaxes(-1, -2)
+    delta = (p * dp).sum(axis=-1, keepdims=True)
+    if dlse is not None:
+        delta -= cp.where(rows, wide(cp, dlse)[..., None], 0)
+    ds = p * (dp - delta) * slope * scale
+    groups = lambda x: x.reshape(*x.shape[:-3], hk, -1, *x.shape[-2:]).sum(axis=-3)
+    return ds @ k, groups(ds.swapaxes(-1, -2) @ q), groups(p.swapaxes(-1, -2) @ do)
 
 
 def dense_packed(cp, q, k, v, offsets, **options):
@@ -84,6 +105,44 @@ def dense_packed(cp, q, k, v, offsets, **options):
             alone, lse[:, i] = dense(cp, *(x.swapaxes(0, 1) for x in (q[i], k[j], v[j])), **options)
             o[i] = alone.swapaxes(0, 1)
     return o, lse
+
+
+def dense_gradients_packed(cp, do, q, k, v, offsets, dlse=None, **options):
+    """The same for packed sequences."""
+    gradients = tuple(cp.zeros(x.shape) for x in (q, k, v))
+    for b in range(len(offsets[0]) - 1):
+        i, j = (slice(int(x[b]), int(x[b + 1])) for x in offsets)
+        if i.start < i.stop and j.start < j.stop:
+            alone = dense_gradients(
+                cp, *(x.swapaxes(0, 1) for x in (do[i], q[i], k[j], v[j])), None if dlse is None else dlse[:, i], **options
+            )
+            for x, y, rows in zip(gradients, alone, (i, j, j), strict=True):
+                x[rows] = y.swapaxes(0, 1)
+    return gradients
+
+
+def verify_gradients(cp, gradients, expected, what=""):
+    """As accurate as the arithmetic, and exactly 0 where the formula is."""
+    for name, ours, ref in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+        dtype, ours = ours.dtype.name, wide(cp, ours)
+        assert not bool(cp.isnan(ours).any()), f"{what}: NaN in {name}"
+        error, size = (float(cp.linalg.norm(x)) for x in (ours - ref, ref))
+        assert error <= 2 * RELATIVE[dtype] * size + 1e-3 * RELATIVE[dtype] * math.sqrt(ref.size), f"{what}: {name}: {error} of {size}"
+
+
+def draw_length(rng, most: int) -> int:
+    edges = [n * tile + m for tile in (64, 112, 128, 176, 192) for n in (1, 2, 3) for m in (-1, 0, 1)]
+    return min(most, int(rng.choice([rng.integers(1, 10), rng.choice(edges), rng.integers(1, most + 1)])))
+
+
+def draw_mask(rng, nq: int, nk: int, follows: bool) -> dict:
+    window = tuple(int(rng.choice([-1, 0, rng.integers(0, nk + 1)])) for _ in range(2))
+    start = {} if follows else {"q_start": int(rng.integers(-nq, nk + 1))}
+    return [start, {"causal": True} | start, {"window": window} | start, {"window": window, "causal": True} | start][rng.integers(4)]
+
+
+def draw_offsets(rng, sequences: int, total: int) -> np.ndarray:
+    return np.array([0, *sorted(rng.integers(0, total + 1, sequences - 1)), total], np.int32)
 
 
 def verify(cp, o, lse, expected, v, what=""):

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dense import bits, dense, dense_packed, nan, normal, put, verify
+from dense import bits, dense, dense_packed, draw_length, draw_mask, draw_offsets, nan, normal, put, verify
 from support import DTYPES, allowed_errors, assert_within, no_hopper, random_inputs
 
 import numba_flash
@@ -32,21 +32,6 @@ def cp():
 
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256), (40, 72), (192, 128), (8, 256)]
 KINDS = ["plain", "kv_lengths", "packed", "softcap", "both lengths"]
-
-
-def draw_length(rng, most: int) -> int:
-    edges = [n * tile + m for tile in (64, 112, 128, 176, 192) for n in (1, 2, 3) for m in (-1, 0, 1)]
-    return min(most, int(rng.choice([rng.integers(1, 10), rng.choice(edges), rng.integers(1, most + 1)])))
-
-
-def draw_mask(rng, nq: int, nk: int, follows: bool) -> dict:
-    window = tuple(int(rng.choice([-1, 0, rng.integers(0, nk + 1)])) for _ in range(2))
-    start = {} if follows else {"q_start": int(rng.integers(-nq, nk + 1))}
-    return [start, {"causal": True} | start, {"window": window} | start, {"window": window, "causal": True} | start][rng.integers(4)]
-
-
-def draw_offsets(rng, sequences: int, total: int) -> np.ndarray:
-    return np.array([0, *sorted(rng.integers(0, total + 1, sequences - 1)), total], np.int32)
 
 
 def draw(cp, rng, kind: str, dtype: str, dims: tuple[int, int], follows: bool):
@@ -286,13 +271,6 @@ def test_what_sm90_refuses_runs_elsewhere(cp, shape, view, options, sentence):
     with pytest.raises(NotImplementedError, match="backend sm90: "):
         forward(x, x, x, **options)
     assert numba_flash.forward(x, x, x, **options).shape == x.shape
-
-
-def test_backward_is_refused_until_there_is_one(cp):
-    q = normal(cp, 2, 64, 64)
-    o, lse = forward(q, q, q, return_lse=True)
-    with pytest.raises(NotImplementedError, match="backend sm90: has no backward pass yet"):
-        numba_flash.backward(o, q, q, q, o, lse, backend="sm90")
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------------------------

@@ -89,7 +89,15 @@ def test_bfloat16_is_served():
 def test_refusals_beyond_the_problem(hopper, monkeypatch):
     p = problem()
     assert sm90.why_not("forward", None, inputs_of(p), True) is None
-    assert sm90.why_not("backward", p, inputs_of(p), True) == "has no backward pass yet"
+    backward = inputs_of(p) | {"do": np.zeros((2, 1, 8, 128), np.float16), "o": np.zeros((2, 1, 8, 128), np.float16)}
+    assert sm90.why_not("backward", p, backward, True) is None
+    wide = replace(p, d=136)
+    sentence = "has a backward pass for head dimensions up to 128; q.shape[-1] is 136"
+    assert sm90.why_not("backward", wide, backward, True).startswith(sentence)
+    backward["do"] = backward["do"][..., ::2]
+    assert sm90.why_not("backward", p, backward, True).startswith(
+        "needs neighbours along the head dimension to be neighbours in memory; do"
+    )
     strided = inputs_of(p) | {"k": np.zeros((2, 1, 200, 128), np.float16)[..., ::2]}
     assert sm90.why_not("forward", p, strided, True).startswith("needs neighbours along the head dimension")
     for capability in ((8, 0), (10, 0), (12, 1)):
@@ -121,7 +129,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("x", "sentence"), LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(x, sentence):
-    reason = sm90._why_not_layout("k", x)
+    reason = sm90.why_not_layout("k", x)
     assert reason is None if sentence is None else reason.startswith(sentence)
     assert reason is None or str(x.strides) in reason
 

@@ -64,7 +64,8 @@ def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
 
     A is 64 x 16 `steps`, in panels of so many bytes, or its transpose as rows if `a_panel` is 0; B likewise with `count` columns.
     """
-    COUNT, STEPS, A_PANEL, B_PANEL, ADD, BFLOAT16 = count, steps, a_panel // DESCRIPTOR_UNIT, b_panel // DESCRIPTOR_UNIT, int(add), int(bfloat16)
+    COUNT, STEPS, ADD, BFLOAT16 = count, steps, int(add), int(bfloat16)
+    A_PANEL, B_PANEL = a_panel // DESCRIPTOR_UNIT, b_panel // DESCRIPTOR_UNIT
 
     @cuda.jit(device=True, forceinline=True)
     def sum(acc, a_descriptor, b_descriptor):
@@ -107,7 +108,7 @@ def build_pack(count, bfloat16):
 
 
 def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
-    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into shared memory, as panels of `rows` rows."""
+    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into a tile of panels of `rows` rows."""
     CHUNKS, PANEL_CHUNKS, FIRST, COUNT = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8, count * PANEL // 8
     ROWS_BYTES, u32, ZERO = panel_bytes(rows), types.uint32, types.uint32(0)
     _, pack2 = build_pack(0, bfloat16)

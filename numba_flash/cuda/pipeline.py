@@ -45,13 +45,6 @@ def wait(smem, ring, event, n, before):
 
 
 @cuda.jit(device=True, forceinline=True)
-def is_ready(smem, ring, n):
-    """True if the n-th tile is there."""
-    parity = types.uint32(n // types.uint32(ring[SLOTS]) % types.uint32(2))
-    return ptx.mbarrier_test_wait(mbarrier(smem, ring, READY, n), parity) != types.uint32(0)
-
-
-@cuda.jit(device=True, forceinline=True)
 def wait_ready(smem, ring, n):
     """Until the n-th tile is there."""
     wait(smem, ring, READY, n, 0)

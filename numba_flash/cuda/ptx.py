@@ -46,7 +46,9 @@ maximum = _instruction("maximum", "max.f32 $0, $1, $2;", "=f,f,f", _f32, _f32, _
 pack_float16 = _instruction("pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
 pack_bfloat16 = _instruction("pack_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", _u32, _f32, _f32, effects=False)
 
-unpack_float16 = _instruction("unpack_float16", "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "=f,r", _f32, _u32, effects=False)
+unpack_float16 = _instruction(  # the lower half
+    "unpack_float16", "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "=f,r", _f32, _u32, effects=False
+)
 unpack_bfloat16 = _instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", "=f,r", _f32, _u32, effects=False)
 
 # ---- shared memory by address (9.7.9)
@@ -65,11 +67,6 @@ mbarrier_expect = _instruction(
 mbarrier_try_wait = _instruction(
     "mbarrier_try_wait",
     "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
-    "=r,r,r," + _MEMORY, _u32, _u32, _u32,
-)  # fmt: skip
-mbarrier_test_wait = _instruction(
-    "mbarrier_test_wait",
-    "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
     "=r,r,r," + _MEMORY, _u32, _u32, _u32,
 )  # fmt: skip
 fence_mbarrier_init = _instruction("fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", _MEMORY, _void)
@@ -92,7 +89,6 @@ tensor_store = _instruction(
 )  # fmt: skip
 bulk_commit = _instruction("bulk_commit", "cp.async.bulk.commit_group;", _MEMORY, _void)
 bulk_wait_read = _instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _MEMORY, _void)
-bulk_wait_but_last = _instruction("bulk_wait_but_last", "cp.async.bulk.wait_group 1;", _MEMORY, _void)
 bulk_wait = _instruction("bulk_wait", "cp.async.bulk.wait_group 0;", _MEMORY, _void)
 
 # ---- bulk copies (9.7.9.25): neighbouring bytes, a multiple of 16, to shared memory, counted on an mbarrier; or float32 added to memory
@@ -108,10 +104,10 @@ bulk_add = _instruction(
     "bulk_add", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r," + _MEMORY, _void, _u64, _u32, _u32
 )
 
-# ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid. The load is relaxed: one that acquires empties the L1 cache
+# ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid. Both are relaxed, which orders nothing in this thread's own
+# memory: they follow and precede bulk copies whose completion has been waited for. (A load that acquires empties the L1 cache.)
 load_flag = _instruction("load_flag", "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
-add_release = _instruction("add_release", "red.release.gpu.global.add.s32 [$0], $1;", "l,r," + _MEMORY, _void, _u64, types.int32)
-fence_proxy_async_all = _instruction("fence_proxy_async_all", "fence.proxy.async;", _MEMORY, _void)
+add_flag = _instruction("add_flag", "red.relaxed.gpu.global.add.s32 [$0], $1;", "l,r," + _MEMORY, _void, _u64, types.int32)
 
 # ---- matrix stores (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, lane l gives the address of row l % 8 of matrix l // 8
 stmatrix = _instruction(
@@ -155,23 +151,6 @@ def global_address(context, array):
     return types.uint64(array), codegen
 
 
-@intrinsic
-def store_global(context, address, values):
-    """Store a tuple of one, two or four registers (uint32 or float32) at an address that all of it is aligned to (9.7.9.12)."""
-    count, kind = values.count, _LLVM[values.dtype]
-
-    def codegen(context, builder, signature, arguments):
-        registers = [builder.extract_value(arguments[1], i) for i in range(count)]
-        vector, listed = (f".v{count}" if count > 1 else ""), _registers(1, count)
-        text = f"st.global{vector}.b32 [$0], {f'{{{listed}}}' if count > 1 else listed};"
-        constraints = ",".join(["l", *(["f" if kind == _F32 else "r"] * count), _MEMORY])
-        function = ir.FunctionType(ir.VoidType(), [ir.IntType(64), *([kind] * count)])
-        builder.call(ir.InlineAsm(function, text, constraints, side_effect=True), [arguments[0], *registers])
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, values), codegen
-
-
 def _vector_load(name, space, address, element, count):
     """Intrinsic ``name(address)``: a tuple of `count` neighbours; the address is a multiple of their size."""
 
@@ -190,29 +169,33 @@ def _vector_load(name, space, address, element, count):
     return intrinsic(typing)
 
 
-def _vector_store(name, space, address, element, count):
-    """Intrinsic ``name(address, values)``: store a tuple of `count` neighbours; the address is a multiple of their size."""
+def _vector_store(name, space, address):
+    """Intrinsic ``name(address, values)``: store a tuple of one, two or four uint32 or float32 at a multiple of their size."""
 
     def typing(context, at, values):
+        count, kind = values.count, _LLVM[values.dtype]
+
         def codegen(context, builder, signature, arguments):
             registers = [builder.extract_value(arguments[1], i) for i in range(count)]
-            kind = ir.FunctionType(ir.VoidType(), [_LLVM[address], *([_LLVM[element]] * count)])
-            constraints = ",".join(["l" if address is types.uint64 else "r", *(["f" if element is types.float32 else "r"] * count), _MEMORY])
-            text = f"st.{space}.v{count}.b32 [$0], {{{_registers(1, count)}}};"
-            builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), [arguments[0], *registers])
+            vector, listed = (f".v{count}" if count > 1 else ""), _registers(1, count)
+            text = f"st.{space}{vector}.b32 [$0], {f'{{{listed}}}' if count > 1 else listed};"
+            letters = ["l" if address is types.uint64 else "r", *(["f" if kind == _F32 else "r"] * count), _MEMORY]
+            function = ir.FunctionType(ir.VoidType(), [_LLVM[address], *([kind] * count)])
+            builder.call(ir.InlineAsm(function, text, ",".join(letters), side_effect=True), [arguments[0], *registers])
             return context.get_dummy_value()
 
-        return types.void(address, types.UniTuple(element, count)), codegen
+        return types.void(address, values), codegen
 
     typing.__name__ = name
     return intrinsic(typing)
 
 
 load_shared_pair = _vector_load("load_shared_pair", "shared", types.uint32, types.float32, 2)
-store_shared_four = _vector_store("store_shared_four", "shared", types.uint32, types.float32, 4)
 load_global_four = _vector_load("load_global_four", "global", types.uint64, types.float32, 4)
 load_shared_words = _vector_load("load_shared_words", "shared", types.uint32, types.uint32, 4)
 load_global_words = _vector_load("load_global_words", "global", types.uint64, types.uint32, 4)
+store_shared_vector = _vector_store("store_shared_vector", "shared", types.uint32)
+store_global = _vector_store("store_global", "global", types.uint64)
 
 
 # ---- wgmma (9.7.15): 64 x N tiles of a warp group; accumulators in registers, A in registers or shared memory, B in shared memory

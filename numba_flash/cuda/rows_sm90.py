@@ -13,13 +13,13 @@ from numba_flash import mask
 from numba_flash.cuda import mma, ptx, schedule, scores
 from numba_flash.cuda.swizzle import panel_bytes
 
-THREADS, LOG2E = 256, math.log2(math.e)
+LOG2E = math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
 
 
 def _build_rows(options, block_m):
-    """``rows(number, extras, shape, nk)``: (b0, b1, head, first row in memory, first row in the sequence, its queries, its keys, how far the
-    band shifts, NaN or 1)."""
+    """``rows(number, extras, shape, nk)`` of a row block: (b0, b1, head, first row in memory, first row in the sequence, its queries, its
+    keys, how far the band shifts, NaN or 1)."""
     BLOCK_M, SEQUENCES, PACKED, OFFSETS = block_m, options.sequences, options.packed, scores.slots(options).q_lengths
     sequence = scores.build_sequence(options)
 
@@ -42,20 +42,20 @@ def _build_rows(options, block_m):
     return rows
 
 
-def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, block_m, consumers):
-    """Kernel ``prepare(do, o, lse, dlse, lse2, delta, dq_sum, flags, extras, nk, ())`` of one block of threads per row block:
+def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
+    """Kernel ``prepare(do, o, lse, dlse, shifts, dq_sum, flags, extras, nk, ())`` of one block of threads per row block:
 
     lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
-    delta = rowsum(dO * O) - dlse, but 0 there,
+    delta = rowsum(dO * O) - dlse, but 0 there, both in `shifts`,
     and flags = 0 if `ordered`, else dq_sum = 0.
     """  # fmt: skip
     ORDERED = ordered
-    BLOCK_M, HAS_DLSE, BFLOAT16, CONSUMERS = block_m, has_dlse, dtype == "bfloat16", consumers
+    BLOCK_M, HAS_DLSE, BFLOAT16, CONSUMERS, THREADS = tile.block_m, has_dlse, dtype == "bfloat16", tile.consumers, threads
     CHUNKS, LANES = head_dim_v // CHUNK, 1 << max(0, head_dim_v // CHUNK - 1).bit_length()
-    SUM_BYTES, ACC, u64 = 4 * 64 * 64 * consumers, types.float32, types.uint64
+    SUM_BYTES, ROWS_BYTES, ACC, u64 = 4 * 64 * 64 * tile.consumers, 4 * tile.block_m, types.float32, types.uint64
     INF, SHUFFLES = math.inf, [1 << i for i in range(5) if 1 << i < LANES]
     SHUFFLES = tuple(SHUFFLES) or (0,)
-    rows = _build_rows(options, block_m)
+    rows = _build_rows(options, tile.block_m)
 
     @cuda.jit(device=True)
     def product(x, y):
@@ -65,11 +65,12 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, block_m, consum
             return ptx.unpack_bfloat16(x) * ptx.unpack_bfloat16(y) + ptx.unpack_bfloat16(high_x) * ptx.unpack_bfloat16(high_y)
         return ptx.unpack_float16(x) * ptx.unpack_float16(y) + ptx.unpack_float16(high_x) * ptx.unpack_float16(high_y)
 
-    def prepare(do, o, lse, dlse, lse2, delta, dq_sum, flags, extras, nk, parameters):
+    def prepare(do, o, lse, dlse, shifts, dq_sum, flags, extras, nk, parameters):
         number = types.int64(cuda.blockIdx.x)
         b0, b1, h, memory_row, row0, queries, _, _, _ = rows(number, extras, lse.shape, nk)
         lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
-        lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
+        lse2_address = ptx.global_address(shifts)
+        delta_address = u64(lse2_address + u64(types.int64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
             there, total = row0 + r < queries, ACC(0)
             if there and lane < CHUNKS:
@@ -100,18 +101,19 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, block_m, consum
 
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     extras, *_ = scores.kernel_arguments(options, ())
-    results = array(ACC, 4), array(ACC, 4), array(ACC, 5), array(types.int32, 5)
+    results = array(ACC, 5), array(ACC, 5), array(types.int32, 5)
     operands = array(types.uint32, 5), array(types.uint32, 5), array(ACC, 4), array(ACC, 4), *results
-    return prepare, types.void(*operands, extras, types.int64, types.Tuple([])), {"launch_bounds": (THREADS, 2)}
+    return prepare, types.void(*operands, extras, types.int64, types.Tuple([])), {"launch_bounds": (threads, 2)}
 
 
 def build_finish(dtype, head_dim, options, tile):
-    """Kernel ``finish(dq_sum, dq, extras, nk, low, high, scales)``: dQ = scale dQ, out of the order of fragments; dq as words of two elements.
+    """Kernel ``finish(dq_sum, dq, extras, nk, low, high, scales)``: dQ = scale dQ, out of the order of fragments, rounded.
 
-    Row blocks that see no key get 0: nobody has written their sum.
+    `dq` is seen as words of two elements. Row blocks that see no key get 0: nobody has written their sum.
     """
     BLOCK_M, CONSUMERS, SPLIT_ROWS, PACKED = tile.block_m, tile.consumers, tile.splits_rows, options.packed
-    HEAD_DIM, PANEL_BYTES, ROOM, ACC, u32, u64 = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64), types.float32, types.uint32, types.uint64
+    HEAD_DIM, PANEL_BYTES, ROOM = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64)
+    ACC, u32, u64 = types.float32, types.uint32, types.uint64
     put = mma.build_put(64, 0, 1, dtype == "bfloat16")
     rows = _build_rows(options, tile.block_m)
 

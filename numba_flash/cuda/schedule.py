@@ -26,8 +26,8 @@ def packed_item(index, offsets, total, block):
     Sequence s owns the numbers from ``offsets[s] // block + s`` on: at least as many as it has blocks, at most one more.
     """
     sequences = offsets.shape[0] - 1
-    numbers = total // block + sequences
-    head, number = index // numbers, index % numbers
+    numbers = types.uint32(total // block + sequences)
+    head, number = types.uint32(index) // numbers, types.uint32(index) % numbers
     first, last = 0, sequences - 1
     while first < last:  # the last sequence that begins at or before `number`
         middle = (first + last + 1) // 2

@@ -176,8 +176,11 @@ def prepare_forward(problem, inputs, results):
     return run
 
 
-def prepare_backward(problem, inputs, results):
-    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way."""
+def prepare_backward(problem, inputs, results, deterministic=True):
+    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way.
+
+    Always `deterministic`.
+    """
     p, (*gradients, dbias) = problem, results
     *tensors, lse, dlse = inputs[:7]
     do, q, k, v, o, dq, dk, dv = _heads_first(p, *tensors, *gradients)

@@ -100,6 +100,7 @@ PART_TILES = (
     (256, 256, Tile(128, 48, 1, 2, 2, False)),
 )
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
+BACKWARD_HEAD_DIM = 128
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 SNAKE_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
@@ -141,12 +142,14 @@ def why_not(kind: str, problem, inputs: dict, demanded: bool) -> str | None:
     major, minor = launch.capability(q.data.device_id if arrays.library(q) == "cupy" else arrays.current_gpu().id)
     if major != 9:
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
-    if kind == "backward":
-        return "has no backward pass yet"
     if p is None:
         return None
-    reason = _why_not_problem(p)
-    return reason or next(filter(None, (_why_not_layout(name, inputs[name]) for name in ("q", "k", "v"))), None)
+    reason, names = _why_not_problem(p), ("q", "k", "v")
+    if kind == "backward":
+        names = (*names, "do", "o")
+        if reason is None and max(p.d, p.dv) > BACKWARD_HEAD_DIM:
+            reason = f"has a backward pass for head dimensions up to {BACKWARD_HEAD_DIM}; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
+    return reason or next(filter(None, (why_not_layout(name, inputs[name]) for name in names)), None)
 
 
 def _why_not_problem(p) -> str | None:
@@ -164,7 +167,7 @@ def _why_not_problem(p) -> str | None:
     return None
 
 
-def _why_not_layout(name: str, x) -> str | None:
+def why_not_layout(name: str, x) -> str | None:
     """Reason why no tensor map can describe the array, or None."""
     *strides, last = (stride if size > 1 else 0 for stride, size in zip(x.strides, x.shape, strict=True))
     if last != x.dtype.itemsize:
@@ -224,8 +227,8 @@ def _most_work(work, pairs: int, section: int, turns: int) -> float:
 def prepare_forward(problem, inputs, results):
     """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for such arrays; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
-    if _why_not_layout("o", o) is not None:  # only an array of the user's is like that
-        return _prepare_copied(p, inputs, results)
+    if why_not_layout("o", o) is not None:  # only an array of the user's is like that
+        return prepare_compact(lambda results: prepare_forward(p, inputs, results), results)
     part_tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
     parts = _parts(p, part_tile, _items(p, part_tile), launch.multiprocessors(inputs[0].data.device_id))
     if parts == 1:
@@ -282,14 +285,26 @@ def _launch(problem, tile: Tile, inputs, results, parts: int):
     )
 
 
-def _prepare_copied(problem, inputs, results):
-    """The same by way of an array that a tensor map can describe."""
-    o, lse = results
-    run_compact = prepare_forward(problem, inputs, (arrays.compact("o", o.shape, o.dtype), lse))
+def prepare_backward(problem, inputs, results, deterministic=True):
+    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way."""
+    from numba_flash.cuda import sm90_backward
+
+    return sm90_backward.prepare(problem, inputs, results, deterministic)
+
+
+def prepare_compact(prepare, results):
+    """``run(inputs, results)``, prepared by ``prepare(results)``, by way of arrays that a tensor map can describe where results are not."""
+    replaced = [x is not None and x.dtype.itemsize == 2 and why_not_layout("", x) is not None for x in results]
+    compact = lambda results: tuple(
+        arrays.compact("a result", x.shape, x.dtype) if mine else x for x, mine in zip(results, replaced, strict=True)
+    )
+    run_compact = prepare(compact(results))
 
     def run(inputs, results):
-        compact = arrays.compact("o", o.shape, o.dtype)
-        run_compact(inputs, (compact, results[1]))
-        results[0][...] = compact
+        there = compact(results)
+        run_compact(inputs, there)
+        for x, y, mine in zip(results, there, replaced, strict=True):
+            if mine:
+                x[...] = y
 
     return run

@@ -8,11 +8,11 @@ import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import launch, sm90
-from numba_flash.cuda.rows_sm90 import THREADS as ROW_THREADS
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 LOG2E = math.log2(math.e)
 KEYS = 64  # that a consumer owns
+ROW_THREADS = 256  # of the kernels before and after the main one
 SUM = 64 * 64  # elements of dQ that a consumer adds at a time
 
 
@@ -26,8 +26,6 @@ class BackwardTile:
         Queries at a time: 64, or 128 where the head dimension is at most 64.
     stages, do_stages : int
         Slots of the rings of Q and of dO tiles.
-    early_dv : bool
-        Start dV before dS is computed, for which P needs registers of its own.
     ahead : bool
         Start the next tile's scores before this one's dQ.
     """
@@ -35,7 +33,6 @@ class BackwardTile:
     block_m: int
     stages: int
     do_stages: int
-    early_dv: bool
     ahead: bool
     consumers: int = 2
 
@@ -57,7 +54,7 @@ class BackwardTile:
         return 128 * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, the two tiles `ds`, rows `lse` and `delta`, the `bytes` of all."""
+        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`, `bounds`, the `bytes` of all."""
         rings = {
             "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
             "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
@@ -80,8 +77,8 @@ class BackwardTile:
 
 
 TILES = (
-    (64, 64, BackwardTile(128, 2, 2, False, False)),
-    (128, 128, BackwardTile(64, 3, 2, False, True)),
+    (64, 64, BackwardTile(128, 2, 2, False)),
+    (128, 128, BackwardTile(64, 3, 2, True)),
 )
 
 
@@ -90,8 +87,10 @@ def tile_for(problem) -> BackwardTile:
     return next(tile for d, dv, tile in TILES if problem.d <= d and problem.dv <= dv)
 
 
-def prepare_backward(problem, inputs, results, ordered=True):
-    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))``; absent ones are None."""
+def prepare(problem, inputs, results, ordered):
+    """See `sm90.prepare_backward`; `ordered` if it shall be deterministic."""
+    if any(sm90.why_not_layout("", x) for x in results[:3]):  # only arrays of the user's are like that
+        return sm90.prepare_compact(lambda results: prepare(problem, inputs, results, ordered), results)
     p, tile = problem, tile_for(problem)
     present = lambda inputs: tuple(x for x in inputs[9:] if x is not None)
     packed = p.options.packed
@@ -113,10 +112,10 @@ def prepare_backward(problem, inputs, results, ordered=True):
     words = lambda x: (x.view("uint32"), 5)
     prepare = launch.Launch(
         "rows_sm90.build_prepare",
-        (p.dtype, p.dv, dlse is not None, ordered, p.options.structure, tile.block_m, tile.consumers),
+        (p.dtype, p.dv, dlse is not None, ordered, p.options.structure, tile, ROW_THREADS),
         grid=numbers,
         block=ROW_THREADS,
-        operands=(words(do), words(o), (lse, 4), (dlse, 4), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),
+        operands=(words(do), words(o), (lse, 4), (dlse, 4), (rows, 5), (dq_sum, 5), (flags, 5)),
         extras=extras,
         scalars=(p.nk,),
     )
@@ -136,7 +135,7 @@ def prepare_backward(problem, inputs, results, ordered=True):
         do, q, k, v, o, dq, dk, dv = first(*inputs[:5], *results[:3])
         rows, dq_sum, flags = allocate()
         extras = present(inputs)
-        prepare(do, o, *inputs[5:7], rows[0], rows[1], dq_sum, flags, *extras)
+        prepare(do, o, *inputs[5:7], rows, dq_sum, flags, *extras)
         stored = () if packed else (dk, dv)
         main(do, q, k, v, *stored, dk, dv, rows[0], rows[1], dq_sum, flags, *extras)
         finish(dq_sum, dq, *extras)
@@ -155,7 +154,7 @@ def _launch_main(problem, tile, operands, extras, ordered):
     maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
     return launch.Launch(
         "backward_sm90.build",
-        (p.dtype, p.d, p.dv, sm90.band(p), not packed, ordered, p.options.structure, tile),
+        (p.dtype, p.d, p.dv, sm90.band(p) != "none", not packed, ordered, p.options.structure, tile),
         grid=min(items, multiprocessors),
         block=(tile.threads, tile.layout(p.d, p.dv).bytes),
         operands=((dk.view("uint32"), 5), (dv.view("uint32"), 5), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),

@@ -1,0 +1,169 @@
+"""The backward pass of sm90 on a Hopper GPU: random problems against dense float64, equal bits, lengths, padding, results of the user's."""
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+from dense import (
+    bits,
+    dense_gradients,
+    dense_gradients_packed,
+    draw_length,
+    draw_mask,
+    draw_offsets,
+    nan,
+    normal,
+    put,
+    verify_gradients,
+    wide,
+)
+from support import DTYPES, no_hopper
+
+import numba_flash
+
+NO_HOPPER = no_hopper()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
+
+forward = partial(numba_flash.forward, backend="sm90", return_lse=True)
+forward_packed = partial(numba_flash.forward_packed, backend="sm90", return_lse=True)
+backward = partial(numba_flash.backward, backend="sm90")
+backward_packed = partial(numba_flash.backward_packed, backend="sm90")
+HEAD_DIMS = [(64, 64), (128, 128), (40, 72), (96, 128), (8, 120)]
+KINDS = ["plain", "kv_lengths", "packed", "softcap", "both lengths"]
+CHUNKS = 10
+PROBLEMS = int(os.environ.get("NUMBA_FLASH_FUZZ") or 200)
+
+
+@pytest.fixture
+def cp():
+    return pytest.importorskip("cupy")
+
+
+def normals(rng, *shapes, dtype):
+    return [rng.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for shape in shapes]
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_problems(cp, chunk):
+    """A chunk shares what kernels are built from, as far as possible: there are few to compile."""
+    dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk % 5], KINDS[chunk % 5]
+    for number in range(chunk, PROBLEMS, CHUNKS):
+        rng = np.random.default_rng((30, number))
+        check = check_packed if kind == "packed" else check_dense
+        check(cp, rng, kind, dtype, dims, number // CHUNKS % 3 > 0 if kind in ("plain", "softcap") else chunk % 2 == 0, f"problem {number}")
+
+
+def check_dense(cp, rng, kind, dtype, dims, follows, what):
+    (d, dv), hk, group, batch = dims, int(rng.integers(1, 4)), int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    nq, nk, layouts = draw_length(rng, 700), draw_length(rng, 900), rng.choice(["contiguous", "heads last", "strided"], 7)
+    options = draw_mask(rng, nq, nk, follows) | ({"softcap": float(rng.choice([1.0, 20.0]))} if kind == "softcap" else {})
+    shapes = (batch, hk * group, nq, dv), (batch, hk * group, nq, d), (batch, hk, nk, d), (batch, hk, nk, dv)
+    do, q, k, v = normals(rng, *shapes, dtype=dtype)
+    lengths = {}
+    if kind in ("kv_lengths", "both lengths"):
+        lengths["kv_lengths"] = rng.integers(0, nk + 1, batch)
+    if kind == "both lengths":
+        lengths["q_lengths"] = rng.integers(0, nq + 1, batch)
+    for x, name in ((do, "q_lengths"), (q, "q_lengths"), (k, "kv_lengths"), (v, "kv_lengths")):
+        if name in lengths:
+            for b in range(batch):
+                x[b, :, lengths[name][b] :] = np.nan
+    do, q, k, v = (put(cp, x, layout) for x, layout in zip((do, q, k, v), layouts, strict=False))
+    dlse = cp.asarray(rng.standard_normal((batch, hk * group, nq), np.float32)) if rng.random() < 0.5 else None
+    ordered, on_gpu = bool(rng.integers(2)), {name: cp.asarray(x) for name, x in lengths.items()}
+    out = tuple(nan(cp, x.shape, dtype, layout) for x, layout in zip((q, k, v), layouts[4:], strict=True))
+    o, lse = forward(q, k, v, **options, **on_gpu)
+    ours = backward(do, q, k, v, o, lse, dlse=dlse, deterministic=ordered, out=out, **options, **on_gpu)
+    expected = dense_gradients(cp, do, q, k, v, dlse, **options, **lengths)
+    verify_gradients(cp, ours, expected, f"{what}: {kind} {dtype} {shapes} {options} {layouts} {lengths} {ordered}")
+
+
+def check_packed(cp, rng, kind, dtype, dims, follows, what):
+    (d, dv), hk, group = dims, int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    nq, nk = draw_length(rng, 700), draw_length(rng, 900)
+    shapes, sequences = ((nq, hk * group, dv), (nq, hk * group, d), (nk, hk, d), (nk, hk, dv)), int(rng.integers(1, 6))
+    options, offsets = draw_mask(rng, nq, nk, follows), [draw_offsets(rng, sequences, n) for n in (nq, nk)]
+    do, q, k, v = (cp.asarray(x) for x in normals(rng, *shapes, dtype=dtype))
+    dlse = cp.asarray(rng.standard_normal((hk * group, nq), np.float32)) if rng.random() < 0.5 else None
+    ordered, on_gpu = bool(rng.integers(2)), [cp.asarray(x) for x in offsets]
+    o, lse = forward_packed(q, k, v, *on_gpu, **options)
+    out = tuple(nan(cp, x.shape, dtype) for x in (q, k, v))
+    ours = backward_packed(do, q, k, v, o, lse, *on_gpu, dlse=dlse, deterministic=ordered, out=out, **options)
+    expected = dense_gradients_packed(cp, do, q, k, v, offsets, dlse, **options)
+    verify_gradients(cp, ours, expected, f"{what}: {kind} {dtype} {shapes} {options} {offsets} {ordered}")
+
+
+BUSY = {
+    "128, causal": ((2, 8, 1000, 128), (2, 2, 1000, 128), {"causal": True}),
+    "128": ((2, 8, 2000, 128), (2, 8, 2000, 128), {}),
+    "64": ((2, 8, 2000, 64), (2, 8, 2000, 64), {}),
+    "64, window": ((2, 8, 1500, 64), (2, 4, 1700, 64), {"window": (300, 100)}),
+}
+
+
+@pytest.mark.parametrize(("q_shape", "k_shape", "options"), BUSY.values(), ids=BUSY)
+def test_fifty_runs_give_the_same_bits(cp, q_shape, k_shape, options):
+    do, q, k, v = (normal(cp, *shape, seed=i) for i, shape in enumerate((q_shape, q_shape, k_shape, k_shape)))
+    o, lse = forward(q, k, v, **options)
+    runs = [bits(cp, *backward(do, q, k, v, o, lse, **options)) for _ in range(50)]
+    assert all(run == runs[0] for run in runs)
+    loose = backward(do, q, k, v, o, lse, deterministic=False, **options)
+    expected = dense_gradients(cp, do, q, k, v, **options)
+    verify_gradients(cp, backward(do, q, k, v, o, lse, **options), expected, "deterministic")
+    verify_gradients(cp, loose, expected, "not deterministic")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_rows_that_see_nothing_have_no_gradient(cp, ordered):
+    """More queries than keys, causal: the first queries see nothing. Nothing may be left of what the gradients' memory held before."""
+    do, q, k, v = (normal(cp, 1, 2, n, 128, seed=i) for i, n in enumerate((700, 700, 300, 300)))
+    o, lse = forward(q, k, v, causal=True)
+    out = tuple(nan(cp, x.shape) for x in (q, k, v))
+    dq, dk, dv = backward(do, q, k, v, o, lse, causal=True, deterministic=ordered, out=out)
+    assert bool((dq[:, :, :400] == 0).all())
+    verify_gradients(cp, (dq, dk, dv), dense_gradients(cp, do, q, k, v, causal=True))
+
+
+def test_a_captured_call_computes_from_what_its_arrays_hold(cp):
+    do, q, k, v = (normal(cp, 2, 16, 1000, 128, seed=i) for i in range(4))
+    o, lse = forward(q, k, v)
+    eager = bits(cp, *backward(do, q, k, v, o, lse))
+    out, stream = tuple(nan(cp, x.shape) for x in (q, k, v)), cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        backward(do, q, k, v, o, lse, out=out)
+        stream.synchronize()
+        for x in out:
+            x.fill(np.nan)
+        stream.begin_capture()
+        backward(do, q, k, v, o, lse, out=out)
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+        assert bits(cp, *out) == eager
+
+
+def test_sm90_is_chosen(cp):
+    """And head dimensions beyond 128, which it does not serve yet, are served by the next tier."""
+    for d, served in ((64, True), (128, True), (192, False)):
+        q = normal(cp, 2, 100, d)
+        o, lse = forward(q, q, q)
+        expected = dense_gradients(cp, q, q, q, q)
+        verify_gradients(cp, numba_flash.backward(q, q, q, q, o, lse), expected, f"D = {d}")
+        if served:
+            verify_gradients(cp, backward(q, q, q, q, o, lse), expected, f"D = {d}")
+        else:
+            with pytest.raises(NotImplementedError, match="sm90: has a backward pass for head dimensions up to 128"):
+                backward(q, q, q, q, o, lse)
+
+
+def test_a_sequence_with_impossible_lengths_is_nan(cp):
+    do, q, k, v = (normal(cp, 3, 2, 200, 64, seed=i) for i in range(4))
+    lengths = cp.asarray([200, 201, 50])
+    o, lse = forward(q, k, v, kv_lengths=lengths)
+    gradients = backward(do, q, k, v, o, lse, kv_lengths=lengths)
+    for x in gradients:
+        assert bool(cp.isnan(wide(cp, x[1])).all())
+    fine = [x[::2] for x in (do, q, k, v)]
+    verify_gradients(cp, [x[::2] for x in gradients], dense_gradients(cp, *fine, kv_lengths=lengths[::2]))
