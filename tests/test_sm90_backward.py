@@ -147,15 +147,16 @@ def test_a_captured_call_computes_from_what_its_arrays_hold(cp):
 def test_sm90_is_chosen(cp):
     """And head dimensions beyond 128, which it does not serve yet, are served by the next tier."""
     for d, served in ((64, True), (128, True), (192, False)):
-        q = normal(cp, 2, 100, d)
-        o, lse = forward(q, q, q)
-        expected = dense_gradients(cp, q, q, q, q)
-        verify_gradients(cp, numba_flash.backward(q, q, q, q, o, lse), expected, f"D = {d}")
+        do, q, k, v = (normal(cp, 2, 100, d, seed=i) for i in range(4))
+        o, lse = forward(q, k, v)
+        expected = dense_gradients(cp, do, q, k, v)
+        chosen = numba_flash.backward(do, q, k, v, o, lse)
+        verify_gradients(cp, chosen, expected, f"D = {d}")
         if served:
-            verify_gradients(cp, backward(q, q, q, q, o, lse), expected, f"D = {d}")
+            assert bits(cp, *backward(do, q, k, v, o, lse)) == bits(cp, *chosen)
         else:
             with pytest.raises(NotImplementedError, match="sm90: has a backward pass for head dimensions up to 128"):
-                backward(q, q, q, q, o, lse)
+                backward(do, q, k, v, o, lse)
 
 
 def test_a_sequence_with_impossible_lengths_is_nan(cp):
