@@ -76,8 +76,8 @@ class BackwardTile:
         return layout
 
 
-# (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, not ordered, and
-# the runner-up; bfloat16, B N = 16384, 2048 / D heads, H200, each pair in one process.
+# (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, not ordered,
+# and the runner-up; bfloat16, B N = 16384, 2048 / D heads, H200, each pair in one process.
 TILES = (
     (64, 64, BackwardTile(128, 2, 2, False)),  # 1.10, 1.09, 1.04; BackwardTile(128, 2, 2, True) 1.03, 0.98, 0.97
     (128, 128, BackwardTile(64, 3, 2, True)),  # 1.07, 1.06, 1.10; BackwardTile(64, 2, 2, False) 1.05, 1.02, 1.04
