@@ -4,11 +4,11 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_flash.cuda import pipeline, ptx, schedule, scores
+from numba_flash.cuda.swizzle import DQ_PART
 
 # what is written down about a work item; BASE is the number of its first head's first row block
 B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = range(14)
 END = -1  # in the place of the count of query tiles: there is no more work
-SUM_FLOATS = 64 * 64  # of dQ that a consumer hands over at a time
 
 
 def build(head_dim, head_dim_v, banded, ordered, options, tile):
@@ -20,7 +20,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
     Q, K, V, DO, DQ, WORK, LSE, DELTA = SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work, SMEM.lse, SMEM.delta
-    ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * SUM_FLOATS, banded, ordered, options.packed
+    ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART, banded, ordered, options.packed
     u32, i32, u64 = types.uint32, types.int32, types.uint64
     item_of = schedule.build_item(
         options, banded, False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True

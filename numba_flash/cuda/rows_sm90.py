@@ -10,8 +10,8 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_flash import mask
-from numba_flash.cuda import mma, ptx, schedule, scores
-from numba_flash.cuda.swizzle import panel_bytes
+from numba_flash.cuda import mma, pipeline, ptx, schedule, scores
+from numba_flash.cuda.swizzle import DQ_PART, panel_bytes
 
 LOG2E = math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
@@ -49,12 +49,10 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
     delta = rowsum(dO * O) - dlse, but 0 there, both in `shifts`,
     and flags = 0 if `ordered`, else dq_sum = 0.
     """  # fmt: skip
-    ORDERED = ordered
-    BLOCK_M, HAS_DLSE, BFLOAT16, CONSUMERS, THREADS = tile.block_m, has_dlse, dtype == "bfloat16", tile.consumers, threads
-    CHUNKS, LANES = head_dim_v // CHUNK, 1 << max(0, head_dim_v // CHUNK - 1).bit_length()
-    SUM_BYTES, ROWS_BYTES, ACC, u64 = 4 * 64 * 64 * tile.consumers, 4 * tile.block_m, types.float32, types.uint64
-    INF, SHUFFLES = math.inf, [1 << i for i in range(5) if 1 << i < LANES]
-    SHUFFLES = tuple(SHUFFLES) or (0,)
+    BLOCK_M, HAS_DLSE, ORDERED, CONSUMERS, THREADS = tile.block_m, has_dlse, ordered, tile.consumers, threads
+    CHUNKS, FOLDS = head_dim_v // CHUNK, (head_dim_v // CHUNK - 1).bit_length()
+    LANES, BFLOAT16, INF = 1 << FOLDS, dtype == "bfloat16", math.inf  # LANES: threads per row
+    SUM_BYTES, ROWS_BYTES, ACC, u64 = 4 * DQ_PART * tile.consumers, 4 * tile.block_m, types.float32, types.uint64
     rows = _build_rows(options, tile.block_m)
 
     @cuda.jit(device=True)
@@ -78,9 +76,8 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
                 y = ptx.load_global_words(u64(ptx.global_address(o[b0, b1, h, memory_row + r]) + u64(2 * CHUNK * lane)))
                 for i in range(CHUNK // 2):
                     total += product(x[i], y[i])
-            for distance in SHUFFLES:
-                if distance:
-                    total += cuda.shfl_xor_sync(0xFFFFFFFF, total, distance)
+            for fold in range(FOLDS):
+                total += cuda.shfl_xor_sync(pipeline.ALL_LANES, total, 1 << fold)
             if lane == 0:
                 shift, value = ACC(INF), ACC(0)
                 if there and lse[b0, b1, h, memory_row + r] != ACC(-INF):
@@ -90,11 +87,11 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
                 at = u64((number * BLOCK_M + r) * 4)
                 ptx.store_global(u64(lse2_address + at), (shift,))
                 ptx.store_global(u64(delta_address + at), (value,))
-        zero = ACC(0)
         if ORDERED:
             if cuda.threadIdx.x < CONSUMERS:
-                ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (zero,))
+                ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (types.uint32(0),))
         else:
+            zero = ACC(0)
             sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
             for i in range(cuda.threadIdx.x * 16, SUM_BYTES, THREADS * 16):
                 ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
@@ -112,7 +109,7 @@ def build_finish(dtype, head_dim, options, tile):
     `dq` is seen as words of two elements. Row blocks that see no key get 0: nobody has written their sum.
     """
     BLOCK_M, CONSUMERS, SPLIT_ROWS, PACKED = tile.block_m, tile.consumers, tile.splits_rows, options.packed
-    HEAD_DIM, PANEL_BYTES, ROOM = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64)
+    HEAD_DIM, PANEL_BYTES, ROOM, PART_BYTES = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64), 4 * DQ_PART
     ACC, u32, u64 = types.float32, types.uint32, types.uint64
     put = mma.build_put(64, 0, 1, dtype == "bfloat16")
     rows = _build_rows(options, tile.block_m)
@@ -126,7 +123,7 @@ def build_finish(dtype, head_dim, options, tile):
             queries = dq.shape[3]
         room = ptx.shared_address(cuda.shared.array(ROOM, types.uint8, 1024))
         me, thread = types.int32(cuda.threadIdx.x // 128), types.int32(cuda.threadIdx.x % 128)
-        sums = u64(ptx.global_address(dq_sum) + u64(((number * CONSUMERS + me) * 1024 + thread) * 16))
+        sums = u64(ptx.global_address(dq_sum) + u64((number * CONSUMERS + me) * PART_BYTES + thread * 16))
         acc, scale = cuda.local.array(32, ACC), cuda.local.array(2, ACC)
         for j in range(8):
             x = (ACC(0), ACC(0), ACC(0), ACC(0))

@@ -8,12 +8,11 @@ import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import launch, sm90
-from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
+from numba_flash.cuda.swizzle import ALIGNMENT, DQ_PART, panel_bytes, panels
 
 LOG2E = math.log2(math.e)
 KEYS = 64  # that a consumer owns
 ROW_THREADS = 256  # of the kernels before and after the main one
-SUM = 64 * 64  # elements of dQ that a consumer adds at a time
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class BackwardTile:
             "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
             "k": (panels(head_dim) * panel_bytes(self.block_n), 1),
             "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
-            "dq": (4 * SUM, self.consumers),
+            "dq": (4 * DQ_PART, self.consumers),
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
@@ -104,7 +103,7 @@ def prepare(problem, inputs, results, ordered):
     numbers = math.prod(batch) * p.hq * blocks
     shapes = (
         ("rows", (2, *batch, p.hq, blocks * tile.block_m), "float32"),
-        ("sums of dq", (*batch, p.hq, blocks, tile.consumers * SUM), "float32"),
+        ("sums of dq", (*batch, p.hq, blocks, tile.consumers * DQ_PART), "float32"),
         ("flags", (*batch, p.hq, blocks, tile.consumers), "int32"),
     )
     allocate = lambda: [arrays.compact(*each) for each in shapes]
@@ -112,7 +111,7 @@ def prepare(problem, inputs, results, ordered):
     lengths = 1 if packed else p.batch
     extras = tuple((x, lengths) for x in present(inputs))
     words = lambda x: (x.view("uint32"), 5)
-    prepare = launch.Launch(
+    before = launch.Launch(
         "rows_sm90.build_prepare",
         (p.dtype, p.dv, dlse is not None, ordered, p.options.structure, tile, ROW_THREADS),
         grid=numbers,
@@ -122,7 +121,7 @@ def prepare(problem, inputs, results, ordered):
         scalars=(p.nk,),
     )
     main = _launch_main(p, tile, (do, q, k, v, dk, dv, rows, dq_sum, flags), extras, ordered)
-    finish = launch.Launch(
+    after = launch.Launch(
         "rows_sm90.build_finish",
         (p.dtype, p.d, p.options.structure, tile),
         grid=numbers,
@@ -137,10 +136,10 @@ def prepare(problem, inputs, results, ordered):
         do, q, k, v, o, dq, dk, dv = first(*inputs[:5], *results[:3])
         rows, dq_sum, flags = allocate()
         extras = present(inputs)
-        prepare(do, o, *inputs[5:7], rows, dq_sum, flags, *extras)
+        before(do, o, *inputs[5:7], rows, dq_sum, flags, *extras)
         stored = () if packed else (dk, dv)
         main(do, q, k, v, *stored, dk, dv, rows[0], rows[1], dq_sum, flags, *extras)
-        finish(dq_sum, dq, *extras)
+        after(dq_sum, dq, *extras)
 
     return run
 
