@@ -302,6 +302,7 @@ def test_forward_and_backward_take_the_same_options():
     assert forward.pop("return_lse") is False
     assert backward.pop("dlse") is None
     assert backward.pop("bias_grad") is False
+    assert backward.pop("deterministic") is True
     assert forward == backward
     del forward["out"]
     assert forward == plan

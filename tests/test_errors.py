@@ -49,7 +49,7 @@ def nothing_is_computed(monkeypatch):
     tier = call.tier
 
     def guarded(backend):
-        def prepare(*_):
+        def prepare(*_, **__):
             raise AssertionError(f"backend {backend} was reached")
 
         return SimpleNamespace(prepare_forward=prepare, prepare_backward=prepare, takes_numpy=tier(backend).takes_numpy)

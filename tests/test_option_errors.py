@@ -159,6 +159,7 @@ def test_look_alikes_of_prepared_options(monkeypatch, fine, bad, name):
     [
         ({"bias_grad": True}, ValueError, r"^bias_grad needs a bias; got bias_grad=True with bias=None"),
         ({"bias": ones(4), "bias_grad": 1}, TypeError, r"^bias_grad must be True or False; got 1"),
+        ({"deterministic": 1}, TypeError, r"^deterministic must be True or False; got 1"),
         ({"score_mod": lambda score, b, h, i, j: score}, ValueError, r"^score_mod_grad must be the derivative of score_mod .* got None"),
         ({"dlse": ones(2, 2, 4)}, ValueError, r"^dlse\.shape \(2, 2, 4\) must be \(2, 2, 3\)"),
         ({"dlse": ones(2, 2, 3, dtype=np.float64)}, TypeError, r"^dlse\.dtype \(float64\) must be float32"),

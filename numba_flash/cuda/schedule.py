@@ -27,7 +27,7 @@ def packed_item(index, offsets, total, block):
     """
     sequences = offsets.shape[0] - 1
     numbers = types.uint32(total // block + sequences)
-    head, number = types.uint32(index) // numbers, types.uint32(index) % numbers
+    head, number = types.int64(types.uint32(index) // numbers), types.int64(types.uint32(index) % numbers)
     first, last = 0, sequences - 1
     while first < last:  # the last sequence that begins at or before `number`
         middle = (first + last + 1) // 2
