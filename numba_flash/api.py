@@ -131,7 +131,7 @@ def forward(
     key, run = call.find("forward", inputs, (out,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
-    o, lse = run(inputs, (out, None))
+    o, lse = run(inputs, (out, None), rng)
     return (o, lse) if return_lse else o
 
 
@@ -199,6 +199,9 @@ def backward(
 
     Notes
     -----
+    What a mask hides is absent, as in `forward`; but on backend "sm90" a NaN or Inf in q, k, v or do behind a causal mask or window may
+    reach the gradients of what shares a tile with it.
+
     Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.
     """
     inputs = _adopt((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
@@ -210,7 +213,7 @@ def backward(
     if run is None:
         checks.flag("deterministic", deterministic)
         run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
-    return run(inputs, outs)[: len(names)]
+    return run(inputs, outs, rng)[: len(names)]
 
 
 def plan(

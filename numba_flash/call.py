@@ -3,23 +3,33 @@
 from functools import partial
 
 from numba_flash import arrays, spec
+from numba_flash.options import MAX_OFFSET
 from numba_flash.plan import choose, tier
 
 _prepared: dict[tuple, "_Call"] = {}
 _PREPARED_LIMIT = 4096
+RNG = 6  # place of rng in `given`
+_STATE = object()  # in the place of a state of the generator, which prepared calls do not depend on
 
 
 def find(kind: str, inputs: tuple, outs: tuple, given: tuple, others: tuple):
-    """Key of everything that a prepared call depends on but the addresses, and that call, if there is one.
+    """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one.
 
     Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True.
     """
+    if _is_state(given[RNG]):
+        given = (*given[:RNG], _STATE, *given[RNG + 1 :])
     try:
         inner = [tuple(map(type, x)) for x in given if type(x) is tuple]
         key = (kind, *map(arrays.layout, inputs), *map(arrays.layout, outs), given, *map(type, given), *inner, others)
         return key, _prepared.get(key)
     except (AttributeError, TypeError):
         return None, None
+
+
+def _is_state(rng) -> bool:
+    """True for what `options.bind_dropout` accepts as a tuple (seed, offset)."""
+    return type(rng) is tuple and [*map(type, rng)] == [int, int] and 0 <= rng[0] < 2**64 and 0 <= rng[1] < MAX_OFFSET
 
 
 def remember(key, call):
@@ -66,7 +76,8 @@ class _Call:
     Parameters
     ----------
     prepare : callable
-        ``prepare(inputs, results)`` returns ``run(inputs, results)`` for all arrays of the same layouts.
+        ``prepare(inputs, results)`` returns ``run(inputs, results)`` for all arrays of the same layouts, with dropout
+        ``run(inputs, results, rng)``.
     problem : Problem
         What is computed.
     inputs, results : dict
@@ -82,11 +93,11 @@ class _Call:
         on_gpu = arrays.library(inputs["q"]) == "cupy"
         self._host_lengths = [i for i in lengths if on_gpu and arrays.library(inputs[self._names[i]]) == "numpy"]
 
-    def __call__(self, inputs: tuple, outs: tuple) -> tuple:
+    def __call__(self, inputs: tuple, outs: tuple, rng: tuple[int, int] | None) -> tuple:
         if self._problem.options.sequences:
             inputs = self._check_lengths(inputs)
         results = self._allocate(inputs, outs)
-        self._execute(inputs, results)
+        self._execute(inputs, results, ((int(rng[0]), int(rng[1])),) if self._problem.options.dropout else ())
         return results
 
     def _check_lengths(self, inputs: tuple) -> tuple:
@@ -122,10 +133,10 @@ class _Call:
                 spec.check_out_memory(label, out, others)
                 others[label] = out
 
-    def _execute(self, inputs: tuple, results: tuple) -> None:
+    def _execute(self, inputs: tuple, results: tuple, state: tuple) -> None:
         if self._run is None:
             self._run = self._prepare(inputs, results)
-        self._run(inputs, results)
+        self._run(inputs, results, *state)
 
 
 class _CallThroughGpu(_Call):
@@ -135,17 +146,17 @@ class _CallThroughGpu(_Call):
         super().__init__(prepare, problem, inputs, results)
         self._gpu = arrays.current_gpu()
 
-    def _execute(self, inputs: tuple, results: tuple) -> None:
+    def _execute(self, inputs: tuple, results: tuple, state: tuple) -> None:
         with self._gpu:
-            self._execute_on_gpu(inputs, results)
+            self._execute_on_gpu(inputs, results, state)
 
-    def _execute_on_gpu(self, inputs: tuple, results: tuple) -> None:
+    def _execute_on_gpu(self, inputs: tuple, results: tuple, state: tuple) -> None:
         on_gpu = tuple(None if x is None else arrays.to_gpu(name, x) for name, x in zip(self._names, inputs, strict=True))
         there = tuple(
             None if x is None else arrays.empty(name, on_gpu[what[0]], what[1], what[2])
             for (name, what), x in zip(self._results.items(), results, strict=True)
         )
-        super()._execute(on_gpu, there)
+        super()._execute(on_gpu, there, state)
         for x, result in zip(there, results, strict=True):
             if x is not None:
                 result[...] = x.get()

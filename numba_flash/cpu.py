@@ -124,16 +124,20 @@ def takes_numpy() -> bool:
 
 
 def prepare_forward(problem, inputs, results):
-    """``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of 2 to 5 dimensions; `lse` and options may be None."""
+    """``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse), rng)`` for arrays of 2 to 5 dimensions; `lse` and options may be None.
+
+    `rng` is left out if there is no dropout.
+    """
     return partial(_forward, problem)
 
 
 def prepare_backward(problem, inputs, results, deterministic=True):
-    """``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))``; always `deterministic`."""
+    """``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias), rng)``; always `deterministic`."""
     return partial(_backward, problem)
 
 
-def _forward(problem, inputs, results):
+def _forward(problem, inputs, results, rng=None):
+    problem = problem.with_state(rng)
     *tensors, bias, mask, q_lengths, kv_lengths = inputs
     o, lse = results
     q, k, v, o = _five(problem, *tensors, o)
@@ -147,7 +151,8 @@ def _forward(problem, inputs, results):
             piece.clear_queries(lse, -np.inf)
 
 
-def _backward(problem, inputs, results):
+def _backward(problem, inputs, results, rng=None):
+    problem = problem.with_state(rng)
     *tensors, lse, dlse, bias, mask, q_lengths, kv_lengths = inputs
     *gradients, dbias = results
     do, q, k, v, o, dq, dk, dv = _five(problem, *tensors, *gradients)

@@ -64,7 +64,7 @@ def forward_packed(
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
     q, k, v, *offsets = inputs
-    o, lse = run((q, k, v, None, None, *offsets), (out, None))
+    o, lse = run((q, k, v, None, None, *offsets), (out, None), rng)
     return (o, lse) if return_lse else o
 
 
@@ -128,7 +128,7 @@ def backward_packed(
     if run is None:
         checks.flag("deterministic", deterministic)
         run = call.remember(key, _prepare_backward(inputs, given, deterministic, backend))
-    return run((*inputs[:7], None, None, *inputs[7:]), outs)[:3]
+    return run((*inputs[:7], None, None, *inputs[7:]), outs, rng)[:3]
 
 
 def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str | None):

@@ -54,6 +54,10 @@ class Problem:
     def lse_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
+    def with_state(self, rng: tuple[int, int] | None) -> "Problem":
+        """The same with the generator of dropout in the state (seed, offset), unless that is None."""
+        return self if rng is None else replace(self, options=replace(self.options, seed=rng[0], offset=rng[1]))
+
 
 def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, **given) -> Problem:
     """Check the inputs of a forward pass and fold the options into a `Problem`.

@@ -14,7 +14,7 @@ import pytest
 from support import allowed_errors, assert_within, no_gpu, no_hopper, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, call, spec
+from numba_flash import api, call, reference, spec
 
 GPU_REASON = no_gpu()
 SM90_REASON = no_hopper() or "serves float16 and bfloat16; q.dtype is float32"
@@ -90,6 +90,28 @@ def test_repeated_calls_are_prepared_once(prepared):
         o, lse = numba_flash.forward(q, k, v, return_lse=True, causal=True, backend="cpu")
         numba_flash.backward(do, q, k, v, o, lse, causal=True, backend="cpu")
     assert prepared == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.parametrize("integer", [int, np.uint64])
+def test_another_state_of_the_generator_is_not_another_preparation(prepared, integer):
+    """Training takes a new one in every step. (States that are no plain integers are prepared for each.)"""
+    q, k, v, do = random_inputs(nq=5, nk=7, dtype="float64")
+    for seed, offset in ((1, 2), (3, 4), (2**64 - 1, 2**32 - 1)):
+        options = {"dropout": 0.3, "rng": (integer(seed), integer(offset))}
+        o, lse = numba_flash.forward(q, k, v, return_lse=True, backend="cpu", **options)
+        ours = (o, *numba_flash.backward(do, q, k, v, o, lse, backend="cpu", **options))
+        expected = reference.forward(q, k, v, **options)[0], *reference.backward(do, q, k, v, **options)
+        for x, y in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+    assert prepared == ({"forward": 1, "backward": 1} if integer is int else {"forward": 3, "backward": 3})
+
+
+@pytest.mark.parametrize("state", [(1, -1), (True, 1), (1.0, 2), (1, 2, 3), [1, 2], (2**64, 0), (0, 2**32)], ids=str)
+def test_a_bad_state_is_refused_after_a_good_one(prepared, state):
+    q, k, v, _ = random_inputs(nq=5, nk=7)
+    numba_flash.forward(q, k, v, dropout=0.3, rng=(1, 1), backend="cpu")
+    with pytest.raises((TypeError, ValueError), match=r"^rng"):
+        numba_flash.forward(q, k, v, dropout=0.3, rng=state, backend="cpu")
 
 
 @pytest.mark.parametrize(

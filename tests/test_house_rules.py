@@ -66,7 +66,7 @@ def test_what_each_layer_imports_from_the_package():
         "merge.py": {"arrays", "checks", "spec"},
         "reference.py": {"spec", "rng"},
         "plan.py": {"spec", "arrays", "cpu", "cuda.simt", "cuda.sm90"},
-        "call.py": {"arrays", "spec", "plan"},
+        "call.py": {"arrays", "options", "spec", "plan"},
         "api.py": {"arrays", "call", "checks", "spec", "plan"},
         "packed.py": {"api", "call", "checks", "spec"},
         "bench/cases.py": {"reference"},

@@ -317,11 +317,12 @@ def test_dropout_keeps_the_same_bits_everywhere(backend):
     n = 8 if SIMULATED else 128
     q, k, _, _ = problem(nq=n, nk=n, hk=2, d=n)
     v = np.broadcast_to(np.eye(n, dtype=np.float32), (2, 2, n, n))
-    bits = numba_flash.dropout_mask((2, 2, n, n), dropout=0.4, rng=(2**63 + 5, 2**32 - 1))
-    o = backend.to_host(backend.forward(*map(backend.to_device, (q, k, v)), dropout=0.4, rng=(2**63 + 5, 2**32 - 1), scale=0.1))
-    np.testing.assert_array_equal(o != 0, bits)
     plain = backend.to_host(backend.forward(*map(backend.to_device, (q, k, v)), scale=0.1))
-    np.testing.assert_allclose(o[bits], plain[bits] / 0.6, rtol=1e-5)
+    for state in ((1, 2), (2**63 + 5, 2**32 - 1)):
+        bits = numba_flash.dropout_mask((2, 2, n, n), dropout=0.4, rng=state)
+        o = backend.to_host(backend.forward(*map(backend.to_device, (q, k, v)), dropout=0.4, rng=state, scale=0.1))
+        np.testing.assert_array_equal(o != 0, bits)
+        np.testing.assert_allclose(o[bits], plain[bits] / 0.6, rtol=1e-5)
 
 
 def test_no_dropout_is_no_dropout(backend):

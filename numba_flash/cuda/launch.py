@@ -169,7 +169,7 @@ class Launch:
     extras : tuple like `operands`
         Layouts of the arrays that the kernel gets as a tuple, after the others.
     parameters : tuple of int or float
-        Numbers that the kernel gets as a tuple, after the scalars.
+        Numbers that the kernel gets as a tuple, after the scalars; a call may bring others.
     maps : tuple of (array, int)
         Layouts of the arrays that the kernel reads through tensor maps, its first arguments, and the rows of their boxes.
     """
@@ -196,14 +196,14 @@ class Launch:
             self._arguments += _numba_array(x, view)
         self._arguments += (*scalars, *parameters)
 
-    def __call__(self, *operands) -> None:
+    def __call__(self, *operands, parameters=()) -> None:
         if self._grid:
-            self._submit(operands)
+            self._submit(operands, parameters)
 
-    def _submit_to_gpu(self, operands) -> None:
+    def _submit_to_gpu(self, operands, parameters) -> None:
         if self._cupy.runtime.getDevice() != self._device:
             with self._cupy.Device(self._device):
-                return self._submit_to_gpu(operands)
+                return self._submit_to_gpu(operands, parameters)
         if self._device not in _thread.__dict__:  # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
@@ -213,9 +213,11 @@ class Launch:
         for slot, x in zip(self._slots, operands[mapped:], strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
+        if parameters:
+            arguments[-len(parameters) :] = parameters
         self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
 
-    def _simulate(self, operands) -> None:
+    def _simulate(self, operands, parameters) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
 
         nothing = np.empty(operands[0].shape[:-1])
@@ -224,7 +226,7 @@ class Launch:
         views = [FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x) for x in views]
         extras = tuple(map(FakeWithinKernelCUDAArray, views[self._leading :]))
         with np.errstate(all="ignore"):
-            self._kernel[self._grid, self._block](*views[: self._leading], extras, *self._scalars, self._parameters)
+            self._kernel[self._grid, self._block](*views[: self._leading], extras, *self._scalars, parameters or self._parameters)
 
 
 def _view(x: np.ndarray, view: int | tuple[int, ...]) -> np.ndarray:

@@ -127,9 +127,9 @@ def _extras(problem, optional: tuple) -> tuple:
     return tuple((x, view) for x, view in zip(optional, (scores, scores, lengths, lengths), strict=True) if x is not None)
 
 
-def _parameters(problem) -> tuple:
+def _parameters(problem, rng=None) -> tuple:
     """Numbers for the options, in the order of `numba_flash.cuda.scores.build_score`; none if they need none."""
-    o = problem.options
+    o = problem.with_state(rng).options
     if not o.modifies:
         return ()
     return problem.scale, o.softcap, 1 / (1 - o.dropout), *map(np.uint64, (o.seed, o.offset, dropout_threshold(o.dropout)))
@@ -152,7 +152,10 @@ def _heads_first(problem, *operands) -> tuple:
 
 
 def prepare_forward(problem, inputs, results):
-    """Prepared launch ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for arrays of these layouts; absent ones are None."""
+    """Prepared launch ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse), rng)`` for arrays of these layouts.
+
+    Absent ones are None; `rng` is left out if there is no dropout.
+    """
     p, (o, lse) = problem, results
     tile = tile_for("forward", p.dtype, max(p.d, p.dv))
     q, k, v, o = _heads_first(p, *inputs[:3], o)
@@ -169,15 +172,15 @@ def prepare_forward(problem, inputs, results):
     if p.options == PLAIN:
         return lambda inputs, results: forward(*inputs[:3], *results)
 
-    def run(inputs, results):
+    def run(inputs, results, rng=None):
         q, k, v, o = _heads_first(p, *inputs[:3], results[0])
-        forward(q, k, v, o, results[1], *(x for x in inputs[3:] if x is not None))
+        forward(q, k, v, o, results[1], *(x for x in inputs[3:] if x is not None), parameters=() if rng is None else _parameters(p, rng))
 
     return run
 
 
 def prepare_backward(problem, inputs, results, deterministic=True):
-    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias))`` in the same way.
+    """Prepared launches ``run((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths), (dq, dk, dv, dbias), rng)`` likewise.
 
     Always `deterministic`.
     """
@@ -217,23 +220,24 @@ def prepare_backward(problem, inputs, results, deterministic=True):
     )
     dbias_run = None if dbias is None else _prepare_dbias(p, (do, q, k, v, lse, delta_layout), dbias, common)
 
-    def run(inputs, results):
+    def run(inputs, results, rng=None):
         *gradients, dbias = results
+        parameters = () if rng is None else _parameters(p, rng)
         *tensors, lse, dlse = inputs[:7]
         do, q, k, v, o, dq, dk, dv = _heads_first(p, *tensors, *gradients)
         extras = [x for x in inputs[7:] if x is not None]
         delta = arrays.empty("delta", lse, lse.shape)
         delta_launch(do, o, delta, *(() if dlse is None else (dlse,)))
-        dkdv_launch(do, q, k, v, dk, dv, lse, delta, *extras)
-        dq_launch(do, q, k, v, dq, lse, delta, *extras)
+        dkdv_launch(do, q, k, v, dk, dv, lse, delta, *extras, parameters=parameters)
+        dq_launch(do, q, k, v, dq, lse, delta, *extras, parameters=parameters)
         if dbias_run is not None:
-            dbias_run((do, q, k, v, lse, delta), dbias, extras)
+            dbias_run((do, q, k, v, lse, delta), dbias, extras, parameters)
 
     return run
 
 
 def _prepare_dbias(problem, inputs: tuple, dbias, common: dict):
-    """``run(inputs, dbias, extras)``: one launch, or two where the walk over what the bias broadcasts is split into shares."""
+    """``run(inputs, dbias, extras, parameters)``: one launch, or two where the walk over what the bias broadcasts is split into shares."""
     p, tile = problem, tile_for("dq", problem.dtype, max(problem.d, problem.dv))
     shape = (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
     summed = tuple(n == 1 for n in shape)
@@ -255,7 +259,7 @@ def _prepare_dbias(problem, inputs: tuple, dbias, common: dict):
         **common,
     )
     if shares == 1:
-        return lambda inputs, dbias, extras: dbias_launch(*inputs, dbias, *extras)
+        return lambda inputs, dbias, extras, parameters: dbias_launch(*inputs, dbias, *extras, parameters=parameters)
     sum_launch = launch.Launch(
         "dbias_simt.build_sum",
         (p.dtype, dbias.dtype.name, SUM_THREADS),
@@ -264,9 +268,9 @@ def _prepare_dbias(problem, inputs: tuple, dbias, common: dict):
         operands=((out, 6), (dbias, 5)),
     )
 
-    def run(inputs, dbias, extras):
+    def run(inputs, dbias, extras, parameters):
         out = allocate(dbias)
-        dbias_launch(*inputs, out, *extras)
+        dbias_launch(*inputs, out, *extras, parameters=parameters)
         sum_launch(out, dbias)
 
     return run
