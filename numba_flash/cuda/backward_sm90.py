@@ -16,7 +16,7 @@ from numba.cuda import types
 from numba_flash.cuda import mma, movers_sm90, pipeline, ptx, scores, softmax, swizzle
 from numba_flash.cuda.movers_sm90 import B0, B1, COUNT, END, FIRST, HIGH, IMPOSSIBLE, K0, KEYS, KV_HEAD, LOW, QUERIES, ROW0
 
-CLEAR_FROM, CLEAR_TO, END_OF_HEAD, LAST = range(4)  # bounds of row0
+CLEAR_FROM, CLEAR_TO, END_OF_HEAD, LAST = pipeline.one_type(range(4))  # bounds of row0
 
 
 def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
@@ -34,7 +34,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SPLIT_ROWS = tile.block_m, tile.block_n, tile.consumers, tile.splits_rows
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, DO, DQ, WORK = SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work
+    Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
     DS, LSE, DELTA, BOUNDS = SMEM.ds, SMEM.lse, SMEM.delta, SMEM.bounds
     ALIGNMENT, ROWS, Q_PANEL, K_PANEL = SMEM.ALIGNMENT, 64, swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(BLOCK_N)
     ROW_BYTES, DS_BYTES, MINE = 4 * BLOCK_M, SMEM.ds_bytes, ROWS * swizzle.ROW_BYTES
@@ -42,7 +42,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     CAPPED, TO_MAP, AHEAD, NEXT = bool(options.softcap), to_map, tile.ahead, SCORES if tile.ahead else 0
     SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
     ACC, u32, i32 = types.float32, types.uint32, types.int32
-    V_BEHIND_K = (V[pipeline.TILES] - K[pipeline.TILES]) // mma.DESCRIPTOR_UNIT
+    V_BEHIND_K = (SMEM.v[pipeline.TILES] - SMEM.k[pipeline.TILES]) // mma.DESCRIPTOR_UNIT
     NAN, ONES, ON, OFF, NONE, ONE = math.nan, (1.0, 1.0), 1, 0, 0, 1
     describe, produce, add_dq = movers_sm90.build(head_dim, head_dim_v, banded, ordered, options, tile)
     clear_k, clear_v = pipeline.build_clear_tail(head_dim, BLOCK_N), pipeline.build_clear_tail(head_dim_v, BLOCK_N)

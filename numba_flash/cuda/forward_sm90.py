@@ -15,7 +15,7 @@ from numba_flash import mask
 from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, swizzle, tiles
 
 # what the producer writes about a work item
-B0, B1, HEAD, KV_HEAD, ROW0, Q0, QUERIES, K0, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = range(15)
+B0, B1, HEAD, KV_HEAD, ROW0, Q0, QUERIES, K0, KEYS, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, PART = pipeline.one_type(range(15))
 END = -1  # in the place of the count of key tiles: there is no more work
 
 
@@ -32,7 +32,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
     """
     BLOCK_M, BLOCK_N, CONSUMERS, PING_PONG = tile.block_m, tile.block_n, tile.consumers, tile.ping_pong
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, WORK, O_STAGE, O_BYTES = SMEM.q, SMEM.k, SMEM.v, SMEM.work, SMEM.o, SMEM.o_panels * swizzle.panel_bytes(64)
+    Q, K, V, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    O_STAGE, O_BYTES = SMEM.o, SMEM.o_panels * swizzle.panel_bytes(64)
     ALIGNMENT, V_PANEL, ROWS = SMEM.ALIGNMENT, swizzle.panel_bytes(BLOCK_N), 64
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     WRITE_LSE, BANDED, CAPPED, TO_MAP, PARTS = write_lse, band != "none", bool(options.softcap), store == "map", store == "parts"

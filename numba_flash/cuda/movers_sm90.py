@@ -7,7 +7,7 @@ from numba_flash.cuda import pipeline, ptx, schedule, scores
 from numba_flash.cuda.swizzle import DQ_PART
 
 # what is written down about a work item; BASE is the number of its first head's first row block
-B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = range(14)
+B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = pipeline.one_type(range(14))
 END = -1  # in the place of the count of query tiles: there is no more work
 
 
@@ -19,7 +19,8 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     Arguments are those of `numba_flash.cuda.backward_sm90.build` and of its kernel.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
-    Q, K, V, DO, DQ, WORK, LSE, DELTA = SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work, SMEM.lse, SMEM.delta
+    Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
+    LSE, DELTA = SMEM.lse, SMEM.delta
     ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART, banded, ordered, options.packed
     u32, i32, u64 = types.uint32, types.int32, types.uint64
     item_of = schedule.build_item(

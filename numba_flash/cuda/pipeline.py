@@ -5,6 +5,7 @@ memory. Its n-th tile goes into slot ``n % slots``. "ready": the producer, or th
 consumers have read it. An mbarrier completes one phase per tile; a waiter names the parity of the phase it waits for.
 """
 
+import numpy as np
 from numba import cuda
 from numba.cuda import types
 
@@ -15,6 +16,11 @@ TILES, SLOT_BYTES, SLOTS, READY, FREE = range(5)
 FIRST_TURN = 1  # named barrier of the first consumer's turn; 0 is that of syncthreads
 WARP_GROUP = 128
 ALL_LANES = 0xFFFFFFFF
+
+
+def one_type(numbers) -> tuple:
+    """The same integers, none of them a literal to Numba, which would compile every function anew for each; the assembler folds them."""
+    return tuple(map(np.uint32, numbers))
 
 
 @cuda.jit(device=True, forceinline=True)
