@@ -94,6 +94,11 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             hide_row(s, r, i32(j + low - column), stop if j < keys else i32(0))
 
     @cuda.jit(device=True, forceinline=True)
+    def row_values(smem, offset, slots, n):
+        """Where this thread finds those of its first columns that came with the n-th tile."""
+        return u32(smem + u32(offset) + n % u32(slots) * u32(ROW_BYTES) + u32(mma.first_column() * 4))
+
+    @cuda.jit(device=True, forceinline=True)
     def exponentiate(s, lse2_smem, scale_log2):
         """(2) P^T = exp(S^T - lse), in the place of S^T."""
         for j in range(SCORES // 4):
@@ -102,8 +107,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 s[4 * j + i] = ptx.ex2(s[4 * j + i] * scale_log2 - shift[i % 2])
 
     @cuda.jit(device=True, forceinline=True)
-    def differentiate(ds, p, delta_smem, lse2_smem, scale_log2):
+    def differentiate(ds, p, smem, n, scale_log2):
         """(5) dS^T = P^T * (dP^T - delta), in the place of dP^T; with softcap times the cap's slope, for which P gives the score again."""
+        delta_smem, lse2_smem = row_values(smem, DELTA, DO[pipeline.SLOTS], n), row_values(smem, LSE, Q[pipeline.SLOTS], n)
         for j in range(SCORES // 4):
             delta = ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
             for i in range(4):
@@ -163,13 +169,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         exponentiate(s, row_values(smem, LSE, Q[pipeline.SLOTS], n), scales[1])
 
     @cuda.jit(device=True, forceinline=True)
-    def row_values(smem, offset, slots, n):
-        """Where this thread finds those of its first columns that came with the n-th tile."""
-        return u32(smem + u32(offset) + n % u32(slots) * u32(ROW_BYTES) + u32(mma.first_column() * 4))
-
-    @cuda.jit(device=True, forceinline=True)
     def hand_over(smem, me, n, dq):
-        """Leave this consumer's part of a tile of dQ to the thread that adds it up."""
+        """Release dO's tile, and leave this consumer's part of a tile of dQ to the thread that adds it up."""
+        pipeline.release(smem, DO, n)
         ring = u32(n * u32(CONSUMERS) + u32(me))
         pipeline.wait_free(smem, DQ, ring)
         to = u32(pipeline.tile(smem, DQ, ring) + u32(cuda.threadIdx.x % pipeline.WARP_GROUP * 16))
@@ -217,7 +219,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last tile first."""
         s, dp, p = cuda.local.array(SCORES, ACC), cuda.local.array(SCORES, ACC), cuda.local.array(PAIRS, u32)
         dk_acc, dv_acc, dq = cuda.local.array(OUTPUTS_K, ACC), cuda.local.array(OUTPUTS_V, ACC), cuda.local.array(32, ACC)
-        ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)  # of the columns of dS^T, or of those of K
+        # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is left out by `rows_sm90.build_finish`
+        ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
         mine, turn, n = u32(me * MINE), u32(0), u32(0)
         while True:
             pipeline.wait_ready(smem, WORK, turn)
@@ -243,12 +246,13 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 if not AHEAD:
                     ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
                     release_before(smem, n)
+                # (2) P^T = exp(S^T - lse)
                 weigh(s, smem, turn, me, n, row0, scales)
                 ptx.wgmma_wait(dp, dp, NONE, SCORES, NONE)
                 if AHEAD:
                     release_before(smem, n)
-                delta_smem, lse2_smem = row_values(smem, DELTA, DO[pipeline.SLOTS], n), row_values(smem, LSE, Q[pipeline.SLOTS], n)
-                differentiate(dp, s, delta_smem, lse2_smem, scales[1])
+                # (5) dS^T = P^T * (dP^T - delta)
+                differentiate(dp, s, smem, n, scales[1])
                 # (3) dV = dV + P^T dO
                 pack(p, s)
                 start_dv(dv_acc, p, mma.descriptor(do_rows, u32(Q_PANEL)))
@@ -265,7 +269,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dq(dq, mma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 start_dk(dk_acc, mma.descriptor(ds + mine, u32(0)), mma.descriptor(q_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dq, s, ONE, 32, NEXT)
-                pipeline.release(smem, DO, n)
                 hand_over(smem, me, n, dq)
                 n = u32(n + 1)
             ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)

@@ -65,14 +65,18 @@ class Tile:
             "work": (WORK_BYTES, WORK_SLOTS),
         }
         o_panels = min(self.o_panels, panels(head_dim_v))
-        layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, o=0, o_panels=o_panels)
-        slots = o_panels * self.block_m * ROW_BYTES
-        mbarriers = slots + sum(slot_bytes * count for slot_bytes, count in rings.values())
-        for name, (slot_bytes, count) in rings.items():
-            setattr(layout, name, (slots, slot_bytes, count, mbarriers, mbarriers + count * MBARRIER_BYTES))
-            slots, mbarriers = slots + slot_bytes * count, mbarriers + 2 * count * MBARRIER_BYTES
-        layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
-        return layout
+        return lay_out(rings, o_panels * self.block_m * ROW_BYTES, o=0, o_panels=o_panels)
+
+
+def lay_out(rings: dict, slots: int, **others) -> SimpleNamespace:
+    """Rings, of (bytes of a slot, slots), from an offset on, their mbarriers after them, the `bytes` of all; and `others`."""
+    layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, **others)
+    mbarriers = slots + sum(slot_bytes * count for slot_bytes, count in rings.values())
+    for name, (slot_bytes, count) in rings.items():
+        setattr(layout, name, (slots, slot_bytes, count, mbarriers, mbarriers + count * MBARRIER_BYTES))
+        slots, mbarriers = slots + slot_bytes * count, mbarriers + 2 * count * MBARRIER_BYTES
+    layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
+    return layout
 
 
 ANY = 2**31
@@ -199,19 +203,29 @@ def _parts(problem, tile: Tile, items: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // items, tiles // FEWEST_TILES))
 
 
+def scales(problem) -> tuple:
+    """(slope, scale_log2) of the kernels: with softcap, slope leads to the tanh; what comes after, or the score, times scale_log2."""
+    scale, cap = problem.scale, problem.options.softcap
+    return (np.float32(2 * LOG2E * scale / cap), np.float32(cap * LOG2E)) if cap else (np.float32(0), np.float32(scale * LOG2E))
+
+
+def even_section(blocks: int, multiprocessors: int) -> int:
+    """Fewest heads of so many blocks that are a whole number of turns there and back."""
+    return 2 * multiprocessors // math.gcd(blocks, 2 * multiprocessors)
+
+
 def _section(problem, tile: Tile, multiprocessors: int) -> int:
     """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets much more work than another."""
     p, turns = problem, multiprocessors
     blocks, pairs = -(-p.nq // tile.block_m), math.prod(p.batch) * p.hq
-    even = 2 * turns // math.gcd(blocks, 2 * turns)  # a whole number of there and back
+    even, step = even_section(blocks, turns), max(1, turns // 6)
     if blocks * pairs > SNAKE_TURNS * turns:  # one item more or less is nothing
         return even
     rows = np.arange(blocks) * tile.block_m
     first = np.maximum(p.low + rows, 0) // tile.block_n
     last = -(-np.clip(p.high + rows + tile.block_m, 0, p.nk) // tile.block_n)
     work = np.maximum(last - first, 1) + ITEM_TILES
-    candidates = (even, *range(turns // 6, 2 * turns + 1, turns // 6))
-    return min(candidates, key=lambda section: _most_work(work, pairs, section, turns))
+    return min((even, *range(step, 2 * turns + 1, step)), key=lambda section: _most_work(work, pairs, section, turns))
 
 
 def _most_work(work, pairs: int, section: int, turns: int) -> float:
@@ -267,9 +281,7 @@ def _launch(problem, tile: Tile, inputs, results, parts: int):
     store = "parts" if parts > 1 else "words" if p.options.packed else "map"
     lengths = 1 if p.options.packed else p.batch
     multiprocessors = launch.multiprocessors(q.data.device_id)
-    section = 1 if band(p) == "none" else _section(p, tile, multiprocessors)
-    cap = p.options.softcap
-    slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
+    section = 1 if p.options.packed or band(p) == "none" else _section(p, tile, multiprocessors)
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
     return launch.Launch(
         "forward_sm90.build",
@@ -279,7 +291,7 @@ def _launch(problem, tile: Tile, inputs, results, parts: int):
         operands=((o if parts > 1 else o.view("uint32"), 5), (results[1], 4)),
         extras=tuple((x, lengths) for x in _present(inputs[5:])),
         scalars=(items, p.low, p.high, p.nk, parts, p.hk, section, p.batch[0]),
-        parameters=(np.float32(slope), np.float32(scale_log2)),
+        parameters=scales(p),
         maps=maps if store == "map" else maps[:3],
     )
 

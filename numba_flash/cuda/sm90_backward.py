@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,7 +11,6 @@ from numba_flash import arrays
 from numba_flash.cuda import launch, sm90
 from numba_flash.cuda.swizzle import ALIGNMENT, DQ_PART, panel_bytes, panels
 
-LOG2E = math.log2(math.e)
 KEYS = 64  # that a consumer owns
 ROW_THREADS = 256  # of the kernels before and after the main one
 
@@ -33,7 +33,7 @@ class BackwardTile:
     stages: int
     do_stages: int
     ahead: bool
-    consumers: int = 2
+    consumers: ClassVar[int] = 2
 
     @property
     def block_n(self) -> int:
@@ -46,11 +46,11 @@ class BackwardTile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return 40, 232
+        return sm90.REGISTERS[self.consumers]
 
     @property
     def threads(self) -> int:
-        return 128 * (self.consumers + 1)
+        return sm90.WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`, `bounds`, the `bytes` of all."""
@@ -63,16 +63,11 @@ class BackwardTile:
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
-        layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, ds=0, ds_bytes=ds_bytes, lse=2 * ds_bytes)
-        layout.delta = layout.lse + 4 * self.block_m * self.stages
-        layout.bounds = layout.delta + 4 * self.block_m * self.do_stages
-        slots = -(-(layout.bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
-        mbarriers = slots + sum(slot_bytes * count for slot_bytes, count in rings.values())
-        for name, (slot_bytes, count) in rings.items():
-            setattr(layout, name, (slots, slot_bytes, count, mbarriers, mbarriers + count * sm90.MBARRIER_BYTES))
-            slots, mbarriers = slots + slot_bytes * count, mbarriers + 2 * count * sm90.MBARRIER_BYTES
-        layout.bytes = mbarriers + ALIGNMENT
-        return layout
+        lse = 2 * ds_bytes
+        delta = lse + 4 * self.block_m * self.stages
+        bounds = delta + 4 * self.block_m * self.do_stages
+        slots = -(-(bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
+        return sm90.lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, lse=lse, delta=delta, bounds=bounds)
 
 
 # (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, not ordered,
@@ -125,7 +120,7 @@ def prepare(problem, inputs, results, ordered):
         "rows_sm90.build_finish",
         (p.dtype, p.d, p.options.structure, tile),
         grid=numbers,
-        block=128 * tile.consumers,
+        block=sm90.WARP_GROUP * tile.consumers,
         operands=((dq_sum, 5), words(dq)),
         extras=extras,
         scalars=(p.nk, p.low, p.high),
@@ -149,9 +144,7 @@ def _launch_main(problem, tile, operands, extras, ordered):
     packed, multiprocessors = p.options.packed, launch.multiprocessors(q.data.device_id)
     key_blocks = p.nk // tile.block_n + p.batch[1] if packed else -(-p.nk // tile.block_n)
     items = key_blocks * p.hk * (1 if packed else math.prod(p.batch))
-    section = 2 * multiprocessors // math.gcd(key_blocks, 2 * multiprocessors)
-    cap = p.options.softcap
-    slope, scale_log2 = (2 * LOG2E * p.scale / cap, cap * LOG2E) if cap else (0.0, p.scale * LOG2E)
+    section = sm90.even_section(key_blocks, multiprocessors)
     maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
     return launch.Launch(
         "backward_sm90.build",
@@ -161,6 +154,6 @@ def _launch_main(problem, tile, operands, extras, ordered):
         operands=((dk.view("uint32"), 5), (dv.view("uint32"), 5), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),
         extras=extras,
         scalars=(items, -p.high, -p.low, p.nq, 1, p.hq // p.hk, section, p.batch[0]),
-        parameters=(np.float32(slope), np.float32(scale_log2), np.float32(p.scale)),
+        parameters=(*sm90.scales(p), np.float32(p.scale)),
         maps=maps[:4] if packed else maps,
     )
