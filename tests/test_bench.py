@@ -36,7 +36,7 @@ def spoilt(name: str, spoil) -> Contender:
     """NumPy, with its results put through `spoil` before they are checked."""
 
     def bind(case):
-        bound = peers._bind_numpy(case)
+        bound = peers._bind_standard(case)
         return Bound(bound.repeat, lambda: spoil(bound.results()))
 
     return Contender(name, bind, ANYWHERE)
@@ -238,7 +238,7 @@ def test_contenders_take_turns():
 
     def contender(name):
         def bind(case):
-            bound = peers._bind_numpy(case)
+            bound = peers._bind_standard(case)
             return Bound(lambda count: turns.append((name, count)), bound.results)
 
         return Contender(name, bind, ANYWHERE)

@@ -70,7 +70,8 @@ def test_what_each_layer_imports_from_the_package():
         "api.py": {"arrays", "call", "checks", "spec", "plan"},
         "packed.py": {"api", "call", "checks", "spec"},
         "bench/cases.py": {"reference"},
-        "bench/peers.py": {"api", "bench.cases"},
+        "bench/standard.py": {"arrays"},
+        "bench/peers.py": {"api", "bench", "bench.cases", "bench.standard"},
         "bench/timing.py": {"bench.cases", "bench.peers"},
         "bench/report.py": {"bench.cases", "bench.peers", "bench.timing"},
         "cuda/compile.py": {"fingerprint"},
@@ -124,7 +125,7 @@ def test_the_oracle_needs_nothing_but_numpy():
     [
         *("__init__.py", "api.py", "arrays.py", "call.py", "checks.py", "diagnose.py", "dropout.py", "fingerprint.py", "merge.py"),
         *("options.py", "packed.py", "plan.py", "reference.py", "scoremod.py", "spec.py"),
-        *("bench/cases.py", "bench/command.py", "bench/peers.py", "bench/report.py", "bench/timing.py"),
+        *("bench/cases.py", "bench/command.py", "bench/peers.py", "bench/report.py", "bench/standard.py", "bench/timing.py"),
     ],
 )
 def test_modules_that_every_user_imports_load_no_compiler(name):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from numba_flash.api import backward, forward
+from numba_flash.bench import standard
 from numba_flash.bench.cases import Case, Cell
 
 OURS = "numba_flash"
@@ -72,7 +73,8 @@ def contenders(backend: str | None) -> list[Contender]:
         Contender("flash-attn-4", partial(_bind_torch, _flash_attn_4, heads_last=True), _why_not_flash_attn_4),
         Contender("jax cuDNN", _bind_jax, _why_not_jax, own_stream=True),
         Contender("torch CPU", partial(_bind_torch, partial(_sdpa, None)), partial(_why_not_torch, "cpu"), host_time=True),
-        Contender("NumPy", _bind_numpy, partial(_elsewhere, "cpu")),
+        Contender("CuPy", _bind_standard, _why_not_cupy),
+        Contender("NumPy", _bind_standard, partial(_elsewhere, "cpu")),
     ]
 
 
@@ -105,52 +107,41 @@ def _elsewhere(needed: str, place: str, dtype: str) -> str | None:
     return "needs a GPU" if needed == "gpu" else "compared on the CPU only"
 
 
-# ---- this library, and NumPy -------------------------------------------------------------------------------------------------------------
+# ---- this library, and standard attention in NumPy and CuPy ------------------------------------------------------------------------------
+
+
+def _to_host(x) -> np.ndarray:
+    return np.asarray(x[-1].get() if hasattr(x, "get") else x[-1])
 
 
 def _bind_ours(backend: str | None, case: Case) -> Bound:
     q, k, v = case.arrays
     options = {"causal": case.cell.causal, "backend": backend}
-    to_host = lambda x: np.asarray(x[-1].get() if hasattr(x, "get") else x[-1])
     if case.cell.direction == "forward":
-        return _bound(lambda _: (forward(q, k, v, **options),), None, to_host)
+        return _bound(lambda _: (forward(q, k, v, **options),), None, _to_host)
     o, lse = forward(q, k, v, return_lse=True, **options)
-    return _bound(lambda do: backward(do, q, k, v, o, lse, **options), (case.do, case.sparse_do), to_host)
+    return _bound(lambda do: backward(do, q, k, v, o, lse, **options), (case.do, case.sparse_do), _to_host)
 
 
-def _bind_numpy(case: Case) -> Bound:
-    """Standard attention with the whole matrix; 16-bit numbers are computed with in float32, and rounded."""
-    cell, dtype = case.cell, case.arrays[0].dtype
-    wide = np.promote_types(dtype, np.float32) if dtype.kind == "f" else np.dtype(np.float32)
-    grouped = lambda x: x.astype(wide, copy=False).reshape(cell.batch, cell.heads_kv, -1, cell.length, cell.head_dim)
-    narrow = lambda x: x.reshape(cell.batch, -1, cell.length, cell.head_dim).astype(dtype, copy=False)
-    transpose = lambda x: x.swapaxes(-1, -2)
-    hidden = np.triu(np.full((cell.length,) * 2, -np.inf, wide), 1) if cell.causal else None
+def _why_not_cupy(place: str, dtype: str) -> str | None:
+    return _elsewhere("gpu", place, dtype) or ("CuPy multiplies no matrices of bfloat16" if dtype == "bfloat16" else None)
+
+
+def _bind_standard(case: Case) -> Bound:
+    """Standard attention with the whole matrix, which is kept for the backward."""
+    cell = case.cell
+    grouped = lambda x: x.reshape(cell.batch, cell.heads_kv, -1, cell.length, cell.head_dim)
+    joined = lambda x: x.reshape(cell.batch, -1, cell.length, cell.head_dim)
     q, k, v = map(grouped, case.arrays)
-    scale = wide.type(cell.head_dim**-0.5)
-
-    def probabilities():
-        s = scale * (q @ transpose(k))
-        if hidden is not None:
-            s += hidden
-        s -= s.max(axis=-1, keepdims=True)
-        np.exp(s, out=s)
-        return np.divide(s, s.sum(axis=-1, keepdims=True), out=s)
-
     if cell.direction == "forward":
-        return _bound(lambda _: (narrow(probabilities() @ v),), None, lambda x: x[-1])
-    p = probabilities()
-    o = p @ v
+        return _bound(lambda _: (joined(standard.forward(q, k, v, cell.causal)[0]),), None, _to_host)
+    o, p = standard.forward(q, k, v, cell.causal)
 
     def gradients(do):
-        ds = do @ transpose(v)
-        ds -= (do * o).sum(axis=-1, keepdims=True)
-        ds *= p
-        ds *= scale
-        per_group = lambda x: x.sum(axis=2)
-        return narrow(ds @ k), narrow(per_group(transpose(ds) @ q)), narrow(per_group(transpose(p) @ do))
+        dq, dk, dv = standard.backward(do, q, k, v, o, p)
+        return joined(dq), joined(dk.sum(axis=2)), joined(dv.sum(axis=2))
 
-    return _bound(gradients, (grouped(case.do), grouped(case.sparse_do)), lambda x: x[-1])
+    return _bound(gradients, (grouped(case.do), grouped(case.sparse_do)), _to_host)
 
 
 # ---- PyTorch, and what works on its tensors ----------------------------------------------------------------------------------------------
