@@ -5,20 +5,23 @@ import math
 import sys
 import types
 import warnings
+from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import DTYPES
 
-from numba_flash import reference
+from numba_flash import forward, reference
 from numba_flash.__main__ import main
-from numba_flash.bench import command, peers, report, timing
+from numba_flash.bench import grid, peers, progress, report, timing
 from numba_flash.bench.cases import BOUNDS, Case, Cell, relative_error
 from numba_flash.bench.peers import OURS, Bound, Contender
 from numba_flash.bench.timing import Outcome
 
 SMALL = ("bench", "--backend", "cpu", "--lengths", "33,64", "--tokens", "64", "--width", "32", "--head-dims", "16", "--repeats", "3")
+free_bytes = peers._free_bytes
 ANYWHERE = lambda place, dtype: None
 
 
@@ -107,6 +110,64 @@ def test_wrong_peers_are_reported_and_not_timed(monkeypatch, tmp_path, capsys):
         assert entry["contenders"]["twice"]["error"] == pytest.approx(1, rel=1e-3)
     assert set(results["summary"]) == {"NumPy"}
     assert printed.count("WRONG, not timed: error") == 3 * 8
+    rows = printed.split("our speed over the peer's\n")[1].splitlines()[1:9]
+    assert {tuple(row.split()[-3:]) for row in rows} == {("WRONG",) * 3}
+
+
+def test_the_hosts_time_is_told_of_nobody_who_is_wrong(monkeypatch, tmp_path, capsys):
+    """Nor is the run a success if that is this library."""
+    zeros = spoilt("zeros", lambda results: tuple(0 * x for x in results))
+    invite(monkeypatch, replace(zeros, host_time=True))
+    monkeypatch.setattr(peers, "forward", lambda q, *others, **options: (np.zeros_like if q.shape[2] == 64 else forward)(q, *others))
+    written = tmp_path / "bench.json"
+    assert main([*SMALL, "--mask", "full", "--lengths", "33", "--json", str(written)]) == 1
+    results = json.loads(written.read_text())
+    assert results["cells"][0]["contenders"][OURS]["status"] == "ok"
+    assert results["host_microseconds"] == {}
+    assert "time per forward call" not in capsys.readouterr().out
+
+
+def test_the_figure_shows_nobody_who_is_wrong(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib", reason="the figure needs numba_flash[examples]")
+    outcomes = {OURS: Outcome("ok", ms=[1.0]), "spoilt": Outcome("WRONG", error=1.0), "absent": Outcome("cannot", "no kernel")}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        report.plot([(cell(), outcomes)], tmp_path / "figure.svg", "title")
+    drawn = (tmp_path / "figure.svg").read_text()
+    assert f">{OURS}<" in drawn
+    assert ">spoilt<" not in drawn
+    assert ">absent<" not in drawn
+
+
+@pytest.mark.parametrize(("direction", "gigabytes"), [("forward", "1.0"), ("backward", "2.0")])
+def test_matrices_that_do_not_fit_are_refused(direction, gigabytes, monkeypatch):
+    monkeypatch.setattr(peers, "_free_bytes", lambda x: 10**9)
+    small = SimpleNamespace(cell=cell(direction), arrays=(np.zeros(1, np.float32),))
+    large = SimpleNamespace(cell=cell(direction, batch=1, heads=1, heads_kv=1, length=15_900), arrays=small.arrays)
+    assert peers._bytes_of_matrices(small) == (1 if direction == "forward" else 2) * 2 * 4 * 150**2 * 4
+    with pytest.raises(MemoryError, match=f"^its N x N matrices take {gigabytes} GB, and 1.0 GB are free$"):
+        peers._bind_standard(large)
+    assert peers._free_bytes is not free_bytes
+    assert 2**20 < free_bytes(small.arrays[0]) < 2**50
+
+
+def test_progress_goes_to_standard_error(capsys):
+    assert list(progress.track(iter("ab"), 2, lambda item: f"item {item}")) == ["a", "b"]
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "[1/2] item a\n[2/2] item b\n")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_terminal_gets_a_bar_if_there_is_rich(installed, monkeypatch, capsys):
+    pytest.importorskip("rich", reason="the bar needs numba_flash[cli]")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for _ in progress.track("ab", 2, lambda item: f"[bold] item {item}"):  # no markup to rich
+        print("a result")
+    said = capsys.readouterr()
+    assert said.out == "a result\n" * 2
+    assert "[bold] item b" in said.err
+    assert ("[2/2]" in said.err) is not installed
 
 
 def test_exit_status_says_whether_numba_flash_was_right(monkeypatch, capsys):
@@ -300,5 +361,5 @@ def test_command_on_a_gpu(tmp_path):
 
 
 def test_defaults_of_the_grid_depend_on_the_place():
-    assert set(command.DEFAULTS["gpu"]) == set(command.DEFAULTS["cpu"]) == {"dtype", "lengths", "head_dims", "tokens", "width"}
-    assert command.DEFAULTS["gpu"]["lengths"] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert set(grid.DEFAULTS["gpu"]) == set(grid.DEFAULTS["cpu"]) == {"dtype", "lengths", "head_dims", "tokens", "width"}
+    assert grid.DEFAULTS["gpu"]["lengths"] == [512, 1024, 2048, 4096, 8192, 16384]

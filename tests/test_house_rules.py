@@ -71,9 +71,15 @@ def test_what_each_layer_imports_from_the_package():
         "packed.py": {"api", "call", "checks", "spec"},
         "bench/cases.py": {"reference"},
         "bench/standard.py": {"arrays"},
+        "bench/progress.py": set(),
+        "bench/grid.py": {"bench.cases", "plan"},
         "bench/peers.py": {"api", "bench", "bench.cases", "bench.standard"},
         "bench/timing.py": {"bench.cases", "bench.peers"},
         "bench/report.py": {"bench.cases", "bench.peers", "bench.timing"},
+        "warmup.py": {
+            *("arrays", "options", "plan", "spec", "cpu_kernels", "cuda.compile", "cuda.launch"),
+            *("bench", "bench.cases", "bench.grid", "bench.progress"),
+        },
         "cuda/compile.py": {"fingerprint"},
         "cuda/launch.py": {"arrays", "cuda.compile", "cuda.swizzle"},
         "cuda/simt.py": {"arrays", "options", "cuda.launch"},
@@ -125,7 +131,8 @@ def test_the_oracle_needs_nothing_but_numpy():
     [
         *("__init__.py", "api.py", "arrays.py", "call.py", "checks.py", "diagnose.py", "dropout.py", "fingerprint.py", "merge.py"),
         *("options.py", "packed.py", "plan.py", "reference.py", "scoremod.py", "spec.py"),
-        *("bench/cases.py", "bench/command.py", "bench/peers.py", "bench/report.py", "bench/standard.py", "bench/timing.py"),
+        *("bench/cases.py", "bench/command.py", "bench/grid.py", "bench/peers.py", "bench/progress.py", "bench/report.py"),
+        *("bench/standard.py", "bench/timing.py"),
     ],
 )
 def test_modules_that_every_user_imports_load_no_compiler(name):

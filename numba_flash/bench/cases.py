@@ -113,7 +113,12 @@ def relative_error(results: tuple[np.ndarray, ...], expected: tuple[np.ndarray, 
 @lru_cache(maxsize=1)
 def _noise(dtype: str, size: int) -> tuple[np.ndarray, ...]:
     """Normally distributed values for q, k, v and do; cells of one size share them."""
-    if dtype == "bfloat16":
-        import ml_dtypes  # noqa: F401  (makes the name known to NumPy)
     rng = np.random.default_rng(0)
-    return tuple(rng.standard_normal(size, dtype=np.float32).astype(np.dtype(dtype)) for _ in range(4))
+    return tuple(rng.standard_normal(size, dtype=np.float32).astype(dtype_of(dtype)) for _ in range(4))
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of that name, one of `BOUNDS`."""
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: F401  (makes the name known to NumPy)
+    return np.dtype(name)

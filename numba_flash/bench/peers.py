@@ -5,10 +5,12 @@ before the clock runs. No library is imported before it is needed: one that is m
 """
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,9 +129,29 @@ def _why_not_cupy(place: str, dtype: str) -> str | None:
     return _elsewhere("gpu", place, dtype) or ("CuPy multiplies no matrices of bfloat16" if dtype == "bfloat16" else None)
 
 
+def _bytes_of_matrices(case: Case) -> int:
+    """Of P, and backward also of dS; NumPy multiplies 16-bit numbers as float32 ones."""
+    cell, (x, *_) = case.cell, case.arrays
+    by_way_of_float32 = 4 if x.dtype.itemsize == 2 and isinstance(x, np.ndarray) else 0
+    matrices = 1 if cell.direction == "forward" else 2
+    return matrices * cell.batch * cell.heads * cell.length**2 * (x.dtype.itemsize + by_way_of_float32)
+
+
+def _free_bytes(x) -> int:
+    """Of the memory where `x` lives."""
+    if isinstance(x, np.ndarray):
+        return 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)[1])
+    import cupy
+
+    return x.device.mem_info[0] + cupy.get_default_memory_pool().free_bytes()
+
+
 def _bind_standard(case: Case) -> Bound:
     """Standard attention with the whole matrix, which is kept for the backward."""
     cell = case.cell
+    needed, free = _bytes_of_matrices(case), _free_bytes(case.arrays[0])
+    if needed > free:
+        raise MemoryError(f"its N x N matrices take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
     grouped = lambda x: x.reshape(cell.batch, cell.heads_kv, -1, cell.length, cell.head_dim)
     joined = lambda x: x.reshape(cell.batch, -1, cell.length, cell.head_dim)
     q, k, v = map(grouped, case.arrays)

@@ -63,9 +63,17 @@ def cubin(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
     key = cache_key(builder, config, capability)
     code = _cache().get(key)
     if code is None:
-        code = link(intermediate(builder, config, capability), capability)
+        code, log = _link(intermediate(builder, config, capability), capability, verbose=True)
+        _cache()[f"{key}-log"] = log.encode()
         _cache()[key] = code
     return code
+
+
+def cached_resources(builder: str, config: tuple, capability: tuple[int, int]) -> dict[str, int] | None:
+    """`resources` of a kernel that `cubin` finds on disk, None if it has to compile it."""
+    key = cache_key(builder, config, capability)
+    log = None if _cache().get(key) is None else _cache().get(f"{key}-log")
+    return None if log is None else _resources(log.decode())
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -161,7 +169,10 @@ def link(code: str | bytes, capability: tuple[int, int]) -> bytes:
 
 def resources(code: str | bytes, capability: tuple[int, int]) -> dict[str, int]:
     """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``, ``shared_bytes`` (static), its ``warnings``."""
-    log = _link(code, capability, verbose=True)[1]
+    return _resources(_link(code, capability, verbose=True)[1])
+
+
+def _resources(log: str) -> dict[str, int]:
     count = lambda pattern: sum(map(int, re.findall(pattern, log)))
     return {
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),

@@ -1,0 +1,228 @@
+"""``python -m numba_flash warmup``: compile, ahead of first use, the kernels that a grid of problems takes, and keep them on disk."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import astuple, is_dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+
+from numba_flash import arrays, spec
+from numba_flash.bench import grid
+from numba_flash.bench.cases import Cell, dtype_of
+from numba_flash.bench.progress import track
+from numba_flash.cuda import compile, launch
+from numba_flash.options import PLAIN
+from numba_flash.plan import choose, tier
+
+ABSENT_MULTIPROCESSORS = 132  # of a GPU that is not here: an H100 SXM's; how many there are decides whether keys are split into parts
+MOST_JOBS = 8
+CPU_LENGTH = 8  # kernels for the CPU do not depend on sizes
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    grid.add_options(parser, "both")
+    parser.add_argument(
+        "--arch", type=_capability, metavar="X.Y", help="compile for a GPU of this compute capability, which need not be here"
+    )
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=grid.positive, default=jobs, help=f"processes; default one per CPU thread, at most {MOST_JOBS}")
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability such as 9.0")
+    return int(major), int(minor)
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Compile, print a line for each kernel, and write what was asked for.
+
+    Parameters
+    ----------
+    options : Namespace
+        What `parser` made of the command line.
+    parser : ArgumentParser
+        Whose ``error`` says what is wrong with them.
+
+    Returns
+    -------
+    int
+        1 if a problem of the grid cannot run, or a kernel did not compile; else 0.
+    """
+    no_gpu = grid.no_gpu(options)
+    if options.arch is not None:
+        if options.backend == "cpu" or launch.simulated():
+            parser.error("--arch: neither --backend cpu nor Numba's CUDA simulator has a GPU")
+        for package in ("numba_cuda", "cuda.core"):
+            grid.need(parser, "--arch", package, True)
+    place = "cpu" if no_gpu and options.arch is None else "gpu"
+    cells = grid.cells(options, parser, place)
+    if place == "cpu":
+        print(f"for the CPU ({no_gpu})")
+        tasks, refused, jobs = _cpu_tasks(cells), {}, 1  # processes that write to Numba's index at the same time would lose entries
+    else:
+        gpu = _gpu(options.arch)
+        print("for compute capability {}.{}, kept in {}".format(*gpu.capability, compile.cache_directory()))
+        tasks, refused = _gpu_tasks(cells, options.backend, gpu)
+        jobs = options.jobs
+    for sentence, cell in refused.items():
+        print(f"cannot: {' '.join(str(cell).split())}: {sentence}")
+    kernels = []
+    for row in track(_compiled(tasks, jobs), len(tasks), lambda row: row["kernel"]):
+        kernels.append(row)
+        print(line(row), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"place": place, "refused": [*refused], "kernels": kernels}, indent=1))
+    return int(bool(refused) or any("error" in row for row in kernels))
+
+
+def line(row: dict) -> str:
+    """One kernel, as text."""
+    if "error" in row:
+        return f"failed    {row['kernel']}: {row['error']}"
+    used = f"{row['registers']:>4} registers {row['spill_bytes']:>4} B spilled  " if "registers" in row else ""
+    return f"{row['status']:<8} {row['seconds']:>6.1f} s  {used}{row['kernel']}"
+
+
+def _compiled(tasks: list, jobs: int):
+    """What each task returns, as it is finished, by that many processes."""
+    with ProcessPoolExecutor(min(jobs, max(len(tasks), 1)), multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(task) for task in tasks]):
+            yield future.result()
+
+
+def _timed(name: str, work) -> dict:
+    """The row of one kernel: ``work()`` says whether it was found on disk, and what else there is to tell."""
+    start = time.perf_counter()
+    try:
+        found, more = work()
+    except Exception as error:
+        return {"kernel": name, "error": f"{type(error).__name__}: {error}"}
+    return {"kernel": name, "status": "cached" if found else "compiled", "seconds": time.perf_counter() - start} | more
+
+
+# ---- on the CPU --------------------------------------------------------------------------------------------------------------------------
+
+
+def _cpu_tasks(cells: list[Cell]) -> list:
+    """One for each pass and dtype."""
+    return [partial(_compile_for_cpu, *each) for each in dict.fromkeys((cell.direction, cell.dtype) for cell in cells)]
+
+
+def _compile_for_cpu(direction: str, dtype: str) -> dict:
+    from numba_flash import backward, cpu_kernels, forward
+
+    def work():
+        dispatchers = [each for each in vars(cpu_kernels).values() if hasattr(each, "stats")]
+        x = np.zeros((CPU_LENGTH, CPU_LENGTH), dtype_of(dtype))
+        o, lse = forward(x, x, x, return_lse=True, backend="cpu")
+        if direction == "backward":
+            backward(o, x, x, x, o, lse, backend="cpu")
+        return not any(sum(each.stats.cache_misses.values()) for each in dispatchers), {}
+
+    return _timed(f"cpu {direction} {dtype}", work)
+
+
+# ---- for a GPU ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _gpu(capability: tuple[int, int] | None) -> SimpleNamespace:
+    """The current GPU, or one of that capability which is not here."""
+    if capability is not None:
+        return SimpleNamespace(capability=capability, multiprocessors=ABSENT_MULTIPROCESSORS)
+    device = arrays.current_gpu().id
+    return SimpleNamespace(capability=launch.capability(device), multiprocessors=launch.multiprocessors(device))
+
+
+def _gpu_tasks(cells: list[Cell], backend: str | None, gpu) -> tuple[list, dict[str, Cell]]:
+    """One for each kernel of all cells; and the cells that cannot run, by the reason."""
+    found, refused = {}, {}
+    for cell in cells:
+        try:
+            found |= dict.fromkeys(kernels_of(cell, backend, gpu))
+        except NotImplementedError as error:
+            refused.setdefault(str(error), cell)
+    return [partial(_compile_for_gpu, *kernel, gpu.capability) for kernel in found], refused
+
+
+def _compile_for_gpu(builder: str, config: tuple, capability: tuple[int, int]) -> dict:
+    def work():
+        found = compile.cached_resources(builder, config, capability)
+        compile.cubin(builder, config, capability)
+        return found is not None, compile.cached_resources(builder, config, capability)
+
+    return _timed(f"{builder} {', '.join(map(_short, config))}", work)
+
+
+def _short(x) -> str:
+    """A constant that a kernel is built with."""
+    if x == PLAIN:
+        return "plain"
+    return f"{type(x).__name__}{astuple(x)}" if is_dataclass(x) else str(x)
+
+
+class _OnPaper(np.ndarray):
+    """A host array that says where on a GPU it lies; nobody reads it."""
+
+    data = SimpleNamespace(device_id=0, ptr=0)
+
+
+def kernels_of(cell: Cell, backend: str | None, gpu) -> list[tuple[str, tuple]]:
+    """(builder, config) of every kernel that calls of `forward`, or of it with ``return_lse=True`` and of `backward`, launch.
+
+    Parameters
+    ----------
+    cell : Cell
+        The problem.
+    backend : str or None
+        Demanded by the user.
+    gpu : namespace
+        `capability` and `multiprocessors` of the GPU.
+
+    Raises
+    ------
+    NotImplementedError
+        No backend, or not the one demanded, can run it there.
+    """
+    dtype, make = dtype_of(cell.dtype), lambda heads, *shape, dtype: np.empty((cell.batch, heads, *shape), dtype).view(_OnPaper)
+    q, o, do, dq = (make(cell.heads, cell.length, cell.head_dim, dtype=dtype) for _ in range(4))
+    k, v, dk, dv = (make(cell.heads_kv, cell.length, cell.head_dim, dtype=dtype) for _ in range(4))
+    problem = spec.bind(q, k, v, causal=cell.causal)
+    lse = make(cell.heads, cell.length, dtype=problem.lse_dtype)
+    named, options = {"q": q, "k": k, "v": v}, (None,) * 4
+
+    def prepare(kind, named, *arguments):
+        getattr(tier(choose(problem, named, backend, kind).backend), f"prepare_{kind}")(problem, *arguments)
+
+    with _loaded_on_paper(gpu) as kernels:
+        if cell.direction == "forward":
+            prepare("forward", named, (q, k, v, *options), (o, None))
+        else:
+            prepare("forward", named, (q, k, v, *options), (o, lse))
+            prepare("backward", named | {"do": do, "o": o}, (do, q, k, v, o, lse, None, *options), (dq, dk, dv, None))
+    return kernels
+
+
+@contextmanager
+def _loaded_on_paper(gpu):
+    """Let the backends prepare launches on arrays `_OnPaper` as if that GPU were here, and list the kernels that they would load."""
+    from unittest.mock import patch
+
+    kernels = []
+    on_gpu = {"why_not": lambda x: None, "capability": lambda device: gpu.capability, "multiprocessors": lambda device: gpu.multiprocessors}
+    record = lambda builder, config, *others, **more: kernels.append((builder, config))
+    compact = lambda name, shape, dtype: np.empty(shape, dtype).view(_OnPaper)
+    with (
+        patch.multiple(launch, Launch=record, **on_gpu),
+        patch.multiple(arrays, current_gpu=lambda: SimpleNamespace(id=0), compact=compact),
+    ):
+        yield kernels
