@@ -1,6 +1,7 @@
 """The example that trains a language model: its gradients are those of its loss, with either attention, in every precision."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -189,18 +190,24 @@ def test_command_line_prints_losses_and_a_summary(example, capsys, tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_scaling_says_where_memory_ends(example, capsys, monkeypatch):
+def test_scaling_says_where_memory_ends(example, capsys, monkeypatch, tmp_path):
     def attention(q, k, v):
         if q.shape[2] > 40:
-            raise MemoryError
+            raise MemoryError("no room")
         return example.standard_attention(q, k, v)
 
     monkeypatch.setitem(example.ATTENTIONS, "standard", (attention, example.standard_attention_backward))
-    example.main([*SMALL, "--scaling", "--lengths", "40,50"])
+    written = tmp_path / "scaling.json"
+    example.main([*SMALL, "--scaling", "--lengths", "40,50", "--json", str(written)])
     rows = re.findall(r"^ +(40|50) +(flash|standard) +(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert [row[:2] for row in rows] == [("40", "flash"), ("40", "standard"), ("50", "flash"), ("50", "standard")]
     assert all(re.fullmatch(r"[\d.]+ +[\d,]+ +\d+ MB", row[2]) for row in rows[:3])
     assert rows[3][2] == "out of memory"
+    results = json.loads(written.read_text())
+    assert (results["study"], results["width"], results["dtype"]) == ("training", 32, "float32")
+    assert [(str(row["length"]), row["attention"]) for row in results["rows"]] == [row[:2] for row in rows]
+    assert [f"{row['seconds']:.4f}" for row in results["rows"][:3]] == [row[2].split()[0] for row in rows[:3]]
+    assert results["rows"][3] == {"batch": 1, "length": 50, "attention": "standard", "reason": "no room"}
 
 
 @pytest.mark.parametrize("options", [("--steps", "1"), ("--width", "30", "--heads", "4")])

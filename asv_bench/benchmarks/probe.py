@@ -62,16 +62,22 @@ def peak_bytes(backend: str, cell: str) -> int:
     inputs, clock = _problem(backend, cell)
     results(*inputs(length=WARM_UP))
     arrays = inputs()
-    if backend == "cpu":
+    made, growth = growth_during(lambda: results(*arrays), clock)
+    return growth - sum(x.nbytes for x in made)
+
+
+def growth_during(run, clock) -> tuple:
+    """What `run()` returns, and the bytes by which the process, or CuPy's memory pool, had grown at its peak."""
+    if clock.place == "cpu":
         RESET_PEAK.write_text("5")
         before, peak = _status("VmRSS"), lambda: _status("VmHWM")
     else:
         pool = clock.xp.get_default_memory_pool()
         pool.free_all_blocks()
         before, peak = pool.total_bytes(), pool.total_bytes
-    own = sum(x.nbytes for x in results(*arrays))
+    made = run()
     clock.wait()
-    return peak() - before - own
+    return made, peak() - before
 
 
 def _status(field: str) -> int:

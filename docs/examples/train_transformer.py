@@ -9,18 +9,18 @@ joined, about half a megabyte). Arrays are CuPy's where numba_flash finds a GPU,
     x <- x + GELU(LayerNorm(x) W_up) W_down                                              (4)
     loss = mean of -log softmax(LayerNorm(x) W_output)[u]                                (5)
 
-where (2) to (4) are repeated in every layer. For (3), `--attention flash` calls numba_flash.forward and numba_flash.backward on views of
-the projected array; `--attention standard` stores the N x N matrix of every head. `--scaling` measures one training step of both at
-growing lengths, one sequence per step, until the matrices do not fit into memory.
+where (2) to (4) are repeated in every layer. For (3), `--attention flash` calls numba_flash on views of the projected array, `standard`
+stores the N x N matrix of every head. `--scaling` measures steps of both at growing lengths, until the matrices do not fit into memory.
 
 `--dtype` is that of matrix products and attention; x, weights, gradients and Adam's moments are float32 (float64 with float64). NumPy and
 CuPy do not multiply bfloat16 matrices everywhere, so with bfloat16 only flash attention runs in it and matrix products run in float32.
 
     python train_transformer.py [--steps 200] [--length 128] [--dtype float32] [--attention flash] [--figure loss.png]
-    python train_transformer.py --scaling [--dtype float32] [--lengths 1024,2048,4096]
+    python train_transformer.py --scaling [--dtype float32] [--lengths 1024,2048,4096] [--json FILE]
 """
 
 import argparse
+import json
 import time
 import tracemalloc
 from pydoc_data.topics import topics
@@ -107,10 +107,8 @@ def standard_attention(q, k, v):
 
 
 def standard_attention_backward(d_output, cache, d_qkv):
-    """Writes the gradients of q, k and v into the three arrays `d_qkv`."""
-    scaled, k, v, o, p = cache
+    (scaled, k, v, o, p), (d_q, d_k, d_v) = cache, d_qkv
     transposed_product = lambda matrix, x: (x.swapaxes(2, 3) @ matrix).swapaxes(2, 3)  # matrix^T x; CuPy would copy matrix^T
-    d_q, d_k, d_v = d_qkv
     d_v[...] = transposed_product(p, d_output)
     d_s = d_output @ v.swapaxes(2, 3)
     d_s -= (d_output * o).sum(-1, keepdims=True)
@@ -297,16 +295,20 @@ def measure_step(options):
 
 
 def print_scaling(options):
-    """A row for every length and attention."""
+    """A row for every length and attention; all of them as JSON, if a file for that is named."""
+    rows = [{"batch": 1, "length": length, "attention": attention} for length in options.lengths for attention in ATTENTIONS]
     print(f"{'length':>8}  {'attention':10}{'s / step':>10}{'tokens/s':>12}{'memory':>13}")
-    for length in options.lengths:
-        for attention in ATTENTIONS:
-            print(f"{length:8}  {attention:10}", end="", flush=True)
-            try:
-                seconds, memory = measure_step(argparse.Namespace(**vars(options) | {"batch": 1, "length": length, "attention": attention}))
-                print(f"{seconds:10.4f}{length / seconds:12,.0f}{memory / 1e6:10,.0f} MB")
-            except MemoryError:  # CuPy's OutOfMemoryError is one
-                print("   out of memory")
+    for row in rows:
+        print(f"{row['length']:8}  {row['attention']:10}", end="", flush=True)
+        try:
+            row["seconds"], row["bytes"] = seconds, memory = measure_step(argparse.Namespace(**vars(options) | row))
+            print(f"{seconds:10.4f}{row['length'] / seconds:12,.0f}{memory / 1e6:10,.0f} MB")
+        except MemoryError as error:  # CuPy's OutOfMemoryError is one
+            print("   out of memory")
+            row["reason"] = str(error)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"study": "training", "arrays": xp.__name__, **vars(options), "rows": rows}, file, indent=1)
 
 
 def parse(arguments=None):
@@ -317,6 +319,7 @@ def parse(arguments=None):
     parser.add_argument("--dtype", choices=("float64", "float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--attention", choices=tuple(ATTENTIONS), default="flash")
     parser.add_argument("--figure", help="where to save the curve of the loss")
+    parser.add_argument("--json", help="where to write what --scaling measures")
     parser.add_argument("--scaling", action="store_true", help="measure single steps of both attentions instead of training")
     lengths, integers = [2**i for i in range(10, 13 if xp is np else 17)], lambda text: [int(n) for n in text.split(",")]
     parser.add_argument("--lengths", type=integers, default=lengths, help="for --scaling, with commas")
@@ -333,16 +336,14 @@ def main(arguments: list[str] | None = None) -> None:
         return print_scaling(o)
     print(f"{o.batch} x {o.length} bytes per step, {o.attention} attention")
     losses, rate = train(o)
-    summary = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {o.steps} steps, {rate:,.0f} tokens/s"
-    print(summary)
+    print(summary := f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {o.steps} steps, {rate:,.0f} tokens/s")
     if o.figure:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6, 4), layout="constrained")
-        axis = figure.subplots()
+        axis = Figure(figsize=(6, 4), layout="constrained").subplots()
         axis.plot(np.arange(1, o.steps + 1), losses)
         axis.set(title=summary, xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
-        figure.savefig(o.figure)
+        axis.figure.savefig(o.figure)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Time against the shape of the tile: the chosen one of each kernel and its neighbours, full attention at N = 4096.
+
+Every tile is checked against the float64 oracle before it is timed, and all of a kernel take turns. Kernels are prepared by the backend's
+own `prepare_forward` and `prepare_backward`, with its choice of a tile replaced.
+
+    python asv_bench/studies/tiles.py --json FILE [--kernels "sm90 forward,simt forward"]
+"""
+
+import sys
+from functools import partial
+from statistics import median
+from unittest.mock import patch
+
+import common
+
+import numba_flash
+from numba_flash import arrays, spec
+from numba_flash.bench import peers, timing
+from numba_flash.bench.cases import Case, Cell
+from numba_flash.cuda import launch, simt, sm90, sm90_backward
+from numba_flash.plan import tier
+
+LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
+Forward, Backward, Simt = sm90.Tile, sm90_backward.BackwardTile, simt.Tile
+
+# Kernel: dtype, the module that chooses its tile, and by head dimension what is tried besides the chosen one.
+STUDIES = {
+    "sm90 forward": (
+        "bfloat16",
+        sm90,
+        {
+            64: [Forward(m, n, 2, 4 if n < 128 else 3, 1, True) for m in (128, 192) for n in (64, 96, 128)]
+            + [Forward(128, 160, 2, 3, 1, True)],
+            128: [Forward(128, n, 1, 2, 1, True) for n in (64, 96, 112, 128, 144, 160, 176)],
+        },
+    ),
+    "sm90 backward": (
+        "bfloat16",
+        sm90_backward,
+        {
+            64: [Backward(m, 2, 2, ahead) for m in (64, 128) for ahead in (False, True)],
+            128: [Backward(64, stages, 2, ahead) for stages in (2, 3) for ahead in (False, True)],
+        },
+    ),
+    "simt forward": (
+        "float32",
+        simt,
+        {d: [Simt(rows, cols, 8, 64 // cols, 16, 16, 1) for rows in (2, 4, 8) for cols in (4, 8)] for d in (64, 128)},
+    ),
+}
+
+
+def _shape_of(tile) -> dict:
+    """Its fields, and the rows and columns of its scores."""
+    return vars(tile) | {"block_m": tile.block_m, "block_n": tile.block_n}
+
+
+def _fits(tile, head_dim: int) -> bool:
+    """Whether its shared memory does, where the tile says how much that is."""
+    return not hasattr(tile, "layout") or tile.layout(head_dim, head_dim).bytes <= sm90.SHARED_LIMIT
+
+
+def bind(tile, direction: str, module, name: str, case: Case) -> peers.Bound:
+    """A prepared call of the backend `name` with this tile, on results that are allocated once."""
+    (q, k, v), backend, absent = case.arrays, tier(name), (None,) * 4
+    problem, like = spec.bind(q, k, v), lambda x: arrays.empty("a result", x, x.shape)
+    if direction == "forward":
+        results, prepare = (like(q), None), backend.prepare_forward
+        inputs = lambda do: (q, k, v, *absent)
+    else:
+        o, lse = numba_flash.forward(q, k, v, return_lse=True, backend=name)
+        results, prepare = (like(q), like(k), like(v), None), backend.prepare_backward
+        inputs = lambda do: (do, q, k, v, o, lse, None, *absent)
+    with forced(tile, module):
+        run = prepare(problem, inputs(case.do), results)
+
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            run(inputs(case.do), results)
+
+    def checked():
+        run(inputs(case.sparse_do), results)
+        return tuple(x[-1].get() if hasattr(x, "get") else x[-1] for x in results[:-1])
+
+    return peers.Bound(repeat, checked)
+
+
+def forced(tile, module):
+    """Context in which `module` chooses this tile."""
+    return patch.object(module, "tile_for", lambda *_: tile)
+
+
+def study(name: str, head_dim: int, options, clock) -> list[dict]:
+    """Rows of one kernel: every tile that is right, and why others are not."""
+    dtype, module, tiles = STUDIES[name]
+    backend, direction = name.split()
+    heads = options.width // head_dim
+    cell = Cell(direction, "full", dtype, options.tokens // options.length, heads, heads, options.length, head_dim)
+    problem = spec.bind(*Case(cell, clock.xp).arrays)
+    chosen = module.tile_for(*(("forward", dtype, head_dim) if module is simt else (problem,)))
+    candidates = list(dict.fromkeys([chosen, *(tile for tile in tiles[head_dim] if _fits(tile, head_dim))]))
+    everyone = [peers.Contender(str(t), partial(bind, t, direction, module, backend), lambda *_: None) for t in candidates]
+    outcomes = timing.compare(cell, everyone, clock, common.repeats(options, clock.place))
+    rows = []
+    for tile in candidates:
+        outcome = outcomes[str(tile)]
+        row = {"kernel": name, "dtype": dtype, "head_dim": head_dim, "chosen": tile == chosen, "tile": _shape_of(tile)}
+        if outcome.status == "ok":
+            row |= {"ms": median(outcome.ms), "tflops": outcome.tflops(cell), "error": outcome.error}
+        else:
+            row["reason"] = outcome.reason or f"wrong: error {outcome.error:.1e}"
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the study."""
+    parser = common.parser(__doc__)
+    for size, default in {"length": LENGTH, "tokens": TOKENS, "width": WIDTH}.items():
+        parser.add_argument(f"--{size}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--head-dims", type=common.numbers, default=[64, 128], metavar="D,...", help="default both, 64 and 128")
+    parser.add_argument("--kernels", default=",".join(STUDIES), metavar="NAME,...", help="default all")
+    options = parser.parse_args(arguments)
+    clock = common.clock()
+    if clock.place == "cpu" and not launch.simulated():
+        parser.error("tiles of CUDA kernels need a GPU")
+    with clock.current():
+        rows = [row for name in options.kernels.split(",") for d in options.head_dims for row in study(name, d, options, clock)]
+    common.write(options, "tiles", clock.place, rows, length=options.length, tokens=options.tokens, width=options.width)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
