@@ -8,6 +8,8 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 
+MORE_IS_BETTER = ("TFLOP/s", "GB/s")
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -45,6 +47,7 @@ class Benchmark:
         optional = {"timeout": self.cls.timeout} if hasattr(self.cls, "timeout") else {}
         return optional | {
             "code": textwrap.dedent(inspect.getsource(self.cls)),
+            "less_is_better": getattr(self.cls, self.function).unit not in MORE_IS_BETTER,  # asv-tachyon asks
             "name": self.name,
             "param_names": list(getattr(self.cls, "param_names", ())),
             "params": [[repr(value) for value in values] for values in self.params],

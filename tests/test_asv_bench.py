@@ -161,7 +161,8 @@ def test_files_hold_all_benchmarks(written):
     assert described.pop("version") == 2
     assert set(described) == set(ALL) == set(results_in(written)["results"])
     for name, entry in described.items():
-        assert set(entry) - {"timeout"} == {"code", "name", "param_names", "params", "type", "unit", "version"}
+        assert set(entry) - {"timeout"} == {"code", "less_is_better", "name", "param_names", "params", "type", "unit", "version"}
+        assert entry["less_is_better"] == (entry["unit"] not in ("TFLOP/s", "GB/s"))
         assert (entry["name"], entry["type"]) == (name, "track")
         assert len(entry["params"]) == len(entry["param_names"])
     machine = json.loads((written / "tiny" / "machine.json").read_text())

@@ -86,4 +86,9 @@ def test_asv_describes_the_benchmarks_in_the_same_way(tmp_path):
     assert set(described) == set(ALL)
     for name, entry in described.items():
         ours = json.loads(json.dumps(ALL[name].description))
-        assert {key for key in entry | ours if entry.get(key) != ours.get(key)} <= {"code", "setup_cache_key", "setup_cache_timeout"}
+        assert {key for key in entry | ours if entry.get(key) != ours.get(key)} <= {
+            "code",
+            "less_is_better",
+            "setup_cache_key",
+            "setup_cache_timeout",
+        }
