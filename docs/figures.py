@@ -1,0 +1,247 @@
+"""Draw the figures of README and docs, and write their tables, from committed results.
+
+    python docs/figures.py            # needs matplotlib
+    python docs/figures.py --check    # is everything as the results give it? needs nothing
+
+A figure carries the hash of the results that it was drawn from, so that `--check` need not draw it. It is drawn where its results are.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tables
+from tables import OURS, ROOT
+
+FIGURES = ROOT / "docs" / "figures"
+# Okabe and Ito's colours, which the colour-blind tell apart; a marker and a dash for each as well, for print in grey.
+STYLES = {
+    OURS: ("#D55E00", "o", "-"),
+    "torch cuDNN": ("#0072B2", "s", "--"),
+    "flash-attn-4": ("#009E73", "^", "-."),
+    "torch FA2": ("#CC79A7", "v", ":"),
+    "torch Flex": ("#E69F00", "D", (0, (4, 1, 1, 1))),
+    "jax cuDNN": ("#56B4E9", "P", (0, (6, 2))),
+    "CuPy": ("#000000", "X", (0, (1, 1))),
+    "NumPy": ("#000000", "X", (0, (1, 1))),
+    "torch efficient": ("#666666", "*", (0, (5, 2, 1, 2))),
+}
+SETTINGS = {"svg.hashsalt": "numba_flash", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+SETTINGS |= {"grid.color": "#DDDDDD", "grid.linewidth": 0.6, "lines.linewidth": 1.5, "lines.markersize": 5, "legend.frameon": False}
+
+
+def style(name: str, other: int = 0) -> dict:
+    """Colour, marker and dashes of someone; of one without a style, by number."""
+    color, marker, dashes = STYLES.get(name) or list(STYLES.values())[other % len(STYLES)]
+    return {"color": color, "marker": marker, "linestyle": dashes, "label": name}
+
+
+def lengths_axis(axis, lengths) -> None:
+    """N, doubling."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axis.minorticks_off()
+
+
+def legend(figure, axes) -> None:
+    """One below everything, of whoever is in some panel."""
+    found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 5))
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------------------------------
+
+
+def speed(figure, bench: dict, head_dims=None) -> None:
+    """TFLOP/s by length: a row of panels for each direction and head dimension, a column for each mask."""
+    panels = {}
+    for direction in ("forward", "backward"):
+        for cell in tables.cells_of(bench, direction):
+            if head_dims is None or cell["head_dim"] in head_dims:
+                panels.setdefault((cell["head_dim"], direction, cell["mask"]), []).append(cell)
+    columns = [(direction, mask) for direction in ("forward", "backward") for mask in ("full", "causal")]
+    dims = sorted({d for d, *_ in panels})
+    figure.set_size_inches(11, 0.9 + 2.3 * len(dims))
+    axes = figure.subplots(len(dims), len(columns), squeeze=False, sharey="row")
+    for row, d in zip(axes, dims, strict=True):
+        for axis, (direction, mask) in zip(row, columns, strict=True):
+            _speed_panel(axis, panels.get((d, direction, mask), []))
+            axis.set_title(f"{direction}, {mask}, D = {d}", fontsize=9)
+        row[0].set_ylabel("TFLOP/s")
+        row[0].set_ylim(0, None)
+    for axis in axes[-1]:
+        axis.set_xlabel("N")
+    legend(figure, axes.flat)
+
+
+def _speed_panel(axis, cells: list[dict]) -> None:
+    if not cells:
+        axis.text(0.5, 0.5, "not compared", transform=axis.transAxes, ha="center")
+        return
+    for name in dict.fromkeys(name for cell in cells for name in cell["contenders"]):
+        entries = [(cell["length"], cell["contenders"].get(name, {}).get("tflops")) for cell in cells]
+        points = [(n, tflops) for n, tflops in entries if tflops]
+        if points:
+            axis.plot(*zip(*points, strict=True), **style(name), zorder=3 if name == OURS else 2)
+    lengths_axis(axis, [cell["length"] for cell in cells])
+
+
+def scaling(figure, results: dict) -> None:
+    """Time and memory by length, and where memory ended."""
+    figure.set_size_inches(8, 3.4)
+    axes = figure.subplots(1, 2)
+    quantities = (
+        ("forward and backward, ms", lambda row: row["forward_ms"] + row["backward_ms"]),
+        ("memory, MB", lambda row: row["bytes"] / 1e6),
+    )
+    lengths = sorted({row["length"] for row in results["rows"]})
+    for axis, (label, value) in zip(axes, quantities, strict=True):
+        for name in dict.fromkeys(row["contender"] for row in results["rows"]):
+            rows = [row for row in results["rows"] if row["contender"] == name]
+            points = [(row["length"], value(row)) for row in rows if row.get("bytes")]
+            axis.plot(*zip(*points, strict=True), **style(name))
+            for row in rows:
+                if "failed" in row:
+                    axis.annotate("out of memory", (row["length"], points[-1][1]), ha="center", color=style(name)["color"])
+        axis.set_yscale("log")
+        lengths_axis(axis, lengths)
+        axis.set(xlabel="N", ylabel=label)
+    legend(figure, axes)
+
+
+def tiles(figure, results: dict) -> None:
+    """TFLOP/s by the columns of the score tile; the chosen one is ringed."""
+    kernels = list(dict.fromkeys((row["kernel"], row["head_dim"]) for row in results["rows"]))
+    figure.set_size_inches(10, 0.6 + 2.4 * -(-len(kernels) // 2))
+    axes = figure.subplots(-(-len(kernels) // 2), 2, squeeze=False)
+    for axis, (kernel, d) in zip(axes.flat, kernels, strict=False):
+        rows = [row for row in results["rows"] if (row["kernel"], row["head_dim"]) == (kernel, d) and "ms" in row]
+        for number, m in enumerate(sorted({row["tile"]["block_m"] for row in rows})):
+            points = sorted((row["tile"]["block_n"], row["tflops"]) for row in rows if row["tile"]["block_m"] == m)
+            axis.plot(*zip(*points, strict=True), **style(f"{m} rows", number) | {"linestyle": "none"})
+        chosen = next(row for row in rows if row["chosen"])
+        axis.plot(chosen["tile"]["block_n"], chosen["tflops"], "o", markersize=12, fillstyle="none", color="#000000", label="chosen")
+        axis.set(title=f"{kernel}, {rows[0]['dtype']}, D = {d}", xlabel="columns", ylabel="TFLOP/s", ylim=(0, None))
+        axis.legend(fontsize=8)
+    for axis in list(axes.flat)[len(kernels) :]:
+        axis.set_visible(False)
+
+
+def accuracy(figure, *machines: dict) -> None:
+    """Root mean square error of o and of dq by dtype, without and with outliers, at D = 128."""
+    figure.set_size_inches(10, 3.6)
+    axes = figure.subplots(1, 4, sharey=True)
+    panels = [(result, distribution) for result in ("o", "dq") for distribution in ("normal", "outliers")]
+    rows = [row for results in machines for row in results["rows"] if row["head_dim"] == 128 and "o" in row]
+    rows = [row for row in rows if (row["dtype"], row["who"]) != ("float64", "naive")]  # that is the reference
+    rows = {(row["who"], row["dtype"], row["distribution"]): row for row in reversed(rows)}
+    names = sorted({who for who, *_ in rows})
+    for axis, (result, distribution) in zip(axes, panels, strict=True):
+        for number, who in enumerate(names):
+            found = [(i, rows.get((who, dtype, distribution))) for i, dtype in enumerate(tables.DTYPES)]
+            points = [(i + 0.12 * (number - (len(names) - 1) / 2), row[result]) for i, row in found if row]
+            axis.plot(*zip(*points, strict=True), **style(who, number) | {"linestyle": "none"})
+        axis.set_yscale("log")
+        axis.set_xticks(range(len(tables.DTYPES)), tables.DTYPES, rotation=30)
+        axis.set_title(f"{result}, {distribution}", fontsize=9)
+    axes[0].set_ylabel("root mean square error")
+    legend(figure, axes)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A file in docs/figures.
+
+    Attributes
+    ----------
+    draw : callable
+        ``draw(figure, *results)``.
+    sources : tuple of str
+        Names of the results; it is made of those that there are.
+    block : str
+        Of the docs, where it stands.
+    text : str
+        In its place where it cannot be seen.
+    """
+
+    draw: Callable[..., None]
+    sources: tuple[str, ...]
+    block: str
+    text: str
+
+
+ALL = {
+    "speed": Figure(
+        lambda figure, bench: speed(figure, bench, (128,)), ("h200/bench",), "measured", "TFLOP/s against N, D = 128, beside peers"
+    ),
+    "speed-all": Figure(speed, ("h200/bench",), "summary", "TFLOP/s against N for each head dimension, beside peers"),
+    "scaling-h200": Figure(scaling, ("h200/scaling",), "scaling-h200", "time and memory against N on an H200"),
+    "scaling-cpu": Figure(scaling, ("2-core-cpu/scaling",), "scaling-cpu", "time and memory against N on a CPU"),
+    "tiles": Figure(tiles, ("h200/tiles",), "tiles", "TFLOP/s against the columns of the tile"),
+    "accuracy": Figure(accuracy, tables.BLOCKS["accuracy"].sources, "accuracy", "root mean square errors by dtype"),
+}
+
+
+# ---- files -------------------------------------------------------------------------------------------------------------------------------
+
+
+def drawable() -> dict[str, Figure]:
+    """Figures whose results there are."""
+    return {name: figure for name, figure in ALL.items() if tables.present(figure.sources)}
+
+
+def data_of(figure: Figure) -> str:
+    """What its file says about the results that it was drawn from."""
+    return f"data {tables.digest(*tables.present(figure.sources))}"
+
+
+def draw(name: str) -> None:
+    """Write one figure; the same results give the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    kind = ALL[name]
+    with matplotlib.rc_context(SETTINGS):
+        canvas = Canvas(layout="constrained", facecolor="white")  # a light card in dark mode
+        kind.draw(canvas, *map(tables.load, tables.present(kind.sources)))
+        canvas.savefig(FIGURES / f"{name}.svg", metadata={"Date": None, "Description": data_of(kind)})
+
+
+def page_with_tables(path: Path) -> str:
+    """A page as the results give it."""
+    folder = "docs/figures" if path.parent == ROOT else "figures"
+    return tables.updated(path.read_text(), {f.block: f"![{f.text}]({folder}/{name}.svg)" for name, f in drawable().items()})
+
+
+def stale() -> list[str]:
+    """Pages and figures that are not what the results give."""
+    pages = [path.name for path in tables.PAGES if path.read_text() != page_with_tables(path)]
+    said = lambda name: (
+        re.search(r"data [0-9a-f]{16}", (FIGURES / f"{name}.svg").read_text()) if (FIGURES / f"{name}.svg").exists() else None
+    )
+    return pages + [f"{name}.svg" for name, kind in drawable().items() if (found := said(name)) is None or found[0] != data_of(kind)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 1 if `--check` found something stale."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if something is not as the results give it")
+    if parser.parse_args(arguments).check:
+        found = stale()
+        print("\n".join(f"{name} is not what the results give: run docs/figures.py" for name in found), end="\n" if found else "")
+        return 1 if found else 0
+    for name in drawable():
+        draw(name)
+    for path in tables.PAGES:
+        if (page := page_with_tables(path)) != path.read_text():
+            path.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""The tables of README and docs, made from committed results: what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+
+`docs/figures.py` writes them; `tests/test_docs_numbers.py` checks that they are what the results give.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "asv_bench" / "studies" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+OURS = "numba_flash"
+PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # in tables; figures show everyone
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def load(name: str) -> dict:
+    """The results ``MACHINE/STUDY``."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def present(sources: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the results that there are."""
+    return tuple(name for name in sources if (RESULTS / f"{name}.json").exists())
+
+
+def digest(*sources: str) -> str:
+    """Hash of the results that something was made from."""
+    return hashlib.sha256(b"".join((RESULTS / f"{name}.json").read_bytes() for name in sources)).hexdigest()[:16]
+
+
+def table(columns, rows) -> str:
+    """Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def printed(results: dict) -> str:
+    """A table that was measured before results were kept: as it was printed."""
+    return table(results["columns"], results["rows"])
+
+
+# ---- beside peers ------------------------------------------------------------------------------------------------------------------------
+
+
+def cells_of(bench: dict, direction: str) -> list[dict]:
+    """Cells of ``python -m numba_flash bench`` with as many heads of keys as of queries."""
+    return [cell for cell in bench["cells"] if cell["direction"] == direction and cell["heads"] == cell["heads_kv"]]
+
+
+def ratios(cells: list[dict], peer: str) -> list[tuple[float, dict]]:
+    """Our speed over the peer's where both were timed."""
+    entries = ((cell["contenders"].get(peer, {}), cell) for cell in cells)
+    return [(entry["ratio"], cell) for entry, cell in entries if entry.get("ratio")]
+
+
+def speed(bench: dict, direction: str) -> str:
+    """TFLOP/s by head dimension, mask and length, and in parentheses our speed over that of each of `PEERS` that took part."""
+    cells = cells_of(bench, direction)
+    peers = [peer for peer in PEERS if ratios(cells, peer)]
+    lengths = sorted({cell["length"] for cell in cells})
+    rows = []
+    for d, mask in sorted({(cell["head_dim"], cell["mask"]) for cell in cells}, key=lambda row: (row[0], row[1] == "causal")):
+        row = {cell["length"]: cell["contenders"] for cell in cells if (cell["head_dim"], cell["mask"]) == (d, mask)}
+        rows.append([f"D = {d}, {mask}", *(_speed_entry(row.get(n, {}), peers) for n in lengths)])
+    over = " and over ".join(PEERS[peer] for peer in peers)
+    note = f"{bench['device']}, bfloat16, TFLOP/s, and in parentheses the speed over {over}:\n\n"
+    return note + table([direction, *(f"N = {n}" for n in lengths)], rows)
+
+
+def _speed_entry(contenders: dict, peers: list[str]) -> str:
+    ours = contenders.get(OURS, {})
+    if not ours.get("tflops"):
+        return ""
+    compared = (contenders.get(peer, {}).get("ratio") for peer in peers)
+    return f"{ours['tflops']:.0f} ({', '.join('-' if ratio is None else f'{ratio:.2f}' for ratio in compared)})"
+
+
+def summary(bench: dict, second: dict | None = None) -> str:
+    """Geometric mean and least cell of our speed over each peer's, by direction."""
+    runs = [("", bench)] if second is None else [("", bench), (", another machine of the kind", second)]
+    rows = []
+    for remark, run in runs:
+        for direction in ("forward", "backward"):
+            cells = cells_of(run, direction)
+            peers = {peer: PEERS.get(peer, peer) for cell in cells for peer in cell["contenders"] if peer != OURS}
+            for peer, name in peers.items():
+                if values := ratios(cells, peer):
+                    least, at = min(values, key=lambda value: value[0])
+                    where = f"D = {at['head_dim']}, N = {at['length']}, {at['mask']}"
+                    mean = geometric_mean(value for value, _ in values)
+                    rows.append([f"{direction}{remark}", name, len(values), f"{mean:.2f}", f"{least:.2f}", where])
+    return table(["our speed over", "peer", "cells", "geometric mean", "least", "where"], rows)
+
+
+def measured(bench: dict) -> str:
+    """README's: geometric means of our speed over each of `PEERS`, and least and greatest cells."""
+    rows, lengths = [], sorted({cell["length"] for cell in bench["cells"]})
+    for direction in ("forward", "backward"):
+        cells = cells_of(bench, direction)
+        dims = ", ".join(str(d) for d in sorted({cell["head_dim"] for cell in cells}))
+        entries = []
+        for peer in PEERS:
+            values = [value for value, _ in ratios(cells, peer)]
+            entries.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not compared")
+        rows.append([f"{direction}, D = {dims}", *entries])
+    versions = ", ".join(f"{name} {bench['packages'][name]}" for name in ("torch", "cuDNN", "flash-attn-4") if name in bench["packages"])
+    note = f"{bench['device']}, {bench['date']}, bfloat16, N = {lengths[0]} to {lengths[-1]}, full and causal, {versions}; geometric mean"
+    return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *PEERS.values()], rows)
+
+
+# ---- studies -----------------------------------------------------------------------------------------------------------------------------
+
+
+def scaling(results: dict) -> str:
+    """Time and memory of both by length."""
+    names = list(dict.fromkeys(row["contender"] for row in results["rows"]))
+    rows = {(row["length"], row["contender"]): row for row in results["rows"]}
+    lines = []
+    for n in sorted({row["length"] for row in results["rows"]}):
+        line = [n]
+        for name in names:
+            row = rows.get((n, name), {})
+            if "bytes" in row:
+                line += [_three(row["forward_ms"] + row["backward_ms"]), _three(row["bytes"] / 1e6)]
+            else:
+                line += [f"{row['failed']}: {row['reason'].split(':')[0]}" if row else "", ""]
+        lines.append(line)
+    shape = f"{results['heads']} {'head' if results['heads'] == 1 else 'heads'}, D = {results['head_dim']}"
+    columns = ["N", *(text for name in names for text in (f"{_standard(name)}, ms", "MB"))]
+    return f"{results['device']}, {results['dtype']}, {shape}, {results['rows'][0]['mask']}:\n\n" + table(columns, lines)
+
+
+def _standard(name: str) -> str:
+    return name if name == OURS else f"standard ({name})"
+
+
+def _three(x: float) -> str:
+    """Three digits."""
+    return f"{x:,.0f}" if x >= 99.95 else f"{x:.{1 if x >= 9.995 else 2 if x >= 0.9995 else 3}f}"
+
+
+def traffic(results: dict) -> str:
+    """The FlashAttention paper's table for one attention of GPT-2 medium."""
+    giga = lambda *counts: "not counted" if None in counts else _three(sum(counts) / 1e9)
+    rows = []
+    for row in results["rows"]:
+        counted = giga(row["tensor_flop"], row["scalar_flop"])
+        ms = [_three(row["forward_ms"]), _three(row["backward_ms"]), _three(row["forward_ms"] + row["backward_ms"])]
+        rows.append([f"{_standard(row['contender'])}, {row['mask']}", *ms, giga(row["flop"]), counted, giga(row["dram_bytes"])])
+    return table(["", "forward, ms", "backward, ms", "both, ms", "GFLOP by formula", "GFLOP counted", "HBM, GB"], rows)
+
+
+def tiles(results: dict) -> str:
+    """For each kernel the chosen tile and the fastest of the others."""
+    rows = []
+    for kernel, d in dict.fromkeys((row["kernel"], row["head_dim"]) for row in results["rows"]):
+        timed = [row for row in results["rows"] if (row["kernel"], row["head_dim"]) == (kernel, d) and "ms" in row]
+        timed.sort(key=lambda row: row["ms"])
+        chosen = next(row for row in timed if row["chosen"])
+        other = next(row for row in timed if not row["chosen"])
+        shape = lambda row: f"{row['tile']['block_m']} x {row['tile']['block_n']}"
+        entries = [text for row in (chosen, other) for text in (shape(row), _three(row["ms"]), _three(row["tflops"]))]
+        rows.append([f"{kernel}, {timed[0]['dtype']}, D = {d}", *entries])
+    columns = ["", "chosen", "ms", "TFLOP/s", "fastest other", "ms", "TFLOP/s"]
+    return table(columns, rows)
+
+
+def accuracy(*machines: dict) -> str:
+    """Root mean square errors at D = 128, normal / with outliers."""
+    rows, names = [], ("o", "dq", "dk", "dv")
+    for results in machines:
+        found = [row for row in results["rows"] if row["head_dim"] == 128 and "o" in row]
+        for dtype in DTYPES:
+            of = {(row["distribution"], row["who"]): row for row in found if row["dtype"] == dtype}
+            for who in dict.fromkeys(who for _, who in of if (dtype, who) != ("float64", "naive")):  # that is the reference
+                both = (of["normal", who], of["outliers", who])
+                rows.append([results["device"], dtype, who, *(" / ".join(f"{row[x]:.1e}" for row in both) for x in names)])
+    return table(["device", "dtype", "", *names], rows)
+
+
+def training(results: dict) -> str:
+    """A step of training by length, with both kinds of attention."""
+    rows = {(row["length"], row["attention"]): row for row in results["rows"]}
+    entry = lambda row: [f"{row['seconds']:.4f}", f"{row['bytes'] / 1e6:,.0f}"] if "seconds" in row else ["out of memory", ""]
+    lengths = sorted({length for length, _ in rows})
+    lines = [[n, *entry(rows[n, "flash"]), *entry(rows[n, "standard"])] for n in lengths]
+    return table(["length", "flash, s per step", "MB", "standard, s per step", "MB"], lines)
+
+
+# ---- the pages ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between two marks.
+
+    Attributes
+    ----------
+    make : callable
+        Markdown from the results.
+    sources : tuple of str
+        Names of the results; it is made of those that there are.
+    command : str
+        What measures them.
+    """
+
+    make: Callable[..., str]
+    sources: tuple[str, ...]
+    command: str = ""
+
+
+def _study(name: str, machine: str) -> str:
+    return f"python asv_bench/studies/{name}.py --json asv_bench/studies/results/{machine}/{name}.json"
+
+
+BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
+SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
+BLOCKS = {
+    "measured": Block(measured, ("h200/bench",), BENCH),
+    "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
+    "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
+    "summary": Block(summary, ("h200/bench", "h200/bench-second"), BENCH),
+    "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
+    "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
+    "traffic": Block(traffic, ("h200/traffic",), _study("traffic", "h200")),
+    "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
+    "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),
+    "training": Block(training, ("h200/training",), SCALING),
+    "torch-cpu": Block(printed, ("2-core-cpu/torch",)),
+    "options-cpu": Block(printed, ("2-core-cpu/options",)),
+    "options-simt": Block(printed, ("h200/options",)),
+    "simt": Block(printed, ("h200/simt",)),
+    "simt-torch": Block(printed, ("h200/simt-torch",)),
+    "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
+}
+
+
+def content(name: str, figures: dict[str, str]) -> str:
+    """What belongs into the block `name`: its figure, if `figures` has one's Markdown, and its table; or how to measure it.
+
+    Parameters
+    ----------
+    name : str
+        One of `BLOCKS`.
+    figures : dict
+        Markdown of figures by the name of the block that they stand in.
+    """
+    block = BLOCKS[name]
+    sources = present(block.sources)
+    if not sources:
+        return f"Not measured yet: `{block.command}`.\n"
+    text = block.make(*map(load, sources))
+    return f"{figures[name]}\n\n{text}" if name in figures else text
+
+
+def updated(page: str, figures: dict[str, str]) -> str:
+    """The text of a page with all of its blocks made anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}\n{content(match[2], figures)}\n{match[4]}", page)
