@@ -18,6 +18,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 OURS = "numba_flash"
 PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # in tables; figures show everyone
+VERSIONS = ("torch", "cuDNN", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -111,7 +112,7 @@ def measured(bench: dict) -> str:
             values = [value for value, _ in ratios(cells, peer)]
             entries.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not compared")
         rows.append([f"{direction}, D = {dims}", *entries])
-    versions = ", ".join(f"{name} {bench['packages'][name]}" for name in ("torch", "cuDNN", "flash-attn-4") if name in bench["packages"])
+    versions = ", ".join(f"{name} {bench['packages'][name]}" for name in VERSIONS if name in bench["packages"])
     note = f"{bench['device']}, {bench['date']}, bfloat16, N = {lengths[0]} to {lengths[-1]}, full and causal, {versions}; geometric mean"
     return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *PEERS.values()], rows)
 

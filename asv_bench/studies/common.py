@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def write(options: argparse.Namespace, study: str, place: str, rows: list[dict],
         return
     machine = measure.this_machine("")
     device = machine["gpu"] if place == "gpu" else f"{machine['num_cpu']} CPU cores ({machine['cpu']}, {machine['arch']})"
-    about = {"study": study, "device": device, "packages": measure.packages(), "commit": options.commit}
+    about = {"study": study, "device": device, "date": time.strftime("%Y-%m-%d"), "commit": options.commit, "packages": measure.packages()}
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     head = json.dumps(about | more, indent=1)
     options.json.write_text(f'{head[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')

@@ -4,13 +4,15 @@ import argparse
 import json
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 
 from numba_flash.bench import grid, peers, report, timing
 from numba_flash.bench.progress import track
 
 REPEATS = {"gpu": 10, "cpu": 5}
-PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x", "torch", "flash-attn-4", "jax")
+PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x")
+PACKAGES += ("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "jax")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +51,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     grid.need(parser, "--plot", "matplotlib", options.plot is not None)
     clock = timing.GpuClock() if place == "gpu" else timing.HostClock()
     contenders, absent = _invited(options, place)
-    header = {"device": _device(clock), "threads": os.cpu_count(), "packages": _versions(), "not_compared": absent}
+    header = {"device": _device(clock), "threads": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+    header |= {"packages": _versions(), "not_compared": absent}
     _print_header(header, no_gpu, repeats)
     results = []
     with clock.current():
