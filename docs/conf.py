@@ -19,6 +19,7 @@ html_theme = "pydata_sphinx_theme"
 html_show_sourcelink = False
 exclude_patterns = ["_build", "examples"]
 numpydoc_show_class_members = False
+autodoc_typehints = "none"  # the types stand in the docstrings
 
 
 def publish_benchmarks(app, exception):
