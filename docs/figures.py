@@ -212,10 +212,14 @@ def draw(name: str) -> None:
         canvas.savefig(FIGURES / f"{name}.svg", metadata={"Date": None, "Description": data_of(kind)})
 
 
+def with_tables(page: str, folder: str) -> str:
+    """The text of a page as the results give it; figures are in `folder`, seen from there."""
+    return tables.updated(page, {f.block: f"![{f.text}]({folder}/{name}.svg)" for name, f in drawable().items()})
+
+
 def page_with_tables(path: Path) -> str:
     """A page as the results give it."""
-    folder = "docs/figures" if path.parent == ROOT else "figures"
-    return tables.updated(path.read_text(), {f.block: f"![{f.text}]({folder}/{name}.svg)" for name, f in drawable().items()})
+    return with_tables(path.read_text(), "docs/figures" if path.parent == ROOT else "figures")
 
 
 def stale() -> list[str]:

@@ -53,7 +53,11 @@ def printed(results: dict) -> str:
 
 def cells_of(bench: dict, direction: str) -> list[dict]:
     """Cells of ``python -m numba_flash bench`` with as many heads of keys as of queries."""
-    return [cell for cell in bench["cells"] if cell["direction"] == direction and cell["heads"] == cell["heads_kv"]]
+    return [cell for cell in bench["cells"] if cell["direction"] == direction and not _grouped(cell)]
+
+
+def _grouped(cell: dict) -> bool:
+    return cell["heads"] != cell["heads_kv"]
 
 
 def ratios(cells: list[dict], peer: str) -> list[tuple[float, dict]]:
@@ -71,6 +75,9 @@ def speed(bench: dict, direction: str) -> str:
     for d, mask in sorted({(cell["head_dim"], cell["mask"]) for cell in cells}, key=lambda row: (row[0], row[1] == "causal")):
         row = {cell["length"]: cell["contenders"] for cell in cells if (cell["head_dim"], cell["mask"]) == (d, mask)}
         rows.append([f"D = {d}, {mask}", *(_speed_entry(row.get(n, {}), peers) for n in lengths)])
+    for cell in (cell for cell in bench["cells"] if cell["direction"] == direction and _grouped(cell)):
+        entries = (_speed_entry(cell["contenders"], peers) if n == cell["length"] else "" for n in lengths)
+        rows.append([f"D = {cell['head_dim']}, {cell['mask']}, {cell['heads']} heads over {cell['heads_kv']}", *entries])
     over = " and over ".join(PEERS[peer] for peer in peers)
     note = f"{bench['device']}, bfloat16, TFLOP/s, and in parentheses the speed over {over}:\n\n"
     return note + table([direction, *(f"N = {n}" for n in lengths)], rows)
