@@ -3,6 +3,7 @@
 CELL is a `numba_flash.bench.cases.Cell` as JSON; what was measured is printed as JSON.
 """
 
+import ctypes
 import json
 import re
 import sys
@@ -69,6 +70,7 @@ def peak_bytes(backend: str, cell: str) -> int:
 def growth_during(run, clock) -> tuple:
     """What `run()` returns, and the bytes by which the process, or CuPy's memory pool, had grown at its peak."""
     if clock.place == "cpu":
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed, or it would be used again unseen
         RESET_PEAK.write_text("5")
         before, peak = _status("VmRSS"), lambda: _status("VmHWM")
     else:
