@@ -41,10 +41,14 @@ def style(name: str, other: int = 0) -> dict:
     return {"color": color, "marker": marker, "linestyle": dashes, "label": name}
 
 
+def _short(n: int) -> str:
+    return f"{n // 1024}k" if n >= 1024 else str(n)
+
+
 def lengths_axis(axis, lengths) -> None:
     """N, doubling."""
     axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axis.set_xticks(lengths, map(_short, lengths))
     axis.minorticks_off()
 
 
@@ -107,7 +111,8 @@ def scaling(figure, results: dict) -> None:
             axis.plot(*zip(*points, strict=True), **style(name))
             for row in rows:
                 if "failed" in row:
-                    axis.annotate("out of memory", (row["length"], points[-1][1]), ha="center", color=style(name)["color"])
+                    text = f"out of memory at {_short(row['length'])}"
+                    axis.annotate(text, points[-1], (-8, 0), textcoords="offset points", ha="right", va="center")
         axis.set_yscale("log")
         lengths_axis(axis, lengths)
         axis.set(xlabel="N", ylabel=label)
@@ -115,19 +120,23 @@ def scaling(figure, results: dict) -> None:
 
 
 def tiles(figure, results: dict) -> None:
-    """TFLOP/s by the columns of the score tile; the chosen one is ringed."""
-    kernels = list(dict.fromkeys((row["kernel"], row["head_dim"]) for row in results["rows"]))
-    figure.set_size_inches(10, 0.6 + 2.4 * -(-len(kernels) // 2))
+    """Time with each tile, fastest first; the chosen one has another colour, and says so."""
+    kernels = {}
+    for row in results["rows"]:
+        kernels.setdefault((row["kernel"], row["head_dim"]), []).append(row)
+    figure.set_size_inches(10, 0.6 + 2.6 * -(-len(kernels) // 2))
     axes = figure.subplots(-(-len(kernels) // 2), 2, squeeze=False)
-    for axis, (kernel, d) in zip(axes.flat, kernels, strict=False):
-        rows = [row for row in results["rows"] if (row["kernel"], row["head_dim"]) == (kernel, d) and "ms" in row]
-        for number, m in enumerate(sorted({row["tile"]["block_m"] for row in rows})):
-            points = sorted((row["tile"]["block_n"], row["tflops"]) for row in rows if row["tile"]["block_m"] == m)
-            axis.plot(*zip(*points, strict=True), **style(f"{m} rows", number) | {"linestyle": "none"})
-        chosen = next(row for row in rows if row["chosen"])
-        axis.plot(chosen["tile"]["block_n"], chosen["tflops"], "o", markersize=12, fillstyle="none", color="#000000", label="chosen")
-        axis.set(title=f"{kernel}, {rows[0]['dtype']}, D = {d}", xlabel="columns", ylabel="TFLOP/s", ylim=(0, None))
-        axis.legend(fontsize=8)
+    for axis, ((kernel, d), rows) in zip(axes.flat, kernels.items(), strict=False):
+        rows = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"], reverse=True)
+        others = [field for field in rows[0]["tile"] if len({row["tile"][field] for row in rows}) > 1 and not field.startswith("block")]
+        for i, row in enumerate(rows):
+            tile = row["tile"]
+            label = ", ".join([f"{tile['block_m']} x {tile['block_n']}", *(f"{field} {tile[field]}" for field in others)])
+            axis.barh(i, row["ms"], color=STYLES[OURS if row["chosen"] else "torch cuDNN"][0], zorder=2)
+            axis.text(0, i, f" {label}{' (chosen)' if row['chosen'] else ''}", color="white", va="center", fontsize=7, zorder=3)
+        axis.set_yticks([])
+        axis.set_title(f"{kernel}, {rows[0]['dtype']}, D = {d}", fontsize=9)
+        axis.set_xlabel("ms")
     for axis in list(axes.flat)[len(kernels) :]:
         axis.set_visible(False)
 
@@ -182,7 +191,7 @@ ALL = {
     "speed-all": Figure(speed, ("h200/bench",), "summary", "TFLOP/s against N for each head dimension, beside peers"),
     "scaling-h200": Figure(scaling, ("h200/scaling",), "scaling-h200", "time and memory against N on an H200"),
     "scaling-cpu": Figure(scaling, ("2-core-cpu/scaling",), "scaling-cpu", "time and memory against N on a CPU"),
-    "tiles": Figure(tiles, ("h200/tiles",), "tiles", "TFLOP/s against the columns of the tile"),
+    "tiles": Figure(tiles, ("h200/tiles",), "tiles", "time with each tile"),
     "accuracy": Figure(accuracy, tables.BLOCKS["accuracy"].sources, "accuracy", "root mean square errors by dtype"),
 }
 

@@ -1,0 +1,150 @@
+"""The tables and figures of the docs, from results made up here."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+
+import figures
+import tables
+
+
+def entry(tflops: float, ratio: float | None = None) -> dict:
+    return {"status": "ok", "tflops": tflops} | ({} if ratio is None else {"ratio": ratio})
+
+
+def cell(direction: str, length: int, contenders: dict, heads_kv: int = 16) -> dict:
+    shape = {"heads": 16, "heads_kv": heads_kv, "length": length, "head_dim": 128}
+    return {"direction": direction, "mask": "full", "contenders": contenders} | shape
+
+
+def step(length: int, contender: str, **others) -> dict:
+    return {"length": length, "mask": "full", "contender": contender} | others
+
+
+def tile(block_n: int, ms: float, chosen: bool) -> dict:
+    shape = {"block_m": 128, "block_n": block_n, "stages": 2}
+    return {"kernel": "sm90 forward", "dtype": "bfloat16", "head_dim": 64, "chosen": chosen, "tile": shape, "ms": ms, "tflops": 1 / ms}
+
+
+def errors(dtype: str, distribution: str, who: str, error: float) -> dict:
+    return {"dtype": dtype, "distribution": distribution, "who": who, "head_dim": 128} | dict.fromkeys(("o", "dq", "dk", "dv"), error)
+
+
+PACKAGES = {"torch": "2", "flash-attn-4": "4"}
+RESULTS = {
+    "h200/bench": {
+        "device": "H",
+        "date": "D",
+        "packages": PACKAGES,
+        "cells": [
+            cell("forward", 512, {"numba_flash": entry(400.4), "torch cuDNN": entry(200, 2.0), "flash-attn-4": entry(500, 0.8)}),
+            cell("forward", 1024, {"numba_flash": entry(500), "torch cuDNN": entry(1000, 0.5), "flash-attn-4": {"status": "WRONG"}}),
+            cell("forward", 512, {"numba_flash": entry(300), "torch cuDNN": entry(200, 1.5)}, heads_kv=2),
+            cell("backward", 512, {"numba_flash": entry(100), "torch cuDNN": entry(80, 1.25)}),
+        ],
+    },
+    "h200/scaling": {
+        "device": "H",
+        "dtype": "float16",
+        "heads": 8,
+        "head_dim": 64,
+        "rows": [
+            step(1024, "numba_flash", forward_ms=1.0, backward_ms=2.5, bytes=5e6),
+            step(1024, "CuPy", forward_ms=10.0, backward_ms=20.0, bytes=5e9),
+            step(2048, "numba_flash", forward_ms=4.0, backward_ms=10.0, bytes=1e7),
+            step(2048, "CuPy", failed="backward", reason="OutOfMemoryError: Out of memory"),
+        ],
+    },
+    "h200/traffic": {
+        "rows": [
+            {"contender": "numba_flash", "mask": "full", "forward_ms": 1.0, "backward_ms": 2.0, "flop": 962e9, "dram_bytes": 4.4e9}
+            | {"tensor_flop": 960e9, "scalar_flop": 2e9},
+            {"contender": "CuPy", "mask": "full", "forward_ms": 10.0, "backward_ms": 20.0, "flop": 825e9, "dram_bytes": None}
+            | {"tensor_flop": None, "scalar_flop": None},
+        ]
+    },
+    "h200/tiles": {"rows": [tile(128, 0.5, True), tile(64, 1.0, False), tile(96, 0.8, False)]},
+    "h200/accuracy": {
+        "device": "H",
+        "rows": [errors("float16", d, who, error) for d in ("normal", "outliers") for who, error in (("naive", 2e-4), ("sm90", 1e-4))]
+        + [errors("float64", d, who, 1e-16) for d in ("normal", "outliers") for who in ("naive", "simt")],
+    },
+    "h200/training": {
+        "rows": [
+            {"length": 1024, "attention": "flash", "seconds": 0.01, "bytes": 1e8},
+            {"length": 1024, "attention": "standard", "reason": "no room"},
+        ]
+    },
+    "2-core-cpu/torch": {"columns": ["", "full"], "rows": [["forward", "1.07 to 1.08"]]},
+}
+EXPECTED = {
+    "speed-forward": ["| D = 128, full | 400 (2.00, 0.80) | 500 (0.50, -) |", "| D = 128, full, 16 heads over 2 | 300 (1.50, -) |  |"],
+    "speed-backward": ["| backward | N = 512 |", "| D = 128, full | 100 (1.25) |"],
+    "summary": ["| forward | cuDNN | 2 | 1.00 | 0.50 | D = 128, N = 1024, full |", "| backward | cuDNN | 1 | 1.25 | 1.25 |"],
+    "measured": ["H, D, bfloat16, N = 512 to 1024", "| forward, D = 128 | 1.00 (0.50 to 2.00) | 0.80 (0.80 to 0.80) |", "| not compared |"],
+    "scaling-h200": ["| 1024 | 3.50 | 5.00 | 30.0 | 5,000 |", "| 2048 | 14.0 | 10.0 | backward: OutOfMemoryError |  |"],
+    "scaling-cpu": ["Not measured yet: `python asv_bench/studies/scaling.py --json asv_bench/studies/results/2-core-cpu/scaling.json`."],
+    "traffic": [
+        "| numba_flash, full | 1.00 | 2.00 | 3.00 | 962 | 962 | 4.40 |",
+        "| standard (CuPy), full | 10.0 | 20.0 | 30.0 | 825 | not counted |",
+    ],
+    "tiles": ["| sm90 forward, bfloat16, D = 64 | 128 x 128 | 0.500 | 2.00 | 128 x 96 | 0.800 | 1.25 |"],
+    "accuracy": ["| H | float16 | sm90 | 1.0e-04 / 1.0e-04 |", "| H | float64 | simt |"],
+    "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
+    "torch-cpu": ["| forward | 1.07 to 1.08 |"],
+}
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    """The made-up results in place of the committed ones."""
+    for name, content in RESULTS.items():
+        file = tmp_path / f"{name}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_tables(name):
+    text = tables.content(name, {})
+    assert [line for line in EXPECTED[name] if line not in text] == []
+    assert "| H | float64 | naive |" not in text  # that is the reference
+
+
+def test_every_block_of_the_docs_is_known_and_used():
+    used = {match[2] for page in tables.PAGES for match in tables.BLOCK.finditer(page.read_text())}
+    assert used == set(tables.BLOCKS)
+
+
+def test_every_figure_stands_in_a_block():
+    assert {figure.block for figure in figures.ALL.values()} <= set(tables.BLOCKS)
+
+
+def test_figures_say_what_they_were_drawn_from(results):
+    pytest.importorskip("matplotlib", reason="figures need numba_flash[examples]")
+    names = list(figures.drawable())
+    assert set(figures.ALL) - set(names) == {"scaling-cpu"}
+    for name in names:
+        figures.draw(name)
+    assert not {f"{name}.svg" for name in names} & set(figures.stale())
+    changed = json.loads((results / "h200/tiles.json").read_text())
+    changed["rows"][0]["ms"] = 0.6
+    (results / "h200/tiles.json").write_text(json.dumps(changed))
+    (results / "speed.svg").unlink()
+    assert {name for name in figures.stale() if name.endswith(".svg")} == {"tiles.svg", "speed.svg"}
+
+
+def test_blocks_are_written_between_their_marks():
+    page = "before\n<!-- table: torch-cpu -->\nold\n<!-- end -->\nafter <!-- end -->\n"
+    written = figures.with_tables(page, "figures")
+    assert written == f"before\n<!-- table: torch-cpu -->\n\n{tables.content('torch-cpu', {})}\n<!-- end -->\nafter <!-- end -->\n"
+    assert figures.with_tables(written, "figures") == written
+    page = "<!-- table: tiles -->\n<!-- end -->"
+    assert "\n![time with each tile](there/tiles.svg)\n\n| " in figures.with_tables(page, "there")
