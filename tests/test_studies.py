@@ -129,6 +129,7 @@ print(",".join(f'"{{name}}"' for name in ("ID", "Kernel Name", *metrics)))
 print(",".join(f'"{{name}}"' for name in ("", "", *("unit" for _ in metrics))))
 for kernel in range(2):
     print(",".join(f'"{{value}}"' for value in (kernel, "k<a, b>", *("1,000" for _ in metrics))))
+print("==WARNING== that's all")
 """
 
 

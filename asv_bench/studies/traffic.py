@@ -79,10 +79,12 @@ def sums(printed: str) -> tuple[dict[str, float], int]:
     """Sums over all kernels of the metrics in a raw CSV page of ncu, and the number of kernels."""
     lines = printed.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
+    kernels = (
+        [] if start is None else [row for row in csv.DictReader(lines[start:]) if (row["ID"] or "").isdigit()]
+    )  # not units, nor remarks
+    if not kernels:
         raise RuntimeError("ncu has seen no kernel")
-    _, *kernels = csv.DictReader(lines[start:])  # the first row holds units
-    metrics = [name for name in kernels[0] if "__" in name and "." in name] if kernels else []
+    metrics = [name for name in kernels[0] if name is not None and "__" in name and "." in name]
     return {name: sum(float(kernel[name].replace(",", "")) for kernel in kernels) for name in metrics}, len(kernels)
 
 
