@@ -29,9 +29,9 @@ forward = partial(numba_flash.forward, backend="sm90", return_lse=True)
 forward_packed = partial(numba_flash.forward_packed, backend="sm90", return_lse=True)
 backward = partial(numba_flash.backward, backend="sm90")
 backward_packed = partial(numba_flash.backward_packed, backend="sm90")
-HEAD_DIMS = [(64, 64), (128, 128), (40, 72), (96, 128), (8, 120)]
+HEAD_DIMS = [(64, 64), (128, 128), (40, 72), (96, 128), (8, 120)] * 2 + [(256, 256), (192, 128), (136, 256), (256, 64), (72, 200)]
 KINDS = ["plain", "kv_lengths", "packed", "softcap", "both lengths"]
-CHUNKS = 10
+CHUNKS = len(HEAD_DIMS)
 PROBLEMS = int(os.environ.get("NUMBA_FLASH_FUZZ") or 200)
 
 
@@ -47,7 +47,7 @@ def normals(rng, *shapes, dtype):
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_problems(cp, chunk):
     """A chunk shares what kernels are built from, as far as possible: there are few to compile."""
-    dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk % 5], KINDS[chunk % 5]
+    dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk], KINDS[chunk % 5]
     for number in range(chunk, PROBLEMS, CHUNKS):
         rng = np.random.default_rng((30, number))
         check = check_packed if kind == "packed" else check_dense

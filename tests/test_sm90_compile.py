@@ -66,17 +66,20 @@ BACKWARD = {
     "backward packed": ("float16", 64, 64, True, False, True, PACKED),
     "backward packed, 128": ("bfloat16", 128, 128, True, False, True, PACKED),
     "backward softcap": ("bfloat16", 128, 128, True, True, True, SOFTCAP),
+    "backward 256": ("bfloat16", 256, 256, True, True, True, PLAIN),
+    "backward 192, 128": ("float16", 192, 128, False, True, True, PLAIN),
+    "backward packed, 136, 256": ("bfloat16", 136, 256, True, False, True, PACKED),
     "backward softcap, 64": ("bfloat16", 64, 64, True, True, True, SOFTCAP),
 }
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
-SPILLS = {"backward softcap": 40, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
+SPILLS = {"backward 256": 40, "backward softcap": 40, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
 BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BACKWARD.items()}
 
 
 @cache
 def code(name: str) -> bytes:
     start = time.perf_counter()
-    builder = "forward_sm90.build" if name in KERNELS else "backward_sm90.build"
+    builder = "forward_sm90.build" if name in KERNELS else BACKWARD[name][-1].kernel
     intermediate = compile.intermediate(builder, (KERNELS | BACKWARD)[name], H200)
     print(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
     return intermediate
@@ -139,8 +142,8 @@ def test_instructions_of_the_backward_pass(name, tmp_path):
 def test_kernels_around_the_backward_pass(options):
     tile = backward_tile(96, 72)
     for builder, config in (
-        ("rows_sm90.build_prepare", ("bfloat16", 72, True, True, options, tile, sm90_backward.ROW_THREADS)),
-        ("rows_sm90.build_prepare", ("float16", 72, False, False, options, tile, sm90_backward.ROW_THREADS)),
+        ("rows_sm90.build_prepare", ("bfloat16", 96, 72, True, True, options, tile, sm90_backward.ROW_THREADS)),
+        ("rows_sm90.build_prepare", ("float16", 96, 72, False, False, options, tile, sm90_backward.ROW_THREADS)),
         ("rows_sm90.build_finish", ("bfloat16", 96, options, tile)),
     ):
         used = compile.resources(compile.intermediate(builder, config, H200), H200)

@@ -91,9 +91,6 @@ def test_refusals_beyond_the_problem(hopper, monkeypatch):
     assert sm90.why_not("forward", None, inputs_of(p), True) is None
     backward = inputs_of(p) | {"do": np.zeros((2, 1, 8, 128), np.float16), "o": np.zeros((2, 1, 8, 128), np.float16)}
     assert sm90.why_not("backward", p, backward, True) is None
-    wide = replace(p, d=136)
-    sentence = "has a backward pass for head dimensions up to 128; q.shape[-1] is 136"
-    assert sm90.why_not("backward", wide, backward, True).startswith(sentence)
     backward["do"] = backward["do"][..., ::2]
     assert sm90.why_not("backward", p, backward, True).startswith(
         "needs neighbours along the head dimension to be neighbours in memory; do"

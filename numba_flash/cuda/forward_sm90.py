@@ -170,7 +170,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store, options, tile):
             zero_rows(acc, inverse)  # 0 * NaN is not 0
         pipeline.leave(smem, WORK, turn)
         if TO_MAP:
-            stage(maps[3], smem + u32(O_STAGE + me * O_BYTES), acc, inverse, me, CONSUMERS, (row0, h, b1, b0))
+            stage(maps[3], smem + u32(O_STAGE + me * O_BYTES), acc, inverse, me, CONSUMERS, (0, row0, h, b1, b0))
         else:
             for r in range(2):
                 i = row0 + mma.first_row() + 8 * r

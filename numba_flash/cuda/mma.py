@@ -155,7 +155,7 @@ def build_put_row(head_dim_v, float32, bfloat16):
 def build_stage(head_dim_v, panels_at_a_time, bfloat16):
     """``stage(tensor_map, tile, acc, inverse, me, consumers, where)``: store 64 rows of O through shared memory, some panels at a time.
 
-    `where` is (row, head, b1, b0); rows and columns beyond the array's ends are not stored.
+    `where` is (first column, row, head, b1, b0); rows and columns beyond the array's ends are not stored.
     """
     PANELS, STEP, ROWS_BYTES, i32, u32 = panels(head_dim_v), panels_at_a_time, panel_bytes(64), types.int32, types.uint32
     puts = [build_put(head_dim_v, first, min(STEP, PANELS - first), bfloat16) for first in range(0, PANELS, STEP)]
@@ -172,9 +172,10 @@ def build_stage(head_dim_v, panels_at_a_time, bfloat16):
             ptx.fence_proxy_async()
             pipeline.meet_warp_group(me, consumers)  # all rows are there
             if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+                row, head, b1, b0 = i32(where[1]), i32(where[2]), i32(where[3]), i32(where[4])
                 for panel in range(COUNT):
-                    row, head, b1, b0 = i32(where[0]), i32(where[1]), i32(where[2]), i32(where[3])
-                    ptx.tensor_store(u32(tile + u32(panel * ROWS_BYTES)), tensor_map, i32((FIRST + panel) * PANEL), row, head, b1, b0)
+                    column = i32(where[0] + (FIRST + panel) * PANEL)
+                    ptx.tensor_store(u32(tile + u32(panel * ROWS_BYTES)), tensor_map, column, row, head, b1, b0)
                 ptx.bulk_commit()
             rest(tensor_map, tile, acc, inverse, me, consumers, where)
 

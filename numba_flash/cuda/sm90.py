@@ -103,7 +103,6 @@ PART_TILES = (
     (256, 256, Tile(128, 48, 1, 2, 2, False)),
 )
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
-BACKWARD_HEAD_DIM = 128
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 SNAKE_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
@@ -150,8 +149,6 @@ def why_not(kind: str, problem, inputs: dict, demanded: bool) -> str | None:
     reason, names = _why_not_problem(p), ("q", "k", "v")
     if kind == "backward":
         names = (*names, "do", "o")
-        if reason is None and max(p.d, p.dv) > BACKWARD_HEAD_DIM:
-            reason = f"has a backward pass for head dimensions up to {BACKWARD_HEAD_DIM}; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
     return reason or next(filter(None, (why_not_layout(name, inputs[name]) for name in names)), None)
 
 
