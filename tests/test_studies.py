@@ -72,6 +72,7 @@ def test_scaling(tmp_path):
     matrix = 2048**2 * 4
     assert rows[2048, "NumPy"]["bytes"] > 2 * matrix  # P, and dS
     assert rows[2048, "numba_flash"]["bytes"] < matrix / 2
+    assert results["memory_gb"] == 4
 
 
 def test_scaling_says_where_memory_ends(module, monkeypatch, tmp_path):
@@ -85,7 +86,7 @@ def test_scaling_says_where_memory_ends(module, monkeypatch, tmp_path):
 
     allocating = standard.forward
     monkeypatch.setattr(peers.standard, "forward", forward)
-    monkeypatch.setattr(scaling, "limit_memory", lambda: None)  # of this process
+    monkeypatch.setattr(scaling, "limit_memory", lambda gigabytes: None)  # of this process
     file = tmp_path / "scaling.json"
     scaling.main(["--lengths", "32,64,96", "--repeats", "1", "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]

@@ -18,19 +18,16 @@ from numba_flash.bench.cases import Case, Cell
 
 DEFAULTS = {
     "gpu": {"dtype": "float16", "heads": 8, "lengths": [2**i for i in range(10, 19)]},
-    "cpu": {"dtype": "float32", "heads": 1, "lengths": [2**i for i in range(11, 17)]},
+    "cpu": {"dtype": "float32", "heads": 1, "lengths": [2**i for i in range(11, 16)]},
 }
 HEAD_DIM = 64
-SHARE = 0.8  # of the free memory that may be used on the CPU: beyond, allocations fail instead of disturbing other programs
 
 
-def limit_memory() -> None:
-    """Make NumPy raise MemoryError before the machine has none left."""
-    with open("/proc/meminfo") as file:
-        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+def limit_memory(gigabytes: float) -> None:
+    """Let this process have so much more than it has: beyond, NumPy raises MemoryError, before the machine has none left."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + int(SHARE * free), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(1e9 * gigabytes), resource.RLIM_INFINITY))
 
 
 def memory(contender: peers.Contender, cell: Cell, clock) -> int:
@@ -54,14 +51,15 @@ def row_of(cell: Cell, contender: peers.Contender, outcomes: dict, clock) -> dic
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     parser = common.parser(__doc__)
-    parser.add_argument("--lengths", type=common.numbers, help="default 1024 to 262144; on the CPU 2048 to 65536")
+    parser.add_argument("--lengths", type=common.numbers, help="default 1024 to 262144; on the CPU 2048 to 32768")
     parser.add_argument("--mask", choices=("full", "causal"), default="full")
+    parser.add_argument("--memory", type=float, default=4, metavar="GB", help="what may be used on the CPU; default 4")
     options = parser.parse_args(arguments)
     clock = common.clock()
     default = DEFAULTS[clock.place]
     invited = [c for c in peers.contenders(None) if c.name in (peers.OURS, "CuPy" if clock.place == "gpu" else "NumPy")]
     if clock.place == "cpu":
-        limit_memory()
+        limit_memory(options.memory)
     rows = []
     with clock.current():
         for length in options.lengths or default["lengths"]:
@@ -73,7 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
                 print(rows[-1], flush=True)
                 if "failed" in rows[-1]:
                     invited.remove(contender)  # the matrix does not get smaller
-    common.write(options, "scaling", clock.place, rows, dtype=default["dtype"], batch=1, heads=default["heads"], head_dim=HEAD_DIM)
+    more = {"memory_gb": options.memory} if clock.place == "cpu" else {}
+    shape = {"batch": 1, "heads": default["heads"], "head_dim": HEAD_DIM}
+    common.write(options, "scaling", clock.place, rows, dtype=default["dtype"], **shape, **more)
 
 
 if __name__ == "__main__":
