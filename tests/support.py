@@ -15,6 +15,11 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
 
+def together(values, name=str) -> list:
+    """Parameters, called by `name`; tests of one of them run in one process, which makes once what they share (pytest-xdist)."""
+    return [pytest.param(value, id=name(value), marks=pytest.mark.xdist_group(name(value))) for value in values]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run the library: the backend to demand, and the library whose arrays go in and come out."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import SIMULATED
+from support import SIMULATED, together
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
@@ -71,11 +71,21 @@ def ptx(*chosen) -> str:
     return compile.intermediate(*kernel(*chosen), H200)
 
 
+@cache
+def linked(*chosen) -> tuple[bytes, str]:
+    """Machine code, and the linker's log."""
+    return compile._link(ptx(*chosen), H200, verbose=True)
+
+
+def name_of(chosen: tuple) -> str:
+    return "-".join(map(str, chosen))
+
+
 def shared_bytes(text: str) -> int:
     return sum(int(size) for size in re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", text))
 
 
-@pytest.mark.parametrize("chosen", KERNELS, ids=lambda chosen: "-".join(map(str, chosen)))
+@pytest.mark.parametrize("chosen", together(KERNELS, name_of))
 def test_instructions_and_resources(chosen):
     text = ptx(*chosen)
     name, dtype, *_ = chosen
@@ -89,7 +99,7 @@ def test_instructions_and_resources(chosen):
     if name != "delta":
         assert ("ld.shared.v2.f64" if dtype == "float64" else "ld.shared.v4.f32") in text
         assert f"ex2.approx.{number}" in text or dtype == "float64"
-    used = compile.resources(text, H200)
+    used = compile._resources(linked(*chosen)[1])
     print(used)
     assert 0 < used["registers"] <= 255
     assert used["stack_bytes"] <= SPILL_LIMIT
@@ -120,10 +130,10 @@ PLAIN_KERNELS = json.loads((Path(__file__).parent / "data" / "plain_kernels.json
     list(compile._tool_versions()) != PLAIN_KERNELS["tools"],
     reason=f"the machine code to compare with was made by {', '.join(PLAIN_KERNELS['tools'])}",
 )
-@pytest.mark.parametrize("chosen", KERNELS, ids=lambda chosen: "-".join(map(str, chosen)))
+@pytest.mark.parametrize("chosen", together(KERNELS, name_of))
 def test_an_option_that_is_off_costs_nothing(chosen):
-    code = machine_code(compile.link(ptx(*chosen), H200))
-    assert hashlib.sha256(code).hexdigest() == PLAIN_KERNELS["sha256"]["-".join(map(str, chosen))]
+    code = machine_code(linked(*chosen)[0])
+    assert hashlib.sha256(code).hexdigest() == PLAIN_KERNELS["sha256"][name_of(chosen)]
 
 
 def test_plain_kernels_take_no_argument_for_options():
