@@ -14,6 +14,7 @@ from statistics import geometric_mean
 import pytest
 
 from numba_flash.bench import cases, timing
+from numba_flash.cuda.sm90_backward import FEWEST_BLOCKS, WORKSPACE
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -128,6 +129,10 @@ def derived() -> dict[str, list[float]]:
         "about 10 ms of calls": [1e3 * timing.TURN],
         "2.5 to 4.5 tiles of keys": [(512 / 128 + 1) / 2, (1024 / 128 + 1) / 2],  # causal, N = 512 and 1024, tiles of 128
         "Bernoulli(0.001)": [0.001],  # the distribution
+        "a tile of dQ has 128 KB, eight times": [128 * 256 * 4 / 1024],
+        "once per tile, 16 KB in the layout": [64 * 128 * 2 / 1024],
+        "as 1 GiB has room for, or 8 blocks if these take more (1 KB per query": [1, FEWEST_BLOCKS, FEWEST_BLOCKS * 64 * 2 / 1024],
+        "of 1 GiB at most or of 8 blocks of 64 keys": [WORKSPACE / 2**30, FEWEST_BLOCKS, 64],
         "48 KiB": [48],  # CUDA's limit of static shared memory
     }
 

@@ -21,6 +21,7 @@ from dense import (
 from support import DTYPES, no_hopper
 
 import numba_flash
+from numba_flash.cuda import sm90_backward
 
 NO_HOPPER = no_hopper()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -45,11 +46,13 @@ def normals(rng, *shapes, dtype):
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_problems(cp, chunk):
-    """A chunk shares what kernels are built from, as far as possible: there are few to compile."""
+def test_random_problems(cp, chunk, monkeypatch):
+    """A chunk shares what kernels are built from, as far as possible: few to compile. Every other problem has little room for dS."""
+    monkeypatch.setattr(sm90_backward, "FEWEST_BLOCKS", 1)
     dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk], KINDS[chunk % 5]
     for number in range(chunk, PROBLEMS, CHUNKS):
         rng = np.random.default_rng((30, number))
+        monkeypatch.setattr(sm90_backward, "WORKSPACE", 2**30 if number // CHUNKS % 2 else 2**20)
         check = check_packed if kind == "packed" else check_dense
         check(cp, rng, kind, dtype, dims, number // CHUNKS % 3 > 0 if kind in ("plain", "softcap") else chunk % 2 == 0, f"problem {number}")
 
@@ -98,6 +101,7 @@ BUSY = {
     "128, causal": ((2, 8, 1000, 128), (2, 2, 1000, 128), {"causal": True}),
     "128": ((2, 8, 2000, 128), (2, 8, 2000, 128), {}),
     "64": ((2, 8, 2000, 64), (2, 8, 2000, 64), {}),
+    "256, causal": ((2, 8, 1000, 256), (2, 2, 1000, 256), {"causal": True}),
     "64, window": ((2, 8, 1500, 64), (2, 4, 1700, 64), {"window": (300, 100)}),
 }
 
@@ -114,10 +118,10 @@ def test_fifty_runs_give_the_same_bits(cp, q_shape, k_shape, options):
     verify_gradients(cp, loose, expected, "not deterministic")
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_rows_that_see_nothing_have_no_gradient(cp, ordered):
+@pytest.mark.parametrize(("d", "ordered"), [(128, True), (128, False), (256, True)])
+def test_rows_that_see_nothing_have_no_gradient(cp, d, ordered):
     """More queries than keys, causal: the first queries see nothing. Nothing may be left of what the gradients' memory held before."""
-    do, q, k, v = (normal(cp, 1, 2, n, 128, seed=i) for i, n in enumerate((700, 700, 300, 300)))
+    do, q, k, v = (normal(cp, 1, 2, n, d, seed=i) for i, n in enumerate((700, 700, 300, 300)))
     o, lse = forward(q, k, v, causal=True)
     out = tuple(nan(cp, x.shape) for x in (q, k, v))
     dq, dk, dv = backward(do, q, k, v, o, lse, causal=True, deterministic=ordered, out=out)
@@ -125,8 +129,9 @@ def test_rows_that_see_nothing_have_no_gradient(cp, ordered):
     verify_gradients(cp, (dq, dk, dv), dense_gradients(cp, do, q, k, v, causal=True))
 
 
-def test_a_captured_call_computes_from_what_its_arrays_hold(cp):
-    do, q, k, v = (normal(cp, 2, 16, 1000, 128, seed=i) for i in range(4))
+@pytest.mark.parametrize("d", [128, 256])
+def test_a_captured_call_computes_from_what_its_arrays_hold(cp, d):
+    do, q, k, v = (normal(cp, 2, 16, 1000, d, seed=i) for i in range(4))
     o, lse = forward(q, k, v)
     eager = bits(cp, *backward(do, q, k, v, o, lse))
     out, stream = tuple(nan(cp, x.shape) for x in (q, k, v)), cp.cuda.Stream(non_blocking=True)
@@ -144,23 +149,31 @@ def test_a_captured_call_computes_from_what_its_arrays_hold(cp):
         assert bits(cp, *out) == eager
 
 
-def test_sm90_is_chosen(cp):
-    """And head dimensions beyond 128, which it does not serve yet, are served by the next tier."""
-    for d, served in ((64, True), (128, True), (192, False)):
-        do, q, k, v = (normal(cp, 2, 100, d, seed=i) for i in range(4))
-        o, lse = forward(q, k, v)
-        expected = dense_gradients(cp, do, q, k, v)
-        chosen = numba_flash.backward(do, q, k, v, o, lse)
-        verify_gradients(cp, chosen, expected, f"D = {d}")
-        if served:
-            assert bits(cp, *backward(do, q, k, v, o, lse)) == bits(cp, *chosen)
-        else:
-            with pytest.raises(NotImplementedError, match="sm90: has a backward pass for head dimensions up to 128"):
-                backward(do, q, k, v, o, lse)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_sm90_is_chosen(cp, d):
+    do, q, k, v = (normal(cp, 2, 100, d, seed=i) for i in range(4))
+    o, lse = forward(q, k, v)
+    chosen = numba_flash.backward(do, q, k, v, o, lse)
+    verify_gradients(cp, chosen, dense_gradients(cp, do, q, k, v), f"D = {d}")
+    assert bits(cp, *backward(do, q, k, v, o, lse)) == bits(cp, *chosen)
 
 
-def test_a_sequence_with_impossible_lengths_is_nan(cp):
-    do, q, k, v = (normal(cp, 3, 2, 200, 64, seed=i) for i in range(4))
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 10)}], ids=str)
+def test_dq_in_parts_has_the_same_bits(cp, monkeypatch, options):
+    """However much room there is for dS, a sum has one order. (The calls are prepared apart: one need not be deterministic.)"""
+    do, q, k, v = (normal(cp, 2, heads, n, 200, seed=i) for i, (heads, n) in enumerate(((4, 900), (4, 900), (2, 700), (2, 700))))
+    o, lse = forward(q, k, v, **options)
+    whole = backward(do, q, k, v, o, lse, **options)
+    monkeypatch.setattr(sm90_backward, "FEWEST_BLOCKS", 3)
+    monkeypatch.setattr(sm90_backward, "WORKSPACE", 0)
+    parts = backward(do, q, k, v, o, lse, deterministic=False, **options)
+    assert bits(cp, *parts) == bits(cp, *whole)
+    verify_gradients(cp, whole, dense_gradients(cp, do, q, k, v, **options))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_sequence_with_impossible_lengths_is_nan(cp, d):
+    do, q, k, v = (normal(cp, 3, 2, 200, d, seed=i) for i in range(4))
     lengths = cp.asarray([200, 201, 50])
     o, lse = forward(q, k, v, kv_lengths=lengths)
     gradients = backward(do, q, k, v, o, lse, kv_lengths=lengths)

@@ -138,13 +138,13 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
 
     @cuda.jit(device=True, forceinline=True)
-    def consume(maps, smem, me, dk, dv, dq_sum, group, scales):
+    def consume(maps, smem, me, arrays, sizes, scales):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last tile first."""
         s, dp, p = cuda.local.array(SCORES, ACC), cuda.local.array(SCORES, ACC), cuda.local.array(PAIRS, u32)
         dk_acc, dv_acc, dq = cuda.local.array(OUTPUTS_K, ACC), cuda.local.array(OUTPUTS_V, ACC), cuda.local.array(32, ACC)
         # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is left out by `rows_sm90.build_finish`
         ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
-        mine, turn, n = u32(me * MINE), u32(0), u32(0)
+        mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(sizes[5])
         while True:
             pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
@@ -197,7 +197,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
             pipeline.release(smem, K, turn)
             pipeline.release(smem, V, turn)
-            finish(maps, smem, turn, me, u32(n * u32(CONSUMERS) + u32(me)), (dk, dv), dk_acc, dv_acc, scales[2])
+            finish(maps, smem, turn, me, u32(n * u32(CONSUMERS) + u32(me)), arrays, dk_acc, dv_acc, scales[2])
             turn = u32(turn + 1)
 
     return movers_sm90.build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

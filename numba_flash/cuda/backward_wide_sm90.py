@@ -1,9 +1,11 @@
 """Backward pass on Hopper for head dimensions beyond 128: `backward_sm90` with another division of labour.
 
 dK and dV of 64 keys and 256 columns fill the registers of two warp groups. So a block owns 64 keys, and each of its consumers half of the
-columns of dK and dV. Of S^T and dP^T, and so of dQ, each computes what belongs to 64 of the 128 queries of a tile. P^T and dS^T go through
-shared memory, where both consumers read all of them. Shared memory has no room for dQ: its parts are added to the sum from registers, when
-one of the threads that move data (`movers_sm90`) permits it.
+columns of dK and dV. Of S^T and dP^T each computes what belongs to 64 of the 128 queries of a tile. P^T and dS^T go through shared memory,
+where both consumers read all of them.
+
+A tile of dQ would be eight times as large as the tile of dS that it is made from, and adding it up in memory would take longer than all
+products. Instead dS^T of some blocks of keys is written to memory, and `dq_sm90` makes dQ of it.
 """
 
 import math
@@ -12,25 +14,27 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_flash.cuda import mma, movers_sm90, pipeline, ptx, recompute_sm90, softmax, swizzle
-from numba_flash.cuda.movers_sm90 import B0, B1, BEFORE, COUNT, END, IMPOSSIBLE, K0, KEYS, KV_HEAD, NOBODY, NUMBER, QUERIES, ROW0
+from numba_flash.cuda.movers_sm90 import B0, B1, BASE, BLOCKS, COUNT, END, FIRST_BLOCK, IMPOSSIBLE, K0, KEYS, KV_HEAD, QUERIES, ROW0
 from numba_flash.cuda.recompute_sm90 import LAST
 
 
 def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
-    """Kernel ``backward_wide_sm90``, with arguments as those of `numba_flash.cuda.backward_sm90.build` and of its kernel.
+    """Kernel as `numba_flash.cuda.backward_sm90.build`'s, but that
 
-    dq_sum : for each (b0, b1, head, row block, consumer) 64 rows of all columns, in whole pairs of panels, in the order of fragments.
+    dq_sum : dS^T, a tile of 64 keys and 128 queries, panels of 64 queries, per (b0, b1, head, row block, block of keys).
+    sizes : also the first of the blocks of keys, and how many there are room for; the others' items are not done.
     """  # fmt: skip
-    BLOCK_M, CONSUMERS, SMEM = tile.block_m, tile.consumers, tile.layout(head_dim, head_dim_v)
-    Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    P, DS, ROOM = SMEM.p, SMEM.ds, SMEM.ds_bytes
-    Q_PANEL, K_PANEL, PART_BYTES = swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(64), 4 * swizzle.DQ_PART * tile.parts(head_dim)
-    HALF_K, HALF_V, CHUNKS = tile.width(head_dim) // 2, tile.width(head_dim_v) // 2, tile.parts(head_dim) // 2
-    HALF_PANELS_K, HALF_PANELS_V = swizzle.panels(HALF_K) * Q_PANEL, swizzle.panels(HALF_V) * Q_PANEL
-    OUTPUTS_K, OUTPUTS_V, SCORES, SUMS = HALF_K // 2, HALF_V // 2, 32, 64
-    TO_MAP, ORDERED, SEQUENCES, BFLOAT16 = to_map, ordered, options.sequences, dtype == "bfloat16"
-    ACC, u32, u64 = types.float32, types.uint32, types.uint64
-    NAN, ONES, NONE, ONE, TWO = math.nan, (1.0, 1.0), 0, 1, 2
+    BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
+    Q, K, V, DO, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.work))
+    P, DS, ROOM = SMEM.p, SMEM.ds, tile.ds_bytes
+    Q_PANEL, K_PANEL = swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(BLOCK_N)
+    HALF_K, HALF_V = tile.width(head_dim) // 2, tile.width(head_dim_v) // 2
+    LEFT_K, LEFT_V = swizzle.panels(HALF_K) * Q_PANEL, swizzle.panels(HALF_V) * Q_PANEL  # what is left of a consumer's columns
+    MINE = 64 * swizzle.ROW_BYTES  # what is above a consumer's rows
+    OUTPUTS_K, OUTPUTS_V, SCORES = HALF_K // 2, HALF_V // 2, 32
+    TO_MAP, SEQUENCES, BFLOAT16 = to_map, options.sequences, dtype == "bfloat16"
+    ACC, u32, i32, u64 = types.float32, types.uint32, types.int32, types.uint64
+    NAN, ONES, NONE, ONE = math.nan, (1.0, 1.0), 0, 1
     note_bounds, bound, next_row0, weigh, differentiate = recompute_sm90.build(head_dim, head_dim_v, options, tile)
     clear_k, clear_v = (pipeline.build_clear_tail(d, 64) for d in (head_dim, head_dim_v))
     clear_q, clear_do = (pipeline.build_clear_tail(d, BLOCK_M) for d in (head_dim, head_dim_v))
@@ -38,7 +42,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     start_dp = mma.build_sum(64, -(-head_dim_v // 16), K_PANEL, Q_PANEL, BFLOAT16, False)
     start_dv = mma.build_sum(HALF_V, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
     start_dk = mma.build_sum(HALF_K, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
-    start_dq = mma.build_sum(128, 64 // 16, 0, 0, BFLOAT16, False)
     put = mma.build_put(64, 0, 1, BFLOAT16)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
@@ -60,14 +63,18 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         return bound(smem, me, LAST)
 
     @cuda.jit(device=True, forceinline=True)
-    def enter(smem, turn, me, n, row0):
-        """Wait for tiles of Q and dO, and make zeros of what is beyond their sequence."""
+    def enter_q(smem, turn, me, n, row0):
+        """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
         pipeline.wait_ready(smem, Q, n)
+        if SEQUENCES:
+            clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def enter_do(smem, turn, me, n, row0):
+        """The same for dO."""
         pipeline.wait_ready(smem, DO, n)
         if SEQUENCES:
-            queries = pipeline.read(smem, WORK, turn, QUERIES) - row0
-            clear_q(smem, Q, n, queries, me, CONSUMERS)
-            clear_do(smem, DO, n, queries, me, CONSUMERS)
+            clear_do(smem, DO, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
 
     @cuda.jit(device=True, forceinline=True)
     def share(smem, region, me, x):
@@ -77,36 +84,18 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         pipeline.meet_consumers(CONSUMERS)
 
     @cuda.jit(device=True, forceinline=True)
-    def add(dq, address, before):
-        """(7) dQ_i = dQ_i + dS_ij K_j for 128 columns; stored if nobody has added `before`."""
-        for j in range(SUMS // 4):
-            if before == 0:
-                ptx.store_global(u64(address + u64(2048 * j)), (dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]))
-            elif before != NOBODY:
-                ptx.add_global_four(u64(address + u64(2048 * j)), dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3])
+    def store_ds(smem, me, ds, number, blocks, block):
+        """Have this consumer's half of dS^T copied to memory."""
+        if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+            at = u64(u32(number) * u32(blocks) + u32(block)) * u64(CONSUMERS) + u64(me)
+            ptx.bulk_store(u64(ptx.global_address(ds) + at * u64(K_PANEL)), u32(smem + u32(DS + me * K_PANEL)), u32(K_PANEL))
+            ptx.bulk_commit()
 
     @cuda.jit(device=True, forceinline=True)
-    def add_all(smem, me, n, dq_sum, dq, ds, k_columns):
-        """The same for all columns, of which the first 128 are being computed."""
-        ring = u32(n * u32(CONSUMERS) + u32(me))
-        pipeline.wait_ready(smem, DQ, ring)
-        number, before = pipeline.read(smem, DQ, ring, NUMBER), pipeline.read(smem, DQ, ring, BEFORE)
-        thread = u64(cuda.threadIdx.x % pipeline.WARP_GROUP * 16)
-        address = u64(ptx.global_address(dq_sum) + u64(u32(number)) * u64(PART_BYTES) + thread)
-        ptx.wgmma_wait(dq, dq, NONE, SUMS, NONE)
-        add(dq, address, before)
-        if CHUNKS == 2:
-            start_dq(dq, ds, u32(k_columns + u32(2 * K_PANEL // mma.DESCRIPTOR_UNIT)))
-            ptx.wgmma_wait(dq, dq, NONE, SUMS, NONE)
-            add(dq, u64(address + u64(PART_BYTES // 2)), before)
-
-    @cuda.jit(device=True, forceinline=True)
-    def leave_sum(smem, me, n):
-        """What this consumer has added for the tiles before the n-th is in memory."""
-        if n != u32(0):
-            if ORDERED:
-                ptx.fence_gpu()
-            pipeline.leave(smem, DQ, u32((n - u32(1)) * u32(CONSUMERS) + u32(me)))
+    def await_store():
+        """What this thread has had copied has been read; the others know once all consumers have met."""
+        if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+            ptx.bulk_wait_read()
 
     @cuda.jit(device=True, forceinline=True)
     def finish(maps, smem, turn, me, results, dk_acc, dv_acc, scale):
@@ -121,11 +110,11 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         pipeline.leave(smem, WORK, turn)
         if TO_MAP:
             room = u32(smem + u32(P + me * ROOM))
-            pipeline.meet_consumers(CONSUMERS)  # both have read P^T and dS^T
+            await_store()
+            pipeline.meet_consumers(CONSUMERS)  # P^T and dS^T have been read
             stage_dv(maps[5], room, dv_acc, factor, me, CONSUMERS, (me * HALF_V, row0, h, b1, b0))
             stage_dk(maps[4], room, dk_acc, scaled, me, CONSUMERS, (me * HALF_K, row0, h, b1, b0))
-            if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
-                ptx.bulk_wait_read()
+            await_store()
             pipeline.meet_consumers(CONSUMERS)  # there is room for P^T and dS^T again
         else:
             for r in range(2):
@@ -140,53 +129,64 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                         put_dk_right(u64(to_dk + u64(2 * HALF_K)), dk_acc, scaled, r)
 
     @cuda.jit(device=True, forceinline=True)
-    def consume(maps, smem, me, dk, dv, dq_sum, group, scales):
-        """Equations (1) to (7) for the keys of each work item and all its tiles of queries, the last tile first."""
-        s, dp, dq = cuda.local.array(SCORES, ACC), cuda.local.array(SCORES, ACC), cuda.local.array(SUMS, ACC)
+    def consume(maps, smem, me, arrays, sizes, scales):
+        """Equations (1) to (6) for the keys of each work item and all its tiles of queries, the last tile first."""
+        s, dp = cuda.local.array(SCORES, ACC), cuda.local.array(SCORES, ACC)
         dk_acc, dv_acc = cuda.local.array(OUTPUTS_K, ACC), cuda.local.array(OUTPUTS_V, ACC)
         p_all, ds_all = mma.descriptor(smem + u32(P), u32(0)), mma.descriptor(smem + u32(DS), u32(0))
-        ds_mine = mma.descriptor(smem + u32(DS + me * K_PANEL), u32(K_PANEL))
-        turn, n = u32(0), u32(0)
+        q_tile, do_tile = pipeline.tile(smem, Q, u32(0)), pipeline.tile(smem, DO, u32(0))
+        q_rows, do_rows = mma.descriptor(q_tile + u32(me * MINE), u32(0)), mma.descriptor(do_tile + u32(me * MINE), u32(0))
+        q_columns = mma.descriptor(q_tile + u32(me * LEFT_K), u32(Q_PANEL))
+        do_columns = mma.descriptor(do_tile + u32(me * LEFT_V), u32(Q_PANEL))
+        turn, n, row_blocks = u32(0), u32(0), i32(arrays[2].shape[3] // BLOCK_M)
         while True:
             pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
             if count == END:
                 break
             k_rows, v_rows = mma.descriptor(pipeline.tile(smem, K, turn), u32(0)), mma.descriptor(pipeline.tile(smem, V, turn), u32(0))
-            k_columns = mma.descriptor(pipeline.tile(smem, K, turn), u32(K_PANEL))
+            block = i32(pipeline.read(smem, WORK, turn, ROW0) // BLOCK_N - sizes[FIRST_BLOCK])
             zero_k(dk_acc)
             zero_v(dv_acc)
-            row0, end = start_item(smem, turn, me), u32(n + u32(count * group))
+            row0, end = start_item(smem, turn, me), u32(n + u32(count * i32(sizes[5])))
+            number = i32(pipeline.read(smem, WORK, turn, BASE) + row0 // BLOCK_M)
+            # (4) dP^T = V dO^T of the first tile
+            enter_do(smem, turn, me, n, row0)
+            start_dp(dp, v_rows, do_rows)
             while n != end:
-                q_tile, do_tile, mine = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n), u32(me * 64 * swizzle.ROW_BYTES)
-                enter(smem, turn, me, n, row0)
-                # (1) S^T = K Q^T, (4) dP^T = V dO^T
-                start_scores(s, k_rows, mma.descriptor(q_tile + mine, u32(0)))
-                start_dp(dp, v_rows, mma.descriptor(do_tile + mine, u32(0)))
-                leave_sum(smem, me, n)
-                ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
+                # (1) S^T = K Q^T
+                enter_q(smem, turn, me, n, row0)
+                start_scores(s, k_rows, q_rows)
+                await_store()
+                ptx.wgmma_wait(s, dp, NONE, SCORES, SCORES)
                 # (2) P^T = exp(S^T - lse)
                 weigh(s, smem, turn, me, n, row0, scales)
                 share(smem, P, me, s)
                 # (3) dV = dV + P^T dO
-                start_dv(dv_acc, p_all, mma.descriptor(do_tile + u32(me * HALF_PANELS_V), u32(Q_PANEL)))
-                ptx.wgmma_wait(dp, dp, ONE, SCORES, NONE)
+                start_dv(dv_acc, p_all, do_columns)
                 # (5) dS^T = P^T * (dP^T - delta)
                 differentiate(dp, s, smem, me, n, scales[1])
                 share(smem, DS, me, dp)
-                # (6) dK = dK + dS^T Q, (7) dQ = dS K
-                start_dk(dk_acc, ds_all, mma.descriptor(q_tile + u32(me * HALF_PANELS_K), u32(Q_PANEL)))
-                start_dq(dq, ds_mine, k_columns)
-                ptx.wgmma_wait(dv_acc, dv_acc, TWO, OUTPUTS_V, NONE)
+                store_ds(smem, me, arrays[3], number, sizes[BLOCKS], block)
+                # (6) dK = dK + dS^T Q
+                start_dk(dk_acc, ds_all, q_columns)
+                ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
                 pipeline.release(smem, DO, n)
+                before, row0 = row0, next_row0(smem, me, row0)
+                number = i32(number - (before - row0) // BLOCK_M + (row_blocks if row0 >= before else i32(0)))
+                # (4) dP^T = V dO^T of the next tile; after an item's last, for nothing
+                if u32(n + u32(1)) != end:
+                    enter_do(smem, turn, me, u32(n + u32(1)), row0)
+                start_dp(dp, v_rows, do_rows)
                 ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 pipeline.release(smem, Q, n)
-                add_all(smem, me, n, dq_sum, dq, ds_mine, k_columns)
-                row0, n = next_row0(smem, me, row0), u32(n + 1)
+                n = u32(n + 1)
+            ptx.wgmma_wait(dp, dp, NONE, SCORES, NONE)
             pipeline.release(smem, K, turn)
             pipeline.release(smem, V, turn)
-            finish(maps, smem, turn, me, (dk, dv), dk_acc, dv_acc, scales[2])
+            finish(maps, smem, turn, me, arrays, dk_acc, dv_acc, scales[2])
             turn = u32(turn + 1)
-        leave_sum(smem, me, n)
+        if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
+            ptx.bulk_wait()
 
     return movers_sm90.build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

@@ -8,48 +8,8 @@ from numba_flash.cuda.swizzle import DQ_PART
 
 # what is written down about a work item; BASE is the number of its first head's first row block
 B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = pipeline.one_type(range(14))
-NUMBER, BEFORE = pipeline.one_type(range(2))  # what is written down about a part of dQ that a consumer adds
-NOBODY = -1  # rows of no query: nothing is added
+FIRST_BLOCK, BLOCKS = 8, 9  # of keys, if not all: more sizes
 END = -1  # in the place of the count of query tiles: there is no more work
-
-
-def _build_copy(ring, ordered):
-    """``add(smem, n, sum_address, number, before)``: a copy of what lies in the ring, which is the part `number` of the sum.
-
-    Stored if nobody did `before`, else added, and if `ordered` waited for; nothing if it is no row of anybody's (NOBODY).
-    """
-    DQ, ORDERED, BYTES, u32, u64 = ring, ordered, 4 * DQ_PART, types.uint32, types.uint64
-
-    @cuda.jit(device=True, forceinline=True)
-    def add(smem, n, sum_address, number, before):
-        to = u64(sum_address + number * u64(BYTES))
-        pipeline.wait_ready(smem, DQ, n)
-        if before != NOBODY:
-            if before == 0:
-                ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(BYTES))
-            else:
-                ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(BYTES))
-            ptx.bulk_commit()
-        ptx.bulk_wait_read()
-        pipeline.leave(smem, DQ, n)
-        if ORDERED and before != NOBODY:
-            ptx.bulk_wait()  # the sum is in memory
-
-    return add
-
-
-def _build_permit(ring, ordered):
-    """The same, done by the consumer's own threads: it is written down where and how, and waited for."""
-    DQ = ring
-
-    @cuda.jit(device=True, forceinline=True)
-    def add(smem, n, sum_address, number, before):
-        pipeline.write(smem, DQ, n, NUMBER, number)
-        pipeline.write(smem, DQ, n, BEFORE, before)
-        pipeline.publish(smem, DQ, n)
-        pipeline.wait(smem, DQ, pipeline.FREE, n, 0)
-
-    return add
 
 
 def build(head_dim, head_dim_v, banded, ordered, options, tile):
@@ -60,28 +20,30 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     Arguments are those of `numba_flash.cuda.backward_sm90.build` and of its kernel.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
-    WIDTH, WIDTH_V = tile.width(head_dim), tile.width(head_dim_v)
+    WIDTH, WIDTH_V, IN_PARTS, DO_FIRST = tile.width(head_dim), tile.width(head_dim_v), not tile.adds_dq, not tile.adds_dq
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
     LSE, DELTA = SMEM.lse, SMEM.delta
-    ROW_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, banded, ordered, options.packed
+    ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART, banded, ordered, options.packed
     u32, i32, u64 = types.uint32, types.int32, types.uint64
     item_of = schedule.build_item(
         options, banded, False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True
     )
     fill_q, fill_do = pipeline.build_fill(Q, WIDTH, BLOCK_M, ROW_BYTES), pipeline.build_fill(DO, WIDTH_V, BLOCK_M, ROW_BYTES)
     fill_k, fill_v = pipeline.build_fill(K, WIDTH, BLOCK_N), pipeline.build_fill(V, WIDTH_V, BLOCK_N)
-    add = (_build_permit if tile.shares_keys else _build_copy)(DQ, ORDERED)
 
     @cuda.jit(device=True, forceinline=True)
     def describe(smem, dk, lse2, extras, sizes):
-        """Write down what this block's work items are, one ahead of the others."""
-        turn, there = u32(0), True
+        """Write down what this block's work items are, one ahead of the others; if IN_PARTS those of some blocks of keys."""
+        turn, taken, there = u32(0), u32(0), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
-            at = schedule.snake(turn, cuda.gridDim.x) if BANDED else i32(turn * cuda.gridDim.x + cuda.blockIdx.x)
+            at = schedule.snake(taken, cuda.gridDim.x) if BANDED else i32(taken * cuda.gridDim.x + cuda.blockIdx.x)
+            taken = u32(taken + 1)
             there = at < sizes[0]
             if there:
                 (b0, b1, h, row0), (k0, keys, q0, queries, low, high, impossible), (first, count, _) = item_of(at, dk.shape, extras, sizes)
+                if IN_PARTS and not sizes[FIRST_BLOCK] <= row0 // BLOCK_N < sizes[FIRST_BLOCK] + sizes[BLOCKS]:
+                    continue
                 base = i32(0)
                 if PACKED:
                     base, b1 = i32(q0 // BLOCK_M + b1), i32(0)
@@ -94,6 +56,22 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 pipeline.write(smem, WORK, turn, COUNT, END)
             pipeline.publish(smem, WORK, turn)
             turn = u32(turn + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def send_q(maps, smem, n, where, lse2_address):
+        """Have the n-th tile of Q fetched, and its rows' lse2."""
+        pipeline.wait_free(smem, Q, n)
+        fill_q(maps[1], smem, n, where)
+        to = u32(smem + u32(LSE) + n % u32(Q[pipeline.SLOTS]) * u32(ROW_BYTES))
+        ptx.bulk_load(to, lse2_address, u32(ROW_BYTES), pipeline.mbarrier(smem, Q, pipeline.READY, n))
+
+    @cuda.jit(device=True, forceinline=True)
+    def send_do(maps, smem, n, where, delta_address):
+        """The same of dO, and delta."""
+        pipeline.wait_free(smem, DO, n)
+        fill_do(maps[0], smem, n, where)
+        to = u32(smem + u32(DELTA) + n % u32(DO[pipeline.SLOTS]) * u32(ROW_BYTES))
+        ptx.bulk_load(to, delta_address, u32(ROW_BYTES), pipeline.mbarrier(smem, DO, pipeline.READY, n))
 
     @cuda.jit(device=True, forceinline=True)
     def produce(maps, smem, lse2, delta, group):
@@ -114,20 +92,15 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 for t in range(count):
                     at = i32(first + count - i32(1) - t)
                     row = i32(pipeline.read(smem, WORK, turn, Q0) + at * i32(BLOCK_M))
-                    offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
-                    pipeline.wait_free(smem, Q, n)
-                    fill_q(maps[1], smem, n, (row, head, b1, b0))
-                    slot = n % u32(Q[pipeline.SLOTS])
-                    to = u32(smem + u32(LSE) + slot * u32(ROW_BYTES))
-                    ptx.bulk_load(to, u64(lse2_address + offset), u32(ROW_BYTES), pipeline.mbarrier(smem, Q, pipeline.READY, n))
+                    offset, where = u64(u32(i32(base + at))) * u64(ROW_BYTES), (row, head, b1, b0)
+                    if not DO_FIRST:
+                        send_q(maps, smem, n, where, u64(lse2_address + offset))
                     if g == 0 and t == 0:
                         pipeline.wait_free(smem, V, turn)
                         fill_v(maps[3], smem, turn, (key, kv_head, b1, b0))
-                    pipeline.wait_free(smem, DO, n)
-                    fill_do(maps[0], smem, n, (row, head, b1, b0))
-                    slot = n % u32(DO[pipeline.SLOTS])
-                    to = u32(smem + u32(DELTA) + slot * u32(ROW_BYTES))
-                    ptx.bulk_load(to, u64(delta_address + offset), u32(ROW_BYTES), pipeline.mbarrier(smem, DO, pipeline.READY, n))
+                    send_do(maps, smem, n, where, u64(delta_address + offset))
+                    if DO_FIRST:
+                        send_q(maps, smem, n, where, u64(lse2_address + offset))
                     n = u32(n + 1)
             pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
@@ -136,7 +109,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
 
     @cuda.jit(device=True, forceinline=True)
     def add_dq(smem, me, lse2, dq_sum, flags, group):
-        """(7) dQ_i = dQ_i + dS_ij K_j: have what consumer `me` has computed added to the sum in memory."""
+        """(7) dQ_i = dQ_i + dS_ij K_j: add what consumer `me` has left in shared memory to the sum in memory."""
         turn, n, blocks = u32(0), u32(me), i32(lse2.shape[3] // BLOCK_M)
         sum_address, flag_address = ptx.global_address(dq_sum), ptx.global_address(flags)
         pipeline.wait_ready(smem, WORK, turn)
@@ -150,13 +123,22 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 for t in range(count):
                     at = i32(first + count - i32(1) - t)
                     mine = u64(u32(i32(base + at) * i32(CONSUMERS) + me))
-                    flag, before = u64(flag_address + mine * u64(4)), i32(1)
+                    flag, to, before = u64(flag_address + mine * u64(4)), u64(sum_address + mine * u64(DQ_BYTES)), i32(1)
                     if ORDERED and seen:
                         before = i32(block - max(at * BLOCK_M - high, 0) // BLOCK_N)
                         while ptx.load_flag(flag) != before:
                             pass
-                    add(smem, n, sum_address, mine, before if seen else NOBODY)
+                    pipeline.wait_ready(smem, DQ, n)
+                    if seen:
+                        if before == 0:
+                            ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
+                        else:
+                            ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
+                        ptx.bulk_commit()
+                    ptx.bulk_wait_read()
+                    pipeline.leave(smem, DQ, n)
                     if ORDERED and seen:
+                        ptx.bulk_wait()  # the sum is in memory
                         ptx.add_flag(flag, i32(1))
                     n = u32(n + CONSUMERS)
             pipeline.leave(smem, WORK, turn)
@@ -171,11 +153,11 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
 def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume):
     """Kernel, signature and options of `numba_flash.cuda.backward_sm90.build`: the first warp group moves data, every other one does
 
-    ``consume(maps, smem, me, dk, dv, dq_sum, group, scales)``.
+    ``consume(maps, smem, me, (dk, dv, lse2, dq_sum), sizes, scales)``.
     """
     SMEM, CONSUMERS, (FEWEST, REGISTERS), TO_MAP = tile.layout(head_dim, head_dim_v), tile.consumers, tile.registers, to_map
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    FILLS, RELEASES = (1, pipeline.WARP_GROUP) if tile.shares_keys else (pipeline.WARP_GROUP, 1)
+    ADDERS, NUMBERS = CONSUMERS if tile.adds_dq else 0, 8 if tile.adds_dq else 10
     ALIGNMENT, ON, OFF, ACC, u32, i32 = SMEM.ALIGNMENT, 1, 0, types.float32, types.uint32, types.int32
     describe, produce, add_dq = build(head_dim, head_dim_v, banded, ordered, options, tile)
 
@@ -183,10 +165,10 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         smem = u32((ptx.shared_address(cuda.shared.array(0, types.uint8)) + u32(ALIGNMENT - 1)) & u32(-ALIGNMENT & 0xFFFFFFFF))
         group = pipeline.uniform(i32(cuda.threadIdx.x) // pipeline.WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP + CONSUMERS + 1)
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP + ADDERS + 1)
             for ring in (Q, DO, K, V):
                 pipeline.initialise(smem, ring, 1, CONSUMERS)
-            pipeline.initialise(smem, DQ, FILLS, RELEASES)
+            pipeline.initialise(smem, DQ, pipeline.WARP_GROUP, 1)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -198,16 +180,16 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                     describe(smem, dk, lse2, extras, sizes)
                 elif warp == CONSUMERS:
                     produce(maps, smem, lse2, delta, i32(sizes[5]))
-                else:
+                elif ADDERS:
                     add_dq(smem, i32(warp), lse2, dq_sum, flags, i32(sizes[5]))
         else:
             ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, dk, dv, dq_sum, i32(sizes[5]), scales)
+            consume(maps, smem, group - 1, (dk, dv, lse2, dq_sum), sizes, scales)
 
     maps = [f"maps.{i}" for i in range(6 if TO_MAP else 4)]
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     operands = array(u32, 5), array(u32, 5), array(ACC, 4), array(ACC, 4), array(ACC, 5), array(types.int32, 5)
     extras, *_ = scores.kernel_arguments(options, ())
-    numbers = types.UniTuple(types.int64, 8), types.UniTuple(types.float32, 3)
+    numbers = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.float32, 3)
     signature = types.void(types.UniTuple(types.uint64, len(maps)), *operands, extras, *numbers)
     return backward_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -104,12 +104,6 @@ bulk_add = _instruction(
     "bulk_add", "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;", "l,r,r," + _MEMORY, _void, _u64, _u32, _u32
 )
 
-# ---- float32 added to global memory (9.7.13.7), four neighbours of a thread at a time, and a fence (9.7.13.4) for who comes after a flag
-add_global_four = _instruction(
-    "add_global_four", "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "l,f,f,f,f," + _MEMORY, _void, _u64, *(_f32,) * 4
-)
-fence_gpu = _instruction("fence_gpu", "fence.acq_rel.gpu;", _MEMORY, _void)
-
 # ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid. Both are relaxed, which orders nothing in this thread's own
 # memory: they follow and precede bulk copies whose completion has been waited for. (A load that acquires empties the L1 cache.)
 load_flag = _instruction("load_flag", "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)

@@ -42,18 +42,18 @@ def _build_rows(options, block_m):
     return rows
 
 
-def build_prepare(dtype, head_dim, head_dim_v, has_dlse, ordered, options, tile, threads):
+def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
     """Kernel ``prepare(do, o, lse, dlse, shifts, dq_sum, flags, extras, nk, ())`` of one block of threads per row block:
 
     lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `shifts`,
-    and flags = 0 if `ordered`, else dq_sum = 0.
+    and flags = 0 if `ordered`, else dq_sum = 0, unless the tile leaves dQ to `numba_flash.cuda.dq_sm90`.
     """  # fmt: skip
-    BLOCK_M, HAS_DLSE, ORDERED, CONSUMERS, THREADS = tile.block_m, has_dlse, ordered, tile.consumers, threads
+    BLOCK_M, HAS_DLSE, CONSUMERS, THREADS = tile.block_m, has_dlse, tile.consumers, threads
+    FLAGS, ZEROS = ordered and tile.adds_dq, tile.adds_dq and not ordered
     CHUNKS, FOLDS = head_dim_v // CHUNK, (head_dim_v // CHUNK - 1).bit_length()
     LANES, BFLOAT16, INF = 1 << FOLDS, dtype == "bfloat16", math.inf  # LANES: threads per row
-    SUM_BYTES, ROWS_BYTES = 4 * DQ_PART * tile.consumers * tile.parts(head_dim), 4 * tile.block_m
-    ACC, u64 = types.float32, types.uint64
+    SUM_BYTES, ROWS_BYTES, ACC, u64 = 4 * DQ_PART * tile.consumers, 4 * tile.block_m, types.float32, types.uint64
     rows = _build_rows(options, tile.block_m)
 
     @cuda.jit(device=True)
@@ -88,10 +88,10 @@ def build_prepare(dtype, head_dim, head_dim_v, has_dlse, ordered, options, tile,
                 at = u64((number * BLOCK_M + r) * 4)
                 ptx.store_global(u64(lse2_address + at), (shift,))
                 ptx.store_global(u64(delta_address + at), (value,))
-        if ORDERED:
+        if FLAGS:
             if cuda.threadIdx.x < CONSUMERS:
                 ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (types.uint32(0),))
-        else:
+        if ZEROS:
             zero = ACC(0)
             sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
             for i in range(cuda.threadIdx.x * 16, SUM_BYTES, THREADS * 16):
@@ -107,18 +107,16 @@ def build_prepare(dtype, head_dim, head_dim_v, has_dlse, ordered, options, tile,
 def build_finish(dtype, head_dim, options, tile):
     """Kernel ``finish(dq_sum, dq, extras, nk, low, high, scales)``: dQ = scale dQ, out of the order of fragments, rounded.
 
-    A block of threads has a row block, of which every consumer had so many parts, and one of those of each.
     `dq` is seen as words of two elements. Row blocks that see no key get 0: nobody has written their sum.
     """
     BLOCK_M, CONSUMERS, SPLIT_ROWS, PACKED = tile.block_m, tile.consumers, tile.splits_rows, options.packed
-    HEAD_DIM, PANEL_BYTES, ROOM = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64)
-    PARTS, PART_BYTES = tile.parts(head_dim), 4 * DQ_PART
+    HEAD_DIM, PANEL_BYTES, ROOM, PART_BYTES = head_dim, panel_bytes(64), tile.consumers * panel_bytes(64), 4 * DQ_PART
     ACC, u32, u64 = types.float32, types.uint32, types.uint64
     put = mma.build_put(64, 0, 1, dtype == "bfloat16")
     rows = _build_rows(options, tile.block_m)
 
     def finish(dq_sum, dq, extras, nk, low, high, scales):
-        number, part = types.int64(cuda.blockIdx.x // PARTS), types.int64(cuda.blockIdx.x % PARTS)
+        number = types.int64(cuda.blockIdx.x)
         b0, b1, h, memory_row, row0, queries, keys, move, factor = rows(number, extras, dq.shape, nk)
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, queries), keys, low + move, high + move)
         empty = start >= stop or row0 >= queries
@@ -126,7 +124,7 @@ def build_finish(dtype, head_dim, options, tile):
             queries = dq.shape[3]
         room = ptx.shared_address(cuda.shared.array(ROOM, types.uint8, 1024))
         me, thread = types.int32(cuda.threadIdx.x // 128), types.int32(cuda.threadIdx.x % 128)
-        sums = u64(ptx.global_address(dq_sum) + u64(((number * CONSUMERS + me) * PARTS + part) * PART_BYTES + thread * 16))
+        sums = u64(ptx.global_address(dq_sum) + u64((number * CONSUMERS + me) * PART_BYTES + thread * 16))
         acc, scale = cuda.local.array(32, ACC), cuda.local.array(2, ACC)
         for j in range(8):
             x = (ACC(0), ACC(0), ACC(0), ACC(0))
@@ -137,7 +135,7 @@ def build_finish(dtype, head_dim, options, tile):
         scale[0] = scale[1] = scales[0] * ACC(factor)
         put(u32(room + u32(me * PANEL_BYTES)), acc, scale)
         cuda.syncthreads()  # all rows are there
-        row, column = (me * 64, part * 64) if SPLIT_ROWS else (0, me * 64)
+        row, column = (me * 64, 0) if SPLIT_ROWS else (0, me * 64)
         chunk = thread % 8
         for r in range(thread // 8, 64, 16):
             if row0 + row + r < queries and column + 8 * chunk < HEAD_DIM:

@@ -13,6 +13,8 @@ from numba_flash.cuda.swizzle import ALIGNMENT, DQ_PART, PANEL, panel_bytes, pan
 
 KEYS = 64  # that a consumer owns
 ROW_THREADS = 256  # of the kernels before and after the main one
+WORKSPACE = 2**30  # bytes of dS at a time, unless they are fewer than FEWEST_BLOCKS blocks of keys
+FEWEST_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,7 @@ class BackwardTile:
     do_stages: int
     ahead: bool
     consumers: ClassVar[int] = 2
-
-    shares_keys: ClassVar[bool] = False
+    adds_dq: ClassVar[bool] = True  # in memory, part by part
     queries_apart: ClassVar[int] = 0  # the consumers' fragments
     kernel: ClassVar[str] = "backward_sm90.build"
 
@@ -56,10 +57,6 @@ class BackwardTile:
     def width(self, head_dim: int) -> int:
         """Columns of a tile in shared memory, in whole panels or as many as there are."""
         return head_dim
-
-    def parts(self, head_dim: int) -> int:
-        """Parts of 64 x 64 elements that a consumer computes of a tile of dQ."""
-        return 1
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -99,8 +96,7 @@ class WideTile:
     block_n: ClassVar[int] = KEYS
     columns: ClassVar[int] = KEYS
     queries_apart: ClassVar[int] = KEYS
-    shares_keys: ClassVar[bool] = True
-    splits_rows: ClassVar[bool] = True
+    adds_dq: ClassVar[bool] = False
     kernel: ClassVar[str] = "backward_wide_sm90.build"
     registers: ClassVar[tuple[int, int]] = sm90.REGISTERS[2]
     threads: ClassVar[int] = 3 * sm90.WARP_GROUP
@@ -108,27 +104,34 @@ class WideTile:
     def width(self, head_dim: int) -> int:
         return -(-head_dim // (2 * PANEL)) * 2 * PANEL
 
-    def parts(self, head_dim: int) -> int:
-        return panels(self.width(head_dim))
-
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: as `BackwardTile`'s; what is in the ring ``dq`` is how to add a part. One slot each, so nobody is a tile ahead."""
+        """Shared memory, as `BackwardTile`'s, and ``p``. Rings have one slot, so no consumer is a tile ahead of the other."""
         width, width_v = panels(self.width(head_dim)), panels(self.width(head_dim_v))
         rings = {
             "q": (width * panel_bytes(self.block_m), 1),
             "do": (width_v * panel_bytes(self.block_m), 1),
             "k": (width * panel_bytes(self.block_n), 1),
             "v": (width_v * panel_bytes(self.block_n), 1),
-            "dq": (8, self.consumers),
+            "dq": (0, 0),
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
-        ds_bytes = self.consumers * panel_bytes(KEYS)
-        layout = sm90.lay_out(rings, 2 * ds_bytes, p=0, ds=ds_bytes, ds_bytes=ds_bytes)
+        layout = sm90.lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes)
         layout.lse = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
         layout.delta = layout.lse + 4 * self.block_m
         layout.bounds = layout.delta + 4 * self.block_m
         layout.bytes = layout.bounds + 16 * self.consumers + ALIGNMENT
         return layout
+
+    @property
+    def ds_bytes(self) -> int:
+        """Size of a tile of dS."""
+        return self.consumers * panel_bytes(KEYS)
+
+    def dq_layout(self, head_dim: int) -> SimpleNamespace:
+        """Shared memory of `dq_sm90`: rings ``tiles`` and ``work``, where dQ is staged (``o``), the `bytes` of all."""
+        slot, staged = panels(head_dim) * panel_bytes(self.block_n) + self.ds_bytes, 2 * self.consumers * panel_bytes(KEYS)
+        stages = (sm90.SHARED_LIMIT - staged - 2 * ALIGNMENT) // slot
+        return sm90.lay_out({"tiles": (slot, stages), "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS)}, staged, o=0)
 
 
 # (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, not ordered,
@@ -150,61 +153,73 @@ def prepare(problem, inputs, results, ordered):
     if any(sm90.why_not_layout("", x) for x in results[:3]):  # only arrays of the user's are like that
         return sm90.prepare_compact(lambda results: prepare(problem, inputs, results, ordered), results)
     p, tile = problem, tile_for(problem)
+    ordered = ordered and tile.adds_dq  # else it is so anyway
     present = lambda inputs: tuple(x for x in inputs[9:] if x is not None)
-    packed = p.options.packed
-    first = lambda *operands: tuple(x.swapaxes(0, 1) if packed else x for x in operands)
-    do, q, k, v, o, dq, dk, dv = first(*inputs[:5], *results[:3])
-    lse, dlse = inputs[5:7]
-    blocks = p.nq // tile.block_m + p.batch[1] if packed else -(-p.nq // tile.block_m)
-    batch = (1, 1) if packed else p.batch
-    numbers = math.prod(batch) * p.hq * blocks
-    shapes = (
-        ("rows", (2, *batch, p.hq, blocks * tile.block_m), "float32"),
-        ("sums of dq", (*batch, p.hq, blocks, tile.consumers * tile.parts(p.d) * DQ_PART), "float32"),
-        ("flags", (*batch, p.hq, blocks, tile.consumers), "int32"),
-    )
-    allocate = lambda: [arrays.compact(*each) for each in shapes]
-    rows, dq_sum, flags = allocate()
-    lengths = 1 if packed else p.batch
+    first = lambda *operands: tuple(x.swapaxes(0, 1) if p.options.packed else x for x in operands)
+    operands, lengths = first(*inputs[:5], *results[:3]), 1 if p.options.packed else p.batch
     extras = tuple((x, lengths) for x in present(inputs))
-    words = lambda x: (x.view("uint32"), 5)
+    grid = _row_blocks(p, tile)
+    shapes = _temporaries(p, tile, grid)
+    allocate = lambda: [arrays.compact(*shape) for shape in shapes]
+    rows, *sums = temporary = allocate()
     before = launch.Launch(
         "rows_sm90.build_prepare",
-        (p.dtype, p.d, p.dv, dlse is not None, ordered, p.options.structure, tile, ROW_THREADS),
-        grid=numbers,
+        (p.dtype, p.dv, inputs[6] is not None, ordered, p.options.structure, tile, ROW_THREADS),
+        grid=math.prod(grid),
         block=ROW_THREADS,
-        operands=(words(do), words(o), (lse, 4), (dlse, 4), (rows, 5), (dq_sum, 5), (flags, 5)),
+        operands=(_words(operands[0]), _words(operands[4]), (inputs[5], 4), (inputs[6], 4), (rows, 5), *((x, 5) for x in sums)),
         extras=extras,
         scalars=(p.nk,),
     )
-    main = _launch_main(p, tile, (do, q, k, v, dk, dv, rows, dq_sum, flags), extras, ordered)
-    after = launch.Launch(
-        "rows_sm90.build_finish",
-        (p.dtype, p.d, p.options.structure, tile),
-        grid=numbers * tile.parts(p.d),
-        block=sm90.WARP_GROUP * tile.consumers,
-        operands=((dq_sum, 5), words(dq)),
-        extras=extras,
-        scalars=(p.nk, p.low, p.high),
-        parameters=(np.float32(p.scale),),
-    )
+    run_main = (_prepare_sums if tile.adds_dq else _prepare_parts)(p, tile, operands, temporary, extras, ordered)
 
     def run(inputs, results):
-        do, q, k, v, o, dq, dk, dv = first(*inputs[:5], *results[:3])
-        rows, dq_sum, flags = allocate()
-        extras = present(inputs)
-        before(do, o, *inputs[5:7], rows, dq_sum, flags, *extras)
-        stored = () if packed else (dk, dv)
-        main(do, q, k, v, *stored, dk, dv, rows[0], rows[1], dq_sum, flags, *extras)
-        after(dq_sum, dq, *extras)
+        operands, extras, temporary = first(*inputs[:5], *results[:3]), present(inputs), allocate()
+        before(operands[0], operands[4], *inputs[5:7], *temporary, *extras)
+        run_main(operands, temporary, extras)
 
     return run
 
 
-def _launch_main(problem, tile, operands, extras, ordered):
-    p, (do, q, k, v, dk, dv, rows, dq_sum, flags) = problem, operands
+def _words(x):
+    return x.view("uint32"), 5
+
+
+def _row_blocks(p, tile) -> tuple[int, int, int, int]:
+    """(b0, b1, heads, row blocks) by which kernels number blocks of queries."""
+    if p.options.packed:
+        return 1, 1, p.hq, p.nq // tile.block_m + p.batch[1]
+    return *p.batch, p.hq, -(-p.nq // tile.block_m)
+
+
+def _key_blocks(p, tile) -> int:
+    """Of one head; of packed sequences an upper bound of all of them together."""
+    return p.nk // tile.block_n + p.batch[1] if p.options.packed else -(-p.nk // tile.block_n)
+
+
+def _temporaries(p, tile, grid) -> list[tuple]:
+    """Names, shapes and dtypes of what a call needs: rows, sums of dQ, and flags, or dS."""
+    rows = ("rows", (2, *grid[:3], grid[3] * tile.block_m), "float32")
+    if tile.adds_dq:
+        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", (*grid, tile.consumers), "int32")
+        return [rows, sums, flags]
+    blocks, parts = _parts(p, tile, math.prod(grid))
+    sums = ("sums of dq", (*grid, tile.block_m * p.d if parts > 1 else 0), "float32")
+    return [rows, sums, ("dS", (*grid, blocks * tile.ds_bytes // 4), "float32")]
+
+
+def _parts(p, tile, row_blocks: int) -> tuple[int, int]:
+    """(blocks of keys that dS is made for at a time, how many times)."""
+    blocks, room = _key_blocks(p, tile), max(FEWEST_BLOCKS, WORKSPACE // max(row_blocks * tile.ds_bytes, 1))
+    parts = max(1, -(-blocks // room))
+    return -(-blocks // parts), parts
+
+
+def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
+    """Launch of the main kernel, `more` at the end of its sizes."""
+    do, q, k, v, _, _, dk, dv = operands
     packed, multiprocessors = p.options.packed, launch.multiprocessors(q.data.device_id)
-    key_blocks = p.nk // tile.block_n + p.batch[1] if packed else -(-p.nk // tile.block_n)
+    key_blocks = _key_blocks(p, tile)
     items = key_blocks * p.hk * (1 if packed else math.prod(p.batch))
     section = sm90.even_section(key_blocks, multiprocessors)
     maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
@@ -213,9 +228,67 @@ def _launch_main(problem, tile, operands, extras, ordered):
         (p.dtype, p.d, p.dv, sm90.band(p) != "none", not packed, ordered, p.options.structure, tile),
         grid=min(items, multiprocessors),
         block=(tile.threads, tile.layout(p.d, p.dv).bytes),
-        operands=((dk.view("uint32"), 5), (dv.view("uint32"), 5), (rows[0], 4), (rows[1], 4), (dq_sum, 5), (flags, 5)),
+        operands=(_words(dk), _words(dv), (rows[0], 4), (rows[1], 4), (sums, 5), (flags, 5)),
         extras=extras,
-        scalars=(items, -p.high, -p.low, p.nq, 1, p.hq // p.hk, section, p.batch[0]),
+        scalars=(items, -p.high, -p.low, p.nq, 1, p.hq // p.hk, section, p.batch[0], *more),
         parameters=(*sm90.scales(p), np.float32(p.scale)),
         maps=maps[:4] if packed else maps,
     )
+
+
+def _prepare_sums(p, tile, operands, temporary, extras, ordered):
+    """``run(operands, temporary, extras)`` of a tile that adds up dQ in memory."""
+    rows, dq_sum, flags = temporary
+    main = _main(p, tile, operands, rows, dq_sum, flags, extras, ordered)
+    after = launch.Launch(
+        "rows_sm90.build_finish",
+        (p.dtype, p.d, p.options.structure, tile),
+        grid=math.prod(_row_blocks(p, tile)),
+        block=sm90.WARP_GROUP * tile.consumers,
+        operands=((dq_sum, 5), _words(operands[5])),
+        extras=extras,
+        scalars=(p.nk, p.low, p.high),
+        parameters=(np.float32(p.scale),),
+    )
+
+    def run(operands, temporary, extras):
+        (do, q, k, v, _, dq, dk, dv), (rows, dq_sum, flags) = operands, temporary
+        main(do, q, k, v, *(() if p.options.packed else (dk, dv)), dk, dv, rows[0], rows[1], dq_sum, flags, *extras)
+        after(dq_sum, dq, *extras)
+
+    return run
+
+
+def _prepare_parts(p, tile, operands, temporary, extras, ordered):
+    """The same, of a tile that makes dS for some blocks of keys at a time, of which `dq_sm90` makes dQ."""
+    _, _, k, _, _, dq, _, _ = operands
+    rows, dq_sum, ds = temporary
+    packed, multiprocessors, items = p.options.packed, launch.multiprocessors(k.data.device_id), math.prod(_row_blocks(p, tile))
+    blocks, parts = _parts(p, tile, items)
+    section = 1 if packed or sm90.band(p) == "none" else sm90.even_section(-(-p.nq // tile.block_m), multiprocessors)
+    maps = ((k, tile.block_n), (dq, KEYS))
+    mains, afters = [], []
+    for part in range(parts):
+        first = part * blocks
+        mains.append(_main(p, tile, operands, rows, ds, None, extras, ordered, (first, blocks)))
+        afters.append(
+            launch.Launch(
+                "dq_sm90.build",
+                (p.dtype, p.d, sm90.band(p) != "none", not packed, p.options.structure, tile),
+                grid=min(items, multiprocessors),
+                block=(tile.threads, tile.dq_layout(p.d).bytes),
+                operands=(_words(dq), (dq_sum, 5), (ds, 5), (rows[0], 4)),
+                extras=extras,
+                scalars=(items, p.low, p.high, p.nk, 1, p.hk, section, p.batch[0], first, blocks, int(part == 0), int(part == parts - 1)),
+                parameters=(np.float32(p.scale),),
+                maps=maps[:1] if packed else maps,
+            )
+        )
+
+    def run(operands, temporary, extras):
+        (do, q, k, v, _, dq, dk, dv), (rows, dq_sum, ds) = operands, temporary
+        for main, after in zip(mains, afters, strict=True):
+            main(do, q, k, v, *(() if packed else (dk, dv)), dk, dv, rows[0], rows[1], ds, None, *extras)
+            after(k, *(() if packed else (dq,)), dq, dq_sum, ds, rows[0], *extras)
+
+    return run
