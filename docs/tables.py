@@ -144,7 +144,8 @@ def scaling(results: dict) -> str:
     shape = f"{results['heads']} {'head' if results['heads'] == 1 else 'heads'}, D = {results['head_dim']}"
     columns = ["N", *(text for name in names for text in (f"{_standard(name)}, ms", "MB"))]
     given = f", {results['memory_gb']:g} GB of memory" if "memory_gb" in results else ""
-    return f"{results['device']}{given}, {results['dtype']}, {shape}, {results['rows'][0]['mask']}:\n\n" + table(columns, lines)
+    remark = f" ({results['note']})" if "note" in results else ""
+    return f"{results['device']}{given}, {results['dtype']}, {shape}, {results['rows'][0]['mask']}{remark}:\n\n" + table(columns, lines)
 
 
 def _standard(name: str) -> str:
