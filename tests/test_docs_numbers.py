@@ -133,6 +133,7 @@ def derived() -> dict[str, list[float]]:
         "once per tile, 16 KB in the layout": [64 * 128 * 2 / 1024],
         "as 1 GiB has room for, or 8 blocks if these take more (1 KB per query": [1, FEWEST_BLOCKS, FEWEST_BLOCKS * 64 * 2 / 1024],
         "of 1 GiB at most or of 8 blocks of 64 keys": [WORKSPACE / 2**30, FEWEST_BLOCKS, 64],
+        "dS of which up to 1 GiB is kept": [WORKSPACE / 2**30],
         "48 KiB": [48],  # CUDA's limit of static shared memory
     }
 

@@ -103,7 +103,10 @@ def test_a_length_whose_matrix_has_17_billion_entries(cp, dtype):
         p = cp.exp(s - s.max(axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
         ref = p[:, j] @ do[j:].astype("float64")
-        assert float(cp.linalg.norm(dv[j] - ref) / cp.linalg.norm(ref)) < bound
+        rounding = bound * float(cp.linalg.norm(ref))
+        if dtype == "float16":  # P below 2^-14 is known to half a step of 2^-24
+            rounding += 2.0**-25 * float(cp.linalg.norm(abs(do[j:].astype("float64")).sum(axis=0)))
+        assert float(cp.linalg.norm(dv[j] - ref)) < rounding
 
 
 def test_threads_on_their_own_streams(cp):
