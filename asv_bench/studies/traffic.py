@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -50,8 +52,10 @@ def flops(cell: Cell, ours: bool) -> float:
 
 
 def once(contender: peers.Contender, cell: Cell, clock) -> None:
-    """One forward and one backward call that a profiler sees, after one of each that it does not see."""
-    case = Case(cell, clock.xp)
+    """One forward and one backward call that a profiler sees, after one of each that it does not see; batch elements are alike."""
+    case = Case(replace(cell, batch=1), clock.xp)
+    case.cell = cell
+    case.arrays, case.do = tuple(clock.xp.concatenate([x] * cell.batch) for x in case.arrays), clock.xp.concatenate([case.do] * cell.batch)
     contender.bind(case).repeat(1)
     clock.wait()
     if clock.place == "gpu":
@@ -108,6 +112,7 @@ def count(options, name: str, mask: str, metrics) -> tuple[dict[str, float], int
     return sums(_ncu(*ncu, *this))
 
 
+@cache
 def tensor_metrics() -> list[str]:
     """Those counters of operations on tensor cores that this GPU has."""
     names = {line.split(maxsplit=1)[0] for line in _ncu("--query-metrics").splitlines() if line.strip()}
