@@ -134,6 +134,7 @@ def derived() -> dict[str, list[float]]:
         "as 1 GiB has room for, or 8 blocks if these take more (1 KB per query": [1, FEWEST_BLOCKS, FEWEST_BLOCKS * 64 * 2 / 1024],
         "of 1 GiB at most or of 8 blocks of 64 keys": [WORKSPACE / 2**30, FEWEST_BLOCKS, 64],
         "dS of which up to 1 GiB is kept": [WORKSPACE / 2**30],
+        "needs up to 1 GiB of memory (of long inputs 1 KB per query": [1, FEWEST_BLOCKS * 64 * 2 / 1024],
         "48 KiB": [48],  # CUDA's limit of static shared memory
     }
 
