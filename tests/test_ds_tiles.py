@@ -1,6 +1,10 @@
 """dS between the two kernels of the backward pass for head dimensions beyond 128: what one writes is what the other reads, and it fits."""
 
+import itertools
 import math
+from collections import Counter
+from dataclasses import replace
+from types import CellType, FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,30 +15,118 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
 from numba_flash import spec
-from numba_flash.cuda import schedule, sm90_backward
-from numba_flash.options import PLAIN
+from numba_flash.cuda import dq_sm90, movers_sm90, sm90_backward
+from numba_flash.options import PLAIN, Options
 
 TILE = sm90_backward.WideTile()
+BLOCK_M, BLOCK_N = TILE.block_m, TILE.block_n
 
 
-def tiles(block_m, block_n, nq, nk, low, high, transposed) -> set[tuple[int, int]]:
-    """(row block, block of others) of every tile that a work item visits, but those of items in which everything is hidden."""
-    item = schedule.build_item(PLAIN, True, False, block_m, block_n, None, None, transposed).py_func
-    blocks, found = -(-nq // block_m), set()
-    for index in range(blocks):
-        (*_, row0), (_, _, _, keys, *_), (first, count, _) = item(index, (1, 1, 1, nq), (), (blocks, low, high, nk, 1, 1, 1, 1))
-        found |= {(row0 // block_m, first + t) for t in range(count)} if keys else set()
-    return found
+def plain(function, **globals_):
+    """A device function, and those that it has captured, as Python functions with some other globals."""
+    function = getattr(function, "py_func", function)
+    values = (cell.cell_contents for cell in function.__closure__ or ())
+    cells = tuple(CellType(plain(x, **globals_) if hasattr(x, "py_func") else x) for x in values)
+    return FunctionType(function.__code__, function.__globals__ | globals_, function.__name__, function.__defaults__, cells)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_tile_that_is_read_has_been_written(seed):
+def described(module, describe, shape, lse2, extras, sizes) -> list[dict]:
+    """The work items, by the names of their words, that `describe` writes down for the only block of a grid."""
+    items, slot = [], {}
+    write = lambda smem, ring, n, word, value: slot.__setitem__(int(word), int(value))
+    replaced = {
+        "pipeline": SimpleNamespace(wait_free=lambda *_: None, write=write, publish=lambda *_: items.append(dict(slot))),
+        "schedule": SimpleNamespace(snake=lambda turn, blocks: np.int32(turn)),
+        "cuda": SimpleNamespace(gridDim=SimpleNamespace(x=1), blockIdx=SimpleNamespace(x=0)),
+        "packed_item": movers_sm90.schedule.packed_item.py_func,
+    }
+    plain(describe, **replaced)(0, SimpleNamespace(shape=shape), *lse2, extras, sizes)
+    names = {int(word): name for name, word in vars(module).items() if isinstance(word, np.uint32)}
+    return [{names[word]: value for word, value in item.items()} for item in items[:-1]]
+
+
+class Traffic:
+    """Who writes and reads which tile of dS of a problem, as (row block's number, block of keys), part after part."""
+
+    def __init__(self, p, extras, blocks):
+        lengths = 1 if p.options.packed else p.batch[1]
+        *_, self.row_blocks = grid = sm90_backward._row_blocks(p, TILE)
+        self.numbers, self.group, self.blocks = math.prod(grid), p.hq // p.hk, blocks
+        main, *_ = movers_sm90.build(256, 256, True, False, p.options, TILE)
+        kernel, *_ = dq_sm90.build(p.dtype, 256, True, False, p.options, TILE)
+        after = dict(zip(kernel.__code__.co_freevars, kernel.__closure__, strict=True))["describe"].cell_contents
+        lse2 = SimpleNamespace(shape=(*grid[:3], grid[3] * BLOCK_M))
+        key_blocks = sm90_backward._key_blocks(p, TILE)
+        items = key_blocks * p.hk * (1 if p.options.packed else math.prod(p.batch))
+        self.of_keys, self.of_queries = [], []
+        for first in range(0, key_blocks, blocks):
+            sizes = items, -p.high, -p.low, p.nq, 1, self.group, 3, p.batch[0], first, blocks
+            self.of_keys.append(described(movers_sm90, main, (p.batch[0], lengths, p.hk, p.nk), (lse2,), extras, sizes))
+            last = int(first + blocks >= key_blocks)
+            sizes = self.numbers, p.low, p.high, p.nk, 1, p.hk, 3, p.batch[0], first, blocks, int(first == 0), last
+            shape = p.batch[0], lengths, p.hq, p.nq
+            self.of_queries.append(described(dq_sm90, after, shape, (lse2,), extras, sizes))
+
+    def written(self, part, seen=0) -> Counter:
+        """By items that see at least so many queries; one that sees none writes a tile, too."""
+        return Counter(
+            (item["BASE"] + g * self.row_blocks + item["FIRST"] + t, item["ROW0"] // BLOCK_N)
+            for item in self.of_keys[part]
+            if item["QUERIES"] >= seen
+            for g, t in itertools.product(range(self.group), range(item["COUNT"]))
+        )
+
+    def read(self, part) -> Counter:
+        return Counter((item["NUMBER"], item["FIRST"] + t) for item in self.of_queries[part] for t in range(item["COUNT"]))
+
+
+def draw(rng, kind: str):
+    """A problem, and the lengths or offsets that its kernels get."""
+    batch, hk, group, (nq, nk) = int(rng.integers(1, 4)), int(rng.integers(1, 3)), int(rng.integers(1, 4)), rng.integers(1, 900, 2)
+    low, high = (-nq, nk) if rng.random() < 0.3 else sorted(rng.integers(-nq - 10, nk + 10, 2).clip(-nq, nk))
+    p = spec.Problem((1, batch), group * hk, hk, int(nq), int(nk), 256, 256, "float16", 0.1, int(low), int(high), PLAIN)
+    follows = bool(rng.integers(2))
+    if kind == "plain":
+        return p, ()
+    if kind == "packed":
+        offsets = tuple(np.array([0, *sorted(rng.integers(0, n + 1, batch - 1)), n]) for n in (nq, nk))
+        return replace(p, options=Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=follows)), offsets
+    lengths = tuple(rng.integers(0, n + 1, (1, batch)) for n in (nq, nk))
+    return replace(p, options=Options(q_lengths="int64", kv_lengths="int64", follows=follows)), lengths
+
+
+@pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_tile_that_is_read_has_been_written(kind, seed):
+    """In the same part, by one work item alone, and where there is room for it."""
     rng = np.random.default_rng(seed)
-    nq, nk = (int(n) for n in rng.integers(1, 1500, 2))
-    low, high = (-nq, nk) if seed % 5 == 0 else sorted(int(n) for n in rng.integers(-nq - 10, nk + 10, 2))
-    written = tiles(TILE.block_n, TILE.block_m, nk, nq, -high, -low, transposed=True)
-    read = tiles(TILE.block_m, TILE.block_n, nq, nk, low, high, transposed=False)
-    assert {(row, column) for column, row in written} == read
+    p, extras = draw(rng, kind)
+    blocks = int(rng.integers(1, sm90_backward._key_blocks(p, TILE) + 1))
+    traffic = Traffic(p, extras, blocks)
+    for part in range(len(traffic.of_keys)):
+        written, read, first = traffic.written(part), traffic.read(part), part * blocks
+        assert read == traffic.written(part, seen=1)
+        assert {*written.values(), *read.values()} <= {1}
+        assert all(0 <= number < traffic.numbers and first <= block < first + blocks for number, block in written)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(256, 256), (192, 128), (136, 8), (8, 136), (200, 256)])
+def test_shared_memory_is_laid_out_without_overlaps(d, dv):
+    layout, after = TILE.layout(d, dv), TILE.dq_layout(d)
+    rows = [(layout.p, TILE.ds_bytes), (layout.ds, TILE.ds_bytes), *((at, 4 * BLOCK_M) for at in (layout.lse, layout.delta))]
+    for shared, names, pieces in (
+        (layout, ("q", "do", "k", "v", "work"), [*rows, (layout.bounds, 16 * TILE.consumers)]),
+        (after, ("tiles", "work"), [(after.o, TILE.consumers * 2 * 64 * 128)]),
+    ):
+        for name in names:
+            slots, slot_bytes, count, ready, free = getattr(shared, name)
+            assert name == "work" or slots % shared.ALIGNMENT == slot_bytes % shared.ALIGNMENT == 0, "panels begin at multiples of 1024"
+            pieces += [(slots, slot_bytes * count), (ready, 8 * count), (free, 8 * count)]
+        pieces.sort()
+        assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
+        assert sum(pieces[-1]) + shared.ALIGNMENT <= shared.bytes
+    assert layout.lse % 16 == layout.delta % 16 == layout.p % 1024 == layout.ds % 1024 == after.o % 1024 == 0
+    assert after.tiles[2] >= 2, "one is on its way while another is read"
 
 
 @pytest.mark.parametrize("length", [64, 1000, 16_384, 1_000_000])
