@@ -14,7 +14,7 @@ from statistics import geometric_mean
 import pytest
 
 from numba_flash.bench import cases, timing
-from numba_flash.cuda.sm90_backward import FEWEST_BLOCKS, WORKSPACE
+from numba_flash.cuda.sm90_backward import FEWEST_BLOCKS, MOST_WORKSPACE, WORKSPACE
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -131,10 +131,11 @@ def derived() -> dict[str, list[float]]:
         "Bernoulli(0.001)": [0.001],  # the distribution
         "a tile of dQ has 128 KB, eight times": [128 * 256 * 4 / 1024],
         "once per tile, 16 KB in the layout": [64 * 128 * 2 / 1024],
-        "as 1 GiB has room for, or 8 blocks if these take more (1 KB per query": [1, FEWEST_BLOCKS, FEWEST_BLOCKS * 64 * 2 / 1024],
-        "of 1 GiB at most or of 8 blocks of 64 keys": [WORKSPACE / 2**30, FEWEST_BLOCKS, 64],
-        "dS of which up to 1 GiB is kept": [WORKSPACE / 2**30],
-        "needs up to 1 GiB of memory (of long inputs 1 KB per query": [1, FEWEST_BLOCKS * 64 * 2 / 1024],
+        "as 1 GiB has room for": [WORKSPACE / 2**30],
+        "up to 4 GiB; and at least 8, which take 1 KB per query": [MOST_WORKSPACE / 2**30, FEWEST_BLOCKS, FEWEST_BLOCKS * 64 * 2 / 1024],
+        "usually of 1 GiB at most": [WORKSPACE / 2**30],
+        "dS of which here up to 1 GiB is kept": [WORKSPACE / 2**30],
+        "1 GiB of memory, for long inputs up to 4 GiB or 1 KB per query": [1, MOST_WORKSPACE / 2**30, FEWEST_BLOCKS * 64 * 2 / 1024],
         "48 KiB": [48],  # CUDA's limit of static shared memory
     }
 

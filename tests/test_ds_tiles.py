@@ -19,7 +19,7 @@ from numba_flash.cuda import dq_sm90, movers_sm90, sm90_backward
 from numba_flash.options import PLAIN, Options
 
 TILE = sm90_backward.WideTile()
-BLOCK_M, BLOCK_N = TILE.block_m, TILE.block_n
+BLOCK_M, BLOCK_N, MULTIPROCESSORS = TILE.block_m, TILE.block_n, 132
 
 
 def plain(function, **globals_):
@@ -45,6 +45,12 @@ def described(module, describe, shape, lse2, extras, sizes) -> list[dict]:
     return [{names[word]: value for word, value in item.items()} for item in items[:-1]]
 
 
+class OnGpu(np.ndarray):
+    """A host array that says where on a GPU it lies."""
+
+    data = SimpleNamespace(device_id=0, ptr=0)
+
+
 class Traffic:
     """Who writes and reads which tile of dS of a problem, as (row block's number, block of keys), part after part."""
 
@@ -62,8 +68,7 @@ class Traffic:
         for first in range(0, key_blocks, blocks):
             sizes = items, -p.high, -p.low, p.nq, 1, self.group, 3, p.batch[0], first, blocks
             self.of_keys.append(described(movers_sm90, main, (p.batch[0], lengths, p.hk, p.nk), (lse2,), extras, sizes))
-            last = int(first + blocks >= key_blocks)
-            sizes = self.numbers, p.low, p.high, p.nk, 1, p.hk, 3, p.batch[0], first, blocks, int(first == 0), last
+            sizes = self.numbers, p.low, p.high, p.nk, 1, p.hk, 3, p.batch[0], first, blocks
             shape = p.batch[0], lengths, p.hq, p.nq
             self.of_queries.append(described(dq_sm90, after, shape, (lse2,), extras, sizes))
 
@@ -110,6 +115,41 @@ def test_every_tile_that_is_read_has_been_written(kind, seed):
         assert all(0 <= number < traffic.numbers and first <= block < first + blocks for number, block in written)
 
 
+@pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sum_begins_and_ends_once(kind, seed):
+    """Whatever of it there is in each part; and so does that of a row block that sees nothing."""
+    rng = np.random.default_rng(seed)
+    p, extras = draw(rng, kind)
+    traffic, begun, ended = Traffic(p, extras, int(rng.integers(1, 5))), set(), set()
+    for item in itertools.chain(*traffic.of_queries):
+        number = item["NUMBER"]
+        assert (number in begun) != item["BEGINS"]
+        assert number not in ended
+        begun.add(number)
+        ended |= {number} if item["ENDS"] else set()
+    assert begun == ended == set(range(traffic.numbers))
+
+
+IMPOSSIBLE = [(3, [0, 70, 200, 207, 500]), (0, [-300, 70, 200, 207, 400]), (1, [0, 70, -64, -64, 400]), (2, [0, 70, 200, 10, 400])]
+
+
+@pytest.mark.parametrize(("sequence", "offsets"), IMPOSSIBLE)
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_an_impossible_sequence_touches_nothing_of_the_others(side, sequence, offsets):
+    """It has no rows, and so no tile of dS and no sum of dQ."""
+    fine = [0, 70, 200, 207, 400]
+    both = (np.array(offsets), np.array(fine)) if side == "queries" else (np.array(fine), np.array(offsets))
+    options = Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=True)
+    p = spec.Problem((1, 4), 2, 1, 400, 400, 256, 256, "float16", 0.1, -400, 400, options)
+    traffic = Traffic(p, both, 2)
+    for part in range(len(traffic.of_keys)):
+        assert set(traffic.written(part).values()) <= {1}
+        numbers = [item["NUMBER"] for item in traffic.of_queries[part]]
+        assert len(numbers) == len(set(numbers))
+        assert all(0 <= number < traffic.numbers for number in numbers)
+
+
 @pytest.mark.parametrize(("d", "dv"), [(256, 256), (192, 128), (136, 8), (8, 136), (200, 256)])
 def test_shared_memory_is_laid_out_without_overlaps(d, dv):
     layout, after = TILE.layout(d, dv), TILE.dq_layout(d)
@@ -130,14 +170,51 @@ def test_shared_memory_is_laid_out_without_overlaps(d, dv):
 
 
 @pytest.mark.parametrize("length", [64, 1000, 16_384, 1_000_000])
-@pytest.mark.parametrize("heads", [1, 8, 200])
-def test_ds_of_some_blocks_of_keys_fits(length, heads):
-    """It takes all of the keys, in parts of equal size, at most WORKSPACE bytes at a time, unless that is less than a few blocks."""
-    x = np.broadcast_to(np.float16(0), (heads, length, 256))
-    p = spec.bind(x, x, x)
+@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 1), (8, 8), (8, 1), (20, 20), (200, 200)])
+def test_ds_of_some_blocks_of_keys_fits(length, heads, heads_kv):
+    """It takes all of the keys, in parts of equal size: WORKSPACE bytes at most, or as much as keeps everyone busy, or a few blocks."""
+    q, k = (np.broadcast_to(np.float16(0), (h, length, 256)) for h in (heads, heads_kv))
+    p = spec.bind(q, k, k)
     grid = sm90_backward._row_blocks(p, TILE)
-    blocks, parts = sm90_backward._parts(p, TILE, math.prod(grid))
-    assert (parts - 1) * blocks < -(-length // TILE.block_n) <= parts * blocks
-    *_, (_, shape, _) = sm90_backward._temporaries(p, TILE, grid)
-    assert 4 * math.prod(shape) == math.prod(grid) * blocks * 128 * 64 * 2
-    assert 4 * math.prod(shape) <= sm90_backward.WORKSPACE or blocks <= sm90_backward.FEWEST_BLOCKS
+    blocks, parts = sm90_backward._parts(p, TILE, math.prod(grid), MULTIPROCESSORS)
+    assert (parts - 1) * blocks < -(-length // BLOCK_N) <= parts * blocks
+    *_, (_, shape, _) = sm90_backward._temporaries(p, TILE, grid, MULTIPROCESSORS)
+    size = 4 * math.prod(shape)
+    assert size == math.prod(grid) * blocks * BLOCK_M * BLOCK_N * 2
+    few, busy = blocks <= sm90_backward.FEWEST_BLOCKS, blocks * heads_kv < MULTIPROCESSORS + heads_kv
+    assert size <= sm90_backward.WORKSPACE or few or (busy and size <= sm90_backward.MOST_WORKSPACE)
+
+
+def test_parts_fill_turns_of_the_multiprocessors():
+    """20 heads: 13 blocks of keys at a time are two turns, where the 20 that there is room for would be four, one of them nearly empty."""
+    x = np.broadcast_to(np.float16(0), (20, 20_480, 256))
+    p = spec.bind(x, x, x)
+    blocks, parts = sm90_backward._parts(p, TILE, math.prod(sm90_backward._row_blocks(p, TILE)), MULTIPROCESSORS)
+    turns = parts * -(-blocks * 20 // MULTIPROCESSORS)
+    assert turns <= 1.05 * 320 * 20 / MULTIPROCESSORS
+
+
+def test_each_part_has_its_blocks_of_keys(monkeypatch):
+    """Every launch gets as many arrays as it has maps, operands and lengths; kernels are prepared once for all parts."""
+    made, calls = [], []
+
+    def record(builder, config, **keywords):
+        made.append(SimpleNamespace(builder=builder, **keywords))
+        return lambda *operands, parameters=(), launch=made[-1]: calls.append((launch, operands, parameters))
+
+    monkeypatch.setattr(sm90_backward.launch, "Launch", record)
+    monkeypatch.setattr(sm90_backward.launch, "multiprocessors", lambda device: MULTIPROCESSORS)
+    for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
+        monkeypatch.setattr(sm90_backward, name, value)
+    monkeypatch.setattr(sm90_backward.arrays, "compact", lambda name, shape, dtype: np.empty(shape, dtype).view(OnGpu))
+    q, k = (np.zeros((1, 2, h, 500, 256), np.float16).view(OnGpu) for h in (4, 2))
+    lse, lengths = np.zeros(q.shape[:-1], np.float32).view(OnGpu), np.array([[500, 3]]).view(OnGpu)
+    inputs, results = (q, q, k, k, q, lse, None, None, None, None, lengths), (q, k, k, None)
+    p = spec.bind(q, k, k, kv_lengths=lengths)
+    sm90_backward.prepare(p, inputs, results, True)(inputs, results)
+    assert [each.builder for each in made] == ["rows_sm90.build_prepare", TILE.kernel, "dq_sm90.build"]
+    assert len(calls) == 1 + 2 * 3
+    for launch, operands, parameters in calls[1:]:
+        assert len(operands) == len(launch.maps) + len(launch.operands) + len(launch.extras)
+        assert launch.scalars[-2:] + launch.parameters == (0, *parameters[1:])
+    assert [parameters[:2] for *_, parameters in calls[1:]] == [(0, 3), (0, 3), (3, 3), (3, 3), (6, 3), (6, 3)]

@@ -52,7 +52,8 @@ def test_random_problems(cp, chunk, monkeypatch):
     dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk], KINDS[chunk % 5]
     for number in range(chunk, PROBLEMS, CHUNKS):
         rng = np.random.default_rng((30, number))
-        monkeypatch.setattr(sm90_backward, "WORKSPACE", 2**30 if number // CHUNKS % 2 else 2**20)
+        for limit in ("WORKSPACE", "MOST_WORKSPACE"):
+            monkeypatch.setattr(sm90_backward, limit, 2**30 if number // CHUNKS % 2 else 2**20)
         check = check_packed if kind == "packed" else check_dense
         check(cp, rng, kind, dtype, dims, number // CHUNKS % 3 > 0 if kind in ("plain", "softcap") else chunk % 2 == 0, f"problem {number}")
 
@@ -164,8 +165,8 @@ def test_dq_in_parts_has_the_same_bits(cp, monkeypatch, options):
     do, q, k, v = (normal(cp, 2, heads, n, 200, seed=i) for i, (heads, n) in enumerate(((4, 900), (4, 900), (2, 700), (2, 700))))
     o, lse = forward(q, k, v, **options)
     whole = backward(do, q, k, v, o, lse, **options)
-    monkeypatch.setattr(sm90_backward, "FEWEST_BLOCKS", 3)
-    monkeypatch.setattr(sm90_backward, "WORKSPACE", 0)
+    for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
+        monkeypatch.setattr(sm90_backward, name, value)
     parts = backward(do, q, k, v, o, lse, deterministic=False, **options)
     assert bits(cp, *parts) == bits(cp, *whole)
     verify_gradients(cp, whole, dense_gradients(cp, do, q, k, v, **options))
@@ -181,3 +182,18 @@ def test_a_sequence_with_impossible_lengths_is_nan(cp, d):
         assert bool(cp.isnan(wide(cp, x[1])).all())
     fine = [x[::2] for x in (do, q, k, v)]
     verify_gradients(cp, [x[::2] for x in gradients], dense_gradients(cp, *fine, kv_lengths=lengths[::2]))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("side", [0, 1], ids=["queries", "keys"])
+def test_an_impossible_packed_sequence_is_left_out(cp, monkeypatch, side, d):
+    """The others' gradients have the same bits as without it, in any number of parts."""
+    for name, value in {"FEWEST_BLOCKS": 4, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
+        monkeypatch.setattr(sm90_backward, name, value)
+    do, q, k, v = (normal(cp, 2000, 4, d, seed=i) for i in range(4))
+    offsets = [cp.asarray([0, 700, 1400, 2000]) for _ in range(2)]
+    o, lse = forward_packed(q, k, v, *offsets)
+    fine = [x[:1400] for x in backward_packed(do, q, k, v, o, lse, *offsets)]
+    offsets[side][-1] = 2001
+    left = [x[:1400] for x in backward_packed(do, q, k, v, o, lse, *offsets)]
+    assert bits(cp, *left) == bits(cp, *fine)

@@ -12,10 +12,11 @@ from numba.cuda import types
 
 from numba_flash.cuda import mma, pipeline, ptx, schedule, scores, softmax, swizzle, tiles
 
-# what is written down about a work item; NUMBER is that of its row block, FIRST the first block of keys
-B0, B1, HEAD, KV_HEAD, ROW0, Q0, QUERIES, K0, KEYS, IMPOSSIBLE, FIRST, COUNT, NUMBER = pipeline.one_type(range(13))
+# what is written down about a work item; NUMBER is that of its row block, FIRST the first block of keys; BEGINS if there is no sum yet,
+# ENDS if it is complete then
+B0, B1, HEAD, KV_HEAD, ROW0, Q0, QUERIES, K0, KEYS, IMPOSSIBLE, FIRST, COUNT, NUMBER, BEGINS, ENDS = pipeline.one_type(range(15))
 END = -1  # in the place of the count of tiles: there is no more work
-FIRST_BLOCK, BLOCKS, BEGINS, ENDS = 8, 9, 10, 11
+FIRST_BLOCK, BLOCKS = 8, 9
 
 
 def build(dtype, head_dim, banded, to_map, options, tile):
@@ -28,7 +29,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
     lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are numbered.
     extras : lengths, see `numba_flash.cuda.scores`.
     sizes : items, low, high, nk, 1, kv_heads, section, b0 as in the forward kernel; the first of the blocks of keys that `ds` has, and how
-        many it has room for; whether they are the first of all (then there is no sum yet), and the last (then dq is stored).
+        many it has room for.
     scales : scale.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.dq_layout(head_dim)
@@ -57,18 +58,18 @@ def build(dtype, head_dim, banded, to_map, options, tile):
             there = at < sizes[0]
             if there:
                 (b0, b1, h, row0), (q0, queries, k0, keys, _, _, impossible), (first, count, _) = item_of(at, dq.shape, extras, sizes)
-                stop = i32(min(first + (count if keys > 0 else i32(0)), i32(sizes[FIRST_BLOCK] + sizes[BLOCKS])))
-                first = max(first, i32(sizes[FIRST_BLOCK]))
-                count = max(i32(stop - first), i32(0))
-                if count == 0 and sizes[BEGINS] == 0 and sizes[ENDS] == 0:
-                    continue
+                stop = i32(first + (count if keys > 0 else i32(0)))
+                start, end = max(first, i32(sizes[FIRST_BLOCK])), min(stop, i32(sizes[FIRST_BLOCK] + sizes[BLOCKS]))
                 number = i32(row0 // BLOCK_M)
                 if PACKED:
                     number, b1 = i32(number + q0 // BLOCK_M + b1), i32(0)
                 heads = i32((b0 * i32(lse2.shape[1]) + b1) * i32(lse2.shape[2]) + h)
                 number = i32(number + heads * i32(lse2.shape[3] // BLOCK_M))
+                if (start >= end and (stop > 0 or sizes[FIRST_BLOCK] > 0)) or (PACKED and number != at):
+                    continue  # others' keys, or an impossible sequence
                 kv_head = i32(u32(h) // u32(u32(dq.shape[2]) // u32(sizes[5])))
-                work = (b0, b1, h, kv_head, row0, q0, queries, k0, keys, impossible, first, count, number)
+                begins, ends = i32(1 if start == first else 0), i32(1 if end == stop else 0)
+                work = (b0, b1, h, kv_head, row0, q0, queries, k0, keys, impossible, start, i32(end - start), number, begins, ends)
                 for word in range(len(work)):
                     pipeline.write(smem, WORK, turn, word, work[word])
             else:
@@ -100,12 +101,12 @@ def build(dtype, head_dim, banded, to_map, options, tile):
             count = pipeline.read(smem, WORK, turn, COUNT)
 
     @cuda.jit(device=True, forceinline=True)
-    def begin(smem, turn, me, dq_sum, acc, begins):
+    def begin(smem, turn, me, dq_sum, acc):
         """What there is of the sum; returns where it is kept."""
         at = u64(u32(pipeline.read(smem, WORK, turn, NUMBER) * CONSUMERS + me)) * u64(SUM_BYTES)
         address = u64(ptx.global_address(dq_sum) + at + u64(cuda.threadIdx.x % pipeline.WARP_GROUP * 16))
         zero(acc)
-        if begins == 0:
+        if pipeline.read(smem, WORK, turn, BEGINS) == 0:
             for j in range(OUTPUTS // 4):
                 x = ptx.load_global_four(u64(address + u64(2048 * j)))
                 for i in range(4):
@@ -113,12 +114,12 @@ def build(dtype, head_dim, banded, to_map, options, tile):
         return address
 
     @cuda.jit(device=True, forceinline=True)
-    def finish(maps, smem, turn, me, dq, acc, address, ends, scale):
+    def finish(maps, smem, turn, me, dq, acc, address, scale):
         """Store dQ = scale dQ, or keep what there is of the sum."""
         factor = cuda.local.array(2, ACC)
         b0, b1, h = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, HEAD)
         row0, rows = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS), i32(pipeline.read(smem, WORK, turn, QUERIES))
-        q0 = pipeline.read(smem, WORK, turn, Q0)
+        q0, ends = pipeline.read(smem, WORK, turn, Q0), pipeline.read(smem, WORK, turn, ENDS)
         factor[0] = factor[1] = ACC(NAN) if SEQUENCES and pipeline.read(smem, WORK, turn, IMPOSSIBLE) != 0 else scale
         pipeline.leave(smem, WORK, turn)
         if ends == 0:
@@ -133,7 +134,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                     put_row(ptx.global_address(dq[index(b0), index(b1), index(h), index(q0 + i)]), acc, factor, r)
 
     @cuda.jit(device=True, forceinline=True)
-    def consume(maps, smem, me, dq, dq_sum, sizes, scale):
+    def consume(maps, smem, me, dq, dq_sum, scale):
         """(7) dQ = dQ + dS K for 64 rows of each work item and its tiles of keys."""
         acc, turn, n = cuda.local.array(OUTPUTS, ACC), u32(0), u32(0)
         while True:
@@ -141,7 +142,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
             count = pipeline.uniform(pipeline.read(smem, WORK, turn, COUNT))
             if count == END:
                 break
-            address = begin(smem, turn, me, dq_sum, acc, sizes[BEGINS])
+            address = begin(smem, turn, me, dq_sum, acc)
             for t in range(count):
                 pipeline.wait_ready(smem, TILES, n)
                 if SEQUENCES:
@@ -153,7 +154,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                 ptx.wgmma_wait(acc, acc, NONE, OUTPUTS, NONE)
                 pipeline.release(smem, TILES, n)
                 n = u32(n + 1)
-            finish(maps, smem, turn, me, dq, acc, address, sizes[ENDS], scale)
+            finish(maps, smem, turn, me, dq, acc, address, scale)
             turn = u32(turn + 1)
         if TO_MAP and cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
             ptx.bulk_wait_read()
@@ -175,12 +176,12 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                 produce(maps, smem, ds, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, dq, dq_sum, sizes, scales[0])
+            consume(maps, smem, group - 1, dq, dq_sum, scales[0])
 
     maps = [f"maps.{i}" for i in range(2 if TO_MAP else 1)]
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     extras, *_ = scores.kernel_arguments(options, ())
-    numbers = types.UniTuple(types.int64, 12), types.UniTuple(types.float32, 1)
+    numbers = types.UniTuple(types.int64, 10), types.UniTuple(types.float32, 1)
     operands = array(u32, 5), array(ACC, 5), array(ACC, 5), array(ACC, 4)
     signature = types.void(types.UniTuple(types.uint64, len(maps)), *operands, extras, *numbers)
     return dq_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -169,7 +169,7 @@ class Launch:
     extras : tuple like `operands`
         Layouts of the arrays that the kernel gets as a tuple, after the others.
     parameters : tuple of int or float
-        Numbers that the kernel gets as a tuple, after the scalars; a call may bring others.
+        Numbers that the kernel gets as a tuple, after the scalars; a call may bring others, and before them others for the last scalars.
     maps : tuple of (array, int)
         Layouts of the arrays that the kernel reads through tensor maps, its first arguments, and the rows of their boxes.
     """

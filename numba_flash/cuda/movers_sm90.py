@@ -44,6 +44,8 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 (b0, b1, h, row0), (k0, keys, q0, queries, low, high, impossible), (first, count, _) = item_of(at, dk.shape, extras, sizes)
                 if IN_PARTS and not sizes[FIRST_BLOCK] <= row0 // BLOCK_N < sizes[FIRST_BLOCK] + sizes[BLOCKS]:
                     continue
+                if PACKED and row0 >= keys:
+                    continue  # nothing to store; an impossible sequence has no rows of its own
                 base = i32(0)
                 if PACKED:
                     base, b1 = i32(q0 // BLOCK_M + b1), i32(0)

@@ -13,8 +13,9 @@ from numba_flash.cuda.swizzle import ALIGNMENT, DQ_PART, PANEL, panel_bytes, pan
 
 KEYS = 64  # that a consumer owns
 ROW_THREADS = 256  # of the kernels before and after the main one
-WORKSPACE = 2**30  # bytes of dS at a time, unless they are fewer than FEWEST_BLOCKS blocks of keys
-FEWEST_BLOCKS = 8
+# Bytes of dS at a time; as many as it takes to keep all multiprocessors busy, up to MOST_WORKSPACE; but at least FEWEST_BLOCKS blocks of
+# keys, so that dq, which is kept as float32 in between, is not read and written for each of them.
+WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ TILES = (
 )
 
 
-def tile_for(problem) -> BackwardTile:
+def tile_for(problem) -> BackwardTile | WideTile:
     """Tile of the main kernel."""
     return next(tile for d, dv, tile in TILES if problem.d <= d and problem.dv <= dv)
 
@@ -159,7 +160,7 @@ def prepare(problem, inputs, results, ordered):
     operands, lengths = first(*inputs[:5], *results[:3]), 1 if p.options.packed else p.batch
     extras = tuple((x, lengths) for x in present(inputs))
     grid = _row_blocks(p, tile)
-    shapes = _temporaries(p, tile, grid)
+    shapes = _temporaries(p, tile, grid, launch.multiprocessors(operands[1].data.device_id))
     allocate = lambda: [arrays.compact(*shape) for shape in shapes]
     rows, *sums = temporary = allocate()
     before = launch.Launch(
@@ -197,22 +198,26 @@ def _key_blocks(p, tile) -> int:
     return p.nk // tile.block_n + p.batch[1] if p.options.packed else -(-p.nk // tile.block_n)
 
 
-def _temporaries(p, tile, grid) -> list[tuple]:
+def _temporaries(p, tile, grid, multiprocessors) -> list[tuple]:
     """Names, shapes and dtypes of what a call needs: rows, sums of dQ, and flags, or dS."""
     rows = ("rows", (2, *grid[:3], grid[3] * tile.block_m), "float32")
     if tile.adds_dq:
         sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", (*grid, tile.consumers), "int32")
         return [rows, sums, flags]
-    blocks, parts = _parts(p, tile, math.prod(grid))
+    blocks, parts = _parts(p, tile, math.prod(grid), multiprocessors)
     sums = ("sums of dq", (*grid, tile.block_m * p.d if parts > 1 else 0), "float32")
     return [rows, sums, ("dS", (*grid, blocks * tile.ds_bytes // 4), "float32")]
 
 
-def _parts(p, tile, row_blocks: int) -> tuple[int, int]:
-    """(blocks of keys that dS is made for at a time, how many times)."""
-    blocks, room = _key_blocks(p, tile), max(FEWEST_BLOCKS, WORKSPACE // max(row_blocks * tile.ds_bytes, 1))
-    parts = max(1, -(-blocks // room))
-    return -(-blocks // parts), parts
+def _parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]:
+    """(blocks of keys that dS is made for at a time, how many times): so many that work items fill turns of the multiprocessors."""
+    blocks, heads = max(1, _key_blocks(p, tile)), p.hk * (1 if p.options.packed else math.prod(p.batch))
+    heads, bytes_each = max(1, heads), max(1, row_blocks * tile.ds_bytes)
+    room = max(WORKSPACE // bytes_each, min(-(-multiprocessors // heads), MOST_WORKSPACE // bytes_each), FEWEST_BLOCKS)
+    most = min(room, blocks)
+    turns = lambda at_a_time: -(-blocks // at_a_time) * -(-at_a_time * heads // multiprocessors)
+    best = min(range(most, most // 2, -1), key=turns)
+    return best, -(-blocks // best)
 
 
 def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
@@ -264,31 +269,28 @@ def _prepare_parts(p, tile, operands, temporary, extras, ordered):
     _, _, k, _, _, dq, _, _ = operands
     rows, dq_sum, ds = temporary
     packed, multiprocessors, items = p.options.packed, launch.multiprocessors(k.data.device_id), math.prod(_row_blocks(p, tile))
-    blocks, parts = _parts(p, tile, items)
+    (blocks, parts), scale = _parts(p, tile, items, multiprocessors), np.float32(p.scale)
     section = 1 if packed or sm90.band(p) == "none" else sm90.even_section(-(-p.nq // tile.block_m), multiprocessors)
     maps = ((k, tile.block_n), (dq, KEYS))
-    mains, afters = [], []
-    for part in range(parts):
-        first = part * blocks
-        mains.append(_main(p, tile, operands, rows, ds, None, extras, ordered, (first, blocks)))
-        afters.append(
-            launch.Launch(
-                "dq_sm90.build",
-                (p.dtype, p.d, sm90.band(p) != "none", not packed, p.options.structure, tile),
-                grid=min(items, multiprocessors),
-                block=(tile.threads, tile.dq_layout(p.d).bytes),
-                operands=(_words(dq), (dq_sum, 5), (ds, 5), (rows[0], 4)),
-                extras=extras,
-                scalars=(items, p.low, p.high, p.nk, 1, p.hk, section, p.batch[0], first, blocks, int(part == 0), int(part == parts - 1)),
-                parameters=(np.float32(p.scale),),
-                maps=maps[:1] if packed else maps,
-            )
-        )
+    main = _main(p, tile, operands, rows, ds, None, extras, ordered, (0, blocks))
+    after = launch.Launch(
+        "dq_sm90.build",
+        (p.dtype, p.d, sm90.band(p) != "none", not packed, p.options.structure, tile),
+        grid=min(items, multiprocessors),
+        block=(tile.threads, tile.dq_layout(p.d).bytes),
+        operands=(_words(dq), (dq_sum, 5), (ds, 5), (rows[0], 4)),
+        extras=extras,
+        scalars=(items, p.low, p.high, p.nk, 1, p.hk, section, p.batch[0], 0, blocks),
+        parameters=(scale,),
+        maps=maps[:1] if packed else maps,
+    )
 
     def run(operands, temporary, extras):
         (do, q, k, v, _, dq, dk, dv), (rows, dq_sum, ds) = operands, temporary
-        for main, after in zip(mains, afters, strict=True):
-            main(do, q, k, v, *(() if packed else (dk, dv)), dk, dv, rows[0], rows[1], ds, None, *extras)
-            after(k, *(() if packed else (dq,)), dq, dq_sum, ds, rows[0], *extras)
+        made = (do, q, k, v, *(() if packed else (dk, dv)), dk, dv, rows[0], rows[1], ds, None, *extras)
+        summed = (k, *(() if packed else (dq,)), dq, dq_sum, ds, rows[0], *extras)
+        for first in range(0, parts * blocks, blocks):
+            main(*made, parameters=(first, blocks, *sm90.scales(p), scale))
+            after(*summed, parameters=(first, blocks, scale))
 
     return run
