@@ -8,13 +8,11 @@ part for dK, and all of it along the other direction for half of dQ.
 A tile of dQ is the sum of what several blocks add. If `ordered`, they do so in the order of their keys: a flag counts who was there.
 """
 
-import math
-
 from numba import cuda
 from numba.cuda import types
 
 from numba_flash.cuda import mma, movers_sm90, pipeline, ptx, recompute_sm90, softmax, swizzle
-from numba_flash.cuda.movers_sm90 import B0, B1, COUNT, END, IMPOSSIBLE, K0, KEYS, KV_HEAD, QUERIES, ROW0
+from numba_flash.cuda.movers_sm90 import B0, B1, COUNT, END, K0, KEYS, KV_HEAD, ROW0
 from numba_flash.cuda.recompute_sm90 import LAST
 
 
@@ -41,9 +39,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
     ACC, u32, i32 = types.float32, types.uint32, types.int32
     V_BEHIND_K = (SMEM.v[pipeline.TILES] - SMEM.k[pipeline.TILES]) // mma.DESCRIPTOR_UNIT
-    NAN, ONES, NONE, ONE = math.nan, (1.0, 1.0), 0, 1
+    ONES, NONE, ONE = (1.0, 1.0), 0, 1
     clear_k, clear_v = pipeline.build_clear_tail(head_dim, BLOCK_N), pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    clear_q, clear_do = pipeline.build_clear_tail(head_dim, BLOCK_M), pipeline.build_clear_tail(head_dim_v, BLOCK_M)
     start_scores = mma.build_scores(BLOCK_M, head_dim, BLOCK_N, BFLOAT16)
     start_dp = mma.build_scores(BLOCK_M, head_dim_v, BLOCK_N, BFLOAT16)
     start_dv = mma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
@@ -53,7 +50,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     put_ds = mma.build_put(BLOCK_M, 0, swizzle.panels(BLOCK_M), BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    note_bounds, bound, next_row0, weigh, differentiate = recompute_sm90.build(head_dim, head_dim_v, options, tile)
+    shared = recompute_sm90.build(head_dim, head_dim_v, options, tile)
+    note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors = shared
     put_dk, put_dv = mma.build_put_row(head_dim, False, BFLOAT16), mma.build_put_row(head_dim_v, False, BFLOAT16)
     stage_dk = mma.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
     stage_dv = mma.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
@@ -65,9 +63,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         b0, b1, h = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, KV_HEAD)
         row0 = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS)
         k0, keys = pipeline.read(smem, WORK, turn, K0), pipeline.read(smem, WORK, turn, KEYS)
-        for r in range(2):
-            factor[r] = ACC(NAN) if SEQUENCES and pipeline.read(smem, WORK, turn, IMPOSSIBLE) != 0 else ACC(1)
-            scaled[r] = factor[r] * scale
+        factors(smem, turn, factor, scaled, scale)
         pipeline.leave(smem, WORK, turn)
         if TO_MAP:
             pipeline.wait_free(smem, DQ, n)  # the room is this consumer's, and its dQ has left it
@@ -83,13 +79,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 if j < keys:
                     put_dv(ptx.global_address(results[1][b0, b1, h, k0 + j]), dv_acc, factor, r)
                     put_dk(ptx.global_address(results[0][b0, b1, h, k0 + j]), dk_acc, scaled, r)
-
-    @cuda.jit(device=True, forceinline=True)
-    def enter(smem, turn, me, n, row0):
-        """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
-        pipeline.wait_ready(smem, Q, n)
-        if SEQUENCES:
-            clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
 
     @cuda.jit(device=True, forceinline=True)
     def release_before(smem, n):
@@ -118,7 +107,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         if SEQUENCES:
             clear_k(smem, K, turn, keys, me, CONSUMERS)
         if AHEAD:
-            enter(smem, turn, me, n, row0)
+            enter_q(smem, turn, me, n, row0)
             start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
         pipeline.wait_ready(smem, V, turn)
         if SEQUENCES:
@@ -134,7 +123,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         if following == end:
             following = n
         else:
-            enter(smem, turn, me, following, row0)
+            enter_q(smem, turn, me, following, row0)
         start_scores(s, k_rows, mma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
 
     @cuda.jit(device=True, forceinline=True)
@@ -159,11 +148,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
-                    enter(smem, turn, me, n, row0)
+                    enter_q(smem, turn, me, n, row0)
                     start_scores(s, k_rows, mma.descriptor(q_rows, u32(0)))
-                pipeline.wait_ready(smem, DO, n)
-                if SEQUENCES:
-                    clear_do(smem, DO, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
+                enter_do(smem, turn, me, n, row0)
                 # (4) dP^T = V dO^T
                 start_dp(dp, v_rows, mma.descriptor(do_rows, u32(0)))
                 if not AHEAD:

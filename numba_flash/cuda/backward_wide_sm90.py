@@ -8,13 +8,11 @@ A tile of dQ would be eight times as large as the tile of dS that it is made fro
 products. Instead dS^T of some blocks of keys is written to memory, and `dq_sm90` makes dQ of it.
 """
 
-import math
-
 from numba import cuda
 from numba.cuda import types
 
 from numba_flash.cuda import mma, movers_sm90, pipeline, ptx, recompute_sm90, softmax, swizzle
-from numba_flash.cuda.movers_sm90 import B0, B1, BASE, BLOCKS, COUNT, END, FIRST_BLOCK, IMPOSSIBLE, K0, KEYS, KV_HEAD, QUERIES, ROW0
+from numba_flash.cuda.movers_sm90 import B0, B1, BASE, BLOCKS, COUNT, END, FIRST_BLOCK, K0, KEYS, KV_HEAD, ROW0
 from numba_flash.cuda.recompute_sm90 import LAST
 
 
@@ -34,10 +32,10 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     OUTPUTS_K, OUTPUTS_V, SCORES = HALF_K // 2, HALF_V // 2, 32
     TO_MAP, SEQUENCES, BFLOAT16 = to_map, options.sequences, dtype == "bfloat16"
     ACC, u32, i32, u64 = types.float32, types.uint32, types.int32, types.uint64
-    NAN, ONES, NONE, ONE = math.nan, (1.0, 1.0), 0, 1
-    note_bounds, bound, next_row0, weigh, differentiate = recompute_sm90.build(head_dim, head_dim_v, options, tile)
+    ONES, NONE, ONE = (1.0, 1.0), 0, 1
+    shared = recompute_sm90.build(head_dim, head_dim_v, options, tile)
+    note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors = shared
     clear_k, clear_v = (pipeline.build_clear_tail(d, 64) for d in (head_dim, head_dim_v))
-    clear_q, clear_do = (pipeline.build_clear_tail(d, BLOCK_M) for d in (head_dim, head_dim_v))
     start_scores = mma.build_sum(64, -(-head_dim // 16), K_PANEL, Q_PANEL, BFLOAT16, False)
     start_dp = mma.build_sum(64, -(-head_dim_v // 16), K_PANEL, Q_PANEL, BFLOAT16, False)
     start_dv = mma.build_sum(HALF_V, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
@@ -61,20 +59,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             clear_k(smem, K, turn, keys, me, CONSUMERS)
             clear_v(smem, V, turn, keys, me, CONSUMERS)
         return bound(smem, me, LAST)
-
-    @cuda.jit(device=True, forceinline=True)
-    def enter_q(smem, turn, me, n, row0):
-        """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
-        pipeline.wait_ready(smem, Q, n)
-        if SEQUENCES:
-            clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
-
-    @cuda.jit(device=True, forceinline=True)
-    def enter_do(smem, turn, me, n, row0):
-        """The same for dO."""
-        pipeline.wait_ready(smem, DO, n)
-        if SEQUENCES:
-            clear_do(smem, DO, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
 
     @cuda.jit(device=True, forceinline=True)
     def share(smem, region, me, x):
@@ -104,9 +88,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         b0, b1, h = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, KV_HEAD)
         row0 = pipeline.read(smem, WORK, turn, ROW0)
         k0, keys = pipeline.read(smem, WORK, turn, K0), pipeline.read(smem, WORK, turn, KEYS)
-        for r in range(2):
-            factor[r] = ACC(NAN) if SEQUENCES and pipeline.read(smem, WORK, turn, IMPOSSIBLE) != 0 else ACC(1)
-            scaled[r] = factor[r] * scale
+        factors(smem, turn, factor, scaled, scale)
         pipeline.leave(smem, WORK, turn)
         if TO_MAP:
             room = u32(smem + u32(P + me * ROOM))

@@ -41,6 +41,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
     ACC, u32, i32, u64, index = types.float32, types.uint32, types.int32, types.uint64, tiles.index
     NAN, ON, OFF, NONE = math.nan, 1, 0, 0
     item_of = schedule.build_item(options, banded, False, BLOCK_M, BLOCK_N, scores.build_sequence(options), scores.slots(options).q_lengths)
+    first_block = schedule.build_first_block(PACKED, BLOCK_M)
     fill_k, clear_k = pipeline.build_fill(TILES, head_dim, BLOCK_N, DS_BYTES), pipeline.build_clear_tail(head_dim, BLOCK_N)
     start_sum = mma.build_sum(head_dim, BLOCK_N // 16, 0, 0, BFLOAT16, True)
     zero, _ = softmax.build_zero(OUTPUTS)
@@ -60,11 +61,9 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                 (b0, b1, h, row0), (q0, queries, k0, keys, _, _, impossible), (first, count, _) = item_of(at, dq.shape, extras, sizes)
                 stop = i32(first + (count if keys > 0 else i32(0)))
                 start, end = max(first, i32(sizes[FIRST_BLOCK])), min(stop, i32(sizes[FIRST_BLOCK] + sizes[BLOCKS]))
-                number = i32(row0 // BLOCK_M)
+                number = i32(first_block(b0, b1, h, q0, lse2.shape) + row0 // BLOCK_M)
                 if PACKED:
-                    number, b1 = i32(number + q0 // BLOCK_M + b1), i32(0)
-                heads = i32((b0 * i32(lse2.shape[1]) + b1) * i32(lse2.shape[2]) + h)
-                number = i32(number + heads * i32(lse2.shape[3] // BLOCK_M))
+                    b1 = i32(0)
                 if (start >= end and (stop > 0 or sizes[FIRST_BLOCK] > 0)) or (PACKED and number != at):
                     continue  # others' keys, or an impossible sequence
                 kv_head = i32(u32(h) // u32(u32(dq.shape[2]) // u32(sizes[5])))

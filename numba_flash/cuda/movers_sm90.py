@@ -1,4 +1,6 @@
-"""The threads that move data for `backward_sm90`: one describes work items, one has tiles fetched, one per consumer adds up dQ."""
+"""The threads that move data for `backward_sm90` and `backward_wide_sm90`: one describes work items, one has tiles fetched, and, for the
+former, one per consumer adds up dQ.
+"""
 
 from numba import cuda
 from numba.cuda import types
@@ -28,6 +30,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     item_of = schedule.build_item(
         options, banded, False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True
     )
+    first_block = schedule.build_first_block(PACKED, BLOCK_M)
     fill_q, fill_do = pipeline.build_fill(Q, WIDTH, BLOCK_M, ROW_BYTES), pipeline.build_fill(DO, WIDTH_V, BLOCK_M, ROW_BYTES)
     fill_k, fill_v = pipeline.build_fill(K, WIDTH, BLOCK_N), pipeline.build_fill(V, WIDTH_V, BLOCK_N)
 
@@ -46,11 +49,9 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                     continue
                 if PACKED and row0 >= keys:
                     continue  # nothing to store; an impossible sequence has no rows of its own
-                base = i32(0)
+                base = first_block(b0, b1, h * i32(sizes[5]), q0, lse2.shape)
                 if PACKED:
-                    base, b1 = i32(q0 // BLOCK_M + b1), i32(0)
-                heads = i32((b0 * i32(lse2.shape[1]) + b1) * i32(lse2.shape[2]) + h * i32(sizes[5]))
-                base = i32(base + heads * i32(lse2.shape[3] // BLOCK_M))
+                    b1 = i32(0)
                 work = (b0, b1, h, row0, k0, keys, q0, queries, low, high, impossible, first, count, base)
                 for word in range(len(work)):
                     pipeline.write(smem, WORK, turn, word, work[word])

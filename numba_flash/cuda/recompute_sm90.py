@@ -1,27 +1,31 @@
-"""P and dS of the backward pass on Hopper, on fragments of their transposes: FlashAttention-2, Algorithm 2, lines 11 to 14.
+"""What the consumers of the backward kernels on Hopper share: P and dS on fragments of their transposes (FlashAttention-2, Algorithm 2,
+lines 11 to 14), and what surrounds them.
 
 A fragment has keys along its rows and queries along its columns. It belongs to a consumer, warp group `me`: part of the keys of a work item
 and of a tile of BLOCK_M queries, which begins with query row0 of the sequence.
 """
 
+import math
+
 from numba import cuda
 from numba.cuda import types
 
 from numba_flash.cuda import mma, pipeline, ptx, softmax
-from numba_flash.cuda.movers_sm90 import COUNT, FIRST, HIGH, KEYS, LOW, QUERIES, ROW0
+from numba_flash.cuda.movers_sm90 import COUNT, FIRST, HIGH, IMPOSSIBLE, KEYS, LOW, QUERIES, ROW0
 
 CLEAR_FROM, CLEAR_TO, END_OF_HEAD, LAST = pipeline.one_type(range(4))  # bounds
 ROWS = 64
 
 
 def build(head_dim, head_dim_v, options, tile):
-    """Functions of a consumer: ``note_bounds, bound, next_row0, weigh, differentiate``; arguments as those of `backward_sm90.build`."""
+    """``note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors``; arguments as those of `backward_sm90.build`."""
     SMEM, CONSUMERS, BLOCK_M, QUERIES_APART = tile.layout(head_dim, head_dim_v), tile.consumers, tile.block_m, tile.queries_apart
     KEYS_APART, COLUMNS, CAPPED = ROWS - QUERIES_APART, tile.columns, bool(options.softcap)
     Q, DO, WORK = map(pipeline.one_type, (SMEM.q, SMEM.do, SMEM.work))
     LSE, DELTA, BOUNDS, SCORES, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.bounds, COLUMNS // 2, 4 * BLOCK_M
-    ACC, u32, i32 = types.float32, types.uint32, types.int32
+    SEQUENCES, NAN, ACC, u32, i32 = options.sequences, math.nan, types.float32, types.uint32, types.int32
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, True)
+    clear_q, clear_do = pipeline.build_clear_tail(head_dim, BLOCK_M), pipeline.build_clear_tail(head_dim_v, BLOCK_M)
 
     @cuda.jit(device=True, forceinline=True)
     def note_bounds(smem, turn, me):
@@ -43,6 +47,20 @@ def build(head_dim, head_dim_v, options, tile):
     def bound(smem, me, i):
         """One of the bounds; in shared memory, because registers are short."""
         return ptx.load_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def enter_q(smem, turn, me, n, row0):
+        """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
+        pipeline.wait_ready(smem, Q, n)
+        if SEQUENCES:
+            clear_q(smem, Q, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def enter_do(smem, turn, me, n, row0):
+        """The same for dO."""
+        pipeline.wait_ready(smem, DO, n)
+        if SEQUENCES:
+            clear_do(smem, DO, n, pipeline.read(smem, WORK, turn, QUERIES) - row0, me, CONSUMERS)
 
     @cuda.jit(device=True, forceinline=True)
     def hide(s, smem, turn, me, row0):
@@ -98,4 +116,11 @@ def build(head_dim, head_dim_v, options, tile):
         row0 = i32(row0 - BLOCK_M)
         return bound(smem, me, LAST) if row0 == bound(smem, me, END_OF_HEAD) else row0
 
-    return note_bounds, bound, next_row0, weigh, differentiate
+    @cuda.jit(device=True, forceinline=True)
+    def factors(smem, turn, factor, scaled, scale):
+        """What dV and dK are multiplied by: NaN if the lengths are impossible, else 1 and the scale."""
+        for r in range(2):
+            factor[r] = ACC(NAN) if SEQUENCES and pipeline.read(smem, WORK, turn, IMPOSSIBLE) != 0 else ACC(1)
+            scaled[r] = factor[r] * scale
+
+    return note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors

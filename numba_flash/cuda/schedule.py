@@ -38,6 +38,24 @@ def packed_item(index, offsets, total, block):
     return 0, first, head, max(number - (types.int64(offsets[first]) // block + first), 0)
 
 
+def build_first_block(packed, block_m):
+    """``first_block(b0, b1, head, q0, shape)``: number of the first row block of a head, or of a packed sequence there, from q0 on.
+
+    `shape` is (b0, b1, heads, row blocks times their rows); see `numba_flash.cuda.rows_sm90`.
+    """
+    BLOCK_M, PACKED, i32 = block_m, packed, types.int32
+
+    @cuda.jit(device=True, forceinline=True)
+    def first_block(b0, b1, head, q0, shape):
+        of_sequence = i32(0)
+        if PACKED:
+            of_sequence, b1 = i32(q0 // BLOCK_M + b1), i32(0)
+        heads = i32((b0 * i32(shape[1]) + b1) * i32(shape[2]) + head)
+        return i32(of_sequence + heads * i32(shape[3] // BLOCK_M))
+
+    return first_block
+
+
 @cuda.jit(device=True)
 def snake(turn, blocks):
     """Number of this block's work item in a turn: the blocks of the grid take items in turns, every other turn in reverse.

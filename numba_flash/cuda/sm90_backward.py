@@ -162,13 +162,20 @@ def prepare(problem, inputs, results, ordered):
     grid = _row_blocks(p, tile)
     shapes = _temporaries(p, tile, grid, launch.multiprocessors(operands[1].data.device_id))
     allocate = lambda: [arrays.compact(*shape) for shape in shapes]
-    rows, *sums = temporary = allocate()
+    temporary = allocate()
+    sums = lambda temporary: temporary[1:] if tile.adds_dq else (None, None)
     before = launch.Launch(
         "rows_sm90.build_prepare",
         (p.dtype, p.dv, inputs[6] is not None, ordered, p.options.structure, tile, ROW_THREADS),
         grid=math.prod(grid),
         block=ROW_THREADS,
-        operands=(_words(operands[0]), _words(operands[4]), (inputs[5], 4), (inputs[6], 4), (rows, 5), *((x, 5) for x in sums)),
+        operands=(
+            _words(operands[0]),
+            _words(operands[4]),
+            *((x, 4) for x in inputs[5:7]),
+            (temporary[0], 5),
+            *((x, 5) for x in sums(temporary)),
+        ),
         extras=extras,
         scalars=(p.nk,),
     )
@@ -176,7 +183,7 @@ def prepare(problem, inputs, results, ordered):
 
     def run(inputs, results):
         operands, extras, temporary = first(*inputs[:5], *results[:3]), present(inputs), allocate()
-        before(operands[0], operands[4], *inputs[5:7], *temporary, *extras)
+        before(operands[0], operands[4], *inputs[5:7], temporary[0], *sums(temporary), *extras)
         run_main(operands, temporary, extras)
 
     return run
