@@ -184,7 +184,7 @@ def measure(benchmarks: list[Benchmark], pattern: str, about: dict, file: Path) 
         if not selected:
             continue
         earlier, started = _earlier(file, benchmark), time.time()
-        values = [runner.value(benchmark, case) if case in selected else earlier.get(case) for case in benchmark.cases]
+        values = [runner.value(benchmark, case) if case in selected else earlier.get(case, math.nan) for case in benchmark.cases]
         times = (round(1e3 * started), round(time.time() - started, 3))
         results[benchmark.name] = [values, benchmark.description["params"], benchmark.cls.version, *times]
         _write(file, about | {"result_columns": COLUMNS, "results": results, "durations": {}}, RESULTS_FORMAT, indent=None)

@@ -186,6 +186,15 @@ def test_a_second_run_keeps_what_it_does_not_repeat(written, tmp_path, monkeypat
     assert after[name][0][0] == 4.25
 
 
+def test_what_is_not_run_is_skipped_rather_than_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workloads, "timed", lambda *what: (None, [timing.Outcome("ok", ms=[4.25])]))
+    assert measure.main([*WHAT, "--output", str(tmp_path), "--bench", r"Forward\.track_milliseconds\('cpu', 'full'"]) == 0
+    ran, *others = values(tmp_path, "attention.Forward.track_milliseconds").values()
+    assert ran == 4.25
+    assert others
+    assert all(math.isnan(value) for value in others)
+
+
 def test_a_failure_is_null_and_the_exit_status(written, tmp_path, monkeypatch, capsys):
     def fail(*what):
         raise RuntimeError("no kernel")
