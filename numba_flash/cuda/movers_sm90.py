@@ -14,6 +14,21 @@ FIRST_BLOCK, BLOCKS = 8, 9  # of keys, if not all: more sizes
 END = -1  # in the place of the count of query tiles: there is no more work
 
 
+def _build_send(ring, columns, rows, values):
+    """``send(tensor_map, smem, n, where, address)``: have the n-th tile fetched, and a float32 for each of its rows from an address."""
+    RING, VALUES, BYTES, u32 = ring, values, 4 * rows, types.uint32
+    fill = pipeline.build_fill(ring, columns, rows, BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def send(tensor_map, smem, n, where, address):
+        pipeline.wait_free(smem, RING, n)
+        fill(tensor_map, smem, n, where)
+        to = u32(smem + u32(VALUES) + n % u32(RING[pipeline.SLOTS]) * u32(BYTES))
+        ptx.bulk_load(to, address, u32(BYTES), pipeline.mbarrier(smem, RING, pipeline.READY, n))
+
+    return send
+
+
 def build(head_dim, head_dim_v, banded, ordered, options, tile):
     """Three functions, each for one thread:
 
@@ -31,7 +46,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
         options, banded, False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True
     )
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
-    fill_q, fill_do = pipeline.build_fill(Q, WIDTH, BLOCK_M, ROW_BYTES), pipeline.build_fill(DO, WIDTH_V, BLOCK_M, ROW_BYTES)
+    send_q, send_do = _build_send(Q, WIDTH, BLOCK_M, LSE), _build_send(DO, WIDTH_V, BLOCK_M, DELTA)
     fill_k, fill_v = pipeline.build_fill(K, WIDTH, BLOCK_N), pipeline.build_fill(V, WIDTH_V, BLOCK_N)
 
     @cuda.jit(device=True, forceinline=True)
@@ -61,22 +76,6 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             turn = u32(turn + 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def send_q(maps, smem, n, where, lse2_address):
-        """Have the n-th tile of Q fetched, and its rows' lse2."""
-        pipeline.wait_free(smem, Q, n)
-        fill_q(maps[1], smem, n, where)
-        to = u32(smem + u32(LSE) + n % u32(Q[pipeline.SLOTS]) * u32(ROW_BYTES))
-        ptx.bulk_load(to, lse2_address, u32(ROW_BYTES), pipeline.mbarrier(smem, Q, pipeline.READY, n))
-
-    @cuda.jit(device=True, forceinline=True)
-    def send_do(maps, smem, n, where, delta_address):
-        """The same of dO, and delta."""
-        pipeline.wait_free(smem, DO, n)
-        fill_do(maps[0], smem, n, where)
-        to = u32(smem + u32(DELTA) + n % u32(DO[pipeline.SLOTS]) * u32(ROW_BYTES))
-        ptx.bulk_load(to, delta_address, u32(ROW_BYTES), pipeline.mbarrier(smem, DO, pipeline.READY, n))
-
-    @cuda.jit(device=True, forceinline=True)
     def produce(maps, smem, lse2, delta, group):
         """Have the copy engine fetch what each work item needs."""
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
@@ -97,13 +96,13 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                     row = i32(pipeline.read(smem, WORK, turn, Q0) + at * i32(BLOCK_M))
                     offset, where = u64(u32(i32(base + at))) * u64(ROW_BYTES), (row, head, b1, b0)
                     if not DO_FIRST:
-                        send_q(maps, smem, n, where, u64(lse2_address + offset))
+                        send_q(maps[1], smem, n, where, u64(lse2_address + offset))
                     if g == 0 and t == 0:
                         pipeline.wait_free(smem, V, turn)
                         fill_v(maps[3], smem, turn, (key, kv_head, b1, b0))
-                    send_do(maps, smem, n, where, u64(delta_address + offset))
+                    send_do(maps[0], smem, n, where, u64(delta_address + offset))
                     if DO_FIRST:
-                        send_q(maps, smem, n, where, u64(lse2_address + offset))
+                        send_q(maps[1], smem, n, where, u64(lse2_address + offset))
                     n = u32(n + 1)
             pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
