@@ -148,6 +148,21 @@ def test_traffic_adds_up_what_a_profiler_counts(tmp_path):
         assert row["scalar_flop"] == 2 * 1000 * 2 * (1 + 1 + 2)  # additions, products and both at once, of two dtypes
 
 
+@pytest.mark.parametrize("name", ["numba_flash", "NumPy"])
+def test_traffic_once_of_a_batch(module, monkeypatch, name):
+    """What the profiler sees, and before it what it does not see, is a forward and a backward call on the whole batch."""
+    traffic, seen = module("traffic"), []
+    contender = next(c for c in traffic.peers.contenders(None) if c.name == name)
+
+    def bind(case):
+        bound = contender.bind(case)
+        return traffic.peers.Bound(lambda count: seen.append((count, [x.shape for x in bound.repeat(count)])), bound.results)
+
+    monkeypatch.setattr(traffic.peers, "contenders", lambda backend: [traffic.replace(contender, bind=bind)])
+    traffic.main(["--batch", "2", *TINY[2:], "--once", name])
+    assert seen == [(1, [(2, 2, 65, 16)] * 3)] * 2
+
+
 def test_tiles_in_the_simulator(tmp_path):
     """A tile that is not the chosen one computes the same."""
     code = """

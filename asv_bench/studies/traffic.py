@@ -55,7 +55,8 @@ def once(contender: peers.Contender, cell: Cell, clock) -> None:
     """One forward and one backward call that a profiler sees, after one of each that it does not see; batch elements are alike."""
     case = Case(replace(cell, batch=1), clock.xp)
     case.cell = cell
-    case.arrays, case.do = tuple(clock.xp.concatenate([x] * cell.batch) for x in case.arrays), clock.xp.concatenate([case.do] * cell.batch)
+    *case.arrays, case.do = (clock.xp.concatenate([x] * cell.batch) for x in (*case.arrays, case.do))
+    case.sparse_do = case.do  # nothing is checked here
     contender.bind(case).repeat(1)
     clock.wait()
     if clock.place == "gpu":
