@@ -12,7 +12,7 @@ sys.path.insert(0, str(SUITE))
 
 import discovery  # noqa: E402
 import measure  # noqa: E402, F401
-from benchmarks import starts, workloads  # noqa: E402, F401
+from benchmarks import probe, starts, workloads  # noqa: E402, F401
 
 ALL = {benchmark.name: benchmark for benchmark in discovery.discover()}
 NO_ASV = "needs asv (numba_flash[bench])"

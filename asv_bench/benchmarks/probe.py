@@ -62,24 +62,30 @@ def peak_bytes(backend: str, cell: str) -> int:
 
     inputs, clock = _problem(backend, cell)
     results(*inputs(length=WARM_UP))
-    arrays = inputs()
-    made, growth = growth_during(lambda: results(*arrays), clock)
-    return growth - sum(x.nbytes for x in made)
+    arrays, sizes = inputs(), []
+    growth = growth_during(lambda: sizes.extend(x.nbytes for x in results(*arrays)), clock)
+    return growth - sum(sizes)
 
 
-def growth_during(run, clock) -> tuple:
-    """What `run()` returns, and the bytes by which the process, or CuPy's memory pool, had grown at its peak."""
+def growth_during(run, clock) -> int:
+    """Bytes by which the process had grown at its peak during `run()`, or a memory pool of CuPy's, of which nothing may be left after it.
+
+    The pool is a new one: one that has been used finds room in what it already has, also in what is left of blocks that are in use.
+    """
     if clock.place == "cpu":
         ctypes.CDLL(None).malloc_trim(0)  # what was freed, or it would be used again unseen
         RESET_PEAK.write_text("5")
-        before, peak = _status("VmRSS"), lambda: _status("VmHWM")
-    else:
-        pool = clock.xp.get_default_memory_pool()
-        pool.free_all_blocks()
-        before, peak = pool.total_bytes(), pool.total_bytes
-    made = run()
-    clock.wait()
-    return made, peak() - before
+        before = _status("VmRSS")
+        run()
+        return _status("VmHWM") - before
+    clock.xp.get_default_memory_pool().free_all_blocks()  # room for the new one
+    pool = clock.xp.cuda.MemoryPool()
+    with clock.xp.cuda.using_allocator(pool.malloc):
+        run()
+        clock.wait()
+    if pool.used_bytes():
+        raise RuntimeError("what was measured keeps arrays, whose memory goes with its pool")
+    return pool.total_bytes()
 
 
 def _status(field: str) -> int:

@@ -34,7 +34,7 @@ def memory(contender: peers.Contender, cell: Cell, clock) -> int:
     """Bytes of a forward and a backward call beyond their inputs, at their peak."""
     case = Case(cell, clock.xp)
     clock.wait()
-    return probe.growth_during(lambda: contender.bind(case).repeat(1), clock)[1]
+    return probe.growth_during(lambda: contender.bind(case).repeat(1), clock)
 
 
 def row_of(cell: Cell, contender: peers.Contender, outcomes: dict, clock) -> dict:
