@@ -107,6 +107,18 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
     assert compile.cubin(*kernel, (8, 6))[:4] == b"\x7fELF"
 
 
+def test_a_kernel_of_which_the_linker_tells_nothing_is_compiled(empty_cache, monkeypatch):
+    """Its row names no registers, and no bytes that were not spilled."""
+    link = compile._link
+    monkeypatch.setattr(compile, "_link", lambda *arguments, **options: (link(*arguments, **options)[0], ""))
+    (kernel,) = warmup.kernels_of(cell(dtype="float32"), None, A100)
+    rows = [warmup._compile_for_gpu(*kernel, A100.capability) for _ in range(2)]
+    assert [row["status"] for row in rows] == ["compiled", "cached"]
+    for row in rows:
+        assert set(row) == {"kernel", "status", "seconds"}
+        assert warmup.line(row).endswith(f" s  {row['kernel']}")
+
+
 def test_kernels_for_the_cpu(tmp_path, capsys):
     written = tmp_path / "warmup.json"
     for expected in ({"compiled", "cached"}, {"cached"}):  # what other tests compiled is in the cache

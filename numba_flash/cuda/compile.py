@@ -173,9 +173,13 @@ def resources(code: str | bytes, capability: tuple[int, int]) -> dict[str, int]:
 
 
 def _resources(log: str) -> dict[str, int]:
+    """Empty if the linker's log does not tell; that happens, and the kernel is good."""
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        return {}
     count = lambda pattern: sum(map(int, re.findall(pattern, log)))
     return {
-        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "registers": int(registers[1]),
         "spill_bytes": count(r"(\d+) bytes spill"),
         "stack_bytes": count(r"(\d+) bytes stack frame"),
         "shared_bytes": count(r"(\d+) bytes smem"),
