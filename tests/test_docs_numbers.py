@@ -83,6 +83,13 @@ def at(study: str, row: str, column: int = 1) -> list[float]:
     return [float(x) for x in re.findall(r"[\d.]+", entry)]
 
 
+def simt_tiles(head_dim: int, field: str) -> list[float]:
+    """D, the chosen tile's time over the fastest one's, and their values of a field."""
+    rows = [row for row in tables.load("h200/tiles")["rows"] if (row["kernel"], row["head_dim"]) == ("simt forward", head_dim)]
+    chosen, fastest = next(row for row in rows if row["chosen"]), min(rows, key=lambda row: row["ms"])
+    return [head_dim, chosen["ms"] / fastest["ms"], fastest["tile"][field], chosen["tile"][field]]
+
+
 def derived() -> dict[str, list[float]]:
     """Pieces of text, and what their numbers must be."""
     cpu, simt, torch = "2-core-cpu/options", "h200/options", "2-core-cpu/torch"
@@ -113,6 +120,7 @@ def derived() -> dict[str, list[float]]:
         "softcap or dropout 2.5 to 2.7 and 1.7 to 2.1": ranges(cpu, 1, 2, rows=costly),
         "with a bias gradient 1.7 to 1.9": ranges(cpu, 2, rows=".*`bias_grad`"),
         "geometric mean is 1.11 and the least cell 1.02": [geometric_mean(any_order), min(any_order)],
+            "at D = 64 would be 1.05 times as fast if it staged 16 columns of q and k at a time instead of 8": simt_tiles(64, "depth"),
         "17 GB": [65536**2 * 4 / 1e9],  # float32
         "275 GB": [262144**2 * 4 / 1e9],
         "825 by the formula above, 12.4 times as many": [gpt2, gpt2 / 66.6],

@@ -308,7 +308,7 @@ def print_scaling(options):
             row["reason"] = str(error)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"study": "training", "arrays": xp.__name__, **vars(options), "rows": rows}, file, indent=1)
+            json.dump({"study": "training", "arrays": xp.__name__, **vars(options) | {"json": None}, "rows": rows}, file, indent=1)
 
 
 def parse(arguments=None):
