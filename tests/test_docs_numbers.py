@@ -120,62 +120,53 @@ def derived() -> dict[str, list[float]]:
         "41.7 and 7.3 ms": [41.7, 7.3],
         "40.3 and 4.4 GB": [40.3, 4.4],
     }  # arXiv:2205.14135, figure 2
-    return (
-        paper
-        | backward_over_flash_attn_4()
-        | {
-            "forward 1.07 to 1.08, causal 0.96 to 1.00": at(torch, forward) + at(torch, forward, 2),
-            "with backward 0.95 to 1.04, causal 0.82 to 0.87": at(torch, both) + at(torch, both, 2),
-            "float32 26.3 / 17.1, float64 12.1 / 7.8 TFLOP/s": [
-                32,
-                *at("h200/simt", "float32, D = 128"),
-                64,
-                *at("h200/simt", "float64, D = 128"),
-            ],
-            "5 to 7 times slower": over("float16", 0, 1),
-            "1.3 to 1.8 times slower": over("float32", 0, 1),
-            "the backward 2 to 3 times": over("float32", 1, 2),
-            "2 to 9 times slower": over("float", 1, 2, 4),
-            "takes 1.2 to 2.1 times as long forward and 1.2 to 1.8 times backward": ranges(
-                simt, 1, 2, rows=f"{costly}|{usual}|.*`bias_grad`"
-            ),
-            "1.0 to 1.3 times forward and 1.0 to 1.2 backward": ranges(cpu, 1, 2, rows=usual),
-            "softcap or dropout 2.5 to 2.7 and 1.7 to 2.1": ranges(cpu, 1, 2, rows=costly),
-            "with a bias gradient 1.7 to 1.9": ranges(cpu, 2, rows=".*`bias_grad`"),
-            "geometric mean over cuDNN is 1.12 and the least cell 1.05": [geometric_mean(over_cudnn), min(over_cudnn)],
-            "the default is 0.99 to 1.12 times as fast": [min(ordered), max(ordered)],
-            "0.99 to 1.12 times the speed of adding in any order": [min(ordered), max(ordered)],
-            "at D = 64 would be 1.05 times as fast if it staged 16 columns of q and k at a time instead of 8": simt_tiles(64, "depth"),
-            "17 GB": [65536**2 * 4 / 1e9],  # float32
-            "275 GB": [262144**2 * 4 / 1e9],
-            "825 by the formula above, 12.4 times as many": [gpt2, gpt2 / 66.6],
-            "two numbers, 1.13,": [75.2 / 66.6],
-            "2.5 times that backward": [2.5],  # five products instead of two
-            "2e-2 in bfloat16, 3e-3 in float16 or 1e-4 in float32": [
-                cases.BOUNDS["bfloat16"],
-                16,
-                cases.BOUNDS["float16"],
-                16,
-                cases.BOUNDS["float32"],
-                32,
-            ],
-            "about 10 ms of calls": [1e3 * timing.TURN],
-            "2.5 to 4.5 tiles of keys": [(512 / 128 + 1) / 2, (1024 / 128 + 1) / 2],  # causal, N = 512 and 1024, tiles of 128
-            "Bernoulli(0.001)": [0.001],  # the distribution
-            "a tile of dQ has 128 KB, eight times": [128 * 256 * 4 / 1024],
-            "once per tile, 16 KB in the layout": [64 * 128 * 2 / 1024],
-            "as 1 GiB has room for": [WORKSPACE / 2**30],
-            "up to 4 GiB; and at least 8, which take 1 KB per query": [
-                MOST_WORKSPACE / 2**30,
-                FEWEST_BLOCKS,
-                FEWEST_BLOCKS * 64 * 2 / 1024,
-            ],
-            "usually of 1 GiB at most": [WORKSPACE / 2**30],
-            "dS of which here up to 1 GiB is kept": [WORKSPACE / 2**30],
-            "1 GiB of memory, for long inputs up to 4 GiB or 1 KB per query": [1, MOST_WORKSPACE / 2**30, FEWEST_BLOCKS * 64 * 2 / 1024],
-            "48 KiB": [48],  # CUDA's limit of static shared memory
-        }
-    )
+    return paper | {
+        **backward_over_flash_attn_4(),
+        "forward 1.07 to 1.08, causal 0.96 to 1.00": at(torch, forward) + at(torch, forward, 2),
+        "with backward 0.95 to 1.04, causal 0.82 to 0.87": at(torch, both) + at(torch, both, 2),
+        "float32 26.3 / 17.1, float64 12.1 / 7.8 TFLOP/s": [
+            32,
+            *at("h200/simt", "float32, D = 128"),
+            64,
+            *at("h200/simt", "float64, D = 128"),
+        ],
+        "5 to 7 times slower": over("float16", 0, 1),
+        "1.3 to 1.8 times slower": over("float32", 0, 1),
+        "the backward 2 to 3 times": over("float32", 1, 2),
+        "2 to 9 times slower": over("float", 1, 2, 4),
+        "takes 1.2 to 2.1 times as long forward and 1.2 to 1.8 times backward": ranges(simt, 1, 2, rows=f"{costly}|{usual}|.*`bias_grad`"),
+        "1.0 to 1.3 times forward and 1.0 to 1.2 backward": ranges(cpu, 1, 2, rows=usual),
+        "softcap or dropout 2.5 to 2.7 and 1.7 to 2.1": ranges(cpu, 1, 2, rows=costly),
+        "with a bias gradient 1.7 to 1.9": ranges(cpu, 2, rows=".*`bias_grad`"),
+        "geometric mean over cuDNN is 1.12 and the least cell 1.05": [geometric_mean(over_cudnn), min(over_cudnn)],
+        "the default is 0.99 to 1.12 times as fast": [min(ordered), max(ordered)],
+        "0.99 to 1.12 times the speed of adding in any order": [min(ordered), max(ordered)],
+        "at D = 64 would be 1.05 times as fast if it staged 16 columns of q and k at a time instead of 8": simt_tiles(64, "depth"),
+        "17 GB": [65536**2 * 4 / 1e9],  # float32
+        "275 GB": [262144**2 * 4 / 1e9],
+        "825 by the formula above, 12.4 times as many": [gpt2, gpt2 / 66.6],
+        "two numbers, 1.13,": [75.2 / 66.6],
+        "2.5 times that backward": [2.5],  # five products instead of two
+        "2e-2 in bfloat16, 3e-3 in float16 or 1e-4 in float32": [
+            cases.BOUNDS["bfloat16"],
+            16,
+            cases.BOUNDS["float16"],
+            16,
+            cases.BOUNDS["float32"],
+            32,
+        ],
+        "about 10 ms of calls": [1e3 * timing.TURN],
+        "2.5 to 4.5 tiles of keys": [(512 / 128 + 1) / 2, (1024 / 128 + 1) / 2],  # causal, N = 512 and 1024, tiles of 128
+        "Bernoulli(0.001)": [0.001],  # the distribution
+        "a tile of dQ has 128 KB, eight times": [128 * 256 * 4 / 1024],
+        "once per tile, 16 KB in the layout": [64 * 128 * 2 / 1024],
+        "as 1 GiB has room for": [WORKSPACE / 2**30],
+        "up to 4 GiB; and at least 8, which take 1 KB per query": [MOST_WORKSPACE / 2**30, FEWEST_BLOCKS, FEWEST_BLOCKS * 64 * 2 / 1024],
+        "usually of 1 GiB at most": [WORKSPACE / 2**30],
+        "dS of which here up to 1 GiB is kept": [WORKSPACE / 2**30],
+        "1 GiB of memory, for long inputs up to 4 GiB or 1 KB per query": [1, MOST_WORKSPACE / 2**30, FEWEST_BLOCKS * 64 * 2 / 1024],
+        "48 KiB": [48],  # CUDA's limit of static shared memory
+    }
 
 
 PAGES = pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
