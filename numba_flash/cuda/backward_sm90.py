@@ -14,6 +14,7 @@ from numba.cuda import types
 from numba_flash.cuda import mma, movers_sm90, pipeline, ptx, recompute_sm90, softmax, swizzle
 from numba_flash.cuda.movers_sm90 import B0, B1, COUNT, END, K0, KEYS, KV_HEAD, ROW0
 from numba_flash.cuda.recompute_sm90 import LAST
+from numba_flash.cuda.swizzle import DQ_PART
 
 
 def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
@@ -24,7 +25,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     dk, dv : (b0, b1, kv_heads, nk, head_dim), as words of two elements.
     lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as `numba_flash.cuda.rows_sm90` numbers and writes them.
     dq_sum : float32, 64 x 64 elements per (b0, b1, head, row block, consumer), in the order of fragments.
-    flags : int32, one per (b0, b1, head, row block, consumer).
+    flags : int32, one per (b0, b1, head, row block).
     extras : lengths, see `numba_flash.cuda.scores`.
     sizes : items, low, high (of query - key), nq, 1, group, section (see `numba_flash.cuda.schedule`), b0.
     scales : slope, scale_log2, as in the forward kernel, and scale.
@@ -35,6 +36,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     ROWS, Q_PANEL, K_PANEL = 64, swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(BLOCK_N)
     DS, DS_BYTES, MINE = SMEM.ds, SMEM.ds_bytes, ROWS * swizzle.ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
+    DQ_TILE, DQ_BYTES = SMEM.dq_tile, 4 * DQ_PART
     TO_MAP, AHEAD, NEXT = to_map, tile.ahead, SCORES if tile.ahead else 0
     SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
     ACC, u32, i32 = types.float32, types.uint32, types.int32
@@ -47,18 +49,28 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     start_dq = mma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
     start_dk = mma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
     pack, _ = mma.build_pack(PAIRS, BFLOAT16)
-    put_ds = mma.build_put(BLOCK_M, 0, swizzle.panels(BLOCK_M), BFLOAT16, BLOCK_N)
+    put_ds = mma.build_put_two(BLOCK_M, 0, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = recompute_sm90.build(head_dim, head_dim_v, options, tile)
-    note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors = shared
+    note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate_cap, differentiate, factors = shared
     put_dk, put_dv = mma.build_put_row(head_dim, False, BFLOAT16), mma.build_put_row(head_dim_v, False, BFLOAT16)
     stage_dk = mma.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
     stage_dv = mma.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
 
     @cuda.jit(device=True, forceinline=True)
+    def hand_over(smem, n):
+        """Let the tile of dQ be added up; later than `leave_dq`, when products run while the fence waits for what that has stored."""
+        ptx.fence_proxy_async()
+        pipeline.publish(smem, DQ, n)
+
+    @cuda.jit(device=True, forceinline=True)
     def finish(maps, smem, turn, me, n, results, dk_acc, dv_acc, scale):
-        """Store dK and dV of a work item."""
+        """Let the last tile of dQ be added up, and store dK and dV of a work item."""
+        hand_over(smem, u32(n - u32(1)))
+        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
+        pipeline.release(smem, K, turn)
+        pipeline.release(smem, V, turn)
         factor, scaled = cuda.local.array(2, ACC), cuda.local.array(2, ACC)
         b0, b1, h = pipeline.read(smem, WORK, turn, B0), pipeline.read(smem, WORK, turn, B1), pipeline.read(smem, WORK, turn, KV_HEAD)
         row0 = i32(pipeline.read(smem, WORK, turn, ROW0) + me * ROWS)
@@ -66,8 +78,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         factors(smem, turn, factor, scaled, scale)
         pipeline.leave(smem, WORK, turn)
         if TO_MAP:
-            pipeline.wait_free(smem, DQ, n)  # the room is this consumer's, and its dQ has left it
-            room = pipeline.tile(smem, DQ, n)
+            pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # the last tile of dQ has left
+            room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
             stage_dv(maps[5], room, dv_acc, factor, me, CONSUMERS, (0, row0, h, b1, b0))
             stage_dk(maps[4], room, dk_acc, scaled, me, CONSUMERS, (0, row0, h, b1, b0))
             if cuda.threadIdx.x % pipeline.WARP_GROUP == 0:
@@ -87,16 +99,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             pipeline.release(smem, Q, u32(n - 1))
 
     @cuda.jit(device=True, forceinline=True)
-    def hand_over(smem, me, n, dq):
-        """Release dO's tile, and leave this consumer's part of a tile of dQ to the thread that adds it up."""
-        pipeline.release(smem, DO, n)
-        ring = u32(n * u32(CONSUMERS) + u32(me))
-        pipeline.wait_free(smem, DQ, ring)
-        to = u32(pipeline.tile(smem, DQ, ring) + u32(cuda.threadIdx.x % pipeline.WARP_GROUP * 16))
+    def leave_dq(smem, me, n, dq):
+        """Leave this consumer's part of a tile of dQ in shared memory, once the tile before it has left."""
+        pipeline.wait_free(smem, DQ, u32(n + u32(1)))
+        to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + u32(cuda.threadIdx.x % pipeline.WARP_GROUP * 16))
         for j in range(8):
             ptx.store_shared_vector(u32(to + u32(2048 * j)), (dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]))
-        ptx.fence_proxy_async()
-        pipeline.publish(smem, DQ, ring)
 
     @cuda.jit(device=True, forceinline=True)
     def start_item(smem, turn, me, n, s, k_rows):
@@ -144,7 +152,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             k_columns = mma.descriptor(pipeline.tile(smem, K, turn) + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
-            row0, end = start_item(smem, turn, me, n, s, k_rows), u32(n + u32(count * group))
+            row0, begin, end = start_item(smem, turn, me, n, s, k_rows), n, u32(n + u32(count * group))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
@@ -153,6 +161,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 enter_do(smem, turn, me, n, row0)
                 # (4) dP^T = V dO^T
                 start_dp(dp, v_rows, mma.descriptor(do_rows, u32(0)))
+                if n != begin:
+                    hand_over(smem, u32(n - u32(1)))
                 if not AHEAD:
                     ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
                     release_before(smem, n)
@@ -162,12 +172,14 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 if AHEAD:
                     release_before(smem, n)
                 # (5) dS^T = P^T * (dP^T - delta)
-                differentiate(dp, s, smem, me, n, scales[1])
+                ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
+                differentiate_cap(dp, s, smem, me, n, scales[1])
+                for chunk in range(0, SCORES // 4, 2):
+                    differentiate(dp, s, smem, me, n, chunk)
+                    put_ds(u32(ds + mine), dp, ONES, chunk)
                 # (3) dV = dV + P^T dO
                 pack(p, s)
                 start_dv(dv_acc, p, mma.descriptor(do_rows, u32(Q_PANEL)))
-                ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
-                put_ds(u32(ds + mine), dp, ONES)
                 ptx.fence_proxy_async()
                 row0 = next_row0(smem, me, row0)
                 if AHEAD:
@@ -179,12 +191,10 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dq(dq, mma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 start_dk(dk_acc, mma.descriptor(ds + mine, u32(0)), mma.descriptor(q_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dq, s, ONE, 32, NEXT)
-                hand_over(smem, me, n, dq)
+                pipeline.release(smem, DO, n)
+                leave_dq(smem, me, n, dq)
                 n = u32(n + 1)
-            ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-            pipeline.release(smem, K, turn)
-            pipeline.release(smem, V, turn)
-            finish(maps, smem, turn, me, u32(n * u32(CONSUMERS) + u32(me)), arrays, dk_acc, dv_acc, scales[2])
+            finish(maps, smem, turn, me, n, arrays, dk_acc, dv_acc, scales[2])
             turn = u32(turn + 1)
 
     return movers_sm90.build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

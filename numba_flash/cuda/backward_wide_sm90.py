@@ -34,7 +34,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     ACC, u32, i32, u64 = types.float32, types.uint32, types.int32, types.uint64
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
     shared = recompute_sm90.build(head_dim, head_dim_v, options, tile)
-    note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors = shared
+    note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate_cap, differentiate, factors = shared
     clear_k, clear_v = (pipeline.build_clear_tail(d, 64) for d in (head_dim, head_dim_v))
     start_scores = mma.build_sum(64, -(-head_dim // 16), K_PANEL, Q_PANEL, BFLOAT16, False)
     start_dp = mma.build_sum(64, -(-head_dim_v // 16), K_PANEL, Q_PANEL, BFLOAT16, False)
@@ -147,7 +147,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 # (3) dV = dV + P^T dO
                 start_dv(dv_acc, p_all, do_columns)
                 # (5) dS^T = P^T * (dP^T - delta)
-                differentiate(dp, s, smem, me, n, scales[1])
+                differentiate_cap(dp, s, smem, me, n, scales[1])
+                for chunk in range(0, SCORES // 4, 2):
+                    differentiate(dp, s, smem, me, n, chunk)
                 share(smem, DS, me, dp)
                 store_ds(smem, me, arrays[3], number, sizes[BLOCKS], block)
                 # (6) dK = dK + dS^T Q

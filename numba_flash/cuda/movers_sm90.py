@@ -1,12 +1,12 @@
 """The threads that move data for `backward_sm90` and `backward_wide_sm90`: one describes work items, one has tiles fetched, and, for the
-former, one per consumer adds up dQ.
+former, two add up dQ in turns.
 """
 
 from numba import cuda
 from numba.cuda import types
 
 from numba_flash.cuda import pipeline, ptx, schedule, scores
-from numba_flash.cuda.swizzle import DQ_PART
+from numba_flash.cuda.swizzle import ADDERS, DQ_PART
 
 # what is written down about a work item; BASE is the number of its first head's first row block
 B0, B1, KV_HEAD, ROW0, K0, KEYS, Q0, QUERIES, LOW, HIGH, IMPOSSIBLE, FIRST, COUNT, BASE = pipeline.one_type(range(14))
@@ -33,14 +33,14 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     """Three functions, each for one thread:
 
     ``describe(smem, dk, lse2, extras, sizes)``, ``produce(maps, smem, lse2, delta, group)`` and
-    ``add_dq(smem, me, lse2, dq_sum, flags, group)``.
+    ``add_dq(smem, me, lse2, dq_sum, flags, group)`` for each of the ADDERS.
     Arguments are those of `numba_flash.cuda.backward_sm90.build` and of its kernel.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
     WIDTH, WIDTH_V, IN_PARTS, DO_FIRST = tile.width(head_dim), tile.width(head_dim_v), not tile.adds_dq, not tile.adds_dq
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    LSE, DELTA = SMEM.lse, SMEM.delta
-    ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART, banded, ordered, options.packed
+    LSE, DELTA, DQ_TILE = SMEM.lse, SMEM.delta, SMEM.dq_tile
+    ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART * CONSUMERS, banded, ordered, options.packed
     u32, i32, u64 = types.uint32, types.int32, types.uint64
     item_of = schedule.build_item(
         options, banded, False, BLOCK_N, BLOCK_M, scores.build_sequence(options), scores.slots(options).kv_lengths, True
@@ -110,39 +110,44 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             count = pipeline.read(smem, WORK, turn, COUNT)
 
     @cuda.jit(device=True, forceinline=True)
+    def add_tile(smem, turn, n, at, number, sums, flags):
+        """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if ORDERED after the blocks of keys before."""
+        flag, to, before = u64(flags + number * u64(4)), u64(sums + number * u64(DQ_BYTES)), i32(1)
+        seen = pipeline.read(smem, WORK, turn, QUERIES) != 0
+        if ORDERED and seen:
+            block = i32(pipeline.read(smem, WORK, turn, ROW0) // BLOCK_N)
+            before = i32(block - max(at * BLOCK_M - pipeline.read(smem, WORK, turn, HIGH), 0) // BLOCK_N)
+            while ptx.load_flag(flag) != before:
+                pass
+            ptx.acquire_flag(flag)
+        pipeline.wait_ready(smem, DQ, n)
+        if seen:
+            if before == 0:
+                ptx.bulk_store(to, u32(smem + u32(DQ_TILE)), u32(DQ_BYTES))
+            else:
+                ptx.bulk_add(to, u32(smem + u32(DQ_TILE)), u32(DQ_BYTES))
+            ptx.bulk_commit()
+        ptx.bulk_wait_read()
+        pipeline.leave(smem, DQ, n)
+        if ORDERED and seen:
+            ptx.bulk_wait()
+            ptx.add_flag(flag, i32(1))
+
+    @cuda.jit(device=True, forceinline=True)
     def add_dq(smem, me, lse2, dq_sum, flags, group):
-        """(7) dQ_i = dQ_i + dS_ij K_j: add what consumer `me` has left in shared memory to the sum in memory."""
-        turn, n, blocks = u32(0), u32(me), i32(lse2.shape[3] // BLOCK_M)
-        sum_address, flag_address = ptx.global_address(dq_sum), ptx.global_address(flags)
+        """(7) dQ_i = dQ_i + dS_ij K_j: add to the sums in memory what the consumers have left of tiles me, me + ADDERS, ..."""
+        turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, COUNT)
         while count != END:
             first = pipeline.read(smem, WORK, turn, FIRST)
-            block, high = i32(pipeline.read(smem, WORK, turn, ROW0) // BLOCK_N), pipeline.read(smem, WORK, turn, HIGH)
-            seen = pipeline.read(smem, WORK, turn, QUERIES) != 0
             for g in range(group):
                 base = i32(pipeline.read(smem, WORK, turn, BASE) + g * blocks)
                 for t in range(count):
-                    at = i32(first + count - i32(1) - t)
-                    mine = u64(u32(i32(base + at) * i32(CONSUMERS) + me))
-                    flag, to, before = u64(flag_address + mine * u64(4)), u64(sum_address + mine * u64(DQ_BYTES)), i32(1)
-                    if ORDERED and seen:
-                        before = i32(block - max(at * BLOCK_M - high, 0) // BLOCK_N)
-                        while ptx.load_flag(flag) != before:
-                            pass
-                    pipeline.wait_ready(smem, DQ, n)
-                    if seen:
-                        if before == 0:
-                            ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
-                        else:
-                            ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
-                        ptx.bulk_commit()
-                    ptx.bulk_wait_read()
-                    pipeline.leave(smem, DQ, n)
-                    if ORDERED and seen:
-                        ptx.bulk_wait()  # the sum is in memory
-                        ptx.add_flag(flag, i32(1))
-                    n = u32(n + CONSUMERS)
+                    if n % u32(ADDERS) == u32(me):
+                        at = i32(first + count - i32(1) - t)
+                        add_tile(smem, turn, n, at, u64(u32(i32(base + at))), ptx.global_address(dq_sum), ptx.global_address(flags))
+                    n = u32(n + u32(1))
             pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
             pipeline.wait_ready(smem, WORK, turn)
@@ -159,7 +164,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     """
     SMEM, CONSUMERS, (FEWEST, REGISTERS), TO_MAP = tile.layout(head_dim, head_dim_v), tile.consumers, tile.registers, to_map
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    ADDERS, NUMBERS = CONSUMERS if tile.adds_dq else 0, 8 if tile.adds_dq else 10
+    ADDS_DQ, NUMBERS = tile.adds_dq, 8 if tile.adds_dq else 10
     ALIGNMENT, ON, OFF, ACC, u32, i32 = SMEM.ALIGNMENT, 1, 0, types.float32, types.uint32, types.int32
     describe, produce, add_dq = build(head_dim, head_dim_v, banded, ordered, options, tile)
 
@@ -167,10 +172,10 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         smem = u32((ptx.shared_address(cuda.shared.array(0, types.uint8)) + u32(ALIGNMENT - 1)) & u32(-ALIGNMENT & 0xFFFFFFFF))
         group = pipeline.uniform(i32(cuda.threadIdx.x) // pipeline.WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP + ADDERS + 1)
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * pipeline.WARP_GROUP + ADDERS * ADDS_DQ + 1)
             for ring in (Q, DO, K, V):
                 pipeline.initialise(smem, ring, 1, CONSUMERS)
-            pipeline.initialise(smem, DQ, pipeline.WARP_GROUP, 1)
+            pipeline.initialise(smem, DQ, CONSUMERS * pipeline.WARP_GROUP, 1)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -178,11 +183,11 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             ptx.setmaxnreg(FEWEST, OFF)
             warp = cuda.threadIdx.x // 32
             if cuda.threadIdx.x % 32 == 0:
-                if warp == CONSUMERS + 1:
+                if warp == ADDERS + 1:
                     describe(smem, dk, lse2, extras, sizes)
-                elif warp == CONSUMERS:
+                elif warp == ADDERS:
                     produce(maps, smem, lse2, delta, i32(sizes[5]))
-                elif ADDERS:
+                elif ADDS_DQ:
                     add_dq(smem, i32(warp), lse2, dq_sum, flags, i32(sizes[5]))
         else:
             ptx.setmaxnreg(REGISTERS, ON)

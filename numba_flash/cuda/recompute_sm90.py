@@ -18,7 +18,10 @@ ROWS = 64
 
 
 def build(head_dim, head_dim_v, options, tile):
-    """``note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors``; arguments as those of `backward_sm90.build`."""
+    """``note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate_cap, differentiate, factors``.
+
+    Arguments are those of `backward_sm90.build`.
+    """
     SMEM, CONSUMERS, BLOCK_M, QUERIES_APART = tile.layout(head_dim, head_dim_v), tile.consumers, tile.block_m, tile.queries_apart
     KEYS_APART, COLUMNS, CAPPED = ROWS - QUERIES_APART, tile.columns, bool(options.softcap)
     Q, DO, WORK = map(pipeline.one_type, (SMEM.q, SMEM.do, SMEM.work))
@@ -87,18 +90,24 @@ def build(head_dim, head_dim_v, options, tile):
                 s[4 * j + i] = ptx.ex2(s[4 * j + i] * scale_log2 - shift[i % 2])
 
     @cuda.jit(device=True, forceinline=True)
-    def differentiate(ds, p, smem, me, n, scale_log2):
-        """(5) dS^T = P^T * (dP^T - delta), in the place of dP^T; with softcap times the cap's slope, for which P gives the score again."""
+    def differentiate_cap(dp, p, smem, me, n, scale_log2):
+        """If CAPPED, dP^T times the cap's slope, for which P gives the score again; delta comes off before, and none is left for (5)."""
         delta_smem, lse2_smem = row_values(smem, me, DELTA, DO[pipeline.SLOTS], n), row_values(smem, me, LSE, Q[pipeline.SLOTS], n)
-        for j in range(SCORES // 4):
+        for j in range(SCORES // 4 if CAPPED else 0):
+            delta, shift = ptx.load_shared_pair(u32(delta_smem + u32(32 * j))), ptx.load_shared_pair(u32(lse2_smem + u32(32 * j)))
+            for i in range(4):
+                tanh = (ptx.lg2(p[4 * j + i]) + shift[i % 2]) * ptx.rcp(scale_log2)
+                slope = ACC(1) - tanh * tanh
+                dp[4 * j + i] = (dp[4 * j + i] - delta[i % 2]) * slope if p[4 * j + i] != ACC(0) else ACC(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def differentiate(ds, p, smem, me, n, chunk):
+        """(5) dS^T = P^T * (dP^T - delta), in the place of dP^T, of 16 columns: a chunk of 8 and the next."""
+        delta_smem = row_values(smem, me, DELTA, DO[pipeline.SLOTS], n)
+        for j in range(chunk, chunk + 2):
             delta = ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
             for i in range(4):
-                ds[4 * j + i] = p[4 * j + i] * (ds[4 * j + i] - delta[i % 2])
-            if CAPPED:
-                shift = ptx.load_shared_pair(u32(lse2_smem + u32(32 * j)))
-                for i in range(4):
-                    tanh = (ptx.lg2(p[4 * j + i]) + shift[i % 2]) * ptx.rcp(scale_log2)
-                    ds[4 * j + i] = ds[4 * j + i] * (ACC(1) - tanh * tanh) if p[4 * j + i] != ACC(0) else ACC(0)
+                ds[4 * j + i] = p[4 * j + i] * (ds[4 * j + i] if CAPPED else ds[4 * j + i] - delta[i % 2])
 
     @cuda.jit(device=True, forceinline=True)
     def weigh(s, smem, turn, me, n, row0, scales):
@@ -123,4 +132,4 @@ def build(head_dim, head_dim_v, options, tile):
             factor[r] = ACC(NAN) if SEQUENCES and pipeline.read(smem, WORK, turn, IMPOSSIBLE) != 0 else ACC(1)
             scaled[r] = factor[r] * scale
 
-    return note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate, factors
+    return note_bounds, bound, next_row0, enter_q, enter_do, weigh, differentiate_cap, differentiate, factors

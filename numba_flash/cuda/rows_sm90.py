@@ -49,7 +49,7 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
     delta = rowsum(dO * O) - dlse, but 0 there, both in `shifts`,
     and flags = 0 if `ordered`, else dq_sum = 0, unless the tile leaves dQ to `numba_flash.cuda.dq_sm90`.
     """  # fmt: skip
-    BLOCK_M, HAS_DLSE, CONSUMERS, THREADS = tile.block_m, has_dlse, tile.consumers, threads
+    BLOCK_M, HAS_DLSE, THREADS = tile.block_m, has_dlse, threads
     FLAGS, ZEROS = ordered and tile.adds_dq, tile.adds_dq and not ordered
     CHUNKS, FOLDS = head_dim_v // CHUNK, (head_dim_v // CHUNK - 1).bit_length()
     LANES, BFLOAT16, INF = 1 << FOLDS, dtype == "bfloat16", math.inf  # LANES: threads per row
@@ -89,8 +89,8 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
                 ptx.store_global(u64(lse2_address + at), (shift,))
                 ptx.store_global(u64(delta_address + at), (value,))
         if FLAGS:
-            if cuda.threadIdx.x < CONSUMERS:
-                ptx.store_global(u64(ptx.global_address(flags) + u64((number * CONSUMERS + cuda.threadIdx.x) * 4)), (types.uint32(0),))
+            if cuda.threadIdx.x == 0:
+                ptx.store_global(u64(ptx.global_address(flags) + u64(number * 4)), (types.uint32(0),))
         if ZEROS:
             zero = ACC(0)
             sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)

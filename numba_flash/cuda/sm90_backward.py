@@ -9,13 +9,16 @@ import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import launch, sm90
-from numba_flash.cuda.swizzle import ALIGNMENT, DQ_PART, PANEL, panel_bytes, panels
+from numba_flash.cuda.swizzle import ADDERS, ALIGNMENT, DQ_PART, PANEL, panel_bytes, panels
 
 KEYS = 64  # that a consumer owns
 ROW_THREADS = 256  # of the kernels before and after the main one
 # Bytes of dS at a time; as many as it takes to keep all multiprocessors busy, up to MOST_WORKSPACE; but at least FEWEST_BLOCKS blocks of
 # keys, so that dq, which is kept as float32 in between, is not read and written for each of them.
 WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
+# Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache (50 MB on an H200). D = 64, N = 16k,
+# full, TFLOP/s: all 32 heads (134 MB) 481, 32 MB 502, 16 MB 503, 8 MB 497; at 4k, and at D = 128, no difference.
+SUMS_AT_WORK = 2**25
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,25 @@ class BackwardTile:
         return sm90.WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`, `bounds`, the `bytes` of all."""
+        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`, `bounds`, the `bytes` of all.
+
+        The slots of "dq" are the same memory, `dq_tile`: a tile may come when the one before it has left, and mbarriers take turns with it.
+        """
         rings = {
             "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
             "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
             "k": (panels(head_dim) * panel_bytes(self.block_n), 1),
             "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
-            "dq": (4 * DQ_PART, self.consumers),
+            "dq": (0, ADDERS),
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
-        lse = 2 * ds_bytes
+        dq_tile = 2 * ds_bytes
+        lse = dq_tile + 4 * DQ_PART * self.consumers
         delta = lse + 4 * self.block_m * self.stages
         bounds = delta + 4 * self.block_m * self.do_stages
         slots = -(-(bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
-        return sm90.lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, lse=lse, delta=delta, bounds=bounds)
+        return sm90.lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, dq_tile=dq_tile, lse=lse, delta=delta, bounds=bounds)
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class WideTile:
             "dq": (0, 0),
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
-        layout = sm90.lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes)
+        layout = sm90.lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes, dq_tile=0)
         layout.lse = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
         layout.delta = layout.lse + 4 * self.block_m
         layout.bounds = layout.delta + 4 * self.block_m
@@ -209,7 +216,7 @@ def _temporaries(p, tile, grid, multiprocessors) -> list[tuple]:
     """Names, shapes and dtypes of what a call needs: rows, sums of dQ, and flags, or dS."""
     rows = ("rows", (2, *grid[:3], grid[3] * tile.block_m), "float32")
     if tile.adds_dq:
-        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", (*grid, tile.consumers), "int32")
+        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", (*grid, 1), "int32")
         return [rows, sums, flags]
     blocks, parts = _parts(p, tile, math.prod(grid), multiprocessors)
     sums = ("sums of dq", (*grid, tile.block_m * p.d if parts > 1 else 0), "float32")
@@ -233,7 +240,7 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
     packed, multiprocessors = p.options.packed, launch.multiprocessors(q.data.device_id)
     key_blocks = _key_blocks(p, tile)
     items = key_blocks * p.hk * (1 if packed else math.prod(p.batch))
-    section = sm90.even_section(key_blocks, multiprocessors)
+    section = _section(p, tile, key_blocks, multiprocessors)
     maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
     return launch.Launch(
         tile.kernel,
@@ -246,6 +253,15 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
         parameters=(*sm90.scales(p), np.float32(p.scale)),
         maps=maps[:4] if packed else maps,
     )
+
+
+def _section(p, tile, key_blocks: int, multiprocessors: int) -> int:
+    """Heads whose blocks of keys are handed out together: with a band so many that all get the same work, else what the cache holds."""
+    even = sm90.even_section(key_blocks, multiprocessors)
+    if sm90.band(p) != "none" or not tile.adds_dq:
+        return even
+    sums_of_a_head = 4 * -(-p.nq // tile.block_m) * tile.consumers * DQ_PART
+    return min(even, max(1, SUMS_AT_WORK // max(1, sums_of_a_head) // (p.hq // p.hk)))
 
 
 def _prepare_sums(p, tile, operands, temporary, extras, ordered):
