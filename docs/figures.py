@@ -22,6 +22,10 @@ FIGURES = ROOT / "docs" / "figures"
 # Okabe and Ito's colours, which the colour-blind tell apart; a marker and a dash for each as well, for print in grey.
 STYLES = {
     OURS: ("#D55E00", "o", "-"),
+    "sm90": ("#D55E00", "o", "-"),
+    "simt": ("#D55E00", "<", "-"),
+    "cpu": ("#D55E00", "h", "-"),
+    "naive": ("#000000", "x", ":"),
     "torch cuDNN": ("#0072B2", "s", "--"),
     "flash-attn-4": ("#009E73", "^", "-."),
     "torch FA2": ("#CC79A7", "v", ":"),
@@ -29,15 +33,16 @@ STYLES = {
     "jax cuDNN": ("#56B4E9", "P", (0, (6, 2))),
     "CuPy": ("#000000", "X", (0, (1, 1))),
     "NumPy": ("#000000", "X", (0, (1, 1))),
+    "torch CPU": ("#0072B2", "p", "--"),
     "torch efficient": ("#666666", "*", (0, (5, 2, 1, 2))),
 }
 SETTINGS = {"svg.hashsalt": "numba_flash", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
 SETTINGS |= {"grid.color": "#DDDDDD", "grid.linewidth": 0.6, "lines.linewidth": 1.5, "lines.markersize": 5, "legend.frameon": False}
 
 
-def style(name: str, other: int = 0) -> dict:
-    """Colour, marker and dashes of someone; of one without a style, by number."""
-    color, marker, dashes = STYLES.get(name) or list(STYLES.values())[other % len(STYLES)]
+def style(name: str) -> dict:
+    """Colour, marker and dashes of someone."""
+    color, marker, dashes = STYLES[name]
     return {"color": color, "marker": marker, "linestyle": dashes, "label": name}
 
 
@@ -147,22 +152,22 @@ def tiles(figure, results: dict) -> None:
 
 def accuracy(figure, *machines: dict) -> None:
     """Root mean square error of o and of dq by dtype, without and with outliers, at D = 128."""
-    figure.set_size_inches(10, 3.6)
-    axes = figure.subplots(1, 4, sharey=True)
+    figure.set_size_inches(10, 6)
+    axes = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
     panels = [(result, distribution) for result in ("o", "dq") for distribution in ("normal", "outliers")]
     rows = [row for results in machines for row in results["rows"] if row["head_dim"] == 128 and "o" in row]
     rows = [row for row in rows if (row["dtype"], row["who"]) != ("float64", "naive")]  # that is the reference
     rows = {(row["who"], row["dtype"], row["distribution"]): row for row in reversed(rows)}
-    names = sorted({who for who, *_ in rows})
+    names = [name for name in STYLES if name in {who for who, *_ in rows}]
     for axis, (result, distribution) in zip(axes, panels, strict=True):
         for number, who in enumerate(names):
             found = [(i, rows.get((who, dtype, distribution))) for i, dtype in enumerate(tables.DTYPES)]
-            points = [(i + 0.12 * (number - (len(names) - 1) / 2), row[result]) for i, row in found if row]
-            axis.plot(*zip(*points, strict=True), **style(who, number) | {"linestyle": "none"})
+            points = [(i + 0.8 * ((number + 0.5) / len(names) - 0.5), row[result]) for i, row in found if row]
+            axis.plot(*zip(*points, strict=True), **style(who) | {"linestyle": "none"})
         axis.set_yscale("log")
-        axis.set_xticks(range(len(tables.DTYPES)), tables.DTYPES, rotation=30)
+        axis.set_xticks(range(len(tables.DTYPES)), tables.DTYPES)
         axis.set_title(f"{result}, {distribution}", fontsize=9)
-    axes[0].set_ylabel("root mean square error")
+    figure.supylabel("root mean square error", fontsize=9)
     legend(figure, axes)
 
 

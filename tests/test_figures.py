@@ -11,6 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 import figures
 import tables
 
+from numba_flash.bench import peers
+from numba_flash.plan import BACKENDS
+
 
 def entry(tflops: float, ratio: float | None = None) -> dict:
     return {"status": "ok", "tflops": tflops} | ({} if ratio is None else {"ratio": ratio})
@@ -139,6 +142,14 @@ def test_figures_say_what_they_were_drawn_from(results):
     (results / "h200/tiles.json").write_text(json.dumps(changed))
     (results / "speed.svg").unlink()
     assert {name for name in figures.stale() if name.endswith(".svg")} == {"tiles.svg", "speed.svg"}
+
+
+def test_everyone_in_a_figure_looks_different():
+    """Contenders of the bench and the backends; CuPy and NumPy, and this library and its backend sm90, are in no figure together."""
+    everyone = {"naive", *BACKENDS, *(contender.name for contender in peers.contenders(None))}
+    assert everyone <= set(figures.STYLES)
+    looks = [figures.STYLES[name][:2] for name in everyone - {"NumPy", figures.OURS}]
+    assert len(set(looks)) == len(looks)
 
 
 def test_blocks_are_written_between_their_marks():
