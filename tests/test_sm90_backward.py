@@ -21,7 +21,7 @@ from dense import (
 from support import DTYPES, no_hopper
 
 import numba_flash
-from numba_flash.cuda import sm90_backward
+from numba_flash.cuda import launch, sm90_backward
 
 NO_HOPPER = no_hopper()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -47,13 +47,17 @@ def normals(rng, *shapes, dtype):
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_problems(cp, chunk, monkeypatch):
-    """A chunk shares what kernels are built from, as far as possible: few to compile. Every other problem has little room for dS."""
+    """A chunk shares what kernels are built from, as far as possible: few to compile. Every other problem has little room for dS, and every
+    third one has three multiprocessors, whose blocks do many work items each.
+    """
+    multiprocessors = launch.multiprocessors
     monkeypatch.setattr(sm90_backward, "FEWEST_BLOCKS", 1)
     dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk], KINDS[chunk % 5]
     for number in range(chunk, PROBLEMS, CHUNKS):
         rng = np.random.default_rng((30, number))
         for limit in ("WORKSPACE", "MOST_WORKSPACE"):
             monkeypatch.setattr(sm90_backward, limit, 2**30 if number // CHUNKS % 2 else 2**20)
+        monkeypatch.setattr(launch, "multiprocessors", multiprocessors if number // CHUNKS % 3 else lambda device: 3)
         check = check_packed if kind == "packed" else check_dense
         check(cp, rng, kind, dtype, dims, number // CHUNKS % 3 > 0 if kind in ("plain", "softcap") else chunk % 2 == 0, f"problem {number}")
 

@@ -36,7 +36,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     ROWS, Q_PANEL, K_PANEL = 64, swizzle.panel_bytes(BLOCK_M), swizzle.panel_bytes(BLOCK_N)
     DS, DS_BYTES, MINE = SMEM.ds, SMEM.ds_bytes, ROWS * swizzle.ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
-    DQ_TILE, DQ_BYTES = SMEM.dq_tile, 4 * DQ_PART
+    DQ_TILE, DQ_BYTES = SMEM.dq[pipeline.TILES], 4 * DQ_PART  # where it is, and a consumer's part of it
     TO_MAP, AHEAD, NEXT = to_map, tile.ahead, SCORES if tile.ahead else 0
     SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
     ACC, u32, i32 = types.float32, types.uint32, types.int32
@@ -49,7 +49,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     start_dq = mma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
     start_dk = mma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
     pack, _ = mma.build_pack(PAIRS, BFLOAT16)
-    put_ds = mma.build_put_two(BLOCK_M, 0, BFLOAT16, BLOCK_N)
+    put_ds = mma.build_put_chunks(BLOCK_M, 0, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = recompute_sm90.build(head_dim, head_dim_v, options, tile)
@@ -59,15 +59,15 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     stage_dv = mma.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
 
     @cuda.jit(device=True, forceinline=True)
-    def hand_over(smem, n):
-        """Let the tile of dQ be added up; later than `leave_dq`, when products run while the fence waits for what that has stored."""
+    def publish_dq(smem, n):
+        """Let a tile of dQ be added up; later than `put_dq`, when products run while the fence waits for what that has stored."""
         ptx.fence_proxy_async()
         pipeline.publish(smem, DQ, n)
 
     @cuda.jit(device=True, forceinline=True)
     def finish(maps, smem, turn, me, n, results, dk_acc, dv_acc, scale):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
-        hand_over(smem, u32(n - u32(1)))
+        publish_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         pipeline.release(smem, K, turn)
         pipeline.release(smem, V, turn)
@@ -78,7 +78,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         factors(smem, turn, factor, scaled, scale)
         pipeline.leave(smem, WORK, turn)
         if TO_MAP:
-            pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # the last tile of dQ has left
+            pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1 of dQ, which had that slot, has left
             room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
             stage_dv(maps[5], room, dv_acc, factor, me, CONSUMERS, (0, row0, h, b1, b0))
             stage_dk(maps[4], room, dk_acc, scaled, me, CONSUMERS, (0, row0, h, b1, b0))
@@ -99,9 +99,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             pipeline.release(smem, Q, u32(n - 1))
 
     @cuda.jit(device=True, forceinline=True)
-    def leave_dq(smem, me, n, dq):
-        """Leave this consumer's part of a tile of dQ in shared memory, once the tile before it has left."""
-        pipeline.wait_free(smem, DQ, u32(n + u32(1)))
+    def put_dq(smem, me, n, dq):
+        """Store this consumer's part of a tile of dQ to shared memory."""
+        pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
         to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + u32(cuda.threadIdx.x % pipeline.WARP_GROUP * 16))
         for j in range(8):
             ptx.store_shared_vector(u32(to + u32(2048 * j)), (dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]))
@@ -162,7 +162,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 # (4) dP^T = V dO^T
                 start_dp(dp, v_rows, mma.descriptor(do_rows, u32(0)))
                 if n != begin:
-                    hand_over(smem, u32(n - u32(1)))
+                    publish_dq(smem, u32(n - u32(1)))
                 if not AHEAD:
                     ptx.wgmma_wait(s, s, ONE, SCORES, NONE)
                     release_before(smem, n)
@@ -192,7 +192,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dk(dk_acc, mma.descriptor(ds + mine, u32(0)), mma.descriptor(q_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dq, s, ONE, 32, NEXT)
                 pipeline.release(smem, DO, n)
-                leave_dq(smem, me, n, dq)
+                put_dq(smem, me, n, dq)
                 n = u32(n + 1)
             finish(maps, smem, turn, me, n, arrays, dk_acc, dv_acc, scales[2])
             turn = u32(turn + 1)

@@ -107,14 +107,14 @@ def build_pack(count, bfloat16):
     return pack, pack2
 
 
-def build_put_two(head_dim_v, first_panel, bfloat16, rows=64):
-    """``put_two(tile, acc, inverse, j)``: as `build_put`'s, but only chunks j and j + 1, of 8 columns, counted from the first panel on."""
+def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
+    """``put_chunks(tile, acc, inverse, j)``: as `build_put`'s, but only chunks of 8 columns j and j + 1, from the first panel on."""
     CHUNKS, PANEL_CHUNKS, FIRST = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8
     ROWS_BYTES, u32, ZERO = panel_bytes(rows), types.uint32, types.uint32(0)
     _, pack2 = build_pack(0, bfloat16)
 
     @cuda.jit(device=True, forceinline=True)
-    def put_two(tile, acc, inverse, j):
+    def put_chunks(tile, acc, inverse, j):
         lane, warp, e = types.int32(cuda.threadIdx.x % 32), types.int32(cuda.threadIdx.x % 128 // 32), 4 * (FIRST + j)
         row, right = types.int32(warp * 16 + lane % 16), types.int32(lane // 16)
         a, b = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0]), pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
@@ -125,18 +125,18 @@ def build_put_two(head_dim_v, first_panel, bfloat16, rows=64):
         chunk = types.int32((j % PANEL_CHUNKS + right) ^ (row % 8))
         ptx.stmatrix(u32(tile + u32(j // PANEL_CHUNKS * ROWS_BYTES + row * ROW_BYTES + chunk * 16)), a, b, c, d)
 
-    return put_two
+    return put_chunks
 
 
 def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
     """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into a tile of panels of `rows` rows."""
     COUNT = min(count * PANEL, head_dim_v - first_panel * PANEL) // 8
-    put_two = build_put_two(head_dim_v, first_panel, bfloat16, rows)
+    put_chunks = build_put_chunks(head_dim_v, first_panel, bfloat16, rows)
 
     @cuda.jit(device=True, forceinline=True)
     def put(tile, acc, inverse):
         for j in range(0, COUNT, 2):
-            put_two(tile, acc, inverse, j)
+            put_chunks(tile, acc, inverse, j)
 
     return put
 

@@ -39,7 +39,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
     WIDTH, WIDTH_V, IN_PARTS, DO_FIRST = tile.width(head_dim), tile.width(head_dim_v), not tile.adds_dq, not tile.adds_dq
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    LSE, DELTA, DQ_TILE = SMEM.lse, SMEM.delta, SMEM.dq_tile
+    LSE, DELTA = SMEM.lse, SMEM.delta
     ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART * CONSUMERS, banded, ordered, options.packed
     u32, i32, u64 = types.uint32, types.int32, types.uint64
     item_of = schedule.build_item(
@@ -110,22 +110,26 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             count = pipeline.read(smem, WORK, turn, COUNT)
 
     @cuda.jit(device=True, forceinline=True)
-    def add_tile(smem, turn, n, at, number, sums, flags):
+    def blocks_before(row0, high, at):
+        """How many blocks of keys before that from key row0 on add to the at-th row block: those from the first that it sees on."""
+        return i32(row0 // BLOCK_N - max(at * BLOCK_M - high, 0) // BLOCK_N)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_tile(smem, turn, n, at, number, sum_address, flag_address):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if ORDERED after the blocks of keys before."""
-        flag, to, before = u64(flags + number * u64(4)), u64(sums + number * u64(DQ_BYTES)), i32(1)
+        flag, to, before = u64(flag_address + number * u64(4)), u64(sum_address + number * u64(DQ_BYTES)), i32(1)
         seen = pipeline.read(smem, WORK, turn, QUERIES) != 0
         if ORDERED and seen:
-            block = i32(pipeline.read(smem, WORK, turn, ROW0) // BLOCK_N)
-            before = i32(block - max(at * BLOCK_M - pipeline.read(smem, WORK, turn, HIGH), 0) // BLOCK_N)
+            before = blocks_before(pipeline.read(smem, WORK, turn, ROW0), pipeline.read(smem, WORK, turn, HIGH), at)
             while ptx.load_flag(flag) != before:
                 pass
             ptx.acquire_flag(flag)
         pipeline.wait_ready(smem, DQ, n)
         if seen:
             if before == 0:
-                ptx.bulk_store(to, u32(smem + u32(DQ_TILE)), u32(DQ_BYTES))
+                ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
             else:
-                ptx.bulk_add(to, u32(smem + u32(DQ_TILE)), u32(DQ_BYTES))
+                ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
             ptx.bulk_commit()
         ptx.bulk_wait_read()
         pipeline.leave(smem, DQ, n)

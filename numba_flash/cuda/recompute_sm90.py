@@ -90,22 +90,22 @@ def build(head_dim, head_dim_v, options, tile):
                 s[4 * j + i] = ptx.ex2(s[4 * j + i] * scale_log2 - shift[i % 2])
 
     @cuda.jit(device=True, forceinline=True)
-    def differentiate_cap(dp, p, smem, me, n, scale_log2):
-        """If CAPPED, dP^T times the cap's slope, for which P gives the score again; delta comes off before, and none is left for (5)."""
+    def differentiate_cap(ds, p, smem, me, n, scale_log2):
+        """If CAPPED, dP^T - delta times the cap's slope, for which P gives the score again, in the place of dP^T."""
         delta_smem, lse2_smem = row_values(smem, me, DELTA, DO[pipeline.SLOTS], n), row_values(smem, me, LSE, Q[pipeline.SLOTS], n)
         for j in range(SCORES // 4 if CAPPED else 0):
             delta, shift = ptx.load_shared_pair(u32(delta_smem + u32(32 * j))), ptx.load_shared_pair(u32(lse2_smem + u32(32 * j)))
             for i in range(4):
                 tanh = (ptx.lg2(p[4 * j + i]) + shift[i % 2]) * ptx.rcp(scale_log2)
                 slope = ACC(1) - tanh * tanh
-                dp[4 * j + i] = (dp[4 * j + i] - delta[i % 2]) * slope if p[4 * j + i] != ACC(0) else ACC(0)
+                ds[4 * j + i] = (ds[4 * j + i] - delta[i % 2]) * slope if p[4 * j + i] != ACC(0) else ACC(0)
 
     @cuda.jit(device=True, forceinline=True)
     def differentiate(ds, p, smem, me, n, chunk):
-        """(5) dS^T = P^T * (dP^T - delta), in the place of dP^T, of 16 columns: a chunk of 8 and the next."""
+        """(5) dS^T = P^T * (dP^T - delta), in the place of dP^T (the difference, if CAPPED), of 16 columns: a chunk of 8 and the next."""
         delta_smem = row_values(smem, me, DELTA, DO[pipeline.SLOTS], n)
         for j in range(chunk, chunk + 2):
-            delta = ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
+            delta = (ACC(0), ACC(0)) if CAPPED else ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
             for i in range(4):
                 ds[4 * j + i] = p[4 * j + i] * (ds[4 * j + i] if CAPPED else ds[4 * j + i] - delta[i % 2])
 

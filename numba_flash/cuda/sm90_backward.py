@@ -73,23 +73,26 @@ class BackwardTile:
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`, `bounds`, the `bytes` of all.
 
-        The slots of "dq" are the same memory, `dq_tile`: a tile may come when the one before it has left, and mbarriers take turns with it.
+        "dq" has one tile and two pairs of mbarriers, for even tiles and odd ones: its slots are the same memory, and a tile may come when
+        the one before it has left, not when its own slot is free.
         """
         rings = {
             "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
             "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
             "k": (panels(head_dim) * panel_bytes(self.block_n), 1),
             "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
-            "dq": (0, ADDERS),
+            "dq": (0, ADDERS),  # the tile lies elsewhere, see below
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
-        dq_tile = 2 * ds_bytes
-        lse = dq_tile + 4 * DQ_PART * self.consumers
+        dq = 2 * ds_bytes
+        lse = dq + 4 * DQ_PART * self.consumers
         delta = lse + 4 * self.block_m * self.stages
         bounds = delta + 4 * self.block_m * self.do_stages
         slots = -(-(bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
-        return sm90.lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, dq_tile=dq_tile, lse=lse, delta=delta, bounds=bounds)
+        layout = sm90.lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, lse=lse, delta=delta, bounds=bounds)
+        layout.dq = (dq, *layout.dq[1:])
+        return layout
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class WideTile:
             "dq": (0, 0),
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
         }
-        layout = sm90.lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes, dq_tile=0)
+        layout = sm90.lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes)
         layout.lse = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
         layout.delta = layout.lse + 4 * self.block_m
         layout.bounds = layout.delta + 4 * self.block_m
@@ -216,7 +219,7 @@ def _temporaries(p, tile, grid, multiprocessors) -> list[tuple]:
     """Names, shapes and dtypes of what a call needs: rows, sums of dQ, and flags, or dS."""
     rows = ("rows", (2, *grid[:3], grid[3] * tile.block_m), "float32")
     if tile.adds_dq:
-        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", (*grid, 1), "int32")
+        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", grid, "int32")
         return [rows, sums, flags]
     blocks, parts = _parts(p, tile, math.prod(grid), multiprocessors)
     sums = ("sums of dq", (*grid, tile.block_m * p.d if parts > 1 else 0), "float32")
@@ -256,12 +259,14 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
 
 
 def _section(p, tile, key_blocks: int, multiprocessors: int) -> int:
-    """Heads whose blocks of keys are handed out together: with a band so many that all get the same work, else what the cache holds."""
+    """Heads whose blocks of keys are handed out together: so many that everyone gets the same work, also with a band; without one, and if
+    the tile adds to sums of dq, no more than have their sums in the cache. Blocks of a group are at work on the same one of its heads.
+    """
     even = sm90.even_section(key_blocks, multiprocessors)
     if sm90.band(p) != "none" or not tile.adds_dq:
         return even
-    sums_of_a_head = 4 * -(-p.nq // tile.block_m) * tile.consumers * DQ_PART
-    return min(even, max(1, SUMS_AT_WORK // max(1, sums_of_a_head) // (p.hq // p.hk)))
+    sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
+    return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
 
 
 def _prepare_sums(p, tile, operands, temporary, extras, ordered):

@@ -1,0 +1,150 @@
+"""How the Hopper backward adds up dQ in memory, for head dimensions up to 128: whose turn it is, and who may use the tile on its way."""
+
+import itertools
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
+
+from test_ds_tiles import described, draw, plain
+
+from numba_flash import spec
+from numba_flash.cuda import movers_sm90, sm90, sm90_backward
+from numba_flash.cuda.swizzle import ADDERS, DQ_PART
+from numba_flash.options import PLAIN
+
+TILES = [tile for _, _, tile in sm90_backward.TILES if tile.adds_dq]
+EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
+
+
+def captured(function, *names):
+    """What a device function has captured under a name, of that what it has captured under the next one, and so on."""
+    for name in names:
+        function = getattr(function, "py_func", function)
+        function = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))[name].cell_contents
+    return function
+
+
+@EACH_TILE
+@pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
+@pytest.mark.parametrize("seed", range(8))
+def test_turns_are_counted_without_gaps(kind, seed, tile):
+    """In the order in which items are handed out, each tile of dQ waits for just so many others as were added to its row block before."""
+    rng = np.random.default_rng(seed)
+    p, extras = draw(rng, kind)
+    p = replace(p, d=64, dv=64)
+    *_, row_blocks = grid = sm90_backward._row_blocks(p, tile)
+    describe, _, add_dq = movers_sm90.build(64, 64, True, True, p.options, tile)
+    before = plain(captured(add_dq, "add_tile", "blocks_before"))
+    key_blocks, lengths, group = sm90_backward._key_blocks(p, tile), 1 if p.options.packed else p.batch[1], p.hq // p.hk
+    items = key_blocks * p.hk * (1 if p.options.packed else math.prod(p.batch))
+    sizes = items, -p.high, -p.low, p.nq, 1, group, int(rng.integers(1, 6)), p.batch[0]
+    lse2 = SimpleNamespace(shape=(*grid[:3], row_blocks * tile.block_m))
+    added = dict.fromkeys(range(math.prod(grid)), 0)
+    for item in described(movers_sm90, describe, (p.batch[0], lengths, p.hk, p.nk), (lse2,), extras, sizes):
+        if item["QUERIES"] == 0:
+            continue  # nothing is added
+        for g, t in itertools.product(range(group), range(item["COUNT"])):
+            number = item["BASE"] + g * row_blocks + item["FIRST"] + t
+            assert before(item["ROW0"], item["HIGH"], item["FIRST"] + t) == added[number]
+            added[number] += 1
+
+
+def turns(counts, maps: bool) -> list[list[tuple[str, int]]]:
+    """What consumers and adders do with the tile of dQ, for items of so many tiles; `maps` if dK and dV are stored through its memory."""
+    consumer, n = [], 0
+    for count in counts:
+        for t in range(count):
+            consumer += [("publish", n - 1)] if t else []
+            consumer += [("meet", n), ("wait_free", n + 1), ("write", n)]
+            n += 1
+        consumer += [("publish", n - 1)] + ([("wait_free", n + 1), ("write", -1)] if maps else [])
+    adders = [[(what, k) for k in range(me, n, ADDERS) for what in ("wait_ready", "read", "leave")] for me in range(ADDERS)]
+    return [consumer, consumer, *adders]
+
+
+def explore(counts, maps: bool) -> None:
+    """Run every interleaving; assert that each tile is read whole, and that someone can always go on."""
+    programs = turns(counts, maps)
+    start = (0,) * len(programs), ((0, 0),) * ADDERS, (0,) * ADDERS, (None, None)
+    seen, stack = {start}, [start]
+    while stack:
+        places, ready, free, halves = stack.pop()
+        following = []
+        for i, program in enumerate(programs):
+            if places[i] == len(program):
+                continue
+            what, n = program[places[i]]
+            slot, phase = n % ADDERS, n // ADDERS
+            others, r, f, h = list(places), list(ready), list(free), list(halves)
+            if what == "meet":
+                if programs[1 - i][places[1 - i] : places[1 - i] + 1] != [(what, n)]:
+                    continue
+                others[1 - i] += 1
+            elif what == "wait_ready":
+                if r[slot][1] % 2 == phase % 2:  # the phase of this parity is not complete
+                    continue
+            elif what == "wait_free":
+                if f[slot] % 2 == (phase + 1) % 2:
+                    continue
+            elif what == "publish":
+                arrivals, current = r[slot]
+                r[slot] = (0, current + 1) if arrivals else (1, current)
+            elif what == "write":
+                h[i] = n
+            elif what == "read":
+                assert h == [n, n], f"{counts}: tile {n} is read when there are {h}"
+            else:
+                f[slot] += 1
+            others[i] += 1
+            following.append((tuple(others), tuple(r), tuple(f), tuple(h)))
+        assert following or all(place == len(program) for place, program in zip(places, programs, strict=True)), f"{counts}: nobody goes on"
+        stack += set(following) - seen
+        seen |= set(following)
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["stored", "maps"])
+def test_the_tile_of_dq_is_never_overwritten_nor_waited_for_in_vain(maps):
+    for items in range(1, 4):
+        for counts in itertools.product((1, 2, 3), repeat=items):
+            explore(counts, maps)
+
+
+def problem(nq: int, hq: int, hk: int, causal: bool = False):
+    return spec.Problem((1, 1), hq, hk, nq, nq, 64, 64, "float16", 0.1, -nq, 0 if causal else nq, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("nq", "heads", "heads_kv", "expected"),
+    [(512, 32, 32, 66), (4096, 32, 32, 32), (16_384, 32, 32, 8), (16_384, 32, 4, 8), (2**20, 4, 4, 1)],
+)
+def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expected):
+    tile, key_blocks = TILES[0], nq // TILES[0].block_n
+    section = sm90_backward._section(problem(nq, heads, heads_kv), tile, key_blocks, 132)
+    assert section == expected
+    assert section == 1 or section * nq * 64 * 4 <= sm90_backward.SUMS_AT_WORK
+    causal = sm90_backward._section(problem(nq, heads, heads_kv, True), tile, key_blocks, 132)
+    assert causal == sm90.even_section(key_blocks, 132), "work of different lengths has to be handed out evenly"
+
+
+@EACH_TILE
+def test_the_tile_of_dq_has_its_own_memory(tile):
+    d = 64 if tile.block_m > 64 else 128
+    layout = tile.layout(d, d)
+    pieces = [(layout.ds, 2 * layout.ds_bytes), (layout.dq[0], 4 * DQ_PART * tile.consumers), (layout.bounds, 16 * tile.consumers)]
+    pieces += [(layout.lse, 4 * tile.block_m * tile.stages), (layout.delta, 4 * tile.block_m * tile.do_stages)]
+    for name in ("q", "do", "k", "v", "dq", "work"):
+        slots, slot_bytes, count, ready, free = getattr(layout, name)
+        pieces += [(ready, 8 * count), (free, 8 * count)] + ([] if name == "dq" else [(slots, slot_bytes * count)])
+    pieces.sort()
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
+    assert sum(pieces[-1]) + layout.ALIGNMENT <= layout.bytes <= sm90.SHARED_LIMIT
+    assert layout.dq[0] % layout.ALIGNMENT == 0, "panels of dK and dV are stored from there"
+    assert layout.dq[1:3] == (0, ADDERS)
