@@ -307,8 +307,9 @@ def print_scaling(options):
             print("   out of memory")
             row["reason"] = str(error)
     if options.json:
+        about = {name: getattr(options, name) for name in ("layers", "heads", "width", "seed", "dtype")}
         with open(options.json, "w") as file:
-            json.dump({"study": "training", "arrays": xp.__name__, **vars(options) | {"json": None}, "rows": rows}, file, indent=1)
+            json.dump({"study": "training", "arrays": xp.__name__, **about, "rows": rows}, file, indent=1)
 
 
 def parse(arguments=None):

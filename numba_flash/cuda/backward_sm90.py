@@ -161,7 +161,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 enter_do(smem, turn, me, n, row0)
                 # (4) dP^T = V dO^T
                 start_dp(dp, v_rows, mma.descriptor(do_rows, u32(0)))
-                if n != begin:
+                if n != begin:  # (7) of the tile before
                     publish_dq(smem, u32(n - u32(1)))
                 if not AHEAD:
                     ptx.wgmma_wait(s, s, ONE, SCORES, NONE)

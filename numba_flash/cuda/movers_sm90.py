@@ -135,7 +135,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
         pipeline.leave(smem, DQ, n)
         if ORDERED and seen:
             ptx.bulk_wait()
-            ptx.add_flag(flag, i32(1))
+            ptx.add_flag(flag, i32(1))  # whoever sees it finds the sum in memory
 
     @cuda.jit(device=True, forceinline=True)
     def add_dq(smem, me, lse2, dq_sum, flags, group):

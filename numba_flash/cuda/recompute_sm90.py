@@ -107,7 +107,7 @@ def build(head_dim, head_dim_v, options, tile):
         for j in range(chunk, chunk + 2):
             delta = (ACC(0), ACC(0)) if CAPPED else ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
             for i in range(4):
-                ds[4 * j + i] = p[4 * j + i] * (ds[4 * j + i] if CAPPED else ds[4 * j + i] - delta[i % 2])
+                ds[4 * j + i] = p[4 * j + i] * (ds[4 * j + i] - delta[i % 2])
 
     @cuda.jit(device=True, forceinline=True)
     def weigh(s, smem, turn, me, n, row0, scales):
