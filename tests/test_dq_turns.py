@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,12 +33,8 @@ def captured(function, *names):
     return function
 
 
-@EACH_TILE
-@pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
-@pytest.mark.parametrize("seed", range(8))
-def test_turns_are_counted_without_gaps(kind, seed, tile):
-    """In the order in which items are handed out, each tile of dQ waits for just so many others as were added to its row block before."""
-    rng = np.random.default_rng(seed)
+def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
+    """What each work item of a drawn problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
     p, extras = draw(rng, kind)
     p = replace(p, d=64, dv=64)
     *_, row_blocks = grid = sm90_backward._row_blocks(p, tile)
@@ -46,15 +43,64 @@ def test_turns_are_counted_without_gaps(kind, seed, tile):
     key_blocks, lengths, group = sm90_backward._key_blocks(p, tile), 1 if p.options.packed else p.batch[1], p.hq // p.hk
     items = key_blocks * p.hk * (1 if p.options.packed else math.prod(p.batch))
     sizes = items, -p.high, -p.low, p.nq, 1, group, int(rng.integers(1, 6)), p.batch[0]
-    lse2 = SimpleNamespace(shape=(*grid[:3], row_blocks * tile.block_m))
-    added = dict.fromkeys(range(math.prod(grid)), 0)
-    for item in described(movers_sm90, describe, (p.batch[0], lengths, p.hk, p.nk), (lse2,), extras, sizes):
-        if item["QUERIES"] == 0:
-            continue  # nothing is added
-        for g, t in itertools.product(range(group), range(item["COUNT"])):
-            number = item["BASE"] + g * row_blocks + item["FIRST"] + t
-            assert before(item["ROW0"], item["HIGH"], item["FIRST"] + t) == added[number]
-            added[number] += 1
+    operands = SimpleNamespace(shape=(*grid[:3], row_blocks * tile.block_m)), np.zeros(math.prod(grid) + 1, np.int32)
+    return [
+        [
+            (item["BASE"] + g * row_blocks + at, before(item["ROW0"], item["HIGH"], at))
+            for g in range(group)
+            for at in reversed(range(item["FIRST"], item["FIRST"] + item["COUNT"]))
+            if item["QUERIES"]
+        ]
+        for item in described(movers_sm90, describe, (p.batch[0], lengths, p.hk, p.nk), operands, extras, sizes, events)
+    ]
+
+
+EACH_KIND = pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
+
+
+@EACH_TILE
+@EACH_KIND
+@pytest.mark.parametrize("seed", range(8))
+def test_turns_are_counted_without_gaps(kind, seed, tile):
+    """In the order in which items are handed out, each tile of dQ waits for just so many others as were added to its row block before."""
+    added = Counter()
+    for number, before in itertools.chain(*additions(np.random.default_rng(seed), kind, tile)):
+        assert before == added[number]
+        added[number] += 1
+
+
+@EACH_TILE
+@EACH_KIND
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_items_are_done_however_few_blocks_are_at_work(kind, seed, blocks, tile):
+    """Blocks claim items in order, and do them one after the other, whoever is the fastest."""
+    rng = np.random.default_rng(seed)
+    items, added, working = iter(additions(rng, kind, tile)), Counter(), [[] for _ in range(blocks)]
+    left = True
+    while left or any(working):
+        block = working[rng.integers(blocks)]
+        while left and len(block) <= rng.integers(4):  # all of its tiles have been asked for
+            item = next(items, None)
+            left = item is not None
+            block += item or []
+        ready = [todo for todo in working if todo and added[todo[0][0]] == todo[0][1]]
+        assert ready or not any(working), "all wait for each other"
+        if ready:
+            added[ready[rng.integers(len(ready))].pop(0)[0]] += 1
+
+
+@EACH_KIND
+def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for(kind):
+    """Else a block would keep items that others wait for, while it is busy with an earlier one."""
+    events = []
+    items = additions(np.random.default_rng(0), kind, TILES[0], events)
+    claims = [event for event in events if event != "ready"]
+    assert len(claims) > len(items) > 1
+    assert claims == [*range(len(claims))]
+    assert events[0] == 0
+    assert kind == "packed" or events[1:] == list(itertools.chain(*(("ready", i) for i in claims[1:])))  # packed items may be empty
+    assert events.count("ready") >= len(items)
 
 
 def turns(counts, maps: bool) -> list[list[tuple[str, int]]]:
@@ -127,11 +173,19 @@ def problem(nq: int, hq: int, hk: int, causal: bool = False):
 )
 def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expected):
     tile, key_blocks = TILES[0], nq // TILES[0].block_n
-    section = sm90_backward._section(problem(nq, heads, heads_kv), tile, key_blocks, 132)
-    assert section == expected
-    assert section == 1 or section * nq * 64 * 4 <= sm90_backward.SUMS_AT_WORK
-    causal = sm90_backward._section(problem(nq, heads, heads_kv, True), tile, key_blocks, 132)
+    for ordered in (True, False):
+        section = sm90_backward._section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
+        assert section == expected
+        assert section == 1 or section * nq * 64 * 4 <= sm90_backward.SUMS_AT_WORK
+    causal = sm90_backward._section(problem(nq, heads, heads_kv, True), tile, key_blocks, 132, False)
     assert causal == sm90.even_section(key_blocks, 132), "work of different lengths has to be handed out evenly"
+
+
+@pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (2, 4), strict=True)])
+@pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
+def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiprocessors):
+    section = sm90_backward._section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
+    assert section == -(-multiprocessors // blocks)
 
 
 @EACH_TILE

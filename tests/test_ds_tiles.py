@@ -30,17 +30,27 @@ def plain(function, **globals_):
     return FunctionType(function.__code__, function.__globals__ | globals_, function.__name__, function.__defaults__, cells)
 
 
-def described(module, describe, shape, lse2, extras, sizes) -> list[dict]:
-    """The work items, by the names of their words, that `describe` writes down for the only block of a grid."""
-    items, slot = [], {}
+def described(module, describe, shape, arrays, extras, sizes, events=None) -> list[dict]:
+    """The work items, by the names of their words, that `describe` writes down for the only block of a grid.
+
+    If it is not the grid that says which, `events` gets the number of each item claimed, and "ready" for each wait.
+    """
+    items, slot, events = [], {}, [] if events is None else events
+    claim = lambda address: events.append(sum(x != "ready" for x in events)) or np.int32(events[-1])
     write = lambda smem, ring, n, word, value: slot.__setitem__(int(word), int(value))
     replaced = {
-        "pipeline": SimpleNamespace(wait_free=lambda *_: None, write=write, publish=lambda *_: items.append(dict(slot))),
+        "pipeline": SimpleNamespace(
+            wait_free=lambda *_: None,
+            wait_ready=lambda *_: events.append("ready"),
+            write=write,
+            publish=lambda *_: items.append(dict(slot)),
+        ),
+        "ptx": SimpleNamespace(global_address=lambda array: 0, next_number=claim),
         "schedule": SimpleNamespace(snake=lambda turn, blocks: np.int32(turn)),
         "cuda": SimpleNamespace(gridDim=SimpleNamespace(x=1), blockIdx=SimpleNamespace(x=0)),
         "packed_item": movers_sm90.schedule.packed_item.py_func,
     }
-    plain(describe, **replaced)(0, SimpleNamespace(shape=shape), *lse2, extras, sizes)
+    plain(describe, **replaced)(0, SimpleNamespace(shape=shape), *arrays, extras, sizes)
     names = {int(word): name for name, word in vars(module).items() if isinstance(word, np.uint32)}
     return [{names[word]: value for word, value in item.items()} for item in items[:-1]]
 
@@ -67,7 +77,7 @@ class Traffic:
         self.of_keys, self.of_queries = [], []
         for first in range(0, key_blocks, blocks):
             sizes = items, -p.high, -p.low, p.nq, 1, self.group, 3, p.batch[0], first, blocks
-            self.of_keys.append(described(movers_sm90, main, (p.batch[0], lengths, p.hk, p.nk), (lse2,), extras, sizes))
+            self.of_keys.append(described(movers_sm90, main, (p.batch[0], lengths, p.hk, p.nk), (lse2, None), extras, sizes))
             sizes = self.numbers, p.low, p.high, p.nk, 1, p.hk, 3, p.batch[0], first, blocks
             shape = p.batch[0], lengths, p.hq, p.nq
             self.of_queries.append(described(dq_sm90, after, shape, (lse2,), extras, sizes))

@@ -1,6 +1,8 @@
 """The backward pass of sm90 on a Hopper GPU: random problems against dense float64, equal bits, lengths, padding, results of the user's."""
 
 import os
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -140,6 +142,32 @@ def test_two_hundred_runs_give_the_same_bits_beyond_the_cache(cp, d, causal):
     for name, x, y in zip(("dq", "dk", "dv"), first, loose, strict=True):
         x, y = x.astype(cp.float32), y.astype(cp.float32)
         assert float(cp.linalg.norm(x - y) / cp.linalg.norm(y)) < 1e-4, name
+
+
+ON_STREAMS = """
+import random, cupy as cp, numba_flash
+streams = [cp.cuda.Stream(non_blocking=True, priority=priority) for priority in (-5, 0, -3)]
+calls, expected, made = [], [], {}
+for batch, heads, n in ((1, 20, 1024), (2, 16, 2048), (1, 8, 4096), (1, 40, 512), (3, 9, 1536)):
+    do, q, k, v = (cp.random.standard_normal((batch, heads, n, 64), dtype=cp.float32).astype(cp.float16) for _ in range(4))
+    arrays = do, q, k, v, *numba_flash.forward(q, k, v, return_lse=True, causal=True)
+    calls.append(lambda arrays=arrays: numba_flash.backward(*arrays, causal=True, backend="sm90"))
+    expected.append([x.get() for x in calls[-1]()])
+cp.cuda.Device().synchronize()
+random.seed(0)
+for _ in range(100):
+    for _ in range(60):
+        i = random.randrange(len(calls))
+        with random.choice(streams):
+            made[i] = calls[i]()
+    cp.cuda.Device().synchronize()
+    assert all((x.get() == y).all() for i in made for x, y in zip(made[i], expected[i]))
+"""
+
+
+def test_calls_on_streams_of_different_priority_do_not_wait_for_each_other(cp):
+    """If the grid gave out work, two calls that have part of the multiprocessors each would wait for their other blocks for ever."""
+    subprocess.run([sys.executable, "-c", ON_STREAMS], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(("d", "ordered"), [(128, True), (128, False), (256, True)])

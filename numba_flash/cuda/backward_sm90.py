@@ -25,7 +25,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     dk, dv : (b0, b1, kv_heads, nk, head_dim), as words of two elements.
     lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as `numba_flash.cuda.rows_sm90` numbers and writes them.
     dq_sum : float32, 64 x 64 elements per (b0, b1, head, row block, consumer), in the order of fragments.
-    flags : int32, one per (b0, b1, head, row block).
+    flags : int32, one per (b0, b1, head, row block), and one more: the number of the next work item.
     extras : lengths, see `numba_flash.cuda.scores`.
     sizes : items, low, high (of query - key), nq, 1, group, section (see `numba_flash.cuda.schedule`), b0.
     scales : slope, scale_log2, as in the forward kernel, and scale.

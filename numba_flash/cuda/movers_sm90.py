@@ -32,14 +32,14 @@ def _build_send(ring, columns, rows, values):
 def build(head_dim, head_dim_v, banded, ordered, options, tile):
     """Three functions, each for one thread:
 
-    ``describe(smem, dk, lse2, extras, sizes)``, ``produce(maps, smem, lse2, delta, group)`` and
+    ``describe(smem, dk, lse2, flags, extras, sizes)``, ``produce(maps, smem, lse2, delta, group)`` and
     ``add_dq(smem, me, lse2, dq_sum, flags, group)`` for each of the ADDERS.
     Arguments are those of `numba_flash.cuda.backward_sm90.build` and of its kernel.
     """  # fmt: skip
     BLOCK_M, BLOCK_N, CONSUMERS, SMEM = tile.block_m, tile.block_n, tile.consumers, tile.layout(head_dim, head_dim_v)
     WIDTH, WIDTH_V, IN_PARTS, DO_FIRST = tile.width(head_dim), tile.width(head_dim_v), not tile.adds_dq, not tile.adds_dq
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    LSE, DELTA = SMEM.lse, SMEM.delta
+    LSE, DELTA, FETCHED = SMEM.lse, SMEM.delta, pipeline.one_type(SMEM.fetched)
     ROW_BYTES, DQ_BYTES, BANDED, ORDERED, PACKED = 4 * BLOCK_M, 4 * DQ_PART * CONSUMERS, banded, ordered, options.packed
     u32, i32, u64 = types.uint32, types.int32, types.uint64
     item_of = schedule.build_item(
@@ -50,12 +50,23 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     fill_k, fill_v = pipeline.build_fill(K, WIDTH, BLOCK_N), pipeline.build_fill(V, WIDTH_V, BLOCK_N)
 
     @cuda.jit(device=True, forceinline=True)
-    def describe(smem, dk, lse2, extras, sizes):
+    def next_item(smem, turn, taken, flags):
+        """Number of the next work item. If ORDERED, a block claims items one by one, each when it has asked for all tiles of the last one:
+        whom an item waits for is then at work, or done, however few blocks the GPU has room for at a time.
+        """
+        if ORDERED:
+            if turn != u32(0):
+                pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))
+            return ptx.next_number(u64(ptx.global_address(flags) + u64(4) * u64(flags.shape[0] - 1)))
+        return schedule.snake(taken, cuda.gridDim.x) if BANDED else i32(taken * cuda.gridDim.x + cuda.blockIdx.x)
+
+    @cuda.jit(device=True, forceinline=True)
+    def describe(smem, dk, lse2, flags, extras, sizes):
         """Write down what this block's work items are, one ahead of the others; if IN_PARTS those of some blocks of keys."""
         turn, taken, there = u32(0), u32(0), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
-            at = schedule.snake(taken, cuda.gridDim.x) if BANDED else i32(taken * cuda.gridDim.x + cuda.blockIdx.x)
+            at = next_item(smem, turn, taken, flags)
             taken = u32(taken + 1)
             there = at < sizes[0]
             if there:
@@ -104,6 +115,8 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                     if DO_FIRST:
                         send_q(maps[1], smem, n, where, u64(lse2_address + offset))
                     n = u32(n + 1)
+            if ORDERED:
+                pipeline.publish(smem, FETCHED, turn)
             pipeline.leave(smem, WORK, turn)
             turn = u32(turn + 1)
             pipeline.wait_ready(smem, WORK, turn)
@@ -123,7 +136,6 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             before = blocks_before(pipeline.read(smem, WORK, turn, ROW0), pipeline.read(smem, WORK, turn, HIGH), at)
             while ptx.load_flag(flag) != before:
                 pass
-            ptx.acquire_flag(flag)
         pipeline.wait_ready(smem, DQ, n)
         if seen:
             if before == 0:
@@ -168,7 +180,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     """
     SMEM, CONSUMERS, (FEWEST, REGISTERS), TO_MAP = tile.layout(head_dim, head_dim_v), tile.consumers, tile.registers, to_map
     Q, K, V, DO, DQ, WORK = map(pipeline.one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.dq, SMEM.work))
-    ADDS_DQ, NUMBERS = tile.adds_dq, 8 if tile.adds_dq else 10
+    FETCHED, ADDS_DQ, NUMBERS = pipeline.one_type(SMEM.fetched), tile.adds_dq, 8 if tile.adds_dq else 10
     ALIGNMENT, ON, OFF, ACC, u32, i32 = SMEM.ALIGNMENT, 1, 0, types.float32, types.uint32, types.int32
     describe, produce, add_dq = build(head_dim, head_dim_v, banded, ordered, options, tile)
 
@@ -180,6 +192,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             for ring in (Q, DO, K, V):
                 pipeline.initialise(smem, ring, 1, CONSUMERS)
             pipeline.initialise(smem, DQ, CONSUMERS * pipeline.WARP_GROUP, 1)
+            pipeline.initialise(smem, FETCHED, 1, 1)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -188,7 +201,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             warp = cuda.threadIdx.x // 32
             if cuda.threadIdx.x % 32 == 0:
                 if warp == ADDERS + 1:
-                    describe(smem, dk, lse2, extras, sizes)
+                    describe(smem, dk, lse2, flags, extras, sizes)
                 elif warp == ADDERS:
                     produce(maps, smem, lse2, delta, i32(sizes[5]))
                 elif ADDS_DQ:
@@ -199,7 +212,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
 
     maps = [f"maps.{i}" for i in range(6 if TO_MAP else 4)]
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
-    operands = array(u32, 5), array(u32, 5), array(ACC, 4), array(ACC, 4), array(ACC, 5), array(types.int32, 5)
+    operands = array(u32, 5), array(u32, 5), array(ACC, 4), array(ACC, 4), array(ACC, 5), array(types.int32, 1)
     extras, *_ = scores.kernel_arguments(options, ())
     numbers = types.UniTuple(types.int64, NUMBERS), types.UniTuple(types.float32, 3)
     signature = types.void(types.UniTuple(types.uint64, len(maps)), *operands, extras, *numbers)

@@ -105,10 +105,10 @@ bulk_add = _instruction(
 )
 
 # ---- flags in global memory (9.7.9.8, 9.7.13.6), between blocks of the grid. To add releases: without that, the completion of a bulk copy
-# tells its own thread alone, and another block's bulk addition was seen to come before it. To spin on a flag is cheaper relaxed.
-load_flag = _instruction("load_flag", "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
-acquire_flag = _instruction("acquire_flag", "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
+# tells its own thread alone, and another block's bulk addition was seen to come before it. And numbers that are handed out one by one.
+load_flag = _instruction("load_flag", "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l," + _MEMORY, types.int32, _u64)
 add_flag = _instruction("add_flag", "red.release.gpu.global.add.s32 [$0], $1;", "l,r," + _MEMORY, _void, _u64, types.int32)
+next_number = _instruction("next_number", "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;", "=r,l," + _MEMORY, types.int32, _u64)
 
 # ---- matrix stores (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, lane l gives the address of row l % 8 of matrix l // 8
 stmatrix = _instruction(

@@ -91,6 +91,8 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
         if FLAGS:
             if cuda.threadIdx.x == 0:
                 ptx.store_global(u64(ptx.global_address(flags) + u64(number * 4)), (types.uint32(0),))
+                if number == 0:
+                    ptx.store_global(u64(ptx.global_address(flags) + u64(4 * cuda.gridDim.x)), (types.uint32(0),))
         if ZEROS:
             zero = ACC(0)
             sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
@@ -99,7 +101,7 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
 
     array = lambda kind, ndim: types.Array(kind, ndim, "A")
     extras, *_ = scores.kernel_arguments(options, ())
-    results = array(ACC, 5), array(ACC, 5), array(types.int32, 5)
+    results = array(ACC, 5), array(ACC, 5), array(types.int32, 1)
     operands = array(types.uint32, 5), array(types.uint32, 5), array(ACC, 4), array(ACC, 4), *results
     return prepare, types.void(*operands, extras, types.int64, types.Tuple([])), {"launch_bounds": (threads, 2)}
 

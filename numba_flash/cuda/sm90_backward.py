@@ -19,6 +19,10 @@ WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
 # Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache (50 MB on an H200). D = 64, N = 16k,
 # full, TFLOP/s: all 32 heads (134 MB) 481, 32 MB 502, 16 MB 503, 8 MB 497; at 4k, and at D = 128, no difference.
 SUMS_AT_WORK = 2**25
+# Blocks of keys of one head that are at work at the same time under a band, times the queries of a tile: they wait for each other at its
+# first tile, longer if they are more, or tiles larger. Causal, TFLOP/s with 512, 256 and 169 at D = 64: 1k 291, 313, 302, 4k 431, 437, 410;
+# with 256, 176 and 128 at D = 128: 1k 335, 334, 329, 4k 494, 487, 487.
+QUERIES_AT_WORK = 256
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class BackwardTile:
             "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
             "dq": (0, ADDERS),  # the tile lies elsewhere, see below
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
+            "fetched": (0, 1),
         }
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
         dq = 2 * ds_bytes
@@ -125,6 +130,7 @@ class WideTile:
             "v": (width_v * panel_bytes(self.block_n), 1),
             "dq": (0, 0),
             "work": (sm90.WORK_BYTES, sm90.WORK_SLOTS),
+            "fetched": (0, 0),
         }
         layout = sm90.lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes)
         layout.lse = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
@@ -164,7 +170,7 @@ def prepare(problem, inputs, results, ordered):
     if any(sm90.why_not_layout("", x) for x in results[:3]):  # only arrays of the user's are like that
         return sm90.prepare_compact(lambda results: prepare(problem, inputs, results, ordered), results)
     p, tile = problem, tile_for(problem)
-    ordered = ordered and tile.adds_dq  # else it is so anyway
+    ordered = ordered and tile.adds_dq and p.nq > 0  # else it is so anyway
     present = lambda inputs: tuple(x for x in inputs[9:] if x is not None)
     first = lambda *operands: tuple(x.swapaxes(0, 1) if p.options.packed else x for x in operands)
     operands, lengths = first(*inputs[:5], *results[:3]), 1 if p.options.packed else p.batch
@@ -184,7 +190,7 @@ def prepare(problem, inputs, results, ordered):
             _words(operands[4]),
             *((x, 4) for x in inputs[5:7]),
             (temporary[0], 5),
-            *((x, 5) for x in sums(temporary)),
+            *zip(sums(temporary), (5, 1), strict=True),
         ),
         extras=extras,
         scalars=(p.nk,),
@@ -219,7 +225,7 @@ def _temporaries(p, tile, grid, multiprocessors) -> list[tuple]:
     """Names, shapes and dtypes of what a call needs: rows, sums of dQ, and flags, or dS."""
     rows = ("rows", (2, *grid[:3], grid[3] * tile.block_m), "float32")
     if tile.adds_dq:
-        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", grid, "int32")
+        sums, flags = ("sums of dq", (*grid, tile.consumers * DQ_PART), "float32"), ("flags", (math.prod(grid) + 1,), "int32")
         return [rows, sums, flags]
     blocks, parts = _parts(p, tile, math.prod(grid), multiprocessors)
     sums = ("sums of dq", (*grid, tile.block_m * p.d if parts > 1 else 0), "float32")
@@ -243,14 +249,14 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
     packed, multiprocessors = p.options.packed, launch.multiprocessors(q.data.device_id)
     key_blocks = _key_blocks(p, tile)
     items = key_blocks * p.hk * (1 if packed else math.prod(p.batch))
-    section = _section(p, tile, key_blocks, multiprocessors)
+    section = _section(p, tile, key_blocks, multiprocessors, ordered)
     maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
     return launch.Launch(
         tile.kernel,
         (p.dtype, p.d, p.dv, sm90.band(p) != "none", not packed, ordered, p.options.structure, tile),
         grid=min(items, multiprocessors),
         block=(tile.threads, tile.layout(p.d, p.dv).bytes),
-        operands=(_words(dk), _words(dv), (rows[0], 4), (rows[1], 4), (sums, 5), (flags, 5)),
+        operands=(_words(dk), _words(dv), (rows[0], 4), (rows[1], 4), (sums, 5), (flags, 1)),
         extras=extras,
         scalars=(items, -p.high, -p.low, p.nq, 1, p.hq // p.hk, section, p.batch[0], *more),
         parameters=(*sm90.scales(p), np.float32(p.scale)),
@@ -258,11 +264,15 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
     )
 
 
-def _section(p, tile, key_blocks: int, multiprocessors: int) -> int:
-    """Heads whose blocks of keys are handed out together: so many that everyone gets the same work, also with a band; without one, and if
-    the tile adds to sums of dq, no more than have their sums in the cache. Blocks of a group are at work on the same one of its heads.
+def _section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
+    """Heads whose blocks of keys are handed out together. Blocks of a group are at work on the same one of its heads.
+
+    With a band, so many that few blocks of one head are at work at the same time, if they wait for each other, else that everyone gets the
+    same work. Without one, if the tile adds to sums of dq, no more than have their sums in the cache.
     """
     even = sm90.even_section(key_blocks, multiprocessors)
+    if sm90.band(p) != "none" and ordered:
+        return -(-multiprocessors * tile.block_m // QUERIES_AT_WORK)
     if sm90.band(p) != "none" or not tile.adds_dq:
         return even
     sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
