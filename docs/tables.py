@@ -17,8 +17,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 OURS = "numba_flash"
-PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # in tables; figures show everyone
-VERSIONS = ("torch", "cuDNN", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4")
+PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # beside each speed; figures and means show everyone
+NAMES = PEERS | {"torch FA2": "FlashAttention-2", "jax cuDNN": "JAX", "torch Flex": "FlexAttention"}
+VERSIONS = ("torch", "cuDNN", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "jax")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -91,14 +92,14 @@ def _speed_entry(contenders: dict, peers: list[str]) -> str:
     return f"{ours['tflops']:.0f} ({', '.join('-' if ratio is None else f'{ratio:.2f}' for ratio in compared)})"
 
 
-def summary(bench: dict, second: dict | None = None) -> str:
-    """Geometric mean and least cell of our speed over each peer's, by direction."""
-    runs = [("", bench)] if second is None else [("", bench), (", another machine of the kind", second)]
+def summary(*benches: dict) -> str:
+    """Geometric mean and least cell of our speed over each peer's, by direction; runs but the first have a remark."""
     rows = []
-    for remark, run in runs:
+    for bench in benches:
+        remark = f", {bench['remark']}" if "remark" in bench else ""
         for direction in ("forward", "backward"):
-            cells = cells_of(run, direction)
-            peers = {peer: PEERS.get(peer, peer) for cell in cells for peer in cell["contenders"] if peer != OURS}
+            cells = cells_of(bench, direction)
+            peers = {peer: NAMES.get(peer, peer) for cell in cells for peer in cell["contenders"] if peer != OURS}
             for peer, name in peers.items():
                 if values := ratios(cells, peer):
                     least, at = min(values, key=lambda value: value[0])
@@ -109,19 +110,21 @@ def summary(bench: dict, second: dict | None = None) -> str:
 
 
 def measured(bench: dict) -> str:
-    """README's: geometric means of our speed over each of `PEERS`, and least and greatest cells."""
+    """README's: geometric means of our speed over everyone who took part in all cells, and least and greatest cells."""
     rows, lengths = [], sorted({cell["length"] for cell in bench["cells"]})
+    everyone = [cell["contenders"] for direction in ("forward", "backward") for cell in cells_of(bench, direction)]
+    peers = {peer: name for peer, name in NAMES.items() if peer in PEERS or all(peer in contenders for contenders in everyone)}
     for direction in ("forward", "backward"):
         cells = cells_of(bench, direction)
         dims = ", ".join(str(d) for d in sorted({cell["head_dim"] for cell in cells}))
         entries = []
-        for peer in PEERS:
+        for peer in peers:
             values = [value for value, _ in ratios(cells, peer)]
             entries.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not compared")
         rows.append([f"{direction}, D = {dims}", *entries])
     versions = ", ".join(f"{name} {bench['packages'][name]}" for name in VERSIONS if name in bench["packages"])
     note = f"{bench['device']}, {bench['date']}, bfloat16, N = {lengths[0]} to {lengths[-1]}, full and causal, {versions}; geometric mean"
-    return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *PEERS.values()], rows)
+    return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *peers.values()], rows)
 
 
 # ---- studies -----------------------------------------------------------------------------------------------------------------------------
@@ -237,7 +240,7 @@ BLOCKS = {
     "measured": Block(measured, ("h200/bench",), BENCH),
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
-    "summary": Block(summary, ("h200/bench", "h200/bench-second"), BENCH),
+    "summary": Block(summary, ("h200/bench", "h200/bench-earlier", "h200/bench-second"), BENCH),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
     "traffic": Block(traffic, ("h200/traffic",), _study("traffic", "h200")),
