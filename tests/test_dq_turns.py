@@ -17,7 +17,7 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 from test_ds_tiles import described, draw, plain
 
 from numba_flash import spec
-from numba_flash.cuda import movers_sm90, sm90, sm90_backward
+from numba_flash.cuda import movers_sm90, rows_sm90, sm90, sm90_backward
 from numba_flash.cuda.swizzle import ADDERS, DQ_PART
 from numba_flash.options import PLAIN
 
@@ -69,38 +69,132 @@ def test_turns_are_counted_without_gaps(kind, seed, tile):
         added[number] += 1
 
 
+def everything_is_done(items: list, shares: list[list[int]] | None, at_work: int, rng) -> bool:
+    """Whether blocks, of which so many are `at_work` at a time, add all of their items' tiles in turns.
+
+    They claim items one by one, or have the shares that they are given, as blocks of a grid of that many.
+    """
+    claimed, waiting, added = iter(items), None if shares is None else [[items[i] for i in share] for share in shares], Counter()
+    working = [[] for _ in range(at_work)]
+    while True:
+        for block in working:
+            if shares is None:
+                block += next(claimed, []) if len(block) <= rng.integers(3) else []  # all of its tiles have been asked for
+            elif not block and waiting:
+                block += itertools.chain(*waiting.pop(0))
+        ready = [block for block in working if block and added[block[0][0]] == block[0][1]]
+        if not ready and shares is None:
+            for block in working:
+                block += next(claimed, [])
+            ready = [block for block in working if block and added[block[0][0]] == block[0][1]]
+        if not ready:
+            return sum(added.values()) == sum(map(len, items))
+        added[ready[rng.integers(len(ready))].pop(0)[0]] += 1
+
+
 @EACH_TILE
 @EACH_KIND
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_items_are_done_however_few_blocks_are_at_work(kind, seed, blocks, tile):
-    """Blocks claim items in order, and do them one after the other, whoever is the fastest."""
+@pytest.mark.parametrize("at_work", [1, 2, 5])
+def test_claimed_items_are_done_however_few_blocks_are_at_work(kind, seed, at_work, tile):
     rng = np.random.default_rng(seed)
-    items, added, working = iter(additions(rng, kind, tile)), Counter(), [[] for _ in range(blocks)]
-    left = True
-    while left or any(working):
-        block = working[rng.integers(blocks)]
-        while left and len(block) <= rng.integers(4):  # all of its tiles have been asked for
-            item = next(items, None)
-            left = item is not None
-            block += item or []
-        ready = [todo for todo in working if todo and added[todo[0][0]] == todo[0][1]]
-        assert ready or not any(working), "all wait for each other"
-        if ready:
-            added[ready[rng.integers(len(ready))].pop(0)[0]] += 1
+    assert everything_is_done([item for item in additions(rng, kind, tile) if item], None, at_work, rng)
 
 
+def test_shares_of_a_grid_are_not_done_if_few_blocks_are_at_work():
+    """Two turns of a grid of 4, the second in reverse: the first 2 blocks wait for items of the others, which wait for them to end."""
+    items, shares = [[(0, i)] for i in range(8)], [[0, 7], [1, 6], [2, 5], [3, 4]]
+    rng = np.random.default_rng(0)
+    assert everything_is_done(items, shares, 4, rng)
+    assert not everything_is_done(items, shares, 2, rng)
+    assert everything_is_done(items, None, 2, rng)
+
+
+# ---- who does which work: items are claimed one by one ---------------------------------------------------------------------------------
+
+
+@EACH_TILE
 @EACH_KIND
-def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for(kind):
-    """Else a block would keep items that others wait for, while it is busy with an earlier one."""
-    events = []
-    items = additions(np.random.default_rng(0), kind, TILES[0], events)
-    claims = [event for event in events if event != "ready"]
-    assert len(claims) > len(items) > 1
-    assert claims == [*range(len(claims))]
-    assert events[0] == 0
-    assert kind == "packed" or events[1:] == list(itertools.chain(*(("ready", i) for i in claims[1:])))  # packed items may be empty
-    assert events.count("ready") >= len(items)
+def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for(kind, tile):
+    """From a number behind the flags. Earlier, a block would keep items that others wait for, while it is busy with another one."""
+    events, published = [], 0
+    problem, _ = draw(np.random.default_rng(0), kind)
+    items = additions(np.random.default_rng(0), kind, tile, events)
+    behind_the_flags = 4 * math.prod(sm90_backward._row_blocks(problem, tile))
+    for before, event in zip([None, *events], events, strict=False):
+        if event == ("publish",):
+            published += 1
+        elif event[0] == "claim":
+            assert event[1] == behind_the_flags
+            assert before == (("ready", tile.layout(64, 64).fetched, published - 1) if published else None)
+    assert published == len(items) + 1 > 2
+    assert sum(what == "claim" for what, *_ in events) >= published
+
+
+@EACH_TILE
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group, tile):
+    """If it claims items at all."""
+    count, events = int(movers_sm90.COUNT), []
+    items = [dict.fromkeys(range(14), 0) | {count: tiles} for tiles in (3, 1, 2)] + [{count: movers_sm90.END}]
+    _, produce, _ = movers_sm90.build(64, 64, True, ordered, PLAIN, tile)
+    sends = {name: lambda *_, name=name: events.append(name) for name in ("send_q", "send_do", "fill_k", "fill_v")}
+    pipeline = SimpleNamespace(
+        **dict.fromkeys(("wait_ready", "wait_free", "leave"), lambda *_: None),
+        read=lambda smem, ring, turn, word: items[int(turn)][int(word)],
+        publish=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
+    )
+    rows, ptx = SimpleNamespace(shape=(1, 1, 1, tile.block_m)), SimpleNamespace(global_address=lambda array: 0)
+    plain(produce, sends, pipeline=pipeline, ptx=ptx)([None] * 4, 0, rows, rows, group)
+    expected = []
+    for turn, item in enumerate(items[:-1]):
+        tiles = ["send_q", "send_do"] * (item[count] * group)
+        expected += ["fill_k", tiles[0], "fill_v", *tiles[1:]] + ([(tile.layout(64, 64).fetched, turn)] if ordered else [])
+    assert events == expected
+
+
+@EACH_TILE
+@pytest.mark.parametrize("grid", [1, 5])
+def test_flags_and_the_number_of_the_next_item_begin_at_zero(grid, tile):
+    """Each flag by its own block of the kernel before; nothing else is written there."""
+    address, stored = 10_000_000, []
+    prepare, *_ = rows_sm90.build_prepare("float16", 64, False, True, PLAIN, tile, 256)
+    for number in range(grid):
+        where = SimpleNamespace(blockIdx=SimpleNamespace(x=number), gridDim=SimpleNamespace(x=grid), threadIdx=SimpleNamespace(x=0))
+        where.shfl_xor_sync = lambda lanes, value, lane: value
+        ptx = SimpleNamespace(
+            global_address=lambda array: address if array == "flags" else 0, store_global=lambda *what: stored.append(what)
+        )
+        no_rows = {"rows": lambda number, *_: (0, 0, 0, 0, 0, 0, 0, 0, 1.0)}
+        plain(prepare, no_rows, cuda=where, ptx=ptx)(
+            *[None] * 2, SimpleNamespace(shape=(1, 1, 1, 0)), None, "shifts", None, "flags", (), 0, ()
+        )
+    stored = [(int(at - address), values) for at, values in stored if at >= address]
+    assert sorted(stored) == [(4 * i, (0,)) for i in range(grid + 1)]
+
+
+@EACH_TILE
+def test_every_ring_is_initialised(tile):
+    """With as many arrivals as there are who fill a slot, and who leave it."""
+    layout, found = tile.layout(64, 64), {}
+    kernel, *_ = movers_sm90.build_kernel(64, 64, True, True, True, PLAIN, tile, None)
+    roles = dict.fromkeys(("describe", "produce", "add_dq"), lambda *_: None)
+    cuda = SimpleNamespace(threadIdx=SimpleNamespace(x=0), shared=SimpleNamespace(array=lambda *_: None), syncthreads=lambda: None)
+    ptx = SimpleNamespace(shared_address=lambda array: 0, fence_mbarrier_init=lambda: None, setmaxnreg=lambda *_: None)
+    initialise = lambda smem, ring, fills, releases: found.__setitem__(tuple(map(int, ring)), (int(fills), int(releases)))
+    pipeline = SimpleNamespace(WARP_GROUP=128, uniform=lambda x: x, initialise=initialise)
+    plain(kernel, roles, cuda=cuda, ptx=ptx, pipeline=pipeline)([], *[None] * 4, None, None, (), (0,) * 8, ())
+    consumers, threads = tile.consumers, tile.consumers * 128
+    assert found == {
+        **dict.fromkeys((layout.q, layout.do, layout.k, layout.v), (1, consumers)),
+        layout.dq: (threads, 1),
+        layout.work: (1, threads + ADDERS + 1),
+        layout.fetched: (1, 1),
+    }
+
+
+# ---- who may use the tile of dQ --------------------------------------------------------------------------------------------------------
 
 
 def turns(counts, maps: bool) -> list[list[tuple[str, int]]]:
@@ -194,11 +288,12 @@ def test_the_tile_of_dq_has_its_own_memory(tile):
     layout = tile.layout(d, d)
     pieces = [(layout.ds, 2 * layout.ds_bytes), (layout.dq[0], 4 * DQ_PART * tile.consumers), (layout.bounds, 16 * tile.consumers)]
     pieces += [(layout.lse, 4 * tile.block_m * tile.stages), (layout.delta, 4 * tile.block_m * tile.do_stages)]
-    for name in ("q", "do", "k", "v", "dq", "work"):
+    for name in ("q", "do", "k", "v", "dq", "work", "fetched"):
         slots, slot_bytes, count, ready, free = getattr(layout, name)
-        pieces += [(ready, 8 * count), (free, 8 * count)] + ([] if name == "dq" else [(slots, slot_bytes * count)])
+        pieces += [(ready, 8 * count), (free, 8 * count)] + ([] if name in ("dq", "fetched") else [(slots, slot_bytes * count)])
     pieces.sort()
     assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
     assert sum(pieces[-1]) + layout.ALIGNMENT <= layout.bytes <= sm90.SHARED_LIMIT
     assert layout.dq[0] % layout.ALIGNMENT == 0, "panels of dK and dV are stored from there"
     assert layout.dq[1:3] == (0, ADDERS)
+    assert layout.fetched[1:3] == (0, 1)

@@ -22,10 +22,11 @@ TILE = sm90_backward.WideTile()
 BLOCK_M, BLOCK_N, MULTIPROCESSORS = TILE.block_m, TILE.block_n, 132
 
 
-def plain(function, **globals_):
-    """A device function, and those that it has captured, as Python functions with some other globals."""
+def plain(function, captured=None, **globals_):
+    """A device function, and those that it has captured, as Python functions with some other globals, and others in place of `captured`."""
     function = getattr(function, "py_func", function)
-    values = (cell.cell_contents for cell in function.__closure__ or ())
+    found = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    values = ((captured or {}).get(name, cell.cell_contents) for name, cell in found.items())
     cells = tuple(CellType(plain(x, **globals_) if hasattr(x, "py_func") else x) for x in values)
     return FunctionType(function.__code__, function.__globals__ | globals_, function.__name__, function.__defaults__, cells)
 
@@ -33,17 +34,24 @@ def plain(function, **globals_):
 def described(module, describe, shape, arrays, extras, sizes, events=None) -> list[dict]:
     """The work items, by the names of their words, that `describe` writes down for the only block of a grid.
 
-    If it is not the grid that says which, `events` gets the number of each item claimed, and "ready" for each wait.
+    `events` gets what else it does, in order: ("claim", byte of the array of flags), ("ready", ring, n) for each wait, ("publish",).
     """
     items, slot, events = [], {}, [] if events is None else events
-    claim = lambda address: events.append(sum(x != "ready" for x in events)) or np.int32(events[-1])
-    write = lambda smem, ring, n, word, value: slot.__setitem__(int(word), int(value))
+
+    def claim(address):
+        events.append(("claim", int(address)))
+        return np.int32(sum(what == "claim" for what, *_ in events) - 1)
+
+    def publish(*_):
+        events.append(("publish",))
+        items.append(dict(slot))
+
     replaced = {
         "pipeline": SimpleNamespace(
             wait_free=lambda *_: None,
-            wait_ready=lambda *_: events.append("ready"),
-            write=write,
-            publish=lambda *_: items.append(dict(slot)),
+            wait_ready=lambda smem, ring, n: events.append(("ready", tuple(map(int, ring)), int(n))),
+            write=lambda smem, ring, n, word, value: slot.__setitem__(int(word), int(value)),
+            publish=publish,
         ),
         "ptx": SimpleNamespace(global_address=lambda array: 0, next_number=claim),
         "schedule": SimpleNamespace(snake=lambda turn, blocks: np.int32(turn)),
