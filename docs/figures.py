@@ -133,14 +133,8 @@ def tiles(figure, results: dict) -> None:
     axes = figure.subplots(-(-len(kernels) // 2), 2, squeeze=False)
     for axis, ((kernel, d), rows) in zip(axes.flat, kernels.items(), strict=False):
         rows = sorted((row for row in rows if "ms" in row), key=lambda row: row["ms"], reverse=True)
-        others = [
-            field
-            for field in rows[0]["tile"]
-            if len({row["tile"][field] for row in rows}) > 1 and not field.startswith(("block", "threads"))
-        ]
         for i, row in enumerate(rows):
-            tile = row["tile"]
-            label = ", ".join([f"{tile['block_m']} x {tile['block_n']}", *(f"{field} {tile[field]}" for field in others)])
+            label = tables.tile_label(row, rows)
             axis.barh(i, row["ms"], color=STYLES[OURS if row["chosen"] else "torch cuDNN"][0], zorder=2)
             axis.text(0, i, f" {label}{' (chosen)' if row['chosen'] else ''}", color="white", va="center", fontsize=7, zorder=3)
         axis.set_yticks([])

@@ -109,19 +109,19 @@ def summary(*benches: dict) -> str:
     return table(["our speed over", "peer", "cells", "geometric mean", "least", "where"], rows)
 
 
-def measured(bench: dict) -> str:
-    """README's: geometric means of our speed over everyone who took part in all cells, and least and greatest cells."""
+def measured(bench: dict, *others: dict) -> str:
+    """README's: geometric means of our speed over everyone who took part in all cells, and least and greatest cells; others' too."""
     rows, lengths = [], sorted({cell["length"] for cell in bench["cells"]})
     everyone = [cell["contenders"] for direction in ("forward", "backward") for cell in cells_of(bench, direction)]
     peers = {peer: name for peer, name in NAMES.items() if peer in PEERS or all(peer in contenders for contenders in everyone)}
-    for direction in ("forward", "backward"):
-        cells = cells_of(bench, direction)
+    for run, direction in ((run, direction) for run in (bench, *others) for direction in ("forward", "backward")):
+        cells = cells_of(run, direction)
         dims = ", ".join(str(d) for d in sorted({cell["head_dim"] for cell in cells}))
-        entries = []
+        entries, remark = [], f"; {run['remark']}" if "remark" in run else ""
         for peer in peers:
             values = [value for value, _ in ratios(cells, peer)]
             entries.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not compared")
-        rows.append([f"{direction}, D = {dims}", *entries])
+        rows.append([f"{direction}, D = {dims}{remark}", *entries])
     versions = ", ".join(f"{name} {bench['packages'][name]}" for name in VERSIONS if name in bench["packages"])
     note = f"{bench['device']}, {bench['date']}, bfloat16, N = {lengths[0]} to {lengths[-1]}, full and causal, {versions}; geometric mean"
     return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *peers.values()], rows)
@@ -171,6 +171,13 @@ def traffic(results: dict) -> str:
     return table(["", "forward, ms", "backward, ms", "both, ms", "GFLOP by formula", "GFLOP counted", "HBM, GB"], rows)
 
 
+def tile_label(row: dict, rows: list[dict]) -> str:
+    """A tile's shape, and whatever else differs among those of its kernel."""
+    tile = row["tile"]
+    differs = lambda field: len({other["tile"][field] for other in rows}) > 1 and not field.startswith(("block", "threads"))
+    return ", ".join([f"{tile['block_m']} x {tile['block_n']}", *(f"{field} {tile[field]}" for field in tile if differs(field))])
+
+
 def tiles(results: dict) -> str:
     """For each kernel the chosen tile and the fastest of the others."""
     rows = []
@@ -179,8 +186,7 @@ def tiles(results: dict) -> str:
         timed.sort(key=lambda row: row["ms"])
         chosen = next(row for row in timed if row["chosen"])
         other = next(row for row in timed if not row["chosen"])
-        shape = lambda row: f"{row['tile']['block_m']} x {row['tile']['block_n']}"
-        entries = [text for row in (chosen, other) for text in (shape(row), _three(row["ms"]), _three(row["tflops"]))]
+        entries = [text for row in (chosen, other) for text in (tile_label(row, timed), _three(row["ms"]), _three(row["tflops"]))]
         rows.append([f"{kernel}, {timed[0]['dtype']}, D = {d}", *entries])
     columns = ["", "chosen", "ms", "TFLOP/s", "fastest other", "ms", "TFLOP/s"]
     return table(columns, rows)
@@ -237,7 +243,7 @@ def _study(name: str, machine: str) -> str:
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 BLOCKS = {
-    "measured": Block(measured, ("h200/bench",), BENCH),
+    "measured": Block(measured, ("h200/bench", "h200/bench-earlier"), BENCH),
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
     "summary": Block(summary, ("h200/bench", "h200/bench-earlier", "h200/bench-second"), BENCH),

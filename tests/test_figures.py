@@ -28,8 +28,8 @@ def step(length: int, contender: str, **others) -> dict:
     return {"length": length, "mask": "full", "contender": contender} | others
 
 
-def tile(block_n: int, ms: float, chosen: bool) -> dict:
-    shape = {"block_m": 128, "block_n": block_n, "stages": 2}
+def tile(block_n: int, ms: float, chosen: bool, stages: int = 2) -> dict:
+    shape = {"block_m": 128, "block_n": block_n, "stages": stages}
     return {"kernel": "sm90 forward", "dtype": "bfloat16", "head_dim": 64, "chosen": chosen, "tile": shape, "ms": ms, "tflops": 1 / ms}
 
 
@@ -49,6 +49,10 @@ RESULTS = {
             cell("forward", 512, {"numba_flash": entry(300), "torch cuDNN": entry(200, 1.5)}, heads_kv=2),
             cell("backward", 512, {"numba_flash": entry(100), "torch cuDNN": entry(80, 1.25)}),
         ],
+    },
+    "h200/bench-earlier": {
+        "remark": "long ago",
+        "cells": [cell("forward", 512, {"numba_flash": entry(300), "torch FA2": entry(100, 3.0)}), cell("backward", 512, {})],
     },
     "h200/scaling": {
         "device": "H",
@@ -70,7 +74,7 @@ RESULTS = {
             | {"tensor_flop": None, "scalar_flop": None},
         ]
     },
-    "h200/tiles": {"rows": [tile(128, 0.5, True), tile(64, 1.0, False), tile(96, 0.8, False)]},
+    "h200/tiles": {"rows": [tile(128, 0.5, True), tile(64, 1.0, False), tile(96, 0.8, False, 3)]},
     "h200/accuracy": {
         "device": "H",
         "rows": [errors("float16", d, who, error) for d in ("normal", "outliers") for who, error in (("naive", 2e-4), ("sm90", 1e-4))]
@@ -87,15 +91,25 @@ RESULTS = {
 EXPECTED = {
     "speed-forward": ["| D = 128, full | 400 (2.00, 0.80) | 500 (0.50, -) |", "| D = 128, full, 16 heads over 2 | 300 (1.50, -) |  |"],
     "speed-backward": ["| backward | N = 512 |", "| D = 128, full | 100 (1.25) |"],
-    "summary": ["| forward | cuDNN | 2 | 1.00 | 0.50 | D = 128, N = 1024, full |", "| backward | cuDNN | 1 | 1.25 | 1.25 |"],
-    "measured": ["H, D, bfloat16, N = 512 to 1024", "| forward, D = 128 | 1.00 (0.50 to 2.00) | 0.80 (0.80 to 0.80) |", "| not compared |"],
+    "summary": [
+        "| forward | cuDNN | 2 | 1.00 | 0.50 | D = 128, N = 1024, full |",
+        "| backward | cuDNN | 1 | 1.25 | 1.25 |",
+        "| forward, long ago | FlashAttention-2 | 1 | 3.00 | 3.00 |",
+    ],
+    "measured": [
+        "H, D, bfloat16, N = 512 to 1024",
+        "| our speed over | cuDNN | FlashAttention-4 |\n",
+        "| forward, D = 128 | 1.00 (0.50 to 2.00) | 0.80 (0.80 to 0.80) |",
+        "| backward, D = 128 | 1.25 (1.25 to 1.25) | not compared |",
+        "| forward, D = 128; long ago | not compared | not compared |",
+    ],
     "scaling-h200": ["| 1024 | 3.50 | 5.00 | 30.0 | 5,000 |", "| 2048 | 14.0 | 10.0 | backward: OutOfMemoryError |  |"],
     "scaling-cpu": ["Not measured yet: `python asv_bench/studies/scaling.py --json asv_bench/studies/results/2-core-cpu/scaling.json`."],
     "traffic": [
         "| numba_flash, full | 1.00 | 2.00 | 3.00 | 962 | 962 | 4.40 |",
         "| standard (CuPy), full | 10.0 | 20.0 | 30.0 | 825 | not counted |",
     ],
-    "tiles": ["| sm90 forward, bfloat16, D = 64 | 128 x 128 | 0.500 | 2.00 | 128 x 96 | 0.800 | 1.25 |"],
+    "tiles": ["| sm90 forward, bfloat16, D = 64 | 128 x 128, stages 2 | 0.500 | 2.00 | 128 x 96, stages 3 | 0.800 | 1.25 |"],
     "accuracy": ["| H | float16 | sm90 | 1.0e-04 / 1.0e-04 |", "| H | float64 | simt |"],
     "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
     "torch-cpu": ["| forward | 1.07 to 1.08 |"],

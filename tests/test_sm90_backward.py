@@ -148,11 +148,21 @@ ON_STREAMS = """
 import random, cupy as cp, numba_flash
 streams = [cp.cuda.Stream(non_blocking=True, priority=priority) for priority in (-5, 0, -3)]
 calls, expected, made = [], [], {}
-for batch, heads, n in ((1, 20, 1024), (2, 16, 2048), (1, 8, 4096), (1, 40, 512), (3, 9, 1536)):
-    do, q, k, v = (cp.random.standard_normal((batch, heads, n, 64), dtype=cp.float32).astype(cp.float16) for _ in range(4))
-    arrays = do, q, k, v, *numba_flash.forward(q, k, v, return_lse=True, causal=True)
-    calls.append(lambda arrays=arrays: numba_flash.backward(*arrays, causal=True, backend="sm90"))
+
+def add(forward, backward, shapes, *lengths, **options):
+    do, q, k, v = (cp.random.standard_normal(shape, dtype=cp.float32).astype(cp.float16) for shape in shapes)
+    arrays = do, q, k, v, *forward(q, k, v, *lengths, return_lse=True, backend="sm90", **options), *lengths
+    calls.append(lambda: backward(*arrays, backend="sm90", **options))
     expected.append([x.get() for x in calls[-1]()])
+
+for batch, heads, heads_kv, n, d, causal in (
+    (1, 20, 20, 1024, 64, True), (2, 16, 16, 2048, 64, True), (1, 8, 8, 4096, 64, False), (1, 40, 8, 512, 64, True),
+    (3, 9, 9, 1536, 128, True),
+):
+    shapes = [(batch, h, n, d) for h in (heads, heads, heads_kv, heads_kv)]
+    add(numba_flash.forward, numba_flash.backward, shapes, causal=causal)
+offsets = cp.asarray([0, 700, 700, 2500, 4000])
+add(numba_flash.forward_packed, numba_flash.backward_packed, [(4000, 8, 128)] * 4, offsets, offsets, causal=True)
 cp.cuda.Device().synchronize()
 random.seed(0)
 for _ in range(100):
@@ -196,9 +206,10 @@ def test_a_captured_call_computes_from_what_its_arrays_hold(cp, d):
         stream.begin_capture()
         backward(do, q, k, v, o, lse, out=out)
         graph = stream.end_capture()
-        graph.launch()
-        stream.synchronize()
-        assert bits(cp, *out) == eager
+        for _ in range(2):
+            graph.launch()
+            stream.synchronize()
+            assert bits(cp, *out) == eager
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -60,16 +60,16 @@ BACKWARD = {
     "backward 64": ("bfloat16", 64, 64, False, True, True, PLAIN),
     "backward 64, causal": ("float16", 64, 64, True, True, False, PLAIN),
     "backward 128": ("float16", 128, 128, False, True, False, PLAIN),
-    "backward 128, causal": ("bfloat16", 128, 128, True, True, True, PLAIN),
-    "backward 40, 72": ("bfloat16", 40, 72, True, True, True, PLAIN),
-    "backward lengths": ("bfloat16", 128, 128, True, True, True, LENGTHS),
-    "backward packed": ("float16", 64, 64, True, False, True, PACKED),
-    "backward packed, 128": ("bfloat16", 128, 128, True, False, True, PACKED),
-    "backward softcap": ("bfloat16", 128, 128, True, True, True, SOFTCAP),
-    "backward 256": ("bfloat16", 256, 256, True, True, True, PLAIN),
-    "backward 192, 128": ("float16", 192, 128, False, True, True, PLAIN),
-    "backward packed, 136, 256": ("bfloat16", 136, 256, True, False, True, PACKED),
-    "backward softcap, 64": ("bfloat16", 64, 64, True, True, True, SOFTCAP),
+    "backward 128, in order": ("bfloat16", 128, 128, False, True, True, PLAIN),
+    "backward 40, 72": ("bfloat16", 40, 72, False, True, True, PLAIN),
+    "backward lengths": ("bfloat16", 128, 128, False, True, True, LENGTHS),
+    "backward packed": ("float16", 64, 64, False, False, True, PACKED),
+    "backward packed, 128": ("bfloat16", 128, 128, False, False, True, PACKED),
+    "backward softcap": ("bfloat16", 128, 128, False, True, True, SOFTCAP),
+    "backward 256": ("bfloat16", 256, 256, True, True, False, PLAIN),
+    "backward 192, 128": ("float16", 192, 128, False, True, False, PLAIN),
+    "backward packed, 136, 256": ("bfloat16", 136, 256, True, False, False, PACKED),
+    "backward softcap, 64": ("bfloat16", 64, 64, False, True, True, SOFTCAP),
 }
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
 SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
@@ -137,11 +137,20 @@ def test_instructions(name, tmp_path):
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("name", together(BACKWARD))
 def test_instructions_of_the_backward_pass(name, tmp_path):
-    """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV go through tensor maps or not."""
+    """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV through tensor maps or not; claims and flags if ordered."""
+    *_, to_map, ordered, _, tile = BACKWARD[name]
     found = instructions(linked(name)[0], tmp_path)
-    assert {"HGMMA", "UTMALDG", "UBLKRED" if BACKWARD[name][-1].adds_dq else "UBLKCP", "USETMAXREG", "SYNCS"} <= found
-    assert ("UTMASTG" in found) == BACKWARD[name][4]
+    assert {"HGMMA", "UTMALDG", "UBLKRED" if tile.adds_dq else "UBLKCP", "USETMAXREG", "SYNCS"} <= found
+    assert ("UTMASTG" in found) == to_map
+    assert found & {"ATOMG", "REDG"} == ({"ATOMG", "REDG"} if ordered else set())
     assert not found & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
+
+
+def test_a_mask_makes_no_difference_to_who_adds_in_turns():
+    """Blocks that claim their work need not share it out evenly, so one kernel serves both."""
+    dtype, d, dv, banded, *others = BACKWARD["backward 64"]
+    with_mask = compile.intermediate("backward_sm90.build", (dtype, d, dv, not banded, *others), H200)
+    assert compile.link(with_mask, H200) == compile.link(code("backward 64"), H200)
 
 
 @pytest.mark.parametrize("options", [PLAIN, LENGTHS, PACKED], ids=["plain", "lengths", "packed"])

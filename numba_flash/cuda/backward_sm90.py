@@ -20,7 +20,7 @@ from numba_flash.cuda.swizzle import DQ_PART
 def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``, its signature and compile options.
 
-    banded : True if some query does not see every key.
+    banded : True if some query does not see every key; it makes no difference if `ordered`.
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a tile, and with `to_map` of dk and dv.
     dk, dv : (b0, b1, kv_heads, nk, head_dim), as words of two elements.
     lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as `numba_flash.cuda.rows_sm90` numbers and writes them.

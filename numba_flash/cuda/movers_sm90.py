@@ -51,8 +51,8 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
 
     @cuda.jit(device=True, forceinline=True)
     def next_item(smem, turn, taken, flags):
-        """Number of the next work item. If ORDERED, a block claims items one by one, each when it has asked for all tiles of the last one:
-        whom an item waits for is then at work, or done, however few blocks the GPU has room for at a time.
+        """Number of the next work item. If ORDERED, a block claims it: whom an item waits for has been claimed before, by a block at work,
+        however few blocks the GPU has room for. It does so when it has asked for all tiles of the last one, lest others wait longer.
         """
         if ORDERED:
             if turn != u32(0):
@@ -62,7 +62,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
 
     @cuda.jit(device=True, forceinline=True)
     def describe(smem, dk, lse2, flags, extras, sizes):
-        """Write down what this block's work items are, one ahead of the others; if IN_PARTS those of some blocks of keys."""
+        """Write down what this block's work items are, ahead of the others; if IN_PARTS those of some blocks of keys."""
         turn, taken, there = u32(0), u32(0), True
         while there:
             pipeline.wait_free(smem, WORK, turn)

@@ -47,7 +47,7 @@ def build_prepare(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
 
     lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `shifts`,
-    and flags = 0 if `ordered`, else dq_sum = 0, unless the tile leaves dQ to `numba_flash.cuda.dq_sm90`.
+    and flags = 0, one per row block and one more, if `ordered`, else dq_sum = 0, unless the tile leaves dQ to `numba_flash.cuda.dq_sm90`.
     """  # fmt: skip
     BLOCK_M, HAS_DLSE, THREADS = tile.block_m, has_dlse, threads
     FLAGS, ZEROS = ordered and tile.adds_dq, tile.adds_dq and not ordered

@@ -22,7 +22,7 @@ SUMS_AT_WORK = 2**25
 # Blocks of keys of one head that are at work at the same time under a band, times the queries of a tile: they wait for each other at its
 # first tile, longer if they are more, or tiles larger. Causal, TFLOP/s with 512, 256 and 169 at D = 64: 1k 291, 313, 302, 4k 431, 437, 410;
 # with 256, 176 and 128 at D = 128: 1k 335, 334, 329, 4k 494, 487, 487.
-QUERIES_AT_WORK = 256
+BLOCKS_TIMES_QUERIES = 256
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BackwardTile:
         """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`, `bounds`, the `bytes` of all.
 
         "dq" has one tile and two pairs of mbarriers, for even tiles and odd ones: its slots are the same memory, and a tile may come when
-        the one before it has left, not when its own slot is free.
+        the one before it has left, not when its own slot is free. "fetched" has no memory: all tiles of a work item have been asked for.
         """
         rings = {
             "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
@@ -154,9 +154,9 @@ class WideTile:
 # (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, and what was
 # tried instead, over its speed or cuDNN's; bfloat16, B N = 16384, 2048 / D heads, deterministic, H200, each pair in one process.
 TILES = (
-    (64, 64, BackwardTile(128, 2, 2, False)),  # 1.18, 1.20, 1.16; BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
-    (128, 128, BackwardTile(64, 3, 2, True)),  # 1.10, 1.07, 1.07; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it
-    (256, 256, WideTile()),  # 1.32, 1.14, 1.23; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
+    (64, 64, BackwardTile(128, 2, 2, False)),  # 1.21, 1.20, 1.20; BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
+    (128, 128, BackwardTile(64, 3, 2, True)),  # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it
+    (256, 256, WideTile()),  # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
 )
 
 
@@ -170,7 +170,7 @@ def prepare(problem, inputs, results, ordered):
     if any(sm90.why_not_layout("", x) for x in results[:3]):  # only arrays of the user's are like that
         return sm90.prepare_compact(lambda results: prepare(problem, inputs, results, ordered), results)
     p, tile = problem, tile_for(problem)
-    ordered = ordered and tile.adds_dq and p.nq > 0  # else it is so anyway
+    ordered = ordered and tile.adds_dq  # else it is so anyway
     present = lambda inputs: tuple(x for x in inputs[9:] if x is not None)
     first = lambda *operands: tuple(x.swapaxes(0, 1) if p.options.packed else x for x in operands)
     operands, lengths = first(*inputs[:5], *results[:3]), 1 if p.options.packed else p.batch
@@ -253,7 +253,7 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
     maps = ((do, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (dk, KEYS), (dv, KEYS))
     return launch.Launch(
         tile.kernel,
-        (p.dtype, p.d, p.dv, sm90.band(p) != "none", not packed, ordered, p.options.structure, tile),
+        (p.dtype, p.d, p.dv, sm90.band(p) != "none" and not ordered, not packed, ordered, p.options.structure, tile),
         grid=min(items, multiprocessors),
         block=(tile.threads, tile.layout(p.d, p.dv).bytes),
         operands=(_words(dk), _words(dv), (rows[0], 4), (rows[1], 4), (sums, 5), (flags, 1)),
@@ -265,14 +265,15 @@ def _main(p, tile, operands, rows, sums, flags, extras, ordered, more=()):
 
 
 def _section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
-    """Heads whose blocks of keys are handed out together. Blocks of a group are at work on the same one of its heads.
+    """Heads of k whose blocks of keys are handed out together.
 
     With a band, so many that few blocks of one head are at work at the same time, if they wait for each other, else that everyone gets the
-    same work. Without one, if the tile adds to sums of dq, no more than have their sums in the cache.
+    same work. Without one, if the tile adds to sums of dq, no more than have their sums in the cache: one each, since blocks at work at the
+    same time walk over the heads of a group together.
     """
     even = sm90.even_section(key_blocks, multiprocessors)
     if sm90.band(p) != "none" and ordered:
-        return -(-multiprocessors * tile.block_m // QUERIES_AT_WORK)
+        return -(-multiprocessors * tile.block_m // BLOCKS_TIMES_QUERIES)
     if sm90.band(p) != "none" or not tile.adds_dq:
         return even
     sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
