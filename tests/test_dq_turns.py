@@ -83,10 +83,6 @@ def everything_is_done(items: list, shares: list[list[int]] | None, at_work: int
             elif not block and waiting:
                 block += itertools.chain(*waiting.pop(0))
         ready = [block for block in working if block and added[block[0][0]] == block[0][1]]
-        if not ready and shares is None:
-            for block in working:
-                block += next(claimed, [])
-            ready = [block for block in working if block and added[block[0][0]] == block[0][1]]
         if not ready:
             return sum(added.values()) == sum(map(len, items))
         added[ready[rng.integers(len(ready))].pop(0)[0]] += 1

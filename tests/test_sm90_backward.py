@@ -177,7 +177,7 @@ for _ in range(100):
 
 def test_calls_on_streams_of_different_priority_do_not_wait_for_each_other(cp):
     """If the grid gave out work, two calls that have part of the multiprocessors each would wait for their other blocks for ever."""
-    subprocess.run([sys.executable, "-c", ON_STREAMS], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", ON_STREAMS], check=True, timeout=300)
 
 
 @pytest.mark.parametrize(("d", "ordered"), [(128, True), (128, False), (256, True)])
