@@ -1,5 +1,11 @@
-"""How long a call takes: every contender in turn, round after round, so that what the machine does meanwhile happens to all of them."""
+"""How long a call takes: every contender in turn, round after round, so that what the machine does meanwhile happens to all of them.
 
+Each round has a new random order, so that nobody always follows the same neighbour and finds the GPU as hot, and its caches as full, as that
+one leaves them. A slow contender also leaves the others more time to cool: beside slow ones fast ones look slower. So compare the fastest
+alone (``--peers``).
+"""
+
+import random
 import time
 import warnings
 from contextlib import contextmanager
@@ -118,8 +124,9 @@ def compare(cell: Cell, contenders: list[Contender], clock: HostClock, repeats: 
         outcomes[contender.name], bound[contender.name] = _check(contender, case, expected)
     runners = [c for c in contenders if outcomes[c.name].status == "ok"]
     counts = {c.name: _calls_per_turn(clock, c, bound[c.name]) for c in runners}
+    order = random.Random(0)
     for turn in range(repeats + 1):
-        for c in runners if turn % 2 else runners[::-1]:
+        for c in order.sample(runners, len(runners)):
             seconds = clock.seconds(bound[c.name], counts[c.name], c.own_stream)
             if turn > 0:  # the first is to warm up
                 outcomes[c.name].ms.append(1e3 * seconds / counts[c.name])
@@ -147,18 +154,19 @@ def _calls_per_turn(clock: HostClock, contender: Contender, bound: Bound) -> int
 
 
 def host_microseconds(contenders: list[Contender], clock: HostClock, dtype: str) -> dict[str, float]:
-    """The host's time per forward call at `HOST_CELL`: many calls, none waited for; median of interleaved batches of them."""
+    """The host's time per forward call at `HOST_CELL`: many calls, none waited for; median of batches in random order."""
     case = Case(Cell("forward", "full", dtype, **HOST_CELL), clock.xp)
     clock.wait()
     expected = case.expected()
     checked = {c.name: _check(c, case, expected) for c in contenders if c.host_time}
     times = {name: [] for name, (outcome, _) in checked.items() if outcome.status == "ok"}
+    order = random.Random(0)
     for _ in range(HOST_TURNS):
-        for name, batches in times.items():
+        for name in order.sample(list(times), len(times)):
             clock.wait()
             start = time.perf_counter()
             checked[name][1].repeat(HOST_CALLS)
-            batches.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+            times[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
     clock.wait()
     return {name: median(batches) for name, batches in times.items()}
 
