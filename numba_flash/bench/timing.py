@@ -1,7 +1,7 @@
 """How long a call takes: every contender in turn, round after round, so that what the machine does meanwhile happens to all of them.
 
-Each round has a new random order, so that nobody always follows the same neighbour and finds the GPU as hot, and its caches as full, as that
-one leaves them. A slow contender also leaves the others more time to cool: beside slow ones fast ones look slower. So compare the fastest
+Each round has a new random order, so that nobody always follows the same neighbour and finds the GPU as hot, and its caches as full, as
+that one leaves them. A slow contender also gives the others time to cool: beside slow ones fast ones look slower. So compare the fastest
 alone (``--peers``).
 """
 
@@ -123,14 +123,35 @@ def compare(cell: Cell, contenders: list[Contender], clock: HostClock, repeats: 
     for contender in contenders:
         outcomes[contender.name], bound[contender.name] = _check(contender, case, expected)
     runners = [c for c in contenders if outcomes[c.name].status == "ok"]
-    counts = {c.name: _calls_per_turn(clock, c, bound[c.name]) for c in runners}
+    own_stream = {c.name for c in runners if c.own_stream}
+    for name, ms in take_turns({c.name: bound[c.name] for c in runners}, clock, repeats, own_stream).items():
+        outcomes[name].ms = ms
+    return outcomes
+
+
+def take_turns(bound: dict[str, Bound], clock: HostClock, repeats: int, own_stream: set[str] = frozenset()) -> dict[str, list[float]]:
+    """Milliseconds per call of each, one number for each round, after a round to warm up; every round has a random order of its own.
+
+    Parameters
+    ----------
+    bound : dict
+        Contenders by name, with their arrays.
+    clock : HostClock
+        Tells the time.
+    repeats : int
+        Rounds that count.
+    own_stream : set of str
+        Names of those that do not use CuPy's current stream.
+    """
+    counts = {name: _calls_per_turn(clock, each, name in own_stream) for name, each in bound.items()}
+    ms: dict[str, list[float]] = {name: [] for name in bound}
     order = random.Random(0)
     for turn in range(repeats + 1):
-        for c in order.sample(runners, len(runners)):
-            seconds = clock.seconds(bound[c.name], counts[c.name], c.own_stream)
-            if turn > 0:  # the first is to warm up
-                outcomes[c.name].ms.append(1e3 * seconds / counts[c.name])
-    return outcomes
+        for name in order.sample(list(bound), len(bound)):
+            seconds = clock.seconds(bound[name], counts[name], name in own_stream)
+            if turn > 0:
+                ms[name].append(1e3 * seconds / counts[name])
+    return ms
 
 
 def _check(contender: Contender, case: Case, expected) -> tuple[Outcome, Bound | None]:
@@ -147,9 +168,9 @@ def _check(contender: Contender, case: Case, expected) -> tuple[Outcome, Bound |
     return Outcome("ok" if error <= BOUNDS[case.cell.dtype] else "WRONG", error=error), bound
 
 
-def _calls_per_turn(clock: HostClock, contender: Contender, bound: Bound) -> int:
-    clock.seconds(bound, 1, contender.own_stream)
-    once = clock.seconds(bound, 2, contender.own_stream) / 2
+def _calls_per_turn(clock: HostClock, bound: Bound, own_stream: bool) -> int:
+    clock.seconds(bound, 1, own_stream)
+    once = clock.seconds(bound, 2, own_stream) / 2
     return max(1, min(MOST_CALLS, round(TURN / max(once, 1e-9))))
 
 
