@@ -238,7 +238,7 @@ def prepare_forward(problem, inputs, results):
     """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for such arrays; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
     if why_not_layout("o", o) is not None:  # only an array of the user's is like that
-        return prepare_compact(lambda results: prepare_forward(p, inputs, results), results)
+        return prepare_compact(lambda results: prepare_forward(p, inputs, results), ("o", "lse"), results)
     part_tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
     parts = _parts(p, part_tile, _items(p, part_tile), launch.multiprocessors(inputs[0].data.device_id))
     if parts == 1:
@@ -300,11 +300,15 @@ def prepare_backward(problem, inputs, results, deterministic=True):
     return sm90_backward.prepare(problem, inputs, results, deterministic)
 
 
-def prepare_compact(prepare, results):
-    """``run(inputs, results)``, prepared by ``prepare(results)``, by way of arrays that a tensor map can describe where results are not."""
+def prepare_compact(prepare, names, results):
+    """``run(inputs, results)``, prepared by ``prepare(results)``, by way of arrays that a tensor map can describe where results are not.
+
+    The results are called `names`.
+    """
     replaced = [x is not None and x.dtype.itemsize == 2 and why_not_layout("", x) is not None for x in results]
     compact = lambda results: tuple(
-        arrays.compact("a result", x.shape, x.dtype) if mine else x for x, mine in zip(results, replaced, strict=True)
+        arrays.compact(f"{name} before it goes to out", x.shape, x.dtype) if mine else x
+        for name, x, mine in zip(names, results, replaced, strict=True)
     )
     run_compact = prepare(compact(results))
 
