@@ -5,6 +5,7 @@ directory that fails one is not used, which is said once. So damage, a full disk
 """
 
 import hashlib
+import logging
 import os
 import stat
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _named: set[Path] = set()
+_log = logging.getLogger("numba_flash")
 
 
 def trusted(directory: Path) -> bool:
@@ -71,14 +73,20 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def load(path: Path) -> bytes | None:
-    """The data that `store` wrote there; None if there is none, it is damaged, or somebody else may have written it."""
+    """The data that `store` wrote there; None if there is none, it is damaged (the log says so), or somebody else may have written it."""
     if not trusted(path.parent):
         return None
     try:
         with path.open("rb") as file:
-            return None if _wrong(os.fstat(file.fileno())) else unseal(file.read())
-    except OSError:
+            wrong = _wrong(os.fstat(file.fileno()))
+            data = None if wrong else unseal(file.read())
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        data, wrong = None, error.strerror
+    if data is None:
+        _log.warning("%s counts as missing: %s", path, wrong or "it is damaged")
+    return data
 
 
 def store(path: Path, data: bytes) -> None:
