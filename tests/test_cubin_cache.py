@@ -19,7 +19,7 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
-from numba_flash import disk, warmup
+from numba_flash import disk, notice, warmup
 from numba_flash.__main__ import main
 from numba_flash.cuda import compile
 
@@ -71,6 +71,14 @@ def test_a_kernel_is_compiled_once(directory, compiler):
         assert compile.cubin(*KERNEL) == compiler.code(*KERNEL[:2])
     assert compiler.calls == 1
     assert compile.kept_resources(*KERNEL)["registers"] == 42
+
+
+def test_what_is_compiled_is_said_once(directory, compiler, monkeypatch):
+    said = []
+    monkeypatch.setattr(notice, "compiling", lambda *what: said.append(what))
+    for _ in range(2):
+        compile.cubin(*KERNEL)
+    assert said == [("the CUDA kernel forward_simt.build (float32, 64, 64) for compute capability 9.0", directory)]
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------------------------
