@@ -40,6 +40,11 @@ def give_up(directory: Path, reason: str) -> None:
         warnings.warn(f"compiled kernels are not kept in {directory}: {reason}; every process compiles anew", RuntimeWarning, stacklevel=2)
 
 
+def given_up() -> bool:
+    """True if this process had to warn that something is not kept."""
+    return bool(_named)
+
+
 def _wrong(status: os.stat_result) -> str:
     """Why a file or directory cannot be trusted; empty if it can. Systems without owners of files trust everything."""
     if not hasattr(os, "geteuid"):

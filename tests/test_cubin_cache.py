@@ -9,6 +9,7 @@ import struct
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,8 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
-from numba_flash import disk, notice, warmup
+import numba_flash
+from numba_flash import cpu_kernels, disk, notice, warmup
 from numba_flash.__main__ import main
 from numba_flash.cuda import compile
 
@@ -266,6 +268,23 @@ def test_warmup_says_that_nothing_is_kept(directory, warm_up, compiler, monkeypa
     else:
         assert written["refused"] == ["nothing is kept (a warning says why)"]
         assert compiler.calls == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_warmup_for_the_cpu_says_that_nothing_is_kept(directory, monkeypatch, full):
+    """Where a kernel was compiled, and a directory given up."""
+
+    def forward(q, k, v, **options):
+        if full:
+            disk.give_up(directory, "No space left on device")
+        return q, q[:, 0]
+
+    monkeypatch.setattr(numba_flash, "forward", forward)
+    monkeypatch.setattr(cpu_kernels, "compiled", SimpleNamespace(stats=SimpleNamespace(cache_misses={"types": 1})), raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        row = warmup._compile_for_cpu("forward", "float32")
+    assert row.get("error") == ("OSError: compiled, but nothing is kept (a warning says why)" if full else None)
 
 
 def test_show_config_without_a_home(directory, monkeypatch, capsys):

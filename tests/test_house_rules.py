@@ -79,7 +79,7 @@ def test_what_each_layer_imports_from_the_package():
         "bench/timing.py": {"bench.cases", "bench.peers"},
         "bench/report.py": {"bench.cases", "bench.peers", "bench.timing"},
         "warmup.py": {
-            *("arrays", "notice", "options", "plan", "spec", "cpu_kernels", "cuda.compile", "cuda.launch"),
+            *("arrays", "disk", "notice", "options", "plan", "spec", "cpu_kernels", "cuda.compile", "cuda.launch"),
             *("bench", "bench.cases", "bench.grid", "bench.progress"),
         },
         "cpu_cache.py": {"disk", "fingerprint"},
