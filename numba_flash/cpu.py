@@ -16,7 +16,7 @@ import scipy.linalg.cython_blas  # noqa: F401  (the BLAS of np.dot in kernels, l
 from numba import config, typeof, types
 from threadpoolctl import ThreadpoolController
 
-from numba_flash import arrays
+from numba_flash import arrays, notice
 from numba_flash.cpu_kernels import (
     BACKWARD_BLOCK_M,
     BACKWARD_BLOCK_N,
@@ -60,7 +60,8 @@ class Runner:
         """The kernel compiled for arrays of these dtypes, whatever their layout (the dispatcher would compile it for each layout)."""
         key = (dispatcher, *(a.dtype.char for a in args if isinstance(a, np.ndarray)), *(_kinds(a) for a in args if isinstance(a, tuple)))
         if key not in self.entries:
-            self.entries[key] = dispatcher.compile((types.int64, types.int64, *map(_numba_type, args)))
+            with notice.if_compiled(dispatcher):
+                self.entries[key] = dispatcher.compile((types.int64, types.int64, *map(_numba_type, args)))
         return self.entries[key]
 
     def __call__(self, dispatcher, items, grain, *args):

@@ -51,7 +51,7 @@ def show_config(file=None) -> None:
     show = lambda *parts: print(*parts, file=file or sys.stdout)
     show(f"numba_flash {__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU threads")
     show("packages:", ", ".join(f"{package} {_version(package)}" for package in PACKAGES))
-    show("cubin cache:", cache_directory())
+    show("cubin cache:", cache_directory() or "none: there is no home directory, and NUMBA_FLASH_CACHE_DIR names no other")
     for backend in BACKENDS:
         reason = _why_not(backend)
         show(f"backend {backend}:", "ready" if reason is None else f"not available: {reason}")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from numba_flash import arrays, spec
+from numba_flash import arrays, disk, notice, spec
 from numba_flash.bench import grid
 from numba_flash.bench.cases import Cell, dtype_of
 from numba_flash.bench.progress import track
@@ -23,6 +23,7 @@ from numba_flash.plan import choose, tier
 
 ABSENT_MULTIPROCESSORS = 132  # of a GPU that is not here: an H100 SXM's; how many there are decides whether keys are split into parts
 MOST_JOBS = 8
+NOT_KEPT = "nothing is kept (a warning says why)"
 CPU_LENGTH = 8  # kernels for the CPU do not depend on sizes
 
 
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     Returns
     -------
     int
-        1 if a problem of the grid cannot run, or a kernel did not compile; else 0.
+        1 if a problem of the grid cannot run, or a kernel did not compile or is not kept; else 0.
     """
     no_gpu = grid.no_gpu(options)
     if options.arch is not None:
@@ -71,11 +72,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         tasks, refused, jobs = _cpu_tasks(cells), {}, 1  # processes that write to Numba's index at the same time would lose entries
     else:
         gpu = _gpu(options.arch)
-        print("for compute capability {}.{}, kept in {}".format(*gpu.capability, compile.cache_directory()))
+        print("for compute capability {}.{}, kept in {}".format(*gpu.capability, compile.cache_directory() or "no directory"))
         tasks, refused = _gpu_tasks(cells, options.backend, gpu)
         jobs = options.jobs
-    for sentence, cell in refused.items():
-        print(f"cannot: {' '.join(str(cell).split())}: {sentence}")
+        if compile.place() is None:
+            tasks, refused = [], refused | {NOT_KEPT: "all kernels"}
+    for sentence, what in refused.items():
+        print(f"cannot: {' '.join(str(what).split())}: {sentence}")
     kernels = []
     for row in track(_compiled(tasks, jobs), len(tasks), lambda row: row["kernel"]):
         kernels.append(row)
@@ -95,7 +98,8 @@ def line(row: dict) -> str:
 
 def _compiled(tasks: list, jobs: int):
     """What each task returns, as it is finished, by that many processes."""
-    with ProcessPoolExecutor(min(jobs, max(len(tasks), 1)), multiprocessing.get_context("spawn")) as pool:
+    jobs = min(jobs, max(len(tasks), 1))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=notice.quiet) as pool:
         for future in as_completed([pool.submit(task) for task in tasks]):
             yield future.result()
 
@@ -127,7 +131,10 @@ def _compile_for_cpu(direction: str, dtype: str) -> dict:
         o, lse = forward(x, x, x, return_lse=True, backend="cpu")
         if direction == "backward":
             backward(o, x, x, x, o, lse, backend="cpu")
-        return not any(sum(each.stats.cache_misses.values()) for each in dispatchers), {}
+        found = not any(sum(each.stats.cache_misses.values()) for each in dispatchers)
+        if not found and disk.given_up():
+            raise OSError(f"compiled, but {NOT_KEPT}")
+        return found, {}
 
     return _timed(f"cpu {direction} {dtype}", work)
 
@@ -156,9 +163,11 @@ def _gpu_tasks(cells: list[Cell], backend: str | None, gpu) -> tuple[list, dict[
 
 def _compile_for_gpu(builder: str, config: tuple, capability: tuple[int, int]) -> dict:
     def work():
-        found = compile.cached_resources(builder, config, capability)
-        compile.cubin(builder, config, capability)
-        return found is not None, compile.cached_resources(builder, config, capability)
+        kernel = builder, config, capability
+        found = compile.kept(*kernel) is not None
+        if not found and compile.compiled(*kernel) != compile.kept(*kernel):
+            raise OSError(f"compiled, but {NOT_KEPT}")
+        return found, compile.kept_resources(*kernel)
 
     return _timed(f"{builder} {', '.join(map(_short, config))}", work)
 

@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -285,20 +286,21 @@ def test_tools_that_make_the_code_are_in_the_key():
         assert tool in named, f"{tool} makes machine code, but its version is not in the key"
 
 
-def test_second_process_is_served_from_disk_without_numba(tmp_path):
-    """By way of a process that compiles and one that finds; a changed source is not served."""
+def test_who_finds_a_kernel_on_disk_does_not_import_numba(tmp_path):
+    """Two processes compile it at once on a cold cache, a third one finds it."""
     code = f"""
 import sys, json
 from numba_flash.cuda import compile
 code = compile.cubin("backward_simt.build_delta", {CONFIG!r}, (9, 0))
-print(json.dumps([code[:4].hex(), len(code), "numba" in sys.modules]))
-"""
-    root = PACKAGE.parent
-    first, second = (json.loads(python(code, root, NUMBA_FLASH_CACHE_DIR=tmp_path / "cache")) for _ in range(2))
-    assert first[0] == b"\x7fELF".hex()
-    assert first[:2] == second[:2]
-    assert first[2] is True
-    assert second[2] is False
+print(json.dumps([code.hex(), "numba" in sys.modules]))
+"""  # names in the code are numbered as they come, so that two processes need not make the same bytes
+    environment = {"NUMBA_FLASH_CACHE_DIR": tmp_path / "cache"}
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: json.loads(python(code, PACKAGE.parent, **environment)), range(2))
+    third = json.loads(python(code, PACKAGE.parent, **environment))
+    assert bytes.fromhex(first[0])[:4] == b"\x7fELF"
+    assert third[0] in (first[0], second[0])
+    assert (first[1], third[1]) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -314,3 +316,46 @@ def test_cache_directory(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert compile.cache_directory() == Path(expected)
+
+
+# ---- NumPy without row_stack -----------------------------------------------------------------------------------------------------------
+
+FAILED_BEFORE = """
+from numba import cuda
+from numba.cuda import types
+try:
+    cuda.compile(lambda x: None, types.void(types.float32[:]), cc=(9, 0))
+except AttributeError as error:
+    assert "row_stack" in str(error)
+else:
+    raise AssertionError("numba-cuda no longer asks for np.row_stack: numba_flash.cuda.compile need not supply it")
+"""
+
+
+@pytest.mark.parametrize(
+    "before", ["", pytest.param(FAILED_BEFORE, marks=pytest.mark.full)], ids=["first", "after a kernel of the user failed"]
+)
+def test_numpy_without_row_stack(before):
+    """NumPy 2.5 has none; taken away here where NumPy still has it, once Numba for the CPU and SciPy have seen it."""
+    code = f"""
+import numba.np.arrayobj, numpy as np, scipy.linalg
+if hasattr(np, "row_stack"):
+    del np.row_stack
+    np.__all__.remove("row_stack")
+{before}
+from numba_flash.cuda import compile
+assert ".entry kernel" in compile.intermediate("backward_simt.build_delta", {CONFIG!r}, (9, 0))
+assert not hasattr(np, "row_stack"), "left behind"
+"""
+    python(code, PACKAGE.parent)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_row_stack_is_left_as_it_was(monkeypatch, there):
+    mine = object()
+    monkeypatch.setattr(np, "row_stack", mine, raising=False)
+    if not there:
+        monkeypatch.delattr(np, "row_stack")
+    compile._numba_cuda.cache_clear()
+    compile._numba_cuda()
+    assert getattr(np, "row_stack", None) is (mine if there else None)

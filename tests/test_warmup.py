@@ -1,7 +1,6 @@
 """`python -m numba_flash warmup`: which kernels it compiles, that they are those that calls look for, and what it says about them."""
 
 import json
-from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,7 +79,6 @@ def test_everything_is_as_before_when_kernels_are_listed():
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile, "_cache", cache(compile._cache.__wrapped__))
     return tmp_path / "cache"
 
 

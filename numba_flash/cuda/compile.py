@@ -11,6 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
+from numba_flash import disk, notice
 from numba_flash.fingerprint import source_fingerprint
 
 CONSTANT_BYTES = 2**16
@@ -23,17 +26,16 @@ TOOLS = (
 )
 
 
-def cache_directory() -> Path:
-    """Where cubins are kept: ``$NUMBA_FLASH_CACHE_DIR``, else ``$XDG_CACHE_HOME/numba_flash``, else ``~/.cache/numba_flash``."""
-    named = os.environ.get("NUMBA_FLASH_CACHE_DIR")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba_flash"
+def cache_directory() -> Path | None:
+    """Where cubins are kept: ``$NUMBA_FLASH_CACHE_DIR``, else ``$XDG_CACHE_HOME/numba_flash``, else ``~/.cache/numba_flash``.
 
-
-@lru_cache(maxsize=1)
-def _cache():
-    from cuda.core.utils import FileStreamProgramCache
-
-    return FileStreamProgramCache(cache_directory())
+    None without a home directory.
+    """
+    named, caches = os.environ.get("NUMBA_FLASH_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(named) if named else Path(caches or Path.home() / ".cache") / "numba_flash"
+    except RuntimeError:
+        return None
 
 
 @lru_cache(maxsize=1)
@@ -60,20 +62,49 @@ def cubin(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
 
     Numba is imported, and the kernel compiled, only when the cache does not hold it.
     """
+    code = kept(builder, config, capability)
+    return compiled(builder, config, capability) if code is None else code
+
+
+def kept(builder: str, config: tuple, capability: tuple[int, int]) -> bytes | None:
+    """What `cubin` finds on disk; None if it has to compile."""
+    return _load(f"{cache_key(builder, config, capability)}.cubin")
+
+
+def kept_resources(builder: str, config: tuple, capability: tuple[int, int]) -> dict[str, int]:
+    """`resources` of a kernel on disk; empty where its log is not, or does not tell."""
+    return _resources((_load(f"{cache_key(builder, config, capability)}.log") or b"").decode())
+
+
+def compiled(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
+    """What `cubin` returns if it compiles; kept where that is possible."""
+    sizes = ", ".join(str(x) for x in config if type(x) in (str, int))
+    notice.compiling(f"the CUDA kernel {builder} ({sizes}) for compute capability {capability[0]}.{capability[1]}", place())
+    code, log = _link(intermediate(builder, config, capability), capability, verbose=True)
     key = cache_key(builder, config, capability)
-    code = _cache().get(key)
-    if code is None:
-        code, log = _link(intermediate(builder, config, capability), capability, verbose=True)
-        _cache()[f"{key}-log"] = log.encode()
-        _cache()[key] = code
+    _store(f"{key}.log", log.encode())
+    _store(f"{key}.cubin", code)
     return code
 
 
-def cached_resources(builder: str, config: tuple, capability: tuple[int, int]) -> dict[str, int] | None:
-    """`resources` of a kernel that `cubin` finds on disk, None if it has to compile it."""
-    key = cache_key(builder, config, capability)
-    log = None if _cache().get(key) is None else _cache().get(f"{key}-log")
-    return None if log is None else _resources(log.decode())
+def place() -> Path | None:
+    """`cache_directory` if code in it can be trusted, None and one warning if not."""
+    directory = cache_directory()
+    if directory is None:
+        disk.give_up(Path("~/.cache/numba_flash"), "there is no home directory (NUMBA_FLASH_CACHE_DIR names another place)")
+        return None
+    return directory if disk.trusted(directory) else None
+
+
+def _load(name: str) -> bytes | None:
+    directory = place()
+    return None if directory is None else disk.load(directory / name)
+
+
+def _store(name: str, data: bytes) -> None:
+    directory = place()
+    if directory is not None:
+        disk.store(directory / name, data)
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -82,14 +113,29 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+@lru_cache(maxsize=1)
+def _numba_cuda():
+    """`numba.cuda`, and what it imports once it compiles: that asks for `numpy.row_stack`, which NumPy 2.5 lacks. It is there meanwhile."""
+    missing = not hasattr(np, "row_stack")
+    if missing:
+        np.row_stack = lambda tup: np.vstack(tup)  # noqa: NPY201
+    try:
+        from numba import cuda
+        from numba.cuda.np import arrayobj  # noqa: F401
+    finally:
+        if missing:
+            del np.row_stack  # noqa: NPY201
+    return cuda
+
+
 def intermediate(builder: str, config: tuple, capability: tuple[int, int]) -> str | bytes:
     """PTX of one kernel, its entry point renamed to "kernel"; or LTO-IR, for kernels that take tensor maps.
 
     The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg and serialises wgmma (ptxas C7504, C7509);
     LTO-IR it compiles as the whole program that it is.
     """
-    from numba import cuda
-
+    with _one_at_a_time:
+        cuda = _numba_cuda()
     module, build = builder.split(".")
     function, signature, options = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
     maps = options.pop("tensor_maps", ())
