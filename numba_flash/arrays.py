@@ -38,7 +38,7 @@ def adopt(x):
         return x if isinstance(x, np.ma.MaskedArray) else np.asarray(x)
     if library(x) == "cupy":
         plain = cupy().ndarray
-        return x if type(x) is plain else x.view(array_class=plain)
+        return x if type(x) is plain else plain.view(x, plain)
     if hasattr(x, "__dlpack__") and x.__dlpack_device__()[0] == _DLPACK_CPU:
         return np.from_dlpack(x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):

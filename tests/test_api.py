@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import scipy.sparse
 from support import allowed_errors, assert_within, no_gpu, no_hopper, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, call, reference, spec
+from numba_flash import api, arrays, call, reference, spec
 
 GPU_REASON = no_gpu()
 SM90_REASON = no_hopper() or "serves float16 and bfloat16; q.dtype is float32"
@@ -310,6 +311,20 @@ def test_out_of_packed_sequences_is_returned(library):
     assert all(map(same_bits, memory, expected))
 
 
+def test_a_subclass_of_cupy_becomes_a_plain_array(monkeypatch):
+    class PlainArray:
+        def view(self, kind):
+            return kind()
+
+    class Subclass(PlainArray):
+        view = None
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=PlainArray))
+    plain = PlainArray()
+    assert arrays.adopt(plain) is plain
+    assert type(arrays.adopt(Subclass())) is PlainArray
+
+
 @pytest.mark.gpu
 def test_subclasses_of_cupy_are_read_as_plain_arrays():
     import cupy
@@ -318,9 +333,9 @@ def test_subclasses_of_cupy_are_read_as_plain_arrays():
         def __getitem__(self, key):
             raise AssertionError("a method of a subclass")
 
-    arrays = [cupy.asarray(x) for x in random_inputs(nq=5, nk=7)[:3]]
-    expected = numba_flash.forward(*arrays)
-    subclasses = [x.view(Subclass) for x in arrays]
+    inputs = [cupy.asarray(x) for x in random_inputs(nq=5, nk=7)[:3]]
+    expected = numba_flash.forward(*inputs)
+    subclasses = [x.view(Subclass) for x in inputs]
     o = numba_flash.forward(*subclasses)
     assert type(o) is cupy.ndarray
     assert same_bits(o.get(), expected.get())
