@@ -26,12 +26,19 @@ def library(x) -> str | None:
 
 
 def adopt(x):
-    """View of a foreign array without a copy: NumPy for host memory, CuPy for device memory.
+    """A plain `numpy.ndarray` or `cupy.ndarray` on the memory of `x`, without a copy.
 
-    Anything else comes back unchanged, a device array too where CuPy is missing: `spec.bind` says what it wants.
+    Subclasses may index, broadcast and reshape by rules of their own (a `numpy.matrix` keeps two dimensions), so their base class is what
+    kernels get. Foreign arrays become NumPy's in host memory, CuPy's in device memory. Anything else comes back unchanged, a masked array
+    too, and a device array where CuPy is missing: `spec.bind` says what it wants.
     """
-    if library(x) is not None or isinstance(x, np.ndarray):
+    if x is None or type(x) is np.ndarray:
         return x
+    if isinstance(x, np.ndarray):
+        return x if isinstance(x, np.ma.MaskedArray) else np.asarray(x)
+    if library(x) == "cupy":
+        plain = cupy().ndarray
+        return x if type(x) is plain else plain.view(x, plain)
     if hasattr(x, "__dlpack__") and x.__dlpack_device__()[0] == _DLPACK_CPU:
         return np.from_dlpack(x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
@@ -73,6 +80,8 @@ def writeable(x) -> bool:
 
 def overlaps_itself(x) -> bool:
     """True if two indices may reach one element (a broadcast axis, or axes that interleave)."""
+    if x.size == 0:  # NumPy's own empty arrays have strides of 0
+        return False
     extent = 0
     for stride, size in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
         if stride <= extent:
@@ -132,7 +141,7 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
         order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
     except MemoryError as error:
-        raise _memory_error(name, shape, dtype) from error
+        raise memory_error(name, shape, dtype) from error
 
 
 def compact(name: str, shape: tuple[int, ...], dtype):
@@ -140,14 +149,14 @@ def compact(name: str, shape: tuple[int, ...], dtype):
     try:
         return cupy().empty(shape, dtype)
     except MemoryError as error:
-        raise _memory_error(name, shape, dtype) from error
+        raise memory_error(name, shape, dtype) from error
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:
     """MemoryError if the bytes of such an array cannot even be counted in 63 bits, where the libraries disagree about what to raise."""
     dtype = like.dtype if dtype is None else np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize >= 2**63:
-        raise _memory_error(name, shape, dtype)
+        raise memory_error(name, shape, dtype)
 
 
 def current_gpu():
@@ -165,9 +174,18 @@ def to_gpu(name: str, x: np.ndarray):
     try:
         return cp.broadcast_to(cp.asarray(x[repeated]), x.shape)
     except MemoryError as error:
-        raise _memory_error(name, x.shape, x.dtype) from error
+        raise memory_error(name, x.shape, x.dtype) from error
 
 
-def _memory_error(name: str, shape: tuple[int, ...], dtype) -> MemoryError:
+def to_host(name: str, x, result: np.ndarray) -> None:
+    """Copy the CuPy array `x` into `result`; MemoryError naming the array if there is no room for what that takes."""
+    try:
+        result[...] = x.get()
+    except MemoryError as error:
+        raise memory_error(name, x.shape, x.dtype) from error
+
+
+def memory_error(name: str, shape: tuple[int, ...], dtype) -> MemoryError:
+    """What is raised where there is no room for an array."""
     dtype = np.dtype(dtype)
     return MemoryError(f"{name}: cannot allocate {math.prod(shape) * dtype.itemsize} bytes for shape {tuple(shape)}, dtype {dtype.name}")

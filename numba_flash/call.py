@@ -20,7 +20,7 @@ def find(kind: str, inputs: tuple, outs: tuple, given: tuple, others: tuple):
     if _is_state(given[RNG]):
         given = (*given[:RNG], _STATE, *given[RNG + 1 :])
     try:
-        inner = [tuple(map(type, x)) for x in given if type(x) is tuple]
+        inner = [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         key = (kind, *map(arrays.layout, inputs), *map(arrays.layout, outs), given, *map(type, given), *inner, others)
         return key, _prepared.get(key)
     except (AttributeError, TypeError):
@@ -63,7 +63,7 @@ def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict,
     chosen = choose(problem, inputs, backend, kind).backend
     for name, what in results.items():
         if what is not None:
-            arrays.check_size(name, inputs["q"], what[1], what[2])
+            arrays.check_size(name, inputs[what[0]], what[1], what[2])
     module = tier(chosen)
     run = partial(getattr(module, f"prepare_{kind}"), problem, **settings)
     through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()
@@ -157,6 +157,6 @@ class _CallThroughGpu(_Call):
             for (name, what), x in zip(self._results.items(), results, strict=True)
         )
         super()._execute(on_gpu, there, state)
-        for x, result in zip(there, results, strict=True):
+        for name, x, result in zip(self._results, there, results, strict=True):
             if x is not None:
-                result[...] = x.get()
+                arrays.to_host(name, x, result)
