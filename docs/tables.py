@@ -20,6 +20,7 @@ OURS = "numba_flash"
 PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # beside each speed; figures and means show everyone
 NAMES = PEERS | {"torch FA2": "FlashAttention-2", "jax cuDNN": "JAX", "torch Flex": "FlexAttention"}
 VERSIONS = ("torch", "cuDNN", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "jax")
+SPACE = "\N{NO-BREAK SPACE}"  # columns of numbers stay in one line
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -169,7 +170,7 @@ def _over_cudnn(bench: dict) -> list[str]:
 
 def _range(values: list[float]) -> str:
     least, greatest = f"{min(values):.2f}", f"{max(values):.2f}"
-    return least if least == greatest else f"{least} to {greatest}"
+    return least if least == greatest else f"{least}{SPACE}to{SPACE}{greatest}"
 
 
 def examples(*machines: dict) -> str:
@@ -303,7 +304,7 @@ def _study(name: str, machine: str) -> str:
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 BLOCKS = {
-    "limits": Block(limits, ("h200/situations", "2-core-cpu/torch", "h200/bench")),
+    "limits": Block(limits, ("h200/situations", "h200/bench", "2-core-cpu/torch")),
     "measured": Block(measured, ("h200/bench",), BENCH),
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),

@@ -132,9 +132,9 @@ EXPECTED = {
     "torch-cpu": ["| forward | 1.25 to 2.00 |"],
     "limits": [
         " (H, torch 2; C, torch 3).\n",
-        "| slow | 0.05 to 0.10 | 0.25 | P |",
+        "| slow | 0.05\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.10 | 0.25 | P |",
         "| half | 0.50 |  | Q |",
-        "| float32 on the CPU | 0.50 to 0.80 | 1.25 with the forward | its CPU kernel |",
+        "| float32 on the CPU | 0.50\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.80 | 1.25 with the forward | its CPU kernel |",
         "| plain or causal, in 16 bits, on Hopper | 1.00 | 1.25 | cuDNN |",
     ],
     "examples": ["| a | H | 1 s | b |"],
