@@ -59,8 +59,8 @@ def split(published: Path, folder: Path) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """A name without the quotes of its parameters."""
-    return name.replace("'", "")
+    """A name without the quotes of its parameters, which may begin a line."""
+    return name.replace("'", "").replace("(", " (", 1)
 
 
 def _series(benchmark: dict, graph: Path) -> dict[str, list]:

@@ -128,10 +128,10 @@ def test_each_line_of_the_history_is_one_set_of_parameters(pages):
     index = json.loads((pages / "gpu" / "index.json").read_text())
     series = {name: json.loads((pages / f"gpu/graphs/machine-gpu/os-L/{name}.json").read_text()) for name in index["benchmarks"]}
     assert series == {
-        "a.Forward.track_tflops(simt, full)": [[1, 24.0], [2, 24.1]],
-        "a.Forward.track_tflops(simt, causal)": [[1, 26.0], [2, 26.1]],
-        "a.Forward.track_tflops(sm90, full)": [[1, 500.0], [2, 501.0], [3, 502.0]],
-        "a.Forward.track_tflops(sm90, causal)": [[1, 600.0], [2, 601.0], [3, 602.0]],
+        "a.Forward.track_tflops (simt, full)": [[1, 24.0], [2, 24.1]],
+        "a.Forward.track_tflops (simt, causal)": [[1, 26.0], [2, 26.1]],
+        "a.Forward.track_tflops (sm90, full)": [[1, 500.0], [2, 501.0], [3, 502.0]],
+        "a.Forward.track_tflops (sm90, causal)": [[1, 600.0], [2, 601.0], [3, 602.0]],
     }
     assert all(b["name"] == name and b["params"] == [] and b["unit"] == "TFLOP per s" for name, b in index["benchmarks"].items())
 
@@ -142,5 +142,5 @@ def test_a_machine_shows_what_was_measured_on_it(pages):
     assert (cpu["params"], list(cpu["machines"])) == ({"machine": ["cpu"], "os": ["L"]}, ["cpu"])
     assert gpu["graph_param_list"] == [MACHINES["gpu"]]
     jumps = {machine: json.loads((pages / machine / "regressions.json").read_text())["regressions"] for machine in ("gpu", "cpu")}
-    assert [jump[0] for jump in jumps["gpu"]] == ["a.Forward.track_tflops(sm90, full)"]
+    assert [jump[0] for jump in jumps["gpu"]] == ["a.Forward.track_tflops (sm90, full)"]
     assert jumps["cpu"] == []
