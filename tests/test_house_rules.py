@@ -56,6 +56,7 @@ def test_what_each_layer_imports_from_the_package():
         "arrays.py": set(),
         "mask.py": set(),
         "fingerprint.py": set(),
+        "disk.py": set(),
         "numeric.py": set(),
         "checks.py": {"arrays"},
         "scoremod.py": set(),
@@ -80,7 +81,8 @@ def test_what_each_layer_imports_from_the_package():
             *("arrays", "options", "plan", "spec", "cpu_kernels", "cuda.compile", "cuda.launch"),
             *("bench", "bench.cases", "bench.grid", "bench.progress"),
         },
-        "cuda/compile.py": {"fingerprint"},
+        "cpu_cache.py": {"disk", "fingerprint"},
+        "cuda/compile.py": {"disk", "fingerprint"},
         "cuda/launch.py": {"arrays", "cuda.compile", "cuda.swizzle"},
         "cuda/simt.py": {"arrays", "options", "cuda.launch"},
         "cuda/sm90.py": {"arrays", "options", "cuda.launch", "cuda.sm90_backward", "cuda.swizzle"},
@@ -149,8 +151,8 @@ def test_the_oracle_needs_nothing_but_numpy():
 @pytest.mark.parametrize(
     "name",
     [
-        *("__init__.py", "api.py", "arrays.py", "call.py", "checks.py", "diagnose.py", "dropout.py", "fingerprint.py", "merge.py"),
-        *("options.py", "packed.py", "plan.py", "reference.py", "scoremod.py", "spec.py"),
+        *("__init__.py", "api.py", "arrays.py", "call.py", "checks.py", "diagnose.py", "disk.py", "dropout.py", "fingerprint.py"),
+        *("merge.py", "options.py", "packed.py", "plan.py", "reference.py", "scoremod.py", "spec.py"),
         *("bench/cases.py", "bench/command.py", "bench/grid.py", "bench/peers.py", "bench/progress.py", "bench/report.py"),
         *("bench/standard.py", "bench/timing.py"),
     ],

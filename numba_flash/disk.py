@@ -1,0 +1,91 @@
+"""Files that are executed once they are read: only out of a directory that nobody else can write, only as they were written.
+
+Compiled kernels are kept in such files, each with a checksum in front of its data. A file that fails a test counts as missing, and a
+directory that fails one is not used, which is said once. So damage, a full disk or a hostile neighbour cost time, and nothing else.
+"""
+
+import hashlib
+import os
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_named: set[Path] = set()
+
+
+def trusted(directory: Path) -> bool:
+    """True if `directory` belongs to this user and nobody else may write to it; made (mode 0700) if it is missing.
+
+    Else False, and one warning that names it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wrong = _wrong(directory.stat())
+    except OSError as error:
+        wrong = error.strerror or str(error)
+    if wrong:
+        give_up(directory, wrong)
+    return not wrong
+
+
+def give_up(directory: Path, reason: str) -> None:
+    """Warn that kernels are not kept in `directory`: once for each directory."""
+    if directory not in _named:
+        _named.add(directory)
+        warnings.warn(f"compiled kernels are not kept in {directory}: {reason}; every process compiles anew", RuntimeWarning, stacklevel=2)
+
+
+def _wrong(status: os.stat_result) -> str:
+    """Why a file or directory cannot be trusted; empty if it can. Systems without owners of files trust everything."""
+    if not hasattr(os, "geteuid"):
+        return ""
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, this process to {os.geteuid()}"
+    return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & _OTHERS_WRITE else ""
+
+
+def seal(data: bytes) -> bytes:
+    """The data with its SHA-256 checksum in front."""
+    return hashlib.sha256(data).digest() + data
+
+
+def unseal(data: bytes) -> bytes | None:
+    """What was sealed, None unless it is complete and unchanged."""
+    checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    return data if hashlib.sha256(data).digest() == checksum else None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace the file `path`, which only this user may read or write then. Nobody ever sees a part of it; OSError leaves the old one."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> bytes | None:
+    """The data that `store` wrote there; None if there is none, it is damaged, or somebody else may have written it."""
+    if not trusted(path.parent):
+        return None
+    try:
+        with path.open("rb") as file:
+            return None if _wrong(os.fstat(file.fileno())) else unseal(file.read())
+    except OSError:
+        return None
+
+
+def store(path: Path, data: bytes) -> None:
+    """Keep the data under its checksum, if that is possible; a warning names the directory where it is not."""
+    if not trusted(path.parent):
+        return
+    try:
+        write_atomically(path, seal(data))
+    except OSError as error:
+        give_up(path.parent, error.strerror or str(error))
