@@ -10,7 +10,7 @@ Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first qu
 """
 
 import math
-from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -19,13 +19,11 @@ from numba.extending import intrinsic, overload
 from numba_flash import numeric, rng
 from numba_flash.cpu_cache import cached
 from numba_flash.cpu_tiles import MINUS_INF, as_contiguous
-from numba_flash.scoremod import jitted
 
 
-@cache
-def _row_function(score_mod, number):
+def _row_function(score_mod):
     """``apply(row, slope, b, h, i, j0)``: changes a row of scores and multiplies their derivatives into slope; kept on disk."""
-    function, gradient = jitted(score_mod.function), score_mod.gradient and jitted(score_mod.gradient)
+    function, gradient = score_mod.compiled
     differentiable = gradient is not None
 
     def apply(row, slope, b, h, i, j0):
@@ -37,15 +35,24 @@ def _row_function(score_mod, number):
     return cached(njit(nogil=True)(apply), score_mod.fingerprint)
 
 
-@cache
+class Row(NamedTuple):
+    """A compiled row function, which its dispatcher keeps in memory, and where it lies."""
+
+    dispatcher: Any
+    address: int
+
+
 def row_function_address(score_mod, number) -> int:
-    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there, as `_row_function` never forgets."""
-    row = types.Array(number, 1, "C")
-    signature = types.void(row, row, *[types.int64] * 4)
-    dispatcher = _row_function(score_mod, number)
-    dispatcher.compile(signature)
-    compiled = dispatcher.overloads[signature.args]
-    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there as long as somebody holds the `ScoreMod`."""
+    if number not in score_mod.rows:
+        row = types.Array(number, 1, "C")
+        signature = types.void(row, row, *[types.int64] * 4)
+        dispatcher = _row_function(score_mod)
+        dispatcher.compile(signature)
+        compiled = dispatcher.overloads[signature.args]
+        address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        score_mod.rows.setdefault(number, Row(dispatcher, address))  # that of the first of threads that come here together
+    return score_mod.rows[number].address
 
 
 @intrinsic

@@ -92,7 +92,7 @@ def bind(q, scores: tuple[int, ...], given: dict) -> Options:
     probability, seed, offset = bind_dropout(given["dropout"], given["rng"])
     return Options(
         softcap=_bind_softcap(given["softcap"]),
-        score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name),
+        score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name, scores[-3] if len(scores) > 2 else 1),
         bias=dtype.get("bias"),
         mask="mask" in dtype,
         q_lengths=dtype.get("q_lengths"),

@@ -60,7 +60,8 @@ def test_what_each_layer_imports_from_the_package():
         "notice.py": set(),
         "numeric.py": set(),
         "checks.py": {"arrays"},
-        "scoremod.py": set(),
+        "captures.py": set(),
+        "scoremod.py": {"captures", "checks"},
         "options.py": {"arrays", "checks", "scoremod"},
         "spec.py": {"arrays", "checks", "options"},
         "rng.py": {"options"},
@@ -69,7 +70,7 @@ def test_what_each_layer_imports_from_the_package():
         "reference.py": {"spec", "rng"},
         "annotations.py": {"plan"},
         "plan.py": {"spec", "arrays", "cpu", "cuda.simt", "cuda.sm90"},
-        "call.py": {"arrays", "options", "spec", "plan"},
+        "call.py": {"arrays", "options", "scoremod", "spec", "plan"},
         "api.py": {"annotations", "call", "checks", "spec", "plan"},
         "packed.py": {"annotations", "api", "call", "checks", "plan", "spec"},
         "bench/cases.py": {"reference"},
@@ -153,7 +154,7 @@ def test_the_oracle_needs_nothing_but_numpy():
 @pytest.mark.parametrize(
     "name",
     [
-        *("__init__.py", "annotations.py", "api.py", "arrays.py", "call.py", "checks.py", "diagnose.py", "disk.py"),
+        *("__init__.py", "annotations.py", "api.py", "arrays.py", "call.py", "captures.py", "checks.py", "diagnose.py", "disk.py"),
         *("dropout.py", "fingerprint.py", "merge.py", "options.py", "packed.py", "plan.py", "reference.py", "scoremod.py", "spec.py"),
         *("bench/cases.py", "bench/command.py", "bench/grid.py", "bench/peers.py", "bench/progress.py", "bench/report.py"),
         *("bench/standard.py", "bench/timing.py"),
@@ -173,7 +174,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `spec` and what it is made of, only `plan` (backend=), `api` (the tuple out=) and functions of their own say so."""
-    speakers = {"spec.py", "options.py", "checks.py", "scoremod.py", "plan.py", "api.py", "dropout.py", "merge.py"}
+    speakers = {"captures.py", "spec.py", "options.py", "checks.py", "scoremod.py", "plan.py", "api.py", "dropout.py", "merge.py"}
     for name, tree in TREES.items():
         raised = {
             node.exc.func.id
