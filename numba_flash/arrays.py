@@ -6,6 +6,7 @@ CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device
 import ctypes
 import math
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -175,6 +176,15 @@ def to_gpu(name: str, x: np.ndarray):
         return cp.broadcast_to(cp.asarray(x[repeated]), x.shape)
     except MemoryError as error:
         raise memory_error(name, x.shape, x.dtype) from error
+
+
+@contextmanager
+def named(name: str, shape: tuple[int, ...], dtype):
+    """A MemoryError from within names the array that is made there, its shape and size."""
+    try:
+        yield
+    except MemoryError as error:
+        raise memory_error(name, shape, dtype) from error
 
 
 def to_host(name: str, x, result: np.ndarray) -> None:

@@ -5,6 +5,9 @@ nothing, and else ``(bias, mask, numbers)``: arrays (b0, b1, hq, nq, nk), of siz
 ``(softcap, 1 / (1 - dropout), b, address, seed, offset, threshold, i)``, where b and i count the batch elements and queries before the
 first, and the address is that of the compiled score_mod, 0 if there is none.
 
+Where there are options, scores stay in base e (`unit`), and what goes over to base 2 is how far they lie below their row's maximum: times
+log2(e), a score near the end of the dtype, as of a bias that is meant to hide, would be Inf.
+
 A hidden score is -inf. The weight of a hidden or dropped term is -0.0, which no computed weight is: where the other factor may be NaN or
 Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first query and key of the tile.
 """
@@ -96,7 +99,7 @@ def hide_row(row, mask_row):
 
 @njit
 def modify_row(row, slope, at, i, j0, extras):
-    """Scores in base 2 from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
+    """Scores from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
     bias, mask_, numbers = extras
     b0, b1, h, batch1, _ = at
     slope[:] = 1
@@ -108,8 +111,6 @@ def modify_row(row, slope, at, i, j0, extras):
         add_row(row, bias[b0, b1, h, i, j0 : j0 + row.size])
     if mask_.size > 0:
         hide_row(row, mask_[b0, b1, h, i, j0 : j0 + row.size])
-    for c in range(row.size):
-        row[c] *= row.dtype.type(numeric.LOG2E)
 
 
 @njit
@@ -136,7 +137,7 @@ def is_negative_zero(weight):
 
 
 def unit(extras):
-    """Unit of the scores that leave the first product: log2(e) in plain attention, 1 where options see them before."""
+    """Unit of the scores: log2(e) in plain attention, whose scores leave the first product in base 2; 1 where options see them."""
 
 
 def keep_scale(extras):

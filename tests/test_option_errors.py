@@ -73,6 +73,12 @@ BAD = {
     "softcap: zero": ({"softcap": 0.0}, ValueError, r"^softcap must be positive, or None; got 0\.0"),
     "softcap: negative": ({"softcap": -3}, ValueError, r"^softcap must be positive, or None; got -3"),
     "softcap: NaN": ({"softcap": float("nan")}, ValueError, r"^softcap must be finite; got nan"),
+    "softcap: beyond float32": (
+        {"softcap": 3.5e38},
+        ValueError,
+        r"^softcap must lie between 1\.18e-38 and 8\.51e\+37, computed in float32; got 3\.5e\+38",
+    ),
+    "softcap: no inverse in float32": ({"softcap": 1e-46}, ValueError, r"^softcap must lie between 1\.18e-38 and .*; got 1e-46"),
     "softcap: True": ({"softcap": True}, TypeError, r"^softcap must be a real number; got True"),
     "dropout: one": ({"dropout": 1.0, "rng": (0, 0)}, ValueError, r"^dropout must be in \[0, 1\); got 1\.0"),
     "dropout: negative": ({"dropout": -0.1, "rng": (0, 0)}, ValueError, r"^dropout must be in \[0, 1\); got -0\.1"),

@@ -103,6 +103,8 @@ PART_TILES = (
     (256, 256, Tile(128, 48, 1, 2, 2, False)),
 )
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
+GREATEST_SOFTCAP = 1024  # tanh is off by up to 2**-22 of it, which a score has to bear
+GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 SNAKE_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
@@ -158,6 +160,8 @@ def _why_not_problem(p) -> str | None:
     for option, name in UNSUPPORTED.items():
         if getattr(p.options, option):
             return f"does not know {name}"
+    if p.options.softcap and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
+        return f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP}; got {p.options.softcap}"
     if p.d % 8 or p.dv % 8:
         return f"needs head dimensions that are multiples of 8; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
     if not 0 < p.scale < math.inf:
