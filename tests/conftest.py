@@ -40,11 +40,16 @@ def pytest_make_parametrize_id(config, val, argname):
     return readable(val)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector):
+    made = yield
+    for item in made if isinstance(made, list) else ():
+        if re.search(r"(?<!\d)0x[0-9a-f]", item.name):
+            raise collector.CollectError(f"an id that holds an address is another one in each process of pytest-xdist: {item.name}")
+    return made
+
+
 def pytest_collection_modifyitems(config, items):
-    addresses = [item.nodeid for item in items if re.search(r"(?<!\d)0x[0-9a-f]", item.nodeid)]
-    if addresses:
-        raise pytest.UsageError(f"ids that hold an address differ between the processes of pytest-xdist: {addresses}")
     if not config.option.full:
         deselect(config, items, "full")
     if SIMULATED:
