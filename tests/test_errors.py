@@ -130,14 +130,14 @@ def test_shapes_in_backward(name, shape):
 
 @everywhere
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0, "text", {"a": 1}], ids=str)
+@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0, "text", {"a": 1}])
 def test_not_an_array(call, name, value):
     got = type(value).__name__ + (rf": pass np\.asarray\({name}\)" if isinstance(value, list) else "")
     assert_raises(TypeError, rf"^{name} must be a NumPy or CuPy array, .*; got {got}$", call, good() | {name: value})
 
 
 @pytest.mark.parametrize("name", ["do", "o", "lse"])
-@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0], ids=str)
+@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0])
 def test_not_an_array_in_backward(name, value):
     got = type(value).__name__ + (rf": pass np\.asarray\({name}\)" if isinstance(value, list) else "")
     assert_raises(TypeError, rf"^{name} must be a NumPy or CuPy array, .*; got {got}$", call_backward, good() | {name: value})
@@ -357,7 +357,7 @@ BAD_OPTIONS = [
 
 
 @everywhere
-@pytest.mark.parametrize(("options", "error", "pattern"), BAD_OPTIONS, ids=[str(options)[:40] for options, _, _ in BAD_OPTIONS])
+@pytest.mark.parametrize(("options", "error", "pattern"), BAD_OPTIONS)
 def test_options(call, options, error, pattern):
     assert_raises(error, pattern, call, good(), **options)
 
@@ -406,7 +406,7 @@ def test_a_bad_pair_is_refused_after_an_equal_good_one(name):
 
 
 @pytest.mark.parametrize("call", [call_forward, call_backward])
-@pytest.mark.parametrize(("right", "wrong", "error", "pattern"), LOOK_ALIKES, ids=[str(wrong) for _, wrong, _, _ in LOOK_ALIKES])
+@pytest.mark.parametrize(("right", "wrong", "error", "pattern"), LOOK_ALIKES)
 def test_a_bad_option_is_refused_after_an_equal_good_one(call, right, wrong, error, pattern):
     """1 == 1.0 == True: a call that was prepared for one must not serve the other."""
     with pytest.raises(AssertionError, match="was reached"):
@@ -595,7 +595,7 @@ def test_out_of_backward_has_three_arrays(count):
     assert_raises(TypeError, r"out must be a tuple \(dq, dk, dv\)", call_backward, arguments, out=(None,) * count)
 
 
-@pytest.mark.parametrize("out", [[None] * 3, np.zeros(3), "abc"], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("out", [[None] * 3, np.zeros(3), "abc"])
 def test_out_of_backward_is_a_tuple(out):
     pattern = rf"out must be a tuple \(dq, dk, dv\); got {type(out).__name__}"
     assert_raises(TypeError, pattern, call_backward, good(), out=out)
