@@ -126,6 +126,15 @@ def expanded_strides(x, ndim: int) -> tuple[int, ...]:
     return (0,) * (ndim - x.ndim) + tuple(x.strides)
 
 
+@contextmanager
+def named(name: str, shape: tuple[int, ...], dtype):
+    """A MemoryError from within names the array that is made there, its shape and size."""
+    try:
+        yield
+    except MemoryError as error:
+        raise memory_error(name, shape, dtype) from error
+
+
 def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """New array beside `like`: its library, device and axis order in memory (so heads-last inputs give heads-last results).
 
@@ -136,21 +145,17 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """
     xp = np if isinstance(like, np.ndarray) else cupy()
     dtype = like.dtype if dtype is None else dtype
-    try:
+    with named(name, shape, dtype):
         if like.flags.c_contiguous or like.ndim != len(shape):
             return xp.empty(shape, dtype)
         order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
-    except MemoryError as error:
-        raise memory_error(name, shape, dtype) from error
 
 
 def compact(name: str, shape: tuple[int, ...], dtype):
     """New array on CuPy's current device, its elements one after the other; MemoryError naming the array if there is no room."""
-    try:
+    with named(name, shape, dtype):
         return cupy().empty(shape, dtype)
-    except MemoryError as error:
-        raise memory_error(name, shape, dtype) from error
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:
@@ -172,27 +177,14 @@ def to_gpu(name: str, x: np.ndarray):
     import cupy as cp
 
     repeated = tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for stride, size in zip(x.strides, x.shape, strict=True))
-    try:
+    with named(name, x.shape, x.dtype):
         return cp.broadcast_to(cp.asarray(x[repeated]), x.shape)
-    except MemoryError as error:
-        raise memory_error(name, x.shape, x.dtype) from error
-
-
-@contextmanager
-def named(name: str, shape: tuple[int, ...], dtype):
-    """A MemoryError from within names the array that is made there, its shape and size."""
-    try:
-        yield
-    except MemoryError as error:
-        raise memory_error(name, shape, dtype) from error
 
 
 def to_host(name: str, x, result: np.ndarray) -> None:
     """Copy the CuPy array `x` into `result`; MemoryError naming the array if there is no room for what that takes."""
-    try:
+    with named(name, x.shape, x.dtype):
         result[...] = x.get()
-    except MemoryError as error:
-        raise memory_error(name, x.shape, x.dtype) from error
 
 
 def memory_error(name: str, shape: tuple[int, ...], dtype) -> MemoryError:

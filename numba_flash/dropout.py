@@ -42,12 +42,10 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]
         raise ValueError(f"shape must hold sizes >= 0; got {shape!r}")
     probability, seed, offset = options.bind_dropout(dropout, rng)
     arrays.check_size("keep", None, sizes, "bool")
-    try:
+    with arrays.named("keep", sizes, "bool"):
         if probability == 0:
             return np.ones(sizes, bool)
         from numba_flash import rng as generator
 
         heads = np.arange(math.prod(sizes[:-2])).reshape(sizes[:-2])
         return generator.keep_all(seed, offset, probability, heads, *sizes[-2:])
-    except MemoryError as error:
-        raise arrays.memory_error("keep", sizes, "bool") from error

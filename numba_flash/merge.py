@@ -59,12 +59,10 @@ def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]
             raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}, as o1.shape is {tuple(o1.shape)}")
     xp = np if arrays.library(o1) == "numpy" else sys.modules["cupy"]
     dtype = "float64" if any(x.dtype == np.float64 for x in (o1, lse1, o2, lse2)) else "float32"
-    try:
+    with arrays.named("o", o1.shape, dtype):
         o1, lse1, o2, lse2 = (x.astype(dtype) for x in (o1, lse1, o2, lse2))
         lse = xp.logaddexp(lse1, lse2)
         return _weighted(xp, o1, lse1, lse) + _weighted(xp, o2, lse2, lse), lse
-    except MemoryError as error:
-        raise arrays.memory_error("o", o1.shape, dtype) from error
 
 
 def _weighted(xp, o, part, lse):
