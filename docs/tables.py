@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -93,20 +94,17 @@ def _speed_entry(contenders: dict, peers: list[str]) -> str:
     return f"{ours['tflops']:.0f} ({', '.join('-' if ratio is None else f'{ratio:.2f}' for ratio in compared)})"
 
 
-def summary(*benches: dict) -> str:
-    """Geometric mean and least cell of our speed over each peer's, by direction; runs but the first have a remark."""
+def summary(bench: dict) -> str:
+    """Geometric mean and least cell of our speed over each peer's, by direction."""
     rows = []
-    for bench in benches:
-        remark = f", {bench['remark']}" if "remark" in bench else ""
-        for direction in ("forward", "backward"):
-            cells = cells_of(bench, direction)
-            peers = {peer: NAMES.get(peer, peer) for cell in cells for peer in cell["contenders"] if peer != OURS}
-            for peer, name in peers.items():
-                if values := ratios(cells, peer):
-                    least, at = min(values, key=lambda value: value[0])
-                    where = f"D = {at['head_dim']}, N = {at['length']}, {at['mask']}"
-                    mean = geometric_mean(value for value, _ in values)
-                    rows.append([f"{direction}{remark}", name, len(values), f"{mean:.2f}", f"{least:.2f}", where])
+    for direction in ("forward", "backward"):
+        cells = cells_of(bench, direction)
+        peers = {peer: NAMES.get(peer, peer) for cell in cells for peer in cell["contenders"] if peer != OURS}
+        for peer, name in peers.items():
+            values = ratios(cells, peer)
+            least, at = min(values, key=lambda value: value[0])
+            where = f"D = {at['head_dim']}, N = {at['length']}, {at['mask']}"
+            rows.append([direction, name, len(values), f"{geometric_mean(value for value, _ in values):.2f}", f"{least:.2f}", where])
     return table(["our speed over", "peer", "cells", "geometric mean", "least", "where"], rows)
 
 
@@ -115,14 +113,13 @@ def measured(bench: dict) -> str:
     rows, lengths = [], sorted({cell["length"] for cell in bench["cells"]})
     everyone = [cell["contenders"] for direction in ("forward", "backward") for cell in cells_of(bench, direction)]
     peers = {peer: name for peer, name in NAMES.items() if peer in PEERS or all(peer in contenders for contenders in everyone)}
-    for direction in ("forward", "backward"):
-        cells = cells_of(bench, direction)
-        dims = ", ".join(str(d) for d in sorted({cell["head_dim"] for cell in cells}))
+    for direction, d in product(("forward", "backward"), sorted({cell["head_dim"] for cell in bench["cells"]})):
+        cells = [cell for cell in cells_of(bench, direction) if cell["head_dim"] == d]
         entries = []
         for peer in peers:
             values = [value for value, _ in ratios(cells, peer)]
-            entries.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not compared")
-        rows.append([f"{direction}, D = {dims}", *entries])
+            entries.append(f"{geometric_mean(values):.2f} ({_range(values)})" if values else "not compared")
+        rows.append([f"{direction}, D = {d}", *entries])
     versions = ", ".join(f"{name} {bench['packages'][name]}" for name in VERSIONS if name in bench["packages"])
     note = f"{bench['device']}, {bench['date']}, bfloat16, N = {lengths[0]} to {lengths[-1]}, full and causal, {versions}; geometric mean"
     return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *peers.values()], rows)
@@ -132,12 +129,10 @@ def measured(bench: dict) -> str:
 
 
 def limits(*results: dict) -> str:
-    """Our speed relative to PyTorch's, by situation: from `situations`, from the bench, and from the CPU's printed table."""
+    """Our speed relative to PyTorch's, by situation: from the study `situations`, and from the CPU's printed table."""
     rows, where = [], {}
     for each in results:
-        if "cells" in each:
-            rows.append(["plain or causal, in 16 bits, on Hopper", *_over_cudnn(each), "cuDNN"])
-        elif "columns" in each:
+        if "columns" in each:
             forward, both = (_range([1 / float(time) for time in re.findall(r"[\d.]+", " ".join(row[1:]))]) for row in each["rows"][:2])
             rows.append(["float32 on the CPU", forward, f"{both} with the forward", "its CPU kernel"])
         else:
@@ -148,24 +143,35 @@ def limits(*results: dict) -> str:
 
 
 def _situations(results: dict) -> list[list[str]]:
-    """A row for each situation, with the range of what was measured in it."""
+    """A row for each situation, with the range of what was measured in it, beside the fastest peer of each problem."""
     rows = []
     for situation in dict.fromkeys(row["situation"] for row in results["rows"]):
-        found = [row for row in results["rows"] if row["situation"] == situation]
-        speeds = ([1 / row[direction] for row in found if direction in row] for direction in ("forward", "backward"))
-        rows.append([situation, *(_range(values) if values else "" for values in speeds), found[0]["peer"]])
+        speeds, names = [], {}
+        for direction in ("forward", "backward"):
+            found = [_fastest(row) for row in results["rows"] if (row["situation"], row["direction"]) == (situation, direction)]
+            speeds.append(_range([ratio for _, ratio in found]) if found else "")
+            names |= dict.fromkeys(name for name, _ in found)
+        rows.append([situation, *speeds, ", ".join(names)])
     return rows
 
 
-def _over_cudnn(bench: dict) -> list[str]:
-    """Least and greatest geometric mean of the head dimensions, by direction."""
-    found = []
-    for direction in ("forward", "backward"):
-        of = {}
-        for ratio, cell in ratios(cells_of(bench, direction), "torch cuDNN"):
-            of.setdefault(cell["head_dim"], []).append(ratio)
-        found.append(_range([geometric_mean(values) for values in of.values()]))
-    return found
+def _fastest(row: dict) -> tuple[str, float]:
+    """The fastest peer of a situation, and our speed over its."""
+    peers = {name: peer["ratio"] for name, peer in row["peers"].items() if "ratio" in peer}
+    return min(peers.items(), key=lambda item: item[1])
+
+
+def situations(results: dict) -> str:
+    """Each problem of each situation: our speed, and that over every peer's."""
+    rows = []
+    for row in results["rows"]:
+        heads = f"{row['heads']}" if row["heads"] == row["heads_kv"] else f"{row['heads']} over {row['heads_kv']}"
+        lengths = f"{row['length']}" if row["length"] == row["length_kv"] else f"{row['length']} x {row['length_kv']}"
+        remarks = [word for word in ("causal", "bias") if row[word]]
+        problem = ", ".join([row["dtype"], f"B = {row['batch']}, H = {heads}, N = {lengths}, D = {row['head_dim']}", *remarks])
+        over = ", ".join(f"{name} {peer['ratio']:.2f}" if "ratio" in peer else f"{name} cannot" for name, peer in row["peers"].items())
+        rows.append([row["situation"], problem, row["direction"], _three(row["ms"]), _three(row["tflops"]), over])
+    return table(["situation", "problem", "", "ms", "TFLOP/s", "our speed over"], rows)
 
 
 def _range(values: list[float]) -> str:
@@ -304,11 +310,12 @@ def _study(name: str, machine: str) -> str:
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 BLOCKS = {
-    "limits": Block(limits, ("h200/situations", "h200/bench", "2-core-cpu/torch")),
+    "limits": Block(limits, ("h200/situations", "2-core-cpu/torch")),
+    "situations": Block(situations, ("h200/situations",), _study("situations", "h200")),
     "measured": Block(measured, ("h200/bench",), BENCH),
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
-    "summary": Block(summary, ("h200/bench", "h200/bench-second"), BENCH),
+    "summary": Block(summary, ("h200/bench",), BENCH),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
     "traffic": Block(traffic, ("h200/traffic",), _study("traffic", "h200")),
@@ -321,7 +328,6 @@ BLOCKS = {
     "simt": Block(printed, ("h200/simt",)),
     "simt-torch": Block(printed, ("h200/simt-torch",)),
     "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
-    "alone": Block(printed, ("h200/alone",)),
     "examples": Block(examples, ("2-core-cpu/facts", "h200/facts")),
     "once": Block(once, ("h200/facts", "2-core-cpu/facts")),
 }

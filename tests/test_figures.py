@@ -37,6 +37,12 @@ def errors(dtype: str, distribution: str, who: str, error: float) -> dict:
     return {"dtype": dtype, "distribution": distribution, "who": who, "head_dim": 128} | dict.fromkeys(("o", "dq", "dk", "dv"), error)
 
 
+def situation(what: str, direction: str, ratios: dict, heads: int = 4, causal: bool = False) -> dict:
+    peers = {name: {"reason": "cannot"} if ratio is None else {"ms": ratio, "ratio": ratio} for name, ratio in ratios.items()}
+    shape = {"batch": 2, "heads": heads, "heads_kv": 4, "length": 64, "length_kv": 64, "head_dim": 32, "causal": causal, "bias": False}
+    return {"situation": what, "dtype": "float16", "direction": direction, **shape, "ms": 1.0, "tflops": 2.0, "peers": peers}
+
+
 PACKAGES = {"torch": "2", "flash-attn-4": "4"}
 RESULTS = {
     "h200/bench": {
@@ -49,10 +55,6 @@ RESULTS = {
             cell("forward", 512, {"numba_flash": entry(300), "torch cuDNN": entry(200, 1.5)}, heads_kv=2),
             cell("backward", 512, {"numba_flash": entry(100), "torch cuDNN": entry(80, 1.25)}),
         ],
-    },
-    "h200/bench-second": {
-        "remark": "long ago",
-        "cells": [cell("forward", 512, {"numba_flash": entry(300), "torch FA2": entry(100, 3.0)}), cell("backward", 512, {})],
     },
     "h200/scaling": {
         "device": "H",
@@ -96,9 +98,10 @@ RESULTS = {
         "device": "H",
         "packages": PACKAGES,
         "rows": [
-            {"situation": "slow", "peer": "P", "forward": 10.0, "backward": 4.0},
-            {"situation": "half", "peer": "Q", "forward": 2.0},
-            {"situation": "slow", "peer": "R", "forward": 20.0, "backward": 4.0},
+            situation("slow", "forward", {"P": 0.1, "Q": 0.5}),
+            situation("slow", "backward", {"P": 0.25, "Q": None}),
+            situation("half", "forward", {"Q": 0.5}, heads=8),
+            situation("slow", "forward", {"R": 0.05}, causal=True),
         ],
     },
     "h200/facts": {
@@ -112,13 +115,12 @@ EXPECTED = {
     "summary": [
         "| forward | cuDNN | 2 | 1.00 | 0.50 | D = 128, N = 1024, full |",
         "| backward | cuDNN | 1 | 1.25 | 1.25 |",
-        "| forward, long ago | FlashAttention-2 | 1 | 3.00 | 3.00 |",
     ],
     "measured": [
         "H, D, bfloat16, N = 512 to 1024",
         "| our speed over | cuDNN | FlashAttention-4 |\n",
-        "| forward, D = 128 | 1.00 (0.50 to 2.00) | 0.80 (0.80 to 0.80) |",
-        "| backward, D = 128 | 1.25 (1.25 to 1.25) | not compared |",
+        "| forward, D = 128 | 1.00 (0.50\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}2.00) | 0.80 (0.80) |",
+        "| backward, D = 128 | 1.25 (1.25) | not compared |",
     ],
     "scaling-h200": ["| 1024 | 3.50 | 5.00 | 30.0 | 5,000 |", "| 2048 | 14.0 | 10.0 | backward: OutOfMemoryError |  |"],
     "scaling-cpu": ["Not measured yet: `python asv_bench/studies/scaling.py --json asv_bench/studies/results/2-core-cpu/scaling.json`."],
@@ -132,10 +134,15 @@ EXPECTED = {
     "torch-cpu": ["| forward | 1.25 to 2.00 |"],
     "limits": [
         " (H, torch 2; C, torch 3).\n",
-        "| slow | 0.05\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.10 | 0.25 | P |",
+        "| slow | 0.05\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.10 | 0.25 | P, R |",
         "| half | 0.50 |  | Q |",
         "| float32 on the CPU | 0.50\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.80 | 1.25 with the forward | its CPU kernel |",
-        "| plain or causal, in 16 bits, on Hopper | 1.00 | 1.25 | cuDNN |",
+    ],
+    "situations": [
+        "| slow | float16, B = 2, H = 4, N = 64, D = 32 | forward | 1.00 | 2.00 | P 0.10, Q 0.50 |",
+        "| backward | 1.00 | 2.00 | P 0.25, Q cannot |",
+        "| half | float16, B = 2, H = 8 over 4, N = 64, D = 32 | forward |",
+        "| slow | float16, B = 2, H = 4, N = 64, D = 32, causal | forward |",
     ],
     "examples": ["| a | H | 1 s | b |"],
     "once": ["| c | H | d |"],

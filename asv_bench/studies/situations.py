@@ -1,7 +1,7 @@
 """Speed over the fastest kernel of PyTorch, in the situations that people are in: dtypes, options, shapes, and GPUs without `sm90`.
 
 Every contender of a situation is checked against float64 (the last head of all batch elements), then all take turns in random order. With
-dropout only numba_flash is checked, as everybody draws bits of his own. "On other GPUs" is measured here, with `backend="simt"`.
+dropout only numba_flash is checked, as everybody draws bits of his own. What other GPUs get is measured here, with `backend="simt"`.
 
     python asv_bench/studies/situations.py --json FILE
 """
@@ -29,6 +29,7 @@ SDPA = {
 }
 OURS = "numba_flash"
 STATE = (7, 0)
+SHAPE = ("batch", "heads", "heads_kv", "length", "length_kv", "head_dim", "causal", "bias")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Situation:
     Attributes
     ----------
     what : str
-        In words, for tables.
+        In words, for tables; several problems may stand for one situation.
     dtype : str
         Of all arrays.
     batch, heads, heads_kv, length, length_kv, head_dim : int
@@ -84,23 +85,26 @@ def _same(what: str, dtype: str, batch: int, heads: int, length: int, head_dim: 
 
 HALF, SINGLE = ("cuDNN", "FlashAttention-2"), ("memory-efficient",)
 BIASED = ("cuDNN", "memory-efficient", "FlexAttention")
-SITUATIONS = (
-    _same("plain", "bfloat16", 4, 16, 4096, 128, HALF),
-    _same("plain, causal", "bfloat16", 4, 16, 4096, 128, HALF, causal=True),
-    _same("plain, small: 8 heads of 256", "bfloat16", 1, 8, 256, 64, HALF),
-    _same("plain, on other GPUs", "float16", 4, 16, 4096, 128, HALF, backend="simt"),
-    _same("plain", "float32", 4, 16, 4096, 64, SINGLE),
-    _same("plain", "float32", 4, 16, 4096, 128, SINGLE),
-    _same("plain, causal", "float32", 4, 16, 4096, 128, SINGLE, causal=True),
-    _same("plain", "float64", 1, 16, 4096, 64, ("whole matrix",)),
-    _same("plain", "float64", 1, 16, 4096, 128, ("whole matrix",)),
-    _same("bias with gradient", "bfloat16", 4, 16, 2048, 64, BIASED, bias=True),
-    _same("triangle attention", "bfloat16", 384, 4, 384, 32, BIASED, bias=True),
-    _same("triangle attention", "float32", 384, 4, 384, 32, SINGLE, bias=True),
-    _same("mask", "float16", 4, 16, 4096, 64, ("cuDNN", "memory-efficient"), mask=True),
-    _same("dropout", "float16", 4, 16, 4096, 64, HALF, dropout=0.1),
-    Situation("one query, 64 heads over 8", "bfloat16", 16, 64, 8, 1, 32768, 128, HALF, directions=("forward",)),
-    Situation("one query, 32 heads", "bfloat16", 64, 32, 32, 1, 4096, 64, HALF, directions=("forward",)),
+OTHER = "16 bits on a GPU that is no Hopper (`simt`, timed on an H200)"
+BIAS, TRIANGLE = "a bias with gradient, in 16 bits", "triangle attention, in 16 bits"
+ONE, PLAIN = "one query per head, in 16 bits, on Hopper", "plain or causal, in 16 bits, on Hopper"
+SITUATIONS = (  # what hurts most people first
+    _same(OTHER, "float16", 4, 16, 4096, 128, ("FlashAttention-2",), backend="simt"),
+    _same(BIAS, "bfloat16", 4, 16, 2048, 64, BIASED, bias=True),
+    _same(TRIANGLE, "bfloat16", 384, 4, 384, 32, BIASED, bias=True),
+    _same("a mask array, in 16 bits", "float16", 4, 16, 4096, 64, ("cuDNN", "memory-efficient"), mask=True),
+    _same("dropout, in 16 bits", "float16", 4, 16, 4096, 64, HALF, dropout=0.1),
+    Situation(ONE, "bfloat16", 16, 64, 8, 1, 32768, 128, HALF, directions=("forward",)),
+    Situation(ONE, "bfloat16", 64, 32, 32, 1, 4096, 64, HALF, directions=("forward",)),
+    _same("float32", "float32", 4, 16, 4096, 64, SINGLE),
+    _same("float32", "float32", 4, 16, 4096, 128, SINGLE),
+    _same("float32", "float32", 4, 16, 4096, 128, SINGLE, causal=True),
+    _same("float32", "float32", 384, 4, 384, 32, SINGLE, bias=True),
+    _same("float64", "float64", 1, 16, 4096, 64, ("whole matrix",)),
+    _same("float64", "float64", 1, 16, 4096, 128, ("whole matrix",)),
+    _same("a small problem, in 16 bits, on Hopper", "bfloat16", 1, 8, 256, 64, HALF),
+    _same(PLAIN, "bfloat16", 4, 16, 4096, 128, HALF),
+    _same(PLAIN, "bfloat16", 4, 16, 4096, 128, HALF, causal=True),
 )
 
 
@@ -247,9 +251,9 @@ def measure_situation(situation: Situation, direction: str, clock, repeats: int)
         if name != OURS:
             ratio = median(theirs / mine for mine, theirs in zip(ms[OURS], ms[name], strict=True))
             peers[name] = {"ms": median(ms[name]), "ratio": ratio}
-    shape = {name: getattr(situation, name) for name in ("batch", "heads", "heads_kv", "length", "length_kv", "head_dim", "causal")}
+    shape = {name: getattr(situation, name) for name in SHAPE}
     tflops = flops / median(ms[OURS]) / 1e9
-    row = {"what": situation.what, "dtype": situation.dtype, "direction": direction, **shape}
+    row = {"situation": situation.what, "dtype": situation.dtype, "direction": direction, **shape}
     return row | {"ms": median(ms[OURS]), "tflops": tflops, "peers": peers}
 
 
