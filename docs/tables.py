@@ -1,6 +1,6 @@
 """The tables of README and docs, made from committed results: what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 
-`docs/figures.py` writes them; `tests/test_docs_numbers.py` checks that they are what the results give.
+`docs/figures.py` writes them; `tests/test_docs_tables.py` checks that they are what the results give.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ OURS = "numba_flash"
 PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # beside each speed; figures and means show everyone
 NAMES = PEERS | {"torch FA2": "FlashAttention-2", "jax cuDNN": "JAX", "torch Flex": "FlexAttention"}
 VERSIONS = ("torch", "cuDNN", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "jax")
+SPACE = "\N{NO-BREAK SPACE}"  # columns of numbers stay in one line
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -109,22 +110,82 @@ def summary(*benches: dict) -> str:
     return table(["our speed over", "peer", "cells", "geometric mean", "least", "where"], rows)
 
 
-def measured(bench: dict, *others: dict) -> str:
-    """README's: geometric means of our speed over everyone who took part in all cells, and least and greatest cells; others' too."""
+def measured(bench: dict) -> str:
+    """README's: geometric means of our speed over everyone who took part in all cells, and least and greatest cells."""
     rows, lengths = [], sorted({cell["length"] for cell in bench["cells"]})
     everyone = [cell["contenders"] for direction in ("forward", "backward") for cell in cells_of(bench, direction)]
     peers = {peer: name for peer, name in NAMES.items() if peer in PEERS or all(peer in contenders for contenders in everyone)}
-    for run, direction in ((run, direction) for run in (bench, *others) for direction in ("forward", "backward")):
-        cells = cells_of(run, direction)
+    for direction in ("forward", "backward"):
+        cells = cells_of(bench, direction)
         dims = ", ".join(str(d) for d in sorted({cell["head_dim"] for cell in cells}))
-        entries, remark = [], f"; {run['remark']}" if "remark" in run else ""
+        entries = []
         for peer in peers:
             values = [value for value, _ in ratios(cells, peer)]
             entries.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "not compared")
-        rows.append([f"{direction}, D = {dims}{remark}", *entries])
+        rows.append([f"{direction}, D = {dims}", *entries])
     versions = ", ".join(f"{name} {bench['packages'][name]}" for name in VERSIONS if name in bench["packages"])
     note = f"{bench['device']}, {bench['date']}, bfloat16, N = {lengths[0]} to {lengths[-1]}, full and causal, {versions}; geometric mean"
     return f"{note} (least and greatest) over the cells:\n\n" + table(["our speed over", *peers.values()], rows)
+
+
+# ---- situations --------------------------------------------------------------------------------------------------------------------------
+
+
+def limits(*results: dict) -> str:
+    """Our speed relative to PyTorch's, by situation: from `situations`, from the bench, and from the CPU's printed table."""
+    rows, where = [], {}
+    for each in results:
+        if "cells" in each:
+            rows.append(["plain or causal, in 16 bits, on Hopper", *_over_cudnn(each), "cuDNN"])
+        elif "columns" in each:
+            forward, both = (_range([1 / float(time) for time in re.findall(r"[\d.]+", " ".join(row[1:]))]) for row in each["rows"][:2])
+            rows.append(["float32 on the CPU", forward, f"{both} with the forward", "its CPU kernel"])
+        else:
+            rows += _situations(each)
+        where.setdefault(each["device"], f"{each['device']}, torch {each['packages']['torch']}")
+    note = "Our speed over that of PyTorch's fastest kernel for it: 1 if as fast, 0.1 if a tenth of that"
+    return f"{note} ({'; '.join(where.values())}).\n\n" + table(["situation", "forward", "backward", "beside PyTorch's"], rows)
+
+
+def _situations(results: dict) -> list[list[str]]:
+    """A row for each situation, with the range of what was measured in it."""
+    rows = []
+    for situation in dict.fromkeys(row["situation"] for row in results["rows"]):
+        found = [row for row in results["rows"] if row["situation"] == situation]
+        speeds = ([1 / row[direction] for row in found if direction in row] for direction in ("forward", "backward"))
+        rows.append([situation, *(_range(values) if values else "" for values in speeds), found[0]["peer"]])
+    return rows
+
+
+def _over_cudnn(bench: dict) -> list[str]:
+    """Least and greatest geometric mean of the head dimensions, by direction."""
+    found = []
+    for direction in ("forward", "backward"):
+        of = {}
+        for ratio, cell in ratios(cells_of(bench, direction), "torch cuDNN"):
+            of.setdefault(cell["head_dim"], []).append(ratio)
+        found.append(_range([geometric_mean(values) for values in of.values()]))
+    return found
+
+
+def _range(values: list[float]) -> str:
+    least, greatest = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == greatest else f"{least}{SPACE}to{SPACE}{greatest}"
+
+
+def examples(*machines: dict) -> str:
+    """What the examples gave."""
+    rows = [[row["what"], results["device"], row["took"], row["result"]] for results, row in _facts(machines, "examples")]
+    return table(["example", "on", "took", "result"], rows)
+
+
+def once(*machines: dict) -> str:
+    """Everything else that was measured once."""
+    return table(["", "on", "measured"], [[row["what"], results["device"], row["result"]] for results, row in _facts(machines, "once")])
+
+
+def _facts(machines: tuple[dict, ...], name: str) -> list[tuple[dict, dict]]:
+    return [(results, row) for results in machines for row in results["rows"] if row["table"] == name]
 
 
 # ---- studies -----------------------------------------------------------------------------------------------------------------------------
@@ -243,10 +304,11 @@ def _study(name: str, machine: str) -> str:
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 BLOCKS = {
-    "measured": Block(measured, ("h200/bench", "h200/bench-earlier"), BENCH),
+    "limits": Block(limits, ("h200/situations", "h200/bench", "2-core-cpu/torch")),
+    "measured": Block(measured, ("h200/bench",), BENCH),
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
-    "summary": Block(summary, ("h200/bench", "h200/bench-earlier", "h200/bench-second"), BENCH),
+    "summary": Block(summary, ("h200/bench", "h200/bench-second"), BENCH),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
     "traffic": Block(traffic, ("h200/traffic",), _study("traffic", "h200")),
@@ -259,6 +321,9 @@ BLOCKS = {
     "simt": Block(printed, ("h200/simt",)),
     "simt-torch": Block(printed, ("h200/simt-torch",)),
     "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
+    "alone": Block(printed, ("h200/alone",)),
+    "examples": Block(examples, ("2-core-cpu/facts", "h200/facts")),
+    "once": Block(once, ("h200/facts", "2-core-cpu/facts")),
 }
 
 

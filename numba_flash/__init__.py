@@ -22,3 +22,8 @@ __all__ = [
     "relative_position",
     "show_config",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and what every module has: not the modules in which they are defined."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

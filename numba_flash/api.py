@@ -1,18 +1,29 @@
 """`forward`, `backward`, `plan`: gather the arguments, find or prepare the call, make it."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, Unpack, overload
 
-from numba_flash import arrays, call, checks, spec
-from numba_flash.plan import Plan, choose
+from numpy.typing import NDArray
 
-Array: TypeAlias = Any
-"""NumPy or CuPy array, or an object with ``__dlpack__`` or ``__cuda_array_interface__``."""
+from numba_flash import call, checks, spec
+from numba_flash.annotations import Array, BackwardOptions, Options, T
+from numba_flash.plan import Backend, Plan, choose
 
 SETTINGS = ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng", "score_mod", "score_mod_grad")
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
+FORWARD = ("q", "k", "v", *EXTRAS)
+BACKWARD = ("do", "q", "k", "v", "o", "lse", "dlse", *EXTRAS)
+OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
 
+@overload
+def forward(q: NDArray[T], k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> NDArray[T]: ...
+@overload
+def forward(
+    q: NDArray[T], k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[NDArray[T], NDArray[Any]]: ...
+@overload
+def forward(q: Array, k: Array, v: Array, *, return_lse: bool = False, out: Array | None = None, **options: Unpack[Options]) -> Any: ...
 def forward(
     q: Array,
     k: Array,
@@ -29,11 +40,11 @@ def forward(
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: tuple[int, int] | None = None,
-    score_mod: Callable | None = None,
-    score_mod_grad: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T + mask) v`` without the N x N matrix.
 
@@ -53,7 +64,8 @@ def forward(
     ----------
     q : array, shape (..., Hq, Nq, D)
         Queries; 2 to 5 dimensions, ``(N, D)`` means one head. float16, bfloat16 (ml_dtypes), float32 or float64; any strides, read in
-        place. NumPy, CuPy, or any object with ``__dlpack__`` or ``__cuda_array_interface__``. 1 <= D <= 256.
+        place. NumPy, CuPy, or any object with ``__dlpack__`` or ``__cuda_array_interface__``; subclasses are read as plain arrays.
+        1 <= D <= 256.
     k : array, shape (..., Hk, Nk, D)
         Keys. Hq must be a multiple of Hk: query head h reads key head ``h // (Hq // Hk)`` (grouped-query attention).
     v : array, shape (..., Hk, Nk, Dv)
@@ -126,15 +138,47 @@ def forward(
            [0.27, 0.27, 0.45, 0.  ],
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
-    inputs = _adopt((q, k, v, bias, mask, q_lengths, kv_lengths))
+    return_lse = checks.flag("return_lse", return_lse)
+    inputs = _adopt(FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
+    own = checks.adopt("out", out)
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    key, run = call.find("forward", inputs, (out,), given, (backend, return_lse))
+    key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
-    o, lse = run(inputs, (out, None), rng)
+    o, lse = run(inputs, (own, None), rng)
+    o = o if out is None else out
     return (o, lse) if return_lse else o
 
 
+@overload
+def backward(
+    do: Array,
+    q: NDArray[T],
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    *,
+    bias_grad: Literal[False] = False,
+    **options: Unpack[BackwardOptions],
+) -> tuple[NDArray[T], NDArray[T], NDArray[T]]: ...
+@overload
+def backward(
+    do: Array, q: NDArray[T], k: Array, v: Array, o: Array, lse: Array, *, bias_grad: Literal[True], **options: Unpack[BackwardOptions]
+) -> tuple[NDArray[T], NDArray[T], NDArray[T], NDArray[Any]]: ...
+@overload
+def backward(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    *,
+    bias_grad: bool = False,
+    out: tuple[Array | None, ...] | None = None,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Any, ...]: ...
 def backward(
     do: Array,
     q: Array,
@@ -154,13 +198,13 @@ def backward(
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: tuple[int, int] | None = None,
-    score_mod: Callable | None = None,
-    score_mod_grad: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
     dlse: Array | None = None,
     bias_grad: bool = False,
     deterministic: bool = True,
-    out: tuple[Array, ...] | None = None,
-    backend: str | None = None,
+    out: tuple[Array | None, ...] | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Array, ...]:
     """Gradients of attention; the probabilities are recomputed, tile by tile, from q, k and lse.
 
@@ -204,16 +248,14 @@ def backward(
 
     Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.
     """
-    inputs = _adopt((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
-    names = ("dq", "dk", "dv", "dbias") if bias_grad is True else ("dq", "dk", "dv")
-    outs = _outs(out, names)
+    bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
+    inputs = _adopt(BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
+    own = _outs(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    others = (backend, bias_grad, type(bias_grad), deterministic, type(deterministic))
-    key, run = call.find("backward", inputs, outs, given, others)
+    key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
     if run is None:
-        checks.flag("deterministic", deterministic)
         run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
-    return run(inputs, outs, rng)[: len(names)]
+    return _returned(run(inputs, own, rng)[: 4 if bias_grad else 3], out)
 
 
 def plan(
@@ -232,9 +274,9 @@ def plan(
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: tuple[int, int] | None = None,
-    score_mod: Callable | None = None,
-    score_mod_grad: Callable | None = None,
-    backend: str | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
+    backend: Backend | None = None,
 ) -> Plan:
     """Which backend `forward` will use for these arguments, and why every faster one was refused.
 
@@ -245,25 +287,30 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
-    inputs = _adopt((q, k, v, bias, mask, q_lengths, kv_lengths))
+    inputs = _adopt(FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     problem = spec.bind(*inputs[:3], **_options(inputs[3:], given))
     spec.check_lengths(problem, *inputs[5:])
-    return choose(problem, dict(zip(("q", "k", "v", *EXTRAS), inputs, strict=True)), backend)
+    return choose(problem, dict(zip(FORWARD, inputs, strict=True)), backend)
 
 
-def _adopt(inputs: tuple) -> tuple:
-    return tuple(None if x is None else arrays.adopt(x) for x in inputs)
+def _adopt(names: tuple[str, ...], inputs: tuple) -> tuple:
+    return tuple(map(checks.adopt, names, inputs))
 
 
 def _outs(out, names: tuple[str, ...]) -> tuple:
-    """The four places for gradients of `backward`."""
+    """The four places for gradients of `backward`, as arrays that kernels can write."""
     if out is None:
         out = (None,) * len(names)
     elif not isinstance(out, tuple) or len(out) != len(names):
         got = f"{len(out)} of them" if isinstance(out, tuple) else type(out).__name__
         raise TypeError(f"out must be a tuple ({', '.join(names)}); got {got}")
-    return (*out, *[None] * (4 - len(out)))
+    return (*map(checks.adopt, OUTS, out), *[None] * (4 - len(out)))
+
+
+def _returned(results: tuple, out: tuple | None) -> tuple:
+    """The results, in the place of those that the user gave the very objects."""
+    return results if out is None else tuple(x if given is None else given for x, given in zip(results, out, strict=True))
 
 
 def _options(extras: tuple, given: tuple) -> dict:
@@ -276,13 +323,13 @@ def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str
     problem = spec.bind(q, k, v, **_options(extras, given))
     shape = (*q.shape[:-1], problem.dv)
     results = {"o": ("q", shape, None), "lse": ("q", shape[:-1], problem.lse_dtype) if return_lse else None}
-    return call.prepare("forward", problem, backend, dict(zip(("q", "k", "v", *EXTRAS), inputs, strict=True)), results)
+    return call.prepare("forward", problem, backend, dict(zip(FORWARD, inputs, strict=True)), results)
 
 
 def _prepare_backward(inputs: tuple, given: tuple, bias_grad: bool, deterministic: bool, backend: str | None):
     *tensors, dlse = inputs[:7]
     problem = spec.bind_backward(*tensors, dlse=dlse, bias_grad=bias_grad, **_options(inputs[7:], given))
-    named = dict(zip(("do", "q", "k", "v", "o", "lse", "dlse", *EXTRAS), inputs, strict=True))
+    named = dict(zip(BACKWARD, inputs, strict=True))
     results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
     results["dbias"] = ("bias", named["bias"].shape, None) if bias_grad else None
     return call.prepare("backward", problem, backend, named, results, deterministic=deterministic)

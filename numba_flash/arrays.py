@@ -6,6 +6,7 @@ CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device
 import ctypes
 import math
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -26,12 +27,19 @@ def library(x) -> str | None:
 
 
 def adopt(x):
-    """View of a foreign array without a copy: NumPy for host memory, CuPy for device memory.
+    """A plain `numpy.ndarray` or `cupy.ndarray` on the memory of `x`, without a copy.
 
-    Anything else comes back unchanged, a device array too where CuPy is missing: `spec.bind` says what it wants.
+    Subclasses may index, broadcast and reshape by rules of their own (a `numpy.matrix` keeps two dimensions), so their base class is what
+    kernels get. Foreign arrays become NumPy's in host memory, CuPy's in device memory. Anything else comes back unchanged, a masked array
+    too, and a device array where CuPy is missing: `spec.bind` says what it wants.
     """
-    if library(x) is not None or isinstance(x, np.ndarray):
+    if x is None or type(x) is np.ndarray:
         return x
+    if isinstance(x, np.ndarray):
+        return x if isinstance(x, np.ma.MaskedArray) else np.asarray(x)
+    if library(x) == "cupy":
+        plain = cupy().ndarray
+        return x if type(x) is plain else plain.view(x, plain)
     if hasattr(x, "__dlpack__") and x.__dlpack_device__()[0] == _DLPACK_CPU:
         return np.from_dlpack(x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
@@ -73,6 +81,8 @@ def writeable(x) -> bool:
 
 def overlaps_itself(x) -> bool:
     """True if two indices may reach one element (a broadcast axis, or axes that interleave)."""
+    if x.size == 0:  # NumPy's own empty arrays have strides of 0
+        return False
     extent = 0
     for stride, size in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
         if stride <= extent:
@@ -116,6 +126,15 @@ def expanded_strides(x, ndim: int) -> tuple[int, ...]:
     return (0,) * (ndim - x.ndim) + tuple(x.strides)
 
 
+@contextmanager
+def named(name: str, shape: tuple[int, ...], dtype):
+    """A MemoryError from within names the array that is made there, its shape and size."""
+    try:
+        yield
+    except MemoryError as error:
+        raise memory_error(name, shape, dtype) from error
+
+
 def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """New array beside `like`: its library, device and axis order in memory (so heads-last inputs give heads-last results).
 
@@ -126,28 +145,24 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """
     xp = np if isinstance(like, np.ndarray) else cupy()
     dtype = like.dtype if dtype is None else dtype
-    try:
+    with named(name, shape, dtype):
         if like.flags.c_contiguous or like.ndim != len(shape):
             return xp.empty(shape, dtype)
         order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
-    except MemoryError as error:
-        raise _memory_error(name, shape, dtype) from error
 
 
 def compact(name: str, shape: tuple[int, ...], dtype):
     """New array on CuPy's current device, its elements one after the other; MemoryError naming the array if there is no room."""
-    try:
+    with named(name, shape, dtype):
         return cupy().empty(shape, dtype)
-    except MemoryError as error:
-        raise _memory_error(name, shape, dtype) from error
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:
     """MemoryError if the bytes of such an array cannot even be counted in 63 bits, where the libraries disagree about what to raise."""
     dtype = like.dtype if dtype is None else np.dtype(dtype)
     if math.prod(shape) * dtype.itemsize >= 2**63:
-        raise _memory_error(name, shape, dtype)
+        raise memory_error(name, shape, dtype)
 
 
 def current_gpu():
@@ -162,12 +177,17 @@ def to_gpu(name: str, x: np.ndarray):
     import cupy as cp
 
     repeated = tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for stride, size in zip(x.strides, x.shape, strict=True))
-    try:
+    with named(name, x.shape, x.dtype):
         return cp.broadcast_to(cp.asarray(x[repeated]), x.shape)
-    except MemoryError as error:
-        raise _memory_error(name, x.shape, x.dtype) from error
 
 
-def _memory_error(name: str, shape: tuple[int, ...], dtype) -> MemoryError:
+def to_host(name: str, x, result: np.ndarray) -> None:
+    """Copy the CuPy array `x` into `result`; MemoryError naming the array if there is no room for what that takes."""
+    with named(name, x.shape, x.dtype):
+        result[...] = x.get()
+
+
+def memory_error(name: str, shape: tuple[int, ...], dtype) -> MemoryError:
+    """What is raised where there is no room for an array."""
     dtype = np.dtype(dtype)
     return MemoryError(f"{name}: cannot allocate {math.prod(shape) * dtype.itemsize} bytes for shape {tuple(shape)}, dtype {dtype.name}")

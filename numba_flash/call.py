@@ -2,27 +2,32 @@
 
 from functools import partial
 
-from numba_flash import arrays, spec
+from numba_flash import arrays, scoremod, spec
 from numba_flash.options import MAX_OFFSET
 from numba_flash.plan import choose, tier
 
 _prepared: dict[tuple, "_Call"] = {}
 _PREPARED_LIMIT = 4096
-RNG = 6  # place of rng in `given`
+RNG, SCORE_MOD = 6, 7  # places of rng, and of score_mod and score_mod_grad, in `given`
 _STATE = object()  # in the place of a state of the generator, which prepared calls do not depend on
 
 
 def find(kind: str, inputs: tuple, outs: tuple, given: tuple, others: tuple):
     """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one.
 
-    Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True.
+    Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions of the user are part of it
+    with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
     if _is_state(given[RNG]):
         given = (*given[:RNG], _STATE, *given[RNG + 1 :])
+    prepared = _prepared
     try:
-        inner = [tuple(map(type, x)) for x in given if type(x) is tuple]
+        if given[SCORE_MOD] is not None:
+            score_mod = scoremod.find(*given[SCORE_MOD:])
+            given, prepared = (*given[:SCORE_MOD], score_mod), score_mod.prepared
+        inner = [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         key = (kind, *map(arrays.layout, inputs), *map(arrays.layout, outs), given, *map(type, given), *inner, others)
-        return key, _prepared.get(key)
+        return key, prepared.get(key)
     except (AttributeError, TypeError):
         return None, None
 
@@ -35,9 +40,11 @@ def _is_state(rng) -> bool:
 def remember(key, call):
     """Keep a prepared call under its key, if it has one."""
     if key is not None:
-        if len(_prepared) >= _PREPARED_LIMIT:
-            _prepared.clear()
-        _prepared[key] = call
+        score_mod = call.problem.options.score_mod
+        prepared = _prepared if score_mod is None else score_mod.prepared
+        if len(prepared) >= _PREPARED_LIMIT:
+            prepared.clear()
+        prepared[key] = call
     return call
 
 
@@ -63,7 +70,7 @@ def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict,
     chosen = choose(problem, inputs, backend, kind).backend
     for name, what in results.items():
         if what is not None:
-            arrays.check_size(name, inputs["q"], what[1], what[2])
+            arrays.check_size(name, inputs[what[0]], what[1], what[2])
     module = tier(chosen)
     run = partial(getattr(module, f"prepare_{kind}"), problem, **settings)
     through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()
@@ -85,7 +92,7 @@ class _Call:
     """
 
     def __init__(self, prepare, problem: spec.Problem, inputs: dict, results: dict):
-        self._prepare, self._problem, self._run = prepare, problem, None
+        self._prepare, self.problem, self._run = prepare, problem, None
         self._names = tuple(inputs)
         self._results = {name: what and (self._names.index(what[0]), *what[1:]) for name, what in results.items()}
         self._labels = ("out",) if "o" in results else tuple(f"out[{i}]" for i in range(len(results)))
@@ -94,16 +101,16 @@ class _Call:
         self._host_lengths = [i for i in lengths if on_gpu and arrays.library(inputs[self._names[i]]) == "numpy"]
 
     def __call__(self, inputs: tuple, outs: tuple, rng: tuple[int, int] | None) -> tuple:
-        if self._problem.options.sequences:
+        if self.problem.options.sequences:
             inputs = self._check_lengths(inputs)
         results = self._allocate(inputs, outs)
-        self._execute(inputs, results, ((int(rng[0]), int(rng[1])),) if self._problem.options.dropout else ())
+        self._execute(inputs, results, ((int(rng[0]), int(rng[1])),) if self.problem.options.dropout else ())
         return results
 
     def _check_lengths(self, inputs: tuple) -> tuple:
         """The inputs, with lengths that came from the host beside q."""
         at = self._names.index
-        spec.check_lengths(self._problem, inputs[at("q_lengths")], inputs[at("kv_lengths")])
+        spec.check_lengths(self.problem, inputs[at("q_lengths")], inputs[at("kv_lengths")])
         if not self._host_lengths:
             return inputs
         inputs = list(inputs)
@@ -157,6 +164,6 @@ class _CallThroughGpu(_Call):
             for (name, what), x in zip(self._results.items(), results, strict=True)
         )
         super()._execute(on_gpu, there, state)
-        for x, result in zip(there, results, strict=True):
+        for name, x, result in zip(self._results, there, results, strict=True):
             if x is not None:
-                result[...] = x.get()
+                arrays.to_host(name, x, result)

@@ -8,18 +8,43 @@ import numpy as np
 from numba_flash import arrays
 
 
-def layout(name: str, x) -> None:
-    """Raise unless `x` is an array that a kernel can address in place."""
+def adopt(name: str, x):
+    """`x` as a plain NumPy or CuPy array on the same memory, see `arrays.adopt`; raise if it offers that and cannot do it."""
+    if x is None or type(x) is np.ndarray:
+        return x
+    try:
+        return arrays.adopt(x)
+    except Exception as error:  # that of a foreign library, of any kind
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise TypeError(f"{name} cannot be read in place ({reason}); got {type(x).__name__}{_advice(name, x)}") from error
+
+
+def layout(name: str, x, advice: bool = True) -> None:
+    """Raise unless `x` is an array that a kernel can address in place; with `advice` about how to make one of it."""
     if arrays.library(x) is None:
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__ (which takes CuPy for device"
-            f" memory); got {type(x).__name__}"
+            f" memory); got {type(x).__name__}{_advice(name, x) if advice else ''}"
         )
     if not x.dtype.isnative:
         raise ValueError(f"{name} must be in native byte order; got dtype {x.dtype.str!r}")
     misfit = [s for s in x.strides if s % max(x.dtype.itemsize, 1)]
     if misfit or not arrays.aligned(x):
         raise ValueError(f"{name} must be aligned to its itemsize ({x.dtype.itemsize} bytes); got strides {x.strides}")
+
+
+def _advice(name: str, x) -> str:
+    """What to do with an object that is no array here, as the end of a sentence; empty where nothing is known about its kind."""
+    if isinstance(x, np.ma.MaskedArray):
+        return f", whose mask would be ignored: pass {name}.data, and say with mask= what to hide"
+    if any(kind.__name__ == "Tracer" and kind.__module__.startswith("jax") for kind in type(x).__mro__):
+        return ", which has no values while JAX traces a function: call numba_flash outside of it, or by jax.pure_callback"
+    if hasattr(x, "toarray"):  # SciPy's sparse arrays
+        return f": pass {name}.toarray()"
+    foreign = hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")
+    if isinstance(x, list | tuple) or (hasattr(x, "__array__") and (not foreign or isinstance(x.dtype, np.dtype))):
+        return f": pass np.asarray({name})"
+    return ""
 
 
 def library(name: str, x, other: str, y) -> None:

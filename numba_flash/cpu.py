@@ -1,20 +1,13 @@
 """FlashAttention-2 on the CPU: how the kernels of `numba_flash.cpu_kernels` are run.
 
-Kernels release the GIL and are run by a pool of Python threads that take blocks of work items until none is left, so that causal problems
-balance, and concurrent callers and forked children depend on no parallel runtime. Results do not depend on the number of threads.
+Results do not depend on the number of threads that run them (`numba_flash.cpu_pool`).
 """
 
 import math
-import os
-import threading
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-import scipy.linalg.cython_blas  # noqa: F401  (the BLAS of np.dot in kernels, loaded before ThreadpoolController looks for it)
-from numba import config, typeof, types
-from threadpoolctl import ThreadpoolController
+from numba import typeof, types
 
 from numba_flash import arrays, notice
 from numba_flash.cpu_kernels import (
@@ -29,62 +22,46 @@ from numba_flash.cpu_kernels import (
     forward_items,
 )
 from numba_flash.cpu_pieces import pieces
+from numba_flash.cpu_pool import runner
 from numba_flash.cpu_scores import row_function_address
 from numba_flash.options import dropout_threshold
 
 BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items
 DQ_PARTIAL_BYTES = 64 * 2**20  # cap on the shares of dq that wait for their sum
-BLOCKS_PER_THREAD = 64  # that a thread takes, one by one: 2 % faster than 16, 5 to 8 % than 4
 ROW_GRAIN = 1024  # rows that are worth a block
 GRAIN_FLOP = 2**22  # and operations: 2 heads of 64 x 64 take 0.21 instead of 0.39 ms, with gradients 0.69 instead of 1.0
+
+
+SCORES = {forward_items: (BLOCK_M, BLOCK_N), **dict.fromkeys((backward_items, dbias_items), (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N))}
+NO_BIAS, NO_MASK = np.empty((0,) * 5, np.float32), np.empty((0,) * 5, np.uint8)
+
+_entries = {}
 
 
 # ---- running them -------------------------------------------------------------------------------------------------------------------
 
 
-class Runner:
-    """Runs kernels on all cores, one call at a time, with BLAS held to one thread."""
+def _run(dispatcher, items: int, grain: int, *args) -> None:
+    """Run a kernel over work items ``[0, items)``, at least `grain` of them at a time."""
+    entry, largest = _entry(dispatcher, args), SCORES.get(dispatcher, (1, args[0].shape[-1]))
+    accumulator = next(a.dtype for a in args if isinstance(a, np.ndarray) and a.dtype.kind == "f")
+    with arrays.named(f"tiles of a thread in {dispatcher.__name__}, such as that of scores", largest, accumulator):
+        runner(entry, items, grain, *args)
 
-    def __init__(self):
-        self.threads = config.NUMBA_NUM_THREADS
-        self.blas = ThreadpoolController()
-        self.entries = {}
-        self.renew()
 
-    def renew(self):
-        """A free lock and living threads, also in a forked child."""
-        self.lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(self.threads, "numba_flash")
+def _new(name: str, shape: tuple[int, ...], dtype, zeros: bool = False):
+    """New NumPy array; MemoryError naming it if there is no room."""
+    with arrays.named(name, shape, dtype):
+        return np.zeros(shape, dtype) if zeros else np.empty(shape, dtype)
 
-    def entry(self, dispatcher, args):
-        """The kernel compiled for arrays of these dtypes, whatever their layout (the dispatcher would compile it for each layout)."""
-        key = (dispatcher, *(a.dtype.char for a in args if isinstance(a, np.ndarray)), *(_kinds(a) for a in args if isinstance(a, tuple)))
-        if key not in self.entries:
-            with notice.if_compiled(dispatcher):
-                self.entries[key] = dispatcher.compile((types.int64, types.int64, *map(_numba_type, args)))
-        return self.entries[key]
 
-    def __call__(self, dispatcher, items, grain, *args):
-        """Run the kernel over work items ``[0, items)``, at least `grain` of them at a time."""
-        entry = self.entry(dispatcher, args)
-        step = max(grain, items // (self.threads * BLOCKS_PER_THREAD))
-        blocks = deque(range(0, items, step))
-
-        def work():
-            while True:
-                try:
-                    start = blocks.popleft()
-                except IndexError:
-                    return
-                entry(start, min(start + step, items), *args)
-
-        helpers = [self.pool.submit(work) for _ in range(min(self.threads, len(blocks)) - 1)]
-        try:
-            work()
-        finally:  # an interrupted call leaves nothing running behind
-            blocks.clear()
-            for helper in helpers:
-                helper.result()
+def _entry(dispatcher, args):
+    """The kernel compiled for arrays of these dtypes, whatever their layout (the dispatcher would compile it for each layout)."""
+    key = (dispatcher, *(a.dtype.char for a in args if isinstance(a, np.ndarray)), *(_kinds(a) for a in args if isinstance(a, tuple)))
+    if key not in _entries:
+        with notice.if_compiled(dispatcher):
+            _entries[key] = dispatcher.compile((types.int64, types.int64, *map(_numba_type, args)))
+    return _entries[key]
 
 
 def _kinds(extras: tuple) -> str:
@@ -98,11 +75,6 @@ def _numba_type(x):
     if isinstance(x, tuple):
         return types.Tuple([_numba_type(item) for item in x])
     return typeof(x)
-
-
-_runner = Runner()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_runner.renew)
 
 
 def _bits(x):
@@ -161,7 +133,7 @@ def _backward(problem, inputs, results, rng=None):
     lse = arrays.expand(lse, 4)
     dlse = dlse if dlse is None else arrays.expand(dlse, 4)
     bias, mask = _scores_like(problem, bias), _scores_like(problem, mask)
-    dbias_sum = None if dbias is None else np.zeros((1,) * (5 - dbias.ndim) + dbias.shape, lse.dtype)
+    dbias_sum = None if dbias is None else _new("sum of dbias", (1,) * (5 - dbias.ndim) + dbias.shape, lse.dtype, zeros=True)
     for piece in pieces(problem, q_lengths, kv_lengths):
         own = (piece.queries(do), piece.queries(q), piece.keys(k), piece.keys(v), piece.queries(o), piece.queries(lse))
         more = (
@@ -197,8 +169,8 @@ def _extras(piece, bias, mask) -> tuple:
     address = 0 if o.score_mod is None else row_function_address(o.score_mod, number)
     words = (np.uint64(o.seed), np.uint64(o.offset), np.uint64(dropout_threshold(o.dropout)))
     return (
-        np.empty((0,) * 5, np.float32) if bias is None else _bits(piece.scores(bias)),
-        np.empty((0,) * 5, np.uint8) if mask is None else piece.scores(mask).view(np.uint8),
+        NO_BIAS if bias is None else _bits(piece.scores(bias)),
+        NO_MASK if mask is None else piece.scores(mask).view(np.uint8),
         (float(o.softcap), 1 / (1 - o.dropout), piece.number, address, *words, 0),
     )
 
@@ -220,11 +192,11 @@ def forward(problem, q, k, v, o, lse, extras=()):
         The options, see `numba_flash.cpu_scores`.
     """
     if lse is None:
-        lse = np.empty(o.shape[:4], np.float64 if problem.dtype == "float64" else np.float32)
+        lse = _new("lse", o.shape[:4], problem.lse_dtype)
     items = math.prod(o.shape[:3]) * -(-problem.nq // BLOCK_M)
-    with _runner.lock, _runner.blas.limit(limits=1, user_api="blas"):
-        grain = _grain(problem, min(problem.nq, BLOCK_M), problem.nk)
-        _runner(forward_items, items, grain, *map(_bits, (q, k, v, o)), lse, extras, float(problem.scale), problem.low, problem.high)
+    grain = _grain(problem, min(problem.nq, BLOCK_M), problem.nk)
+    band = float(problem.scale), problem.low, problem.high
+    runner.call(lambda: _run(forward_items, items, grain, *map(_bits, (q, k, v, o)), lse, extras, *band))
 
 
 def backward(problem, inputs, gradients, dlse=None, extras=(), dbias=None):
@@ -258,21 +230,22 @@ def backward(problem, inputs, gradients, dlse=None, extras=(), dbias=None):
     panel = min(p.nq, max(BACKWARD_BLOCK_M, DQ_PARTIAL_BYTES // row_bytes))
     wave = min(units, max(1, DQ_PARTIAL_BYTES // (row_bytes * p.nq)))
     grain = _grain(p, max(16, group * panel), -(-p.nk // chunks))  # keys are packed for one query, too
-    buffer = np.empty((wave, chunks, group, panel, p.d), lse.dtype)
-    delta = np.empty(lse.shape, lse.dtype)
-    dlse = np.broadcast_to(np.zeros((), lse.dtype), lse.shape) if dlse is None else dlse
+    buffer = _new("shares of dq", (wave, chunks, group, panel, p.d), lse.dtype)
+    delta = _new("delta", lse.shape, lse.dtype)
+    dlse = np.broadcast_to(_new("dlse", (), lse.dtype, zeros=True), lse.shape) if dlse is None else dlse
     round_sums = panel < p.nq and q.itemsize == 2
-    sums = [_one_head(x, lse.dtype) if round_sums else _bits(x) for x in (dk, dv)]
-    with _runner.lock, _runner.blas.limit(limits=1, user_api="blas"):
-        _runner(delta_items, delta.size, ROW_GRAIN, do, o, delta, dlse)
+    sums = [_one_head(name, x, lse.dtype) if round_sums else _bits(x) for name, x in (("sum of dk", dk), ("sum of dv", dv))]
+
+    def passes():
+        _run(delta_items, delta.size, ROW_GRAIN, do, o, delta, dlse)
         for unit in range(0, units, wave):
             heads = min(wave, units - unit)
             for i0 in range(0, p.nq, panel):
                 i = slice(i0, min(i0 + panel, p.nq))
                 partial_dq, band = buffer[:heads, :, :, : i.stop - i0], (float(p.scale), p.low + i0, p.high + i0)
                 rows = (do[:, :, :, i], q[:, :, :, i], k, v, lse[..., i], delta[..., i])
-                _runner(backward_items, heads * chunks, grain, *rows, partial_dq, *sums, _panel(extras, i), *band, unit, i0 > 0)
-                _runner(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, partial_dq, _bits(dq)[:, :, :, i], unit, extras)
+                _run(backward_items, heads * chunks, grain, *rows, partial_dq, *sums, _panel(extras, i), *band, unit, i0 > 0)
+                _run(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, partial_dq, _bits(dq)[:, :, :, i], unit, extras)
             if round_sums:
                 head = np.unravel_index(unit, k.shape[:3])
                 with np.errstate(over="ignore"):
@@ -280,7 +253,9 @@ def backward(problem, inputs, gradients, dlse=None, extras=(), dbias=None):
         if dbias is not None:
             sizes = (*p.batch, p.hq, -(-p.nq // BACKWARD_BLOCK_M), -(-p.nk // BACKWARD_BLOCK_N))
             items = math.prod(1 if n == 1 else size for n, size in zip(dbias.shape, sizes, strict=True))
-            _runner(dbias_items, items, 1, do, q, k, v, lse, delta, dbias, extras, float(p.scale), p.low, p.high)
+            _run(dbias_items, items, 1, do, q, k, v, lse, delta, dbias, extras, float(p.scale), p.low, p.high)
+
+    runner.call(passes)
 
 
 def _grain(problem, rows: int, keys: int) -> int:
@@ -296,7 +271,7 @@ def _panel(extras: tuple, i: slice) -> tuple:
     return bias[:, :, :, i], mask[:, :, :, i], (*numbers[:7], i.start)
 
 
-def _one_head(x, dtype):
+def _one_head(name, x, dtype):
     """One head of `x` in the accumulation dtype, in the place of all of them: where its panels add up without being rounded."""
-    head = np.empty(x.shape[3:], dtype)
+    head = _new(name, x.shape[3:], dtype)
     return np.lib.stride_tricks.as_strided(head, x.shape, (0, 0, 0, *head.strides))

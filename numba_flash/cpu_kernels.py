@@ -1,8 +1,8 @@
 """The loops of FlashAttention-2 on the CPU (arXiv:2307.08691, Algorithms 1 and 2), as kernels over ranges of work items.
 
 Tiles of q, k, v and do are made contiguous in the accumulation dtype and multiplied by BLAS; what lies between two products is done row
-by row. The softmax works in base 2: the packed q (in the backward, k) carries scale * log2(e). The options come as `extras`, an empty
-tuple for plain attention (see `numba_flash.cpu_scores`).
+by row. Exponentials are powers of 2: in plain attention the packed q (in the backward, k) carries scale * log2(e). The options come as
+`extras`, an empty tuple for plain attention (see `numba_flash.cpu_scores`).
 
 Every item writes its own part of the result and sums in a fixed order.
 """
@@ -60,7 +60,7 @@ def forward_items(start, stop, q, k, v, o, lse, extras, scale, low, high):
             l_r = l_i[r] if l_i[r] != 0 else number(1)
             for c in range(dv):
                 acc[r, c] /= l_r
-            lse[b0, b1, h, i0 + r] = number(m_i[r] * numeric.LN2) + np.log(l_r)
+            lse[b0, b1, h, i0 + r] = number(m_i[r] / scores.unit(extras)) + np.log(l_r)
         tiles.unpack(o[b0, b1, h], i0, acc, number(scores.keep_scale(extras)), False)
 
 

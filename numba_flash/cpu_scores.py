@@ -5,12 +5,15 @@ nothing, and else ``(bias, mask, numbers)``: arrays (b0, b1, hq, nq, nk), of siz
 ``(softcap, 1 / (1 - dropout), b, address, seed, offset, threshold, i)``, where b and i count the batch elements and queries before the
 first, and the address is that of the compiled score_mod, 0 if there is none.
 
+Where there are options, scores stay in base e (`unit`), and what goes over to base 2 is how far they lie below their row's maximum: times
+log2(e), a score near the end of the dtype, as of a bias that is meant to hide, would be Inf.
+
 A hidden score is -inf. The weight of a hidden or dropped term is -0.0, which no computed weight is: where the other factor may be NaN or
 Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first query and key of the tile.
 """
 
 import math
-from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -19,13 +22,11 @@ from numba.extending import intrinsic, overload
 from numba_flash import numeric, rng
 from numba_flash.cpu_cache import cached
 from numba_flash.cpu_tiles import MINUS_INF, as_contiguous
-from numba_flash.scoremod import jitted
 
 
-@cache
-def _row_function(score_mod, number):
+def _row_function(score_mod):
     """``apply(row, slope, b, h, i, j0)``: changes a row of scores and multiplies their derivatives into slope; kept on disk."""
-    function, gradient = jitted(score_mod.function), score_mod.gradient and jitted(score_mod.gradient)
+    function, gradient = score_mod.compiled
     differentiable = gradient is not None
 
     def apply(row, slope, b, h, i, j0):
@@ -37,15 +38,24 @@ def _row_function(score_mod, number):
     return cached(njit(nogil=True)(apply), score_mod.fingerprint)
 
 
-@cache
+class Row(NamedTuple):
+    """A compiled row function, which its dispatcher keeps in memory, and where it lies."""
+
+    dispatcher: Any
+    address: int
+
+
 def row_function_address(score_mod, number) -> int:
-    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there, as `_row_function` never forgets."""
-    row = types.Array(number, 1, "C")
-    signature = types.void(row, row, *[types.int64] * 4)
-    dispatcher = _row_function(score_mod, number)
-    dispatcher.compile(signature)
-    compiled = dispatcher.overloads[signature.args]
-    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there as long as somebody holds the `ScoreMod`."""
+    if number not in score_mod.rows:
+        row = types.Array(number, 1, "C")
+        signature = types.void(row, row, *[types.int64] * 4)
+        dispatcher = _row_function(score_mod)
+        dispatcher.compile(signature)
+        compiled = dispatcher.overloads[signature.args]
+        address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        score_mod.rows.setdefault(number, Row(dispatcher, address))  # that of the first of threads that come here together
+    return score_mod.rows[number].address
 
 
 @intrinsic
@@ -89,7 +99,7 @@ def hide_row(row, mask_row):
 
 @njit
 def modify_row(row, slope, at, i, j0, extras):
-    """Scores in base 2 from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
+    """Scores from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
     bias, mask_, numbers = extras
     b0, b1, h, batch1, _ = at
     slope[:] = 1
@@ -101,8 +111,6 @@ def modify_row(row, slope, at, i, j0, extras):
         add_row(row, bias[b0, b1, h, i, j0 : j0 + row.size])
     if mask_.size > 0:
         hide_row(row, mask_[b0, b1, h, i, j0 : j0 + row.size])
-    for c in range(row.size):
-        row[c] *= row.dtype.type(numeric.LOG2E)
 
 
 @njit
@@ -129,7 +137,7 @@ def is_negative_zero(weight):
 
 
 def unit(extras):
-    """Unit of the scores that leave the first product: log2(e) in plain attention, 1 where options see them before."""
+    """Unit of the scores: log2(e) in plain attention, whose scores leave the first product in base 2; 1 where options see them."""
 
 
 def keep_scale(extras):

@@ -5,7 +5,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from numba_flash import mask, numeric
-from numba_flash.cpu_scores import absent, drop_row, is_negative_zero, keep_scale, modify_row
+from numba_flash.cpu_scores import absent, drop_row, is_negative_zero, keep_scale, modify_row, unit
 from numba_flash.cpu_tiles import MINUS_INF
 
 
@@ -63,11 +63,11 @@ def exp2_row(row, shift):
 
 
 @njit(fastmath={"contract", "reassoc"})
-def marked_exp2_row(row, shift):
-    """The same, but the weight of a hidden term is -0.0."""
-    total = row.dtype.type(0)
+def marked_exp_row(row, shift):
+    """``row = exp(row - shift)``, and its sum; the weight of a hidden term is -0.0."""
+    total, log2e = row.dtype.type(0), row.dtype.type(numeric.LOG2E)
     for c in range(row.size):
-        p = numeric.exp2(row[c] - shift)
+        p = numeric.exp2((row[c] - shift) * log2e)
         row[c] = -0.0 if row[c] == MINUS_INF else p
         total += p
     return total
@@ -91,15 +91,15 @@ def marked_gradient_row(p, dp, slope, delta):
 
 
 def scores(row, slope, at, i, j0, extras):
-    """The row of scores of query i and the keys from j0 on, in base 2, and their derivatives."""
+    """The row of scores of query i and the keys from j0 on, in their `unit`, and their derivatives."""
 
 
 def weights(row, shift, at, i, j0, extras):
-    """``row = exp2(row - shift)``, of which dropout drops some; returns the sum of all."""
+    """``row = exp(row - shift)``, by the unit of both, of which dropout drops some; returns the sum of all."""
 
 
 def gradients(p, dp, slope, row, at, i, j0, extras):
-    """Scores p become weights P = exp2(p - shift), dp becomes dS = P * (dp - delta) * slope.
+    """Scores p become weights P = exp(p - shift), dp becomes dS = P * (dp - delta) * slope.
 
     `row` is (shift, delta, bend): the slope counts only if `bend`.
     """
@@ -118,7 +118,7 @@ def _weights(row, shift, at, i, j0, extras):
         return lambda row, shift, at, i, j0, extras: exp2_row(row, shift)
 
     def weights(row, shift, at, i, j0, extras):
-        total = marked_exp2_row(row, shift)
+        total = marked_exp_row(row, shift)
         if extras[2][6] > 0:
             drop_row(row, row.dtype.type(1), at, i, j0, extras[2])
         return total
@@ -133,7 +133,7 @@ def _gradients(p, dp, slope, row, at, i, j0, extras):
 
     def gradients(p, dp, slope, row, at, i, j0, extras):
         shift, delta, bend = row
-        marked_exp2_row(p, shift)
+        marked_exp_row(p, shift)
         if not bend:
             slope[:] = 1
         if extras[2][6] > 0:
@@ -162,7 +162,7 @@ def online_softmax(s, rows, at, corner, band, extras):
         scores(s[r, first:last], slope[first:last], at, i, corner[1] + first, extras)
         m_new = max(m_i[r], numeric.row_max(s[r, first:last]))
         shift = s.dtype.type(0) if m_new == MINUS_INF else m_new  # a row whose scores are all -inf gives P = 0, not NaN
-        alpha[r] = numeric.exp2(m_i[r] - shift)
+        alpha[r] = numeric.exp2((m_i[r] - shift) * s.dtype.type(numeric.LOG2E / unit(extras)))
         l_i[r] = l_i[r] * alpha[r] + weights(s[r, first:last], shift, at, i, corner[1] + first, extras)
         m_i[r] = m_new
         s[r, :first] = 0
@@ -171,7 +171,7 @@ def online_softmax(s, rows, at, corner, band, extras):
 
 @njit
 def recompute_p(s, dp, rows, at, corner, band, extras):
-    """s becomes P = exp2(S - lse), dp becomes dS = P * (dP - delta); hidden elements of both become 0.
+    """s becomes P = exp(S - lse), dp becomes dS = P * (dP - delta); hidden elements of both become 0.
 
     `rows` is (lse, delta, slope, bend): slope is scratch of a row's length; if `bend`, dS is that of q . k, else of the final score.
     """
@@ -180,7 +180,7 @@ def recompute_p(s, dp, rows, at, corner, band, extras):
         i = corner[0] + r
         first, last = visible_columns(i, corner[1], s.shape[1], band[0], band[1])
         scores(s[r, first:last], slope[first:last], at, i, corner[1] + first, extras)
-        shift = s.dtype.type(0) if lse[r] == MINUS_INF else s.dtype.type(lse[r] * s.dtype.type(numeric.LOG2E))
+        shift = s.dtype.type(0) if lse[r] == MINUS_INF else s.dtype.type(lse[r] * s.dtype.type(unit(extras)))
         row = (shift, delta[r], bend)
         gradients(s[r, first:last], dp[r, first:last], slope[first:last], row, at, i, corner[1] + first, extras)
         for hidden in (s[r, :first], s[r, last:], dp[r, :first], dp[r, last:]):

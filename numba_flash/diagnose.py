@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def _device_lines() -> list[str]:
     return lines
 
 
-def show_config(file=None) -> None:
+def show_config(file: TextIO | None = None) -> None:
     """Print versions, devices, backends (and why one cannot run) and where compiled kernels are kept.
 
     Parameters
@@ -74,7 +75,7 @@ def _relative_error(x, ref) -> float:
     return float(np.linalg.norm(x - ref) / max(np.linalg.norm(ref), np.finfo(np.float64).tiny))
 
 
-def selftest(file=None) -> bool:
+def selftest(file: TextIO | None = None) -> bool:
     """Run every available backend in every dtype, forward and backward, against the float64 oracle; print a table.
 
     Parameters

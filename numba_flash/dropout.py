@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
-from numba_flash import checks, options
+from numba_flash import arrays, checks, options
 
 
-def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]) -> np.ndarray:
+def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]) -> NDArray[np.bool_]:
     """Which probabilities `forward` and `backward` keep: the same bits on every backend, tile size and device.
 
     The bit of query i, key j in head h of batch element b is a pure function of ``(seed, offset; b * Hq + h, i, j)``: Philox4x32-10
@@ -31,6 +32,8 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]
     ------
     TypeError, ValueError
         An argument is of the wrong kind or value.
+    MemoryError
+        There is no room for `keep`, or for the random words behind it, 8 bytes per score.
     """
     if not isinstance(shape, tuple) or len(shape) < 2:
         raise TypeError(f"shape must be a tuple (..., Hq, Nq, Nk) of at least two sizes; got {shape!r}")
@@ -38,9 +41,11 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]
     if min(sizes) < 0:
         raise ValueError(f"shape must hold sizes >= 0; got {shape!r}")
     probability, seed, offset = options.bind_dropout(dropout, rng)
-    if probability == 0:
-        return np.ones(sizes, bool)
-    from numba_flash import rng as generator
+    arrays.check_size("keep", None, sizes, "bool")
+    with arrays.named("keep", sizes, "bool"):
+        if probability == 0:
+            return np.ones(sizes, bool)
+        from numba_flash import rng as generator
 
-    heads = np.arange(math.prod(sizes[:-2])).reshape(sizes[:-2])
-    return generator.keep_all(seed, offset, probability, heads, *sizes[-2:])
+        heads = np.arange(math.prod(sizes[:-2])).reshape(sizes[:-2])
+        return generator.keep_all(seed, offset, probability, heads, *sizes[-2:])

@@ -1,13 +1,20 @@
 """`merge`: attention over two sets of keys from the attention over each."""
 
 import sys
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_flash import arrays, checks, spec
+from numba_flash.annotations import Array
 
 
-def merge(o1, lse1, o2, lse2):
+@overload
+def merge(o1: NDArray[Any], lse1: Array, o2: Array, lse2: Array) -> tuple[NDArray[Any], NDArray[Any]]: ...
+@overload
+def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Any, Any]: ...
+def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]:
     """Attention over the union of two sets of keys: the base of every scheme that splits or distributes keys.
 
     ``lse = log(exp(lse1) + exp(lse2))``, ``o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2`` (Dao, FlashAttention-2, arXiv:2307.08691,
@@ -31,8 +38,10 @@ def merge(o1, lse1, o2, lse2):
     ------
     TypeError, ValueError
         An argument is of the wrong kind, library, dtype or shape.
+    MemoryError
+        There is no room for `o`, or for a copy of `o1` or `o2` in its dtype.
     """
-    o1, lse1, o2, lse2 = map(arrays.adopt, (o1, lse1, o2, lse2))
+    o1, lse1, o2, lse2 = (checks.adopt(name, x) for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)))
     for name, x, dtypes in (
         ("o1", o1, spec.DTYPES),
         ("lse1", lse1, spec.DTYPES[2:]),
@@ -49,10 +58,11 @@ def merge(o1, lse1, o2, lse2):
         if x.shape != shape:
             raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}, as o1.shape is {tuple(o1.shape)}")
     xp = np if arrays.library(o1) == "numpy" else sys.modules["cupy"]
-    double = any(x.dtype == np.float64 for x in (o1, lse1, o2, lse2))
-    o1, lse1, o2, lse2 = (x.astype("float64" if double else "float32") for x in (o1, lse1, o2, lse2))
-    lse = xp.logaddexp(lse1, lse2)
-    return _weighted(xp, o1, lse1, lse) + _weighted(xp, o2, lse2, lse), lse
+    dtype = "float64" if any(x.dtype == np.float64 for x in (o1, lse1, o2, lse2)) else "float32"
+    with arrays.named("o", o1.shape, dtype):
+        o1, lse1, o2, lse2 = (x.astype(dtype) for x in (o1, lse1, o2, lse2))
+        lse = xp.logaddexp(lse1, lse2)
+        return _weighted(xp, o1, lse1, lse) + _weighted(xp, o2, lse2, lse), lse
 
 
 def _weighted(xp, o, part, lse):

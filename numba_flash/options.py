@@ -91,8 +91,8 @@ def bind(q, scores: tuple[int, ...], given: dict) -> Options:
             dtype[name] = given[name].dtype.name
     probability, seed, offset = bind_dropout(given["dropout"], given["rng"])
     return Options(
-        softcap=_bind_softcap(given["softcap"]),
-        score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name),
+        softcap=_bind_softcap(given["softcap"], q.dtype.name),
+        score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name, scores[-3] if len(scores) > 2 else 1),
         bias=dtype.get("bias"),
         mask="mask" in dtype,
         q_lengths=dtype.get("q_lengths"),
@@ -161,12 +161,17 @@ def _check_integers(name: str, x, q) -> None:
         checks.library(name, x, "q", q)
 
 
-def _bind_softcap(softcap) -> float:
+def _bind_softcap(softcap, dtype: str) -> float:
+    """A cap that is a normal number in the accumulation dtype, as its inverse is; 0 if there is none."""
     if softcap is None:
         return 0.0
     number = checks.real("softcap", softcap)
     if number <= 0:
         raise ValueError(f"softcap must be positive, or None; got {softcap!r}")
+    accumulator = np.finfo("float64" if dtype == "float64" else "float32")
+    least = float(accumulator.tiny)
+    if not least <= number <= 1 / least:
+        raise ValueError(f"softcap must lie between {least:.3g} and {1 / least:.3g}, computed in {accumulator.dtype}; got {softcap!r}")
     return number
 
 

@@ -1,11 +1,46 @@
 """`forward_packed`, `backward_packed`: sequences of different lengths one after the other, without padding."""
 
 from collections.abc import Callable
+from typing import Any, Literal, Unpack, overload
+
+from numpy.typing import NDArray
 
 from numba_flash import call, checks, spec
-from numba_flash.api import SETTINGS, Array, _adopt, _outs
+from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, T
+from numba_flash.api import SETTINGS, _adopt, _outs, _returned
+from numba_flash.plan import Backend
+
+FORWARD = ("q", "k", "v", "q_offsets", "k_offsets")
+BACKWARD = ("do", "q", "k", "v", "o", "lse", "dlse", "q_offsets", "k_offsets")
 
 
+@overload
+def forward_packed(
+    q: NDArray[T],
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PackedOptions],
+) -> NDArray[T]: ...
+@overload
+def forward_packed(
+    q: NDArray[T], k: Array, v: Array, q_offsets: Array, k_offsets: Array, *, return_lse: Literal[True], **options: Unpack[PackedOptions]
+) -> tuple[NDArray[T], NDArray[Any]]: ...
+@overload
+def forward_packed(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    return_lse: bool = False,
+    out: Array | None = None,
+    **options: Unpack[PackedOptions],
+) -> Any: ...
 def forward_packed(
     q: Array,
     k: Array,
@@ -20,11 +55,11 @@ def forward_packed(
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: tuple[int, int] | None = None,
-    score_mod: Callable | None = None,
-    score_mod_grad: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """`forward` for packed sequences: sequence b has the queries ``q_offsets[b] : q_offsets[b + 1]`` and its own keys.
 
@@ -58,16 +93,45 @@ def forward_packed(
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
     """
-    inputs = _adopt((q, k, v, q_offsets, k_offsets))
+    return_lse = checks.flag("return_lse", return_lse)
+    inputs = _adopt(FORWARD, (q, k, v, q_offsets, k_offsets))
+    own = checks.adopt("out", out)
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    key, run = call.find("forward_packed", inputs, (out,), given, (backend, return_lse))
+    key, run = call.find("forward_packed", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
     q, k, v, *offsets = inputs
-    o, lse = run((q, k, v, None, None, *offsets), (out, None), rng)
+    o, lse = run((q, k, v, None, None, *offsets), (own, None), rng)
+    o = o if out is None else out
     return (o, lse) if return_lse else o
 
 
+@overload
+def backward_packed(
+    do: Array,
+    q: NDArray[T],
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    **options: Unpack[PackedBackwardOptions],
+) -> tuple[NDArray[T], NDArray[T], NDArray[T]]: ...
+@overload
+def backward_packed(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    lse: Array,
+    q_offsets: Array,
+    k_offsets: Array,
+    *,
+    out: tuple[Array | None, Array | None, Array | None] | None = None,
+    **options: Unpack[PackedBackwardOptions],
+) -> tuple[Any, Any, Any]: ...
 def backward_packed(
     do: Array,
     q: Array,
@@ -85,12 +149,12 @@ def backward_packed(
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: tuple[int, int] | None = None,
-    score_mod: Callable | None = None,
-    score_mod_grad: Callable | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_grad: Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = True,
-    out: tuple[Array, Array, Array] | None = None,
-    backend: str | None = None,
+    out: tuple[Array | None, Array | None, Array | None] | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Array, Array, Array]:
     """`backward` for packed sequences.
 
@@ -121,14 +185,14 @@ def backward_packed(
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
     """
-    inputs = _adopt((do, q, k, v, o, lse, dlse, q_offsets, k_offsets))
-    outs = _outs(out, ("dq", "dk", "dv"))
+    deterministic = checks.flag("deterministic", deterministic)
+    inputs = _adopt(BACKWARD, (do, q, k, v, o, lse, dlse, q_offsets, k_offsets))
+    own = _outs(out, ("dq", "dk", "dv"))
     given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    key, run = call.find("backward_packed", inputs, outs, given, (backend, deterministic, type(deterministic)))
+    key, run = call.find("backward_packed", inputs, own, given, (backend, deterministic))
     if run is None:
-        checks.flag("deterministic", deterministic)
         run = call.remember(key, _prepare_backward(inputs, given, deterministic, backend))
-    return run((*inputs[:7], None, None, *inputs[7:]), outs, rng)[:3]
+    return _returned(run((*inputs[:7], None, None, *inputs[7:]), own, rng)[:3], out)
 
 
 def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str | None):

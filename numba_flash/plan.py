@@ -1,15 +1,17 @@
 """Which backend runs a problem, and why every faster one does not."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from numba_flash.spec import Problem
 
-BACKENDS = ("sm90", "simt", "cpu")  # fastest first
+Backend: TypeAlias = Literal["sm90", "simt", "cpu"]  # fastest first
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The backend that will run, and the reason of each faster one that will not.
+    """The backend that will run, and the reason of each faster one that will not; shown as a few readable lines.
 
     Attributes
     ----------
@@ -23,15 +25,16 @@ class Plan:
         Backend and sentence, fastest first.
     """
 
-    backend: str
+    backend: Backend
     problem: Problem
     tiles: tuple[tuple[str, tuple[int, int]], ...]
     refused: tuple[tuple[str, str], ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in self.tiles)
-        lines = [f"runs on {self.backend} in tiles of {tiles}: {self.problem}"]
-        return "\n".join(lines + [f"  not {backend}: {reason}" for backend, reason in self.refused])
+        return "\n".join(
+            [f"runs on {self.backend} in tiles of {tiles}", *(f"  not {backend}: {reason}" for backend, reason in self.refused)]
+        )
 
 
 def tier(backend: str):
@@ -49,7 +52,7 @@ def tier(backend: str):
     return simt
 
 
-def choose(problem: Problem, inputs: dict, backend: str | None, kind: str = "forward") -> Plan:
+def choose(problem: Problem, inputs: dict, backend: Backend | None, kind: str = "forward") -> Plan:
     """First backend that can run `problem` on arrays like `inputs`, or the one the user demands.
 
     Parameters
@@ -59,7 +62,7 @@ def choose(problem: Problem, inputs: dict, backend: str | None, kind: str = "for
     inputs : dict
         Arrays by name, at least q, k and v.
     backend : str or None
-        Demanded by the user.
+        One of `BACKENDS`, demanded by the user.
     kind : str
         ``"forward"`` or ``"backward"``.
 
@@ -70,7 +73,7 @@ def choose(problem: Problem, inputs: dict, backend: str | None, kind: str = "for
     NotImplementedError
         The demanded backend, or every backend, refuses; the message holds each one's sentence.
     """
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None; got {backend!r}")
     refused = []
     for name in BACKENDS if backend is None else (backend,):

@@ -2,46 +2,78 @@
 
 A score function ``f(score, b, h, i, j) -> score`` gets the scaled (and capped) score of query i and key j in head h of batch element b,
 before a bias is added. The same Python function is compiled into the CPU's and the GPU's kernels and called by the oracle. What it
-captures, numbers and arrays, becomes constants of the compiled code.
+captures or calls becomes constants of the compiled code (`numba_flash.captures`).
 """
 
-import hashlib
 import inspect
+import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-PARAMETERS = 5
+from numba_flash import checks
+from numba_flash.captures import Capture
+
+PARAMETERS = ("score", "b", "h", "i", "j")
+KEPT = 64  # functions that stay compiled, each about 2 MB
+_captured: WeakKeyDictionary = WeakKeyDictionary()  # what each function of the user reached when it was last looked at
+_kept: OrderedDict = OrderedDict()  # the least recently used first
+_one_at_a_time = threading.RLock()
 
 
 class ScoreMod:
-    """A score function and its derivative; equal to another one if they compile to equal code.
+    """A score function and its derivative as they are now; equal to another one if they compile to equal code.
+
+    It owns what is made of them: compiled code lives as long as whoever may call it holds its `ScoreMod`.
 
     Attributes
     ----------
     function, gradient : callable
-        Plain Python functions of (score, b, h, i, j); `gradient` may be None.
+        Plain Python functions of (score, b, h, i, j), copies that nothing can change; `gradient` may be None.
     fingerprint : str
         Hash of the bytecode and of everything that it refers to.
+    rows : dict
+        The compiled functions that change a row of scores on the CPU, by the type of a score (`numba_flash.cpu_scores`).
+    prepared : dict
+        Calls with this function that were prepared (`numba_flash.call`).
     """
 
-    def __init__(self, function: Callable, gradient: Callable | None):
-        self.function, self.gradient = function, gradient
-        self.fingerprint = "-".join(fingerprint(f) for f in (function, gradient) if f is not None)
+    def __init__(self, fingerprint: str, function: Capture, gradient: Capture | None):
+        self.fingerprint, self.function = fingerprint, function.function
+        self.gradient = None if gradient is None else gradient.function
+        self.rows, self.prepared, self._checked = {}, {}, set()
 
     @classmethod
-    def bind(cls, function, gradient, dtype: str) -> "ScoreMod | None":
-        """Check the arguments score_mod and score_mod_grad; a function may bring its derivative as an attribute `score_mod_grad`."""
-        if function is None:
-            if gradient is not None:
-                raise ValueError("score_mod_grad needs a score_mod; got score_mod=None")
-            return None
-        if gradient is None:
-            gradient = getattr(function, "score_mod_grad", None)
-        plain = _check("score_mod", function, dtype)
-        return cls(plain, None if gradient is None else _check("score_mod_grad", gradient, dtype))
+    def bind(cls, function, gradient, dtype: str, heads: int) -> "ScoreMod | None":
+        """Check the arguments score_mod and score_mod_grad for scores of inputs of that dtype, with so many query heads."""
+        found = find(function, gradient)
+        if isinstance(function, _RowPerHead):
+            function.check_heads(heads)
+        if found is not None:
+            found.check("float64" if dtype == "float64" else "float32")
+        return found
+
+    def check(self, number: str) -> None:
+        """Raise unless both functions compile for a score of that type, and return a number."""
+        if number in self._checked:
+            return
+        for name, dispatcher in zip(("score_mod", "score_mod_grad"), self.compiled, strict=True):
+            result = "float64" if dispatcher is None else _result_type(name, dispatcher, number)
+            if not result.startswith(("float", "int", "uint")):
+                raise TypeError(f"{name} must return a real number; it returns {result}")
+        self._checked.add(number)
+
+    @cached_property
+    def compiled(self) -> tuple:
+        """Both functions compiled by Numba for the CPU, None for a missing derivative."""
+        from numba import njit
+
+        return njit(self.function), self.gradient and njit(self.gradient)
 
     def __eq__(self, other):
         return isinstance(other, ScoreMod) and self.fingerprint == other.fingerprint
@@ -53,60 +85,66 @@ class ScoreMod:
         return f"ScoreMod({self.fingerprint})"
 
 
-def fingerprint(function: Callable) -> str:
-    """Hash of a function's bytecode, constants, captured values, and the globals it names, through all functions that it calls."""
-    digest = hashlib.sha256()
-    _update(digest, function, set())
-    return digest.hexdigest()[:24]
+def find(function, gradient) -> ScoreMod | None:
+    """What the arguments score_mod and score_mod_grad are now: the same `ScoreMod` again, unless something that they reach has changed.
+
+    A function may bring its derivative as an attribute `score_mod_grad`.
+    """
+    if function is None:
+        if gradient is not None:
+            raise ValueError("score_mod_grad needs a score_mod; got score_mod=None")
+        return None
+    if gradient is None:
+        gradient = getattr(function, "score_mod_grad", None)
+    own, brought = _capture("score_mod", function), None if gradient is None else _capture("score_mod_grad", gradient)
+    fingerprint = own.fingerprint if brought is None else f"{own.fingerprint}-{brought.fingerprint}"
+    if isinstance(function, _RowPerHead):  # a prepared call of the same code by the user has not checked that
+        fingerprint = f"{fingerprint}-{function.heads}"
+    with _one_at_a_time:
+        found = _kept.get(fingerprint)
+        if found is None:
+            found = _kept[fingerprint] = ScoreMod(fingerprint, own, brought)
+        _kept.move_to_end(fingerprint)
+        if len(_kept) > KEPT:
+            _, forgotten = _kept.popitem(last=False)
+            forgotten.prepared.clear()  # these calls hold it, too
+    return found
 
 
-def _update(digest, x, seen: set) -> None:
-    x = getattr(x, "py_func", x)
-    if isinstance(x, types.FunctionType):
-        if id(x) not in seen:
-            seen.add(id(x))
-            captured = inspect.getclosurevars(x)
-            _update(digest, x.__code__, seen)
-            _update(digest, sorted({**captured.globals, **captured.nonlocals}.items()), seen)
-    elif isinstance(x, types.CodeType):
-        digest.update(x.co_code)
-        _update(digest, (x.co_names, x.co_varnames, x.co_consts), seen)
-    elif isinstance(x, tuple | list):
-        digest.update(f"{type(x).__name__}{len(x)}".encode())
-        for item in x:
-            _update(digest, item, seen)
-    elif isinstance(x, np.ndarray):
-        digest.update(f"{x.dtype.str}{x.shape}".encode() + x.tobytes())
-    elif isinstance(x, types.ModuleType):
-        digest.update(x.__name__.encode())
-    else:
-        digest.update(f"{type(x).__name__} {x!r}\0".encode())
-
-
-def _check(name: str, function, dtype: str) -> Callable:
-    """The plain Python function, once it is known to compile for a score of the accumulation dtype."""
-    if not callable(function):
-        raise TypeError(f"{name} must be a function of (score, b, h, i, j); got {function!r}")
+def _capture(name: str, function) -> Capture:
+    """What the function is now; it is only looked through anew where that has changed."""
     plain = getattr(function, "py_func", function)
     if not isinstance(plain, types.FunctionType):
-        raise TypeError(f"{name} must be a Python function, so that it can be compiled; got {type(function).__name__}")
-    try:
-        inspect.signature(plain).bind(*range(PARAMETERS))
-    except TypeError as error:
-        raise TypeError(f"{name} must take (score, b, h, i, j); it has the signature {inspect.signature(plain)}") from error
-    result = _result_type(name, plain, "float64" if dtype == "float64" else "float32")
-    if not result.startswith(("float", "int", "uint")):
-        raise TypeError(f"{name} must return a real number; it returns {result}")
-    return plain
+        _refuse(name, function)
+    known = _captured.get(plain)
+    if known is None or not known.holds(plain):
+        _check_parameters(name, plain)
+        known = _captured[plain] = Capture(name, plain)
+    return known
 
 
-def _result_type(name: str, function: Callable, number: str) -> str:
-    """Numba's name of what `function` returns."""
+def _refuse(name: str, function) -> None:
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of ({', '.join(PARAMETERS)}); got {function!r}")
+    raise TypeError(f"{name} must be a Python function, so that it can be compiled; got {type(function).__name__}")
+
+
+def _check_parameters(name: str, function: types.FunctionType) -> None:
+    """Raise unless the function takes exactly the arguments that it gets: one with a default is no way to hand over a constant."""
+    signature = inspect.signature(function)
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if kinds != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(PARAMETERS):
+        wanted, defaults = ", ".join(PARAMETERS), [each.name for each in signature.parameters.values() if each.default is not each.empty]
+        hint = f" and nothing else: a function within a function can capture {', '.join(defaults)}" if defaults else ""
+        raise TypeError(f"{name} must take ({wanted}){hint}; it has the signature {signature}")
+
+
+def _result_type(name: str, dispatcher, number: str) -> str:
+    """Numba's name of what the function returns."""
     from numba import types as nb
     from numba.core.errors import NumbaError
 
-    arguments = (getattr(nb, number), *[nb.int64] * (PARAMETERS - 1))
-    dispatcher = jitted(function)
+    arguments = (getattr(nb, number), *[nb.int64] * (len(PARAMETERS) - 1))
     try:
         dispatcher.compile(arguments)
     except NumbaError as error:
@@ -114,16 +152,79 @@ def _result_type(name: str, function: Callable, number: str) -> str:
     return str(dispatcher.overloads[arguments].signature.return_type)
 
 
-@lru_cache(maxsize=256)
-def jitted(function: Callable):
-    """The function compiled by Numba, for the CPU."""
-    from numba import njit
-
-    return njit(function)
+# ---- functions that are there ------------------------------------------------------------------------------------------------------------
 
 
-def alibi(slopes, q_start: int = 0) -> Callable:
+def _one(score, b, h, i, j):
+    return 1.0
+
+
+class _RowPerHead:
+    """A score function made of an array with a row for each query head; equal to another one that is made of equal parts."""
+
+    row = ""  # what a row is called
+    score_mod_grad = staticmethod(_one)
+
+    def __init__(self, array: np.ndarray, q_start: int, function: Callable):
+        self._parts = array, q_start
+        self.py_func = function  # what is compiled
+
+    @property
+    def q_start(self) -> int:
+        """Position of query 0 among the keys."""
+        return self._parts[1]
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads that it is for."""
+        return len(self._parts[0])
+
+    def check_heads(self, heads: int) -> None:
+        """Raise unless there is a row for each of so many query heads."""
+        if heads != self.heads:
+            rows, count = f"{self.heads} {self.row}{'s' * (self.heads != 1)}", f"{heads} head{'s' * (heads != 1)}"
+            raise ValueError(f"score_mod is {type(self).__name__} with {rows}, one for each query head; q has {count}")
+
+    def __call__(self, score, b, h, i, j):
+        return self.py_func(score, b, h, i, j)
+
+    def __eq__(self, other):
+        return type(self) is type(other) and self._identity() == other._identity()
+
+    def __hash__(self):
+        return hash(self._identity())
+
+    def _identity(self) -> tuple:
+        array, q_start = self._parts
+        return array.dtype.str, array.shape, array.tobytes(), q_start
+
+    def __reduce__(self):
+        return type(self), self._parts
+
+    def __repr__(self):
+        array, q_start = self._parts
+        return f"{type(self).__name__}({array!r}, q_start={q_start})"
+
+
+def _numbers(name: str, x, ndim: int, shape: str) -> np.ndarray:
+    """A copy of `x` that nobody can change, if it is an array of real numbers that Numba knows."""
+    try:
+        x = np.array(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of real numbers; got {type(x).__name__}: {error}") from error
+    if x.dtype.kind not in "iu" and x.dtype.name not in ("float32", "float64"):
+        raise TypeError(f"{name}.dtype ({x.dtype.name}) must be float32, float64 or an integer dtype")
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must have shape {shape}; got {x.shape}")
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
+    x.setflags(write=False)
+    return x
+
+
+class alibi(_RowPerHead):
     """Attention with linear biases (Press et al., arXiv:2108.12409): ``score - slopes[h] * |i + q_start - j|``.
+
+    A function for `score_mod`; it brings its derivative.
 
     Parameters
     ----------
@@ -131,24 +232,28 @@ def alibi(slopes, q_start: int = 0) -> Callable:
         One slope per query head.
     q_start : int
         Position of query 0 among the keys.
-
-    Returns
-    -------
-    callable
-        For `score_mod`; it brings its derivative.
     """
-    slopes = np.array(slopes)
 
-    def alibi(score, b, h, i, j):
-        return score - slopes[h] * abs(i + q_start - j)
+    row = "slope"
 
-    return _with_derivative_one(alibi)
+    def __init__(self, slopes: ArrayLike, q_start: int = 0):
+        slopes, q_start = _numbers("slopes", slopes, 1, "(Hq,)"), checks.integer("q_start", q_start)
+
+        def alibi(score, b, h, i, j):
+            return score - slopes[h] * abs(i + q_start - j)
+
+        super().__init__(slopes, q_start, alibi)
+
+    @property
+    def slopes(self) -> np.ndarray:
+        """One slope per query head."""
+        return self._parts[0]
 
 
-def relative_position(table, q_start: int = 0) -> Callable:
+class relative_position(_RowPerHead):
     """A learned bias for each distance (Shaw et al., arXiv:1803.02155; T5, arXiv:1910.10683): ``score + table[h, j - i - q_start]``.
 
-    The table is a constant of the compiled kernel; to train one, pass a `bias`.
+    A function for `score_mod`; it brings its derivative. The table is a constant of the compiled kernel; to train one, pass a `bias`.
 
     Parameters
     ----------
@@ -156,26 +261,22 @@ def relative_position(table, q_start: int = 0) -> Callable:
         Column R is distance 0; distances beyond R use the first or the last column.
     q_start : int
         Position of query 0 among the keys.
-
-    Returns
-    -------
-    callable
-        For `score_mod`; it brings its derivative.
     """
-    table = np.array(table)
-    if table.ndim != 2 or table.shape[1] % 2 == 0:
-        raise ValueError(f"table must have shape (Hq, 2 R + 1); got {table.shape}")
-    reach = table.shape[1] // 2
 
-    def relative_position(score, b, h, i, j):
-        return score + table[h, min(max(j - i - q_start, -reach), reach) + reach]
+    row = "row"
 
-    return _with_derivative_one(relative_position)
+    def __init__(self, table: ArrayLike, q_start: int = 0):
+        table, q_start = _numbers("table", table, 2, "(Hq, 2 R + 1)"), checks.integer("q_start", q_start)
+        if table.shape[1] % 2 == 0:
+            raise ValueError(f"table must have shape (Hq, 2 R + 1); got {table.shape}")
+        reach = table.shape[1] // 2
 
+        def relative_position(score, b, h, i, j):
+            return score + table[h, min(max(j - i - q_start, -reach), reach) + reach]
 
-def _with_derivative_one(function: Callable) -> Callable:
-    def one(score, b, h, i, j):
-        return 1.0
+        super().__init__(table, q_start, relative_position)
 
-    function.score_mod_grad = one
-    return function
+    @property
+    def table(self) -> np.ndarray:
+        """A row per query head, a column per distance."""
+        return self._parts[0]

@@ -20,6 +20,20 @@ def together(values, name=str) -> list:
     return [pytest.param(value, id=name(value), marks=pytest.mark.xdist_group(name(value))) for value in values]
 
 
+def readable(value) -> str:
+    """Part of a test's id that says what a parameter is, the same in every process: without an object's address, which repr may show."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={readable(x)}" for name, x in value.items()) or "default"
+    if isinstance(value, tuple | list):
+        items = ", ".join(map(readable, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype.name}{value.shape}"
+    if value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
+        return str(value)[:40]
+    return getattr(value, "__name__", type(value).__name__)
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to run the library: the backend to demand, and the library whose arrays go in and come out."""

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.sparse
 from support import allowed_errors, assert_within, no_gpu, no_hopper, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, call, reference, spec
+from numba_flash import api, arrays, call, reference, spec
 
 GPU_REASON = no_gpu()
 SM90_REASON = no_hopper() or "serves float16 and bfloat16; q.dtype is float32"
@@ -51,8 +53,9 @@ def test_plan_says_what_runs_and_why_nothing_faster():
     text = str(plan)
     assert plan.tiles[0][0] == "forward"
     tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in plan.tiles)
-    assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}: {plan.problem}"
+    assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}"
     assert text.splitlines()[1:] == [f"  not {backend}: {reason}" for backend, reason in plan.refused]
+    assert repr(plan) == text
 
 
 def test_plan_computes_and_allocates_nothing(monkeypatch):
@@ -106,7 +109,7 @@ def test_another_state_of_the_generator_is_not_another_preparation(prepared, int
     assert prepared == ({"forward": 1, "backward": 1} if integer is int else {"forward": 3, "backward": 3})
 
 
-@pytest.mark.parametrize("state", [(1, -1), (True, 1), (1.0, 2), (1, 2, 3), [1, 2], (2**64, 0), (0, 2**32)], ids=str)
+@pytest.mark.parametrize("state", [(1, -1), (True, 1), (1.0, 2), (1, 2, 3), [1, 2], (2**64, 0), (0, 2**32)])
 def test_a_bad_state_is_refused_after_a_good_one(prepared, state):
     q, k, v, _ = random_inputs(nq=5, nk=7)
     numba_flash.forward(q, k, v, dropout=0.3, rng=(1, 1), backend="cpu")
@@ -117,7 +120,6 @@ def test_a_bad_state_is_refused_after_a_good_one(prepared, state):
 @pytest.mark.parametrize(
     "change",
     [{"scale": 0.1}, {"causal": True}, {"window": (1, 1)}, {"causal": True, "q_start": 0}, {"return_lse": True}, {"out": True}],
-    ids=str,
 )
 def test_another_option_is_another_preparation(prepared, change):
     q, k, v, do = random_inputs(nq=5, nk=7)
@@ -207,6 +209,168 @@ def test_dlpack_objects_of_a_bad_dtype_are_refused():
         numba_flash.forward(q, Foreign(k.astype(np.int32)), v)
 
 
+# ---- subclasses -------------------------------------------------------------------------------------------------------------------------
+
+
+class Touchy(np.ndarray):
+    """Whoever uses it as an array, instead of the memory under it, hears of it."""
+
+    __array_ufunc__ = None
+
+    def __array_function__(self, function, types, arguments, options):
+        raise AssertionError(f"{function.__name__} of a subclass")
+
+    def _refuse(self, *arguments):
+        raise AssertionError("a method of a subclass")
+
+    __getitem__ = __setitem__ = swapaxes = reshape = transpose = view = astype = _refuse
+
+
+def memmap(x: np.ndarray, tmp_path) -> np.memmap:
+    """A copy of `x` in a file."""
+    name = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+    copy = np.memmap(name, x.dtype, "w+", shape=x.shape or 1)
+    copy[...] = x
+    return copy
+
+
+SUBCLASSES = {
+    "matrix": lambda x, _: x if x.ndim != 2 else x.view(np.matrix),
+    "sparse": lambda x, _: x if x.ndim != 2 else scipy.sparse.csr_matrix(x).todense(),
+    "memmap": memmap,
+    "recarray": lambda x, _: x.view(np.recarray),
+    "touchy": lambda x, _: x.view(Touchy),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+every_subclass = pytest.mark.parametrize("make", SUBCLASSES.values(), ids=SUBCLASSES)
+
+
+def assert_plain_and_equal(results, expected):
+    assert [type(x) for x in results] == [np.ndarray] * len(expected)
+    assert all(map(same_bits, results, expected))
+
+
+@every_subclass
+def test_subclasses_are_read_as_plain_arrays(make, tmp_path):
+    """A matrix keeps two dimensions whatever is done to it: kernels that got one computed nonsense, and wrote where they should not."""
+    q, k, v, do = random_inputs(batch=(), hq=None, hk=None, nq=5, nk=7, d=16, dv=6, dtype="float64")
+    rng = np.random.default_rng(1)
+    bias, mask, dlse = rng.standard_normal((5, 7)), rng.random((5, 7)) < 0.7, rng.standard_normal(5)
+    o, lse = numba_flash.forward(q, k, v, bias=bias, mask=mask, return_lse=True, backend="cpu")
+    arguments = (do, q, k, v, o, lse, dlse, bias, mask)
+    gradients = numba_flash.backward(*arguments[:6], dlse=dlse, bias=bias, mask=mask, bias_grad=True, backend="cpu")
+    do, q, k, v, o_, lse_, dlse, bias, mask = (make(x, tmp_path) for x in arguments)
+    assert_plain_and_equal(numba_flash.forward(q, k, v, bias=bias, mask=mask, return_lse=True, backend="cpu"), (o, lse))
+    options = {"dlse": dlse, "bias": bias, "mask": mask, "bias_grad": True, "backend": "cpu"}
+    assert_plain_and_equal(numba_flash.backward(do, q, k, v, o_, lse_, **options), gradients)
+    assert_plain_and_equal(numba_flash.merge(o_, lse_, o_, lse_), numba_flash.merge(o, lse, o, lse))
+    assert numba_flash.plan(q, k, v, bias=bias, mask=mask) == numba_flash.plan(*arguments[1:4], bias=arguments[7], mask=arguments[8])
+
+
+@every_subclass
+def test_lengths_and_offsets_may_be_of_a_subclass(make, tmp_path):
+    q, k, v, do = random_inputs(batch=(2,), hq=1, hk=1, nq=5, nk=5, d=16, dtype="float64")
+    lengths, offsets = np.array([2, 5]), np.array([0, 3, 5])
+    arguments = [(lengths, make(lengths, tmp_path)), (offsets, make(offsets, tmp_path))]
+    padded = [numba_flash.forward(q, k, v, q_lengths=n, kv_lengths=n, return_lse=True, backend="cpu") for n in arguments[0]]
+    assert_plain_and_equal(padded[1], padded[0])
+    q, k, v, do = (x[0].swapaxes(0, 1) for x in (q, k, v, do))
+    packed = [numba_flash.forward_packed(q, k, v, n, n, return_lse=True, backend="cpu") for n in arguments[1]]
+    assert_plain_and_equal(packed[1], packed[0])
+    gradients = [numba_flash.backward_packed(do, q, k, v, *packed[0], n, n, backend="cpu") for n in arguments[1]]
+    assert_plain_and_equal(gradients[1], gradients[0])
+
+
+@every_subclass
+def test_what_was_given_as_out_is_written_and_returned(make, tmp_path):
+    q, k, v, do = random_inputs(batch=(), hq=None, hk=None, nq=5, nk=7, d=16, dtype="float64")
+    o, lse = numba_flash.forward(q, k, v, return_lse=True, backend="cpu")
+    out = make(np.zeros_like(o), tmp_path)
+    assert numba_flash.forward(q, k, v, out=out, backend="cpu") is out
+    assert same_bits(np.asarray(out), o)
+    expected = numba_flash.backward(do, q, k, v, o, lse, backend="cpu")
+    outs = make(np.zeros_like(q), tmp_path), None, make(np.zeros_like(v), tmp_path)
+    gradients = numba_flash.backward(do, q, k, v, o, lse, out=outs, backend="cpu")
+    assert [gradients[i] is outs[i] for i in range(3)] == [True, False, True]
+    assert type(gradients[1]) is np.ndarray
+    assert all(same_bits(np.asarray(x), y) for x, y in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("library", ["numpy", "foreign"])
+def test_out_of_packed_sequences_is_returned(library):
+    q, k, v, do = (x[:, :, 0] for x in random_inputs(batch=(5,), nq=1, nk=1, dtype="float64"))
+    offsets = np.array([0, 2, 5])
+    o, lse = numba_flash.forward_packed(q, k, v, offsets, offsets, return_lse=True, backend="cpu")
+    memory = np.zeros((4, *q.shape))
+    out = [x.view(Touchy) if library == "numpy" else Foreign(x) for x in memory]
+    assert numba_flash.forward_packed(q, k, v, offsets, offsets, out=out[3], return_lse=True, backend="cpu")[0] is out[3]
+    gradients = numba_flash.backward_packed(do, q, k, v, o, lse, offsets, offsets, out=tuple(out[:3]), backend="cpu")
+    assert all(x is y for x, y in zip(gradients, out[:3], strict=True))
+    expected = (*numba_flash.backward_packed(do, q, k, v, o, lse, offsets, offsets, backend="cpu"), o)
+    assert all(map(same_bits, memory, expected))
+
+
+def test_a_subclass_of_cupy_becomes_a_plain_array(monkeypatch):
+    class PlainArray:
+        def view(self, kind):
+            return kind()
+
+    class Subclass(PlainArray):
+        view = None
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=PlainArray))
+    plain = PlainArray()
+    assert arrays.adopt(plain) is plain
+    assert type(arrays.adopt(Subclass())) is PlainArray
+
+
+@pytest.mark.gpu
+def test_subclasses_of_cupy_are_read_as_plain_arrays():
+    import cupy
+
+    class Subclass(cupy.ndarray):
+        def __getitem__(self, key):
+            raise AssertionError("a method of a subclass")
+
+    inputs = [cupy.asarray(x) for x in random_inputs(nq=5, nk=7)[:3]]
+    expected = numba_flash.forward(*inputs)
+    subclasses = [x.view(Subclass) for x in inputs]
+    o = numba_flash.forward(*subclasses)
+    assert type(o) is cupy.ndarray
+    assert same_bits(o.get(), expected.get())
+    out = cupy.empty_like(o).view(Subclass)
+    assert numba_flash.forward(*subclasses, out=out) is out
+    assert same_bits(out.get(), expected.get())
+
+
+# ---- empty results ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("empty", [{"batch": (0,)}, {"nq": 0}, {"hq": 0, "hk": 0}], ids=["no batch", "no queries", "no heads"])
+def test_out_may_be_empty(empty):
+    """NumPy gives empty arrays strides of 0, as if their elements lay on top of each other."""
+    q, k, v, do = random_inputs(**{"batch": (2,), "hq": 1, "hk": 1, "nq": 5, "nk": 7} | empty)
+    out, lse = numba_flash.forward(q, k, v, out=np.empty(do.shape, np.float32), return_lse=True, backend="cpu")
+    assert out.shape == do.shape
+    outs = tuple(np.empty(x.shape, np.float32) for x in (q, k, v))
+    gradients = numba_flash.backward(do, q, k, v, out, lse, out=outs, backend="cpu")
+    assert all(x is y for x, y in zip(gradients, outs, strict=True))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+# ---- flags ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("true", [True, np.True_], ids=["bool", "numpy.bool"])
+def test_flags_may_be_of_numpy(true):
+    q, k, v, do = random_inputs(nq=5, nk=7)
+    o, lse = numba_flash.forward(q, k, v, return_lse=true, backend="cpu")
+    assert not isinstance(numba_flash.forward(q, k, v, return_lse=not true, backend="cpu"), tuple)
+    bias = np.zeros((5, 7), np.float32)
+    gradients = numba_flash.backward(do, q, k, v, o, lse, bias=bias, bias_grad=true, deterministic=true, backend="cpu")
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape, bias.shape]
+
+
 # ---- threads and processes -------------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +440,16 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert python(code) == "0\n"
+
+
+# ---- names ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_dir_shows_the_public_names():
+    shown = dir(numba_flash)
+    assert [name for name in shown if not name.startswith("_")] == sorted(numba_flash.__all__)
+    assert {"__version__", "__doc__", "__file__", "__all__", "__path__"} <= set(shown)
+    assert all(hasattr(numba_flash, name) for name in shown)
 
 
 # ---- documentation ---------------------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def test_plain_kernels_take_no_argument_for_options():
     assert len(re.findall(r"\.param ", ptx("forward", "float32", 64, 64))) == arrays + scalars
 
 
-ALIBI = ScoreMod.bind(numba_flash.alibi([0.5, 0.25]), None, "float32")
+ALIBI = ScoreMod.bind(numba_flash.alibi([0.5, 0.25]), None, "float32", 2)
 OPTIONS = {
     "bias": Options(bias="float32"),
     "mask": Options(mask=True),
@@ -176,7 +176,7 @@ def test_options_stay_in_registers_and_shared_memory(name, option):
 def test_arrays_that_a_function_captures(size, space):
     """Up to 64 KiB lie in constant memory; a kernel with more of it would not link."""
     table = np.zeros(size, np.float32)
-    score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32")
+    score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32", 2)
     text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
     assert re.search(rf"\.{space} .*\[{table.nbytes}\]", text)
     assert compile.link(text, H200)[:4] == b"\x7fELF"
@@ -190,7 +190,7 @@ def test_one_kernel_serves_all_values_of_an_option():
 
 def test_a_function_of_the_user_is_in_the_key():
     def functions(slope):
-        return ScoreMod.bind(lambda score, b, h, i, j: score + slope * (i - j), None, "float32")
+        return ScoreMod.bind(lambda score, b, h, i, j: score + slope * (i - j), None, "float32", 2)
 
     key = lambda score_mod: compile.cache_key(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
     assert key(functions(1.0)) == key(functions(1.0))

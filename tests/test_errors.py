@@ -3,13 +3,16 @@
 import re
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import scipy.sparse
 from support import no_gpu
 
 import numba_flash
 from numba_flash import arrays, call
+from numba_flash.cuda import launch
 
 GPU_REASON = no_gpu()
 
@@ -127,16 +130,16 @@ def test_shapes_in_backward(name, shape):
 
 @everywhere
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0, "text", {"a": 1}], ids=str)
+@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0, "text", {"a": 1}])
 def test_not_an_array(call, name, value):
-    got = type(value).__name__
+    got = type(value).__name__ + (rf": pass np\.asarray\({name}\)" if isinstance(value, list) else "")
     assert_raises(TypeError, rf"^{name} must be a NumPy or CuPy array, .*; got {got}$", call, good() | {name: value})
 
 
 @pytest.mark.parametrize("name", ["do", "o", "lse"])
-@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0], ids=str)
+@pytest.mark.parametrize("value", [[[1.0, 2.0]], None, 3.0])
 def test_not_an_array_in_backward(name, value):
-    got = type(value).__name__
+    got = type(value).__name__ + (rf": pass np\.asarray\({name}\)" if isinstance(value, list) else "")
     assert_raises(TypeError, rf"^{name} must be a NumPy or CuPy array, .*; got {got}$", call_backward, good() | {name: value})
 
 
@@ -145,7 +148,89 @@ def test_not_an_array_in_backward(name, value):
 def test_masked_array(call, name):
     arguments = good()
     arguments[name] = np.ma.masked_array(arguments[name], mask=False)
-    assert_raises(TypeError, rf"^{name} must be a NumPy or CuPy array, .*; got MaskedArray$", call, arguments)
+    assert_raises(TypeError, rf"^{name} must .*; got MaskedArray, whose mask would be ignored: pass {name}\.data, ", call, arguments)
+
+
+class Labelled:
+    """Like a DataArray of xarray, or a DataFrame of pandas: converts itself, but offers no memory."""
+
+    def __init__(self, x, dtype=None):
+        self._x, self.shape, self.dtype = x, x.shape, dtype or x.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return self._x
+
+
+class OnGpu(Labelled):
+    """Like a JAX array on a GPU, or one of PyTorch, where there is no CuPy."""
+
+    def __dlpack__(self, **options):
+        raise AssertionError("read")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+class Bfloat16(Labelled):
+    """Like a JAX array of a dtype that NumPy does not read through DLPack."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("Unsupported dtype in DLTensor.\nMore about it.")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+class Tracer(Labelled):
+    """Like what JAX passes to a function that it compiles."""
+
+    __module__ = "jax._src.core"
+
+    def __getattr__(self, name):
+        if name in ("__dlpack_device__", "__dlpack__"):
+            return lambda **options: self._concrete()
+        raise AttributeError(name)
+
+    def _concrete(self):
+        raise TypeError("Abstract tracer value encountered where concrete value is expected.")
+
+
+class Traced(Tracer):
+    """Each transformation of JAX has a kind of its own."""
+
+
+OTHER_LIBRARIES = {
+    "labelled": (Labelled, r"^{0} must be .*; got Labelled: pass np\.asarray\({0}\)$"),
+    "on a GPU": (OnGpu, r"^{0} must be .*CuPy for device memory\); got OnGpu: pass np\.asarray\({0}\)$"),
+    "on a GPU, another dtype": (lambda x: OnGpu(x, "torch.float32"), r"^{0} must be .*CuPy for device memory\); got OnGpu$"),
+    "bfloat16": (
+        Bfloat16,
+        r"^{0} cannot be read in place \(BufferError: Unsupported dtype in DLTensor\.\); got Bfloat16: pass np\.asarray\({0}\)$",
+    ),
+    "bfloat16, another dtype": (lambda x: Bfloat16(x, "torch.bfloat16"), r"^{0} cannot be .*; got Bfloat16$"),
+    "traced": (
+        Traced,
+        r"^{0} cannot be read in place \(TypeError: Abstract .*; got Traced, which has no values while JAX traces .* jax\.pure_callback$",
+    ),
+    "sparse": (lambda x: scipy.sparse.csr_array(x.reshape(-1, 4)), r"^{0} must be .*; got csr_array: pass {0}\.toarray\(\)$"),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["q", "v"])
+@pytest.mark.parametrize(("make", "pattern"), OTHER_LIBRARIES.values(), ids=OTHER_LIBRARIES)
+def test_arrays_of_other_libraries(call, name, make, pattern, monkeypatch):
+    """The error says what to do; none of these libraries is imported."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    arguments = good(nq=4, dv=4)
+    arguments[name] = make(arguments[name])
+    assert_raises(TypeError, pattern.format(name), call, arguments)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "kv_lengths", "dlse"])
+def test_options_of_other_libraries(name):
+    value = [1.0] if name != "mask" else Labelled(np.ones(4, bool))
+    assert_raises(TypeError, rf"^{name} must be .*: pass np\.asarray\({name}\)$", call_backward, good(), **{name: value})
 
 
 @everywhere
@@ -254,6 +339,7 @@ BAD_OPTIONS = [
     ({"scale": 10**309}, ValueError, r"scale must be finite"),
     ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
     ({"causal": None}, TypeError, r"causal must be True or False; got None"),
+    ({"causal": np.int64(1)}, TypeError, r"causal must be True or False; got (np\.int64\()?1"),
     ({"causal": "yes"}, TypeError, r"causal must be True or False; got 'yes'"),
     ({"window": 3}, TypeError, r"window must be a tuple \(left, right\) or None; got 3"),
     ({"window": [1, 2]}, TypeError, r"window must be a tuple \(left, right\) or None; got \[1, 2\]"),
@@ -271,7 +357,7 @@ BAD_OPTIONS = [
 
 
 @everywhere
-@pytest.mark.parametrize(("options", "error", "pattern"), BAD_OPTIONS, ids=[str(options)[:40] for options, _, _ in BAD_OPTIONS])
+@pytest.mark.parametrize(("options", "error", "pattern"), BAD_OPTIONS)
 def test_options(call, options, error, pattern):
     assert_raises(error, pattern, call, good(), **options)
 
@@ -292,8 +378,35 @@ LOOK_ALIKES = [
 ]
 
 
+@pytest.mark.parametrize("value", [1, 0, "no", None, np.int64(1), np.array(True)], ids=repr)
+def test_return_lse_is_strict(value):
+    """Also after a call with the true value that it equals."""
+    arguments = good()
+    for right in (True, False):
+        with pytest.raises(AssertionError, match="was reached"):
+            call_forward(arguments, return_lse=right)
+    assert_raises(TypeError, r"^return_lse must be True or False; got ", call_forward, arguments, return_lse=value)
+    tokens = [arguments[name][0].swapaxes(0, 1) for name in "qkv"]
+    with pytest.raises(TypeError, match=r"^return_lse must be True or False; got "):
+        numba_flash.forward_packed(*tokens, np.array([0, 3]), np.array([0, 4]), return_lse=value, backend="cpu")
+
+
+class Pair(NamedTuple):
+    """A tuple of a kind of its own."""
+
+    first: object
+    second: object
+
+
+@pytest.mark.parametrize("name", ["window", "rng"])
+def test_a_bad_pair_is_refused_after_an_equal_good_one(name):
+    with pytest.raises(AssertionError, match="was reached"):
+        call_forward(good(), **{name: Pair(1, 0)})
+    assert_raises(TypeError, rf"^{name}\[0\] must be an integer", call_forward, good(), **{name: Pair(1.0, 0)})
+
+
 @pytest.mark.parametrize("call", [call_forward, call_backward])
-@pytest.mark.parametrize(("right", "wrong", "error", "pattern"), LOOK_ALIKES, ids=[str(wrong) for _, wrong, _, _ in LOOK_ALIKES])
+@pytest.mark.parametrize(("right", "wrong", "error", "pattern"), LOOK_ALIKES)
 def test_a_bad_option_is_refused_after_an_equal_good_one(call, right, wrong, error, pattern):
     """1 == 1.0 == True: a call that was prepared for one must not serve the other."""
     with pytest.raises(AssertionError, match="was reached"):
@@ -315,7 +428,9 @@ def test_a_bad_array_is_refused_after_a_good_one_of_the_same_layout(name):
 
 
 @everywhere
-@pytest.mark.parametrize("backend", ["sm80", "CPU", "", 3, b"cpu"])
+@pytest.mark.parametrize(
+    "backend", ["sm80", "CPU", "", 3, b"cpu", ["cpu"], np.array("cpu"), np.array(["cpu"]), np.array(["cpu", "simt"])], ids=repr
+)
 def test_unknown_backend(call, backend):
     arguments = good()
     names = ("do", "q", "k", "v", "o", "lse") if call is call_backward else ("q", "k", "v")
@@ -332,6 +447,54 @@ def test_gpu_demanded_where_there_is_none(backend):
         numba_flash.forward(arguments["q"], arguments["k"], arguments["v"], backend=backend)
     with pytest.raises(NotImplementedError, match=re.escape(f"backend {backend}: {GPU_REASON}")):
         numba_flash.plan(arguments["q"], arguments["k"], arguments["v"], backend=backend)
+
+
+class NoRuntime:
+    """CuPy where there is no GPU that it can use, which its runtime says by raising."""
+
+    def __init__(self, status=None):
+        self.cuda = SimpleNamespace(runtime=self)
+        self._status = status
+
+    class CUDARuntimeError(RuntimeError):
+        def __init__(self, status):
+            super().__init__(f"the runtime's words about {status}")
+            self.status = status
+
+    def getDeviceCount(self):
+        if self._status is not None:
+            raise self.CUDARuntimeError(self._status)
+        return 0
+
+
+NO_DRIVER = "no NVIDIA GPU found: there is no driver (libcuda.so.1)"
+NO_DEVICE = "no NVIDIA GPU found: there is a driver, but no device (/dev/nvidia[0-9]*)"
+REASONS = {
+    "nothing": (None, False, False, NO_DRIVER),
+    "a driver alone": (None, True, False, NO_DEVICE),
+    "no CuPy": (None, True, True, "cupy cannot be imported (import of cupy halted; None in sys.modules); install numba_flash[cuda13] or "),
+    "CuPy alone": (NoRuntime(35), False, False, NO_DRIVER),
+    "an old driver": (NoRuntime(35), True, True, "the NVIDIA driver is too old for CuPy: the runtime's words about 35"),
+    "a hidden GPU": (NoRuntime(100), True, True, "no NVIDIA GPU found: the runtime's words about 100"),
+    "a broken GPU": (NoRuntime(999), True, True, "no GPU can be used: the runtime's words about 999"),
+    "none counted": (NoRuntime(), True, True, "no NVIDIA GPU found"),
+}
+
+
+@pytest.mark.parametrize(("cupy", "driver", "device", "expected"), REASONS.values(), ids=REASONS)
+def test_why_there_is_no_gpu(cupy, driver, device, expected, monkeypatch, tmp_path):
+    """Packages to install are spoken of only where there is a GPU for them."""
+    if driver:
+        monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: None)
+    else:
+        monkeypatch.setattr(launch, "DRIVER", "libcuda.so.of.another.planet")
+        expected = expected.replace("libcuda.so.1", "libcuda.so.of.another.planet")
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(launch, "glob", lambda pattern: [*tmp_path.glob("nvidia[0-9]*")] if device and "nvidia[0-9]" in pattern else [])
+    for name, module in (("cupy", cupy), ("cuda.core", SimpleNamespace()), ("numba_cuda", SimpleNamespace())):
+        monkeypatch.setitem(sys.modules, name, module)
+    reason = launch._no_gpu.__wrapped__()
+    assert reason.startswith(expected)
 
 
 def test_cpu_demanded_for_gpu_arrays(monkeypatch):
@@ -365,7 +528,7 @@ def replaced(out, x):
 
 
 @with_out
-@pytest.mark.parametrize("bad", ["shape", "dtype", "list", "read-only", "stride 0", "masked", "misaligned", "byte order"])
+@pytest.mark.parametrize("bad", ["shape", "dtype", "list", "nothing", "read-only", "stride 0", "masked", "misaligned", "byte order"])
 def test_out(call, label, bad):
     arguments = good()
     out = out_for(arguments, call)
@@ -377,7 +540,8 @@ def test_out(call, label, bad):
     array, error, pattern = {
         "shape": (np.zeros((2, 2, 1, 1), np.float32), ValueError, rf"\.shape \(2, 2, 1, 1\) must be {shape}"),
         "dtype": (like.astype(np.float64), TypeError, r"\.dtype \(float64\) must be float32"),
-        "list": (like.tolist(), TypeError, " must be a NumPy or CuPy array, .*; got list"),
+        "list": (like.tolist(), TypeError, " must be a NumPy or CuPy array, .*; got list$"),
+        "nothing": ((), TypeError, " must be a NumPy or CuPy array, .*; got tuple$"),
         "read-only": (read_only, ValueError, " must be writeable; it is read-only"),
         "stride 0": (stride_0, ValueError, " must not overlap itself; it has strides"),
         "masked": (np.ma.masked_array(like), TypeError, " must be a NumPy or CuPy array, .*; got MaskedArray"),
@@ -401,6 +565,16 @@ def test_out_overlaps_an_input(call, label, name, shift):
     assert_raises(ValueError, rf"^{label} must not overlap {name}; they share memory", call, arguments, out=out)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_out_of_a_subclass_overlaps_an_input(shift):
+    """What is compared is the memory."""
+    arguments = good(nq=4, dv=4)
+    memory = np.zeros(arguments["q"].size + shift, np.float32)
+    arguments["q"] = memory[: arguments["q"].size].reshape(arguments["q"].shape).view(np.recarray)
+    out = memory[shift:].reshape(arguments["q"].shape).view(np.recarray)
+    assert_raises(ValueError, r"^out must not overlap q; they share memory", call_forward, arguments, out=out)
+
+
 def test_out_overlaps_lse():
     arguments = good(d=1, nq=4)
     out = out_for(arguments, call_backward)
@@ -421,7 +595,7 @@ def test_out_of_backward_has_three_arrays(count):
     assert_raises(TypeError, r"out must be a tuple \(dq, dk, dv\)", call_backward, arguments, out=(None,) * count)
 
 
-@pytest.mark.parametrize("out", [[None] * 3, np.zeros(3), "abc"], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("out", [[None] * 3, np.zeros(3), "abc"])
 def test_out_of_backward_is_a_tuple(out):
     pattern = rf"out must be a tuple \(dq, dk, dv\); got {type(out).__name__}"
     assert_raises(TypeError, pattern, call_backward, good(), out=out)
@@ -508,6 +682,49 @@ def test_out_of_memory_in_backward(name, monkeypatch):
         call_backward(arguments)
     x = arguments[name[1]]
     assert str(caught.value) == f"{name}: cannot allocate {x.nbytes} bytes for shape {x.shape}, dtype float32"
+
+
+class NoRoom:
+    """An array library with no memory left."""
+
+    ndarray = FakeCupy.ndarray
+
+    @staticmethod
+    def empty(*arguments):
+        raise MemoryError
+
+    asarray = broadcast_to = logaddexp = empty
+
+
+@pytest.mark.parametrize("function", ["empty", "transposed", "compact", "to_gpu", "to_host"])
+def test_out_of_memory_on_a_gpu_names_the_array(function, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", NoRoom)
+    x = np.zeros((2, 3), np.float32)
+    there = FakeCupy.ndarray(x.T if function == "transposed" else x)
+    there.get = NoRoom.empty
+    calls = {
+        "empty": lambda: arrays.empty("dq", there, (2, 3)),
+        "transposed": lambda: arrays.empty("dq", there, (2, 3)),
+        "compact": lambda: arrays.compact("dq", (2, 3), "float32"),
+        "to_gpu": lambda: arrays.to_gpu("dq", x),
+        "to_host": lambda: arrays.to_host("dq", there, x),
+    }
+    with pytest.raises(MemoryError, match=r"^dq: cannot allocate 24 bytes for shape \(2, 3\), dtype float32$"):
+        calls[function]()
+
+
+def test_out_of_memory_in_merge(monkeypatch):
+    monkeypatch.setattr(np, "logaddexp", NoRoom.empty)
+    o, lse = np.zeros((2, 3), np.float16), np.zeros(2)
+    with pytest.raises(MemoryError, match=r"^o: cannot allocate 48 bytes for shape \(2, 3\), dtype float64$"):
+        numba_flash.merge(o, lse, o, lse)
+
+
+@pytest.mark.parametrize(("shape", "size"), [((2, 2**60), 2**61), ((2**40, 2**40), 2**80)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_out_of_memory_in_dropout_mask(shape, size, dropout):
+    with pytest.raises(MemoryError, match=rf"^keep: cannot allocate {size} bytes for shape {re.escape(str(shape))}, dtype bool$"):
+        numba_flash.dropout_mask(shape, dropout=dropout, rng=(1, 2))
 
 
 def test_every_backend_is_named_in_the_tests():

@@ -47,6 +47,20 @@ def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
     assert_is_a_picture(png, 400, 1500)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("denoise_photo", ["--size", "20"]), ("triangle_attention", ["--size", "8", "--steps", "2"])]
+)
+def test_without_matplotlib_everything_but_the_picture(monkeypatch, capsys, tmp_path, name, options):
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    png = tmp_path / "picture.png"
+    load(name).main(["--backend", "cpu", "--output", str(png), *options])
+    *results, last = capsys.readouterr().out.splitlines()
+    assert last == "no picture: matplotlib is not installed (numba_flash[examples] has it)"
+    assert re.search(r"PSNR|Å", results[-1])
+    assert not png.exists()
+
+
 def test_its_attention_is_the_non_local_mean_of_patches():
     """Against the formula with its dense weights, w_ii = 0."""
     example = load("denoise_photo")

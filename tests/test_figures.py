@@ -50,7 +50,7 @@ RESULTS = {
             cell("backward", 512, {"numba_flash": entry(100), "torch cuDNN": entry(80, 1.25)}),
         ],
     },
-    "h200/bench-earlier": {
+    "h200/bench-second": {
         "remark": "long ago",
         "cells": [cell("forward", 512, {"numba_flash": entry(300), "torch FA2": entry(100, 3.0)}), cell("backward", 512, {})],
     },
@@ -86,7 +86,25 @@ RESULTS = {
             {"length": 1024, "attention": "standard", "reason": "no room"},
         ]
     },
-    "2-core-cpu/torch": {"columns": ["", "full"], "rows": [["forward", "1.07 to 1.08"]]},
+    "2-core-cpu/torch": {
+        "device": "C",
+        "packages": {"torch": "3"},
+        "columns": ["", "full"],
+        "rows": [["forward", "1.25 to 2.00"], ["both", "0.80"], ["others", "9"]],
+    },
+    "h200/situations": {
+        "device": "H",
+        "packages": PACKAGES,
+        "rows": [
+            {"situation": "slow", "peer": "P", "forward": 10.0, "backward": 4.0},
+            {"situation": "half", "peer": "Q", "forward": 2.0},
+            {"situation": "slow", "peer": "R", "forward": 20.0, "backward": 4.0},
+        ],
+    },
+    "h200/facts": {
+        "device": "H",
+        "rows": [{"table": "examples", "what": "a", "took": "1 s", "result": "b"}, {"table": "once", "what": "c", "result": "d"}],
+    },
 }
 EXPECTED = {
     "speed-forward": ["| D = 128, full | 400 (2.00, 0.80) | 500 (0.50, -) |", "| D = 128, full, 16 heads over 2 | 300 (1.50, -) |  |"],
@@ -101,7 +119,6 @@ EXPECTED = {
         "| our speed over | cuDNN | FlashAttention-4 |\n",
         "| forward, D = 128 | 1.00 (0.50 to 2.00) | 0.80 (0.80 to 0.80) |",
         "| backward, D = 128 | 1.25 (1.25 to 1.25) | not compared |",
-        "| forward, D = 128; long ago | not compared | not compared |",
     ],
     "scaling-h200": ["| 1024 | 3.50 | 5.00 | 30.0 | 5,000 |", "| 2048 | 14.0 | 10.0 | backward: OutOfMemoryError |  |"],
     "scaling-cpu": ["Not measured yet: `python asv_bench/studies/scaling.py --json asv_bench/studies/results/2-core-cpu/scaling.json`."],
@@ -112,7 +129,16 @@ EXPECTED = {
     "tiles": ["| sm90 forward, bfloat16, D = 64 | 128 x 128, stages 2 | 0.500 | 2.00 | 128 x 96, stages 3 | 0.800 | 1.25 |"],
     "accuracy": ["| H | float16 | sm90 | 1.0e-04 / 1.0e-04 |", "| H | float64 | simt |"],
     "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
-    "torch-cpu": ["| forward | 1.07 to 1.08 |"],
+    "torch-cpu": ["| forward | 1.25 to 2.00 |"],
+    "limits": [
+        " (H, torch 2; C, torch 3).\n",
+        "| slow | 0.05\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.10 | 0.25 | P |",
+        "| half | 0.50 |  | Q |",
+        "| float32 on the CPU | 0.50\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}0.80 | 1.25 with the forward | its CPU kernel |",
+        "| plain or causal, in 16 bits, on Hopper | 1.00 | 1.25 | cuDNN |",
+    ],
+    "examples": ["| a | H | 1 s | b |"],
+    "once": ["| c | H | d |"],
 }
 
 

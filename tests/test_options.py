@@ -30,7 +30,7 @@ FULL = (2, 2, NQ, NK)
 SHAPES = [FULL, (1, 2, NQ, NK), (2, 1, NQ, NK), (2, 2, 1, NK), (2, 2, NQ, 1), (NQ, NK), (NK,), (NQ, 1), (2, 1, 1), (1, 1, 1, 1), ()]
 
 
-@pytest.mark.parametrize("shape", [pytest.param(s, marks=simulator) if s in ((NK,), (2, 2, NQ, 1)) else s for s in SHAPES], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=simulator) if s in ((NK,), (2, 2, NQ, 1)) else s for s in SHAPES])
 def test_bias_broadcasts_and_its_gradient_is_summed(backend, shape):
     results = check(backend, *problem(), bias=normal(*shape), bias_grad=True, causal=True)
     assert results["dbias"].shape == shape
@@ -77,13 +77,13 @@ def test_minus_infinity_in_the_bias_hides(backend):
         np.testing.assert_allclose(x, clean[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, NQ, NK), (NK,), (1, 2, NQ, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, NQ, NK), (NK,), (1, 2, NQ, 1)])
 def test_the_gradient_of_a_bias_is_deterministic(backend, shape):
     first, second = (run(backend, *problem(), bias=normal(*shape), bias_grad=True) for _ in range(2))
     assert same_bits(first["dbias"], second["dbias"])
 
 
-@pytest.mark.parametrize("shape", [(4096,), (4096, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4096,), (4096, 1)])
 def test_the_gradient_of_a_broadcast_bias_stores_no_matrix(backend, shape):
     """N = 4096: a matrix of the scores would take 64 MiB."""
     q, k, v, do = (backend.to_device(x) for x in problem(batch=(), hq=1, nq=4096, nk=4096))
@@ -107,7 +107,7 @@ def test_the_gradient_of_a_broadcast_bias_stores_no_matrix(backend, shape):
 # ---- mask ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_mask_broadcasts(backend, shape):
     check(backend, *problem(), mask=np.array(normal(*shape) > -0.3), window=(60, 60))
 
@@ -181,7 +181,6 @@ def test_lengths_of_every_integer_dtype(backend, integer):
         {"window": (20, 3)},
         pytest.param({"causal": True, "q_start": 0}, marks=simulator),
     ],
-    ids=str,
 )
 def test_what_lies_beyond_the_lengths_is_not_read(backend, options):
     """Padding holds NaN; results are those of each sequence alone, and zeros in the padding."""
@@ -477,7 +476,7 @@ def test_merge_with_nothing(backend):
     assert (backend.to_host(empty[1]) == -np.inf).all()
 
 
-@pytest.mark.parametrize("sizes", [{"batch": (0,)}, {"nq": 0}, {"nk": 0}], ids=str)
+@pytest.mark.parametrize("sizes", [{"batch": (0,)}, {"nq": 0}, {"nk": 0}])
 def test_zero_sizes_with_options(backend, sizes):
     sizes = {"batch": (2,), "nq": 3, "nk": 4} | sizes
     q, k, v, do = problem(**sizes)

@@ -75,8 +75,8 @@ def by_hand(q, k, v, do, **options):
     return results
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_equals_attention_written_by_hand(shape, options):
     q, k, v, do = inputs(shape)
     o, lse = reference.forward(q, k, v, **options)
@@ -85,8 +85,8 @@ def test_equals_attention_written_by_hand(shape, options):
         np.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_equal_central_differences(shape, options):
     *xs, do = inputs(shape, seed=1)
     step = 1e-5

@@ -221,7 +221,7 @@ def test_sm90_is_chosen(cp, d):
     assert bits(cp, *backward(do, q, k, v, o, lse)) == bits(cp, *chosen)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 10)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 10)}])
 def test_dq_in_parts_has_the_same_bits(cp, monkeypatch, options):
     """However much room there is for dS, a sum has one order. (The calls are prepared apart: one need not be deterministic.)"""
     do, q, k, v = (normal(cp, 2, heads, n, 200, seed=i) for i, (heads, n) in enumerate(((4, 900), (4, 900), (2, 700), (2, 700))))

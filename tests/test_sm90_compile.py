@@ -169,7 +169,6 @@ def test_kernels_around_the_backward_pass(options):
 @pytest.mark.parametrize(
     "config",
     [("bfloat16", 256, False, True, PLAIN), ("float16", 136, True, False, PACKED), ("bfloat16", 192, True, True, LENGTHS)],
-    ids=str,
 )
 def test_the_kernel_that_makes_dq_of_ds(config, tmp_path):
     tile = backward_tile(256, 256)

@@ -40,6 +40,8 @@ REFUSED = {
     "dv": (problem(dv=12), "needs head dimensions that are multiples of 8; q.shape[-1] is 64, v.shape[-1] 12"),
     "scale 0": (problem(scale=0.0), "needs a positive, finite scale; got 0.0"),
     "scale < 0": (problem(scale=-0.5), "needs a positive, finite scale; got -0.5"),
+    "softcap > 1024": (problem(softcap=1025.0), "needs a softcap between scale / 1e+38 and 1024; got 1025.0"),
+    "softcap < scale / 1e38": (problem(softcap=1e-37, scale=11.0), "needs a softcap between scale / 1e+38 and 1024; got 1e-37"),
     "no keys": (problem(nk=0), "needs at least one query and one key"),
     "no queries": (problem(nq=0), "needs at least one query and one key"),
     "no batch": (problem(batch=(0,)), "needs at least one query and one key"),
@@ -47,6 +49,7 @@ REFUSED = {
 SERVED = {
     "plain": problem(),
     "softcap": problem(softcap=3.0, causal=True),
+    "softcap 1024": problem(softcap=1024.0),
     "lengths": problem(kv_lengths=np.array([3, 4])),
     "dims": problem(d=8, dv=256),
     "scale": problem(scale=1e-3),

@@ -13,6 +13,8 @@ this is softmax(q k^T) v with
 Here the softmax runs over *all* pixels: for 256 x 256 of them the matrix would have 65,536^2 entries, 17 GB in float32. A patch is its own
 best match, noise included; the log-sum-exp tells its weight, exp(q_i.k_i - lse_i), so that it can be taken out of the mean again.
 
+Needs scikit-image and rich; with matplotlib it also draws the picture.
+
     python denoise_photo.py [--size 256] [--sigma 0.1] [--backend cpu] [--output denoise_photo.png]
 """
 
@@ -21,10 +23,6 @@ import resource
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from rich.progress import track
 from skimage import data, transform
@@ -32,6 +30,11 @@ from skimage.metrics import peak_signal_noise_ratio
 from skimage.restoration import denoise_nl_means
 
 import numba_flash
+
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    Figure = None  # everything but the picture
 
 PATCH = 5
 CHUNK = 4096  # queries per call: one step of the progress bar
@@ -90,8 +93,8 @@ def peak_memory_mb() -> float:
 
 def save_figure(path: Path, panels: list[tuple[str, np.ndarray]]) -> None:
     """The pictures side by side, each under its title."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 4.5), layout="constrained")
-    for axis, (title, picture) in zip(axes, panels, strict=True):
+    figure = Figure(figsize=(4 * len(panels), 4.5), layout="constrained")
+    for axis, (title, picture) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axis.set_title(title, fontsize=13)
         axis.axis("off")
@@ -129,6 +132,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"noisy                             PSNR {psnr(noisy):5.2f} dB")
     print(f"numba_flash, all pixels           PSNR {psnr(ours):5.2f} dB   {seconds:6.1f} s   {memory:,.0f} MB of host memory more")
     print(f"scikit-image, 23 x 23 neighbours  PSNR {psnr(window):5.2f} dB   {window_seconds:6.1f} s")
+    if Figure is None:
+        print("no picture: matplotlib is not installed (numba_flash[examples] has it)")
+        return
     panels = [("clean", clean), ("noisy", noisy), ("attention over all pixels", ours), ("denoise_nl_means", window)]
     save_figure(options.output, [(f"{title}, {psnr(x):.1f} dB" if x is not clean else title, x) for title, x in panels])
     print(f"wrote {options.output}")

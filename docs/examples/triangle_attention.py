@@ -17,6 +17,8 @@ Here i ("the starting node") is a batch axis, j counts queries and k keys: q, k 
 shape (B, 1, H, J, K), is one and the same for all i. Algorithm 14 ("around the ending node") is Algorithm 13 on the transpose of z. The
 network is one layer of each: without them no pair would see another, and the best guess would be the mean distance at each separation.
 
+Needs rich; with matplotlib it also draws the picture.
+
     python triangle_attention.py [--size 24] [--steps 200] [--backend cpu] [--output triangle_attention.png]
 """
 
@@ -25,15 +27,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from rich.progress import track
 from threadpoolctl import threadpool_limits
 
 import numba_flash
+
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    Figure = None  # everything but the picture
 
 CHANNELS, HEADS = 32, 4
 BOND, NOISE = 3.8, 1.0  # of neighbours in the chain, and standard deviation of what is given, in ångström
@@ -199,7 +202,8 @@ def root_mean_square(distances, chains: Chains, where) -> float:
 
 def save_figure(path: Path, losses: list[float], chains: Chains, prediction) -> None:
     """Loss, and the matrices of the first chain, grey where nothing is known or wanted."""
-    figure, axes = plt.subplots(1, 4, figsize=(17, 4.2), layout="constrained")
+    figure = Figure(figsize=(17, 4.2), layout="constrained")
+    axes = figure.subplots(1, 4)
     axes[0].plot(np.arange(1, len(losses) + 1), losses)
     axes[0].set(title="loss (Å²)", xlabel="step", ylim=(0, None))
     used, known = chains.used[0], chains.known[0]
@@ -241,6 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
     results = ("as given, or typical", plain), ("shortest path", upper), ("middle of the triangle bounds", (upper + lower) / 2)
     for title, distances in (*results, ("triangle attention", prediction)):
         print(f"{title:32}{root_mean_square(distances, test, hidden):6.2f} Å{root_mean_square(distances, test, test.known):7.2f} Å")
+    if Figure is None:
+        print("no picture: matplotlib is not installed (numba_flash[examples] has it)")
+        return
     save_figure(options.output, losses, test, prediction)
     print(f"wrote {options.output}")
 

@@ -1,5 +1,11 @@
-"""How long a call takes: every contender in turn, round after round, so that what the machine does meanwhile happens to all of them."""
+"""How long a call takes: every contender in turn, round after round, so that what the machine does meanwhile happens to all of them.
 
+Each round has a new random order, so that nobody always follows the same neighbour and finds the GPU as hot, and its caches as full, as
+that one leaves them. A slow contender also gives the others time to cool: beside slow ones fast ones look slower. So compare the fastest
+alone (``--peers``).
+"""
+
+import random
 import time
 import warnings
 from contextlib import contextmanager
@@ -117,13 +123,35 @@ def compare(cell: Cell, contenders: list[Contender], clock: HostClock, repeats: 
     for contender in contenders:
         outcomes[contender.name], bound[contender.name] = _check(contender, case, expected)
     runners = [c for c in contenders if outcomes[c.name].status == "ok"]
-    counts = {c.name: _calls_per_turn(clock, c, bound[c.name]) for c in runners}
-    for turn in range(repeats + 1):
-        for c in runners if turn % 2 else runners[::-1]:
-            seconds = clock.seconds(bound[c.name], counts[c.name], c.own_stream)
-            if turn > 0:  # the first is to warm up
-                outcomes[c.name].ms.append(1e3 * seconds / counts[c.name])
+    own_stream = {c.name for c in runners if c.own_stream}
+    for name, ms in take_turns({c.name: bound[c.name] for c in runners}, clock, repeats, own_stream).items():
+        outcomes[name].ms = ms
     return outcomes
+
+
+def take_turns(bound: dict[str, Bound], clock: HostClock, repeats: int, own_stream: set[str] = frozenset()) -> dict[str, list[float]]:
+    """Milliseconds per call of each, one number for each round, after a round to warm up; every round has a random order of its own.
+
+    Parameters
+    ----------
+    bound : dict
+        Contenders by name, with their arrays.
+    clock : HostClock
+        Tells the time.
+    repeats : int
+        Rounds that count.
+    own_stream : set of str
+        Names of those that do not use CuPy's current stream.
+    """
+    counts = {name: _calls_per_turn(clock, each, name in own_stream) for name, each in bound.items()}
+    ms: dict[str, list[float]] = {name: [] for name in bound}
+    order = random.Random(0)
+    for turn in range(repeats + 1):
+        for name in order.sample(list(bound), len(bound)):
+            seconds = clock.seconds(bound[name], counts[name], name in own_stream)
+            if turn > 0:
+                ms[name].append(1e3 * seconds / counts[name])
+    return ms
 
 
 def _check(contender: Contender, case: Case, expected) -> tuple[Outcome, Bound | None]:
@@ -140,25 +168,26 @@ def _check(contender: Contender, case: Case, expected) -> tuple[Outcome, Bound |
     return Outcome("ok" if error <= BOUNDS[case.cell.dtype] else "WRONG", error=error), bound
 
 
-def _calls_per_turn(clock: HostClock, contender: Contender, bound: Bound) -> int:
-    clock.seconds(bound, 1, contender.own_stream)
-    once = clock.seconds(bound, 2, contender.own_stream) / 2
+def _calls_per_turn(clock: HostClock, bound: Bound, own_stream: bool) -> int:
+    clock.seconds(bound, 1, own_stream)
+    once = clock.seconds(bound, 2, own_stream) / 2
     return max(1, min(MOST_CALLS, round(TURN / max(once, 1e-9))))
 
 
 def host_microseconds(contenders: list[Contender], clock: HostClock, dtype: str) -> dict[str, float]:
-    """The host's time per forward call at `HOST_CELL`: many calls, none waited for; median of interleaved batches of them."""
+    """The host's time per forward call at `HOST_CELL`: many calls, none waited for; median of batches in random order."""
     case = Case(Cell("forward", "full", dtype, **HOST_CELL), clock.xp)
     clock.wait()
     expected = case.expected()
     checked = {c.name: _check(c, case, expected) for c in contenders if c.host_time}
     times = {name: [] for name, (outcome, _) in checked.items() if outcome.status == "ok"}
+    order = random.Random(0)
     for _ in range(HOST_TURNS):
-        for name, batches in times.items():
+        for name in order.sample(list(times), len(times)):
             clock.wait()
             start = time.perf_counter()
             checked[name][1].repeat(HOST_CALLS)
-            batches.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+            times[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
     clock.wait()
     return {name: median(batches) for name, batches in times.items()}
 

@@ -53,16 +53,17 @@ def build_delta(dtype, head_dim_v, has_dlse, lanes, rows):
     return delta_simt, tiles.signature(dtype, 2, 1, tuples), {"launch_bounds": (lanes * rows, 1)}
 
 
-def build_row_value(dtype):
-    """``shift(lse, i)`` and ``value(delta, i)``: what row i of the score matrix subtracts, from S in base 2 and from dP.
+def build_row_value(dtype, options):
+    """``shift(lse, i)`` and ``value(delta, i)``: what row i of the score matrix subtracts, from S (in its base) and from dP.
 
     A row that saw nothing, or lies beyond the end, is shifted by +inf, so that its P is 0.
     """
     ACC, index, INF = tiles.ACCUMULATOR[dtype], tiles.index, math.inf
+    UNIT = 1.0 if options.modifies else LOG2E
 
     @cuda.jit(device=True)
     def shift(lse, i):
-        x = lse[index(min(i, lse.shape[0] - 1))] * ACC(LOG2E)
+        x = lse[index(min(i, lse.shape[0] - 1))] * ACC(UNIT)
         return ACC(INF) if i >= lse.shape[0] or x == ACC(-INF) else x
 
     @cuda.jit(device=True)
@@ -84,7 +85,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     MODIFIED, HIDES, BENDS = options.modifies, scores.hides(options), scores.bends(options)
     SEQUENCES, PACKED, DROPOUT, K_OFFSETS = options.sequences, options.packed, bool(options.dropout), scores.slots(options).kv_lengths
     absent_p, absent_ds = ("negative" if DROPOUT else "zero", "zero") if MODIFIED else ("band", "band")
-    shift, value = build_row_value(dtype)
+    (shift, value), (power, _) = build_row_value(dtype, options), scores.build_exponential(dtype, options)
     inner_k, inner_v = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_q, outer_do = tiles.build_outer(dtype, tile, head_dim, absent_ds), tiles.build_outer(dtype, tile, head_dim_v, absent_p)
     write_dk, write_dv = tiles.build_write(dtype, tile, head_dim), tiles.build_write(dtype, tile, head_dim_v)
@@ -150,12 +151,12 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
                     i = col0 + column(tx, c)
                     row_shift = shift(lse_head, i)
                     for r in range(ROWS):
-                        p = math.exp2(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
-                        hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
                         if MODIFIED:
                             x = s[r * COLS + c]
-                            s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else math.exp2(x - row_shift)
+                            s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else power(x - row_shift)
                         else:
+                            p = power(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
+                            hidden = edge and (i >= nq or not mask.visible(row0 + ty * ROWS + r, i, low, high))
                             s[r * COLS + c] = ACC(0) if hidden else p
                 put_weights(w_smem, s)
                 if MODIFIED:  # dropout, on P^T
@@ -206,7 +207,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     ACC = tiles.ACCUMULATOR[dtype]
     MODIFIED, HIDES, BENDS = options.modifies, scores.hides(options), scores.bends(options)
     SEQUENCES, PACKED, Q_OFFSETS = options.sequences, options.packed, scores.slots(options).q_lengths
-    shift, value = build_row_value(dtype)
+    (shift, value), (power, _) = build_row_value(dtype, options), scores.build_exponential(dtype, options)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     outer_k = tiles.build_outer(dtype, tile, head_dim, "zero" if MODIFIED else "band")
     write_dq = tiles.build_write(dtype, tile, head_dim)
@@ -266,13 +267,13 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
                 i = row0 + ty * ROWS + r
                 row_shift = shift(lse_head, i)
                 for c in range(COLS):
-                    p = math.exp2(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
-                    j = col0 + column(tx, c)
-                    hidden = edge and (j >= nk or not mask.visible(i, j, low, high))
                     if MODIFIED:
                         x = s[r * COLS + c]
-                        s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else math.exp2(x - row_shift)
+                        s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else power(x - row_shift)
                     else:
+                        p = power(s[r * COLS + c] * ACC(scale * LOG2E) - row_shift)
+                        j = col0 + column(tx, c)
+                        hidden = edge and (j >= nk or not mask.visible(i, j, low, high))
                         s[r * COLS + c] = ACC(0) if hidden else p
             put_weights(w_smem, s)
             if MODIFIED:  # dropout, on P

@@ -5,8 +5,6 @@ owner and one order, and no N x N matrix is stored unless the bias is one. Where
 shares of that walk, which `sum_simt` adds in their order.
 """
 
-import math
-
 from numba import cuda
 from numba.cuda import types
 
@@ -81,7 +79,7 @@ def build_dbias(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     DEPTH, ALIGNMENT = tile.depth, tiles.ALIGNMENT
     ACC = tiles.ACCUMULATOR[dtype]
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
-    shift, value = build_row_value(dtype)
+    (shift, value), (power, _) = build_row_value(dtype, options), scores.build_exponential(dtype, options)
     inner_q, inner_do = tiles.build_inner(dtype, tile, head_dim), tiles.build_inner(dtype, tile, head_dim_v)
     put_weights, get_weight = tiles.build_weights(dtype, tile)
     reduce = build_reduce(dtype, out_dtype, summed, tile)
@@ -141,7 +139,7 @@ def build_dbias(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
                 row_shift = shift(lse_head, i)
                 for c in range(COLS):
                     x = s[r * COLS + c]
-                    s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else math.exp2(x - row_shift)
+                    s[r * COLS + c] = ACC(-0.0) if x == ACC(NEG_INF) else power(x - row_shift)
             put_weights(w_smem, s)
             drop(w_smem, (row0, col0), at, heads, parameters)
             # (3) dP = dO V^T

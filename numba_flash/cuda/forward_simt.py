@@ -12,8 +12,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its signature and compile options.
 
     Arrays are (b0, b1, heads, n, head_dim), lse is (b0, b1, heads, n); bfloat16 comes as uint16. Scores are kept in base 2:
-    ``scale_log2 = scale * log2(e)``, or 1 with options, which get the scale among the `parameters`. `extras` and `parameters` belong to
-    the options, see `numba_flash.cuda.scores`.
+    ``scale_log2 = scale * log2(e)``; with options in base e, and then it is 1, as they get the scale among the `parameters`. `extras` and
+    `parameters` belong to the options, see `numba_flash.cuda.scores`.
     """
     BLOCK_M, BLOCK_N, ROWS, COLS, THREADS_N = tile.block_m, tile.block_n, tile.rows, tile.cols, tile.threads_n
     COLS_O = tile.head_cols(head_dim_v)
@@ -24,7 +24,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     WRITE_LSE, MODIFIED, HIDES = write_lse, options.modifies, scores.hides(options)
     SEQUENCES, PACKED = options.sequences, options.packed
     ACC, index = tiles.ACCUMULATOR[dtype], tiles.index
-    NEG_INF, LN2 = -math.inf, math.log(2.0)
+    NEG_INF = -math.inf
     inner = tiles.build_inner(dtype, tile, head_dim)
     outer = tiles.build_outer(dtype, tile, head_dim_v, "zero" if MODIFIED else "band")
     put_weights, _ = tiles.build_weights(dtype, tile)
@@ -32,6 +32,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     write = tiles.build_write(dtype, tile, head_dim_v)
     Q_OFFSETS, sequence = scores.slots(options).q_lengths, scores.build_sequence(options)
     modify, drop = scores.build_modify(dtype, options, tile, False, False), scores.build_drop(dtype, options, tile, False, False)
+    power, log_sum = scores.build_exponential(dtype, options)
     seen, clear = scores.build_seen(options, tile, False), scores.build_clear(dtype, tile, COLS_O)
 
     def forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters):
@@ -83,7 +84,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
             inner(s, q_head, row0, k_head, col0, q_smem, k_smem)
             if MODIFIED:  # the options, on S
                 modify(s, s, p_smem, (row0, col0), (nq, nk, low, high), at, extras, parameters)
-            # (2) scores in base 2; hidden ones are -inf
+            # (2) scores in base 2 (with options, in base e); hidden ones are -inf
             for r in range(ROWS):
                 partial_max = ACC(NEG_INF)
                 for c in range(COLS):
@@ -101,12 +102,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                 for t in range(THREADS_N):
                     m_new = max(m_new, row_smem[index(ty * ROWS + r), index(t)])
                 shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
-                alpha = math.exp2(m_i[r] - shift)
+                alpha = power(m_i[r] - shift)
                 m_i[r] = m_new
                 # (4) P = exp(S - m_new), l = alpha l + rowsum(P); each thread sums its own columns until the end
                 l_i[r] *= alpha
                 for c in range(COLS):
-                    p = math.exp2(s[r * COLS + c] - shift)
+                    p = power(s[r * COLS + c] - shift)
                     if MODIFIED and s[r * COLS + c] == ACC(NEG_INF):
                         p = ACC(-0.0)
                     s[r * COLS + c] = p
@@ -139,7 +140,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
                 acc[r * COLS_O + c] *= inverse
             i = row0 + ty * ROWS + r
             if WRITE_LSE and tx == 0 and i < rows:
-                lse_head[index(i)] = (m_i[r] + math.log2(l)) * ACC(LN2) if l != ACC(0) else ACC(NEG_INF) * ACC(factor)
+                lse_head[index(i)] = log_sum(m_i[r], l) if l != ACC(0) else ACC(NEG_INF) * ACC(factor)
         o_head = o[b0, b1, h]
         if PACKED:
             o_head = o_head[q0 : q0 + nq]

@@ -1,10 +1,12 @@
 """Prepared kernel launches on the caller's stream through cuda.core, or in Numba's CUDA simulator."""
 
+import ctypes
 import importlib
 import math
 import os
 import threading
 from functools import cache, lru_cache
+from glob import glob
 
 import numpy as np
 
@@ -13,6 +15,9 @@ from numba_flash.cuda import compile
 from numba_flash.cuda.swizzle import PANEL
 
 TENSOR_MAPS_LIMIT = 256  # of one array of one launch
+DRIVER = "libcuda.so.1"
+DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")  # of a PC or server; in WSL; on Jetson boards
+OLD_DRIVER, NO_DEVICE = 35, 100  # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice
 
 _thread = threading.local()
 
@@ -29,14 +34,26 @@ def _no_gpu() -> str | None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            return f"{module} cannot be imported ({error}); install numba_flash[cuda13] or numba_flash[cuda12]"
+            return _no_gpu_in_sight() or f"{module} cannot be imported ({error}); install numba_flash[cuda13] or numba_flash[cuda12]"
     import cupy
 
     try:
-        if cupy.cuda.runtime.getDeviceCount() == 0:
-            return "no CUDA device was found"
+        return None if cupy.cuda.runtime.getDeviceCount() else "no NVIDIA GPU found"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no CUDA device can be used: {error}"
+        reason = {NO_DEVICE: "no NVIDIA GPU found", OLD_DRIVER: "the NVIDIA driver is too old for CuPy"}.get(
+            error.status, "no GPU can be used"
+        )
+        return _no_gpu_in_sight() or f"{reason}: {error}"
+
+
+def _no_gpu_in_sight() -> str | None:
+    """Why this machine seems to have no GPU, or None. Asks no driver: one that has been asked is of no use to forked children."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"no NVIDIA GPU found: there is no driver ({DRIVER})"
+    if not any(map(glob, DEVICES)):
+        return f"no NVIDIA GPU found: there is a driver, but no device ({DEVICES[0]})"
     return None
 
 

@@ -3,6 +3,9 @@
 Kernels get the optional arrays as one tuple, `extras`, and the optional numbers as another, `parameters`: `slots` says where each is. Plain
 attention has two empty tuples, which add nothing to a kernel.
 
+Where there are options, scores stay in base e, and what goes over to base 2 is how far they lie below their row's maximum
+(`build_exponential`): times log2(e), a score near the end of the dtype, as of a bias that is meant to hide, would be Inf.
+
 A hidden score is -inf, and the weight of a hidden or dropped term is -0.0, which no computed weight is: the products skip it, so that a NaN
 that a row does not see cannot reach it.
 """
@@ -51,7 +54,7 @@ def bends(options) -> bool:
 
 
 def build_score(dtype, options):
-    """``score(raw, i, j, at, extras, parameters)``: the score in base 2, and its derivative with respect to ``scale * raw``.
+    """``score(raw, i, j, at, extras, parameters)``: the score, and its derivative with respect to ``scale * raw``.
 
     `at` is (b0, b1, b, h); `parameters` is (scale, softcap, 1 / (1 - dropout), seed, offset, threshold).
     """
@@ -82,13 +85,34 @@ def build_score(dtype, options):
             x = ACC(NEG_INF) if bias == ACC(NEG_INF) else x + bias
         if MASKED:
             x = x if extras[MASK][index(b0), index(b1), index(h), index(i), index(j)] else ACC(NEG_INF)
-        return x * ACC(LOG2E), slope
+        return x, slope
 
     return score
 
 
+def build_exponential(dtype, options):
+    """``power(x)`` of a difference of scores, and ``log_sum(m, l)``, the lse of a row with maximum m and sum l: scores are in base 2, with
+    options in base e.
+    """  # fmt: skip
+    ACC, MODIFIED, LN2 = ACCUMULATOR[dtype], options.modifies, math.log(2.0)
+
+    @cuda.jit(device=True)
+    def power(x):
+        if MODIFIED:
+            return math.exp2(x * ACC(LOG2E))
+        return math.exp2(x)
+
+    @cuda.jit(device=True)
+    def log_sum(m, l):
+        if MODIFIED:
+            return m + math.log2(l) * ACC(LN2)
+        return (m + math.log2(l)) * ACC(LN2)
+
+    return power, log_sum
+
+
 def build_modify(dtype, options, tile, transposed, bends):
-    """``modify(s, slope, w_smem, corner, limits, at, extras, parameters)``: products s[r, c] become scores in base 2, -inf where hidden.
+    """``modify(s, slope, w_smem, corner, limits, at, extras, parameters)``: products s[r, c] become scores, -inf where hidden.
 
     `corner` is the first row and column of the tile, `limits` (rows, columns, low, high); rows are keys if `transposed`. The derivatives go
     into `slope` if the score `bends`. The loop runs over shared memory (each thread's own part of w_smem), because it is not unrolled: a

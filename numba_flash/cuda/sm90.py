@@ -103,6 +103,8 @@ PART_TILES = (
     (256, 256, Tile(128, 48, 1, 2, 2, False)),
 )
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
+GREATEST_SOFTCAP = 1024  # tanh is off by up to 2**-22 of it, which a score has to bear
+GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 SNAKE_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
@@ -158,6 +160,8 @@ def _why_not_problem(p) -> str | None:
     for option, name in UNSUPPORTED.items():
         if getattr(p.options, option):
             return f"does not know {name}"
+    if p.options.softcap and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
+        return f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP}; got {p.options.softcap}"
     if p.d % 8 or p.dv % 8:
         return f"needs head dimensions that are multiples of 8; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
     if not 0 < p.scale < math.inf:
@@ -238,7 +242,7 @@ def prepare_forward(problem, inputs, results):
     """Prepared launches ``run((q, k, v, bias, mask, q_lengths, kv_lengths), (o, lse))`` for such arrays; absent ones are None."""
     p, (o, lse), tile = problem, results, tile_for(problem)
     if why_not_layout("o", o) is not None:  # only an array of the user's is like that
-        return prepare_compact(lambda results: prepare_forward(p, inputs, results), results)
+        return prepare_compact(lambda results: prepare_forward(p, inputs, results), ("o", "lse"), results)
     part_tile = next(tile for d, dv, tile in PART_TILES if p.d <= d and p.dv <= dv)
     parts = _parts(p, part_tile, _items(p, part_tile), launch.multiprocessors(inputs[0].data.device_id))
     if parts == 1:
@@ -300,11 +304,15 @@ def prepare_backward(problem, inputs, results, deterministic=True):
     return sm90_backward.prepare(problem, inputs, results, deterministic)
 
 
-def prepare_compact(prepare, results):
-    """``run(inputs, results)``, prepared by ``prepare(results)``, by way of arrays that a tensor map can describe where results are not."""
+def prepare_compact(prepare, names, results):
+    """``run(inputs, results)``, prepared by ``prepare(results)``, by way of arrays that a tensor map can describe where results are not.
+
+    The results are called `names`.
+    """
     replaced = [x is not None and x.dtype.itemsize == 2 and why_not_layout("", x) is not None for x in results]
     compact = lambda results: tuple(
-        arrays.compact("a result", x.shape, x.dtype) if mine else x for x, mine in zip(results, replaced, strict=True)
+        arrays.compact(f"{name} before it goes to out", x.shape, x.dtype) if mine else x
+        for name, x, mine in zip(names, results, replaced, strict=True)
     )
     run_compact = prepare(compact(results))
 

@@ -168,7 +168,8 @@ def tile_for(problem) -> BackwardTile | WideTile:
 def prepare(problem, inputs, results, ordered):
     """See `sm90.prepare_backward`; `ordered` if it shall be deterministic."""
     if any(sm90.why_not_layout("", x) for x in results[:3]):  # only arrays of the user's are like that
-        return sm90.prepare_compact(lambda results: prepare(problem, inputs, results, ordered), results)
+        names = ("dq", "dk", "dv", "dbias")
+        return sm90.prepare_compact(lambda results: prepare(problem, inputs, results, ordered), names, results)
     p, tile = problem, tile_for(problem)
     ordered = ordered and tile.adds_dq  # else it is so anyway
     present = lambda inputs: tuple(x for x in inputs[9:] if x is not None)

@@ -1,0 +1,81 @@
+"""Tables and figures of README and docs are what committed results give, and so are the few numbers that a reader takes away."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import figures  # noqa: E402  (in docs)
+import tables  # noqa: E402
+
+# ---- headline claims -------------------------------------------------------------------------------------------------------------------
+
+
+def beside_standard() -> list[float]:
+    """GPT-2's attention: time of standard attention over ours, full and causal."""
+    rows = {(row["contender"], row["mask"]): row["forward_ms"] + row["backward_ms"] for row in tables.load("h200/traffic")["rows"]}
+    return [rows["CuPy", mask] / rows["numba_flash", mask] for mask in ("full", "causal")]
+
+
+def in_any_order() -> list[float]:
+    """Greatest speed of `deterministic=False` over the default's."""
+    return [max(1 / row["ordered_over_this"] for row in tables.load("h200/any-order")["rows"])]
+
+
+CLAIMS = {  # what a sentence says, and the values of its numbers
+    r"([\d.]+) times as fast as standard attention in CuPy, ([\d.]+) times if causal": beside_standard,
+    r"in any order[^|]{0,90}up to ([\d.]+) times as fast": in_any_order,
+    r"([\d.]+) GB as a matrix": lambda: [65_536**2 * 4 / 1e9],  # of the photograph, in float32
+}
+
+
+def wrong(text: str, claim: str) -> list[str]:
+    """Where a page makes the claim with other numbers than its results give, at the precision that it prints."""
+    values = CLAIMS[claim]()
+    differs = lambda printed, value: printed != f"{value:.{len(printed.partition('.')[2])}f}"
+    found = re.finditer(claim, " ".join(text.split()))
+    return [match[0] for match in found if any(map(differs, match.groups(), values))]
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_headline_claims_are_what_results_give(claim):
+    pages = [page.read_text() for page in tables.PAGES]
+    assert any(re.search(claim, " ".join(page.split())) for page in pages)
+    assert [found for page in pages for found in wrong(page, claim)] == []
+
+
+def test_a_changed_claim_is_found():
+    claim = next(iter(CLAIMS))
+    said = "{:.0f} times as fast as standard\nattention in CuPy, {:.0f} times if causal"
+    full, causal = beside_standard()
+    assert wrong(said.format(full, causal), claim) == []
+    assert wrong(said.format(full, causal + 1), claim) != []
+
+
+# ---- tables and figures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_tables_and_figures_are_what_the_results_give():
+    assert figures.stale() == []
+
+
+def test_a_changed_table_is_found():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    at = text.index("| D = 128, full | ") + len("| D = 128, full | ")
+    changed = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+    assert figures.with_tables(changed, "figures") == figures.with_tables(text, "figures") == text
+
+
+def test_figures_are_drawn_again_with_the_same_bytes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="figures need numba_flash[examples]")
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    drawn = []
+    for _ in range(2):
+        figures.draw("speed")
+        drawn.append((tmp_path / "speed.svg").read_bytes())
+    assert drawn[0] == drawn[1]
+    assert figures.data_of(figures.ALL["speed"]).encode() in drawn[0]

@@ -1,0 +1,118 @@
+"""Numbers near the ends of the dtypes: biases that are meant to hide, softcaps, log-sum-exps that float32 cannot hold, sums beyond it."""
+
+import numpy as np
+import pytest
+from support import DTYPES, SIMULATED, random_inputs
+
+from numba_flash import reference
+
+simulator = pytest.mark.simulator
+N = 5 if SIMULATED else 40
+WIDE = ["float32", "float64"]
+
+
+def run(backend, *arrays, **options):
+    """o and lse on the host."""
+    on_device = lambda x: backend.to_device(x) if isinstance(x, np.ndarray) else x
+    o, lse = backend.forward(*map(on_device, arrays), return_lse=True, **{name: on_device(x) for name, x in options.items()})
+    return backend.to_host(o), backend.to_host(lse)
+
+
+def gradients(backend, do, *arrays, **options):
+    on_device = lambda x: backend.to_device(x) if isinstance(x, np.ndarray) else x
+    options = {name: on_device(x) for name, x in options.items()}
+    arrays = [backend.to_device(x) for x in arrays]
+    o, lse = backend.forward(*arrays, return_lse=True, **{name: x for name, x in options.items() if name != "bias_grad"})
+    return [backend.to_host(x) for x in backend.backward(backend.to_device(do), *arrays, o, lse, **options)]
+
+
+def biases(dtype) -> np.ndarray:
+    """Rows: hidden altogether by the least number; all but every third key; a few far above; from one end to the other; -inf among them."""
+    last, bias = float(np.finfo(dtype).max), np.zeros((5, N))
+    bias[0] = -last
+    bias[1, np.arange(N) % 3 > 0] = -last
+    bias[2, 1:4] = 0.71 * last, 0.70 * last, last
+    bias[3] = np.linspace(-1, 1, N) * last
+    bias[4], bias[4, :2] = -0.9 * last, (-np.inf, -last)
+    return np.clip(bias, -last, last, where=~np.isneginf(bias), out=bias).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=simulator), "float64", "float16", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:overflow")  # from the simulator, whose floats are NumPy's
+def test_biases_at_the_ends_of_the_dtype(backend, dtype):
+    """A row of nothing but the least number has all scores equal, and so the mean of v; it is not a row that sees nothing."""
+    q, k, v, _ = random_inputs(batch=(), nq=5, nk=N, dtype=dtype)
+    bias = biases(np.float32 if dtype == "bfloat16" else DTYPES[dtype])
+    o, lse = run(backend, q, k, v, bias=bias)
+    if dtype in WIDE:  # a score is rounded to the bias
+        np.testing.assert_allclose(o[0, 0], v[0].mean(0), atol=1e-6)
+    o_ref, lse_ref = reference.forward(q, k, v, bias=bias)
+    atol = {"float64": 1e-14, "float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    rows = slice(1 if dtype == "float16" else 0, None)  # 65504 in float32 keeps a hundredth of a score, 3e38 nothing
+    np.testing.assert_allclose(o[:, rows].astype(float), o_ref[:, rows], atol=atol)
+    np.testing.assert_allclose(lse, lse_ref, rtol=1e-5)
+
+
+@simulator
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_gradients_with_keys_that_the_least_number_hides(backend):
+    """As if they were absent; gradients of a row that has only such keys need a log-sum-exp that float32 cannot hold (numerics)."""
+    q, k, v, do = random_inputs(batch=(), nq=N, nk=N)
+    bias = np.zeros((N, N), np.float32)
+    bias[:, ::2] = np.finfo(np.float32).min
+    got = gradients(backend, do, q, k, v, bias=bias, bias_grad=True)
+    want = reference.backward(do, q, k, v, bias=bias, bias_grad=True)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert not got[1][:, ::2].any()
+    bias[0] = np.finfo(np.float32).min
+    do[:, 0] = 0  # a row of padding, which no loss reads
+    for a, b in zip(gradients(backend, do, q, k, v, bias=bias), reference.backward(do, q, k, v, bias=bias), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_nan_and_infinities_stay_what_they_are(backend):
+    q, k, v, _ = random_inputs(batch=(), nq=4, nk=N)
+    bias = np.zeros((4, N), np.float32)
+    bias[0, 1], bias[1, 1], bias[2, 1], bias[3] = np.nan, np.inf, -np.inf, -np.inf
+    o, lse = run(backend, q, k, v, bias=bias)
+    assert np.isnan(o[:, :2]).all()
+    assert np.isnan(lse[:, 0]).all()
+    np.testing.assert_allclose(o[:, 2], reference.forward(q, k, v, bias=bias)[0][:, 2], atol=1e-6)
+    assert (o[:, 3] == 0).all()
+    assert (lse[:, 3] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("largest", [False, True], ids=["least", "greatest"])
+def test_the_least_and_the_greatest_softcap(backend, dtype, largest):
+    """At the one all scores are 0, at the other they are what they were."""
+    tiny = float(np.finfo(dtype).tiny)
+    q, k, v, do = random_inputs(batch=(), nq=7, nk=N, dtype=dtype)
+    softcap = 1 / tiny if largest else tiny
+    o, _ = run(backend, q, k, v, softcap=softcap)
+    np.testing.assert_allclose(o, reference.forward(q, k, v, softcap=softcap)[0], atol=1e-5 if dtype == "float32" else 1e-12)
+    assert all(np.isfinite(x).all() for x in gradients(backend, do, q, k, v, softcap=softcap))
+
+
+@pytest.mark.parametrize("option", ["plain", "bias"])
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e5])
+def test_gradients_are_as_accurate_as_float32_holds_the_lse(backend, size, option):
+    """Scores of that size, which differ by a few: relative errors grow with 2**-24 |lse|, and P is known to 1 % up to |lse| = 1e5."""
+    q, k, v, do = random_inputs(batch=(), nq=N, nk=N)
+    q[..., 0], k[..., 0] = size, 1
+    options = {"scale": 1.0} | ({"bias": np.zeros(N, np.float32)} if option == "bias" else {})
+    got, want = gradients(backend, do, q, k, v, **options), reference.backward(do, q, k, v, **options)
+    error = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got[1:], want[1:], strict=True)]
+    assert max(error) < 4 * 2.0**-24 * size + 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_values_whose_sum_is_beyond_float32(backend):
+    """o is a sum over keys, divided at the end: right as long as the sum is finite, else Inf and never another number."""
+    last = np.finfo(np.float32).max
+    q, k = np.zeros((1, 3, 4), np.float32), np.zeros((1, N, 4), np.float32)
+    v = np.full((1, N, 4), last, np.float32)
+    o, _ = run(backend, q, k, v * np.float32(0.99 / N))
+    np.testing.assert_allclose(o, last * 0.99 / N, rtol=1e-6)
+    assert np.isinf(run(backend, q, k, v)[0]).all()

@@ -1,0 +1,78 @@
+"""The suite's own rules: which tests run, and ids that are the same in every process."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+from support import SIMULATED, readable
+
+if SIMULATED:
+    pytest.skip("these are the rules of the run outside the CUDA simulator", allow_module_level=True)
+
+pytest_plugins = "pytester"
+
+
+@pytest.fixture
+def suite(pytester, monkeypatch):
+    """``suite(source, *options, gpu=False)``: outcome of pytest for the tests in `source`, by the rules of this suite."""
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+    def run(source: str, *options: str, gpu: bool = False):
+        pytester.makepyfile(source)
+        monkeypatch.setattr(support, "no_gpu", lambda: None if gpu else "it is elsewhere")
+        return pytester.runpytest_inprocess(*options)
+
+    return run
+
+
+QUICK_AND_SLOW = """
+import pytest
+
+def test_quick(): ...
+
+@pytest.mark.full
+def test_slow(): ...
+
+@pytest.mark.gpu
+def test_quick_on_a_gpu(): ...
+
+@pytest.mark.full
+@pytest.mark.gpu
+def test_slow_on_a_gpu(): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "with_a_gpu", "without"),
+    [
+        ((), {"passed": 2, "deselected": 2}, {"passed": 1, "deselected": 3}),
+        (("--full",), {"passed": 4}, {"passed": 2, "deselected": 2}),
+        (("-m", "gpu"), {"passed": 1, "deselected": 3}, {"skipped": 1, "deselected": 3}),
+        (("-m", "gpu", "--full"), {"passed": 2, "deselected": 2}, {"skipped": 2, "deselected": 2}),
+    ],
+)
+def test_what_runs(suite, options, with_a_gpu, without):
+    for gpu, expected in ((True, with_a_gpu), (False, without)):
+        done = suite(QUICK_AND_SLOW, *options, gpu=gpu)
+        assert done.parseoutcomes() == expected
+        said = "tests run" if "--full" in options else "tests are deselected; --full runs them too"
+        assert f"numba_flash: slow and exhaustive {said}" in done.outlines
+
+
+@pytest.mark.parametrize("value", ["lambda: 0", "object()"])
+def test_an_id_that_holds_an_address_is_refused(suite, value):
+    """Processes of pytest-xdist would collect different tests."""
+    source = f"import pytest\n@pytest.mark.parametrize('value', [{value}], ids=%s)\ndef test_it(value): ..."
+    refused = suite(source % "str")
+    assert refused.ret == pytest.ExitCode.INTERRUPTED
+    refused.stdout.fnmatch_lines(["*an id that holds an address is another one in each process of pytest-xdist: test_it*0x*"])
+    assert suite(source % "None").parseoutcomes() == {"passed": 1}
+
+
+def test_ids_can_be_read():
+    options = {"scale": 0.5, "window": (3, -1), "softcap": None, "bias": np.ones((2, 3), np.float32), "score_mod": readable}
+    assert readable(options) == "scale=0.5, window=(3, -1), softcap=None, bias=float32(2, 3), score_mod=readable"
+    assert readable([lambda: 0, object(), np.int8, "x" * 100, {}]) == f"[<lambda>, object, int8, {'x' * 40}, default]"

@@ -1,0 +1,157 @@
+"""What a type checker tells users: mypy on small scripts of theirs, right and wrong ones, against the package as it is installed."""
+
+import configparser
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import numba_flash
+from numba_flash import annotations
+
+PACKAGE = Path(numba_flash.__file__).parent
+run_once = pytest.mark.xdist_group("mypy")
+
+RIGHT = '''
+from collections.abc import Callable
+from typing import Any, Literal, assert_type
+
+import numpy as np
+from numpy.typing import NDArray
+
+import numba_flash
+from numba_flash.plan import Plan
+
+
+def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[..., float], flag: bool) -> None:
+    o = numba_flash.forward(x, x, x, scale=1, causal=True, window=(3, -1), bias=x, kv_lengths=lengths, score_mod=rectify, backend="cpu")
+    assert_type(o, NDArray[np.float64])
+    o, lse = numba_flash.forward(x, x, x, return_lse=True)
+    assert_type(o, NDArray[np.float64])
+    assert_type(lse, NDArray[Any])
+    assert_type(numba_flash.forward(x, x, x, return_lse=flag), Any)
+    assert_type(numba_flash.forward(x, x, x, out=o), Any)
+    gradient = NDArray[np.float64]
+    assert_type(numba_flash.backward(x, x, x, x, o, lse, dlse=lse, mask=x > 0), tuple[gradient, gradient, gradient])
+    dq, dk, dv, dbias = numba_flash.backward(x, x, x, x, o, lse, bias=x, bias_grad=True, deterministic=False)
+    assert_type((dv, dbias), tuple[gradient, NDArray[Any]])
+    assert_type(numba_flash.backward(x, x, x, x, o, lse, out=(dq, None, None)), tuple[Any, ...])
+    assert_type(numba_flash.forward_packed(x, x, x, lengths, lengths), NDArray[np.float64])
+    assert_type(numba_flash.forward_packed(x, x, x, lengths, lengths, return_lse=True), tuple[NDArray[np.float64], NDArray[Any]])
+    assert_type(numba_flash.backward_packed(x, x, x, x, o, lse, lengths, lengths), tuple[gradient, gradient, gradient])
+    assert_type(numba_flash.merge(o, lse, o, lse), tuple[NDArray[Any], NDArray[Any]])
+    assert_type(numba_flash.dropout_mask((2, 3), dropout=0.5, rng=(1, 2)), NDArray[np.bool_])
+    assert_type(numba_flash.show_config(), None)
+    chosen = numba_flash.plan(x, x, x, dropout=0.1, rng=(1, 2))
+    assert_type(chosen, Plan)
+    assert_type(chosen.backend, Literal["sm90", "simt", "cpu"])
+
+
+class Tensor:
+    """A foreign array."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        return None
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class OnGpu:
+    """Another one."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def foreign(x: Tensor, y: OnGpu, cupy: Any) -> None:
+    assert_type(numba_flash.forward(x, x, x), Any)
+    o, lse = numba_flash.forward(y, y, y, return_lse=True)
+    assert_type(o, Any)
+    o, lse = numba_flash.forward(cupy, cupy, cupy, return_lse=True)
+    dq, dk, dv = numba_flash.backward(cupy, cupy, cupy, cupy, o, lse)
+    print(dq.device, numba_flash.merge(x, x, x, x)[0].device, numba_flash.forward(cupy, cupy, cupy).device)
+'''
+
+WRONG = """
+import numpy as np
+import numba_flash
+
+x = np.zeros((3, 4))
+lengths = np.array([0, 3])
+numba_flash.forward([[1.0]], x, x)  # call-overload: argument types "list[list[float]]"
+numba_flash.forward(x, x)  # call-overload: No overload variant of "forward"
+numba_flash.forward(x, x, x, causl=True)  # call-overload: did you mean "causal"
+numba_flash.forward(x, x, x, scale="1")  # call-overload: "str"
+numba_flash.forward(x, x, x, return_lse="no")  # call-overload: "str"
+numba_flash.forward(x, x, x, backend="cuda")  # call-overload: "str"
+numba_flash.forward(x, x, x, mask=True)  # call-overload: "bool"
+o, lse = numba_flash.forward(x, x, x, return_lse=True).T  # attr-defined: "tuple[ndarray[
+numba_flash.forward(x, x, x).size()  # operator: "int" not callable
+a, b = numba_flash.backward(x, x, x, x, x, x)  # misc: 2 expected, 3 provided
+c, d, e = numba_flash.backward(x, x, x, x, x, x, bias=x, bias_grad=True)  # misc: 3 expected, 4 provided
+numba_flash.forward_packed(x, x, x, [0, 3], lengths)  # call-overload: "list[int]"
+numba_flash.forward_packed(x, x, x, lengths, lengths, bias=x)  # call-overload: Unexpected keyword argument "bias"
+f, g = numba_flash.backward_packed(x, x, x, x, x, x, lengths, lengths)  # misc: 2 expected, 3 provided
+numba_flash.merge(x, x)  # call-overload: No overload variant of "merge"
+numba_flash.dropout_mask([3, 4], dropout=0.5, rng=(1, 2))  # arg-type: "list[int]"; expected "tuple[int, ...]"
+numba_flash.plan(x, x, x, backend="gpu")  # arg-type: expected "Literal['sm90', 'simt', 'cpu'] | None"
+numba_flash.show_config("config.txt")  # arg-type: "str"; expected "TextIO
+numba_flash.forwrd  # attr-defined: maybe "forward"
+"""
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory) -> dict[str, list[tuple[int, str, str]]]:
+    """Line, code and message of each error in the two scripts. The package is found as an installed one is: only for its py.typed."""
+    folder = tmp_path_factory.mktemp("user")
+    for name, text in (("right", RIGHT), ("wrong", WRONG)):
+        (folder / f"{name}.py").write_text(text)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--hide-error-context", "right.py", "wrong.py"]
+    run = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True)
+    assert run.returncode in (0, 1), f"{run.stderr}{run.stdout}(numba_flash[test] installs mypy)"
+    found = re.findall(r"^(\w+)\.py:(\d+): error: (.*?)  \[([\w-]+)\]$", run.stdout, re.MULTILINE)
+    return {name: [(int(line), code, message) for file, line, message, code in found if file == name] for name in ("right", "wrong")}
+
+
+@run_once
+def test_a_right_script_has_no_errors(complaints):
+    assert complaints["right"] == []
+
+
+@run_once
+def test_a_wrong_script_has_the_errors_that_it_should(complaints):
+    expected = [(n, *re.search(r"# ([\w-]+): (.*)$", line).groups()) for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line]
+    assert len(expected) == 19
+    assert sorted({(line, code) for line, code, _ in complaints["wrong"]}) == sorted((line, code) for line, code, _ in expected)
+    for line, _, text in expected:
+        assert any(text in message for at, _, message in complaints["wrong"] if at == line), (line, text)
+
+
+def test_the_marker_of_a_typed_package_is_installed():
+    assert (PACKAGE / "py.typed").exists()
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    assert setup["options.package_data"]["numba_flash"] == "py.typed"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "others"),
+    [
+        (numba_flash.forward, annotations.Options, {"return_lse", "out"}),
+        (numba_flash.backward, annotations.BackwardOptions, {"bias_grad", "out"}),
+        (numba_flash.plan, annotations.Options, set()),
+        (numba_flash.forward_packed, annotations.PackedOptions, {"return_lse", "out"}),
+        (numba_flash.backward_packed, annotations.PackedBackwardOptions, {"out"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_overloads_take_the_options_of_the_function(function, options, others):
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    own = {name: hints[name] for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and name not in others}
+    assert get_type_hints(options) == own
+    assert others <= parameters.keys()
