@@ -1,20 +1,67 @@
-"""CPU kernels on disk, under keys that cover every source file of the package."""
+"""CPU kernels on disk: where Numba would keep them, under keys that cover every source file of the package, and checked before use.
 
+Numba's own cache shares one index between functions of one name, and executes what it reads unchecked. Here every function and signature
+has a file of its own, which is replaced as a whole, begins with a checksum, and says what it is made of.
+"""
+
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+
+import numba
 from numba import njit
+from numba.core.caching import CompileResultCacheImpl, NullCache
+from numba.core.serialize import dumps
 
+from numba_flash import disk
 from numba_flash.fingerprint import source_fingerprint
 
 
+class Cache(NullCache):
+    """What Numba compiled of one function; `fingerprint` stands for what a closure captures, which Numba cannot compare.
+
+    Numba asks `load_overload` before it compiles for new types, and hands what it compiled to `save_overload`.
+    """
+
+    def __init__(self, py_func, fingerprint: str | None):
+        self._format = CompileResultCacheImpl(py_func)  # RuntimeError if there is no place for it
+        self._directory = Path(self._format.locator.get_cache_path()) / "kernels"
+        self._name, self._fingerprint = py_func.__name__, fingerprint
+
+    @property
+    def cache_path(self) -> str:
+        """The folder in which the files are."""
+        return str(self._directory)
+
+    def _place(self, signature, codegen) -> tuple[Path, bytes]:
+        """The file of an overload, and what it must begin with: an edited package or another Numba takes the place of the old."""
+        name = repr((self._name, self._fingerprint, signature, codegen.magic_tuple(), sys.version))
+        path = self._directory / f"{self._name}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        return path, repr((name, source_fingerprint(), numba.__version__)).encode()
+
+    def load_overload(self, sig, target_context):
+        """The compiled overload, None if it is not there whole and unchanged."""
+        target_context.refresh()
+        path, key = self._place(sig, target_context.codegen())
+        data = disk.load(path)
+        if data is None or not data.startswith(key):
+            return None
+        return self._format.rebuild(target_context, pickle.loads(data[len(key) :]))
+
+    def save_overload(self, sig, data) -> None:
+        """Keep a compiled overload."""
+        if self._format.check_cachable(data):
+            path, key = self._place(sig, data.codegen)
+            disk.store(path, key + dumps(self._format.reduce(data)))
+
+
 def cached(dispatcher, fingerprint: str | None = None):
-    """Keep what `dispatcher` compiles on disk; a `fingerprint` stands for what a closure captures, which Numba cannot compare."""
+    """Keep what `dispatcher` compiles on disk, if there is a place for it."""
     try:
-        dispatcher.enable_caching()
-    except RuntimeError:  # no writable cache directory
-        return dispatcher
-    cache = dispatcher._cache
-    cache._cache_file._source_stamp = (cache._cache_file._source_stamp, source_fingerprint())
-    if fingerprint is not None:
-        cache._index_key = lambda signature, codegen: (signature, codegen.magic_tuple(), fingerprint)
+        dispatcher._cache = Cache(dispatcher.py_func, fingerprint)
+    except RuntimeError:
+        disk.give_up(Path(__file__).parent / "__pycache__", "neither it nor the user's folder for caches can be written to")
     return dispatcher
 
 

@@ -22,6 +22,7 @@ from numba.extending import intrinsic, overload
 from numba_flash import numeric, rng
 from numba_flash.cpu_cache import cached
 from numba_flash.cpu_tiles import MINUS_INF, as_contiguous
+from numba_flash.scoremod import UNWRAPPED
 
 
 def _row_function(score_mod):
@@ -35,7 +36,7 @@ def _row_function(score_mod):
                 slope[c] *= gradient(row[c], b, h, i, j0 + c)
             row[c] = function(row[c], b, h, i, j0 + c)
 
-    return cached(njit(nogil=True)(apply), score_mod.fingerprint)
+    return cached(njit(**UNWRAPPED)(apply), score_mod.fingerprint)
 
 
 class Row(NamedTuple):
