@@ -41,8 +41,8 @@ def _advice(name: str, x) -> str:
         return ", which has no values while JAX traces a function: call numba_flash outside of it, or by jax.pure_callback"
     if hasattr(x, "toarray"):  # SciPy's sparse arrays
         return f": pass {name}.toarray()"
-    foreign = hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")
-    if isinstance(x, list | tuple) or (hasattr(x, "__array__") and (not foreign or isinstance(x.dtype, np.dtype))):
+    converts = hasattr(x, "__array__") and (not hasattr(x, "__dlpack__") or isinstance(x.dtype, np.dtype))  # not all of PyTorch's do
+    if isinstance(x, list | tuple) or converts:
         return f": pass np.asarray({name})"
     return ""
 

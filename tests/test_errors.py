@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import scipy.sparse
 from support import no_gpu
 
 import numba_flash
-from numba_flash import arrays, call
+from numba_flash import arrays, call, spec
 from numba_flash.cuda import launch
 
 GPU_REASON = no_gpu()
@@ -391,6 +392,26 @@ def test_return_lse_is_strict(value):
         numba_flash.forward_packed(*tokens, np.array([0, 3]), np.array([0, 4]), return_lse=value, backend="cpu")
 
 
+@pytest.mark.parametrize("value", [1, 0, "no", None], ids=repr)
+def test_flags_of_gradients_are_strict(value):
+    """Also after a call with the true value that they equal."""
+    arguments, bias = good(), np.zeros((3, 4), np.float32)
+    tokens = [arguments[name][0].swapaxes(0, 1) for name in ("do", "q", "k", "v", "o")]
+    packed = lambda **flag: numba_flash.backward_packed(
+        *tokens, arguments["lse"][0], np.array([0, 3]), np.array([0, 4]), backend="cpu", **flag
+    )
+    for right in (True, False):
+        for function in (lambda **flag: call_backward(arguments, bias=bias, **flag), packed):
+            with pytest.raises(AssertionError, match="was reached"):
+                function(deterministic=right)
+        with pytest.raises(AssertionError, match="was reached"):
+            call_backward(arguments, bias=bias, bias_grad=right)
+    for flag in ("bias_grad", "deterministic"):
+        assert_raises(TypeError, rf"^{flag} must be True or False; got ", call_backward, arguments, bias=bias, **{flag: value})
+    with pytest.raises(TypeError, match=r"^deterministic must be True or False; got "):
+        packed(deterministic=value)
+
+
 class Pair(NamedTuple):
     """A tuple of a kind of its own."""
 
@@ -711,6 +732,26 @@ def test_out_of_memory_on_a_gpu_names_the_array(function, monkeypatch):
     }
     with pytest.raises(MemoryError, match=r"^dq: cannot allocate 24 bytes for shape \(2, 3\), dtype float32$"):
         calls[function]()
+
+
+def test_out_of_memory_on_the_way_back_from_a_gpu(monkeypatch):
+    q, there = np.zeros((2, 3), np.float32), FakeCupy.ndarray(np.zeros((2, 3), np.float32))
+    there.get = NoRoom.empty
+    for name, replacement in (("current_gpu", nullcontext), ("to_gpu", lambda name, x: x), ("empty", lambda *_: there)):
+        monkeypatch.setattr(arrays, name, replacement)
+    inputs = dict.fromkeys(("q", "k", "v"), q) | {"q_lengths": None, "kv_lengths": None}
+    results = {"o": ("q", q.shape, None), "lse": None}
+    run = call._CallThroughGpu(lambda inputs, results: lambda *_: None, spec.bind(q, q, q), inputs, results)
+    with pytest.raises(MemoryError, match=r"^o: cannot allocate 24 bytes for shape \(2, 3\), dtype float32$"):
+        run(tuple(inputs.values()), (np.ones_like(q), None), None)
+
+
+def test_sizes_are_counted_in_the_dtype_of_each_result(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(arrays, "check_size", lambda name, like, shape, dtype: seen.update({name: np.dtype(dtype or like.dtype).name}))
+    with pytest.raises(AssertionError, match="was reached"):
+        call_backward(good(dtype=np.float16), bias=np.zeros((3, 4), np.float32), bias_grad=True)
+    assert seen == {"dq": "float16", "dk": "float16", "dv": "float16", "dbias": "float32"}
 
 
 def test_out_of_memory_in_merge(monkeypatch):
