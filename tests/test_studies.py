@@ -204,3 +204,14 @@ def test_accuracy(tmp_path):
         naive, ours = (rows["float16", distribution, who] for who in ("naive", "cpu"))
         assert all(0 < ours[name] < naive[name] < 1e-3 for name in ("o", "dq", "dk", "dv"))
         assert all(name in row or row["reason"] for row in rows.values() for name in ("o", "dq", "dk", "dv"))
+
+
+@pytest.mark.gpu
+def test_situations_beside_pytorch(tmp_path):
+    """Every peer of a small problem is checked and timed."""
+    pytest.importorskip("torch", reason="the study compares with PyTorch")
+    results = run("situations", "--only", "small", "--repeats", "2", file=tmp_path / "results.json")
+    assert [row["direction"] for row in results["rows"]] == ["forward", "backward"]
+    for row in results["rows"]:
+        assert row["ms"] > 0
+        assert {name: set(peer) for name, peer in row["peers"].items()} == {"cuDNN": {"ms", "ratio"}, "FlashAttention-2": {"ms", "ratio"}}
