@@ -319,8 +319,9 @@ def prepare_compact(prepare, names, results):
     def run(inputs, results):
         there = compact(results)
         run_compact(inputs, there)
-        for x, y, mine in zip(results, there, replaced, strict=True):
+        for name, x, y, mine in zip(names, results, there, replaced, strict=True):
             if mine:
-                x[...] = y
+                with arrays.named(f"{name} on its way to out", x.shape, x.dtype):
+                    x[...] = y
 
     return run
