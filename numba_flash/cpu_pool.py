@@ -148,41 +148,39 @@ class Blas:
 
         return reported
 
-    def run(self, passes, outermost: bool) -> None:
-        """``passes()`` with one BLAS thread; not `outermost` in the middle of another call of this thread, even of its holding BLAS."""
-        held = []
+    def run(self, passes) -> None:
+        """``passes()`` with one BLAS thread."""
         try:
-            if outermost:
-                self.outside = {x.filepath: x.num_threads for library in self.libraries for x in library.lib_controllers}
-                self.held, self.holder = held, threading.get_ident()
+            self.outside = {x.filepath: x.num_threads for library in self.libraries for x in library.lib_controllers}
+            self.holder = threading.get_ident()
             for library in self.libraries:
-                held.append(Held(library, library.limit(limits=1)))
+                self.held.append(Held(library, library.limit(limits=1)))
             passes()
         finally:
             try:
-                self._release(held, outermost)
+                self.release()
             finally:
-                self._release(held, outermost)  # once more, where an interrupt came before the first line of the other
+                self.release()  # once more, where an interrupt came before the first line of the other
 
-    def _release(self, held: list[Held], outermost: bool) -> None:
+    def release(self) -> None:
         """What was there before, unless somebody else has set another number meanwhile."""
-        for library, limiter in held:
+        for library, limiter in self.held:
             changed = library.lib_controllers[0].num_threads != 1
             with library.limit() if changed else nullcontext(), limiter:
                 pass  # to leave a limiter is to put back what was there when it was made
-        if outermost:
-            self.held, self.outside, self.holder = [], {}, None
+        self.held, self.outside, self.holder = [], {}, None
 
     def after_fork(self) -> None:
         """What was there before, in a child of a process whose other thread has held BLAS: no one else is left to do it."""
         self.holder = threading.get_ident()
-        self._release(self.held, True)
+        self.release()
 
 
 class Runner:
     """Runs kernels on all cores, one call at a time.
 
-    A call within a call of the same thread, from a signal handler or a finalizer, cannot wait for that: it runs in its thread alone.
+    A call within a call of the same thread, from a signal handler or a finalizer, cannot wait for that: it runs in its thread alone. As it
+    must not touch any lock that its thread may hold, of threadpoolctl's either, it takes BLAS as it finds it: held but for moments.
     """
 
     def __init__(self):
@@ -200,11 +198,13 @@ class Runner:
 
     def call(self, passes) -> None:
         """``passes()``, which run this object on one kernel after the other."""
-        outermost = _depth.value == 0
         _depth.value += 1
         try:
-            with self.lock if outermost else nullcontext():
-                self.blas.run(passes, outermost)
+            if _depth.value > 1:
+                passes()
+            else:
+                with self.lock:
+                    self.blas.run(passes)
         finally:
             _depth.value -= 1
 

@@ -31,7 +31,8 @@ def runner(monkeypatch):
 
 
 def blas_threads() -> list[int]:
-    return [x.num_threads for x in ThreadpoolController().select(user_api="blas").lib_controllers]
+    """As they are, not as `cpu_pool.Blas` has other threads told."""
+    return [type(x).get_num_threads.__wrapped__(x) for x in ThreadpoolController().select(user_api="blas").lib_controllers]
 
 
 def inputs(seed=0, n=300):
@@ -59,12 +60,12 @@ def test_where_threads_cannot_start_a_call_is_right_and_leaves_nothing_behind(ru
 
 
 def test_a_call_that_fails_writes_nothing_afterwards(runner):
-    """Three of four threads fail at once; the fourth is in the middle of a block, which it finishes before the call raises."""
+    """Two of four threads fail at once; the others are in the middle of a block, which they finish before the call raises."""
     out, together = np.zeros(BLOCKS), threading.Barrier(4)
+    main = threading.get_ident()
 
     def block(start, stop):
-        together.wait(10)
-        if start > 0:
+        if together.wait(10) == 0 or threading.get_ident() == main:
             raise ZeroDivisionError(f"block {start}")
         time.sleep(0.2)
         out[start:stop] = 1
@@ -72,7 +73,7 @@ def test_a_call_that_fails_writes_nothing_afterwards(runner):
     with pytest.raises(ZeroDivisionError, match="block"):
         runner.call(lambda: runner(block, BLOCKS, 1))
     before = out.copy()
-    assert before[0] == 1
+    assert 2 <= before.sum() <= 3
     time.sleep(0.3)
     np.testing.assert_array_equal(out, before)
 
@@ -134,7 +135,7 @@ x = [rng.standard_normal((4, 300, 16), dtype=np.float32) for _ in range(3)]
 call = lambda: numba_flash.forward(*x, backend="cpu")
 want = call()
 right = lambda: np.array_equal(call(), want)
-blas = lambda: [c.num_threads for c in ThreadpoolController().select(user_api="blas").lib_controllers]
+blas = lambda: [type(c).get_num_threads.__wrapped__(c) for c in ThreadpoolController().select(user_api="blas").lib_controllers]
 before = blas()
 """
 
@@ -150,21 +151,22 @@ def python(code: str) -> str:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers on this system")
 def test_a_call_in_a_signal_handler_in_the_middle_of_a_call():
-    """Wherever the signal comes: several hundred times, and once for certain while the thread holds the lock."""
+    """Wherever the signal comes: for a while every few milliseconds, and once for certain while the thread holds the lock."""
     code = """
 import signal
 results, depths = [], []
 def handler(*_):
     depths.append(cpu_pool._depth.value)
     results.append(right())
+    signal.setitimer(signal.ITIMER_REAL, 0.003 if time.monotonic() < stop else 0)
+stop = 0
 signal.signal(signal.SIGALRM, handler)
 cpu_pool.runner.call(lambda: signal.raise_signal(signal.SIGALRM))
 print(depths, results)
-signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
 stop = time.monotonic() + 0.7
+signal.setitimer(signal.ITIMER_REAL, 0.003)
 while time.monotonic() < stop:
     results.append(right())
-signal.setitimer(signal.ITIMER_REAL, 0)
 print(all(results), 1 in depths[1:], blas() == before, cpu_pool.runner.lock.locked())
 """
     assert python(code).splitlines() == ["[1] [True]", "True True True False"]
