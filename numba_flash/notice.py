@@ -2,7 +2,10 @@
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from numba_flash import disk
 
 _KEPT_AS_BITS = {"int16": "float16", "uint16": "bfloat16"}  # how kernels for the CPU see them
 
@@ -17,21 +20,17 @@ def compiling(what: str, kept_in=None) -> None:
     kept_in : path, optional
         Directory in which later processes find it; None if they do not.
     """
-    if os.environ.get("NUMBA_FLASH_QUIET", "") in ("", "0") and _at_a_terminal():
-        kept = f"once: it is kept in {kept_in}" if kept_in else "every process does: there is no place to keep it"
-        print(f"numba_flash: compiling {what} ({kept})", file=sys.stderr, flush=True)
+    if os.environ.get("NUMBA_FLASH_QUIET", "") not in ("", "0"):
+        return
+    kept = f"once: it is kept in {kept_in}" if kept_in else "every process does: there is no place to keep it"
+    with suppress(AttributeError, OSError, ValueError):  # there is no standard error, or it is closed
+        if sys.stderr.isatty():
+            print(f"numba_flash: compiling {what} ({kept})", file=sys.stderr, flush=True)
 
 
 def quiet() -> None:
     """Say nothing in this process, which says otherwise what it does."""
     os.environ["NUMBA_FLASH_QUIET"] = "1"
-
-
-def _at_a_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
-        return False
 
 
 @contextmanager
@@ -42,7 +41,8 @@ def if_compiled(dispatcher):
     class Say(event.Listener):
         def on_start(self, event):
             if event.data["dispatcher"] is dispatcher:
-                compiling(_kernel(dispatcher, event.data["args"]), dispatcher.stats.cache_path)
+                path = dispatcher.stats.cache_path
+                compiling(_kernel(dispatcher, event.data["args"]), path if path and disk.trusted(Path(path)) else None)
 
         def on_end(self, event):
             pass

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from numba import njit
+from numba.core import event
 
-from numba_flash import cpu, cpu_cache, notice
+from numba_flash import cpu, cpu_cache, disk, notice
 
 
 class Terminal(io.StringIO):
@@ -49,20 +50,27 @@ def test_a_process_of_a_warm_up_says_nothing(terminal, monkeypatch):
     assert terminal.getvalue() == ""
 
 
-def closed() -> Terminal:
-    stream = Terminal()
-    stream.isatty = io.StringIO.isatty.__get__(stream)
+def test_in_a_file_nothing_is_said(terminal, monkeypatch):
+    file = standard_error(monkeypatch, io.StringIO())
+    notice.compiling("a kernel")
+    assert file.getvalue() == ""
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
     stream.close()
     return stream
 
 
-@pytest.mark.parametrize("stream", [io.StringIO(), closed(), None], ids=["file", "closed", "none"])
-def test_where_there_is_no_terminal_nothing_is_said(monkeypatch, stream):
-    monkeypatch.delenv("NUMBA_FLASH_QUIET", raising=False)
+class HungUp(Terminal):
+    def write(self, text):
+        raise OSError("Input/output error")
+
+
+@pytest.mark.parametrize("stream", [None, closed(), HungUp()], ids=["none", "closed", "hung up"])
+def test_without_a_standard_error_kernels_are_compiled_all_the_same(terminal, monkeypatch, stream):
     standard_error(monkeypatch, stream)
     notice.compiling("a kernel")
-    if stream is not None and not stream.closed:
-        assert stream.getvalue() == ""
 
 
 def doubled_items(start, stop, x):
@@ -79,15 +87,25 @@ def helper(x):
 def test_kernels_for_the_cpu(terminal, tmp_path, monkeypatch):
     """One line for a kernel that is compiled, none for the functions in it, nor for a kernel that is found on disk."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))  # is read again if a test changed a variable that begins with NUMBA_
     for dtype, expected in ((np.int16, "float16"), (np.float32, "float32")):
         for lines in (1, 0):
             kernel = cpu_cache.cached(njit(nogil=True)(doubled_items))
-            cpu.Runner().entry(kernel, (np.zeros(3, dtype),))
+            cpu._entry(kernel, (np.zeros(3, dtype),))
             assert terminal.getvalue().count("\n") == lines
             if lines:
                 assert f"compiling the CPU kernel doubled_items for {expected} (once: it is kept in {tmp_path}" in terminal.getvalue()
             terminal.seek(0)
             terminal.truncate()
+
+
+def test_a_kernel_in_a_directory_that_others_may_write_is_not_said_to_be_kept(terminal, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_named", set())
+    kernel = SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path)), py_func=doubled_items)
+    tmp_path.chmod(0o777)
+    with notice.if_compiled(kernel), pytest.warns(RuntimeWarning, match="others may write"):
+        event.broadcast(event.Event("numba:compile", event.EventStatus.START, {"dispatcher": kernel, "args": ()}))
+    assert "there is no place to keep it" in terminal.getvalue()
 
 
 def test_somebody_elses_function_is_not_named(terminal):
