@@ -6,10 +6,10 @@ captures or calls becomes constants of the compiled code (`numba_flash.captures`
 """
 
 import inspect
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,6 @@ KEPT = 64  # functions that stay compiled
 UNWRAPPED = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # for what only compiled code calls: 0.5 MB each instead of 2.7
 _captured: WeakKeyDictionary = WeakKeyDictionary()  # what each function of the user reached when it was last looked at
 _kept: OrderedDict = OrderedDict()  # the least recently used first
-_one_at_a_time = threading.RLock()
 
 
 class ScoreMod:
@@ -102,14 +101,12 @@ def find(function, gradient) -> ScoreMod | None:
     fingerprint = own.fingerprint if brought is None else f"{own.fingerprint}-{brought.fingerprint}"
     if isinstance(function, _RowPerHead):  # a prepared call of the same code by the user has not checked that
         fingerprint = f"{fingerprint}-{function.heads}"
-    with _one_at_a_time:
-        found = _kept.get(fingerprint)
-        if found is None:
-            found = _kept[fingerprint] = ScoreMod(fingerprint, own, brought)
+    found = _kept.get(fingerprint) or _kept.setdefault(fingerprint, ScoreMod(fingerprint, own, brought))
+    with suppress(KeyError):  # another thread has just forgotten it; a lock would be held for ever in a child forked meanwhile
         _kept.move_to_end(fingerprint)
-        if len(_kept) > KEPT:
-            _, forgotten = _kept.popitem(last=False)
-            forgotten.prepared.clear()  # these calls hold it, too
+    if len(_kept) > KEPT:
+        _, forgotten = _kept.popitem(last=False)
+        forgotten.prepared.clear()  # these calls hold it, too
     return found
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
+
+from numba import njit
 
 import numba_flash
 from numba_flash.cuda import compile, simt
@@ -165,6 +168,20 @@ def test_arrays_that_a_function_captures(size, space):
     text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
     assert re.search(rf"\.{space} .*\[{table.nbytes}\]", text)
     assert compile.link(text, H200)[:4] == b"\x7fELF"
+
+
+def test_functions_of_a_module_that_a_function_calls():
+    """The copy of a module that stands in for it, and of a function that Numba compiled for the CPU with another constant."""
+    module = types.ModuleType("settings")
+    module.FACTOR, module.squash = 3.25, njit(lambda x: x * module.FACTOR)
+    assert module.squash(1.0) == 3.25
+    module.FACTOR = 0.40625
+    score_mod = ScoreMod.bind(lambda score, b, h, i, j: module.squash(score), None, "float32", 2)
+    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    constants = {struct.unpack(">d", bytes.fromhex(x))[0] for x in re.findall(r"0d([0-9A-Fa-f]{16})", text)}
+    constants |= {struct.unpack(">f", bytes.fromhex(x))[0] for x in re.findall(r"0f([0-9A-Fa-f]{8})", text)}
+    assert 0.40625 in constants
+    assert 3.25 not in constants
 
 
 def test_one_kernel_serves_all_values_of_an_option():

@@ -173,20 +173,25 @@ def test_equal_functions_are_compiled_once():
 
 
 def test_the_least_recently_used_is_forgotten(monkeypatch):
+    """With its prepared calls, and at once: it holds nothing that holds it. Numba's own dispatchers wait for the garbage collector."""
     monkeypatch.setattr(scoremod, "KEPT", 2)
     monkeypatch.setattr(scoremod, "_kept", type(scoremod._kept)())
     functions = [shifted(100.0 + n) for n in range(3)]
     numba_flash.forward(Q, Q, Q, score_mod=functions[0], backend="cpu")
     found = [weakref.ref(scoremod.find(functions[0], None))]
     code = weakref.ref(next(iter(found[0]().rows.values())).dispatcher)
-    found += [weakref.ref(scoremod.find(function, None)) for function in functions[1:]]
     gc.collect()
-    assert [each() is None for each in found] == [True, False, False]
+    gc.disable()
+    try:
+        found += [weakref.ref(scoremod.find(function, None)) for function in functions[1:]]
+        assert [each() is None for each in found] == [True, False, False]
+        scoremod.find(functions[1], None)
+        scoremod.find(functions[0], None)
+        assert [each() is None for each in found] == [True, False, True]
+    finally:
+        gc.enable()
+    gc.collect()
     assert code() is None
-    scoremod.find(functions[1], None)
-    scoremod.find(functions[0], None)
-    gc.collect()
-    assert [each() is None for each in found] == [True, False, True]
 
 
 def test_whoever_holds_a_problem_holds_its_code(monkeypatch):
@@ -287,10 +292,9 @@ def test_what_they_are_made_of_is_checked(make, error, message):
     ],
 )
 def test_a_row_for_each_head_is_needed(function, message):
-    """Also where the same code, written by the user, is prepared already; and not only at the first call."""
-    same = function.py_func
+    """Not only at the first call; and what was prepared for the same code, written by the user, is not for it."""
+    assert scoremod.find(function.py_func, function.score_mod_grad) is not scoremod.find(function, None)
     for _ in range(2):
-        numba_flash.forward(Q[:1], Q[:1], Q[:1], score_mod=same, backend="cpu")
         with pytest.raises(ValueError, match=f"^{message}$"):
             numba_flash.forward(Q, Q, Q, score_mod=function, backend="cpu")
         with pytest.raises(ValueError, match=f"^{message}$"):

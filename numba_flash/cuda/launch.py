@@ -80,7 +80,7 @@ def multiprocessors(device: int) -> int:
     return Device(device).properties.multiprocessor_count
 
 
-@cache
+@lru_cache(maxsize=256)
 def _kernel(builder: str, config: tuple, device: int, shared_bytes: int):
     """Loaded kernel for one device, allowed to use that much dynamic shared memory."""
     from cuda.bindings import driver
@@ -103,7 +103,7 @@ def _stream(handle: int):
     return Stream.from_handle(handle)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _simulated_kernel(builder: str, config: tuple):
     from numba import cuda
 
