@@ -49,13 +49,39 @@ def pytest_pycollect_makeitem(collector):
     return made
 
 
+# What takes longest comes first. One process compiles the kernels of the CPU, while others simulate a GPU or compile for one; all further
+# tests find the former on disk.
+FOR_THE_CPU = ("test_attention", "test_api", "test_combinations", "test_cpu", "test_options")
+FOR_A_GPU = ("test_sm90_compile", "test_compile")
+FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
+
+
+def scope(nodeid: str) -> str:
+    """What the test has in common with those that have to run in the same process, so that each kernel is compiled once."""
+    file, name = Path(nodeid.split("::")[0]).stem, nodeid.split("::", 1)[-1]
+    if file in FOR_THE_CPU and not re.search(r"\[(sm90|simt)-", name):
+        return "kernels of the CPU"
+    return f"{file} {name[name.index('[') :]}" if file in FOR_A_GPU and "[" in name else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """By `scope`: the marks of pytest-xdist 3.8 form no groups under pytest 9.2, and nobody is told."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByKernel(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return scope(nodeid)
+
+    return ByKernel(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
     if not config.option.full:
         deselect(config, items, "full")
     if SIMULATED:
-        for item in items:
-            if "simulator" not in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="not among the small problems that run in the CUDA simulator"))
+        deselect(config, items, "simulator", lambda mark: mark is None or (mark.kwargs.get("full") and not config.option.full))
     elif NO_GPU is not None:
         if "gpu" in config.option.markexpr:  # asked for by name: say of each why it cannot run
             for item in items:
@@ -65,9 +91,10 @@ def pytest_collection_modifyitems(config, items):
             deselect(config, items, "gpu")
 
 
-def deselect(config, items, mark: str):
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])
-    items[:] = [item for item in items if not item.get_closest_marker(mark)]
+def deselect(config, items, name: str, unwanted=lambda mark: mark is not None):
+    """Leave out the tests whose mark is `unwanted`."""
+    config.hook.pytest_deselected(items=[item for item in items if unwanted(item.get_closest_marker(name))])
+    items[:] = [item for item in items if not unwanted(item.get_closest_marker(name))]
 
 
 def pytest_report_header(config):

@@ -15,9 +15,9 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
 
-def together(values, name=str) -> list:
-    """Parameters, called by `name`; tests of one of them run in one process, which makes once what they share (pytest-xdist)."""
-    return [pytest.param(value, id=name(value), marks=pytest.mark.xdist_group(name(value))) for value in values]
+def named(values, quick, name=str) -> list:
+    """Parameters, called by `name`; those whose name is not among the `quick` ones run with ``--full`` alone."""
+    return [pytest.param(x, id=name(x), marks=() if name(x) in quick else pytest.mark.full) for x in values]
 
 
 def readable(value) -> str:

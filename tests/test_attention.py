@@ -177,7 +177,7 @@ def test_zero_sizes(backend, sizes, causal):
     ("layout", "dtype"),
     [
         *((layout, "float32") for layout in ("contiguous", "heads last", "transposed")),
-        pytest.param("reversed", "float32", marks=simulator),
+        pytest.param("reversed", "float32", marks=simulator(full=True)),
         pytest.param("strided", "float32", marks=simulator),
         *((layout, "bfloat16") for layout in LAYOUTS),
     ],
@@ -485,7 +485,7 @@ def problems(draw):
     return inputs, draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 4)), options
 
 
-@simulator
+@simulator(full=True)
 @settings(max_examples=5 if SIMULATED else 60, deadline=None, derandomize=True, database=None)
 @given(problem=problems())
 def test_any_problem(backend, problem):

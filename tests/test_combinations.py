@@ -49,12 +49,12 @@ def broadcast_shapes(draw, shape):
 
 
 @st.composite
-def problems(draw):
+def problems(draw, dtypes):
     """Inputs, layouts and options of a random problem."""
     length = st.integers(0, LONGEST) | st.sampled_from([1, LONGEST])
     hk, batch = draw(st.integers(1, 2 - SIMULATED)), draw(st.sampled_from([(), (2,)] if SIMULATED else [(), (1,), (3,), (2, 2)]))
     hq, nq, nk = hk * draw(st.integers(1, 2)), draw(length), draw(length)
-    (d, dv), dtype = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(list(DTYPES)))
+    (d, dv), dtype = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(dtypes))
     inputs = random_inputs(batch=batch, hq=hq, hk=hk, nq=nq, nk=nk, d=d, dv=dv, dtype=dtype, seed=draw(st.integers(0, 2**32 - 1)))
     rng, scores = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), (*batch, hq, nq, nk)
     side = st.just(-1) | st.integers(0, LONGEST // 2)
@@ -86,9 +86,13 @@ def problems(draw):
     return inputs, draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 4)), {name: x for option in options for name, x in option.items()}
 
 
-@pytest.mark.simulator
-@pytest.mark.parametrize("seed", range(2 if SIMULATED else 10))
-def test_any_combination(backend, seed):
+QUICK = [(seed, ("float32", "bfloat16", "float64")) for seed in range(2)]
+FULL = [pytest.param(seed, tuple(DTYPES), marks=pytest.mark.full) for seed in range(2, 4 if SIMULATED else 10)]
+
+
+@pytest.mark.simulator(full=True)
+@pytest.mark.parametrize(("seed", "dtypes"), [*QUICK, *FULL])
+def test_any_combination(backend, seed, dtypes):
     if backend.name == "sm90":
         pytest.skip("random problems that sm90 serves are in test_sm90.py")
 
@@ -98,7 +102,7 @@ def test_any_combination(backend, seed):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(problem=problems())
+    @given(problem=problems(dtypes))
     def agrees_with_the_oracle(problem):
         inputs, layouts, options = problem
         options.setdefault("score_mod_grad", getattr(options.get("score_mod"), "score_mod_grad", None))
@@ -150,8 +154,7 @@ def losses(backend, inputs, weights, options):
     return np.sum(do * results["o"]) + np.sum(np.where(np.isinf(results["lse"]), 0, dlse * results["lse"]))
 
 
-@pytest.mark.simulator
-@pytest.mark.parametrize("name", [pytest.param(name, marks=()) for name in ONE_BY_ONE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.simulator(full=name != "everything")) for name in ONE_BY_ONE])
 def test_gradients_equal_central_differences(backend, name):
     """The backend's gradients in float64 against differences of the oracle's loss, and of its own along a random direction."""
     rng = np.random.default_rng(3)

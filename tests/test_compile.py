@@ -16,7 +16,7 @@ import numpy as np
 import plain_kernels
 import pytest
 from plain_kernels import shared_bytes
-from support import SIMULATED, together
+from support import SIMULATED, named
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
@@ -70,6 +70,13 @@ KERNELS = (
     + [("delta", dtype, 64, 64) for dtype in ("float16", "bfloat16", "float32", "float64")]
 )
 
+# Every kernel, dtype and accumulator, and head dimensions that fill no tile; what is left is further tiles.
+QUICK = (
+    *("forward-float32-64-64", "forward-float32-40-96", "forward-bfloat16-256-256-False"),
+    *("dkdv-float16-64-64", "dq-float64-256-256", "dq-bfloat16-33-1"),
+    *(f"delta-{dtype}-64-64" for dtype in ("float16", "bfloat16", "float32", "float64")),
+)
+
 
 @cache
 def ptx(*chosen) -> str:
@@ -86,7 +93,7 @@ def name_of(chosen: tuple) -> str:
     return "-".join(map(str, chosen))
 
 
-@pytest.mark.parametrize("chosen", together(KERNELS, name_of))
+@pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
 def test_instructions_and_resources(chosen):
     text = ptx(*chosen)
     name, dtype, *_ = chosen
@@ -114,7 +121,7 @@ def test_instructions_and_resources(chosen):
 PLAIN_KERNELS = json.loads(plain_kernels.KEPT.read_text())
 
 
-@pytest.mark.parametrize("chosen", together(KERNELS, name_of))
+@pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
 def test_an_option_that_is_off_costs_nothing(chosen):
     """No parameter, no load, no operation more than plain attention had; what compilers may choose, addresses, within a tolerance."""
     found, kept = plain_kernels.counts(ptx(*chosen)), dict(PLAIN_KERNELS[name_of(chosen)])
@@ -146,11 +153,11 @@ OPTIONS = {
 }
 
 
-ONE_OPTION = [("forward", option) for option in OPTIONS if option != "all"]
-ALL_OPTIONS = [(name, "all") for name in ("forward", "dkdv", "dq", "dbias")]
+ALL_OPTIONS = [(name, "all") for name in ("forward", "dkdv", "dbias")]
+ONE_OPTION = [*(("forward", option) for option in OPTIONS if option != "all"), ("dkdv", "packed"), ("dq", "all")]
 
 
-@pytest.mark.parametrize(("name", "option"), [*ONE_OPTION, *ALL_OPTIONS, ("dkdv", "packed")])
+@pytest.mark.parametrize(("name", "option"), [*ALL_OPTIONS, *(pytest.param(*one, marks=pytest.mark.full) for one in ONE_OPTION)])
 def test_options_stay_in_registers_and_shared_memory(name, option):
     text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]), H200)
     assert "__local_depot" not in text
@@ -161,6 +168,7 @@ def test_options_stay_in_registers_and_shared_memory(name, option):
     assert used["stack_bytes"] <= SPILL_LIMIT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "space"), [(100, "const"), (20_000, "global")])
 def test_arrays_that_a_function_captures(size, space):
     """Up to 64 KiB lie in constant memory; a kernel with more of it would not link."""
@@ -209,7 +217,13 @@ def test_one_entry_point_called_kernel():
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda capability: "sm_{}{}".format(*capability))
-@pytest.mark.parametrize("chosen", [("delta", "bfloat16", 64, 64), ("forward", "float16", 64, 64)], ids=lambda chosen: chosen[0])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(("delta", "bfloat16", 64, 64), id="delta"),
+        pytest.param(("forward", "float16", 64, 64), id="forward", marks=pytest.mark.full),
+    ],
+)
 def test_architectures(chosen, capability):
     text = compile.intermediate(*kernel(*chosen), capability)
     assert re.search(r"^\.target (\S+)", text, re.MULTILINE)[1].rstrip("a,") == "sm_{}{}".format(*capability)

@@ -6,13 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-FEWEST = 25  # so that a change of marks cannot leave the run empty
+import pytest
+
+TESTS = Path(__file__).parent
+FILES = [str(file) for file in sorted(TESTS.glob("test_*.py")) if "pytest.mark.simulator" in file.read_text()]
 
 
-def test_simt_kernels_in_the_cuda_simulator():
+@pytest.mark.parametrize(
+    ("options", "fewest"),  # so that a change of marks cannot leave the run empty
+    [((), 40), pytest.param(("--full",), 60, marks=pytest.mark.full)],
+    ids=["quick", "full"],
+)
+def test_simt_kernels_in_the_cuda_simulator(options, fewest):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "simulator", "-p", "no:cacheprovider", str(Path(__file__).parent)],
-        cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "simulator", "-p", "no:cacheprovider", *options, *FILES],
+        cwd=TESTS.parent,
         env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -22,4 +30,4 @@ def test_simt_kernels_in_the_cuda_simulator():
     assert run.returncode == 0
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed
-    assert int(passed[1]) >= FEWEST
+    assert int(passed[1]) >= fewest

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import SIMULATED, together
+from support import SIMULATED, named
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
@@ -75,6 +75,12 @@ BACKWARD = {
 SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
 BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BACKWARD.items()}
 
+# One of each tile, dtype, store and option; what is left combines them otherwise.
+QUICK = (
+    *(f"64-{2**31}-none", f"256-{2**31}-above", "lengths in parts", "packed", "softcap"),
+    *("backward 64, causal", "backward lengths", "backward packed, 136, 256"),
+)
+
 
 @cache
 def code(name: str) -> bytes:
@@ -109,7 +115,7 @@ def instructions(cubin: bytes, folder: Path) -> set[str]:
     return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9]+)", run.stdout, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", together([*KERNELS, *BACKWARD]))
+@pytest.mark.parametrize("name", named([*KERNELS, *BACKWARD], QUICK))
 def test_resources(name):
     """Nothing is spilled or serialised, and the registers that the warp groups ask for are those that the block has been given."""
     _, d, dv, *_, tile = (KERNELS | BACKWARD)[name]
@@ -124,7 +130,7 @@ def test_resources(name):
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", together(KERNELS))
+@pytest.mark.parametrize("name", named(KERNELS, QUICK))
 def test_instructions(name, tmp_path):
     """Tensor cores, the copy engine and register reallocation; no local memory."""
     store = KERNELS[name][5]
@@ -135,7 +141,7 @@ def test_instructions(name, tmp_path):
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", together(BACKWARD))
+@pytest.mark.parametrize("name", named(BACKWARD, QUICK))
 def test_instructions_of_the_backward_pass(name, tmp_path):
     """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV through tensor maps or not; claims and flags if ordered."""
     *_, to_map, ordered, _, tile = BACKWARD[name]
@@ -146,6 +152,7 @@ def test_instructions_of_the_backward_pass(name, tmp_path):
     assert not found & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
 
 
+@pytest.mark.full
 def test_a_mask_makes_no_difference_to_who_adds_in_turns():
     """Blocks that claim their work need not share it out evenly, so one kernel serves both."""
     dtype, d, dv, banded, *others = BACKWARD["backward 64"]
@@ -153,7 +160,14 @@ def test_a_mask_makes_no_difference_to_who_adds_in_turns():
     assert compile.link(with_mask, H200) == compile.link(code("backward 64"), H200)
 
 
-@pytest.mark.parametrize("options", [PLAIN, LENGTHS, PACKED], ids=["plain", "lengths", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.full),
+        pytest.param(LENGTHS, id="lengths", marks=pytest.mark.full),
+        pytest.param(PACKED, id="packed"),
+    ],
+)
 def test_kernels_around_the_backward_pass(options):
     tile = backward_tile(96, 72)
     for builder, config in (
@@ -168,7 +182,11 @@ def test_kernels_around_the_backward_pass(options):
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize(
     "config",
-    [("bfloat16", 256, False, True, PLAIN), ("float16", 136, True, False, PACKED), ("bfloat16", 192, True, True, LENGTHS)],
+    [
+        pytest.param(("bfloat16", 256, False, True, PLAIN), id="256", marks=pytest.mark.full),
+        pytest.param(("float16", 136, True, False, PACKED), id="packed, 136"),
+        pytest.param(("bfloat16", 192, True, True, LENGTHS), id="lengths, 192", marks=pytest.mark.full),
+    ],
 )
 def test_the_kernel_that_makes_dq_of_ds(config, tmp_path):
     tile = backward_tile(256, 256)
@@ -182,18 +200,19 @@ def test_the_kernel_that_makes_dq_of_ds(config, tmp_path):
     assert not found & {"STL", "LDL", "HMMA"}
 
 
-def test_tensor_maps_are_passed_by_value():
-    """The kernel is called "kernel", and its first parameters are 128 bytes each, at multiples of 64."""
+@pytest.mark.parametrize("name", ["lengths in parts", f"64-{2**31}-none"])
+def test_tensor_maps_are_passed_by_value(name):
+    """The kernel is called "kernel"; its first parameters are 128 bytes each, at multiples of 64: q, k, v, and o if that is stored so."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    for name, maps in (("64-parts", 3), ("float16", 4)):
-        options = LinkerOptions(arch="sm_90a", link_time_optimization=True, ptx=True)
-        text = Linker(ObjectCode.from_ltoir(code(name)), options=options).link("ptx").code.decode()
-        assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
-        by_value = re.findall(r"\.param \.align 64 \.b8 kernel_param_(\d+)\[128\]", text[text.index(".entry") :].split(")")[0])
-        assert by_value == [str(i) for i in range(maps)]
-        assert "wgmma.mma_async" in text
-        assert "cp.async.bulk.tensor" in text
+    maps = 4 if KERNELS[name][5] == "map" else 3
+    options = LinkerOptions(arch="sm_90a", link_time_optimization=True, ptx=True)
+    text = Linker(ObjectCode.from_ltoir(code(name)), options=options).link("ptx").code.decode()
+    assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
+    by_value = re.findall(r"\.param \.align 64 \.b8 kernel_param_(\d+)\[128\]", text[text.index(".entry") :].split(")")[0])
+    assert by_value == [str(i) for i in range(maps)]
+    assert "wgmma.mma_async" in text
+    assert "cp.async.bulk.tensor" in text
 
 
 def test_the_compiler_is_left_as_it_was():

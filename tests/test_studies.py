@@ -163,6 +163,7 @@ def test_traffic_once_of_a_batch(module, monkeypatch, name):
     assert seen == [(1, [(2, 2, 65, 16)] * 3)] * 2
 
 
+@pytest.mark.full
 def test_tiles_in_the_simulator(tmp_path):
     """A tile that is not the chosen one computes the same."""
     code = """
