@@ -56,9 +56,10 @@ def test_no_memory_in_the_middle_of_a_call(cp, dtype, d, options, prepared):
 
     def both():
         o, lse = numba_flash.forward(q, k, v, return_lse=True, **more, **before)
-        return [x.get() for x in (o, lse, *numba_flash.backward(do, q, k, v, o, lse, **more, **gradients, **after))]
+        return o, lse, *numba_flash.backward(do, q, k, v, o, lse, **more, **gradients, **after)
 
-    expected, fail, said = both(), 0, []
+    on_host = lambda: [x.get() for x in both()]  # which may allocate, too
+    expected, fail, said = on_host(), 0, []
     while True:
         if not prepared:
             call._prepared.clear()
@@ -70,8 +71,8 @@ def test_no_memory_in_the_middle_of_a_call(cp, dtype, d, options, prepared):
                 said.append(str(error))
         if allocator.count < fail:
             break  # there are no more allocations
-        assert all(map(np.array_equal, both(), expected))
-    assert len(said) > 3
+        assert all(map(np.array_equal, on_host(), expected))
+    assert len(said) >= 3
     assert all(": cannot allocate " in message for message in said), said
 
 
