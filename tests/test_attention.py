@@ -42,8 +42,7 @@ def outliers(rng, shape):
 # ---- dtypes, options, shapes ---------------------------------------------------------------------------------------------------------
 
 
-@simulator
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(x, marks=simulator(full=x in ("float16", "float64"))) for x in DTYPES])
 def test_dtypes(backend, dtype):
     check(backend, *random_inputs(dtype=dtype))
 
@@ -118,7 +117,8 @@ def test_largest_head_dim(backend, dtype):
 
 
 @pytest.mark.parametrize(
-    ("batch", "h"), [((), None), pytest.param((), 2, marks=simulator), ((3,), 2), pytest.param((2, 1), 1, marks=simulator), ((2, 3), 2)]
+    ("batch", "h"),
+    [((), None), pytest.param((), 2, marks=simulator), ((3,), 2), pytest.param((2, 1), 1, marks=simulator(full=True)), ((2, 3), 2)],
 )
 def test_ranks(backend, batch, h):
     nq, nk = (3, 5) if SIMULATED else (33, 70)

@@ -133,9 +133,10 @@ def test_counts_are_kept_of_all_plain_kernels_and_no_other():
     assert list(PLAIN_KERNELS) == [name_of(chosen) for chosen in KERNELS]
 
 
-def test_plain_kernels_take_no_argument_for_options():
+@pytest.mark.parametrize("chosen", named([("forward", "float32", 64, 64)], QUICK, name_of))
+def test_plain_kernels_take_no_argument_for_options(chosen):
     arrays, scalars = 4 * (5 + 2 * 5) + (5 + 2 * 4), 3
-    assert len(re.findall(r"\.param ", ptx("forward", "float32", 64, 64))) == arrays + scalars
+    assert len(re.findall(r"\.param ", ptx(*chosen))) == arrays + scalars
 
 
 ALIBI = ScoreMod.bind(numba_flash.alibi([0.5, 0.25]), None, "float32", 2)

@@ -69,7 +69,7 @@ def test_bias_and_mask_of_any_strides(backend, strides):
     check(backend, *problem(), bias=bias, mask=mask, bias_grad=True)
 
 
-@simulator
+@simulator(full=True)
 def test_minus_infinity_in_the_bias_hides(backend):
     q, k, v, do = problem()
     bias = normal(NQ, NK)
@@ -253,7 +253,7 @@ def half(score, b, h, i, j):
     [
         pytest.param({}, marks=simulator(full=True)),
         pytest.param({"causal": True}, marks=simulator(full=True)),
-        pytest.param({"causal": True, "q_start": 1, "window": (30, 2)}, marks=simulator),
+        pytest.param({"causal": True, "q_start": 1, "window": (30, 2)}, marks=simulator(full=True)),
         pytest.param({"dropout": 0.3, "rng": (5, 6), "softcap": 2.0, "score_mod": tilt, "score_mod_grad": half}, marks=simulator),
     ],
     ids=lambda options: ", ".join(options) or "plain",

@@ -1,10 +1,12 @@
-"""The suite's own rules: which tests run, and ids that are the same in every process."""
+"""The suite's own rules: which tests run, where, and under which ids."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support
+from conftest import scope
 from support import SIMULATED, readable
 
 if SIMULATED:
@@ -76,3 +78,45 @@ def test_ids_can_be_read():
     options = {"scale": 0.5, "window": (3, -1), "softcap": None, "bias": np.ones((2, 3), np.float32), "score_mod": readable}
     assert readable(options) == "scale=0.5, window=(3, -1), softcap=None, bias=float32(2, 3), score_mod=readable"
     assert readable([lambda: 0, object(), np.int8, "x" * 100, {}]) == f"[<lambda>, object, int8, {'x' * 40}, default]"
+
+
+def test_tests_of_one_kernel_run_in_one_process():
+    of_kernels = ["test_resources[packed, 128]", "test_instructions[packed, 128]"]
+    assert len({scope(f"tests/test_sm90_compile.py::{name}") for name in of_kernels}) == 1
+    on_the_cpu = ["test_api.py::test_threads", "test_attention.py::test_dtypes[cpu-float32]", "test_options.py::test_bias[cpu-(2, [3])]"]
+    assert len({scope(f"tests/{name}") for name in on_the_cpu}) == 1
+    others = [
+        "test_compile.py::test_resources[packed, 128]",
+        "test_attention.py::test_dtypes[simt-cupy-float32]",
+        "test_api_more.py::test_threads",
+    ]
+    assert len({scope(f"tests/{name}") for name in [*on_the_cpu, *others]}) == 1 + len(others)
+
+
+def test_processes_take_tests_by_kernel(pytester, monkeypatch):
+    """What pytest-xdist does with that: it once ignored its own marks, and every kernel was compiled in every process."""
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makepyfile(
+        test_compile="""
+        import os, pathlib, pytest, time
+
+        def note(x):
+            time.sleep(0.1)
+            pathlib.Path(f"{x}-{os.environ['PYTEST_XDIST_WORKER']}").touch()
+
+        @pytest.mark.parametrize("x", range(8))
+        def test_one(x):
+            note(x)
+
+        @pytest.mark.parametrize("x", range(8))
+        def test_other(x):
+            note(x)
+        """
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    assert pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2").parseoutcomes()["passed"] == 16
+    ran = sorted(file.name for file in pytester.path.glob("*-gw*"))
+    assert [name.split("-")[0] for name in ran] == list("01234567")
+    assert {name.split("-")[1] for name in ran} == {"gw0", "gw1"}

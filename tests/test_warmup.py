@@ -109,7 +109,7 @@ def test_a_kernel_of_which_the_linker_tells_nothing_is_compiled(empty_cache, mon
     """Its row names no registers, and no bytes that were not spilled."""
     link = compile._link
     monkeypatch.setattr(compile, "_link", lambda *arguments, **options: (link(*arguments, **options)[0], ""))
-    (kernel,) = warmup.kernels_of(cell(dtype="float32"), None, A100)
+    _, kernel, *_ = warmup.kernels_of(cell("backward", dtype="float32"), None, A100)  # the one that takes least time to compile
     rows = [warmup._compile_for_gpu(*kernel, A100.capability) for _ in range(2)]
     assert [row["status"] for row in rows] == ["compiled", "cached"]
     for row in rows:
