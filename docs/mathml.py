@@ -2,7 +2,6 @@
 
 import re
 
-from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
 
 MINUS, INFINITY, BAR, CLOSED = "&#x02212;", "&#x0221E;", "&#x0007C;", "&#x00029;"
@@ -29,11 +28,15 @@ def mathml(tex: str, display: bool) -> str:
 
 
 def visit_inline(translator, node):
+    from docutils.nodes import SkipNode  # Sphinx's: to turn a formula into MathML takes less
+
     translator.body.append(mathml(node.astext(), display=False) + "&#x2060;")  # no line begins with the comma after a formula
     raise SkipNode
 
 
 def visit_display(translator, node):
+    from docutils.nodes import SkipNode
+
     translator.body.append(f'<div class="formula">{mathml(node.astext(), display=True)}</div>\n')
     raise SkipNode
 

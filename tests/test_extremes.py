@@ -37,7 +37,9 @@ def biases(dtype) -> np.ndarray:
     return np.clip(bias, -last, last, where=~np.isneginf(bias), out=bias).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=simulator), "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=simulator), "float64", pytest.param("float16", marks=pytest.mark.full), "bfloat16"]
+)
 @pytest.mark.filterwarnings("ignore:overflow")  # from the simulator, whose floats are NumPy's
 def test_biases_at_the_ends_of_the_dtype(backend, dtype):
     """A row of nothing but the least number has all scores equal, and so the mean of v; it is not a row that sees nothing."""
