@@ -190,6 +190,8 @@ threading.Thread(target=later).start()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_child_forked_while_another_thread_calls_has_blas_as_it_was():
     code = """
+import warnings
+warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)  # what Python 3.12 says of every such fork
 inside, leave = threading.Event(), threading.Event()
 def passes():
     inside.set()
