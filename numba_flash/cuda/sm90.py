@@ -103,7 +103,7 @@ PART_TILES = (
     (256, 256, Tile(128, 48, 1, 2, 2, False)),
 )
 UNSUPPORTED = {"score_mod": "a score_mod", "bias": "a bias", "mask": "a mask array", "dropout": "dropout"}
-GREATEST_SOFTCAP = 1024  # tanh is off by up to 2**-22 of it, which a score has to bear
+GREATEST_SOFTCAP = 1024  # by an estimate, tanh is off by up to 2**-22 of it, which a score has to bear
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 SNAKE_TURNS = 64  # items per multiprocessor from which on their order does not matter
@@ -319,9 +319,8 @@ def prepare_compact(prepare, names, results):
     def run(inputs, results):
         there = compact(results)
         run_compact(inputs, there)
-        for name, x, y, mine in zip(names, results, there, replaced, strict=True):
+        for x, y, mine in zip(results, there, replaced, strict=True):
             if mine:
-                with arrays.named(f"{name} on its way to out", x.shape, x.dtype):
-                    x[...] = y
+                x[...] = y
 
     return run
