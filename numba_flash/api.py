@@ -5,14 +5,21 @@ from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import NDArray
 
-from numba_flash import call, checks, spec
+from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, T
+from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend, Plan, choose
+from numba_flash.problem import (
+    BackwardInputs,
+    BackwardResults,
+    ForwardInputs,
+    ForwardResults,
+    bind,
+    bind_backward,
+    check_lengths,
+)
 
-SETTINGS = ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng", "score_mod", "score_mod_grad")
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
-FORWARD = ("q", "k", "v", *EXTRAS)
-BACKWARD = ("do", "q", "k", "v", "o", "lse", "dlse", *EXTRAS)
 OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
 
@@ -139,9 +146,9 @@ def forward(
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
     return_lse = checks.flag("return_lse", return_lse)
-    inputs = _adopt(FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
+    inputs = adopted(ForwardInputs(q, k, v, bias, mask, q_lengths, kv_lengths))
     own = checks.adopt("out", out)
-    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
@@ -249,13 +256,13 @@ def backward(
     Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.
     """
     bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
-    inputs = _adopt(BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
-    own = _outs(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
-    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    inputs = adopted(BackwardInputs(do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
+    own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
     if run is None:
         run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
-    return _returned(run(inputs, own, rng)[: 4 if bias_grad else 3], out)
+    return returned(run(inputs, own, rng)[: 4 if bias_grad else 3], out)
 
 
 def plan(
@@ -287,18 +294,19 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
-    inputs = _adopt(FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
-    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
-    problem = spec.bind(*inputs[:3], **_options(inputs[3:], given))
-    spec.check_lengths(problem, *inputs[5:])
-    return choose(problem, dict(zip(FORWARD, inputs, strict=True)), backend)
+    inputs = adopted(ForwardInputs(q, k, v, bias, mask, q_lengths, kv_lengths))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
+    check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
+    return choose(problem, inputs, backend)
 
 
-def _adopt(names: tuple[str, ...], inputs: tuple) -> tuple:
-    return tuple(map(checks.adopt, names, inputs))
+def adopted(inputs, names: tuple[str, ...] | None = None):
+    """The inputs as plain arrays; errors call them `names`, if not as their tuple does."""
+    return inputs._make(map(checks.adopt, names or inputs._fields, inputs))
 
 
-def _outs(out, names: tuple[str, ...]) -> tuple:
+def outs_of(out, names: tuple[str, ...]) -> tuple:
     """The four places for gradients of `backward`, as arrays that kernels can write."""
     if out is None:
         out = (None,) * len(names)
@@ -308,28 +316,34 @@ def _outs(out, names: tuple[str, ...]) -> tuple:
     return (*map(checks.adopt, OUTS, out), *[None] * (4 - len(out)))
 
 
-def _returned(results: tuple, out: tuple | None) -> tuple:
+def returned(results: tuple, out: tuple | None) -> tuple:
     """The results, in the place of those that the user gave the very objects."""
     return results if out is None else tuple(x if given is None else given for x, given in zip(results, out, strict=True))
 
 
-def _options(extras: tuple, given: tuple) -> dict:
-    """Keyword arguments for `spec.bind`."""
-    return dict(zip(EXTRAS, extras, strict=True)) | dict(zip(SETTINGS, given, strict=True))
+def _options(inputs, given: Given) -> dict:
+    """Keyword arguments for `problem.bind`."""
+    return given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
 
 
-def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str | None):
-    q, k, v, *extras = inputs
-    problem = spec.bind(q, k, v, **_options(extras, given))
-    shape = (*q.shape[:-1], problem.dv)
-    results = {"o": ("q", shape, None), "lse": ("q", shape[:-1], problem.lse_dtype) if return_lse else None}
-    return call.prepare("forward", problem, backend, dict(zip(FORWARD, inputs, strict=True)), results)
+def _prepare_forward(inputs: ForwardInputs, given: Given, return_lse: bool, backend: str | None):
+    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
+    shape = (*inputs.q.shape[:-1], problem.dv)
+    lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
+    return call.prepare("forward", problem, backend, inputs, ForwardResults(Wanted("q", shape), lse))
 
 
-def _prepare_backward(inputs: tuple, given: tuple, bias_grad: bool, deterministic: bool, backend: str | None):
-    *tensors, dlse = inputs[:7]
-    problem = spec.bind_backward(*tensors, dlse=dlse, bias_grad=bias_grad, **_options(inputs[7:], given))
-    named = dict(zip(BACKWARD, inputs, strict=True))
-    results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
-    results["dbias"] = ("bias", named["bias"].shape, None) if bias_grad else None
-    return call.prepare("backward", problem, backend, named, results, deterministic=deterministic)
+def gradients(inputs: BackwardInputs, bias_grad: bool) -> BackwardResults:
+    """What `backward` wants: arrays like q, k, v, and the bias."""
+    return BackwardResults(
+        Wanted("q", inputs.q.shape),
+        Wanted("k", inputs.k.shape),
+        Wanted("v", inputs.v.shape),
+        Wanted("bias", inputs.bias.shape) if bias_grad else None,
+    )
+
+
+def _prepare_backward(inputs: BackwardInputs, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):
+    x = inputs
+    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, given))
+    return call.prepare("backward", problem, backend, inputs, gradients(inputs, bias_grad), deterministic=deterministic)

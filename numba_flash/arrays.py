@@ -7,6 +7,7 @@ import ctypes
 import math
 import sys
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def adopt(x):
 
     Subclasses may index, broadcast and reshape by rules of their own (a `numpy.matrix` keeps two dimensions), so their base class is what
     kernels get. Foreign arrays become NumPy's in host memory, CuPy's in device memory. Anything else comes back unchanged, a masked array
-    too, and a device array where CuPy is missing: `spec.bind` says what it wants.
+    too, and a device array where CuPy is missing: `problem.bind` says what it wants.
     """
     if x is None or type(x) is np.ndarray:
         return x
@@ -73,6 +74,60 @@ def layout(x):
     if isinstance(x, np.ndarray):
         return type(x), x.shape, x.strides, x.dtype, -1, x.flags.aligned
     return type(x), x.shape, x.strides, x.dtype, x.data.device_id, x.data.ptr % 16
+
+
+class Layout(NamedTuple):
+    """An array on paper: all that a launch has to know before there is one.
+
+    Attributes
+    ----------
+    shape, strides : tuple of int
+        As an array's.
+    dtype : numpy.dtype
+        Of its elements.
+    device : int
+        CUDA device number, -1 for host memory.
+    offset : int
+        Bytes from a multiple of 16 to the first element, on a GPU.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    device: int = -1
+    offset: int = 0
+
+    @classmethod
+    def of(cls, x) -> "Layout | None":
+        """That of an array; None for None."""
+        if x is None:
+            return None
+        device = device_id(x)
+        return cls(tuple(x.shape), tuple(x.strides), x.dtype, device, 0 if device < 0 else x.data.ptr % 16)
+
+    @classmethod
+    def compact(cls, shape: tuple[int, ...], dtype) -> "Layout":
+        """That of what `compact` makes."""
+        dtype, strides = np.dtype(dtype), []
+        for i in range(len(shape)):
+            strides.append(dtype.itemsize * math.prod(shape[i + 1 :]))
+        return cls(tuple(shape), tuple(strides), dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def swapaxes(self, i: int, j: int) -> "Layout":
+        """As that of an array."""
+        axes = list(range(self.ndim))
+        axes[i], axes[j] = axes[j], axes[i]
+        return self._replace(shape=tuple(self.shape[a] for a in axes), strides=tuple(self.strides[a] for a in axes))
+
+    def words(self) -> "Layout":
+        """The same bytes as uint32, two elements of 16 bits each."""
+        *shape, last = self.shape
+        *strides, _ = self.strides
+        return self._replace(shape=(*shape, last // 2), strides=(*strides, 4), dtype=np.dtype(np.uint32))
 
 
 def writeable(x) -> bool:
@@ -123,7 +178,7 @@ def expand(x, ndim: int):
 
 def expanded_strides(x, ndim: int) -> tuple[int, ...]:
     """Strides of ``expand(x, ndim)``, without making the view."""
-    return (0,) * (ndim - x.ndim) + tuple(x.strides)
+    return (0,) * (ndim - len(x.strides)) + tuple(x.strides)
 
 
 @contextmanager
@@ -152,10 +207,10 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
 
 
-def compact(name: str, shape: tuple[int, ...], dtype):
-    """New array on CuPy's current device, its elements one after the other; MemoryError naming the array if there is no room."""
+def compact(name: str, like, shape: tuple[int, ...], dtype):
+    """New array beside `like`, its elements one after the other; MemoryError naming the array if there is no room."""
     with named(name, shape, dtype):
-        return cupy().empty(shape, dtype)
+        return (np if isinstance(like, np.ndarray) else cupy()).empty(shape, dtype)
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:

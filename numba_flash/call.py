@@ -1,30 +1,54 @@
 """Prepared calls: a checked problem on arrays of known layouts, found again by a key, allocates its results and runs."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
-from numba_flash import arrays, scoremod, spec
+from numba_flash import arrays, scoremod
+from numba_flash.arrays import Layout
 from numba_flash.options import MAX_OFFSET
 from numba_flash.plan import choose, tier
+from numba_flash.problem import Prepared, Problem, check_lengths, check_out_layout, check_out_memory
 
 _prepared: dict[tuple, "_Call"] = {}
 _PREPARED_LIMIT = 4096
-RNG, SCORE_MOD = 6, 7  # places of rng, and of score_mod and score_mod_grad, in `given`
 _STATE = object()  # in the place of a state of the generator, which prepared calls do not depend on
 
 
-def find(kind: str, inputs: tuple, outs: tuple, given: tuple, others: tuple):
+class Given(NamedTuple):
+    """Arguments of a call that are not arrays, as the user gave them."""
+
+    scale: Any
+    causal: Any
+    window: Any
+    q_start: Any
+    softcap: Any
+    dropout: Any
+    rng: Any
+    score_mod: Any
+    score_mod_grad: Any
+
+
+class Wanted(NamedTuple):
+    """A result: the name of the input that it resembles, its shape, and its dtype; None for that input's."""
+
+    like: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+def find(kind: str, inputs: tuple, outs: tuple, given: Given, others: tuple):
     """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one.
 
     Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions of the user are part of it
     with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
-    if _is_state(given[RNG]):
-        given = (*given[:RNG], _STATE, *given[RNG + 1 :])
+    if _is_state(given.rng):
+        given = given._replace(rng=_STATE)
     prepared = _prepared
     try:
-        if given[SCORE_MOD] is not None:
-            score_mod = scoremod.find(*given[SCORE_MOD:])
-            given, prepared = (*given[:SCORE_MOD], score_mod), score_mod.prepared
+        if given.score_mod is not None:
+            score_mod = scoremod.find(given.score_mod, given.score_mod_grad)
+            given, prepared = given._replace(score_mod=score_mod, score_mod_grad=None), score_mod.prepared
         inner = [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         key = (kind, *map(arrays.layout, inputs), *map(arrays.layout, outs), given, *map(type, given), *inner, others)
         return key, prepared.get(key)
@@ -48,7 +72,7 @@ def remember(key, call):
     return call
 
 
-def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict, results: dict, **settings) -> "_Call":
+def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **settings) -> "_Call":
     """Choose a backend and bind it to the layouts of `inputs`.
 
     Parameters
@@ -59,22 +83,27 @@ def prepare(kind: str, problem: spec.Problem, backend: str | None, inputs: dict,
         What is to be computed.
     backend : str or None
         Demanded by the user.
-    inputs : dict
-        Arrays by name, None where absent.
-    results : dict
-        Name: (input that it resembles, shape, dtype or None for that input's), or None where a result is not wanted.
+    inputs : ForwardInputs or BackwardInputs
+        Arrays, None where absent.
+    wanted : ForwardResults or BackwardResults
+        What is `Wanted`, or None where a result is not.
     **settings
         What the backend's ``prepare_forward`` or ``prepare_backward`` takes besides.
     """
-    spec.check_lengths(problem, inputs["q_lengths"], inputs["kv_lengths"])
+    check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
     chosen = choose(problem, inputs, backend, kind).backend
-    for name, what in results.items():
+    for name, what in wanted._asdict().items():
         if what is not None:
-            arrays.check_size(name, inputs[what[0]], what[1], what[2])
+            arrays.check_size(name, getattr(inputs, what.like), what.shape, what.dtype)
     module = tier(chosen)
-    run = partial(getattr(module, f"prepare_{kind}"), problem, **settings)
-    through_gpu = arrays.library(inputs["q"]) == "numpy" and not module.takes_numpy()
-    return (_CallThroughGpu if through_gpu else _Call)(run, problem, inputs, results)
+    bound = partial(getattr(module, f"prepare_{kind}"), problem, **settings)
+    through_gpu = arrays.library(inputs.q) == "numpy" and not module.takes_numpy()
+    return (_CallThroughGpu if through_gpu else _Call)(bound, problem, inputs, wanted)
+
+
+def _layouts(named):
+    """The layouts of a named tuple of arrays."""
+    return type(named)(*map(Layout.of, named))
 
 
 class _Call:
@@ -83,87 +112,82 @@ class _Call:
     Parameters
     ----------
     prepare : callable
-        ``prepare(inputs, results)`` returns ``run(inputs, results)`` for all arrays of the same layouts, with dropout
-        ``run(inputs, results, rng)``.
+        ``prepare(inputs, results)`` returns `Prepared` for all arrays of these layouts.
     problem : Problem
         What is computed.
-    inputs, results : dict
+    inputs, wanted : named tuples
         See `prepare`.
     """
 
-    def __init__(self, prepare, problem: spec.Problem, inputs: dict, results: dict):
+    def __init__(self, prepare, problem: Problem, inputs, wanted):
         self._prepare, self.problem, self._run = prepare, problem, None
-        self._names = tuple(inputs)
-        self._results = {name: what and (self._names.index(what[0]), *what[1:]) for name, what in results.items()}
-        self._labels = ("out",) if "o" in results else tuple(f"out[{i}]" for i in range(len(results)))
-        lengths = [self._names.index(name) for name in ("q_lengths", "kv_lengths") if inputs[name] is not None]
-        on_gpu = arrays.library(inputs["q"]) == "cupy"
-        self._host_lengths = [i for i in lengths if on_gpu and arrays.library(inputs[self._names[i]]) == "numpy"]
+        self._wanted = wanted
+        self._labels = ("out",) if "o" in wanted._fields else tuple(f"out[{i}]" for i in range(len(wanted)))
+        lengths = [name for name in ("q_lengths", "kv_lengths") if getattr(inputs, name) is not None]
+        on_gpu = arrays.library(inputs.q) == "cupy"
+        self._host_lengths = [name for name in lengths if on_gpu and arrays.library(getattr(inputs, name)) == "numpy"]
 
-    def __call__(self, inputs: tuple, outs: tuple, rng: tuple[int, int] | None) -> tuple:
+    def __call__(self, inputs, outs: tuple, rng: tuple[int, int] | None):
         if self.problem.options.sequences:
             inputs = self._check_lengths(inputs)
         results = self._allocate(inputs, outs)
         self._execute(inputs, results, ((int(rng[0]), int(rng[1])),) if self.problem.options.dropout else ())
         return results
 
-    def _check_lengths(self, inputs: tuple) -> tuple:
+    def _check_lengths(self, inputs):
         """The inputs, with lengths that came from the host beside q."""
-        at = self._names.index
-        spec.check_lengths(self.problem, inputs[at("q_lengths")], inputs[at("kv_lengths")])
+        check_lengths(self.problem, inputs.q_lengths, inputs.kv_lengths)
         if not self._host_lengths:
             return inputs
-        inputs = list(inputs)
-        with inputs[at("q")].device:
-            for i in self._host_lengths:
-                inputs[i] = arrays.to_gpu(self._names[i], inputs[i])
-        return tuple(inputs)
+        with inputs.q.device:
+            return inputs._replace(**{name: arrays.to_gpu(name, getattr(inputs, name)) for name in self._host_lengths})
 
-    def _allocate(self, inputs: tuple, outs: tuple) -> tuple:
+    def _allocate(self, inputs, outs: tuple):
         """The user's `outs`, checked, and new arrays in the place of those that are None."""
         if any(out is not None for out in outs):
             self._check_outs(inputs, outs)
         results = []
-        for (name, what), out in zip(self._results.items(), outs, strict=True):
+        for name, what, out in zip(self._wanted._fields, self._wanted, outs, strict=True):
             if what is None or out is not None:
                 results.append(out)
             else:
-                results.append(arrays.empty(name, inputs[what[0]], what[1], what[2]))
-        return tuple(results)
+                results.append(arrays.empty(name, getattr(inputs, what.like), what.shape, what.dtype))
+        return self._wanted._make(results)
 
-    def _check_outs(self, inputs: tuple, outs: tuple) -> None:
-        others = {name: x for name, x in zip(self._names, inputs, strict=True) if x is not None}
-        for label, what, out in zip(self._labels, self._results.values(), outs, strict=False):
+    def _check_outs(self, inputs, outs: tuple) -> None:
+        others = {name: x for name, x in inputs._asdict().items() if x is not None}
+        for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
             if out is not None:
                 if self._run is None:  # later calls have the same layouts
-                    spec.check_out_layout(label, out, inputs[what[0]].dtype.name, what[1], others)
-                spec.check_out_memory(label, out, others)
+                    check_out_layout(label, out, getattr(inputs, what.like).dtype.name, what.shape, others)
+                check_out_memory(label, out, others)
                 others[label] = out
 
-    def _execute(self, inputs: tuple, results: tuple, state: tuple) -> None:
+    def _execute(self, inputs, results, state: tuple) -> None:
         if self._run is None:
-            self._run = self._prepare(inputs, results)
+            prepared: Prepared = self._prepare(_layouts(inputs), _layouts(results))
+            self._run = prepared.run
         self._run(inputs, results, *state)
 
 
 class _CallThroughGpu(_Call):
     """The same for NumPy arrays on a machine with a GPU: they go over and come back, through the device that was current at first."""
 
-    def __init__(self, prepare, problem: spec.Problem, inputs: dict, results: dict):
-        super().__init__(prepare, problem, inputs, results)
+    def __init__(self, prepare, problem: Problem, inputs, wanted):
+        super().__init__(prepare, problem, inputs, wanted)
         self._gpu = arrays.current_gpu()
 
-    def _execute(self, inputs: tuple, results: tuple, state: tuple) -> None:
+    def _execute(self, inputs, results, state: tuple) -> None:
         with self._gpu:
             self._execute_on_gpu(inputs, results, state)
 
-    def _execute_on_gpu(self, inputs: tuple, results: tuple, state: tuple) -> None:
-        on_gpu = tuple(None if x is None else arrays.to_gpu(name, x) for name, x in zip(self._names, inputs, strict=True))
-        there = tuple(
-            None if x is None else arrays.empty(name, on_gpu[what[0]], what[1], what[2])
-            for (name, what), x in zip(self._results.items(), results, strict=True)
+    def _execute_on_gpu(self, inputs, results, state: tuple) -> None:
+        on_gpu = inputs._make(None if x is None else arrays.to_gpu(name, x) for name, x in inputs._asdict().items())
+        there = results._make(
+            None if x is None else arrays.empty(name, getattr(on_gpu, what.like), what.shape, what.dtype)
+            for name, what, x in zip(self._wanted._fields, self._wanted, results, strict=True)
         )
         super()._execute(on_gpu, there, state)
-        for name, x, result in zip(self._results, there, results, strict=True):
+        for name, x, result in zip(self._wanted._fields, there, results, strict=True):
             if x is not None:
                 arrays.to_host(name, x, result)

@@ -11,6 +11,7 @@ import numpy as np
 from numba_flash import reference
 from numba_flash.api import backward, forward
 from numba_flash.plan import BACKENDS, tier
+from numba_flash.problem import ForwardInputs
 
 PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
 
@@ -23,7 +24,7 @@ def _version(package: str) -> str:
 
 
 def _why_not(backend: str) -> str | None:
-    return tier(backend).why_not("forward", None, {"q": np.empty(0)}, True)
+    return tier(backend).why_not("forward", None, ForwardInputs(np.empty(0), None, None), True)
 
 
 def _device_lines() -> list[str]:
@@ -107,7 +108,7 @@ def selftest(file: TextIO | None = None) -> bool:
                 continue
             ref = [reference.forward(q, k, v, causal=True)[0]]
             results = [o]
-            if tier(backend).why_not("backward", None, {"q": q}, True) is None:
+            if tier(backend).why_not("backward", None, ForwardInputs(q, k, v), True) is None:
                 results += backward(do, q, k, v, o, lse, causal=True, backend=backend)
                 ref += reference.backward(do, q, k, v, causal=True)
             errors = [_relative_error(x, r) for x, r in zip(results, ref, strict=True)]

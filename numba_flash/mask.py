@@ -1,7 +1,7 @@
 """Which keys a query sees: scalar predicates shared by the CPU and every CUDA kernel.
 
 `causal`, `window` and `q_start` (DESIGN: ``i + q_start - left <= j <= i + q_start + right``) are one condition on the diagonal index
-``j - i``. `spec.bind` folds them into two integers,
+``j - i``. `problem.bind` folds them into two integers,
 
     query i sees key j   iff   low <= j - i <= high,
 

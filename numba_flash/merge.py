@@ -6,8 +6,9 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_flash import arrays, checks, spec
+from numba_flash import arrays, checks
 from numba_flash.annotations import Array
+from numba_flash.problem import DTYPES
 
 
 @overload
@@ -43,10 +44,10 @@ def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]
     """
     o1, lse1, o2, lse2 = (checks.adopt(name, x) for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)))
     for name, x, dtypes in (
-        ("o1", o1, spec.DTYPES),
-        ("lse1", lse1, spec.DTYPES[2:]),
-        ("o2", o2, spec.DTYPES),
-        ("lse2", lse2, spec.DTYPES[2:]),
+        ("o1", o1, DTYPES),
+        ("lse1", lse1, DTYPES[2:]),
+        ("o2", o2, DTYPES),
+        ("lse2", lse2, DTYPES[2:]),
     ):
         checks.layout(name, x)
         checks.library(name, x, "o1", o1)

@@ -10,6 +10,18 @@ from numba_flash.scoremod import ScoreMod
 MAX_OFFSET = 2**32  # exclusive: the offset is one word of Philox's counter
 
 
+# What a tier that lacks an option says that it does not know.
+NAMES = {
+    "softcap": "a softcap",
+    "score_mod": "a score_mod",
+    "bias": "a bias",
+    "mask": "a mask array",
+    "q_lengths": "lengths of sequences",
+    "kv_lengths": "lengths of sequences",
+    "dropout": "dropout",
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """The rest of a problem's formula; the defaults are plain attention.
@@ -47,6 +59,11 @@ class Options:
     dropout: float = 0.0
     seed: int = 0
     offset: int = 0
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the options that are on."""
+        return tuple(name for name in NAMES if getattr(self, name))
 
     @property
     def sequences(self) -> bool:

@@ -5,13 +5,16 @@ from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import NDArray
 
-from numba_flash import call, checks, spec
+from numba_flash import call, checks
 from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, T
-from numba_flash.api import SETTINGS, _adopt, _outs, _returned
+from numba_flash.api import adopted, gradients, outs_of, returned
+from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
+from numba_flash.problem import BackwardInputs, ForwardInputs, ForwardResults, bind_packed, bind_packed_backward
 
-FORWARD = ("q", "k", "v", "q_offsets", "k_offsets")
-BACKWARD = ("do", "q", "k", "v", "o", "lse", "dlse", "q_offsets", "k_offsets")
+# What the user calls the inputs: kernels find offsets where lengths are otherwise.
+FORWARD = (*ForwardInputs._fields[:-2], "q_offsets", "k_offsets")
+BACKWARD = (*BackwardInputs._fields[:-2], "q_offsets", "k_offsets")
 
 
 @overload
@@ -94,14 +97,13 @@ def forward_packed(
         As `forward`.
     """
     return_lse = checks.flag("return_lse", return_lse)
-    inputs = _adopt(FORWARD, (q, k, v, q_offsets, k_offsets))
+    inputs = adopted(ForwardInputs(q, k, v, q_lengths=q_offsets, kv_lengths=k_offsets), FORWARD)
     own = checks.adopt("out", out)
-    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("forward_packed", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
-    q, k, v, *offsets = inputs
-    o, lse = run((q, k, v, None, None, *offsets), (own, None), rng)
+    o, lse = run(inputs, (own, None), rng)
     o = o if out is None else out
     return (o, lse) if return_lse else o
 
@@ -186,28 +188,25 @@ def backward_packed(
         As `forward`.
     """
     deterministic = checks.flag("deterministic", deterministic)
-    inputs = _adopt(BACKWARD, (do, q, k, v, o, lse, dlse, q_offsets, k_offsets))
-    own = _outs(out, ("dq", "dk", "dv"))
-    given = (scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    inputs = adopted(BackwardInputs(do, q, k, v, o, lse, dlse, q_lengths=q_offsets, kv_lengths=k_offsets), BACKWARD)
+    own = outs_of(out, ("dq", "dk", "dv"))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("backward_packed", inputs, own, given, (backend, deterministic))
     if run is None:
         run = call.remember(key, _prepare_backward(inputs, given, deterministic, backend))
-    return _returned(run((*inputs[:7], None, None, *inputs[7:]), own, rng)[:3], out)
+    return returned(run(inputs, own, rng)[:3], out)
 
 
-def _prepare_forward(inputs: tuple, given: tuple, return_lse: bool, backend: str | None):
-    q, k, v, q_offsets, k_offsets = inputs
-    problem = spec.bind_packed(q, k, v, q_offsets, k_offsets, **dict(zip(SETTINGS, given, strict=True)))
-    shape = (*q.shape[:-1], problem.dv)
-    named = {"q": q, "k": k, "v": v, "bias": None, "mask": None, "q_lengths": q_offsets, "kv_lengths": k_offsets}
-    results = {"o": ("q", shape, None), "lse": ("q", shape[1::-1], problem.lse_dtype) if return_lse else None}
-    return call.prepare("forward", problem, backend, named, results)
+def _prepare_forward(inputs: ForwardInputs, given: Given, return_lse: bool, backend: str | None):
+    x = inputs
+    problem = bind_packed(x.q, x.k, x.v, x.q_lengths, x.kv_lengths, **given._asdict())
+    shape = (*x.q.shape[:-1], problem.dv)
+    lse = Wanted("q", shape[1::-1], problem.lse_dtype) if return_lse else None
+    return call.prepare("forward", problem, backend, inputs, ForwardResults(Wanted("q", shape), lse))
 
 
-def _prepare_backward(inputs: tuple, given: tuple, deterministic: bool, backend: str | None):
-    do, q, k, v, o, lse, dlse, *offsets = inputs
-    problem = spec.bind_packed_backward(do, q, k, v, o, lse, *offsets, dlse=dlse, **dict(zip(SETTINGS, given, strict=True)))
-    tensors = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-    named = tensors | {"bias": None, "mask": None, "q_lengths": offsets[0], "kv_lengths": offsets[1]}
-    results = {f"d{name}": (name, named[name].shape, None) for name in ("q", "k", "v")}
-    return call.prepare("backward", problem, backend, named, results | {"dbias": None}, deterministic=deterministic)
+def _prepare_backward(inputs: BackwardInputs, given: Given, deterministic: bool, backend: str | None):
+    x = inputs
+    lengths = x.q_lengths, x.kv_lengths
+    problem = bind_packed_backward(x.do, x.q, x.k, x.v, x.o, x.lse, *lengths, dlse=x.dlse, **given._asdict())
+    return call.prepare("backward", problem, backend, inputs, gradients(inputs, False), deterministic=deterministic)

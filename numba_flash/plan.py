@@ -1,9 +1,10 @@
 """Which backend runs a problem, and why every faster one does not."""
 
+import importlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from numba_flash.spec import Problem
+from numba_flash.problem import Problem
 
 Backend: TypeAlias = Literal["sm90", "simt", "cpu"]  # fastest first
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -37,34 +38,29 @@ class Plan:
         )
 
 
+MODULES = {"sm90": "numba_flash.cuda.sm90.tier", "simt": "numba_flash.cuda.simt.tier", "cpu": "numba_flash.cpu.tier"}
+
+
 def tier(backend: str):
     """Module of a backend; imported when first needed."""
-    if backend == "cpu":
-        from numba_flash import cpu
-
-        return cpu
-    if backend == "sm90":
-        from numba_flash.cuda import sm90
-
-        return sm90
-    from numba_flash.cuda import simt
-
-    return simt
+    return importlib.import_module(MODULES[backend])
 
 
-def choose(problem: Problem, inputs: dict, backend: Backend | None, kind: str = "forward") -> Plan:
+def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forward", **place) -> Plan:
     """First backend that can run `problem` on arrays like `inputs`, or the one the user demands.
 
     Parameters
     ----------
     problem : Problem
         What is to be computed.
-    inputs : dict
-        Arrays by name, at least q, k and v.
+    inputs : ForwardInputs or BackwardInputs
+        Arrays.
     backend : str or None
         One of `BACKENDS`, demanded by the user.
     kind : str
         ``"forward"`` or ``"backward"``.
+    **place
+        ``gpu``, if not the one that the arrays are on (see `numba_flash.cuda.launch.Gpu`).
 
     Raises
     ------
@@ -77,7 +73,7 @@ def choose(problem: Problem, inputs: dict, backend: Backend | None, kind: str = 
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None; got {backend!r}")
     refused = []
     for name in BACKENDS if backend is None else (backend,):
-        reason = tier(name).why_not(kind, problem, inputs, backend is not None)
+        reason = tier(name).why_not(kind, problem, inputs, backend is not None, **place)
         if reason is None:
             return Plan(name, problem, tier(name).tiles_of(problem), tuple(refused))
         refused.append((name, reason))

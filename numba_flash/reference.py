@@ -5,7 +5,7 @@ Equations: Dao et al., FlashAttention (arXiv:2205.14135), section 2.2 and append
 
 import numpy as np
 
-from numba_flash import spec
+from numba_flash.problem import bind
 
 
 def _wide(x, ndim: int = 5) -> np.ndarray:
@@ -85,7 +85,7 @@ def forward(q, k, v, **options) -> tuple[np.ndarray, np.ndarray]:
     q, k, v, **options
         As given to `numba_flash.forward`; NumPy arrays, upcast before any arithmetic.
     """
-    problem = spec.bind(q, k, v, **options)
+    problem = bind(q, k, v, **options)
     group = problem.hq // max(problem.hk, 1)
     p, factor, lse, _, visible = _probabilities(problem, options, _wide(q), _heads(k, group))
     o = _product(p * factor, _heads(v, group), visible & (factor != 0))
@@ -101,7 +101,7 @@ def backward(do, q, k, v, *, dlse=None, bias_grad=False, **options) -> tuple[np.
     do, q, k, v, dlse, bias_grad, **options
         As given to `numba_flash.backward`.
     """
-    problem = spec.bind(q, k, v, **options)
+    problem = bind(q, k, v, **options)
     group, transpose, dow = problem.hq // max(problem.hk, 1), lambda x: x.swapaxes(-1, -2), _wide(do)
     qw, kw, vw = _wide(q), _heads(k, group), _heads(v, group)
     p, factor, _, slope, visible = _probabilities(problem, options, qw, kw)

@@ -39,9 +39,9 @@ def word(seed, offset, head, i, j):
 
 
 @njit
-def keep(generator, head, i, j):
-    """True if the probability of query i and key j survives; `generator` is (seed, offset, threshold), `head` is b * Hq + h."""
-    return word(generator[0], generator[1], head, i, j) >= np.uint64(generator[2])
+def keep(seed, offset, threshold, head, i, j):
+    """True if the probability of query i and key j survives; `head` is b * Hq + h."""
+    return word(seed, offset, head, i, j) >= np.uint64(threshold)
 
 
 def keep_all(seed: int, offset: int, dropout: float, heads: np.ndarray, nq: int, nk: int) -> np.ndarray:

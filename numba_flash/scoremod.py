@@ -38,7 +38,7 @@ class ScoreMod:
     fingerprint : str
         Hash of the bytecode and of everything that it refers to.
     rows : dict
-        The compiled functions that change a row of scores on the CPU, by the type of a score (`numba_flash.cpu_scores`).
+        The compiled functions that change a row of scores on the CPU, by the type of a score (`numba_flash.cpu.scores`).
     prepared : dict
         Calls with this function that were prepared (`numba_flash.call`).
     """

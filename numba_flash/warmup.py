@@ -6,20 +6,21 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import astuple, is_dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 
-from numba_flash import arrays, disk, notice, spec
+from numba_flash import arrays, disk, notice
+from numba_flash.arrays import Layout
 from numba_flash.bench import grid
 from numba_flash.bench.cases import Cell, dtype_of
 from numba_flash.bench.progress import track
 from numba_flash.cuda import compile, launch
+from numba_flash.cuda.launch import Gpu, gpu
 from numba_flash.options import PLAIN
 from numba_flash.plan import choose, tier
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
 ABSENT_MULTIPROCESSORS = 132  # of a GPU that is not here: an H100 SXM's; how many there are decides whether keys are split into parts
 MOST_JOBS = 8
@@ -71,9 +72,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(f"for the CPU ({no_gpu})")
         tasks, refused, jobs = _cpu_tasks(cells), {}, 1  # processes that write to Numba's index at the same time would lose entries
     else:
-        gpu = _gpu(options.arch)
-        print("for compute capability {}.{}, kept in {}".format(*gpu.capability, compile.cache_directory() or "no directory"))
-        tasks, refused = _gpu_tasks(cells, options.backend, gpu)
+        there = _gpu(options.arch)
+        print("for compute capability {}.{}, kept in {}".format(*there.capability, compile.cache_directory() or "no directory"))
+        tasks, refused = _gpu_tasks(cells, options.backend, there)
         jobs = options.jobs
         if compile.place() is None:
             tasks, refused = [], refused | {NOT_KEPT: "all kernels"}
@@ -123,7 +124,8 @@ def _cpu_tasks(cells: list[Cell]) -> list:
 
 
 def _compile_for_cpu(direction: str, dtype: str) -> dict:
-    from numba_flash import backward, cpu_kernels, forward
+    from numba_flash import backward, forward
+    from numba_flash.cpu import kernels as cpu_kernels
 
     def work():
         dispatchers = [each for each in vars(cpu_kernels).values() if hasattr(each, "stats")]
@@ -142,15 +144,14 @@ def _compile_for_cpu(direction: str, dtype: str) -> dict:
 # ---- for a GPU ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _gpu(capability: tuple[int, int] | None) -> SimpleNamespace:
+def _gpu(capability: tuple[int, int] | None) -> Gpu:
     """The current GPU, or one of that capability which is not here."""
     if capability is not None:
-        return SimpleNamespace(capability=capability, multiprocessors=ABSENT_MULTIPROCESSORS)
-    device = arrays.current_gpu().id
-    return SimpleNamespace(capability=launch.capability(device), multiprocessors=launch.multiprocessors(device))
+        return Gpu(0, capability, ABSENT_MULTIPROCESSORS)
+    return gpu(arrays.current_gpu().id)
 
 
-def _gpu_tasks(cells: list[Cell], backend: str | None, gpu) -> tuple[list, dict[str, Cell]]:
+def _gpu_tasks(cells: list[Cell], backend: str | None, gpu: Gpu) -> tuple[list, dict[str, Cell]]:
     """One for each kernel of all cells; and the cells that cannot run, by the reason."""
     found, refused = {}, {}
     for cell in cells:
@@ -179,13 +180,7 @@ def _short(x) -> str:
     return f"{type(x).__name__}{astuple(x)}" if is_dataclass(x) else str(x)
 
 
-class _OnPaper(np.ndarray):
-    """A host array that says where on a GPU it lies; nobody reads it."""
-
-    data = SimpleNamespace(device_id=0, ptr=0)
-
-
-def kernels_of(cell: Cell, backend: str | None, gpu) -> list[tuple[str, tuple]]:
+def kernels_of(cell: Cell, backend: str | None, gpu: Gpu) -> list[tuple[str, tuple]]:
     """(builder, config) of every kernel that calls of `forward`, or of it with ``return_lse=True`` and of `backward`, launch.
 
     Parameters
@@ -194,44 +189,28 @@ def kernels_of(cell: Cell, backend: str | None, gpu) -> list[tuple[str, tuple]]:
         The problem.
     backend : str or None
         Demanded by the user.
-    gpu : namespace
-        `capability` and `multiprocessors` of the GPU.
+    gpu : Gpu
+        Where they will run; it need not be here.
 
     Raises
     ------
     NotImplementedError
         No backend, or not the one demanded, can run it there.
     """
-    dtype, make = dtype_of(cell.dtype), lambda heads, *shape, dtype: np.empty((cell.batch, heads, *shape), dtype).view(_OnPaper)
-    q, o, do, dq = (make(cell.heads, cell.length, cell.head_dim, dtype=dtype) for _ in range(4))
-    k, v, dk, dv = (make(cell.heads_kv, cell.length, cell.head_dim, dtype=dtype) for _ in range(4))
-    problem = spec.bind(q, k, v, causal=cell.causal)
-    lse = make(cell.heads, cell.length, dtype=problem.lse_dtype)
-    named, options = {"q": q, "k": k, "v": v}, (None,) * 4
+    dtype = dtype_of(cell.dtype)
+    q = np.empty((cell.batch, cell.heads, cell.length, cell.head_dim), dtype)  # nobody reads or writes any of these
+    k = np.empty((cell.batch, cell.heads_kv, cell.length, cell.head_dim), dtype)
+    problem = bind(q, k, k, causal=cell.causal)
+    lse = np.empty(q.shape[:-1], problem.lse_dtype)
 
-    def prepare(kind, named, *arguments):
-        getattr(tier(choose(problem, named, backend, kind).backend), f"prepare_{kind}")(problem, *arguments)
+    def launches(kind, inputs, results):
+        chosen = tier(choose(problem, inputs, backend, kind, gpu=gpu).backend)
+        prepare = getattr(chosen, f"prepare_{kind}")
+        on_paper = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
+        return [(launch.builder, launch.config) for launch in prepare(problem, *on_paper, gpu=gpu).launches]
 
-    with _loaded_on_paper(gpu) as kernels:
-        if cell.direction == "forward":
-            prepare("forward", named, (q, k, v, *options), (o, None))
-        else:
-            prepare("forward", named, (q, k, v, *options), (o, lse))
-            prepare("backward", named | {"do": do, "o": o}, (do, q, k, v, o, lse, None, *options), (dq, dk, dv, None))
-    return kernels
-
-
-@contextmanager
-def _loaded_on_paper(gpu):
-    """Let the backends prepare launches on arrays `_OnPaper` as if that GPU were here, and list the kernels that they would load."""
-    from unittest.mock import patch
-
-    kernels = []
-    on_gpu = {"why_not": lambda x: None, "capability": lambda device: gpu.capability, "multiprocessors": lambda device: gpu.multiprocessors}
-    record = lambda builder, config, *others, **more: kernels.append((builder, config))
-    compact = lambda name, shape, dtype: np.empty(shape, dtype).view(_OnPaper)
-    with (
-        patch.multiple(launch, Launch=record, **on_gpu),
-        patch.multiple(arrays, current_gpu=lambda: SimpleNamespace(id=0), compact=compact),
-    ):
-        yield kernels
+    forward = ForwardInputs(q, k, k)
+    if cell.direction == "forward":
+        return launches("forward", forward, ForwardResults(q, None))
+    backward = BackwardInputs(q, q, k, k, q, lse)
+    return launches("forward", forward, ForwardResults(q, lse)) + launches("backward", backward, BackwardResults(q, k, k))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import reference, spec
+from numba_flash import reference
+from numba_flash.problem import bind
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -90,15 +91,15 @@ class Backend:
     def blocks(self, kernel: str, dtype: str, d: int) -> tuple[int, int]:
         """Queries and keys per tile of ``"forward"``, ``"dkdv"`` or ``"dq"``."""
         if self.name == "cpu":
-            from numba_flash import cpu
+            from numba_flash.cpu import tier as cpu
 
             return (cpu.BLOCK_M, cpu.BLOCK_N) if kernel == "forward" else (cpu.BACKWARD_BLOCK_M, cpu.BACKWARD_BLOCK_N)
         if self.name == "sm90" and kernel == "forward":
-            from numba_flash.cuda import sm90
+            from numba_flash.cuda.sm90 import tier as sm90
 
             x = np.zeros((1, d), DTYPES[dtype])
-            return dict(sm90.tiles_of(spec.bind(x, x, x)))[kernel]
-        from numba_flash.cuda import simt
+            return dict(sm90.tiles_of(bind(x, x, x)))[kernel]
+        from numba_flash.cuda.simt import tier as simt
 
         tile = simt.tile_for(kernel, dtype, d)
         return (tile.block_n, tile.block_m) if kernel == "dkdv" else (tile.block_m, tile.block_n)

@@ -14,11 +14,15 @@ from unittest.mock import patch
 import common
 
 import numba_flash
-from numba_flash import arrays, spec
+from numba_flash import arrays
 from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
-from numba_flash.cuda import launch, simt, sm90, sm90_backward
+from numba_flash.cuda import launch
+from numba_flash.cuda.simt import tier as simt
+from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
+from numba_flash.cuda.sm90 import tier as sm90
 from numba_flash.plan import tier
+from numba_flash.problem import bind
 
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 Forward, Backward, Simt = sm90.Tile, sm90_backward.BackwardTile, simt.Tile
@@ -63,7 +67,7 @@ def _fits(tile, head_dim: int) -> bool:
 def bind(tile, direction: str, module, name: str, case: Case) -> peers.Bound:
     """A prepared call of the backend `name` with this tile, on results that are allocated once."""
     (q, k, v), backend, absent = case.arrays, tier(name), (None,) * 4
-    problem, like = spec.bind(q, k, v), lambda x: arrays.empty("a result", x, x.shape)
+    problem, like = bind(q, k, v), lambda x: arrays.empty("a result", x, x.shape)
     if direction == "forward":
         results, prepare = (like(q), None), backend.prepare_forward
         inputs = lambda do: (q, k, v, *absent)
@@ -96,7 +100,7 @@ def study(name: str, head_dim: int, options, clock) -> list[dict]:
     backend, direction = name.split()
     heads = options.width // head_dim
     cell = Cell(direction, "full", dtype, options.tokens // options.length, heads, heads, options.length, head_dim)
-    problem = spec.bind(*Case(cell, clock.xp).arrays)
+    problem = bind(*Case(cell, clock.xp).arrays)
     chosen = module.tile_for(*(("forward", dtype, head_dim) if module is simt else (problem,)))
     candidates = list(dict.fromkeys([chosen, *(tile for tile in tiles[head_dim] if _fits(tile, head_dim))]))
     everyone = [peers.Contender(str(t), partial(bind, t, direction, module, backend), lambda *_: None) for t in candidates]

@@ -1,4 +1,6 @@
-"""The only contact with Numba's CUDA compiler: Python function + signature + compute capability -> cubin, cached on disk."""
+"""The only contact with Numba's CUDA compiler: Python function + signature + compute capability ->
+cubin, cached on disk.
+"""
 
 import hashlib
 import importlib
@@ -17,17 +19,23 @@ from numba_flash import disk, notice
 from numba_flash.fingerprint import source_fingerprint
 
 CONSTANT_BYTES = 2**16
-_one_at_a_time = threading.RLock()  # what is changed in Numba while a kernel is compiled is put back before the next
+_one_at_a_time = (
+    threading.RLock()
+)  # what is changed in Numba while a kernel is compiled is put back before the next
 TENSOR_MAP_BYTES = 128
 TOOLS = (
     *("numba", "llvmlite", "numba-cuda", "cuda-core"),
-    *("nvidia-nvvm", "nvidia-nvjitlink"),  # CUDA 13's wheels of the compiler and the linker, and below CUDA 12's
+    *(
+        "nvidia-nvvm",
+        "nvidia-nvjitlink",
+    ),  # CUDA 13's wheels of the compiler and the linker, and below CUDA 12's
     *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
 )
 
 
 def cache_directory() -> Path | None:
-    """Where cubins are kept: ``$NUMBA_FLASH_CACHE_DIR``, else ``$XDG_CACHE_HOME/numba_flash``, else ``~/.cache/numba_flash``.
+    """Where cubins are kept: ``$NUMBA_FLASH_CACHE_DIR``, else ``$XDG_CACHE_HOME/numba_flash``, else
+    ``~/.cache/numba_flash``.
 
     None without a home directory.
     """
@@ -51,12 +59,17 @@ def _version(tool: str) -> str:
 
 
 def cache_key(builder: str, config: tuple, capability: tuple[int, int]) -> str:
-    """Everything that a cubin depends on: what is built, for which architecture, from which sources, with which tools."""
-    return hashlib.sha256(repr((builder, config, capability, source_fingerprint(), _tool_versions())).encode()).hexdigest()
+    """Everything that a cubin depends on: what is built, for which architecture, from which
+    sources, with which tools.
+    """
+    return hashlib.sha256(
+        repr((builder, config, capability, source_fingerprint(), _tool_versions())).encode()
+    ).hexdigest()
 
 
 def cubin(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
-    """Machine code of the kernel that `builder`, a ``"module.function"`` in `numba_flash.cuda`, makes of `config`.
+    """Machine code of the kernel that `builder`, a ``"module.function"`` in `numba_flash.cuda`,
+    makes of `config`.
 
     Its entry point is called "kernel".
 
@@ -79,7 +92,10 @@ def kept_resources(builder: str, config: tuple, capability: tuple[int, int]) -> 
 def compiled(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
     """What `cubin` returns if it compiles; kept where that is possible."""
     sizes = ", ".join(str(x) for x in config if type(x) in (str, int))
-    notice.compiling(f"the CUDA kernel {builder} ({sizes}) for compute capability {capability[0]}.{capability[1]}", place())
+    notice.compiling(
+        f"the CUDA kernel {builder} ({sizes}) for compute capability {capability[0]}.{capability[1]}",
+        place(),
+    )
     code, log = _link(intermediate(builder, config, capability), capability, verbose=True)
     key = cache_key(builder, config, capability)
     _store(f"{key}.log", log.encode())
@@ -91,7 +107,10 @@ def place() -> Path | None:
     """`cache_directory` if code in it can be trusted, None and one warning if not."""
     directory = cache_directory()
     if directory is None:
-        disk.give_up(Path("~/.cache/numba_flash"), "there is no home directory (NUMBA_FLASH_CACHE_DIR names another place)")
+        disk.give_up(
+            Path("~/.cache/numba_flash"),
+            "there is no home directory (NUMBA_FLASH_CACHE_DIR names another place)",
+        )
         return None
     return directory if disk.trusted(directory) else None
 
@@ -115,7 +134,9 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @lru_cache(maxsize=1)
 def _numba_cuda():
-    """`numba.cuda`, and what it imports once it compiles: that asks for `numpy.row_stack`, which NumPy 2.5 lacks. It is there meanwhile."""
+    """`numba.cuda`, and what it imports once it compiles: that asks for `numpy.row_stack`, which
+    NumPy 2.5 lacks. It is there meanwhile.
+    """
     missing = not hasattr(np, "row_stack")
     if missing:
         np.row_stack = lambda tup: np.vstack(tup)  # noqa: NPY201
@@ -129,30 +150,47 @@ def _numba_cuda():
 
 
 def intermediate(builder: str, config: tuple, capability: tuple[int, int]) -> str | bytes:
-    """PTX of one kernel, its entry point renamed to "kernel"; or LTO-IR, for kernels that take tensor maps.
+    """PTX of one kernel, its entry point renamed to "kernel"; or LTO-IR, for kernels that take
+    tensor maps.
 
-    The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg and serialises wgmma (ptxas C7504, C7509);
-    LTO-IR it compiles as the whole program that it is.
+    The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg
+    and serialises wgmma (ptxas C7504, C7509); LTO-IR it compiles as the whole program that it is.
     """
     with _one_at_a_time:
         cuda = _numba_cuda()
-    module, build = builder.split(".")
-    function, signature, options = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
+    module, build = builder.rsplit(".", 1)
+    function, signature, options = getattr(
+        importlib.import_module(f"numba_flash.cuda.{module}"), build
+    )(*config)
     maps = options.pop("tensor_maps", ())
     with _one_at_a_time, _target(capability):
         if maps:
             with _tensor_maps_by_value(maps):
-                return cuda.compile(function, signature, device=False, abi="numba", cc=(*capability, "a"), output="ltoir", **options)[0]
-        text, _ = cuda.compile(function, signature, device=False, abi="numba", cc=capability, **options)
+                return cuda.compile(
+                    function,
+                    signature,
+                    device=False,
+                    abi="numba",
+                    cc=(*capability, "a"),
+                    output="ltoir",
+                    **options,
+                )[0]
+        text, _ = cuda.compile(
+            function, signature, device=False, abi="numba", cc=capability, **options
+        )
     (line,) = (line for line in text.splitlines() if ".entry" in line)
-    return _constants_that_fit(text.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel"))
+    return _constants_that_fit(
+        text.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel")
+    )
 
 
 @contextmanager
 def _tensor_maps_by_value(maps: tuple[str, ...]):
-    """Let the compiler see the kernel's parameters `maps`, addresses (uint64) to Numba, as tensor maps that the launch passes by value.
+    """Let the compiler see the kernel's parameters `maps`, addresses (uint64) to Numba, as tensor
+    maps that the launch passes by value.
 
-    Numba has no argument of 128 bytes. Each address becomes that of the parameter, and the kernel is renamed to "kernel".
+    Numba has no argument of 128 bytes. Each address becomes that of the parameter, and the kernel
+    is renamed to "kernel".
     """
     from numba.cuda.cudadrv import nvvm
 
@@ -172,24 +210,37 @@ def _tensor_maps_by_value(maps: tuple[str, ...]):
 
 
 def _rewrite_kernel(module: str, maps: tuple[str, ...]) -> str:
-    """NVVM IR (section "Parameters and grid_constant") of the module whose only definition is the kernel."""
+    """NVVM IR (section "Parameters and grid_constant") of the module whose only definition is the
+    kernel.
+    """
     (name,) = re.findall(r'^define void @"([^"]+)"\(', module, re.MULTILINE)
     map_type = f"[{TENSOR_MAP_BYTES} x i8]*"
     was, now = ", ".join(["i64"] * len(maps)), ", ".join([map_type] * len(maps))
-    addresses = "".join(f'  %"{each}" = ptrtoint {map_type} %"{each}.value" to i64\n' for each in maps)
+    addresses = "".join(
+        f'  %"{each}" = ptrtoint {map_type} %"{each}.value" to i64\n' for each in maps
+    )
     for each in maps:
         module = module.replace(f'i64 %"{each}"', f'{map_type} byval align 64 %"{each}.value"', 1)
     head, body = module.split("\nentry:\n", 1)
-    module = f"{head}\nentry:\n{addresses}{body}".replace(name, "kernel").replace(f"void ({was}, ", f"void ({now}, ")
+    module = f"{head}\nentry:\n{addresses}{body}".replace(name, "kernel").replace(
+        f"void ({was}, ", f"void ({now}, "
+    )
     types = re.search(r'!\{ (void \(.*?\)\* @"kernel"), !"kernel"', module)[1]
     indices = ", ".join(f"i32 {i + 1}" for i in range(len(maps)))
     annotations = re.search(r"^!nvvm\.annotations = !\{ (.*) \}$", module, re.MULTILINE)[1]
-    module = module.replace(f"!nvvm.annotations = !{{ {annotations} }}", f"!nvvm.annotations = !{{ {annotations}, !90000 }}")
-    return f'{module}\n!90000 = !{{ {types}, !"grid_constant", !90001 }}\n!90001 = !{{ {indices} }}\n'
+    module = module.replace(
+        f"!nvvm.annotations = !{{ {annotations} }}",
+        f"!nvvm.annotations = !{{ {annotations}, !90000 }}",
+    )
+    return (
+        f'{module}\n!90000 = !{{ {types}, !"grid_constant", !90001 }}\n!90001 = !{{ {indices} }}\n'
+    )
 
 
 def _constants_that_fit(text: str) -> str:
-    """The same PTX, with arrays that a function captures in global memory if they are too large for the constant one."""
+    """The same PTX, with arrays that a function captures in global memory if they are too large for
+    the constant one.
+    """
     arrays = re.findall(r"^\s*\.const .*\.b(\d+) \S+\[(\d+)\]", text, re.MULTILINE)
     too_large = sum(int(bits) // 8 * int(count) for bits, count in arrays) > CONSTANT_BYTES
     return re.sub(r"\.const\b", ".global", text) if too_large else text
@@ -197,7 +248,9 @@ def _constants_that_fit(text: str) -> str:
 
 @contextmanager
 def _target(capability: tuple[int, int]):
-    """Let device functions, which Numba compiles for "the current device", be compiled for `capability` on any machine."""
+    """Let device functions, which Numba compiles for "the current device", be compiled for
+    `capability` on any machine.
+    """
     from numba.cuda import dispatcher
 
     current_device = dispatcher.get_current_device
@@ -214,7 +267,9 @@ def link(code: str | bytes, capability: tuple[int, int]) -> bytes:
 
 
 def resources(code: str | bytes, capability: tuple[int, int]) -> dict[str, int]:
-    """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``, ``shared_bytes`` (static), its ``warnings``."""
+    """What the assembler gave one kernel: ``registers``, ``spill_bytes``, ``stack_bytes``,
+    ``shared_bytes`` (static), its ``warnings``.
+    """
     return _resources(_link(code, capability, verbose=True)[1])
 
 

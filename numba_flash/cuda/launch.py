@@ -7,17 +7,25 @@ import os
 import threading
 from functools import cache, lru_cache
 from glob import glob
+from typing import NamedTuple
 
 import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import compile
-from numba_flash.cuda.swizzle import PANEL
+from numba_flash.cuda.tensor_maps import TensorMaps
 
-TENSOR_MAPS_LIMIT = 256  # of one array of one launch
 DRIVER = "libcuda.so.1"
-DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")  # of a PC or server; in WSL; on Jetson boards
-OLD_DRIVER, NO_DEVICE = 35, 100  # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice
+DEVICES = (
+    "/dev/nvidia[0-9]*",
+    "/dev/dxg",
+    "/dev/nvhost-gpu",
+    "/dev/nvgpu",
+)  # of a PC or server; in WSL; on Jetson boards
+OLD_DRIVER, NO_DEVICE = (
+    35,
+    100,
+)  # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice
 
 _thread = threading.local()
 
@@ -34,20 +42,26 @@ def _no_gpu() -> str | None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            return _no_gpu_in_sight() or f"{module} cannot be imported ({error}); install numba_flash[cuda13] or numba_flash[cuda12]"
+            return (
+                _no_gpu_in_sight()
+                or f"{module} cannot be imported ({error}); install numba_flash[cuda13] or numba_flash[cuda12]"
+            )
     import cupy
 
     try:
         return None if cupy.cuda.runtime.getDeviceCount() else "no NVIDIA GPU found"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        reason = {NO_DEVICE: "no NVIDIA GPU found", OLD_DRIVER: "the NVIDIA driver is too old for CuPy"}.get(
-            error.status, "no GPU can be used"
-        )
+        reason = {
+            NO_DEVICE: "no NVIDIA GPU found",
+            OLD_DRIVER: "the NVIDIA driver is too old for CuPy",
+        }.get(error.status, "no GPU can be used")
         return _no_gpu_in_sight() or f"{reason}: {error}"
 
 
 def _no_gpu_in_sight() -> str | None:
-    """Why this machine seems to have no GPU, or None. Asks no driver: one that has been asked is of no use to forked children."""
+    """Why this machine seems to have no GPU, or None. Asks no driver: one that has been asked is of
+    no use to forked children.
+    """
     try:
         ctypes.CDLL(DRIVER)
     except OSError:
@@ -64,20 +78,39 @@ def why_not(x) -> str | None:
     return _no_gpu()
 
 
+class Gpu(NamedTuple):
+    """What the choice of kernels depends on.
+
+    Attributes
+    ----------
+    device : int
+        Its number; -1 for Numba's simulator.
+    capability : tuple of two ints
+        Compute capability.
+    multiprocessors : int
+        How many there are.
+    """
+
+    device: int
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
 @cache
-def capability(device: int) -> tuple[int, int]:
-    """Compute capability."""
+def gpu(device: int) -> Gpu:
+    """The GPU of that number, or the simulator."""
+    if device < 0:
+        return Gpu(device, (0, 0), 1)
     from cuda.core import Device
 
-    return tuple(Device(device).compute_capability)
+    there = Device(device)
+    return Gpu(device, tuple(there.compute_capability), there.properties.multiprocessor_count)
 
 
-@cache
-def multiprocessors(device: int) -> int:
-    """Number of multiprocessors."""
-    from cuda.core import Device
-
-    return Device(device).properties.multiprocessor_count
+def gpu_of(x) -> Gpu:
+    """Where kernels run for an array: its own GPU, the simulator, or CuPy's current GPU."""
+    device = arrays.device_id(x)
+    return gpu(device if device >= 0 or simulated() else arrays.current_gpu().id)
 
 
 @lru_cache(maxsize=256)
@@ -87,12 +120,18 @@ def _kernel(builder: str, config: tuple, device: int, shared_bytes: int):
     from cuda.core import Device, ObjectCode
 
     Device(device).set_current()
-    kernel = ObjectCode.from_cubin(compile.cubin(builder, config, capability(device))).get_kernel("kernel")
+    kernel = ObjectCode.from_cubin(
+        compile.cubin(builder, config, gpu(device).capability)
+    ).get_kernel("kernel")
     if shared_bytes:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(device))
+        (error,) = driver.cuKernelSetAttribute(
+            limit, shared_bytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(device)
+        )
         if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{builder} needs {shared_bytes} bytes of shared memory: {error.name}")
+            raise RuntimeError(
+                f"{builder} needs {shared_bytes} bytes of shared memory: {error.name}"
+            )
     return kernel
 
 
@@ -107,143 +146,162 @@ def _stream(handle: int):
 def _simulated_kernel(builder: str, config: tuple):
     from numba import cuda
 
-    module, function = builder.split(".")
+    module, function = builder.rsplit(".", 1)
     kernel, _, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)(*config)
     return cuda.jit(kernel)
 
 
 def _numba_array(x, view: int | tuple[int, ...]) -> list[int]:
-    """A Numba array argument, flattened: no parent or owner, size, itemsize, address (0 for now), shape, strides; all 0 for None."""
+    """A Numba array argument of a layout, flattened: no parent or owner, size, itemsize, address (0
+    for now), shape, strides; all 0 for None.
+    """
     ndim = view if isinstance(view, int) else len(view)
     if x is None:
         return [0] * (5 + 2 * ndim)
-    shape, strides = (1,) * (ndim - x.ndim) + tuple(x.shape), arrays.expanded_strides(x, ndim)
+    shape, strides = (1,) * (ndim - x.ndim) + x.shape, arrays.expanded_strides(x, ndim)
     if shape != view and isinstance(view, tuple):
         strides = [0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
         shape = view
     return [0, 0, math.prod(shape), x.dtype.itemsize, 0, *shape, *strides]
 
 
-class _Memory:
-    """Device memory at an address, in the protocol that cuda.core reads."""
-
-    __slots__ = ("__cuda_array_interface__",)
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]):
-        self.__cuda_array_interface__ = {
-            "version": 3, "shape": shape, "strides": strides, "typestr": "<u2", "data": (address, False), "stream": None
-        }  # fmt: skip
-
-
-class TensorMaps:
-    """Tensor maps of (..., n, d) arrays of 16-bit elements as five dimensions, with boxes of `rows` rows of one panel of 64 columns.
-
-    One for each address at which an array of this layout was seen: programs use the same memory again and again.
-    """
-
-    def __init__(self, x, rows: int):
-        self._shape, self._rows, self._maps = (1,) * (5 - x.ndim) + tuple(x.shape), rows, {}
-        strides = zip(self._shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
-        self._strides = (*(16 if n == 1 else stride for n, stride in strides), 2)  # that of a single element is never used, but checked
-
-    def at(self, address: int):
-        """The descriptor for an array that begins there."""
-        descriptor = self._maps.get(address)
-        if descriptor is None:
-            if len(self._maps) >= TENSOR_MAPS_LIMIT:
-                self._maps = {}
-            descriptor = self._maps[address] = self._describe(address)
-        return descriptor
-
-    def _describe(self, address: int):
-        from cuda.core import TensorMapDescriptorOptions
-        from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
-        from cuda.core.utils import StridedMemoryView
-
-        view = StridedMemoryView.from_cuda_array_interface(_Memory(address, self._shape, self._strides), stream_ptr=-1)
-        box, promotion = (1, 1, 1, self._rows, PANEL), TensorMapL2Promotion.L2_256B
-        options = TensorMapDescriptorOptions(box_dim=box, swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=promotion)
-        return view.as_tensor_map(options=options)
+def _flat(numbers) -> list:
+    """Numbers as the driver takes them: those of tuples one by one."""
+    return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
 
 
 class Launch:
-    """One kernel with its grid and every argument but the addresses; a call costs one list copy and one launch on CuPy's current stream.
+    """One kernel with its grid and every argument but the addresses; a call costs one list copy and
+    one launch on CuPy's current stream.
+
+    The kernel is found or compiled, and loaded, when it runs for the first time.
 
     Parameters
     ----------
     builder : str
-        ``"module.function"`` inside `numba_flash.cuda`; returns (kernel, signature, compile options).
+        ``"module.function"`` inside `numba_flash.cuda`; returns (kernel, signature, compile
+        options).
     config : tuple
         Arguments of the builder, hashable.
+    gpu : Gpu
+        Where it will run.
     grid : int
         Blocks. A grid of 0 launches nothing.
-    block : int or tuple of two ints
-        Threads per block, and bytes of dynamic shared memory if there is any.
-    operands : tuple of (array or None, ndim or shape)
-        Layouts; each is seen by the kernel with leading axes of size 1 up to ndim, or broadcast to the shape.
-    scalars : tuple of int or float
-        int64 and float64 arguments after the arrays.
+    threads : int
+        Of a block.
+    operands : tuple of (Layout or None, ndim or shape)
+        The arrays; each is seen by the kernel with leading axes of size 1 up to ndim, or broadcast
+        to the shape.
     extras : tuple like `operands`
-        Layouts of the arrays that the kernel gets as a tuple, after the others.
-    parameters : tuple of int or float
-        Numbers that the kernel gets as a tuple, after the scalars; a call may bring others, and before them others for the last scalars.
-    maps : tuple of (array, int)
-        Layouts of the arrays that the kernel reads through tensor maps, its first arguments, and the rows of their boxes.
+        The arrays that the kernel gets as a named tuple, after the others.
+    numbers : tuple of numbers and named tuples of numbers
+        The arguments after the arrays; a call may bring others.
+    maps : tuple of (Layout, int)
+        The arrays that the kernel reads through tensor maps, its first arguments, and the rows of
+        their boxes.
+    shared_bytes : int
+        Dynamic shared memory of a block.
     """
 
-    def __init__(self, builder, config, grid, block, operands, scalars=(), extras=(), parameters=(), maps=()):
-        block, shared_bytes = block if isinstance(block, tuple) else (block, 0)
-        self._grid, self._block, self._scalars, self._parameters = grid, block, scalars, parameters
-        self._leading, operands = len(operands), (*operands, *extras)
-        self._views = [view for _, view in operands]
-        self._device = arrays.device_id(operands[0][0])
+    def __init__(
+        self,
+        builder,
+        config,
+        gpu,
+        *,
+        grid,
+        threads,
+        operands,
+        extras=(),
+        numbers=(),
+        maps=(),
+        shared_bytes=0,
+    ):
+        self.builder, self.config = builder, config
+        self._device, self._grid, self._threads, self._shared_bytes = (
+            gpu.device,
+            grid,
+            threads,
+            shared_bytes,
+        )
+        self._operands, self._extras, self._maps, self.numbers = operands, extras, maps, numbers
+        self._submit = None
+
+    def __call__(self, *operands, extras=(), numbers=None) -> None:
+        """Launch on arrays: those of `maps` first, then `operands`, and `extras` by name; `numbers`
+        None are those it was made with.
+        """
+        if self._grid:
+            if self._submit is None:
+                self._load()
+            self._submit(operands, extras, numbers)
+
+    def _load(self) -> None:
         if self._device < 0:
-            self._kernel, self._submit = _simulated_kernel(builder, config), self._simulate
+            self._kernel = _simulated_kernel(self.builder, self.config)
+            self._submit = self._simulate
             return
         import cupy
         from cuda.core import LaunchConfig, launch
 
-        self._cupy, self._launch, self._submit = cupy.cuda, launch, self._submit_to_gpu
-        self._kernel = _kernel(builder, config, self._device, shared_bytes)
-        self._config = LaunchConfig(grid=max(grid, 1), block=block, shmem_size=shared_bytes)
-        self._maps = [TensorMaps(x, rows).at for x, rows in maps]
-        self._arguments, self._slots = [0] * len(maps), []
-        for x, view in operands:
-            self._slots.append(len(self._arguments) + 4)
-            self._arguments += _numba_array(x, view)
-        self._arguments += (*scalars, *parameters)
+        self._cupy, self._launch = cupy.cuda, launch
+        self._kernel = _kernel(self.builder, self.config, self._device, self._shared_bytes)
+        self._config = LaunchConfig(
+            grid=self._grid, block=self._threads, shmem_size=self._shared_bytes
+        )
+        arguments, slots = [0] * len(self._maps), []
+        for x, view in (*self._operands, *self._extras):
+            slots.append(len(arguments) + 4)
+            arguments += _numba_array(x, view)
+        self._at = [TensorMaps(x, rows).at for x, rows in self._maps]
+        self._slots, self._arguments = (
+            slots,
+            arguments + _flat(self.numbers),
+        )  # complete: another thread may load at the same time
+        self._submit = self._submit_to_gpu
 
-    def __call__(self, *operands, parameters=()) -> None:
-        if self._grid:
-            self._submit(operands, parameters)
-
-    def _submit_to_gpu(self, operands, parameters) -> None:
+    def _submit_to_gpu(self, operands, extras, numbers) -> None:
         if self._cupy.runtime.getDevice() != self._device:
             with self._cupy.Device(self._device):
-                return self._submit_to_gpu(operands, parameters)
-        if self._device not in _thread.__dict__:  # a new thread has no context until it names a device
+                return self._submit_to_gpu(operands, extras, numbers)
+        if (
+            self._device not in _thread.__dict__
+        ):  # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
-        arguments, mapped = self._arguments.copy(), len(self._maps)
-        for i, at in enumerate(self._maps):
+        arguments, mapped = self._arguments.copy(), len(self._at)
+        for i, at in enumerate(self._at):
             arguments[i] = at(operands[i].data.ptr)
-        for slot, x in zip(self._slots, operands[mapped:], strict=True):
+        for slot, x in zip(self._slots, (*operands[mapped:], *extras), strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
-        if parameters:
-            arguments[-len(parameters) :] = parameters
-        self._launch(_stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments)
+        if numbers is not None:
+            numbers = _flat(numbers)
+            arguments[-len(numbers) :] = numbers
+        self._launch(
+            _stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments
+        )
 
-    def _simulate(self, operands, parameters) -> None:
-        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
+    def _simulate(self, operands, extras, numbers) -> None:
+        from numba.cuda.simulator.cudadrv.devicearray import (
+            FakeCUDAArray,
+            FakeWithinKernelCUDAArray,
+        )
 
-        nothing = np.empty(operands[0].shape[:-1])
-        views = [_view(nothing if x is None else x, view) for x, view in zip(operands, self._views, strict=True)]
-        # wrapped by hand, so that any strides are read in place
-        views = [FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x) for x in views]
-        extras = tuple(map(FakeWithinKernelCUDAArray, views[self._leading :]))
+        def fake(x, view):  # wrapped by hand, so that any strides are read in place
+            x = _view(np.empty(operands[0].shape[:-1]) if x is None else x, view)
+            return FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x)
+
+        views = [fake(x, view) for x, (_, view) in zip(operands, self._operands, strict=True)]
+        if extras:
+            inner = (
+                FakeWithinKernelCUDAArray(fake(x, view))
+                for x, (_, view) in zip(extras, self._extras, strict=True)
+            )
+            extras = extras._make(inner)
+        numbers = self.numbers if numbers is None else numbers
         with np.errstate(all="ignore"):
-            self._kernel[self._grid, self._block](*views[: self._leading], extras, *self._scalars, parameters or self._parameters)
+            self._kernel[self._grid, self._threads](*views, extras, *numbers)
 
 
 def _view(x: np.ndarray, view: int | tuple[int, ...]) -> np.ndarray:

@@ -1,14 +1,62 @@
-"""Which piece of the problem a block works on."""
+"""Which piece of the problem a block works on: the numbering of work items, on the device.
+`numba_flash.cuda.grid` counts them on the host.
+"""
 
-from numba import cuda, njit
-from numba.cuda import types
+from typing import NamedTuple
+
+from numba import njit
 
 from numba_flash import mask
+from numba_flash.cuda.lang import cuda, device, i32, i64, inline, types, u32
+from numba_flash.cuda.sequence import build_sequence
+
+
+class RowBlock(NamedTuple):
+    """Batch element (for packed sequences 0 and the sequence), head, and the number of a block of
+    rows.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    block: int
+
+
+class Item(NamedTuple):
+    """A work item of a persistent block: some rows of a head, and the tiles of columns that they
+    see. All are int32.
+
+    Attributes
+    ----------
+    b0, b1, head, row0 : int
+        Where its rows are; row0 counts from the first row of the sequence.
+    rows_begin, rows, columns_begin, columns, low, high, invalid : int
+        Its sequence (see `numba_flash.cuda.sequence.Sequence`), and the band there. Rows are
+        queries, or keys if transposed.
+    first, count, part : int
+        First tile of columns, how many there are, and which part of all that is.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    row0: int
+    rows_begin: int
+    rows: int
+    columns_begin: int
+    columns: int
+    low: int
+    high: int
+    invalid: int
+    first: int
+    count: int
+    part: int
 
 
 @njit
-def work_item(index, blocks, heads, batch1):
-    """(batch0, batch1, head, row block) of a one-dimensional grid; blocks of one head are neighbours, the last block first.
+def row_block(index, blocks, heads, batch1):
+    """The `RowBlock` of a number of a one-dimensional grid; blocks of one head are neighbours, the
+    last block first.
 
     With a causal mask the last rows see the most keys, so the longest work starts first.
     """
@@ -16,36 +64,114 @@ def work_item(index, blocks, heads, batch1):
     index //= blocks
     head = index % heads
     index //= heads
-    return index // batch1, index % batch1, head, block
+    return RowBlock(index // batch1, index % batch1, head, block)
 
 
-@cuda.jit(device=True)
-def packed_item(index, offsets, total, block):
-    """(0, sequence, head, row block) for sequences that lie one after the other in `total` rows, with boundaries known to the device alone.
+@device
+def packed_row_block(index, offsets, total, block):
+    """The same for sequences that lie one after the other in `total` rows, with boundaries known to
+    the device alone.
 
-    Sequence s owns the numbers from ``offsets[s] // block + s`` on: at least as many as it has blocks, at most one more.
+    Sequence s owns the numbers from ``offsets[s] // block + s`` on: at least as many as it has
+    blocks, at most one more.
     """
     sequences = offsets.shape[0] - 1
-    numbers = types.uint32(total // block + sequences)
-    head, number = types.int64(types.uint32(index) // numbers), types.int64(types.uint32(index) % numbers)
+    numbers = u32(total // block + sequences)
+    head, number = i64(u32(index) // numbers), i64(u32(index) % numbers)
     first, last = 0, sequences - 1
     while first < last:  # the last sequence that begins at or before `number`
         middle = (first + last + 1) // 2
-        if types.int64(offsets[middle]) // block + middle <= number:
+        if i64(offsets[middle]) // block + middle <= number:
             first = middle
         else:
             last = middle - 1
-    return 0, first, head, max(number - (types.int64(offsets[first]) // block + first), 0)
+    return RowBlock(0, first, head, max(number - (i64(offsets[first]) // block + first), 0))
+
+
+def build_row_block(options, transposed, block_m):
+    """``row_block_of(index, extras, rows, heads, batch1)``: the `RowBlock` of queries, or of keys
+    if `transposed`, of a number.
+    """
+    PACKED, TRANSPOSED, BLOCK_M = options.packed, transposed, block_m
+
+    @device
+    def row_block_of(index, extras, rows, heads, batch1):
+        if PACKED:
+            if TRANSPOSED:
+                return packed_row_block(index, extras.kv_lengths, rows, BLOCK_M)
+            return packed_row_block(index, extras.q_lengths, rows, BLOCK_M)
+        return row_block(index, (rows + BLOCK_M - 1) // BLOCK_M, heads, batch1)
+
+    return row_block_of
+
+
+class Rows(NamedTuple):
+    """A row block of queries, by its number among all.
+
+    Attributes
+    ----------
+    b0, b1, head : int
+        Where it is.
+    memory_row, row0 : int
+        Its first row in the arrays, and in its sequence.
+    queries, keys, shift, invalid : int
+        Of its sequence, see `numba_flash.cuda.sequence.Sequence`.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    memory_row: int
+    row0: int
+    queries: int
+    keys: int
+    shift: int
+    invalid: bool
+
+
+def build_rows(options, block_m):
+    """``rows_of(number, extras, shape, nk)``: the `Rows` of a number, in arrays (b0, b1, heads, nq,
+    ...) of that shape.
+
+    Numbers are ``((b0 * B1 + b1) * heads + head) * blocks + block``, and every block has BLOCK_M
+    rows, full or not, so that it begins at a multiple of 16 bytes wherever its sequence begins;
+    packed sequences count as in `packed_row_block`.
+    """
+    BLOCK_M, SEQUENCES, PACKED = block_m, options.sequences, options.packed
+    sequence_of = build_sequence(options)
+
+    @device
+    def rows_of(number, extras, shape, nk):
+        q0, queries, keys = i64(0), i64(shape[3]), i64(nk)
+        shift, invalid = i64(0), False
+        if PACKED:
+            b0, b1, head, block = packed_row_block(number, extras.q_lengths, shape[3], BLOCK_M)
+        else:
+            blocks = (shape[3] + BLOCK_M - 1) // BLOCK_M
+            block, head = number % blocks, number // blocks
+            b1, head = head // shape[2], head % shape[2]
+            b0, b1 = b1 // shape[1], b1 % shape[1]
+        if SEQUENCES:
+            sequence = sequence_of(extras, b0, b1, shape[3], nk)
+            q0, queries, keys = sequence.q0, sequence.queries, sequence.keys
+            shift, invalid = sequence.shift, sequence.invalid
+        if PACKED:
+            b1 = i64(0)
+        row0 = block * BLOCK_M
+        return Rows(b0, b1, head, q0 + row0, row0, queries, keys, shift, invalid)
+
+    return rows_of
 
 
 def build_first_block(packed, block_m):
-    """``first_block(b0, b1, head, q0, shape)``: number of the first row block of a head, or of a packed sequence there, from q0 on.
+    """``first_block(b0, b1, head, q0, shape)``: number of the first row block of a head, or of a
+    packed sequence there, from q0 on.
 
-    `shape` is (b0, b1, heads, row blocks times their rows); see `numba_flash.cuda.rows_sm90`.
+    `shape` is (b0, b1, heads, row blocks times their rows); numbers are those of `build_rows`.
     """
-    BLOCK_M, PACKED, i32 = block_m, packed, types.int32
+    BLOCK_M, PACKED = block_m, packed
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def first_block(b0, b1, head, q0, shape):
         of_sequence = i32(0)
         if PACKED:
@@ -56,43 +182,52 @@ def build_first_block(packed, block_m):
     return first_block
 
 
-@cuda.jit(device=True)
-def snake(turn, blocks):
-    """Number of this block's work item in a turn: the blocks of the grid take items in turns, every other turn in reverse.
+@device
+def zigzag(turn, blocks):
+    """Number of this block's work item in a turn: the blocks of the grid take items in turns, every
+    other turn in reverse.
 
-    Where items come longest first, what a block gets more of in one turn it gets less of in the next.
+    Where items come longest first, what a block gets more of in one turn it gets less of in the
+    next.
     """
     block = types.int32(cuda.blockIdx.x)
     return types.int32(turn * blocks + (blocks - 1 - block if turn % 2 else block))
 
 
-def build_item(options, banded, split, block_m, block_n, sequence, offsets, transposed=False):
-    """``item(index, shape, extras, sizes)``: work item of a number, as (b0, b1, head, row0), (q0, queries, k0, keys, low, high, impossible)
-    of its sequence, and (first tile of keys, their number, part).
+def build_item(options, banded, split, block_m, block_n, transposed=False):
+    """``item(index, shape, extras, sizes)``: the work `Item` of a number.
 
-    `shape` is (_, b1, heads, nq), `sizes` (items, low, high, nk, parts, _, section, b0). Neighbours are row blocks of one head. With
-    a band, where blocks differ in length, heads come in sections, and within one all heads' last blocks first: with a section of a few
-    turns of the grid, `snake` gives everyone the same work, and keys are read again while they are in the cache. With `split` each of
-    several parts gets its share of the tiles. There is always a tile, if only one in which all is hidden. If `transposed`, queries and keys
-    change places, `offsets` and the band too, and the first blocks come first, always in sections.
-    """  # fmt: skip
-    BLOCK_M, BLOCK_N, PACKED, SEQUENCES, OFFSETS, TRANSPOSED = block_m, block_n, options.packed, options.sequences, offsets, transposed
-    IN_SECTIONS, SPLIT, i32, u32 = banded or transposed, split, types.int32, types.uint32
+    `shape` is (_, b1, heads, rows); `sizes` has the fields low, high, columns, parts, section and
+    b0. Neighbours are row blocks of one head. With a band, where blocks differ in length, heads
+    come in sections, and within one all heads' last blocks first: with a section of a few turns of
+    the grid, `zigzag` gives everyone the same work, and keys are read again while they are in the
+    cache. With `split` each of several parts gets its share of the tiles. There is always a tile,
+    if only one in which all is hidden. If `transposed`, queries and keys change places, and the
+    band too, and the first blocks come first, always in sections.
+    """
+    BLOCK_M, BLOCK_N, PACKED, SEQUENCES = block_m, block_n, options.packed, options.sequences
+    IN_SECTIONS, SPLIT, TRANSPOSED = banded or transposed, split, transposed
+    sequence_of = build_sequence(options)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def item(index, shape, extras, sizes):
-        heads, nq, nk, low, high = u32(shape[2]), i32(shape[3]), i32(sizes[3]), i32(sizes[1]), i32(sizes[2])
+        heads, all_rows, all_columns = u32(shape[2]), i32(shape[3]), i32(sizes.columns)
+        low, high = i32(sizes.low), i32(sizes.high)
         index, part = u32(index), u32(0)
         if SPLIT:
-            part, index = u32(index % u32(sizes[4])), u32(index // u32(sizes[4]))
+            part, index = u32(index % u32(sizes.parts)), u32(index // u32(sizes.parts))
         if PACKED:
-            b0, b1, head, block = packed_item(index, extras[OFFSETS], nq, BLOCK_M)
+            if TRANSPOSED:
+                b0, b1, head, block = packed_row_block(index, extras.kv_lengths, all_rows, BLOCK_M)
+            else:
+                b0, b1, head, block = packed_row_block(index, extras.q_lengths, all_rows, BLOCK_M)
         else:
-            blocks = u32((nq + BLOCK_M - 1) // BLOCK_M)
+            blocks = u32((all_rows + BLOCK_M - 1) // BLOCK_M)
             if IN_SECTIONS:
-                section, pairs = u32(sizes[6]), u32(u32(sizes[7]) * u32(shape[1]) * heads)
+                section, pairs = u32(sizes.section), u32(u32(sizes.b0) * u32(shape[1]) * heads)
                 number = u32(index // u32(section * blocks))
-                within, size = u32(index - number * section * blocks), min(section, u32(pairs - number * section))
+                within = u32(index - number * section * blocks)
+                size = min(section, u32(pairs - number * section))
                 block, pair = u32(within // size), u32(number * section + within % size)
                 if not TRANSPOSED:
                     block = blocks - u32(1) - block
@@ -100,26 +235,37 @@ def build_item(options, banded, split, block_m, block_n, sequence, offsets, tran
                 block, pair = u32(index % blocks), u32(index // blocks)
             b, head = u32(pair // heads), u32(pair % heads)
             b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
-        q0, k0, queries, keys, impossible = i32(0), i32(0), nq, nk, i32(0)
+        rows_begin, rows = i32(0), all_rows
+        columns_begin, columns = i32(0), all_columns
+        invalid = i32(0)
         if SEQUENCES:
             if TRANSPOSED:
-                k0, keys, q0, queries, move, factor = sequence(extras, b0, b1, nk, nq)
-                move = -move
+                sequence = sequence_of(extras, b0, b1, all_columns, all_rows)
+                rows_begin, rows = sequence.k0, sequence.keys
+                columns_begin, columns = sequence.q0, sequence.queries
+                low, high = low - sequence.shift, high - sequence.shift
             else:
-                q0, queries, k0, keys, move, factor = sequence(extras, b0, b1, nq, nk)
-            low, high, impossible = low + move, high + move, i32(1 if factor != factor else 0)
+                sequence = sequence_of(extras, b0, b1, all_rows, all_columns)
+                rows_begin, rows = sequence.q0, sequence.queries
+                columns_begin, columns = sequence.k0, sequence.keys
+                low, high = low + sequence.shift, high + sequence.shift
+            invalid = i32(1 if sequence.invalid else 0)
         row0 = i32(block * BLOCK_M)
-        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, i32(queries)), i32(keys), i32(low), i32(high))
+        stop_row = min(row0 + BLOCK_M, i32(rows))
+        start, stop = mask.kv_range(row0, stop_row, i32(columns), i32(low), i32(high))
         first, count = i32(0), i32(0)
-        if start < stop and row0 < queries:
+        if start < stop and row0 < rows:
             first = i32(start // BLOCK_N)
             count = i32((stop + BLOCK_N - 1) // BLOCK_N) - first
             if SPLIT:
-                share = (count + i32(sizes[4]) - 1) // i32(sizes[4])
+                share = (count + i32(sizes.parts) - 1) // i32(sizes.parts)
                 first, count = first + part * share, max(0, min(share, count - part * share))
         if count == 0:
-            keys, count = i32(0), i32(1)  # one tile in which everything is hidden
-        where = (i32(b0), i32(b1), i32(head), row0)
-        return where, (i32(q0), i32(queries), i32(k0), i32(keys), i32(low), i32(high), impossible), (i32(first), i32(count), i32(part))
+            columns, count = i32(0), i32(1)  # one tile in which everything is hidden
+        return Item(
+            i32(b0), i32(b1), i32(head), row0,
+            i32(rows_begin), i32(rows), i32(columns_begin), i32(columns), i32(low), i32(high), invalid,
+            i32(first), i32(count), i32(part),
+        )  # fmt: skip
 
     return item

@@ -1,67 +1,57 @@
-"""Online softmax on fragments (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, Algorithm 1, lines 9 to 12).
+"""Online softmax on fragments (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2,
+Algorithm 1, lines 9 to 12).
 
-A thread holds two rows; four neighbouring lanes share them. For each row, over the tiles seen so far,
+A thread holds two rows; four neighbouring lanes share them. For each row, over the tiles seen so
+far,
 
-    m_i    the shift of the exponents: the largest score, or one that it exceeds by at most LAZY in base 2,
-    l_i    this lane's part of sum_j 2^(scale_log2 (s_j - m_i)).
+    m_i    the shift of the exponents: the largest score, or one that it exceeds by at most LAZY in
+    base 2, l_i    this lane's part of sum_j 2^(scale_log2 (s_j - m_i)).
 
-A shift that is not quite the maximum changes neither O nor the LSE, only the range of P, which reaches 2^LAZY instead of 1; and so O has to
-be rescaled in few tiles only (FlashAttention-4 does the same). But a P of 1 is exact, and larger ones are rounded. On the outliers of the
-FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAttention-2 with LAZY = 0, 1, 2, 8; beside cuDNN, D = 64 at
-N = 4096, causal, goes at 1.039, 1.049, 1.055, 1.064, and D = 128, full, at 1.041, 1.061, 1.072, 1.081 (H200, one process each).
+A shift that is not quite the maximum changes neither O nor the LSE, only the range of P, which
+reaches 2^LAZY instead of 1; and so O has to be rescaled in few tiles only (FlashAttention-4 does
+the same). But a P of 1 is exact, and larger ones are rounded. On the outliers of the
+FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAttention-2 with LAZY =
+0, 1, 2, 8; beside cuDNN, D = 64 at N = 4096, causal, goes at 1.039, 1.049, 1.055, 1.064, and D =
+128, full, at 1.041, 1.061, 1.072, 1.081 (H200, one process each).
 """
 
 import math
 
-from numba import cuda
-from numba.cuda import types
-
 from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import ALL_LANES, row_maximum
+from numba_flash.cuda.lang import cuda, f32, inline
 
 LAZY = 2.0
-ALL_LANES = 0xFFFFFFFF
 NEG_INF = -math.inf
 
 
-@cuda.jit(device=True, forceinline=True)
-def row_maximum(x):
-    """Over the four lanes of a row."""
-    x = ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
-    return ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
-
-
-@cuda.jit(device=True, forceinline=True)
-def row_sum(x):
-    """Over the four lanes of a row."""
-    x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
-    return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
-
-
-@cuda.jit(device=True, forceinline=True)
+@inline
 def reset(m_i, l_i):
     """Rows that have seen nothing."""
     for r in range(2):
-        m_i[r], l_i[r] = types.float32(NEG_INF), types.float32(0)
+        m_i[r] = f32(NEG_INF)
+        l_i[r] = f32(0)
 
 
-@cuda.jit(device=True, forceinline=True)
+@inline
 def hand_over(m_i, l_i, m_done, l_done):
     """Keep the state of finished rows, and begin new ones."""
     for r in range(2):
-        m_done[r], l_done[r] = m_i[r], l_i[r]
+        m_done[r] = m_i[r]
+        l_done[r] = l_i[r]
     reset(m_i, l_i)
 
 
 def build_zero(count):
     """``zero(acc)``, and ``zero_rows(acc, inverse)`` where the row's inverse is 0."""
-    COUNT, ZERO = count, types.float32(0)
+    COUNT, ZERO = count, f32(0)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def zero(acc):
         for i in range(COUNT):
             acc[i] = ZERO
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def zero_rows(acc, inverse):
         for r in range(2):
             if inverse[r] == ZERO:
@@ -73,10 +63,12 @@ def build_zero(count):
 
 
 def build_online(count):
-    """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by alpha where it is not 1."""
-    GROUPS, ACC = count // 4, types.float32
+    """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
+    alpha where it is not 1.
+    """
+    GROUPS, ACC = count // 4, f32
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
             m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
@@ -103,9 +95,9 @@ def build_online(count):
 
 def build_rescale(count):
     """``rescale(acc, alpha)``: rows of O times alpha, unless it is 1 in the whole warp."""
-    GROUPS, ONE = count // 4, types.float32(1)
+    GROUPS, ONE = count // 4, f32(1)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def rescale(acc, alpha):
         if cuda.any_sync(ALL_LANES, alpha[0] != ONE or alpha[1] != ONE):
             for j in range(GROUPS):
@@ -118,10 +110,12 @@ def build_rescale(count):
 
 
 def build_cap(count):
-    """``cap(s, slope)``: tanh of scores, ``slope = 2 log2(e) scale / softcap``; ``1 - 2 / (1 + e^2x)`` loses nothing that a score needs."""
-    COUNT, ONE, TWO = count, types.float32(1), types.float32(2)
+    """``cap(s, slope)``: tanh of scores, ``slope = 2 log2(e) scale / softcap``; ``1 - 2 / (1 +
+    e^2x)`` loses nothing that a score needs.
+    """
+    COUNT, ONE, TWO = count, f32(1), f32(2)
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def cap(s, slope):
         for i in range(COUNT):
             s[i] = ONE - TWO * ptx.rcp(ONE + ptx.ex2(s[i] * slope))
@@ -130,13 +124,14 @@ def build_cap(count):
 
 
 def build_hide(count, starts):
-    """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only from `stop` on without `starts`.
+    """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only
+    from `stop` on without `starts`.
 
     Columns count from the thread's first one.
     """
-    GROUPS, STARTS, ACC = count // 4, starts, types.float32
+    GROUPS, STARTS, ACC = count // 4, starts, f32
 
-    @cuda.jit(device=True, forceinline=True)
+    @inline
     def hide_row(s, r, start, stop):
         for j in range(GROUPS):
             for c in range(2):

@@ -1,12 +1,11 @@
-"""Geometry of shared tiles that the copy engine writes and wgmma reads: panels of 64 columns of 16 bits, swizzled rows of 128 bytes.
+"""Geometry of shared tiles that the copy engine writes and wgmma reads: panels of 64 columns of 16
+bits, swizzled rows of 128 bytes.
 
 Within a panel, the 16-byte chunk c of row r lies at ``128 r + 16 (c ^ (r % 8))``.
 """
 
 PANEL = 64  # columns
 ROW_BYTES = 128
-ADDERS = 2  # threads that add up dQ: while one waits until its tile is in memory, the other one's comes. Consumers reckon with two
-DQ_PART = 64 * 64  # elements of dQ that a consumer of the backward pass hands over at a time, in the order of fragments
 ALIGNMENT = 1024  # of a panel: the swizzle is a function of the address
 
 

@@ -1,0 +1,1 @@
+"""The tier for machines without a GPU."""

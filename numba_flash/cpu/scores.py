@@ -1,0 +1,198 @@
+"""What the options do to the scores of a tile, for the CPU kernels: bias, mask, softcap, score_mod, dropout.
+
+Kernels get the options as one argument, `extras`. It is an empty tuple for plain attention, for which every function here compiles to
+nothing, and else ``(bias, mask, numbers)``: arrays (b0, b1, hq, nq, nk), of size 0 where absent, and `numbers`
+``(softcap, 1 / (1 - dropout), b, address, seed, offset, threshold, i)``, where b and i count the batch elements and queries before the
+first, and the address is that of the compiled score_mod, 0 if there is none.
+
+Where there are options, scores stay in base e (`unit`), and what goes over to base 2 is how far they lie below their row's maximum: times
+log2(e), a score near the end of the dtype, as of a bias that is meant to hide, would be Inf.
+
+A hidden score is -inf. The weight of a hidden or dropped term is -0.0, which no computed weight is: where the other factor may be NaN or
+Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first query and key of the tile.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+from numba_flash import numeric, rng
+from numba_flash.cpu.cache import cached
+from numba_flash.cpu.tiles import MINUS_INF, as_contiguous
+from numba_flash.scoremod import UNWRAPPED
+
+
+def _row_function(score_mod):
+    """``apply(row, slope, b, h, i, j0)``: changes a row of scores and multiplies their derivatives into slope; kept on disk."""
+    function, gradient = score_mod.compiled
+    differentiable = gradient is not None
+
+    def apply(row, slope, b, h, i, j0):
+        for c in range(row.size):
+            if differentiable:
+                slope[c] *= gradient(row[c], b, h, i, j0 + c)
+            row[c] = function(row[c], b, h, i, j0 + c)
+
+    return cached(njit(**UNWRAPPED)(apply), score_mod.fingerprint)
+
+
+class Row(NamedTuple):
+    """A compiled row function, which its dispatcher keeps in memory, and where it lies."""
+
+    dispatcher: Any
+    address: int
+
+
+def row_function_address(score_mod, number) -> int:
+    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there as long as somebody holds the `ScoreMod`."""
+    if number not in score_mod.rows:
+        row = types.Array(number, 1, "C")
+        signature = types.void(row, row, *[types.int64] * 4)
+        dispatcher = _row_function(score_mod)
+        dispatcher.compile(signature)
+        compiled = dispatcher.overloads[signature.args]
+        address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        score_mod.rows.setdefault(number, Row(dispatcher, address))  # that of the first of threads that come here together
+    return score_mod.rows[number].address
+
+
+@intrinsic
+def call_row_function(typingctx, address, row, slope, b, h, i, j0):
+    """Call the function at `address` with the other arguments, by Numba's calling convention."""
+
+    def codegen(context, builder, signature, args):
+        convention, types_ = context.call_conv, signature.args[1:]
+        pointer = builder.inttoptr(args[0], convention.get_function_type(types.none, types_).as_pointer())
+        status, _ = convention.call_function(builder, pointer, types.none, types_, args[1:])
+        with builder.if_then(status.is_error, likely=False):
+            convention.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.none(address, row, slope, b, h, i, j0), codegen
+
+
+@njit
+def cap_row(row, slope, cap):
+    """Softcap: ``row = cap * tanh(row / cap)``, and its derivative."""
+    for c in range(row.size):
+        unit = numeric.tanh(row[c] / cap)
+        row[c] = cap * unit
+        slope[c] = 1 - unit * unit
+
+
+@njit
+def add_row(row, bias):
+    """``row += bias``; -inf hides whatever the row holds."""
+    for c in range(row.size):
+        b = numeric.widen(bias[c])
+        row[c] = MINUS_INF if b == MINUS_INF else row[c] + b
+
+
+@njit
+def hide_row(row, mask_row):
+    """``row = -inf`` where the mask is False."""
+    for c in range(row.size):
+        row[c] = row[c] if mask_row[c] else MINUS_INF
+
+
+@njit
+def modify_row(row, slope, at, i, j0, extras):
+    """Scores from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
+    bias, mask_, numbers = extras
+    b0, b1, h, batch1, _ = at
+    slope[:] = 1
+    if numbers[0] > 0:
+        cap_row(row, slope, row.dtype.type(numbers[0]))
+    if numbers[3] != 0:
+        call_row_function(numbers[3], as_contiguous(row), as_contiguous(slope), numbers[2] + b0 * batch1 + b1, h, numbers[7] + i, j0)
+    if bias.size > 0:
+        add_row(row, bias[b0, b1, h, i, j0 : j0 + row.size])
+    if mask_.size > 0:
+        hide_row(row, mask_[b0, b1, h, i, j0 : j0 + row.size])
+
+
+@njit
+def drop_row(row, factor, at, i, j0, numbers):
+    """``row = factor * row`` where dropout keeps the probabilities of query i and the keys from j0 on, -0.0 where it drops them."""
+    b0, b1, h, batch1, heads = at
+    head, i = np.uint64((numbers[2] + b0 * batch1 + b1) * heads + h), np.uint64(numbers[7] + i)
+    low, high = numbers[4] & rng.WORD, numbers[4] >> rng.HALF
+    for four in range(j0 // 4, (j0 + row.size + 3) // 4):  # keys that share a counter (`rng.word`)
+        words = rng.philox4x32(np.uint64(four), i, head, numbers[5], low, high)
+        for lane in range(4):
+            c = 4 * four + lane - j0
+            if 0 <= c < row.size:
+                row[c] = row[c] * factor if words[lane] >= numbers[6] else -0.0
+
+
+@njit
+def is_negative_zero(weight):
+    """True for the weight of a hidden or dropped term."""
+    return weight == 0 and math.copysign(1.0, weight) < 0
+
+
+# ---- what kernels call ----------------------------------------------------------------------------------------------------------------
+
+
+def unit(extras):
+    """Unit of the scores: log2(e) in plain attention, whose scores leave the first product in base 2; 1 where options see them."""
+
+
+def keep_scale(extras):
+    """Factor of the probabilities that dropout keeps."""
+
+
+def seen(extras, at, corner, m, n):
+    """False if the mask hides the whole tile."""
+
+
+def may_hide(extras):
+    """True if terms may be absent where the band hides nothing."""
+
+
+def absent(weight, extras):
+    """True if a weight belongs to a hidden or dropped term."""
+
+
+@overload(unit)
+def _unit(extras):
+    return (lambda extras: numeric.LOG2E) if extras == types.Tuple(()) else (lambda extras: 1.0)
+
+
+@overload(keep_scale)
+def _keep_scale(extras):
+    return (lambda extras: 1.0) if extras == types.Tuple(()) else (lambda extras: extras[2][1])
+
+
+@overload(may_hide)
+def _may_hide(extras):
+    plain = extras == types.Tuple(())
+    return lambda extras: not plain
+
+
+@overload(absent)
+def _absent(weight, extras):
+    if extras == types.Tuple(()):
+        return lambda weight, extras: False
+    return lambda weight, extras: is_negative_zero(weight)
+
+
+@overload(seen)
+def _seen(extras, at, corner, m, n):
+    if extras == types.Tuple(()):
+        return lambda extras, at, corner, m, n: True
+
+    def seen(extras, at, corner, m, n):
+        if extras[1].size == 0:
+            return True
+        head = extras[1][at[0], at[1], at[2]]
+        for i in range(corner[0], corner[0] + m):
+            for j in range(corner[1], corner[1] + n):
+                if head[i, j]:
+                    return True
+        return False
+
+    return seen

@@ -1,0 +1,85 @@
+"""What kernels get besides their arrays: the optional arrays, `extras`, and the numbers of the
+options, `parameters`; with Numba's types.
+
+Plain attention has neither, and its kernels nothing more than if there were no options.
+"""
+
+from collections import namedtuple
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from numba_flash.options import dropout_threshold
+
+EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
+
+
+class Parameters(NamedTuple):
+    """Numbers of the options.
+
+    Attributes
+    ----------
+    scale, softcap : float
+        Of the score; no cap is 0.
+    keep_scale : float
+        ``1 / (1 - dropout)``.
+    seed, offset, threshold : uint64
+        State of the dropout's generator, and the random word below which it drops.
+    """
+
+    scale: float
+    softcap: float
+    keep_scale: float
+    seed: int
+    offset: int
+    threshold: int
+
+
+@cache
+def _extras(names: tuple[str, ...]):
+    return namedtuple("Extras", names)
+
+
+def extras_of(options, inputs=None):
+    """The optional arrays that there are, by name: the class of that tuple, or the tuple of those
+    among `inputs`.
+    """
+    cls = _extras(tuple(name for name in EXTRAS if getattr(options, name)))
+    return cls if inputs is None else cls(*(getattr(inputs, name) for name in cls._fields))
+
+
+def parameters_of(problem, rng=None) -> tuple:
+    """`Parameters` of a problem, with the generator in the state `rng`, if given; an empty tuple if
+    its options need no numbers.
+    """
+    o = problem.with_state(rng).options
+    if not o.modifies:
+        return ()
+    words = map(np.uint64, (o.seed, o.offset, dropout_threshold(o.dropout)))
+    return Parameters(problem.scale, o.softcap, 1 / (1 - o.dropout), *words)
+
+
+def extras_type(options):
+    """Numba's type of `extras`."""
+    from numba_flash.cuda.lang import types
+    from numba_flash.cuda.number import array
+
+    ndim = 1 if options.packed else 2
+    kinds = {
+        "bias": options.bias and array(options.bias, 5),
+        "mask": array(types.boolean, 5),
+        "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
+        "kv_lengths": options.kv_lengths and array(getattr(types, options.kv_lengths), ndim),
+    }
+    cls = extras_of(options)
+    return types.NamedTuple([kinds[name] for name in cls._fields], cls)
+
+
+def parameters_type(options):
+    """Numba's type of `parameters`."""
+    from numba_flash.cuda.lang import named, types
+
+    if not options.modifies:
+        return types.Tuple(())
+    return named(Parameters, *[types.float64] * 3, *[types.uint64] * 3)

@@ -1,0 +1,44 @@
+"""Before the backward pass: delta = rowsum(dO * O) - dlse (FlashAttention-2, Dao, arXiv:2307.08691,
+Algorithm 2, line 4).
+"""
+
+from numba_flash.cuda import schedule
+from numba_flash.cuda.lang import cuda, types
+from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
+
+
+def build(dtype, head_dim_v, has_dlse, lanes, rows):
+    """Kernel ``delta_kernel(do, o, dlse, delta, extras)``: `lanes` threads add up each of `rows`
+    rows of a block.
+
+    do, o : (b0, b1, heads, n, head_dim_v).
+    dlse, delta : (b0, b1, heads, n), in the accumulation dtype; dlse is not read unless the kernel
+        `has_dlse`.
+    """
+    HEAD_DIM_V, LANES, ROWS, HAS_DLSE = head_dim_v, lanes, rows, has_dlse
+    ACC = ACCUMULATOR[dtype]
+    load, _ = build_convert(dtype)
+
+    def delta_kernel(do, o, dlse, delta, extras):
+        sum_smem = cuda.shared.array((ROWS, LANES), ACC)  # each thread's part of its row's sum
+        lane, row = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
+        blocks = (o.shape[3] + ROWS - 1) // ROWS
+        b0, b1, h, block = schedule.row_block(cuda.blockIdx.x, blocks, o.shape[2], o.shape[1])
+        do_head, o_head, delta_head = do[b0, b1, h], o[b0, b1, h], delta[b0, b1, h]
+        i = block * ROWS + row
+        partial = ACC(0)
+        if i < o.shape[3]:
+            for d in range(lane, HEAD_DIM_V, LANES):
+                partial += load(do_head[index(i), index(d)]) * load(o_head[index(i), index(d)])
+        sum_smem[index(row), index(lane)] = partial
+        cuda.syncthreads()  # the row's threads see each other's sums
+        if lane == 0 and i < o.shape[3]:
+            total = ACC(0)
+            for t in range(LANES):
+                total += sum_smem[index(row), index(t)]
+            if HAS_DLSE:
+                total -= dlse[index(b0), index(b1), index(h), index(i)]
+            delta_head[index(i)] = total
+
+    signature = types.void(*[array(dtype, 5)] * 2, *[array(ACC, 4)] * 2, types.Tuple(()))
+    return delta_kernel, signature, {"launch_bounds": (lanes * rows, 1)}

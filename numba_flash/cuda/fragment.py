@@ -1,0 +1,57 @@
+"""Fragments of tensor-core products: which element of a tile a register holds, and how registers
+are packed for the next product.
+
+The accumulator of a product of a warp, 16 rows and N columns, keeps in register ``4 j + 2 r + c``
+of lane l the element
+
+    row = l // 4 + 8 r        column = 8 j + 2 (l % 4) + c
+
+for mma.sync as for each warp of wgmma. It is also how the A operand of the next product wants pairs
+of columns, once they are packed: P need not move between threads.
+"""
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.lang import cuda, i32, inline
+
+ROWS = 2  # of a thread, 8 apart
+ALL_LANES = 0xFFFFFFFF
+
+
+@inline
+def first_column():
+    """Column of this thread's register 0."""
+    return i32(cuda.threadIdx.x % 4 * 2)
+
+
+@inline
+def row_maximum(x):
+    """Over the four lanes of a row."""
+    x = ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
+
+
+@inline
+def row_sum(x):
+    """Over the four lanes of a row."""
+    x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
+    return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
+
+
+def build_pack(count, bfloat16):
+    """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;
+    ``pack2`` for one pair.
+    """
+    COUNT, BFLOAT16 = count, bfloat16
+
+    @inline
+    def pack2(x, y):
+        if BFLOAT16:
+            return ptx.pack_bfloat16(x, y)
+        return ptx.pack_float16(x, y)
+
+    @inline
+    def pack(p, x):
+        for j in range(COUNT):
+            p[j] = pack2(x[2 * j], x[2 * j + 1])
+
+    return pack, pack2

@@ -1,0 +1,109 @@
+"""How much work there is, and how it is shared out: work items, their sections, parts of the keys;
+on the host.
+
+`numba_flash.cuda.schedule` says the same to the device.
+"""
+
+import math
+
+import numpy as np
+
+FEWEST_TILES = 4  # of keys that are worth a part of their own
+ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
+ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
+
+
+def heads_first(problem, *operands) -> tuple:
+    """Packed arrays (total, heads, d) as (heads, total, d); others as they are."""
+    if not problem.options.packed:
+        return operands
+    return tuple(x if x is None else x.swapaxes(0, 1) for x in operands)
+
+
+def blocks(problem, rows: int, block: int) -> int:
+    """Blocks of so many of the `rows` of one head; for packed sequences at least as many as all of
+    them have together.
+    """
+    if not problem.options.packed:
+        return -(-rows // block)
+    return rows // block + problem.batch[1] if problem.batch[1] else 0
+
+
+def items(problem, rows: int, heads: int, block: int) -> int:
+    """Blocks of rows of all heads of all batch elements."""
+    batches = 1 if problem.options.packed else math.prod(problem.batch)
+    return batches * heads * blocks(problem, rows, block)
+
+
+def lengths_shape(problem) -> int | tuple[int, int]:
+    """Layout in which kernels read lengths (one per batch element) and offsets, see
+    `numba_flash.cuda.launch.Launch`.
+    """
+    return 1 if problem.options.packed else problem.batch
+
+
+def extras_layouts(problem, inputs) -> tuple:
+    """Layouts of the optional arrays that there are among `inputs`, in the order of
+    `numba_flash.cuda.arguments.EXTRAS`.
+    """
+    p = problem
+    scores = (*p.batch, p.hq, p.nq, p.nk)
+    views = {
+        "bias": scores,
+        "mask": scores,
+        "q_lengths": lengths_shape(p),
+        "kv_lengths": lengths_shape(p),
+    }
+    return tuple(
+        (getattr(inputs, name), view)
+        for name, view in views.items()
+        if getattr(inputs, name) is not None
+    )
+
+
+def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
+    """Parts that the keys of each row block are split into: more than one where there are too few
+    row blocks for the GPU.
+    """
+    p, count = problem, items(problem, problem.nq, problem.hq, block_m)
+    if p.options.packed or 2 * count > multiprocessors:
+        return 1
+    tiles = min(p.nk, p.high - p.low + block_m) // block_n
+    return max(1, min(multiprocessors // count, tiles // FEWEST_TILES))
+
+
+def even_section(row_blocks: int, multiprocessors: int) -> int:
+    """Fewest heads of so many blocks that are a whole number of turns there and back."""
+    return 2 * multiprocessors // math.gcd(row_blocks, 2 * multiprocessors)
+
+
+def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
+    """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets
+    much more work than another.
+    """
+    p, turns = problem, multiprocessors
+    row_blocks, pairs = blocks(p, p.nq, block_m), math.prod(p.batch) * p.hq
+    even, step = even_section(row_blocks, turns), max(1, turns // 6)
+    if row_blocks * pairs > ZIGZAG_TURNS * turns:  # one item more or less is nothing
+        return even
+    rows = np.arange(row_blocks) * block_m
+    first = np.maximum(p.low + rows, 0) // block_n
+    last = -(-np.clip(p.high + rows + block_m, 0, p.nk) // block_n)
+    work = np.maximum(last - first, 1) + ITEM_TILES
+    return min(
+        (even, *range(step, 2 * turns + 1, step)),
+        key=lambda section: most_work(work, pairs, section, turns),
+    )
+
+
+def most_work(work, pairs: int, section: int, turns: int) -> float:
+    """Work of the busiest of `turns` blocks that take what `schedule.build_item` numbers, as
+    `schedule.zigzag` says.
+
+    `work` is that of the row blocks of one of `pairs` heads.
+    """
+    number = np.arange(len(work) * pairs)
+    begin = number // (section * len(work)) * section
+    block = len(work) - 1 - (number - begin * len(work)) // np.minimum(section, pairs - begin)
+    load = np.pad(work[block], (0, -len(number) % turns)).reshape(-1, turns)
+    return (load[::2].sum(0) + load[1::2, ::-1].sum(0)).max()

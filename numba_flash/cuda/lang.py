@@ -1,0 +1,34 @@
+"""The language of the kernels: Numba's CUDA dialect. Kernels and their helpers import it from here
+alone, so that another compiler can be tried by changing one place (and `numba_flash.cuda.compile`
+and `numba_flash.cuda.ptx.emit`, which talk to it).
+"""
+
+from numba import config, cuda
+from numba.cuda import types
+
+__all__ = [
+    "SIMULATED",
+    "cuda",
+    "device",
+    "f32",
+    "i32",
+    "i64",
+    "inline",
+    "named",
+    "types",
+    "u32",
+    "u64",
+]
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+device = cuda.jit(device=True)
+# Into its caller, whatever its size: registers cannot be passed to a call. The simulator has none.
+inline = device if SIMULATED else cuda.jit(device=True, forceinline=True)
+f32, i32, i64, u32, u64 = types.float32, types.int32, types.int64, types.uint32, types.uint64
+
+
+def named(cls, *kinds):
+    """Numba's type of a named tuple, of one kind of number, or of one for each field."""
+    if len(kinds) == 1:
+        return types.NamedUniTuple(kinds[0], len(cls._fields), cls)
+    return types.NamedTuple(kinds, cls)

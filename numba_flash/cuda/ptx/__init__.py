@@ -1,0 +1,136 @@
+"""One wrapper per PTX instruction that Numba lacks, named like it; no algorithm. Sections are those
+of NVIDIA's "PTX ISA".
+
+The text of an instruction, its result and its operands are data; `emit` is the one place that makes
+code of them.
+"""
+
+from numba_flash.cuda.ptx.barrier import (
+    barrier_arrive as barrier_arrive,
+)
+from numba_flash.cuda.ptx.barrier import (
+    barrier_sync as barrier_sync,
+)
+from numba_flash.cuda.ptx.barrier import (
+    fence_mbarrier_init as fence_mbarrier_init,
+)
+from numba_flash.cuda.ptx.barrier import (
+    fence_proxy_async as fence_proxy_async,
+)
+from numba_flash.cuda.ptx.barrier import (
+    mbarrier_arrive as mbarrier_arrive,
+)
+from numba_flash.cuda.ptx.barrier import (
+    mbarrier_expect as mbarrier_expect,
+)
+from numba_flash.cuda.ptx.barrier import (
+    mbarrier_init as mbarrier_init,
+)
+from numba_flash.cuda.ptx.barrier import (
+    mbarrier_try_wait as mbarrier_try_wait,
+)
+from numba_flash.cuda.ptx.barrier import (
+    setmaxnreg as setmaxnreg,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_add as bulk_add,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_commit as bulk_commit,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_load as bulk_load,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_store as bulk_store,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_wait as bulk_wait,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_wait_read as bulk_wait_read,
+)
+from numba_flash.cuda.ptx.copy import (
+    tensor_load as tensor_load,
+)
+from numba_flash.cuda.ptx.copy import (
+    tensor_store as tensor_store,
+)
+from numba_flash.cuda.ptx.memory import (
+    add_flag as add_flag,
+)
+from numba_flash.cuda.ptx.memory import (
+    global_address as global_address,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_flag as load_flag,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_global_four as load_global_four,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_global_words as load_global_words,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_shared as load_shared,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_shared_pair as load_shared_pair,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_shared_words as load_shared_words,
+)
+from numba_flash.cuda.ptx.memory import (
+    next_number as next_number,
+)
+from numba_flash.cuda.ptx.memory import (
+    shared_address as shared_address,
+)
+from numba_flash.cuda.ptx.memory import (
+    stmatrix as stmatrix,
+)
+from numba_flash.cuda.ptx.memory import (
+    store_global as store_global,
+)
+from numba_flash.cuda.ptx.memory import (
+    store_shared as store_shared,
+)
+from numba_flash.cuda.ptx.memory import (
+    store_shared_vector as store_shared_vector,
+)
+from numba_flash.cuda.ptx.memory import (
+    store_shared_zero16 as store_shared_zero16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    ex2 as ex2,
+)
+from numba_flash.cuda.ptx.scalar import (
+    lg2 as lg2,
+)
+from numba_flash.cuda.ptx.scalar import (
+    maximum as maximum,
+)
+from numba_flash.cuda.ptx.scalar import (
+    pack_bfloat16 as pack_bfloat16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    pack_float16 as pack_float16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    rcp as rcp,
+)
+from numba_flash.cuda.ptx.scalar import (
+    unpack_bfloat16 as unpack_bfloat16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    unpack_float16 as unpack_float16,
+)
+from numba_flash.cuda.ptx.wgmma import (
+    wgmma_registers as wgmma_registers,
+)
+from numba_flash.cuda.ptx.wgmma import (
+    wgmma_shared as wgmma_shared,
+)
+from numba_flash.cuda.ptx.wgmma import (
+    wgmma_wait as wgmma_wait,
+)

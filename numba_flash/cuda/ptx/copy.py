@@ -1,0 +1,42 @@
+"""The copy engine of Hopper. What goes to shared memory is counted on an mbarrier; what leaves it
+forms bulk groups of a thread.
+"""
+
+from numba_flash.cuda.lang import i32, types, u32, u64
+from numba_flash.cuda.ptx.emit import instruction
+
+_void = types.void
+
+# Tensor copies (PTX ISA 9.7.9.27): a box of a tensor map of five dimensions.
+tensor_load = instruction(
+    "tensor_load",
+    "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [$0], [$1, {$2, $3, $4, $5, $6}], [$7];",
+    _void, u32, u64, *[i32] * 5, u32,
+)  # fmt: skip
+tensor_store = instruction(
+    "tensor_store",
+    "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [$1, {$2, $3, $4, $5, $6}], [$0];",
+    _void, u32, u64, *[i32] * 5,
+)  # fmt: skip
+
+# Bulk copies (9.7.9.25): neighbouring bytes, a multiple of 16; or float32 added to memory.
+bulk_load = instruction(
+    "bulk_load",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    _void, u32, u64, u32, u32,
+)  # fmt: skip
+bulk_store = instruction(
+    "bulk_store",
+    "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+    _void, u64, u32, u32,
+)  # fmt: skip
+bulk_add = instruction(
+    "bulk_add",
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+    _void, u64, u32, u32,
+)  # fmt: skip
+
+bulk_commit = instruction("bulk_commit", "cp.async.bulk.commit_group;", _void)
+bulk_wait_read = instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _void)
+bulk_wait = instruction("bulk_wait", "cp.async.bulk.wait_group 0;", _void)

@@ -1,0 +1,103 @@
+"""Loads and stores by address (PTX ISA 9.7.9), flags in global memory (9.7.9.8, 9.7.13.6), and
+addresses of arrays.
+"""
+
+from llvmlite import ir
+from numba.cuda.extending import intrinsic
+
+from numba_flash.cuda.lang import f32, i32, types, u32, u64
+from numba_flash.cuda.ptx.emit import I32, I64, LLVM, emit, instruction, registers
+
+_void = types.void
+
+load_shared = instruction("load_shared", "ld.shared.b32 $0, [$1];", i32, u32)
+store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", _void, u32, i32)
+store_shared_zero16 = instruction(
+    "store_shared_zero16",
+    "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }",
+    _void, u32,
+)  # fmt: skip
+
+# Flags between blocks of the grid. To add releases: without that, the completion of a bulk copy
+# tells its own thread alone, and another block's bulk addition was seen to come before it.
+load_flag = instruction("load_flag", "ld.acquire.gpu.global.s32 $0, [$1];", i32, u64)
+add_flag = instruction("add_flag", "red.release.gpu.global.add.s32 [$0], $1;", _void, u64, i32)
+# Numbers that are handed out one by one.
+next_number = instruction("next_number", "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;", i32, u64)
+
+# Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l // 8
+# (9.7.14.5.16).
+stmatrix = instruction(
+    "stmatrix",
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+    _void, *[u32] * 5,
+)  # fmt: skip
+
+
+def _vector_load(name, space, address, element, count):
+    """Function ``name(address)``: a tuple of `count` neighbours; the address is a multiple of their
+    size.
+    """
+
+    def typing(context, at):
+        def codegen(context, builder, signature, values):
+            text = f"ld.{space}.v{count}.b32 {{{registers(0, count)}}}, [${count}];"
+            loaded = emit(builder, text, values, [LLVM[element]] * count)
+            return context.make_tuple(builder, signature.return_type, loaded)
+
+        return types.UniTuple(element, count)(address), codegen
+
+    typing.__name__ = name
+    return intrinsic(typing)
+
+
+def _vector_store(name, space):
+    """Function ``name(address, values)``: store a tuple of one, two or four u32 or f32 at a
+    multiple of their size.
+    """
+
+    def typing(context, at, values):
+        def codegen(context, builder, signature, arguments):
+            address, stored = arguments
+            elements = [builder.extract_value(stored, i) for i in range(values.count)]
+            one = values.count == 1
+            vector = "" if one else f".v{values.count}"
+            listed = registers(1, values.count) if one else f"{{{registers(1, values.count)}}}"
+            emit(builder, f"st.{space}{vector}.b32 [$0], {listed};", [address, *elements])
+            return context.get_dummy_value()
+
+        return _void(u32 if space == "shared" else u64, values), codegen
+
+    typing.__name__ = name
+    return intrinsic(typing)
+
+
+load_shared_pair = _vector_load("load_shared_pair", "shared", u32, f32, 2)
+load_shared_words = _vector_load("load_shared_words", "shared", u32, u32, 4)
+load_global_four = _vector_load("load_global_four", "global", u64, f32, 4)
+load_global_words = _vector_load("load_global_words", "global", u64, u32, 4)
+store_shared_vector = _vector_store("store_shared_vector", "shared")
+store_global = _vector_store("store_global", "global")
+
+
+@intrinsic
+def shared_address(context, array):
+    """Address of a shared array within the shared window, as instructions want it."""
+
+    def codegen(context, builder, signature, values):
+        data = context.make_array(array)(context, builder, values[0]).data
+        pointer = builder.addrspacecast(data, ir.PointerType(data.type.pointee, 3))
+        return builder.ptrtoint(pointer, I32)
+
+    return types.uint32(array), codegen
+
+
+@intrinsic
+def global_address(context, array):
+    """Address of an array's first element."""
+
+    def codegen(context, builder, signature, values):
+        data = context.make_array(array)(context, builder, values[0]).data
+        return builder.ptrtoint(data, I64)
+
+    return types.uint64(array), codegen

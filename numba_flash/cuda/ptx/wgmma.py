@@ -1,0 +1,125 @@
+"""wgmma (PTX ISA 9.7.15): products of 64 x N tiles by a warp group; accumulators in registers, A in
+registers or shared memory, B in shared memory.
+
+Arguments in capitals are literals: integers that a kernel captures. A register array is a
+`cuda.local.array`; the instruction gets its elements as operands, so that every use of one is
+ordered after the instruction. Tiles in shared memory are given by the low words of their
+descriptors.
+"""
+
+from numba.cuda.extending import intrinsic
+
+from numba_flash.cuda.lang import types
+from numba_flash.cuda.ptx.emit import emit, literals, pointers, registers
+
+# High word of the descriptor of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups
+# of 8 that lie 64 x 16 bytes apart.
+DESCRIPTOR_HIGH = 1 << 30 | 64
+ROWS_16 = 128  # 16 rows of 128 bytes, in units of 16 bytes
+
+
+def _mma(n, bfloat16, acc, a, b, accumulate, transpose):
+    kind = "bf16" if bfloat16 else "f16"
+    return (
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
+        f"{{{acc}}}, {a}, {b}, {accumulate}, 1, 1, {transpose};"
+    )
+
+
+def _descriptor(name, operand, offset):
+    return f"add.u32 low, ${operand}, {offset}; mov.b64 {name}, {{low, {DESCRIPTOR_HIGH}}};"
+
+
+def _on_registers(builder, text, updated, read, results_only=False):
+    """Emit `text` on the values behind the pointers `updated`, results and inputs, and then the
+    values `read`.
+
+    With `results_only` what was in `updated` before does not matter.
+    """
+    inputs = [] if results_only else [builder.load(pointer) for pointer in updated]
+    kinds = [pointer.type.pointee for pointer in updated]
+    for pointer, value in zip(updated, emit(builder, text, read, kinds, inputs), strict=True):
+        builder.store(value, pointer)
+
+
+@intrinsic
+def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFLOAT16):
+    """``acc = A B^T``, or ``acc += A B^T`` with ACCUMULATE, committed as one group: A is 64 x 16
+    STEPS, B is N x 16 STEPS.
+
+    After every 64 columns an operand moves on by a panel, in units of 16 bytes; an operand with a
+    panel of 0 lies there transposed.
+    """
+    given = literals(N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFLOAT16)
+    if given is None:
+        return None
+    n, steps, a_panel, b_panel, accumulate, bfloat16 = given
+
+    def offset(panel, step):
+        return step // 4 * panel + step % 4 * 2 if panel else ROWS_16 * step
+
+    def codegen(context, builder, signature, values):
+        count = n // 2
+        at = count * (2 if accumulate else 1)
+        transpose = f"{int(not a_panel)}, {int(not b_panel)}"
+        lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            a_at = _descriptor("a", at, offset(a_panel, step))
+            b_at = _descriptor("b", at + 1, offset(b_panel, step))
+            add = int(accumulate or step > 0)
+            lines.append(a_at + b_at)
+            lines.append(_mma(n, bfloat16, registers(0, count), "a", "b", add, transpose))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, acc, values[0], count)
+        _on_registers(builder, "\n".join(lines), updated, values[1:3], not accumulate)
+        return context.get_dummy_value()
+
+    more = (N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFLOAT16)
+    return types.void(acc, types.uint32, types.uint32, *more), codegen
+
+
+@intrinsic
+def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
+    """``acc += A B``, committed as one group: A is 64 x 16 STEPS in registers, B is 16 STEPS x N in
+    shared memory.
+    """
+    given = literals(N, STEPS, BFLOAT16)
+    if given is None:
+        return None
+    n, steps, bfloat16 = given
+
+    def codegen(context, builder, signature, values):
+        count = n // 2
+        at = 2 * count  # results, and the inputs tied to them, come first
+        lines = ["{ .reg .b32 low; .reg .b64 b; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            a_at = f"{{{registers(at + 4 * step, 4)}}}"
+            lines.append(_descriptor("b", at + 4 * steps, ROWS_16 * step))
+            lines.append(_mma(n, bfloat16, registers(0, count), a_at, "b", 1, "1"))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, acc, values[0], count)
+        fragments = pointers(context, builder, a, values[1], 4 * steps)
+        read = [builder.load(pointer) for pointer in fragments]
+        _on_registers(builder, "\n".join(lines), updated, [*read, values[2]])
+        return context.get_dummy_value()
+
+    return types.void(acc, a, types.uint32, N, STEPS, BFLOAT16), codegen
+
+
+@intrinsic
+def wgmma_wait(context, acc, other, PENDING, COUNT, COUNT_OTHER):
+    """Wait until at most PENDING groups run; `acc` and `other`, COUNT and COUNT_OTHER registers,
+    stay on their side of the wait.
+    """
+    given = literals(PENDING, COUNT, COUNT_OTHER)
+    if given is None:
+        return None
+    pending, count, count_other = given
+
+    def codegen(context, builder, signature, values):
+        updated = pointers(context, builder, acc, values[0], count)
+        updated += pointers(context, builder, other, values[1], count_other)
+        _on_registers(builder, f"wgmma.wait_group.sync.aligned {pending};", updated, [])
+        return context.get_dummy_value()
+
+    return types.void(acc, other, PENDING, COUNT, COUNT_OTHER), codegen

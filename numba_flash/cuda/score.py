@@ -1,0 +1,126 @@
+"""One score under every option, and its derivative; the same for every tier.
+
+With options, scores stay in base e, and what goes over to base 2 is how far they lie below their
+row's maximum (`build_exponential`): times log2(e), a score near the end of the dtype, as of a bias
+that is meant to hide, would be Inf.
+
+A hidden score is -inf, and the weight of a hidden or dropped term is -0.0, which no computed weight
+is: the products skip it, so that a NaN that a row does not see cannot reach it.
+"""
+
+import math
+from typing import NamedTuple
+
+from numba_flash.cuda.lang import device
+from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
+
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+
+
+class Head(NamedTuple):
+    """Which head of the scores.
+
+    Attributes
+    ----------
+    b0, b1 : int
+        Leading indices of the arrays.
+    batch : int
+        Number of the batch element, or of the packed sequence.
+    head, heads : int
+        The query head, and how many there are.
+    """
+
+    b0: int
+    b1: int
+    batch: int
+    head: int
+    heads: int
+
+
+def hides(options) -> bool:
+    """True if single terms may be absent in any tile, not only in those that the band or an end
+    cuts.
+    """
+    return bool(options.score_mod or options.bias or options.mask or options.dropout)
+
+
+def bends(options) -> bool:
+    """True if the derivative of the score is not 1."""
+    return bool(options.softcap or options.score_mod)
+
+
+def build_score(dtype, options):
+    """``score(raw, i, j, at, extras, parameters)``: the score of query i and key j of the `Head`
+    `at`, and its derivative with respect to ``scale * raw``.
+    """  # fmt: skip
+    ACC, NEG_INF = ACCUMULATOR[dtype], -math.inf
+    CAPPED, MODIFIED = bool(options.softcap), options.score_mod is not None
+    DIFFERENTIABLE = MODIFIED and options.score_mod.gradient is not None
+    BIASED, MASKED = bool(options.bias), options.mask
+    load_bias, _ = build_convert(options.bias or "float32")
+    score_mod = device(options.score_mod.function) if MODIFIED else None
+    score_mod_grad = device(options.score_mod.gradient) if DIFFERENTIABLE else None
+
+    @device
+    def score(raw, i, j, at, extras, parameters):
+        x, slope = raw * ACC(parameters.scale), ACC(1)
+        if CAPPED:
+            cap = ACC(parameters.softcap)
+            unit = math.tanh(x / cap)
+            x = cap * unit
+            slope = ACC(1) - unit * unit
+        if MODIFIED:
+            if DIFFERENTIABLE:
+                slope *= ACC(score_mod_grad(x, at.batch, at.head, i, j))
+            x = ACC(score_mod(x, at.batch, at.head, i, j))
+        if BIASED:
+            bias = extras.bias[index(at.b0), index(at.b1), index(at.head), index(i), index(j)]
+            bias = ACC(load_bias(bias))
+            x = ACC(NEG_INF) if bias == ACC(NEG_INF) else x + bias
+        if MASKED:
+            visible = extras.mask[index(at.b0), index(at.b1), index(at.head), index(i), index(j)]
+            x = x if visible else ACC(NEG_INF)
+        return x, slope
+
+    return score
+
+
+def build_exponential(dtype, options):
+    """``power(x)`` of a difference of scores, and ``log_sum(m, l)``, the lse of a row with maximum
+    m and sum l.
+
+    Scores are in base 2, with options in base e.
+    """
+    ACC, MODIFIED = ACCUMULATOR[dtype], options.modifies
+
+    @device
+    def power(x):
+        if MODIFIED:
+            return math.exp2(x * ACC(LOG2E))
+        return math.exp2(x)
+
+    @device
+    def log_sum(m, l):
+        if MODIFIED:
+            return m + math.log2(l) * ACC(LN2)
+        return (m + math.log2(l)) * ACC(LN2)
+
+    return power, log_sum
+
+
+def build_gradient(dtype, options):
+    """``gradient(w, dp, delta, slope, parameters)``: dS * slope of a weight w, which is P, -P where
+    dropped, and -0.0 where hidden; hidden ones give -0.0.
+    """  # fmt: skip
+    ACC, DROPOUT = ACCUMULATOR[dtype], bool(options.dropout)
+
+    @device
+    def gradient(w, dp, delta, slope, parameters):
+        if w == ACC(0) and math.copysign(ACC(1), w) < ACC(0):
+            return ACC(-0.0)
+        if DROPOUT:
+            dp = ACC(0) if w < ACC(0) else dp * ACC(parameters.keep_scale)
+            w = abs(w)
+        return w * (dp - delta) * slope + ACC(0)  # never -0.0
+
+    return gradient

@@ -1,0 +1,234 @@
+"""Gradient of an additive bias on any CUDA GPU: dbias = dS, summed over the axes that the bias
+broadcasts.
+
+One block of threads owns a tile of dbias and walks over everything that was broadcast into it,
+making S and dP once more: every sum has one owner and one order, and no N x N matrix is stored
+unless the bias is one. Where there are too few tiles to fill a GPU, each is split into shares of
+that walk, which `sum_simt` adds in their order.
+"""
+
+import math
+from typing import NamedTuple
+
+from numba_flash import mask
+from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.lang import cuda, device, i64, types
+from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
+from numba_flash.cuda.score import Head
+from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.simt import tiles
+from numba_flash.cuda.simt.modify import build_seen
+from numba_flash.cuda.simt.recompute import build_recompute
+from numba_flash.cuda.simt.tiles import Region
+
+
+def build_reduce(dtype, out_dtype, summed, tile):
+    """``reduce(out, row0, col0, acc, w_smem)``: the tile acc[r, c], summed over its rows and
+    columns if they are `summed`, to out[i, j].
+    """
+    ROWS, COLS, THREADS_N, THREADS = tile.rows, tile.cols, tile.threads_n, tile.threads
+    BLOCK_M, BLOCK_N, (SUM_I, SUM_J) = tile.block_m, tile.block_n, summed[3:]
+    ACC = ACCUMULATOR[dtype]
+    _, store = build_convert(out_dtype)
+    put_weights, _ = tiles.build_weights(dtype, tile)
+    column = tiles.build_column(dtype, THREADS_N, COLS)
+
+    @device
+    def write(out, i, j, x):
+        if i < out.shape[0] and j < out.shape[1]:
+            out[index(i), index(j)] = store(x)
+
+    @device
+    def sum_column(w_smem, n):
+        total = ACC(0)
+        for m in range(BLOCK_M):
+            total += w_smem[index(n), index(m)]
+        return total
+
+    @device
+    def sum_row(w_smem, m):
+        total = ACC(0)
+        for n in range(BLOCK_N):
+            total += w_smem[index(n), index(m)]
+        return total
+
+    @device
+    def reduce(out, row0, col0, acc, w_smem):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        if not SUM_I and not SUM_J:
+            for r in range(ROWS):
+                for c in range(COLS):
+                    write(out, row0 + ty * ROWS + r, col0 + column(tx, c), acc[r * COLS + c])
+            return
+        put_weights(w_smem, acc)
+        cuda.syncthreads()  # the tile is complete
+        if SUM_J and not SUM_I:
+            for m in range(cuda.threadIdx.x, BLOCK_M, THREADS):
+                write(out, row0 + m, 0, sum_row(w_smem, m))
+            return
+        for n in range(cuda.threadIdx.x, BLOCK_N, THREADS):
+            total = sum_column(w_smem, n)
+            if SUM_J:
+                w_smem[index(n), index(0)] = total
+            else:
+                write(out, 0, col0 + n, total)
+        cuda.syncthreads()  # every column is summed
+        if SUM_J and cuda.threadIdx.x == 0:
+            write(out, 0, 0, sum_row(w_smem, 0))
+
+    return reduce
+
+
+class Walk(NamedTuple):
+    """A tile of scores: its batch element, head, and numbers along rows and columns; or how many of
+    each there are.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    i: int
+    j: int
+
+
+def build_coordinates(summed):
+    """``owned(number, sizes)`` and ``walked(number, sizes)``: the `Walk` that a number means along
+    the axes that are not `summed`, or along those that are; 0 along the others; and what is left of
+    the number.
+    """  # fmt: skip
+    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
+
+    @device
+    def split(number, size, counts):
+        """The next coordinate of `number`, and the rest: along an axis of this size, if it
+        `counts`.
+        """
+        return (number % size, number // size) if counts else (0, number)
+
+    @device
+    def owned(number, sizes):
+        j, number = split(number, sizes.j, not SUM_J)
+        i, number = split(number, sizes.i, not SUM_I)
+        h, number = split(number, sizes.head, not SUM_H)
+        b1, number = split(number, sizes.b1, not SUM_1)
+        b0, number = split(number, sizes.b0, not SUM_0)
+        return Walk(b0, b1, h, i, j), number
+
+    @device
+    def walked(number, sizes):
+        j, number = split(number, sizes.j, SUM_J)
+        i, number = split(number, sizes.i, SUM_I)
+        h, number = split(number, sizes.head, SUM_H)
+        b1, number = split(number, sizes.b1, SUM_1)
+        b0, number = split(number, sizes.b0, SUM_0)
+        return Walk(b0, b1, h, i, j), number
+
+    return owned, walked
+
+
+def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
+    """Kernel ``dbias_simt(do, q, k, v, lse, delta, out, extras, scale, low, high, parameters)``
+    with its signature and compile options.
+
+    out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags).
+    The others are those of `numba_flash.cuda.simt.backward.build_dq`'s kernel.
+    """
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
+    SCORES, DEPTH = tile.rows * tile.cols, tile.depth
+    PAD, ALIGNMENT = tiles.pad(dtype), tiles.ALIGNMENT
+    PITCH_M, PITCH_N = BLOCK_M + PAD, BLOCK_N + PAD
+    ACC, NAN = ACCUMULATOR[dtype], math.nan
+    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
+    inner_q = tiles.build_inner(dtype, tile, head_dim)
+    inner_do = tiles.build_inner(dtype, tile, head_dim_v)
+    recompute_p, differentiate = build_recompute(dtype, options, tile, False, False)
+    reduce = build_reduce(dtype, out_dtype, summed, tile)
+    owned, walked = build_coordinates(summed)
+    sequence_of, seen = build_sequence(options), build_seen(options, tile, False)
+
+    def dbias_simt(do, q, k, v, lse, delta, out, extras, scale, low, high, parameters):
+        # shared by the block: chunks of the operands of products, and P
+        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
+        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
+        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
+        # registers of each thread: its part of S, then dP, then dS; of the sum
+        s = cuda.local.array(SCORES, ACC)
+        acc = cuda.local.array(SCORES, ACC)
+
+        heads, rows, columns = q.shape[2], q.shape[3], k.shape[3]
+        row_blocks, column_blocks = (
+            (rows + BLOCK_M - 1) // BLOCK_M,
+            (columns + BLOCK_N - 1) // BLOCK_N,
+        )
+        sizes = Walk(q.shape[0], q.shape[1], heads, row_blocks, column_blocks)
+        own, share = owned(cuda.blockIdx.x, sizes)
+        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
+        steps *= (row_blocks if SUM_I else 1) * (column_blocks if SUM_J else 1)
+        for n in range(SCORES):
+            acc[n] = ACC(0)
+
+        for step in range(steps * share // out.shape[0], steps * (share + 1) // out.shape[0]):
+            walk, _ = walked(step, sizes)
+            b0, b1, h = own.b0 + walk.b0, own.b1 + walk.b1, own.head + walk.head
+            row0, col0 = (own.i + walk.i) * BLOCK_M, (own.j + walk.j) * BLOCK_N
+            at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
+            sequence = sequence_of(extras, b0, b1, rows, columns)
+            nq, nk, shift = sequence.queries, sequence.keys, sequence.shift
+            if sequence.invalid:
+                for n in range(SCORES):
+                    acc[n] = ACC(NAN)
+            region = Region(row0, col0, nq, nk, low + shift, high + shift)
+            start, stop = mask.kv_range(
+                row0, min(row0 + BLOCK_M, nq), nk, low + shift, high + shift
+            )
+            if row0 >= nq or col0 >= stop or col0 + BLOCK_N <= start:
+                continue
+            if not seen(region, at, extras):
+                continue
+            kv_head = h // (heads // k.shape[2])
+            lse_head, delta_head = lse[b0, b1, h], delta[b0, b1, h]
+            # (1) S = Q K^T
+            inner_q(s, q[b0, b1, h], k[b0, b1, kv_head], region, a_smem, b_smem)
+            # (2) P = exp(S - lse), kept in shared memory
+            recompute_p(s, s, w_smem, lse_head, region, True, scale, at, extras, parameters)
+            # (4) dP = dO V^T
+            inner_do(s, do[b0, b1, h], v[b0, b1, kv_head], region, a_smem, b_smem)
+            # (5) dbias = dbias + dS, where dS = P * (dP - delta)
+            differentiate(s, s, w_smem, delta_head, region, parameters)
+            for n in range(SCORES):
+                acc[n] += s[n]
+        reduce(out[share, own.b0, own.b1, own.head], own.i * BLOCK_M, own.j * BLOCK_N, acc, w_smem)
+
+    signature = types.void(
+        *[array(dtype, 5)] * 4,
+        *[array(ACC, 4)] * 2,
+        array(out_dtype, 6),
+        extras_type(options),
+        *(types.float64, i64, i64),
+        parameters_type(options),
+    )
+    return dbias_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}
+
+
+def build_sum(dtype, out_dtype, threads):
+    """Kernel ``sum_simt(shares, dbias, extras)``: one thread adds the shares of one element, in
+    their order.
+    """
+    ACC, THREADS = ACCUMULATOR[dtype], threads
+    _, store = build_convert(out_dtype)
+
+    def sum_simt(shares, dbias, extras):
+        number = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        if number < dbias.size:
+            j, number = number % dbias.shape[4], number // dbias.shape[4]
+            i, number = number % dbias.shape[3], number // dbias.shape[3]
+            h, number = number % dbias.shape[2], number // dbias.shape[2]
+            b0, b1 = number // dbias.shape[1], number % dbias.shape[1]
+            total = ACC(0)
+            for share in range(shares.shape[0]):
+                x = shares[index(share), index(b0), index(b1), index(h), index(i), index(j)]
+                total += x
+            dbias[index(b0), index(b1), index(h), index(i), index(j)] = store(total)
+
+    signature = types.void(array(ACC, 6), array(out_dtype, 5), types.Tuple(()))
+    return sum_simt, signature, {"launch_bounds": (threads, 1)}

@@ -1,0 +1,288 @@
+"""The `simt` tier from the host: tiles, and which kernels run with which grid. Numba is not
+imported here, so cached kernels start fast.
+"""
+
+import math
+from dataclasses import dataclass
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch
+from numba_flash.cuda.arguments import extras_of, parameters_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.problem import Prepared
+
+LOG2E = math.log2(math.e)
+DELTA_LANES, DELTA_ROWS = 16, 8
+DBIAS_BLOCKS, SUM_THREADS = 512, 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of a register micro-tile, and of the block that shares it (see
+    `numba_flash.cuda.simt.tiles`).
+
+    Attributes
+    ----------
+    rows, cols : int
+        Scores per thread.
+    threads_m, threads_n : int
+        Threads along rows and columns of the block's tile.
+    depth, depth_outer : int
+        Length of the staged chunks along the head dimension, and along the second product's sum.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    rows: int
+    cols: int
+    threads_m: int
+    threads_n: int
+    depth: int
+    depth_outer: int
+    min_blocks: int
+
+    @property
+    def block_m(self) -> int:
+        return self.rows * self.threads_m
+
+    @property
+    def block_n(self) -> int:
+        return self.cols * self.threads_n
+
+    @property
+    def threads(self) -> int:
+        return self.threads_m * self.threads_n
+
+    def head_cols(self, head_dim: int) -> int:
+        """Columns per thread of a (rows, head_dim) accumulator; beyond two, padded to whole groups
+        of four for vector loads.
+        """
+        cols = -(-head_dim // self.threads_n)
+        return cols if cols <= 2 else -(-cols // 4) * 4
+
+
+# Per kernel and accumulator: (largest head dimension, tile); the first that fits serves. After each
+# row: TFLOP/s on an H200 with N = 8192 at that head dimension, and the runner-up; backward kernels
+# count the products they make (4 in dkdv, 3 in dq). The widest accumulators spill up to 1 KB per
+# thread: the next smaller tile, which does not, was slower in every case measured.
+TILES = {
+    ("forward", "float32"): (
+        (64, Tile(8, 8, 8, 8, 8, 16, 1)),  # 26.4; Tile(8, 8, 8, 8, 8, 8, 1) 25.5
+        (128, Tile(8, 4, 8, 16, 16, 16, 2)),  # 26.0; Tile(8, 4, 8, 16, 8, 16, 2) 23.7
+        (256, Tile(8, 4, 8, 16, 16, 8, 1)),  # 23.0; Tile(4, 4, 8, 16, 16, 8, 2) 16.4
+    ),
+    ("forward", "float64"): (
+        (64, Tile(4, 8, 8, 8, 16, 8, 1)),  # 12.4; Tile(4, 8, 8, 8, 8, 8, 1) 12.3
+        (128, Tile(4, 4, 8, 16, 16, 8, 2)),  # 11.5; Tile(4, 4, 8, 16, 8, 8, 2) 9.7
+        (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 9.2; Tile(2, 4, 8, 16, 16, 4, 1) 5.8
+    ),
+    ("dkdv", "float32"): (
+        (
+            128,
+            Tile(8, 4, 8, 16, 16, 16, 1),
+        ),  # 22.5 (64: 21.8); Tile(8, 4, 8, 16, 8, 8, 1) 20.2 (64: 20.8)
+        (256, Tile(4, 4, 8, 16, 16, 8, 1)),  # 17.0; Tile(2, 4, 8, 16, 16, 8, 1) 11.0
+    ),
+    ("dkdv", "float64"): (
+        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 10.7 (64: 10.1); Tile(3, 4, 8, 16, 16, 8, 1) 9.2
+        (256, Tile(2, 4, 8, 16, 16, 4, 1)),  # 5.9; Tile(1, 4, 16, 16, 16, 4, 1) 4.0
+    ),
+    ("dq", "float32"): (
+        (64, Tile(8, 4, 8, 16, 16, 16, 3)),  # 25.2; Tile(8, 8, 8, 8, 8, 8, 1) 24.9
+        (128, Tile(8, 4, 8, 16, 16, 16, 1)),  # 24.3; Tile(8, 4, 8, 16, 8, 8, 1) 20.6
+        (256, Tile(8, 4, 8, 16, 8, 8, 1)),  # 17.9; Tile(4, 4, 8, 16, 16, 8, 1) 16.7
+    ),
+    ("dq", "float64"): (
+        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 12.2 (64: 10.9); at 64, Tile(4, 8, 8, 8, 8, 8, 1) 9.0
+        (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 10.7; Tile(2, 4, 8, 16, 16, 4, 1) 6.6
+    ),
+}
+SIMULATOR_TILE = Tile(2, 2, 2, 2, 4, 2, 1)
+
+
+def tile_for(kernel: str, dtype: str, head_dim: int) -> Tile:
+    """Tile of one kernel (``"forward"``, ``"dkdv"`` or ``"dq"``) for the wider of the two head
+    dimensions.
+    """
+    if launch.simulated():
+        return SIMULATOR_TILE
+    if kernel == "forward" and dtype == "bfloat16" and head_dim > 128:
+        return Tile(
+            4, 4, 8, 16, 16, 8, 2
+        )  # LLVM does not unroll the wider tile's rounding store: its accumulators would be local memory
+    accumulator = "float64" if dtype == "float64" else "float32"
+    return next(tile for limit, tile in TILES[kernel, accumulator] if head_dim <= limit)
+
+
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+    """Reason why these kernels cannot run on such arrays, or None; they know every dtype and
+    option.
+    """
+    if launch.simulated() and not demanded:
+        return "the CUDA simulator runs only on demand (backend='simt')"
+    return launch.why_not(inputs.q) if gpu is None else None
+
+
+def tiles_of(problem) -> tuple:
+    """Rows and columns of the score tiles of each kernel; the rows of dkdv are keys."""
+    tiles = (
+        (kernel, tile_for(kernel, problem.dtype, max(problem.d, problem.dv)))
+        for kernel in ("forward", "dkdv", "dq")
+    )
+    return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles)
+
+
+def takes_numpy() -> bool:
+    """True if kernels read NumPy arrays in place: in the simulator."""
+    return launch.simulated()
+
+
+def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
+    dropout.
+    """
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    tile = tile_for("forward", p.dtype, max(p.d, p.dv))
+    scale_log2 = 1.0 if p.options.modifies else p.scale * LOG2E
+    numbers = lambda rng=None: (scale_log2, p.low, p.high, parameters_of(p, rng))
+    q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+    forward = Launch(
+        "simt.forward.build",
+        (p.dtype, p.d, p.dv, results.lse is not None, p.options.structure, tile),
+        gpu,
+        grid=grid.items(p, p.nq, p.hq, tile.block_m),
+        threads=tile.threads,
+        operands=((q, 5), (k, 5), (v, 5), (o, 5), (results.lse, 4)),
+        extras=grid.extras_layouts(p, inputs),
+        numbers=numbers(),
+    )
+
+    def run(inputs, results, rng=None):
+        q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+        extras = extras_of(p.options, inputs)
+        forward(
+            q, k, v, o, results.lse, extras=extras, numbers=None if rng is None else numbers(rng)
+        )
+
+    return Prepared(run, (forward,))
+
+
+def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` likewise; always `deterministic`."""
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    x, delta = _heads_first(p, inputs), Layout.compact(inputs.lse.shape, inputs.lse.dtype)
+    dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
+    preprocess = Launch(
+        "delta.build",
+        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS),
+        gpu,
+        grid=-(-inputs.lse.shape[-1] // DELTA_ROWS) * math.prod(inputs.lse.shape[:-1]),
+        threads=DELTA_LANES * DELTA_ROWS,
+        operands=((x.do, 5), (x.o, 5), (x.dlse, 4), (delta, 4)),
+    )
+    tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
+    config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
+    numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng))
+    numbers_dq = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
+    tile = tile_for("dkdv", p.dtype, max(p.d, p.dv))
+    dkdv_launch = Launch(
+        "simt.backward.build_dkdv",
+        (*config, tile),
+        gpu,
+        grid=grid.items(p, p.nk, p.hk, tile.block_m),
+        threads=tile.threads,
+        operands=(*tensors, (dk, 5), (dv, 5), *rows),
+        extras=extras,
+        numbers=numbers_dkdv(),
+    )
+    tile = tile_for("dq", p.dtype, max(p.d, p.dv))
+    dq_launch = Launch(
+        "simt.backward.build_dq",
+        (*config, tile),
+        gpu,
+        grid=grid.items(p, p.nq, p.hq, tile.block_m),
+        threads=tile.threads,
+        operands=(*tensors, (dq, 5), *rows),
+        extras=extras,
+        numbers=numbers_dq(),
+    )
+    dbias = (
+        _Dbias(p, gpu, tensors, rows, extras, numbers_dq, results.dbias)
+        if results.dbias is not None
+        else None
+    )
+
+    def run(inputs, results, rng=None):
+        x, extras = _heads_first(p, inputs), extras_of(p.options, inputs)
+        dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
+        delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
+        preprocess(x.do, x.o, x.dlse, delta)
+        others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
+        dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=extras, **others)
+        others = {} if rng is None else {"numbers": numbers_dq(rng)}
+        dq_launch(x.do, x.q, x.k, x.v, dq, x.lse, delta, extras=extras, **others)
+        if dbias is not None:
+            dbias.run(x, delta, results.dbias, extras, others)
+
+    return Prepared(
+        run, (preprocess, dkdv_launch, dq_launch, *(dbias.launches if dbias is not None else ()))
+    )
+
+
+def _heads_first(problem, inputs):
+    """The inputs of the backward pass, with packed arrays as (heads, total, d)."""
+    do, q, k, v, o = grid.heads_first(problem, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    return inputs._replace(do=do, q=q, k=k, v=v, o=o)
+
+
+class _Dbias:
+    """Gradient of the bias: one launch, or two where the walk over what the bias broadcasts is
+    split into shares.
+    """
+
+    def __init__(self, problem, gpu, tensors, rows, extras, numbers, dbias):
+        p, tile = problem, tile_for("dq", problem.dtype, max(problem.d, problem.dv))
+        shape = (1,) * (5 - dbias.ndim) + dbias.shape
+        summed = tuple(n == 1 for n in shape)
+        sizes = (*p.batch, p.hq, -(-p.nq // tile.block_m), -(-p.nk // tile.block_n))
+        blocks = math.prod(1 if gone else n for n, gone in zip(sizes, summed, strict=True))
+        walk = math.prod(n if gone else 1 for n, gone in zip(sizes, summed, strict=True))
+        shares = max(1, min(walk, DBIAS_BLOCKS // max(blocks, 1)))
+        self._shares = Layout.compact(
+            (shares, *shape), "float64" if p.dtype == "float64" else "float32"
+        )
+        out = dbias if shares == 1 else self._shares
+        self._sum = Launch(
+            "simt.dbias.build",
+            (p.dtype, p.d, p.dv, p.options.structure, out.dtype.name, summed, tile),
+            gpu,
+            grid=blocks * shares,
+            threads=tile.threads,
+            operands=(*tensors, *rows, (out, 6)),
+            extras=extras,
+            numbers=numbers(),
+        )
+        self.launches = (self._sum,)
+        if shares > 1:
+            self._sum_shares = Launch(
+                "simt.dbias.build_sum",
+                (p.dtype, dbias.dtype.name, SUM_THREADS),
+                gpu,
+                grid=-(-math.prod(shape) // SUM_THREADS),
+                threads=SUM_THREADS,
+                operands=((self._shares, 6), (dbias, 5)),
+            )
+            self.launches = (self._sum, self._sum_shares)
+
+    def run(self, x, delta, dbias, extras, others):
+        """Launch them; `others` are the numbers of this call, if it brings any."""
+        split = len(self.launches) > 1
+        out = (
+            arrays.compact("dbias's shares", dbias, self._shares.shape, self._shares.dtype)
+            if split
+            else dbias
+        )
+        self._sum(x.do, x.q, x.k, x.v, x.lse, delta, out, extras=extras, **others)
+        if split:
+            self._sum_shares(out, dbias)

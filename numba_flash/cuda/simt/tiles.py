@@ -1,0 +1,289 @@
+"""Register micro-tiles for kernels without tensor cores: the two matrix products of attention, and
+the moves around them.
+
+THREADS_M x THREADS_N threads own a tile of rows x columns. Thread (ty, tx) keeps `rows` consecutive
+rows and `cols` columns of it in registers; its columns come in groups of V = `vector(cols, dtype)`
+consecutive ones, so that shared-memory reads fuse into vector loads:
+
+    row(ty, r) = ty * rows + r            column(tx, c) = (c // V) * THREADS_N * V + tx * V + c % V
+
+There are no shuffles, so the same source runs in Numba's CUDA simulator.
+"""
+
+import math
+from typing import NamedTuple
+
+from numba_flash import mask
+from numba_flash.cuda.lang import SIMULATED, cuda, device
+from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
+
+ALIGNMENT = (
+    None if SIMULATED else 16
+)  # of shared arrays, for vector loads; the simulator refuses the argument
+
+
+class Region(NamedTuple):
+    """Where a tile of scores lies, and what it may see.
+
+    Attributes
+    ----------
+    row0, col0 : int
+        Its first row and column.
+    rows, cols : int
+        How many there are in the sequence.
+    low, high : int
+        The band, for column - row.
+    """
+
+    row0: int
+    col0: int
+    rows: int
+    cols: int
+    low: int
+    high: int
+
+
+@device
+def cuts(region, block_m, block_n):
+    """True if the end of the columns or the band cuts the tile: it hides some of its scores."""
+    row1, col1 = region.row0 + block_m, region.col0 + block_n
+    return col1 > region.cols or not mask.all_visible(
+        region.row0, row1, region.col0, col1, region.low, region.high
+    )
+
+
+def pad(dtype):
+    """Elements (16 bytes) between staged rows: a half warp that stores transposed then hits
+    different banks, and vectors stay aligned.
+    """
+    return 128 // ACCUMULATOR[dtype].bitwidth
+
+
+def vector(cols, dtype):
+    """Consecutive columns per group: 16 bytes, or the widest smaller power of two that divides
+    `cols`.
+    """
+    return math.gcd(cols, 128 // ACCUMULATOR[dtype].bitwidth)
+
+
+def build_fetch_rows(dtype, head_dim, width, row_step):
+    """``fetch_rows(regs, x, x0, first, d, steps)``: regs[i] = x[x0 + first + i * row_step, d], x
+    padded with zeros to `width` columns.
+
+    Rows beyond the end repeat the last one. All loads are issued before any is used, so that their
+    latencies overlap.
+    """
+    HEAD_DIM, RAGGED, ROW_STEP = head_dim, width != head_dim, row_step
+    ACC = ACCUMULATOR[dtype]
+    load, _ = build_convert(dtype)
+
+    @device
+    def fetch(x, i, d):
+        if RAGGED:
+            value = load(x[index(i), index(min(d, HEAD_DIM - 1))])
+            return value if d < HEAD_DIM else ACC(0)
+        return load(x[index(i), index(d)])
+
+    @device
+    def fetch_rows(regs, x, x0, first, d, steps):
+        row, last = x0 + first, x.shape[0] - 1
+        if row + (steps - 1) * ROW_STEP <= last:
+            for i in range(steps):
+                regs[i] = fetch(x, row + i * ROW_STEP, d)
+        else:
+            for i in range(steps):
+                regs[i] = fetch(x, min(row + i * ROW_STEP, last), d)
+
+    return fetch_rows
+
+
+def build_column(dtype, threads_n, cols):
+    """``column(tx, c)``: column within the tile of thread tx's c-th register column."""
+    V, STRIDE = vector(cols, dtype), threads_n * vector(cols, dtype)
+
+    @device
+    def column(tx, c):
+        return (c // V) * STRIDE + tx * V + c % V
+
+    return column
+
+
+def build_inner(dtype, tile, head_dim):
+    """``inner(acc, a, b, region, a_smem, b_smem)``: acc[r, c] = sum_d a[row0 + row, d] * b[col0 +
+    column, d].
+
+    The sum runs over chunks of DEPTH, staged transposed so that both operands are read along their
+    rows. Rows beyond the end repeat the last one: the caller ignores their scores.
+    """
+    ROWS, COLS, DEPTH, THREADS_N, HEAD_DIM = (
+        tile.rows,
+        tile.cols,
+        tile.depth,
+        tile.threads_n,
+        head_dim,
+    )
+    ROW_STEP = tile.threads // tile.depth
+    STEPS_M, STEPS_N = tile.block_m // ROW_STEP, tile.block_n // ROW_STEP
+    ACC = ACCUMULATOR[dtype]
+    column = build_column(dtype, tile.threads_n, tile.cols)
+    fetch_rows = build_fetch_rows(dtype, head_dim, -(-head_dim // DEPTH) * DEPTH, ROW_STEP)
+
+    @device
+    def rank_one(acc, a_smem, b_smem, d, tx, ty):
+        b_frag = cuda.local.array(COLS, ACC)
+        for c in range(COLS):
+            b_frag[c] = b_smem[index(d), index(column(tx, c))]
+        for r in range(ROWS):
+            a_value = a_smem[index(d), index(ty * ROWS + r)]
+            for c in range(COLS):
+                acc[r * COLS + c] += a_value * b_frag[c]
+
+    @device
+    def inner(acc, a, b, region, a_smem, b_smem):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        first, lane = cuda.threadIdx.x // DEPTH, cuda.threadIdx.x % DEPTH
+        a_regs = cuda.local.array(STEPS_M, ACC)
+        b_regs = cuda.local.array(STEPS_N, ACC)
+        for i in range(ROWS * COLS):
+            acc[i] = ACC(0)
+        for d0 in range(0, HEAD_DIM, DEPTH):
+            fetch_rows(a_regs, a, region.row0, first, d0 + lane, STEPS_M)
+            fetch_rows(b_regs, b, region.col0, first, d0 + lane, STEPS_N)
+            cuda.syncthreads()  # everyone has read the previous chunk
+            for i in range(STEPS_M):
+                a_smem[index(lane), index(first + i * ROW_STEP)] = a_regs[i]
+            for i in range(STEPS_N):
+                b_smem[index(lane), index(first + i * ROW_STEP)] = b_regs[i]
+            cuda.syncthreads()  # the chunk is complete
+            for d in range(0, DEPTH, 4):
+                rank_one(acc, a_smem, b_smem, d, tx, ty)
+                rank_one(acc, a_smem, b_smem, d + 1, tx, ty)
+                rank_one(acc, a_smem, b_smem, d + 2, tx, ty)
+                rank_one(acc, a_smem, b_smem, d + 3, tx, ty)
+
+    return inner
+
+
+def build_outer(dtype, tile, head_dim, absent="band"):
+    """``outer(acc, w_smem, x, region, x_smem, edge)``: acc[r, c] += sum_j w_smem[j, row] * x[col0 +
+    j, column].
+
+    In an `edge` tile some terms are absent, not zero times x: a NaN that a row does not see cannot
+    reach it. They are those that the band hides, or that lie beyond the end (`absent` is
+    ``"band"``), those of weight -0.0 (``"zero"``), or those of weight -0.0 or less
+    (``"negative"``).
+    """
+    BLOCK_N, ROWS, DEPTH, THREADS_N = tile.block_n, tile.rows, tile.depth_outer, tile.threads_n
+    COLS, WIDTH = tile.head_cols(head_dim), tile.head_cols(head_dim) * tile.threads_n
+    LANES = math.gcd(WIDTH, tile.threads)
+    ROW_STEP = tile.threads // LANES
+    STEPS = DEPTH // ROW_STEP
+    ACC = ACCUMULATOR[dtype]
+    SLICES = WIDTH // LANES
+    FETCHES = SLICES * STEPS
+    MARKED, NEGATIVE = absent != "band", absent == "negative"
+    fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
+    column = build_column(dtype, tile.threads_n, COLS)
+
+    @device
+    def present(weight):
+        return not (
+            (weight == ACC(0) or (NEGATIVE and weight < ACC(0)))
+            and math.copysign(ACC(1), weight) < ACC(0)
+        )
+
+    @device
+    def fetch(regs, x, x0, first, lane):
+        for n in range(SLICES):
+            fetch_rows(regs[n * STEPS :], x, x0, first, lane + n * LANES, STEPS)
+
+    @device
+    def multiply(acc, w_smem, j0, x_smem, diagonal, stop, careful, region):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        x_frag = cuda.local.array(COLS, ACC)
+        for j in range(DEPTH):
+            for c in range(COLS):
+                x_frag[c] = x_smem[index(j), index(column(tx, c))]
+            for r in range(ROWS):
+                if MARKED and careful and not present(w_smem[index(j0 + j), index(ty * ROWS + r)]):
+                    continue
+                row = ty * ROWS + r
+                if (
+                    MARKED
+                    or not careful
+                    or (j < stop and mask.visible(row, diagonal + j, region.low, region.high))
+                ):
+                    weight = w_smem[index(j0 + j), index(ty * ROWS + r)]
+                    for c in range(COLS):
+                        acc[r * COLS + c] += weight * x_frag[c]
+
+    @device
+    def outer(acc, w_smem, x, region, x_smem, edge):
+        first, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        x0 = region.col0
+        regs = cuda.local.array(FETCHES, ACC)
+        fetch(regs, x, x0, first, lane)
+        for j0 in range(0, BLOCK_N, DEPTH):
+            cuda.syncthreads()  # the weights are written, and everyone has read the previous chunk
+            for n in range(SLICES):
+                for i in range(STEPS):
+                    x_smem[index(first + i * ROW_STEP), index(lane + n * LANES)] = regs[
+                        n * STEPS + i
+                    ]
+            cuda.syncthreads()  # the chunk is complete
+            if j0 + DEPTH < BLOCK_N:  # the next chunk is on its way while this one is multiplied
+                fetch(regs, x, x0 + j0 + DEPTH, first, lane)
+            diagonal, stop = x0 + j0 - region.row0, x.shape[0] - x0 - j0
+            if edge:
+                multiply(acc, w_smem, j0, x_smem, diagonal, stop, True, region)
+            else:
+                multiply(acc, w_smem, j0, x_smem, diagonal, stop, False, region)
+
+    return outer
+
+
+def build_weights(dtype, tile):
+    """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of
+    `build_outer`.
+
+    ``get_weight(w_smem, r, c)`` reads one of the thread's own weights back.
+    """
+    ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
+    column = build_column(dtype, tile.threads_n, tile.cols)
+
+    @device
+    def put_weights(w_smem, w):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        for c in range(COLS):
+            for r in range(ROWS):
+                w_smem[index(column(tx, c)), index(ty * ROWS + r)] = w[r * COLS + c]
+
+    @device
+    def get_weight(w_smem, r, c):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        return w_smem[index(column(tx, c)), index(ty * ROWS + r)]
+
+    return put_weights, get_weight
+
+
+def build_write(dtype, tile, head_dim):
+    """``write(x, row0, acc, factor)``: x[row0 + row, column] = acc[r, c] * factor for the rows and
+    columns that exist.
+    """
+    ROWS, THREADS_N, COLS, HEAD_DIM = tile.rows, tile.threads_n, tile.head_cols(head_dim), head_dim
+    ACC = ACCUMULATOR[dtype]
+    _, store = build_convert(dtype)
+    column = build_column(dtype, THREADS_N, COLS)
+
+    @device
+    def write(x, row0, acc, factor):
+        tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+        for r in range(ROWS):
+            i = row0 + ty * ROWS + r
+            if i < x.shape[0]:
+                row = x[index(i)]
+                for c in range(COLS):
+                    if column(tx, c) < HEAD_DIM:
+                        row[index(column(tx, c))] = store(acc[r * COLS + c] * ACC(factor))
+
+    return write

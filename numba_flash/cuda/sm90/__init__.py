@@ -1,0 +1,1 @@
+"""The tier for Hopper: TMA, wgmma, warp specialisation."""

@@ -1,0 +1,178 @@
+"""What the host and the kernels for Hopper hand to each other, and the threads of a block to each
+other: by name.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+LOG2E = math.log2(math.e)
+
+
+class ForwardSizes(NamedTuple):
+    """Of the forward kernel: see `numba_flash.cuda.schedule.build_item`; `columns` are keys."""
+
+    items: int
+    low: int
+    high: int
+    columns: int
+    parts: int
+    kv_heads: int
+    section: int
+    b0: int
+
+
+class BackwardSizes(NamedTuple):
+    """Of the backward kernel, whose rows are keys: `columns` are queries, the band is that of query
+    - key, `group` is Hq / Hk.
+    """
+
+    items: int
+    low: int
+    high: int
+    columns: int
+    parts: int
+    group: int
+    section: int
+    b0: int
+
+
+class WideSizes(NamedTuple):
+    """Of the wide backward kernel: the same; and which blocks of keys it does: the first, and how
+    many there is room for.
+    """
+
+    items: int
+    low: int
+    high: int
+    columns: int
+    parts: int
+    group: int
+    section: int
+    b0: int
+    first_block: int
+    blocks: int
+
+
+class DqSizes(NamedTuple):
+    """Of the kernel that makes dQ from dS: as `ForwardSizes`; and which blocks of keys there are."""
+
+    items: int
+    low: int
+    high: int
+    columns: int
+    parts: int
+    kv_heads: int
+    section: int
+    b0: int
+    first_block: int
+    blocks: int
+
+
+class Scales(NamedTuple):
+    """Factors of scores: with softcap, `slope` leads to the tanh; what comes after, or the score,
+    times `scale_log2` is in base 2.
+    """
+
+    slope: float
+    scale_log2: float
+
+
+class BackwardScales(NamedTuple):
+    """The same, and the scale itself, of dQ and dK."""
+
+    slope: float
+    scale_log2: float
+    scale: float
+
+
+def scales(problem) -> Scales:
+    """Those of a problem."""
+    scale, cap = problem.scale, problem.options.softcap
+    if cap:
+        return Scales(np.float32(2 * LOG2E * scale / cap), np.float32(cap * LOG2E))
+    return Scales(np.float32(0), np.float32(scale * LOG2E))
+
+
+# ---- a work item, as it is written down in shared memory: one int32 each
+
+
+class ForwardWork(NamedTuple):
+    """For the forward kernel: a `numba_flash.cuda.schedule.Item` whose rows are queries, and the
+    head of k and v.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    kv_head: int
+    row0: int
+    q0: int
+    queries: int
+    k0: int
+    keys: int
+    low: int
+    high: int
+    invalid: int
+    first: int
+    count: int
+    part: int
+
+
+class BackwardWork(NamedTuple):
+    """For the backward kernels: an `Item` whose rows are keys, and the number of the first row
+    block of queries of its first head.
+    """
+
+    b0: int
+    b1: int
+    kv_head: int
+    row0: int
+    k0: int
+    keys: int
+    q0: int
+    queries: int
+    low: int
+    high: int
+    invalid: int
+    first: int
+    count: int
+    base: int
+
+
+class DqWork(NamedTuple):
+    """For the kernel that makes dQ: an `Item` whose rows are queries; the number of its row block;
+    whether its sum begins, and ends.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    kv_head: int
+    row0: int
+    q0: int
+    queries: int
+    k0: int
+    keys: int
+    invalid: int
+    first: int
+    count: int
+    number: int
+    begins: int
+    ends: int
+
+
+END = -1  # in the place of the count of tiles: there is no more work
+
+
+def one_type(numbers):
+    """The same named integers, none of them a literal to Numba, which would compile every function
+    anew for each; the assembler folds them.
+    """
+    return type(numbers)._make(map(np.uint32, numbers))
+
+
+def words(cls):
+    """Where each field of what is written down lies: its place among the int32."""
+    return one_type(cls._make(range(len(cls._fields))))

@@ -1,0 +1,241 @@
+"""Backward pass on Hopper: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, in persistent
+blocks as in the forward pass.
+
+A block owns a block of keys and walks over the queries of every head of its group. Threads of its
+first warp group move data: Q and dO in, tiles of dQ out, where they are added up as float32
+(`load`). Every other warp group, a consumer, owns 64 of the keys. It computes S^T and dP^T, keys
+along the rows, so that P^T can be an operand of dV as it is. dS^T goes to shared memory, where each
+consumer reads its part for dK, and all of it along the other direction for half of dQ.
+
+A tile of dQ is the sum of what several blocks add. If `ordered`, they do so in the order of their
+keys: a flag counts who was there.
+"""
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
+from numba_flash.cuda.sm90 import load, pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90.arguments import END, one_type
+from numba_flash.cuda.sm90.load import WORD
+from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
+from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
+
+
+def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
+    """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``,
+    its signature and compile options.
+
+    banded : True if some query does not see every key; it makes no difference if `ordered`.
+    maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a
+        tile, and with `to_map` of dk and dv.
+    dk, dv : (b0, b1, kv_heads, nk, head_dim), as words of two elements.
+    lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as
+        `numba_flash.cuda.sm90.preprocess` numbers and writes them.
+    dq_sum : float32, 64 x 64 elements per (b0, b1, head, row block, consumer), in the order of
+        fragments.
+    flags : int32, one per (b0, b1, head, row block), and one more: the number of the next work
+        item.
+    extras : lengths, see `numba_flash.cuda.arguments`.
+    sizes, scales : `BackwardSizes` and `BackwardScales` of `numba_flash.cuda.sm90.arguments`.
+    """
+    BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
+    SMEM = tile.layout(head_dim, head_dim_v)
+    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
+    DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
+    Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
+    DS, DS_BYTES = SMEM.ds, SMEM.ds_bytes
+    DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
+    SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
+    TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
+    NEXT = SCORES if AHEAD else 0
+    SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
+    V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
+    ONES, NONE, ONE = (1.0, 1.0), 0, 1
+    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
+    clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
+    start_scores = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, BFLOAT16)
+    start_dp = wgmma.build_scores(BLOCK_M, head_dim_v, BLOCK_N, BFLOAT16)
+    start_dv = wgmma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
+    start_dq = wgmma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
+    start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
+    pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
+    put_ds = store.build_put_chunks(BLOCK_M, 0, BFLOAT16, BLOCK_N)
+    zero_k, _ = softmax.build_zero(OUTPUTS_K)
+    zero_v, _ = softmax.build_zero(OUTPUTS_V)
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
+    wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
+    differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
+    factors = shared.factors
+    put_dk = store.build_put_row(head_dim, False, BFLOAT16)
+    put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
+    stage_dk = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
+    stage_dv = store.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
+
+    @inline
+    def commit_dq(smem, n):
+        """Let a tile of dQ be added up; later than `put_dq`, when products run while the fence
+        waits for what that has stored.
+        """
+        ptx.fence_proxy_async()
+        pipeline.commit(smem, DQ, n)
+
+    @inline
+    def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale):
+        """Let the last tile of dQ be added up, and store dK and dV of a work item."""
+        commit_dq(smem, u32(n - u32(1)))
+        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
+        pipeline.release_group(smem, K, turn)
+        pipeline.release_group(smem, V, turn)
+        factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
+        scaled = cuda.local.array(2, f32)
+        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
+        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        factors(smem, turn, factor, scaled, scale)
+        pipeline.release(smem, WORK, turn)
+        if TO_MAP:
+            # tile n - 1 of dQ, which had the slot of tile n + 1, has left
+            pipeline.wait_free(smem, DQ, u32(n + u32(1)))
+            room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
+            stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
+            stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
+            if cuda.threadIdx.x % WARP_GROUP == 0:
+                ptx.bulk_wait_read()
+            pipeline.meet_warp_group(me)
+        else:
+            for r in range(2):
+                j = row0 + wgmma.first_row() + 8 * r
+                if j < keys:
+                    put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
+                    put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
+
+    @inline
+    def release_before(smem, n):
+        """All products with the Q tile before the n-th are complete."""
+        if n != u32(0):
+            pipeline.release_group(smem, Q, u32(n - 1))
+
+    @inline
+    def put_dq(smem, me, n, dq):
+        """Store this consumer's part of a tile of dQ to shared memory."""
+        pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
+        mine = u32(cuda.threadIdx.x % WARP_GROUP * 16)
+        to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + mine)
+        for j in range(8):
+            four = dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]
+            ptx.store_shared_vector(u32(to + u32(2048 * j)), four)
+
+    @inline
+    def begin_item(smem, turn, me, n, sT, k_rows):
+        """Wait for K and V of a work item, and, if AHEAD, for (1) S^T = K Q^T of its first tile;
+        returns row0.
+        """
+        note_bounds(smem, turn, me)
+        row0 = bound(smem, me, BOUND.last)
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
+        pipeline.wait_ready(smem, K, turn)
+        if SEQUENCES:
+            clear_k(smem, K, turn, keys, me)
+        if AHEAD:
+            wait_q(smem, turn, me, n, row0)
+            start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
+        pipeline.wait_ready(smem, V, turn)
+        if SEQUENCES:
+            clear_v(smem, V, turn, keys, me)
+        if AHEAD:
+            ptx.wgmma_wait(sT, sT, NONE, SCORES, NONE)
+        return row0
+
+    @inline
+    def start_next(smem, turn, me, n, end, row0, sT, k_rows):
+        """Start (1) S^T = K Q^T of the tile after the n-th; after an item's last, of the same
+        again, for nothing.
+        """
+        following = u32(n + u32(1))
+        if following == end:
+            following = n
+        else:
+            wait_q(smem, turn, me, following, row0)
+        start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
+
+    @inline
+    def consume(maps, smem, me, dk, dv, lse2, dq_sum, sizes, scales):
+        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last
+        tile first.
+        """
+        # registers of each thread: fragments of S^T, dP^T, P^T as pairs, dK, dV, and of dQ
+        sT = cuda.local.array(SCORES, f32)
+        dpT = cuda.local.array(SCORES, f32)
+        pT = cuda.local.array(PAIRS, u32)
+        dk_acc = cuda.local.array(OUTPUTS_K, f32)
+        dv_acc = cuda.local.array(OUTPUTS_V, f32)
+        dq = cuda.local.array(32, f32)
+        # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is
+        # left out by `postprocess`
+        ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
+        mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(sizes.group)
+        while True:
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            if count == END:
+                break
+            k_tile = pipeline.tile(smem, K, turn)
+            k_rows = wgmma.descriptor(k_tile + mine, u32(0))
+            v_rows = u32(k_rows + u32(V_BEHIND_K))
+            k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
+            zero_k(dk_acc)
+            zero_v(dv_acc)
+            row0 = begin_item(smem, turn, me, n, sT, k_rows)
+            begin, end = n, u32(n + u32(count * group))
+            while n != end:
+                q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
+                if not AHEAD:  # (1) S^T = K Q^T
+                    wait_q(smem, turn, me, n, row0)
+                    start_scores(sT, k_rows, wgmma.descriptor(q_rows, u32(0)))
+                wait_do(smem, turn, me, n, row0)
+                # (4) dP^T = V dO^T
+                start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))
+                if n != begin:  # (7) of the tile before
+                    commit_dq(smem, u32(n - u32(1)))
+                if not AHEAD:
+                    ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
+                    release_before(smem, n)
+                # (2) P^T = exp(S^T - lse), in the place of S^T
+                recompute_p(sT, smem, turn, me, n, row0, scales)
+                ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
+                if AHEAD:
+                    release_before(smem, n)
+                # (5) dS^T = P^T * (dP^T - delta)
+                ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
+                differentiate_cap(dpT, sT, smem, me, n, scales.scale_log2)
+                for chunk in range(0, SCORES // 4, 2):
+                    differentiate(dpT, sT, smem, me, n, chunk)
+                    put_ds(u32(ds + mine), dpT, ONES, chunk)
+                # (3) dV = dV + P^T dO
+                pack(pT, sT)
+                start_dv(dv_acc, pT, wgmma.descriptor(do_rows, u32(Q_PANEL)))
+                ptx.fence_proxy_async()
+                row0 = next_row0(smem, me, row0)
+                if AHEAD:
+                    start_next(smem, turn, me, n, end, row0, sT, k_rows)
+                pipeline.meet_consumers(CONSUMERS)  # all of dS^T is there
+                if AHEAD:  # dV is complete: the registers of P are free for dQ
+                    ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
+                # (7) dQ = dS K, (6) dK = dK + dS^T Q
+                start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
+                dsT_rows = wgmma.descriptor(ds + mine, u32(0))
+                start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
+                ptx.wgmma_wait(dq, sT, ONE, 32, NEXT)
+                pipeline.release_group(smem, DO, n)
+                put_dq(smem, me, n, dq)
+                n = u32(n + 1)
+            finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)
+            turn = u32(turn + 1)
+
+    return load.build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

@@ -1,0 +1,235 @@
+"""dQ on Hopper from tiles of dS^T in memory: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2,
+line 15, after `numba_flash.cuda.sm90.backward_wide`.
+
+A block takes 128 queries after the other. One of its threads writes down work items, one has tiles
+of dS^T and K fetched, and each of two warp groups sums 64 of the rows, in the order of the keys. If
+dS^T was made for some of the keys only, what there is of the sum is kept between one launch and the
+next.
+"""
+
+import math
+
+from numba_flash.cuda import ptx, schedule, softmax
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.number import array, index
+from numba_flash.cuda.sm90 import pipeline, store, wgmma
+from numba_flash.cuda.sm90.arguments import END, DqSizes, DqWork, one_type, words
+from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import panel_bytes, panels
+
+ROWS = 64  # of a consumer
+WORD = words(DqWork)
+
+
+def build(dtype, head_dim, banded, to_map, options, tile):
+    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scale)``, its signature and
+    compile options.
+
+    maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
+        with `to_map` of dq.
+    dq : (b0, b1, heads, nq, head_dim), as words of two elements.
+    dq_sum : float32, what there is of the sum: per row block and consumer in the order of
+        fragments.
+    ds : dS^T, as `numba_flash.cuda.sm90.backward_wide` writes it.
+    lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
+        numbered.
+    extras : lengths, see `numba_flash.cuda.arguments`.
+    sizes : `DqSizes` of `numba_flash.cuda.sm90.arguments`.
+    """
+    BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
+    SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
+    TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
+    STAGE, ALIGNMENT, OUTPUTS = SMEM.o, SMEM.ALIGNMENT, head_dim // 2
+    PANEL_BYTES = panel_bytes(ROWS)
+    K_BYTES, DS_BYTES = panels(head_dim) * PANEL_BYTES, CONSUMERS * PANEL_BYTES
+    SUM_BYTES = 4 * ROWS * head_dim
+    TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
+    SEQUENCES, PACKED = options.sequences, options.packed
+    NAN, ON, OFF, NONE = math.nan, 1, 0, 0
+    item_of = schedule.build_item(options, banded, False, BLOCK_M, BLOCK_N)
+    first_block = schedule.build_first_block(PACKED, BLOCK_M)
+    load_k = pipeline.build_load(TILES, head_dim, BLOCK_N, DS_BYTES)
+    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
+    start_sum = wgmma.build_sum(head_dim, BLOCK_N // 16, 0, 0, BFLOAT16, True)
+    zero, _ = softmax.build_zero(OUTPUTS)
+    put_row = store.build_put_row(head_dim, False, BFLOAT16)
+    stage = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
+
+    @inline
+    def write_work(smem, dq, lse2, extras, sizes):
+        """Write down what this block's work items are, as far as there is room."""
+        turn, taken, there = u32(0), u32(0), True
+        while there:
+            pipeline.wait_free(smem, WORK, turn)
+            at = schedule.zigzag(taken, cuda.gridDim.x)
+            taken = u32(taken + 1)
+            there = at < sizes.items
+            if there:
+                item = item_of(at, dq.shape, extras, sizes)
+                stop = i32(item.first + (item.count if item.columns > 0 else i32(0)))
+                start = max(item.first, i32(sizes.first_block))
+                end = min(stop, i32(sizes.first_block + sizes.blocks))
+                base = first_block(item.b0, item.b1, item.head, item.rows_begin, lse2.shape)
+                number = i32(base + item.row0 // BLOCK_M)
+                if start >= end and (stop > 0 or sizes.first_block > 0):
+                    continue  # others' keys
+                if PACKED and number != at:
+                    continue  # an impossible sequence
+                group = u32(u32(dq.shape[2]) // u32(sizes.kv_heads))
+                kv_head = i32(u32(item.head) // group)
+                work = DqWork(
+                    b0=item.b0,
+                    b1=i32(0) if PACKED else item.b1,
+                    head=item.head,
+                    kv_head=kv_head,
+                    row0=item.row0,
+                    q0=item.rows_begin,
+                    queries=item.rows,
+                    k0=item.columns_begin,
+                    keys=item.columns,
+                    invalid=item.invalid,
+                    first=start,
+                    count=i32(end - start),
+                    number=number,
+                    begins=i32(1 if start == item.first else 0),
+                    ends=i32(1 if end == stop else 0),
+                )
+                for word in range(len(work)):
+                    pipeline.write(smem, WORK, turn, word, work[word])
+            else:
+                pipeline.write(smem, WORK, turn, WORD.count, END)
+            pipeline.commit(smem, WORK, turn)
+            turn = u32(turn + 1)
+
+    @inline
+    def produce(maps, smem, ds, sizes):
+        """Have the copy engine fetch tiles of K, and behind them those of dS^T."""
+        turn, n = u32(0), u32(0)
+        pipeline.wait_ready(smem, WORK, turn)
+        count = pipeline.read(smem, WORK, turn, WORD.count)
+        while count != END:
+            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
+            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+            first = pipeline.read(smem, WORK, turn, WORD.first)
+            number = pipeline.read(smem, WORK, turn, WORD.number)
+            block = u32(first - i32(sizes.first_block))
+            source = u64(u32(number) * u32(sizes.blocks) + block)
+            for t in range(count):
+                pipeline.wait_free(smem, TILES, n)
+                load_k(maps[0], smem, n, Place(0, k0 + (first + t) * BLOCK_N, kv_head, b1, b0))
+                at, to = u64(source + u64(t)), u32(pipeline.tile(smem, TILES, n) + u32(K_BYTES))
+                address = u64(ptx.global_address(ds) + at * u64(DS_BYTES))
+                ready = pipeline.mbarrier(smem, TILES, TILES.ready, n)
+                ptx.bulk_load(to, address, u32(DS_BYTES), ready)
+                n = u32(n + 1)
+            pipeline.release(smem, WORK, turn)
+            turn = u32(turn + 1)
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.read(smem, WORK, turn, WORD.count)
+
+    @inline
+    def begin_item(smem, turn, me, dq_sum, acc):
+        """What there is of the sum; returns where it is kept."""
+        at = u64(u32(pipeline.read(smem, WORK, turn, WORD.number) * CONSUMERS + me)) * u64(
+            SUM_BYTES
+        )
+        address = u64(ptx.global_address(dq_sum) + at + u64(cuda.threadIdx.x % WARP_GROUP * 16))
+        zero(acc)
+        if pipeline.read(smem, WORK, turn, WORD.begins) == 0:
+            for j in range(OUTPUTS // 4):
+                x = ptx.load_global_four(u64(address + u64(2048 * j)))
+                for i in range(4):
+                    acc[4 * j + i] = x[i]
+        return address
+
+    @inline
+    def finish(maps, smem, turn, me, dq, acc, address, scale):
+        """Store dQ = scale dQ, or keep what there is of the sum."""
+        factor = cuda.local.array(2, f32)  # registers: what dQ is multiplied by
+        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+        h = pipeline.read(smem, WORK, turn, WORD.head)
+        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        rows = i32(pipeline.read(smem, WORK, turn, WORD.queries))
+        q0 = pipeline.read(smem, WORK, turn, WORD.q0)
+        ends = pipeline.read(smem, WORK, turn, WORD.ends)
+        invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+        factor[0] = factor[1] = f32(NAN) if invalid else scale
+        pipeline.release(smem, WORK, turn)
+        if ends == 0:
+            for j in range(OUTPUTS // 4):
+                four = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
+                ptx.store_global(u64(address + u64(2048 * j)), four)
+        elif TO_MAP:
+            room = smem + u32(STAGE + me * 2 * PANEL_BYTES)
+            stage(maps[1], room, acc, factor, me, Place(0, row0, h, b1, b0))
+        else:
+            for r in range(2):
+                i = row0 + wgmma.first_row() + 8 * r
+                if i < rows:
+                    dq_row = dq[index(b0), index(b1), index(h), index(q0 + i)]
+                    put_row(ptx.global_address(dq_row), acc, factor, r)
+
+    @inline
+    def consume(maps, smem, me, dq, dq_sum, scale):
+        """(7) dQ = dQ + dS K for 64 rows of each work item and its tiles of keys."""
+        acc = cuda.local.array(OUTPUTS, f32)  # registers: a fragment of dQ
+        turn, n = u32(0), u32(0)
+        while True:
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            if count == END:
+                break
+            address = begin_item(smem, turn, me, dq_sum, acc)
+            for t in range(count):
+                pipeline.wait_ready(smem, TILES, n)
+                if SEQUENCES:
+                    keys = pipeline.read(smem, WORK, turn, WORD.keys)
+                    first = pipeline.read(smem, WORK, turn, WORD.first)
+                    clear_k(smem, TILES, n, keys - (first + t) * BLOCK_N, me)
+                k_tile = pipeline.tile(smem, TILES, n)
+                ds_tile = k_tile + u32(K_BYTES + me * PANEL_BYTES)
+                ds_mine = wgmma.descriptor(ds_tile, u32(PANEL_BYTES))
+                start_sum(acc, ds_mine, wgmma.descriptor(k_tile, u32(PANEL_BYTES)))
+                ptx.wgmma_wait(acc, acc, NONE, OUTPUTS, NONE)
+                pipeline.release_group(smem, TILES, n)
+                n = u32(n + 1)
+            finish(maps, smem, turn, me, dq, acc, address, scale)
+            turn = u32(turn + 1)
+        if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
+            ptx.bulk_wait_read()
+
+    def dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scale):
+        smem = pipeline.shared_base(ALIGNMENT)
+        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
+        if cuda.threadIdx.x == 0:
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP + 1)
+            pipeline.initialise(smem, TILES, 1, CONSUMERS)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # everyone sees the barriers initialised
+
+        if group == 0:
+            ptx.setmaxnreg(FEWEST, OFF)
+            if cuda.threadIdx.x == 0:
+                write_work(smem, dq, lse2, extras, sizes)
+            elif cuda.threadIdx.x == 32:
+                produce(maps, smem, ds, sizes)
+        else:
+            ptx.setmaxnreg(REGISTERS, ON)
+            consume(maps, smem, group - 1, dq, dq_sum, scale)
+
+    maps = [f"maps.{i}" for i in range(2 if TO_MAP else 1)]
+    signature = types.void(
+        types.UniTuple(u64, len(maps)),
+        array(u32, 5),
+        *[array(f32, 5)] * 2,
+        array(f32, 4),
+        extras_type(options),
+        named(DqSizes, i64),
+        f32,
+    )
+    return dq_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -1,0 +1,374 @@
+"""Forward pass on Hopper: FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 1, in
+persistent blocks.
+
+One thread of the first warp group, the producer, lets the copy engine fill rings of Q, K and V
+tiles; every other warp group, a consumer, owns 64 rows of a block of queries. A consumer starts the
+scores of the next tile before the product P V of the current one, so that its softmax runs while
+the tensor cores do. The next tile may belong to the next block of queries: O is finished and stored
+while the tensor cores already work on what follows. With `ping_pong` the consumers also take turns
+at starting products, which keeps their softmaxes apart.
+"""
+
+import math
+from typing import NamedTuple
+
+from numba_flash import mask
+from numba_flash.cuda import fragment, ptx, schedule, softmax
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.number import array, index
+from numba_flash.cuda.sm90 import pipeline, store, wgmma
+from numba_flash.cuda.sm90.arguments import END, ForwardSizes, ForwardWork, Scales, one_type, words
+from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
+
+ROWS = 64  # of a consumer
+WORD = words(ForwardWork)
+
+
+class Begun(NamedTuple):
+    """A work item as a consumer's thread begins it.
+
+    Attributes
+    ----------
+    count : int32
+        Its tiles of keys; END if there is none.
+    row, col : int32
+        The thread's first row, the last tile's first column.
+    keys, low, high : int32
+        Of its sequence.
+    q_tile : uint32
+        Descriptor of the consumer's rows of Q.
+    """
+
+    count: int
+    row: int
+    col: int
+    keys: int
+    low: int
+    high: int
+    q_tile: int
+
+
+def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile):
+    """Kernel ``forward_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and compile
+    options.
+
+    band : "none" if every query sees every key, "above" if only keys above a diagonal are hidden,
+        "both" if some below one are, too.
+    maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a tile,
+        and with `store_by` "map" one of o.
+    o : (b0, b1, heads, n, head_dim_v) as words of two elements, or with `store_by` "parts" as
+        float32, b0 repeated for each part of the keys.
+    lse : (b0, b1, heads, n), natural logarithm.
+    extras : lengths, see `numba_flash.cuda.arguments`.
+    sizes, scales : `ForwardSizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
+    """
+    BLOCK_M, BLOCK_N, CONSUMERS, PING_PONG = (
+        tile.block_m,
+        tile.block_n,
+        tile.consumers,
+        tile.ping_pong,
+    )
+    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
+    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    O_STAGE, O_BYTES = SMEM.o, SMEM.o_panels * panel_bytes(ROWS)
+    ALIGNMENT, V_PANEL = SMEM.ALIGNMENT, panel_bytes(BLOCK_N)
+    SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
+    BANDED, CAPPED, WRITE_LSE = band != "none", bool(options.softcap), write_lse
+    TO_MAP, PARTS = store_by == "map", store_by == "parts"
+    SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
+    NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
+    item_of = schedule.build_item(options, BANDED, PARTS, BLOCK_M, BLOCK_N)
+    load_q = pipeline.build_load(Q, head_dim, BLOCK_M)
+    load_k = pipeline.build_load(K, head_dim, BLOCK_N)
+    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N)
+    clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
+    zero, zero_rows = softmax.build_zero(OUTPUTS)
+    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
+    start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
+    wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
+    pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
+    put_row = store.build_put_row(head_dim_v, PARTS, BFLOAT16)
+    stage = store.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
+    online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
+    cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, band == "both")
+
+    @inline
+    def write_work(smem, turn, o, extras, sizes):
+        """Write down what this block's next work item is."""
+        pipeline.wait_free(smem, WORK, turn)
+        number = schedule.zigzag(turn, cuda.gridDim.x)
+        if number < sizes.items:
+            item = item_of(number, o.shape, extras, sizes)
+            group = u32(u32(o.shape[2]) // u32(sizes.kv_heads))
+            kv_head = i32(u32(item.head) // group)
+            work = ForwardWork(
+                b0=item.b0,
+                b1=i32(0) if PACKED else item.b1,
+                head=item.head,
+                kv_head=kv_head,
+                row0=item.row0,
+                q0=item.rows_begin,
+                queries=item.rows,
+                k0=item.columns_begin,
+                keys=item.columns,
+                low=item.low,
+                high=item.high,
+                invalid=item.invalid,
+                first=item.first,
+                count=item.count,
+                part=item.part,
+            )
+            for word in range(len(work)):
+                pipeline.write(smem, WORK, turn, word, work[word])
+        else:
+            pipeline.write(smem, WORK, turn, WORD.count, END)
+        pipeline.commit(smem, WORK, turn)
+
+    @inline
+    def produce(maps, smem, o, extras, sizes):
+        """Have the copy engine fetch what each work item needs, K one tile ahead of V, and write
+        down the next item in the meantime.
+        """
+        turn, n = u32(0), u32(0)
+        write_work(smem, turn, o, extras, sizes)
+        count = pipeline.read(smem, WORK, turn, WORD.count)
+        while count != END:
+            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
+            row = pipeline.read(smem, WORK, turn, WORD.q0)
+            row += pipeline.read(smem, WORK, turn, WORD.row0)
+            k0, first = (
+                pipeline.read(smem, WORK, turn, WORD.k0),
+                pipeline.read(smem, WORK, turn, WORD.first),
+            )
+            key = i32(k0 + (first + count - 1) * BLOCK_N)
+            for t in range(count + 1):
+                if t < count:
+                    pipeline.wait_free(smem, K, u32(n + t))
+                    load_k(maps[1], smem, u32(n + t), Place(0, key - t * BLOCK_N, kv_head, b1, b0))
+                if t == 0:
+                    pipeline.wait_free(smem, Q, turn)
+                    head = pipeline.read(smem, WORK, turn, WORD.head)
+                    load_q(maps[0], smem, turn, Place(0, row, head, b1, b0))
+                else:
+                    key_v = key - (t - 1) * BLOCK_N
+                    pipeline.wait_free(smem, V, u32(n + t - 1))
+                    load_v(maps[2], smem, u32(n + t - 1), Place(0, key_v, kv_head, b1, b0))
+                if t == 1:
+                    write_work(smem, u32(turn + 1), o, extras, sizes)
+            n, turn = u32(n + count), u32(turn + 1)
+            count = pipeline.read(smem, WORK, turn, WORD.count)
+
+    @inline
+    def hide(s, row, col0, item):
+        """Scores that the mask hides become -inf; most tiles have none."""
+        first, col1 = row - row % ROWS, col0 + BLOCK_N  # from the warp group's first row on
+        low, high, keys = item.low, item.high, item.keys
+        if col1 > keys or not mask.all_visible(first, first + ROWS, col0, col1, low, high):
+            column = i32(col0 + fragment.first_column())
+            for r in range(2):
+                start, stop = mask.kv_range(row + 8 * r, row + 8 * r + 1, keys, low, high)
+                hide_row(s, r, i32(start - column), i32(stop - column))
+
+    @inline
+    def first_softmax(s, m_i, l_i, alpha, item, scales):
+        """Softcap and mask, then (2) m_i, (3) P, (4) l_i, of a work item's first tile."""
+        if CAPPED:
+            cap(s, scales.slope)
+        hide(s, item.row, item.col, item)
+        online(s, m_i, l_i, alpha, scales.scale_log2)
+
+    @inline
+    def begin_item(smem, me, turn):
+        """Wait for a work item, and for its tile of Q."""
+        pipeline.wait_ready(smem, WORK, turn)
+        count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+        row = i32(row0 + me * ROWS + wgmma.first_row())
+        first = pipeline.read(smem, WORK, turn, WORD.first)
+        col = i32((first + count - 1) * BLOCK_N)
+        low = pipeline.read(smem, WORK, turn, WORD.low)
+        high = pipeline.read(smem, WORK, turn, WORD.high)
+        rows = pipeline.tile(smem, Q, turn) + u32(me * ROWS * ROW_BYTES)
+        q_tile = wgmma.descriptor(rows, u32(0))
+        if count != END:
+            pipeline.wait_ready(smem, Q, turn)
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        return Begun(count, row, col, keys, low, high, q_tile)
+
+    @inline
+    def k_tile(smem, n):
+        """Descriptor of a tile of K."""
+        return wgmma.descriptor(pipeline.tile(smem, K, n), u32(0))
+
+    @inline
+    def v_tile(smem, n):
+        """Descriptor of a tile of V."""
+        return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
+
+    @inline
+    def overlap_qk_pv(s, p, acc, smem, me, n, q_tile):
+        """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight; wait
+        for S alone.
+        """
+        pipeline.wait_ready(smem, K, n)
+        if PING_PONG:
+            pipeline.await_turn(me)
+        start_scores(s, q_tile, k_tile(smem, n))
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        if PING_PONG:
+            pipeline.pass_turn((me + 1) % CONSUMERS)
+        wait_scores(s)
+        pipeline.release_group(smem, K, n)
+
+    @inline
+    def finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, scale_log2, batches):
+        """(6) O = O / l, lse = m + log l of a work item, stored; a row that saw nothing has O = 0,
+        lse = -inf.
+        """
+        inverse = cuda.local.array(2, f32)  # registers: 1 / l of the thread's rows
+        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+        h = pipeline.read(smem, WORK, turn, WORD.head)
+        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        q0, queries, rows = i32(0), i32(o.shape[3]), i32(o.shape[3])
+        if SEQUENCES:
+            q0 = pipeline.read(smem, WORK, turn, WORD.q0)
+            queries = pipeline.read(smem, WORK, turn, WORD.queries)
+        if PARTS:
+            b0 = i32(b0 + pipeline.read(smem, WORK, turn, WORD.part) * batches)
+        if PACKED:
+            rows = queries
+        for r in range(2):
+            l, i = fragment.row_sum(l_i[r]), row0 + wgmma.first_row() + 8 * r
+            if SEQUENCES and i >= queries:
+                l = f32(0)
+            inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
+            value = (m_i[r] * scale_log2 + ptx.lg2(l)) * f32(LN2) if l != f32(0) else f32(NEG_INF)
+            if SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0:
+                inverse[r] = f32(NAN)
+                value = f32(NAN)
+            if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
+                lse[index(b0), index(b1), index(h), index(q0 + i)] = value
+        if cuda.any_sync(fragment.ALL_LANES, inverse[0] == f32(0) or inverse[1] == f32(0)):
+            zero_rows(acc, inverse)  # 0 * NaN is not 0
+        pipeline.release(smem, WORK, turn)
+        if TO_MAP:
+            staged = smem + u32(O_STAGE + me * O_BYTES)
+            stage(maps[3], staged, acc, inverse, me, Place(0, row0, h, b1, b0))
+        else:
+            for r in range(2):
+                i = row0 + wgmma.first_row() + 8 * r
+                if i < rows:
+                    o_row = o[index(b0), index(b1), index(h), index(q0 + i)]
+                    put_row(ptx.global_address(o_row), acc, inverse, r)
+
+    @inline
+    def consume(maps, smem, me, o, lse, batches, scales):
+        """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
+        tile first.
+        """
+        # registers of each thread: fragments of S, of P as pairs, of O; then of its two rows
+        s = cuda.local.array(SCORES, f32)
+        p = cuda.local.array(PAIRS, u32)
+        acc = cuda.local.array(OUTPUTS, f32)
+        m_i = cuda.local.array(2, f32)
+        l_i = cuda.local.array(2, f32)
+        alpha = cuda.local.array(2, f32)
+        m_done = cuda.local.array(2, f32)  # of the work item before, until it is stored
+        l_done = cuda.local.array(2, f32)
+        turn, n = u32(0), u32(0)
+        item = begin_item(smem, me, turn)
+        zero(acc)
+        softmax.reset(m_i, l_i)
+        # (1) S = Q K^T of the first tile of all
+        pipeline.wait_ready(smem, K, n)
+        start_scores(s, item.q_tile, k_tile(smem, n))
+        wait_all(acc, s)
+        pipeline.release_group(smem, K, n)
+        first_softmax(s, m_i, l_i, alpha, item, scales)
+        pack(p, s)
+        while True:
+            col = item.col
+            if SEQUENCES:
+                clear_tail(smem, V, n, item.keys - col, me)
+            for t in range(1, item.count):
+                n, col = u32(n + 1), i32(col - BLOCK_N)
+                overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
+                if t == item.count - 1:
+                    pipeline.release_group(smem, Q, turn)
+                # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
+                if CAPPED:
+                    cap(s, scales.slope)
+                if BANDED:
+                    hide(s, item.row, col, item)
+                online(s, m_i, l_i, alpha, scales.scale_log2)
+                wait_all(acc, s)
+                pipeline.release_group(smem, V, u32(n - 1))
+                # O = alpha O
+                rescale(acc, alpha)
+                pack(p, s)
+            # the next tile is the first of the next work item
+            if item.count == 1:
+                pipeline.release_group(smem, Q, turn)
+            turn, n = u32(turn + 1), u32(n + 1)
+            item = begin_item(smem, me, turn)
+            if item.count == END:
+                break
+            overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
+            softmax.hand_over(m_i, l_i, m_done, l_done)
+            first_softmax(s, m_i, l_i, alpha, item, scales)
+            wait_all(acc, s)
+            pipeline.release_group(smem, V, u32(n - 1))
+            done = u32(turn - 1)
+            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, scales.scale_log2, batches)
+            zero(acc)
+            pack(p, s)
+        # (5) O += P V of the last tile of all
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        wait_all(acc, s)
+        done = u32(turn - 1)
+        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scales.scale_log2, batches)
+
+    def forward_sm90(maps, o, lse, extras, sizes, scales):
+        smem = pipeline.shared_base(ALIGNMENT)
+        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
+        if cuda.threadIdx.x == 0:
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
+            pipeline.initialise(smem, Q, 1, CONSUMERS)
+            pipeline.initialise(smem, K, 1, CONSUMERS)
+            pipeline.initialise(smem, V, 1, CONSUMERS)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # everyone sees the barriers initialised
+
+        if group == 0:
+            ptx.setmaxnreg(FEWEST, OFF)
+            if cuda.threadIdx.x == 0:
+                produce(maps, smem, o, extras, sizes)
+        else:
+            ptx.setmaxnreg(REGISTERS, ON)
+            me = group - 1
+            if PING_PONG and me == CONSUMERS - 1:
+                pipeline.pass_turn(0)
+            consume(maps, smem, me, o, lse, i32(sizes.b0), scales)
+            if PING_PONG and me == 0:
+                pipeline.await_turn(0)  # the turn that nobody takes
+            if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
+                ptx.bulk_wait_read()  # shared memory may go: all of O has been read from there
+
+    maps = [f"maps.{i}" for i in range(4 if TO_MAP else 3)]
+    signature = types.void(
+        types.UniTuple(u64, len(maps)),
+        array(f32 if PARTS else u32, 5),
+        array(f32, 4),
+        extras_type(options),
+        named(ForwardSizes, i64),
+        named(Scales, f32),
+    )
+    return forward_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -1,0 +1,296 @@
+"""The threads that move data in the backward pass: one writes down work items, one has tiles
+fetched, and, where dQ is added up in memory, two do that in turns.
+"""
+
+from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.number import array
+from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90.arguments import (
+    END,
+    BackwardScales,
+    BackwardSizes,
+    BackwardWork,
+    WideSizes,
+    one_type,
+    words,
+)
+from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
+
+WORD = words(BackwardWork)
+
+
+def _build_load_rows(ring, columns, rows, values):
+    """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
+    for each of its rows from an address.
+    """
+    RING, VALUES, BYTES = one_type(ring), values, 4 * rows
+    load = pipeline.build_load(ring, columns, rows, BYTES)
+
+    @inline
+    def load_rows(tensor_map, smem, n, place, address):
+        pipeline.wait_free(smem, RING, n)
+        load(tensor_map, smem, n, place)
+        to = u32(smem + u32(VALUES) + n % u32(RING.slots) * u32(BYTES))
+        ptx.bulk_load(to, address, u32(BYTES), pipeline.mbarrier(smem, RING, RING.ready, n))
+
+    return load_rows
+
+
+@inline
+def blocks_before(row0, high, number, block_m, block_n):
+    """How many blocks of keys before that from key row0 on add to a row block of that number: those
+    from the first that it sees on.
+    """
+    return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+
+def build_write_work(banded, ordered, options, tile, layout):
+    """``write_work(smem, dk, lse2, flags, extras, sizes)``: write down what this block's work items
+    are, ahead of the other threads.
+
+    Arguments are those of `build_kernel` and of its kernel.
+    """
+    BLOCK_M, BLOCK_N, IN_PARTS = tile.block_m, tile.block_n, not tile.adds_dq
+    WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
+    BANDED, ORDERED, PACKED = banded, ordered, options.packed
+    item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, transposed=True)
+    first_block = schedule.build_first_block(PACKED, BLOCK_M)
+
+    @inline
+    def next_number(smem, turn, taken, flags):
+        """Number of the next work item. If ORDERED, a block claims it: whom an item waits for has
+        been claimed before, by a block at work, however few blocks the GPU has room for. It does so
+        when it has asked for all tiles of the last one, lest others wait longer.
+        """
+        if ORDERED:
+            if turn != u32(0):
+                pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))
+            last = u64(flags.shape[0] - 1)
+            return ptx.next_number(u64(ptx.global_address(flags) + u64(4) * last))
+        if BANDED:
+            return schedule.zigzag(taken, cuda.gridDim.x)
+        return i32(taken * cuda.gridDim.x + cuda.blockIdx.x)
+
+    @inline
+    def write_work(smem, dk, lse2, flags, extras, sizes):
+        turn, taken, there = u32(0), u32(0), True
+        while there:
+            pipeline.wait_free(smem, WORK, turn)
+            number = next_number(smem, turn, taken, flags)
+            taken = u32(taken + 1)
+            there = number < sizes.items
+            if there:
+                item = item_of(number, dk.shape, extras, sizes)
+                if IN_PARTS:
+                    block = item.row0 // BLOCK_N
+                    if not sizes.first_block <= block < sizes.first_block + sizes.blocks:
+                        continue
+                if PACKED and item.row0 >= item.rows:
+                    continue  # nothing to store; an impossible sequence has no rows of its own
+                head = item.head * i32(sizes.group)
+                base = first_block(item.b0, item.b1, head, item.columns_begin, lse2.shape)
+                work = BackwardWork(
+                    b0=item.b0,
+                    b1=i32(0) if PACKED else item.b1,
+                    kv_head=item.head,
+                    row0=item.row0,
+                    k0=item.rows_begin,
+                    keys=item.rows,
+                    q0=item.columns_begin,
+                    queries=item.columns,
+                    low=item.low,
+                    high=item.high,
+                    invalid=item.invalid,
+                    first=item.first,
+                    count=item.count,
+                    base=base,
+                )
+                for word in range(len(work)):
+                    pipeline.write(smem, WORK, turn, word, work[word])
+            else:
+                pipeline.write(smem, WORK, turn, WORD.count, END)
+            pipeline.commit(smem, WORK, turn)
+            turn = u32(turn + 1)
+
+    return write_work
+
+
+def build_produce(head_dim, head_dim_v, ordered, tile, layout):
+    """``produce(maps, smem, lse2, delta, group)``: have the copy engine fetch what each work item
+    needs.
+    """
+    BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
+    DO_FIRST, ORDERED = not tile.adds_dq, ordered
+    K, V = one_type(layout.k), one_type(layout.v)
+    WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
+    width, width_v = tile.width(head_dim), tile.width(head_dim_v)
+    load_q = _build_load_rows(layout.q, width, BLOCK_M, layout.lse)
+    load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta)
+    load_k = pipeline.build_load(K, width, BLOCK_N)
+    load_v = pipeline.build_load(V, width_v, BLOCK_N)
+
+    @inline
+    def produce(maps, smem, lse2, delta, group):
+        turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
+        lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
+        pipeline.wait_ready(smem, WORK, turn)
+        count = pipeline.read(smem, WORK, turn, WORD.count)
+        while count != END:
+            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
+            first = pipeline.read(smem, WORK, turn, WORD.first)
+            key = pipeline.read(smem, WORK, turn, WORD.k0)
+            key += pipeline.read(smem, WORK, turn, WORD.row0)
+            pipeline.wait_free(smem, K, turn)
+            load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
+            for g in range(group):
+                head = i32(kv_head * group + g)
+                base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
+                for t in range(count):
+                    at = i32(first + count - i32(1) - t)
+                    row = i32(pipeline.read(smem, WORK, turn, WORD.q0) + at * i32(BLOCK_M))
+                    offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
+                    place = Place(0, row, head, b1, b0)
+                    if not DO_FIRST:
+                        load_q(maps[1], smem, n, place, u64(lse2_address + offset))
+                    if g == 0 and t == 0:
+                        pipeline.wait_free(smem, V, turn)
+                        load_v(maps[3], smem, turn, Place(0, key, kv_head, b1, b0))
+                    load_do(maps[0], smem, n, place, u64(delta_address + offset))
+                    if DO_FIRST:
+                        load_q(maps[1], smem, n, place, u64(lse2_address + offset))
+                    n = u32(n + 1)
+            if ORDERED:
+                pipeline.commit(smem, FETCHED, turn)
+            pipeline.release(smem, WORK, turn)
+            turn = u32(turn + 1)
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.read(smem, WORK, turn, WORD.count)
+
+    return produce
+
+
+def build_add_dq(ordered, tile, layout):
+    """``add_dq(smem, me, lse2, dq_sum, flags, group)`` for each of the ADDERS:
+
+    (7) dQ_i = dQ_i + dS_ij K_j: add to the sums in memory what the consumers have left of tiles me,
+    me + ADDERS, ...
+    """  # fmt: skip
+    BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
+    DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
+
+    @inline
+    def add_tile(smem, turn, n, at, number, sum_address, flag_address):
+        """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
+        ORDERED after the blocks of keys before.
+        """
+        flag = u64(flag_address + number * u64(4))
+        to = u64(sum_address + number * u64(DQ_BYTES))
+        before = i32(1)
+        seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
+        if ORDERED and seen:
+            row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+            high = pipeline.read(smem, WORK, turn, WORD.high)
+            before = blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
+            while ptx.load_flag(flag) != before:
+                pass
+        pipeline.wait_ready(smem, DQ, n)
+        if seen:
+            if before == 0:
+                ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
+            else:
+                ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
+            ptx.bulk_commit()
+        ptx.bulk_wait_read()
+        pipeline.release(smem, DQ, n)
+        if ORDERED and seen:
+            ptx.bulk_wait()
+            ptx.add_flag(flag, i32(1))  # whoever sees it finds the sum in memory
+
+    @inline
+    def add_dq(smem, me, lse2, dq_sum, flags, group):
+        turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
+        pipeline.wait_ready(smem, WORK, turn)
+        count = pipeline.read(smem, WORK, turn, WORD.count)
+        while count != END:
+            first = pipeline.read(smem, WORK, turn, WORD.first)
+            for g in range(group):
+                base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
+                for t in range(count):
+                    if n % u32(ADDERS) == u32(me):
+                        at = i32(first + count - i32(1) - t)
+                        number = u64(u32(i32(base + at)))
+                        sums, counts = ptx.global_address(dq_sum), ptx.global_address(flags)
+                        add_tile(smem, turn, n, at, number, sums, counts)
+                    n = u32(n + u32(1))
+            pipeline.release(smem, WORK, turn)
+            turn = u32(turn + 1)
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.read(smem, WORK, turn, WORD.count)
+        ptx.bulk_wait()
+
+    return add_dq
+
+
+def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume):
+    """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
+    moves data, every other one does
+
+    ``consume(maps, smem, me, dk, dv, lse2, dq_sum, sizes, scales)``.
+    """
+    SMEM, CONSUMERS = tile.layout(head_dim, head_dim_v), tile.consumers
+    (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq
+    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
+    DQ, WORK, FETCHED = map(one_type, (SMEM.dq, SMEM.work, SMEM.fetched))
+    ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
+    WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
+    write_work = build_write_work(banded, ordered, options, tile, SMEM)
+    produce = build_produce(head_dim, head_dim_v, ordered, tile, SMEM)
+    add_dq = build_add_dq(ordered, tile, SMEM)
+
+    def backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales):
+        smem = pipeline.shared_base(ALIGNMENT)
+        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
+        if cuda.threadIdx.x == 0:
+            pipeline.initialise(smem, WORK, 1, WORK_READERS)
+            for ring in (Q, DO, K, V):
+                pipeline.initialise(smem, ring, 1, CONSUMERS)
+            pipeline.initialise(smem, DQ, CONSUMERS * WARP_GROUP, 1)
+            pipeline.initialise(smem, FETCHED, 1, 1)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # everyone sees the barriers initialised
+
+        if group == 0:
+            ptx.setmaxnreg(FEWEST, OFF)
+            warp = cuda.threadIdx.x // 32
+            if cuda.threadIdx.x % 32 == 0:
+                if warp == ADDERS + 1:
+                    write_work(smem, dk, lse2, flags, extras, sizes)
+                elif warp == ADDERS:
+                    produce(maps, smem, lse2, delta, i32(sizes.group))
+                elif ADDS_DQ:
+                    add_dq(smem, i32(warp), lse2, dq_sum, flags, i32(sizes.group))
+        else:
+            ptx.setmaxnreg(REGISTERS, ON)
+            consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, sizes, scales)
+
+    maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
+    signature = types.void(
+        types.UniTuple(u64, len(maps)),
+        *[array(u32, 5)] * 2,
+        *[array(f32, 4)] * 2,
+        array(f32, 5),
+        array(i32, 1),
+        extras_type(options),
+        named(BackwardSizes if ADDS_DQ else WideSizes, i64),
+        named(BackwardScales, f32),
+    )
+    return (
+        backward_sm90,
+        signature,
+        {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)},
+    )

@@ -1,0 +1,206 @@
+"""Who may touch which shared memory when: rings of tiles between the producer and the consumers,
+and turns among the consumers.
+
+The n-th tile of a `numba_flash.cuda.sm90.tiles.Ring` goes into slot ``n % slots``; offsets are
+relative to the base of shared memory. "ready": the producer, or the copy engine for it, has filled
+the slot. "free": the consumers have read it. An mbarrier completes one phase per tile; a waiter
+names the parity of the phase it waits for.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from numba_flash.cuda import ptx, swizzle
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, i32, inline, types, u32
+from numba_flash.cuda.sm90.arguments import one_type
+from numba_flash.cuda.sm90.tiles import MBARRIER_BYTES, WARP_GROUP
+
+
+class Barrier(IntEnum):
+    """Named barriers, by what is waited for and by whom."""
+
+    BLOCK = 0  # all threads of the block: `cuda.syncthreads`
+    TURN = 1  # and the consumer: its turn at starting products, handed over by the one before
+    WARP_GROUP = 4  # and the consumer: all threads of its warp group
+    CONSUMERS = 7  # all threads of all consumers
+
+
+TURN, GROUP, CONSUMERS = int(Barrier.TURN), int(Barrier.WARP_GROUP), int(Barrier.CONSUMERS)
+
+
+class Place(NamedTuple):
+    """Where in an array a tile begins; all are int32."""
+
+    column: int
+    row: int
+    head: int
+    b1: int
+    b0: int
+
+
+@inline
+def uniform(x):
+    """The same number (int32), but the assembler can tell that it is the same in the whole warp."""
+    return i32(cuda.shfl_sync(ALL_LANES, x, 0))
+
+
+@inline
+def shared_base(alignment):
+    """Address of the block's dynamic shared memory, aligned."""
+    base = ptx.shared_address(cuda.shared.array(0, types.uint8))
+    return u32((base + u32(alignment - 1)) & u32(-alignment & 0xFFFFFFFF))
+
+
+@inline
+def tile(smem, ring, n):
+    """Address of the n-th tile."""
+    return u32(smem + u32(ring.tiles) + n % u32(ring.slots) * u32(ring.slot_bytes))
+
+
+@inline
+def mbarrier(smem, ring, barriers, n):
+    """Address of the n-th tile's among the `barriers` of an event: ``ring.ready`` or ``ring.free``."""
+    return u32(smem + u32(barriers) + n % u32(ring.slots) * u32(MBARRIER_BYTES))
+
+
+@inline
+def wait(smem, ring, barriers, n, before):
+    """Until the event has happened to the n-th tile, or, with `before` = 1, to the one before it in
+    the slot (if there was one).
+    """
+    address = mbarrier(smem, ring, barriers, n)
+    parity = u32((n // u32(ring.slots) + u32(before)) % u32(2))
+    while ptx.mbarrier_try_wait(address, parity) == u32(0):
+        pass
+
+
+@inline
+def wait_ready(smem, ring, n):
+    """Until the n-th tile is there."""
+    wait(smem, ring, ring.ready, n, 0)
+
+
+@inline
+def wait_free(smem, ring, n):
+    """Until the slot of the n-th tile has been read by everyone who read what it held before."""
+    wait(smem, ring, ring.free, n, 1)
+
+
+@inline
+def commit(smem, ring, n):
+    """What this thread has written into the slot is ready."""
+    ptx.mbarrier_arrive(mbarrier(smem, ring, ring.ready, n))
+
+
+@inline
+def release(smem, ring, n):
+    """One arrival of this thread: it has read the slot."""
+    ptx.mbarrier_arrive(mbarrier(smem, ring, ring.free, n))
+
+
+@inline
+def release_group(smem, ring, n):
+    """One arrival of this warp group: its products have read the tile (the caller has waited for
+    them).
+    """
+    if cuda.threadIdx.x % WARP_GROUP == 0:
+        ptx.mbarrier_arrive(mbarrier(smem, ring, ring.free, n))
+
+
+@inline
+def read(smem, ring, n, word):
+    """Word (int32) of a slot that is ready."""
+    return ptx.load_shared(u32(tile(smem, ring, n) + u32(4 * word)))
+
+
+@inline
+def write(smem, ring, n, word, value):
+    """Set a word of a slot that is free."""
+    ptx.store_shared(u32(tile(smem, ring, n) + u32(4 * word)), i32(value))
+
+
+@inline
+def initialise(smem, ring, fills, releases):
+    """Initialise the mbarriers of a ring (by one thread): `fills` arrivals make a slot ready,
+    `releases` make it free.
+    """
+    for slot in range(ring.slots):
+        ptx.mbarrier_init(mbarrier(smem, ring, ring.ready, u32(slot)), u32(fills))
+        ptx.mbarrier_init(mbarrier(smem, ring, ring.free, u32(slot)), u32(releases))
+
+
+@inline
+def await_turn(consumer):
+    """Until the warp group before this one has handed over the tensor cores."""
+    ptx.barrier_sync(u32(TURN + consumer), u32(2 * WARP_GROUP))
+
+
+@inline
+def pass_turn(consumer):
+    """Hand the tensor cores to a warp group, without waiting."""
+    ptx.barrier_arrive(u32(TURN + consumer), u32(2 * WARP_GROUP))
+
+
+@inline
+def meet_warp_group(consumer):
+    """Until all threads of this warp group are here."""
+    ptx.barrier_sync(u32(GROUP + consumer), u32(WARP_GROUP))
+
+
+@inline
+def meet_consumers(consumers):
+    """Until all threads of all consumers are here."""
+    ptx.barrier_sync(u32(CONSUMERS), u32(consumers * WARP_GROUP))
+
+
+def build_load(ring, columns, rows, more=0):
+    """``load(tensor_map, smem, n, place)``: have the n-th tile of a ring fetched into its slot,
+    which is free (by one thread).
+
+    A tile is `rows` rows in panels of 64 columns. What lies outside the array becomes 0. The slot
+    is ready when as many bytes `more` have arrived, which the caller sends for.
+    """
+    RING, PANELS, PANEL = one_type(ring), swizzle.panels(columns), swizzle.PANEL
+    PANEL_BYTES = swizzle.panel_bytes(rows)
+    BYTES = PANELS * PANEL_BYTES + more
+
+    @inline
+    def load(tensor_map, smem, n, place):
+        ready = mbarrier(smem, RING, RING.ready, n)
+        to = tile(smem, RING, n)
+        ptx.mbarrier_expect(ready, u32(BYTES))
+        row, head, b1, b0 = i32(place.row), i32(place.head), i32(place.b1), i32(place.b0)
+        for panel in range(PANELS):
+            column = i32(place.column + panel * PANEL)
+            panel_to = u32(to + u32(panel * PANEL_BYTES))
+            ptx.tensor_load(panel_to, tensor_map, column, row, head, b1, b0, ready)
+
+    return load
+
+
+def build_clear_tail(columns, rows):
+    """``clear_tail(smem, ring, n, keys, consumer)``: zeros beyond the first `keys` rows of the n-th
+    tile, before it is used.
+
+    What lies beyond the end may be NaN, and 0 * NaN is not 0. Every warp group clears for itself;
+    all write the same zeros.
+    """
+    ROWS, PANELS, PANEL_BYTES = rows, swizzle.panels(columns), swizzle.panel_bytes(rows)
+    CHUNKS = swizzle.ROW_BYTES // 16
+
+    @inline
+    def clear_tail(smem, ring, n, keys, consumer):
+        if keys < ROWS:
+            wait_ready(smem, ring, n)
+            first = max(keys, 0) * CHUNKS + cuda.threadIdx.x % WARP_GROUP
+            for panel in range(PANELS):
+                to = u32(tile(smem, ring, n) + u32(panel * PANEL_BYTES))
+                for chunk in range(first, ROWS * CHUNKS, WARP_GROUP):
+                    ptx.store_shared_zero16(u32(to + u32(chunk * 16)))
+            ptx.fence_proxy_async()
+            meet_warp_group(
+                consumer
+            )  # the zeros are there for the products of the whole warp group
+
+    return clear_tail

@@ -1,0 +1,68 @@
+"""What the backward pass on Hopper does after a main kernel that adds up dQ in memory: round it,
+and put it in order.
+"""
+
+import math
+
+from numba_flash import mask
+from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.lang import cuda, f32, i32, i64, types, u32, u64
+from numba_flash.cuda.number import array
+from numba_flash.cuda.sm90.store import build_put
+from numba_flash.cuda.sm90.tiles import DQ_PART
+from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes
+
+
+def build(dtype, head_dim, options, tile):
+    """Kernel ``postprocess(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, out of the
+    order of fragments, rounded.
+
+    `dq` is seen as words of two elements. Row blocks that see no key get 0: nobody has written
+    their sum.
+    """
+    BLOCK_M, CONSUMERS = tile.block_m, tile.consumers
+    SPLIT_ROWS, PACKED, HEAD_DIM = tile.splits_rows, options.packed, head_dim
+    PANEL_BYTES, ROOM, PART_BYTES = panel_bytes(64), tile.consumers * panel_bytes(64), 4 * DQ_PART
+    NAN = math.nan
+    put = build_put(64, 0, 1, dtype == "bfloat16")
+    rows_of = schedule.build_rows(options, tile.block_m)
+
+    def postprocess(dq_sum, dq, extras, nk, low, high, scale):
+        number = i64(cuda.blockIdx.x)
+        rows = rows_of(number, extras, dq.shape, nk)
+        row0, queries, keys = rows.row0, rows.queries, rows.keys
+        low, high = low + rows.shift, high + rows.shift
+        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, queries), keys, low, high)
+        empty = start >= stop or row0 >= queries
+        if not PACKED:
+            queries = dq.shape[3]
+        # shared by the block: a tile of dQ, each consumer's part in a panel
+        tile_smem = ptx.shared_address(cuda.shared.array(ROOM, types.uint8, ALIGNMENT))
+        me, thread = i32(cuda.threadIdx.x // 128), i32(cuda.threadIdx.x % 128)
+        part = (number * CONSUMERS + me) * PART_BYTES + thread * 16
+        sums = u64(ptx.global_address(dq_sum) + u64(part))
+        acc = cuda.local.array(32, f32)  # registers: a fragment of dQ
+        factor = cuda.local.array(2, f32)
+        for j in range(8):
+            x = (f32(0), f32(0), f32(0), f32(0))
+            if not empty:
+                x = ptx.load_global_four(u64(sums + u64(2048 * j)))
+            for i in range(4):
+                acc[4 * j + i] = x[i]
+        factor[0] = factor[1] = f32(NAN) if rows.invalid else scale
+        put(u32(tile_smem + u32(me * PANEL_BYTES)), acc, factor)
+        cuda.syncthreads()  # all rows are there
+        row, column = (me * 64, 0) if SPLIT_ROWS else (0, me * 64)
+        chunk = thread % 8
+        for r in range(thread // 8, 64, 16):
+            if row0 + row + r < queries and column + 8 * chunk < HEAD_DIM:
+                at = me * PANEL_BYTES + r * 128 + (chunk ^ (r % 8)) * 16
+                words = ptx.load_shared_words(u32(tile_smem + u32(at)))
+                dq_row = dq[rows.b0, rows.b1, rows.head, rows.memory_row + row + r]
+                to = u64(ptx.global_address(dq_row) + u64(2 * column + 16 * chunk))
+                ptx.store_global(to, words)
+
+    numbers = i64, i64, i64, f32
+    signature = types.void(array(f32, 5), array(u32, 5), extras_type(options), *numbers)
+    return postprocess, signature, {"launch_bounds": (128 * tile.consumers, 2)}

@@ -1,0 +1,368 @@
+"""The backward pass of the `sm90` tier from the host: which kernels run with which grid."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import extras_of
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm90.arguments import (
+    BackwardScales,
+    BackwardSizes,
+    DqSizes,
+    WideSizes,
+    scales,
+)
+from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
+from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
+
+ROW_THREADS = 256  # of the kernel before the main one
+# Bytes of dS at a time; as many as it takes to keep all multiprocessors busy, up to MOST_WORKSPACE;
+# but at least FEWEST_BLOCKS blocks of keys, so that dq, which is kept as float32 in between, is not
+# read and written for each of them.
+WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
+# Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache
+# (50 MB on an H200). D = 64, N = 16k, full, TFLOP/s: all 32 heads (134 MB) 481, 32 MB 502, 16 MB
+# 503, 8 MB 497; at 4k, and at D = 128, no difference.
+SUMS_AT_WORK = 2**25
+# Blocks of keys of one head that are at work at the same time under a band, times the queries of a
+# tile: they wait for each other at its first tile, longer if they are more, or tiles larger.
+# Causal, TFLOP/s with 512, 256 and 169 at D = 64: 1k 291, 313, 302, 4k 431, 437, 410; with 256, 176
+# and 128 at D = 128: 1k 335, 334, 329, 4k 494, 487, 487.
+BLOCKS_TIMES_QUERIES = 256
+
+
+class RowBlocks(NamedTuple):
+    """Batch elements, heads, and row blocks of one head, by which kernels number blocks of queries."""
+
+    b0: int
+    b1: int
+    heads: int
+    blocks: int
+
+
+class Temporaries(NamedTuple):
+    """Arrays that the kernels of one call hand to each other; None where a tile needs none.
+
+    Attributes
+    ----------
+    rows : float32 (2, b0, b1, heads, rows)
+        The lse in base 2 and delta, as kernels number rows.
+    dq_sum : float32
+        What there is of dQ, in the order of fragments.
+    flags : int32, or None
+        How many blocks of keys have added to each row block, and the number of the next work item.
+    ds : float32, or None
+        dS^T of some blocks of keys.
+    """
+
+    rows: Layout
+    dq_sum: Layout
+    flags: Layout | None
+    ds: Layout | None
+
+    def allocate(self, like) -> "Temporaries":
+        """Such arrays beside `like`."""
+        names = {"rows": "rows", "dq_sum": "sums of dq", "flags": "flags", "ds": "dS"}
+        return Temporaries(
+            *(
+                None if x is None else arrays.compact(names[name], like, x.shape, x.dtype)
+                for name, x in self._asdict().items()
+            )
+        )
+
+
+class Pass(NamedTuple):
+    """A backward pass that is being prepared: the problem, its tile and GPU, layouts with heads
+    first.
+    """
+
+    p: Problem
+    tile: object
+    gpu: Gpu
+    ordered: bool
+    inputs: BackwardInputs
+    results: BackwardResults
+    row_blocks: RowBlocks
+    temporaries: Temporaries
+
+    @property
+    def extras(self) -> tuple:
+        return grid.extras_layouts(self.p, self.inputs)
+
+
+def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts; the same bits in every run if
+    `deterministic`.
+    """
+    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), backward_tile(problem)
+    if any(
+        tensor_maps.why_not("", x) for x in results[:3]
+    ):  # only arrays of the user's are like that
+        return tensor_maps.through_compact(
+            lambda results: prepare(p, inputs, results, deterministic, gpu), results
+        )
+    row_blocks = _row_blocks(p, tile)
+    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
+    this = Pass(
+        p=p,
+        tile=tile,
+        gpu=gpu,
+        ordered=deterministic and tile.adds_dq,  # else it is so anyway
+        inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
+        results=BackwardResults(dq, dk, dv),
+        row_blocks=row_blocks,
+        temporaries=_temporaries(p, tile, row_blocks, gpu.multiprocessors),
+    )
+    preprocess = _preprocess(this)
+    main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
+
+    def run(inputs, results):
+        extras = extras_of(p.options, inputs)
+        there = this.temporaries.allocate(inputs.q)
+        sums = there.dq_sum if tile.adds_dq else None
+        preprocess(
+            inputs.do,
+            inputs.o,
+            inputs.lse,
+            inputs.dlse,
+            there.rows,
+            sums,
+            there.flags,
+            extras=extras,
+        )
+        main.run(inputs, results, there, extras)
+
+    return Prepared(run, (preprocess, *main.launches))
+
+
+def _row_blocks(p, tile) -> RowBlocks:
+    if p.options.packed:
+        return RowBlocks(1, 1, p.hq, grid.blocks(p, p.nq, tile.block_m))
+    return RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
+
+
+def _temporaries(p, tile, row_blocks: RowBlocks, multiprocessors: int) -> Temporaries:
+    rows = Layout.compact((2, *row_blocks[:3], row_blocks.blocks * tile.block_m), "float32")
+    if tile.adds_dq:
+        dq_sum = Layout.compact((*row_blocks, tile.consumers * DQ_PART), "float32")
+        return Temporaries(
+            rows, dq_sum, Layout.compact((math.prod(row_blocks) + 1,), "int32"), None
+        )
+    blocks, parts = key_parts(p, tile, math.prod(row_blocks), multiprocessors)
+    dq_sum = Layout.compact((*row_blocks, tile.block_m * p.d if parts > 1 else 0), "float32")
+    return Temporaries(
+        rows, dq_sum, None, Layout.compact((*row_blocks, blocks * tile.ds_bytes // 4), "float32")
+    )
+
+
+def key_parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]:
+    """(blocks of keys that dS is made for at a time, how many times): so many that work items fill
+    turns of the multiprocessors.
+    """
+    blocks, heads = (
+        max(1, grid.blocks(p, p.nk, tile.block_n)),
+        p.hk * (1 if p.options.packed else math.prod(p.batch)),
+    )
+    heads, bytes_each = max(1, heads), max(1, row_blocks * tile.ds_bytes)
+    room = max(
+        WORKSPACE // bytes_each,
+        min(-(-multiprocessors // heads), MOST_WORKSPACE // bytes_each),
+        FEWEST_BLOCKS,
+    )
+    most = min(room, blocks)
+    turns = lambda at_a_time: -(-blocks // at_a_time) * -(-at_a_time * heads // multiprocessors)
+    best = min(range(most, most // 2, -1), key=turns)
+    return best, -(-blocks // best)
+
+
+def _preprocess(this: Pass) -> Launch:
+    """lse in base 2, delta, and flags or zeros."""
+    p, x, there = this.p, this.inputs, this.temporaries
+    sums = there.dq_sum if this.tile.adds_dq else None
+    return Launch(
+        "sm90.preprocess.build",
+        (
+            p.dtype,
+            p.dv,
+            x.dlse is not None,
+            this.ordered,
+            p.options.structure,
+            this.tile,
+            ROW_THREADS,
+        ),
+        this.gpu,
+        grid=math.prod(this.row_blocks),
+        threads=ROW_THREADS,
+        operands=(
+            (x.do.words(), 5),
+            (x.o.words(), 5),
+            (x.lse, 4),
+            (x.dlse, 4),
+            (there.rows, 5),
+            (sums, 5),
+            (there.flags, 1),
+        ),
+        extras=this.extras,
+        numbers=(p.nk,),
+    )
+
+
+def _main(this: Pass, sizes_of, sums: Layout, **more) -> Launch:
+    """The main kernel, with `sizes_of` (a class) and what it has `more`."""
+    p, tile, x, results = this.p, this.tile, this.inputs, this.results
+    key_blocks = grid.blocks(p, p.nk, tile.block_n)
+    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    rows = Layout.compact(this.temporaries.rows.shape[1:], "float32")
+    banded = p.band != "none" and not this.ordered
+    maps = (
+        (x.do, tile.block_m),
+        (x.q, tile.block_m),
+        (x.k, tile.block_n),
+        (x.v, tile.block_n),
+        (results.dk, KEYS),
+        (results.dv, KEYS),
+    )
+    sizes = sizes_of(
+        items=items,
+        low=-p.high,
+        high=-p.low,
+        columns=p.nq,
+        parts=1,
+        group=p.hq // p.hk,
+        section=section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
+        b0=p.batch[0],
+        **more,
+    )
+    return Launch(
+        tile.kernel,
+        (p.dtype, p.d, p.dv, banded, not p.options.packed, this.ordered, p.options.structure, tile),
+        this.gpu,
+        grid=min(items, this.gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+        operands=(
+            (results.dk.words(), 5),
+            (results.dv.words(), 5),
+            (rows, 4),
+            (rows, 4),
+            (sums, 5),
+            (this.temporaries.flags, 1),
+        ),
+        extras=this.extras,
+        numbers=(sizes, BackwardScales(*scales(p), np.float32(p.scale))),
+        maps=maps[:4] if p.options.packed else maps,
+    )
+
+
+def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
+    """Heads of k whose blocks of keys are handed out together.
+
+    With a band, so many that few blocks of one head are at work at the same time, if they wait for
+    each other, else that everyone gets the same work. Without one, if the tile adds to sums of dq,
+    no more than have their sums in the cache: one each, since blocks at work at the same time walk
+    over the heads of a group together.
+    """
+    even = grid.even_section(key_blocks, multiprocessors)
+    if p.band != "none" and ordered:
+        return -(-multiprocessors * tile.block_m // BLOCKS_TIMES_QUERIES)
+    if p.band != "none" or not tile.adds_dq:
+        return even
+    sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
+    return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
+
+
+def _prepare_sums(this: Pass) -> Prepared:
+    """``run(inputs, results, temporaries, extras)`` of a tile that adds up dQ in memory."""
+    p, tile, there = this.p, this.tile, this.temporaries
+    main = _main(this, BackwardSizes, there.dq_sum)
+    postprocess = Launch(
+        "sm90.postprocess.build",
+        (p.dtype, p.d, p.options.structure, tile),
+        this.gpu,
+        grid=math.prod(this.row_blocks),
+        threads=WARP_GROUP * tile.consumers,
+        operands=((there.dq_sum, 5), (this.results.dq.words(), 5)),
+        extras=this.extras,
+        numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
+    )
+
+    def run(inputs, results, there, extras):
+        stored = () if p.options.packed else (results.dk, results.dv)
+        maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
+        main(
+            *maps,
+            results.dk,
+            results.dv,
+            there.rows[0],
+            there.rows[1],
+            there.dq_sum,
+            there.flags,
+            extras=extras,
+        )
+        postprocess(there.dq_sum, results.dq, extras=extras)
+
+    return Prepared(run, (main, postprocess))
+
+
+def _prepare_parts(this: Pass) -> Prepared:
+    """The same, of a tile that makes dS for some blocks of keys at a time, of which
+    `numba_flash.cuda.sm90.dq` makes dQ.
+    """
+    p, tile, there, dq_layout = this.p, this.tile, this.temporaries, this.results.dq
+    items, multiprocessors = math.prod(this.row_blocks), this.gpu.multiprocessors
+    blocks, parts = key_parts(p, tile, items, multiprocessors)
+    sectioned = p.band != "none" and not p.options.packed
+    main = _main(this, WideSizes, there.ds, first_block=0, blocks=blocks)
+    sizes = DqSizes(
+        items=items,
+        low=p.low,
+        high=p.high,
+        columns=p.nk,
+        parts=1,
+        kv_heads=p.hk,
+        section=grid.even_section(this.row_blocks.blocks, multiprocessors) if sectioned else 1,
+        b0=p.batch[0],
+        first_block=0,
+        blocks=blocks,
+    )
+    maps = ((this.inputs.k, tile.block_n), (dq_layout, KEYS))
+    rows = Layout.compact(there.rows.shape[1:], "float32")
+    sum_dq = Launch(
+        "sm90.dq.build",
+        (p.dtype, p.d, p.band != "none", not p.options.packed, p.options.structure, tile),
+        this.gpu,
+        grid=min(items, multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.dq_layout(p.d).bytes,
+        operands=((dq_layout.words(), 5), (there.dq_sum, 5), (there.ds, 5), (rows, 4)),
+        extras=this.extras,
+        numbers=(sizes, np.float32(p.scale)),
+        maps=maps[:1] if p.options.packed else maps,
+    )
+    main_sizes, main_scales = main.numbers
+    parts_of_keys = [
+        (
+            (main_sizes._replace(first_block=first), main_scales),
+            (sizes._replace(first_block=first), np.float32(p.scale)),
+        )
+        for first in range(0, parts * blocks, blocks)
+    ]
+
+    def run(inputs, results, there, extras):
+        dq, dk, dv = results.dq, results.dk, results.dv
+        stored, stored_dq = ((), ()) if p.options.packed else ((dk, dv), (dq,))
+        maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
+        lse2, delta = there.rows
+        for of_main, of_dq in parts_of_keys:
+            main(*maps, dk, dv, lse2, delta, there.ds, None, extras=extras, numbers=of_main)
+            sum_dq(
+                inputs.k, *stored_dq, dq, there.dq_sum, there.ds, lse2, extras=extras, numbers=of_dq
+            )
+
+    return Prepared(run, (main, sum_dq))

@@ -1,0 +1,100 @@
+"""The forward pass of the `sm90` tier from the host: which kernels run with which grid."""
+
+import math
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import extras_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.sm90.arguments import ForwardSizes, scales
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
+from numba_flash.problem import ForwardResults, Prepared
+
+COMBINE_ROWS, COMBINE_LANES = 4, 32
+
+
+def prepare(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts."""
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
+        return tensor_maps.through_compact(
+            lambda results: prepare(p, inputs, results, gpu), results
+        )
+    tile = part_tile(p)
+    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    if parts > 1:
+        return _prepare_parts(p, inputs, results, gpu, tile, parts)
+    forward = _forward(p, inputs, results, gpu, forward_tile(p), 1)
+    through_map = not p.options.packed
+
+    def run(inputs, results):
+        mapped = (
+            (inputs.q, inputs.k, inputs.v, results.o)
+            if through_map
+            else (inputs.q, inputs.k, inputs.v)
+        )
+        forward(*mapped, results.o, results.lse, extras=extras_of(p.options, inputs))
+
+    return Prepared(run, (forward,))
+
+
+def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
+    """The same by way of float32 results over parts of the keys, which another kernel combines."""
+    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
+    partial = ForwardResults(
+        Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
+    )
+    forward = _forward(p, inputs, partial, gpu, tile, parts)
+    combine = Launch(
+        "combine.build",
+        (p.dtype, p.dv, results.lse is not None, parts, COMBINE_ROWS),
+        gpu,
+        grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
+        threads=COMBINE_ROWS * COMBINE_LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+    )
+
+    def run(inputs, results):
+        o_parts, lse_parts = (
+            arrays.compact(f"parts of {x}", inputs.q, y.shape, y.dtype)
+            for x, y in partial._asdict().items()
+        )
+        forward(
+            inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(p.options, inputs)
+        )
+        combine(o_parts, lse_parts, results.o, results.lse)
+
+    return Prepared(run, (forward, combine))
+
+
+def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
+    """The attention kernel, on results of the problem, or on float32 parts of them."""
+    count = grid.items(p, p.nq, p.hq, tile.block_m) * parts
+    q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+    store = "parts" if parts > 1 else "words" if p.options.packed else "map"
+    in_sections = p.band != "none" and not p.options.packed
+    section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
+    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
+    sizes = ForwardSizes(
+        items=count,
+        low=p.low,
+        high=p.high,
+        columns=p.nk,
+        parts=parts,
+        kv_heads=p.hk,
+        section=section,
+        b0=p.batch[0],
+    )
+    return Launch(
+        "sm90.forward.build",
+        (p.dtype, p.d, p.dv, results.lse is not None, p.band, store, p.options.structure, tile),
+        gpu,
+        grid=min(count, gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+        operands=((o if parts > 1 else o.words(), 5), (results.lse, 4)),
+        extras=grid.extras_layouts(p, inputs),
+        numbers=(sizes, scales(p)),
+        maps=maps if store == "map" else maps[:3],
+    )

@@ -1,0 +1,92 @@
+"""What the backward pass on Hopper does before its main kernel, once per row of queries
+(FlashAttention-2, Algorithm 2, line 4).
+"""
+
+import math
+
+from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, device, f32, i32, i64, types, u32, u64
+from numba_flash.cuda.number import array
+from numba_flash.cuda.sm90.tiles import DQ_PART
+
+LOG2E = math.log2(math.e)
+CHUNK = 8  # elements of 16 bits that a thread loads at a time
+
+
+def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
+    """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
+    threads per row block:
+
+    lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
+    delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
+    and flags = 0, one per row block and one more, if `ordered`, else dq_sum = 0, unless the tile
+    leaves dQ to `numba_flash.cuda.sm90.dq`.
+
+    do, o : (b0, b1, heads, nq, head_dim_v), as words of two elements.
+    lse, dlse : float32 (b0, b1, heads, nq).
+    rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
+    dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
+    """
+    BLOCK_M, HAS_DLSE, THREADS = tile.block_m, has_dlse, threads
+    FLAGS, ZEROS = ordered and tile.adds_dq, tile.adds_dq and not ordered
+    CHUNKS, FOLDS = head_dim_v // CHUNK, (head_dim_v // CHUNK - 1).bit_length()
+    LANES, BFLOAT16, INF = 1 << FOLDS, dtype == "bfloat16", math.inf  # LANES: threads per row
+    SUM_BYTES, ROWS_BYTES = 4 * DQ_PART * tile.consumers, 4 * tile.block_m
+    rows_of = schedule.build_rows(options, tile.block_m)
+    unpack = ptx.unpack_bfloat16 if BFLOAT16 else ptx.unpack_float16
+
+    @device
+    def product(x, y):
+        """Sum of the products of two pairs of elements."""
+        high_x, high_y = u32(x >> u32(16)), u32(y >> u32(16))
+        return unpack(x) * unpack(y) + unpack(high_x) * unpack(high_y)
+
+    def preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk):
+        number = i64(cuda.blockIdx.x)
+        b0, b1, h, memory_row, row0, queries, _, _, _ = rows_of(number, extras, lse.shape, nk)
+        lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
+        lse2_address = ptx.global_address(rows)
+        delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
+        for r in range(first, BLOCK_M, THREADS // LANES):
+            there, total = row0 + r < queries, f32(0)
+            if there and lane < CHUNKS:
+                mine = u64(2 * CHUNK * lane)
+                do_row, o_row = do[b0, b1, h, memory_row + r], o[b0, b1, h, memory_row + r]
+                x = ptx.load_global_words(u64(ptx.global_address(do_row) + mine))
+                y = ptx.load_global_words(u64(ptx.global_address(o_row) + mine))
+                for i in range(CHUNK // 2):
+                    total += product(x[i], y[i])
+            for fold in range(FOLDS):
+                total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
+            if lane == 0:
+                shift, delta = f32(INF), f32(0)
+                if there and lse[b0, b1, h, memory_row + r] != f32(-INF):
+                    shift, delta = lse[b0, b1, h, memory_row + r] * f32(LOG2E), total
+                    if HAS_DLSE:
+                        delta -= dlse[b0, b1, h, memory_row + r]
+                at = u64((number * BLOCK_M + r) * 4)
+                ptx.store_global(u64(lse2_address + at), (shift,))
+                ptx.store_global(u64(delta_address + at), (delta,))
+        if FLAGS:
+            if cuda.threadIdx.x == 0:
+                address = ptx.global_address(flags)
+                ptx.store_global(u64(address + u64(number * 4)), (u32(0),))
+                if number == 0:
+                    ptx.store_global(u64(address + u64(4 * cuda.gridDim.x)), (u32(0),))
+        if ZEROS:
+            zero = f32(0)
+            sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)
+            for i in range(cuda.threadIdx.x * 16, SUM_BYTES, THREADS * 16):
+                ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
+
+    signature = types.void(
+        *[array(u32, 5)] * 2,
+        *[array(f32, 4)] * 2,
+        *[array(f32, 5)] * 2,
+        array(i32, 1),
+        extras_type(options),
+        i64,
+    )
+    return preprocess, signature, {"launch_bounds": (threads, 2)}

@@ -1,0 +1,115 @@
+"""How fragments of a warp group leave its registers: into swizzled tiles of shared memory, from
+there through tensor maps, or to memory.
+"""
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import build_pack, first_column
+from numba_flash.cuda.lang import cuda, i32, inline, u32, u64
+from numba_flash.cuda.sm90.pipeline import meet_warp_group
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
+
+
+def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
+    """``put_chunks(tile, acc, inverse, j)``: as `build_put`'s, but only chunks of 8 columns j and j
+    + 1, from the first panel on.
+    """
+    CHUNKS, PANEL_CHUNKS, FIRST = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8
+    PANEL_BYTES, ZERO = panel_bytes(rows), u32(0)
+    _, pack2 = build_pack(0, bfloat16)
+
+    @inline
+    def put_chunks(tile, acc, inverse, j):
+        lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
+        row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
+        e = 4 * (FIRST + j)
+        a = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0])
+        b = pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
+        c, d = ZERO, ZERO
+        if FIRST + j + 1 < CHUNKS:
+            c = pack2(acc[e + 4] * inverse[0], acc[e + 5] * inverse[0])
+            d = pack2(acc[e + 6] * inverse[1], acc[e + 7] * inverse[1])
+        chunk = i32((j % PANEL_CHUNKS + right) ^ (row % 8))
+        at = j // PANEL_CHUNKS * PANEL_BYTES + row * ROW_BYTES + chunk * 16
+        ptx.stmatrix(u32(tile + u32(at)), a, b, c, d)
+
+    return put_chunks
+
+
+def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
+    """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into a
+    tile of panels of `rows` rows.
+    """
+    COUNT = min(count * PANEL, head_dim_v - first_panel * PANEL) // 8
+    put_chunks = build_put_chunks(head_dim_v, first_panel, bfloat16, rows)
+
+    @inline
+    def put(tile, acc, inverse):
+        for j in range(0, COUNT, 2):
+            put_chunks(tile, acc, inverse, j)
+
+    return put
+
+
+def build_put_row(head_dim_v, float32, bfloat16):
+    """``put_row(address, acc, inverse, r)``: this thread's columns of row r of O times its inverse,
+    to memory; rounded unless `float32`.
+
+    `address` is that of the row; its elements are neighbours.
+    """
+    CHUNKS, FLOAT32, BYTES = head_dim_v // 8, float32, 4 if float32 else 2
+    _, pack2 = build_pack(0, bfloat16)
+
+    @inline
+    def put_row(address, acc, inverse, r):
+        mine = u64(address + u64(first_column() * BYTES))
+        for j in range(CHUNKS):
+            x = acc[4 * j + 2 * r] * inverse[r]
+            y = acc[4 * j + 2 * r + 1] * inverse[r]
+            to = u64(mine + u64(8 * BYTES * j))
+            if FLOAT32:
+                ptx.store_global(to, (x, y))
+            else:
+                ptx.store_global(to, (pack2(x, y),))
+
+    return put_row
+
+
+def build_stage(head_dim_v, panels_at_a_time, bfloat16):
+    """``stage(tensor_map, tile, acc, inverse, me, place)``: store 64 rows of O at a
+    `pipeline.Place` by way of shared memory, some panels at a time; rows and columns beyond the
+    array's ends are not stored.
+    """  # fmt: skip
+    PANELS, STEP, PANEL_BYTES = panels(head_dim_v), panels_at_a_time, panel_bytes(64)
+    firsts = range(0, PANELS, STEP)
+    puts = [build_put(head_dim_v, first, min(STEP, PANELS - first), bfloat16) for first in firsts]
+
+    def build_step(step, rest):
+        put, FIRST, COUNT = puts[step], step * STEP, min(STEP, PANELS - step * STEP)
+
+        @inline
+        def one(tensor_map, tile, acc, inverse, me, place):
+            if cuda.threadIdx.x % WARP_GROUP == 0:
+                ptx.bulk_wait_read()
+            meet_warp_group(me)  # what was stored from here before has been read
+            put(tile, acc, inverse)
+            ptx.fence_proxy_async()
+            meet_warp_group(me)  # all rows are there
+            if cuda.threadIdx.x % WARP_GROUP == 0:
+                row, head, b1, b0 = i32(place.row), i32(place.head), i32(place.b1), i32(place.b0)
+                for panel in range(COUNT):
+                    column = i32(place.column + (FIRST + panel) * PANEL)
+                    source = u32(tile + u32(panel * PANEL_BYTES))
+                    ptx.tensor_store(source, tensor_map, column, row, head, b1, b0)
+                ptx.bulk_commit()
+            rest(tensor_map, tile, acc, inverse, me, place)
+
+        return one
+
+    @inline
+    def stage(tensor_map, tile, acc, inverse, me, place):
+        pass
+
+    for step in reversed(range(len(puts))):
+        stage = build_step(step, stage)
+    return stage

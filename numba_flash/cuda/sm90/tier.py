@@ -1,0 +1,65 @@
+"""The `sm90` tier from the host: what it serves. Numba is not imported here."""
+
+import math
+
+from numba_flash.arrays import Layout
+from numba_flash.cuda import launch, tensor_maps
+from numba_flash.cuda.sm90 import prepare_backward as backward
+from numba_flash.cuda.sm90 import prepare_forward as forward
+from numba_flash.cuda.sm90.tiles import forward_tile
+from numba_flash.options import NAMES
+
+prepare_forward, prepare_backward = forward.prepare, backward.prepare
+
+SERVED = {"softcap", "q_lengths", "kv_lengths"}  # options that the kernels know
+GREATEST_SOFTCAP = (
+    1024  # by an estimate, tanh is off by up to 2**-22 of it, which a score has to bear
+)
+GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
+
+
+def takes_numpy() -> bool:
+    """False: kernels read arrays on a GPU."""
+    return False
+
+
+def tiles_of(problem) -> tuple:
+    """Rows and columns of the score tiles."""
+    tile = forward_tile(problem)
+    return (("forward", (tile.block_m, tile.block_n)),)
+
+
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+    """Reason why these kernels cannot run `problem` (None: anything) on such arrays, or None."""
+    if launch.simulated():
+        return "the CUDA simulator has no tensor cores"
+    if gpu is None:
+        reason = launch.why_not(inputs.q)
+        if reason is not None:
+            return reason
+        gpu = launch.gpu_of(inputs.q)
+    major, minor = gpu.capability
+    if major != 9:
+        return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
+    if problem is None:
+        return None
+    names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
+    reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
+    return _why_not_problem(problem) or next(filter(None, reasons), None)
+
+
+def _why_not_problem(p) -> str | None:
+    if p.dtype not in ("float16", "bfloat16"):
+        return f"serves float16 and bfloat16; q.dtype is {p.dtype}"
+    for option in p.options.used:
+        if option not in SERVED:
+            return f"does not know {NAMES[option]}"
+    if p.options.softcap and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
+        return f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP}; got {p.options.softcap}"
+    if p.d % 8 or p.dv % 8:
+        return f"needs head dimensions that are multiples of 8; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
+    if not 0 < p.scale < math.inf:
+        return f"needs a positive, finite scale; got {p.scale}"
+    if 0 in (*p.batch, p.hq, p.nq, p.nk):
+        return "needs at least one query and one key"
+    return None

@@ -1,0 +1,348 @@
+"""Tiles of the `sm90` tier, with what was measured, and where a block keeps what in shared memory.
+Numba is not imported here.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple
+
+from numba_flash.cuda.swizzle import ALIGNMENT, PANEL, ROW_BYTES, panel_bytes, panels
+
+WARP_GROUP, MBARRIER_BYTES = 128, 8
+KEYS = 64  # that a consumer owns in the backward pass
+OUTPUT_ROWS = 64  # of O that a consumer stores at a time
+WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
+SHARED_LIMIT = 227 * 1024
+REGISTERS = {
+    2: (40, 232),
+    3: (32, 160),
+}  # per thread of the producer's warp group and of the consumers', by the number of consumers
+ADDERS = 2  # threads that add up dQ: while one waits until its tile is in memory, the other one's comes. Consumers reckon with two
+DQ_PART = (
+    64 * 64
+)  # elements of dQ that a consumer of the backward pass hands over at a time, in the order of fragments
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory that tiles go through; offsets and sizes in bytes.
+
+    Attributes
+    ----------
+    tiles, slot_bytes, slots : int
+        Where the slots are, the size of one, how many there are.
+    ready, free : int
+        Where the mbarriers of these events are, one per slot.
+    """
+
+    tiles: int
+    slot_bytes: int
+    slots: int
+    ready: int
+    free: int
+
+
+def lay_out(rings: dict, begin: int, **others) -> SimpleNamespace:
+    """Rings, of (bytes of a slot, slots), from an offset on, their mbarriers after them, the
+    `bytes` of all; and `others`.
+    """
+    layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, **others)
+    mbarriers = begin + sum(slot_bytes * count for slot_bytes, count in rings.values())
+    for name, (slot_bytes, count) in rings.items():
+        setattr(
+            layout,
+            name,
+            Ring(begin, slot_bytes, count, mbarriers, mbarriers + count * MBARRIER_BYTES),
+        )
+        begin, mbarriers = begin + slot_bytes * count, mbarriers + 2 * count * MBARRIER_BYTES
+    layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
+    return layout
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of a block's work.
+
+    Attributes
+    ----------
+    block_m, block_n : int
+        Rows and columns of the score tile; 64 rows per consumer warp group, columns a multiple of
+        16.
+    q_stages, stages : int
+        Slots of the ring of Q tiles, and of those of K and of V tiles.
+    o_panels : int
+        Panels of 64 columns of O that a consumer stages at a time.
+    ping_pong : bool
+        Consumers take turns at starting products.
+    """
+
+    block_m: int
+    block_n: int
+    q_stages: int
+    stages: int
+    o_panels: int
+    ping_pong: bool
+
+    @property
+    def consumers(self) -> int:
+        return self.block_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers]
+
+    @property
+    def threads(self) -> int:
+        return WARP_GROUP * (self.consumers + 1)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.pipeline` wants them, where
+        ``o`` is staged, and the `bytes` of all.
+        """
+        rings = {
+            "q": (panels(head_dim) * self.block_m * ROW_BYTES, self.q_stages),
+            "k": (panels(head_dim) * self.block_n * ROW_BYTES, self.stages),
+            "v": (panels(head_dim_v) * self.block_n * ROW_BYTES, self.stages),
+            "work": (WORK_BYTES, WORK_SLOTS),
+        }
+        o_panels = min(self.o_panels, panels(head_dim_v))
+        return lay_out(rings, o_panels * self.block_m * ROW_BYTES, o=0, o_panels=o_panels)
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Shape of a block's work in the backward pass.
+
+    Attributes
+    ----------
+    block_m : int
+        Queries at a time: 64, or 128 where the head dimension is at most 64.
+    stages, do_stages : int
+        Slots of the rings of Q and of dO tiles.
+    ahead : bool
+        Start the next tile's scores before this one's dQ.
+    """
+
+    block_m: int
+    stages: int
+    do_stages: int
+    ahead: bool
+    consumers: ClassVar[int] = 2
+    adds_dq: ClassVar[bool] = True  # in memory, part by part
+    queries_apart: ClassVar[int] = 0  # the consumers' fragments
+    kernel: ClassVar[str] = "sm90.backward.build"
+
+    @property
+    def block_n(self) -> int:
+        return KEYS * self.consumers
+
+    @property
+    def columns(self) -> int:
+        """Queries of a consumer's fragment."""
+        return self.block_m
+
+    @property
+    def splits_rows(self) -> bool:
+        """Each consumer computes some rows of a tile of dQ, not some columns."""
+        return self.block_m == KEYS * self.consumers
+
+    def width(self, head_dim: int) -> int:
+        """Columns of a tile in shared memory, in whole panels or as many as there are."""
+        return head_dim
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers]
+
+    @property
+    def threads(self) -> int:
+        return WARP_GROUP * (self.consumers + 1)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`,
+        `bounds`, the `bytes` of all.
+
+        "dq" has one tile and two pairs of mbarriers, for even tiles and odd ones: its slots are the
+        same memory, and a tile may come when the one before it has left, not when its own slot is
+        free. "fetched" has no memory: all tiles of a work item have been asked for.
+        """
+        rings = {
+            "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
+            "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
+            "k": (panels(head_dim) * panel_bytes(self.block_n), 1),
+            "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
+            "dq": (0, ADDERS),  # the tile lies elsewhere, see below
+            "work": (WORK_BYTES, WORK_SLOTS),
+            "fetched": (0, 1),
+        }
+        ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
+        dq = 2 * ds_bytes
+        lse = dq + 4 * DQ_PART * self.consumers
+        delta = lse + 4 * self.block_m * self.stages
+        bounds = delta + 4 * self.block_m * self.do_stages
+        slots = -(-(bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
+        layout = lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, lse=lse, delta=delta, bounds=bounds)
+        layout.dq = layout.dq._replace(tiles=dq)
+        return layout
+
+
+@dataclass(frozen=True)
+class WideTile:
+    """Shape of a block's work where dK and dV of 64 keys fill the registers of two consumers, of
+    which each owns half of their columns.
+
+    The attributes are those of `BackwardTile`, and properties, too; all of them are given.
+    """
+
+    consumers: ClassVar[int] = 2
+    block_m: ClassVar[int] = 2 * KEYS
+    block_n: ClassVar[int] = KEYS
+    columns: ClassVar[int] = KEYS
+    queries_apart: ClassVar[int] = KEYS
+    adds_dq: ClassVar[bool] = False
+    kernel: ClassVar[str] = "sm90.backward_wide.build"
+    registers: ClassVar[tuple[int, int]] = REGISTERS[2]
+    threads: ClassVar[int] = 3 * WARP_GROUP
+
+    def width(self, head_dim: int) -> int:
+        return -(-head_dim // (2 * PANEL)) * 2 * PANEL
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory, as `BackwardTile`'s, and ``p``. Rings have one slot, so no consumer is a
+        tile ahead of the other.
+        """
+        width, width_v = panels(self.width(head_dim)), panels(self.width(head_dim_v))
+        rings = {
+            "q": (width * panel_bytes(self.block_m), 1),
+            "do": (width_v * panel_bytes(self.block_m), 1),
+            "k": (width * panel_bytes(self.block_n), 1),
+            "v": (width_v * panel_bytes(self.block_n), 1),
+            "dq": (0, 0),
+            "work": (WORK_BYTES, WORK_SLOTS),
+            "fetched": (0, 0),
+        }
+        layout = lay_out(rings, 2 * self.ds_bytes, p=0, ds=self.ds_bytes)
+        layout.lse = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
+        layout.delta = layout.lse + 4 * self.block_m
+        layout.bounds = layout.delta + 4 * self.block_m
+        layout.bytes = layout.bounds + 16 * self.consumers + ALIGNMENT
+        return layout
+
+    @property
+    def ds_bytes(self) -> int:
+        """Size of a tile of dS."""
+        return self.consumers * panel_bytes(KEYS)
+
+    def dq_layout(self, head_dim: int) -> SimpleNamespace:
+        """Shared memory of `dq_sm90`: rings ``tiles`` and ``work``, where dQ is staged (``o``), the
+        `bytes` of all.
+        """
+        slot, staged = (
+            panels(head_dim) * panel_bytes(self.block_n) + self.ds_bytes,
+            2 * self.consumers * panel_bytes(KEYS),
+        )
+        stages = (SHARED_LIMIT - staged - 2 * ALIGNMENT) // slot
+        return lay_out({"tiles": (slot, stages), "work": (WORK_BYTES, WORK_SLOTS)}, staged, o=0)
+
+
+ANY = 2**31
+# Per kind of mask: (longest keys, largest head dimension of q and k, of v, tile). After each row:
+# cuDNN's time divided by its own at the lengths named, and the runner-up; bfloat16, B N = 16384,
+# 2048 / D heads, H200, each pair in one process.
+FORWARD_TILES = {
+    "full": (
+        (
+            ANY,
+            64,
+            64,
+            Tile(192, 128, 2, 3, 1, True),
+        ),  # 512 1.10, 4k 1.13, 16k 1.18; Tile(128, 128, 2, 4, 1, True) 1.02, 0.93, 0.93
+        (
+            ANY,
+            128,
+            128,
+            Tile(128, 128, 2, 2, 2, True),
+        ),  # 512 1.08, 4k 1.11, 16k 1.10; Tile(128, 176, 1, 2, 1, True) 0.92, 1.07, 1.10
+        (
+            ANY,
+            256,
+            256,
+            Tile(128, 64, 1, 2, 2, False),
+        ),  # 512 1.14, 4k 1.17, 16k 1.17; the same with turns 1.14, 1.17, 1.18
+    ),
+    "band": (
+        (
+            1024,
+            64,
+            64,
+            Tile(128, 128, 2, 4, 1, True),
+        ),  # 512 1.01, 1k 0.98; Tile(192, 128, 2, 3, 1, True) 0.94, 0.88
+        (
+            ANY,
+            64,
+            64,
+            Tile(192, 128, 2, 3, 1, True),
+        ),  # 2k 1.04, 16k 1.16; Tile(128, 128, 2, 4, 1, True) 0.97, 0.94
+        (
+            6144,
+            128,
+            128,
+            Tile(128, 128, 2, 2, 2, True),
+        ),  # 1k 1.16, 4k 1.19; Tile(128, 160, 1, 2, 1, True) 1.01, 1.17
+        (
+            ANY,
+            128,
+            128,
+            Tile(128, 176, 1, 2, 1, True),
+        ),  # 8k 1.19, 16k 1.19; Tile(128, 128, 2, 2, 2, True) 1.18, 1.16
+        (
+            ANY,
+            256,
+            256,
+            Tile(128, 64, 1, 2, 2, False),
+        ),  # 512 1.04, 4k 1.27, 16k 1.28; the same with turns 1.04, 1.27, 1.27
+    ),
+}
+# The same where the keys are split into parts; stores of float32 parts leave fewer registers for
+# the tile.
+PART_TILES = (
+    (64, 64, Tile(128, 128, 2, 4, 1, True)),
+    (128, 128, Tile(128, 112, 2, 2, 2, True)),
+    (256, 256, Tile(128, 48, 1, 2, 2, False)),
+)
+# (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own
+# at N = 1k, 4k, 16k, full, and what was tried instead, over its speed or cuDNN's; bfloat16, B N =
+# 16384, 2048 / D heads, deterministic, H200, each pair in one process.
+BACKWARD_TILES = (
+    (
+        64,
+        64,
+        BackwardTile(128, 2, 2, False),
+    ),  # 1.21, 1.20, 1.20; BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
+    (
+        128,
+        128,
+        BackwardTile(64, 3, 2, True),
+    ),  # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it
+    (
+        256,
+        256,
+        WideTile(),
+    ),  # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
+)
+
+
+def forward_tile(problem) -> Tile:
+    """Tile of the forward kernel."""
+    p = problem
+    table = FORWARD_TILES["full" if p.band == "none" else "band"]
+    return next(tile for length, d, dv, tile in table if p.nk <= length and p.d <= d and p.dv <= dv)
+
+
+def part_tile(problem) -> Tile:
+    """Tile of the forward kernel where the keys are split."""
+    return next(tile for d, dv, tile in PART_TILES if problem.d <= d and problem.dv <= dv)
+
+
+def backward_tile(problem) -> BackwardTile | WideTile:
+    """Tile of the main kernel of the backward pass."""
+    return next(tile for d, dv, tile in BACKWARD_TILES if problem.d <= d and problem.dv <= dv)

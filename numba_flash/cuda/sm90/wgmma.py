@@ -1,0 +1,86 @@
+"""Matrix products of a warp group with wgmma: descriptors of shared tiles, and the verbs on
+fragments.
+
+Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment of 64 x N is one of
+16 rows (`numba_flash.cuda.fragment`) for each warp of the group.
+"""
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.lang import cuda, i32, inline, u32
+from numba_flash.cuda.swizzle import panel_bytes
+
+UNIT = 16  # bytes, of what descriptors count
+
+
+@inline
+def descriptor(address, panel_stride):
+    """Low word of the descriptor of a tile; `panel_stride` in bytes matters only where the product
+    runs along the rows.
+    """
+    return u32((address & u32(0x3FFFF)) >> u32(4) | u32(panel_stride // UNIT << 16))
+
+
+@inline
+def first_row():
+    """Row of this thread's register 0 within the 64 of its warp group; r = 1 lies 8 below."""
+    thread = i32(cuda.threadIdx.x) % i32(128)
+    return i32(thread // 32 * 16 + thread % 32 // 4)
+
+
+def build_scores(block_n, head_dim, block_m, bfloat16):
+    """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for the 64 rows of a warp group."""
+    BLOCK_N, STEPS, BFLOAT16, OVERWRITE = block_n, -(-head_dim // 16), int(bfloat16), 0
+    Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(block_n) // UNIT
+
+    @inline
+    def scores(s, q_descriptor, k_descriptor):
+        ptx.wgmma_shared(
+            s, q_descriptor, k_descriptor, BLOCK_N, STEPS, Q_PANEL, K_PANEL, OVERWRITE, BFLOAT16
+        )
+
+    return scores
+
+
+def build_values(block_n, head_dim_v, bfloat16):
+    """``values(acc, p, v_descriptor)``: start O += P V."""
+    HEAD_DIM_V, STEPS, BFLOAT16 = head_dim_v, block_n // 16, int(bfloat16)
+
+    @inline
+    def values(acc, p, v_descriptor):
+        ptx.wgmma_registers(acc, p, v_descriptor, HEAD_DIM_V, STEPS, BFLOAT16)
+
+    return values
+
+
+def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
+    """``sum(acc, a_descriptor, b_descriptor)``: start ``acc = A B``, or ``acc += A B`` with `add`,
+    both in shared memory, B as its rows.
+
+    A is 64 x 16 `steps`, in panels of so many bytes, or its transpose as rows if `a_panel` is 0; B
+    likewise with `count` columns.
+    """
+    COUNT, STEPS, ADD, BFLOAT16 = count, steps, int(add), int(bfloat16)
+    A_PANEL, B_PANEL = a_panel // UNIT, b_panel // UNIT
+
+    @inline
+    def sum(acc, a_descriptor, b_descriptor):
+        ptx.wgmma_shared(
+            acc, a_descriptor, b_descriptor, COUNT, STEPS, A_PANEL, B_PANEL, ADD, BFLOAT16
+        )
+
+    return sum
+
+
+def build_wait(block_n, head_dim_v):
+    """``wait_scores(s)`` with at most one product behind them, ``wait_all(acc, s)``."""
+    SCORES, OUTPUTS, NONE, ONE, ZERO = block_n // 2, head_dim_v // 2, 0, 1, 0
+
+    @inline
+    def wait_scores(s):
+        ptx.wgmma_wait(s, s, ONE, SCORES, ZERO)
+
+    @inline
+    def wait_all(acc, s):
+        ptx.wgmma_wait(acc, s, NONE, OUTPUTS, SCORES)
+
+    return wait_scores, wait_all

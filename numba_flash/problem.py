@@ -1,0 +1,291 @@
+"""What is to be computed: the frozen `Problem`, and `bind`, the only place that raises errors about a user's input."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from numba_flash import arrays, checks, options
+from numba_flash.options import PLAIN, Options
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**30  # row and column indices, and their differences, stay within int32 in every kernel
+
+
+class ForwardInputs(NamedTuple):
+    """Arrays that `forward` reads; options that are absent are None. Packed sequences have their offsets as lengths."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    mask: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+
+
+class ForwardResults(NamedTuple):
+    """Arrays that `forward` writes; None where nobody wants one."""
+
+    o: Any
+    lse: Any
+
+
+class BackwardInputs(NamedTuple):
+    """Arrays that `backward` reads; options that are absent are None."""
+
+    do: Any
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    dlse: Any = None
+    bias: Any = None
+    mask: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+
+
+class BackwardResults(NamedTuple):
+    """Arrays that `backward` writes; None where nobody wants one."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+
+
+class Prepared(NamedTuple):
+    """What a tier makes of a problem and the layouts of its arrays.
+
+    Attributes
+    ----------
+    run : callable
+        ``run(inputs, results)`` on arrays of these layouts, with dropout ``run(inputs, results, rng)``.
+    launches : tuple
+        The kernels that it launches, each with its `builder` and `config`; they are loaded when they first run.
+    """
+
+    run: Any
+    launches: tuple = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Canonical form of one attention problem; everything below `bind` trusts it.
+
+    Attributes
+    ----------
+    batch : tuple of two ints
+        Leading dimensions; 1 where the arrays have fewer.
+    hq, hk : int
+        Query heads and key/value heads. Query head h reads key head ``h // (hq // hk)``.
+    nq, nk, d, dv : int
+        Queries, keys, head dimension of q and k, head dimension of v and o.
+    dtype : str
+        One of `DTYPES`.
+    scale : float
+        Factor of ``q . k``.
+    low, high : int
+        Query i sees key j iff ``low <= j - i <= high``; within ``[-nq, nk]`` (see `numba_flash.mask`).
+    options : Options
+        Everything else; `options.PLAIN` for plain attention.
+    """
+
+    batch: tuple[int, int]
+    hq: int
+    hk: int
+    nq: int
+    nk: int
+    d: int
+    dv: int
+    dtype: str
+    scale: float
+    low: int
+    high: int
+    options: Options = PLAIN
+
+    @property
+    def band(self) -> str:
+        """Which keys the band hides from some query: ``"none"``, those ``"above"`` a diagonal, or ``"both"``, those below one, too."""
+        return "both" if self.low > 1 - self.nq else "above" if self.high < self.nk - 1 else "none"
+
+    @property
+    def lse_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def with_state(self, rng: tuple[int, int] | None) -> "Problem":
+        """The same with the generator of dropout in the state (seed, offset), unless that is None."""
+        return self if rng is None else replace(self, options=replace(self.options, seed=rng[0], offset=rng[1]))
+
+
+def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, **given) -> Problem:
+    """Check the inputs of a forward pass and fold the options into a `Problem`.
+
+    Raises
+    ------
+    TypeError
+        An argument is of the wrong kind: not an array, arrays of different libraries, a dtype outside `DTYPES`, a non-integer option.
+    ValueError
+        An argument is of the right kind with a wrong value: rank, shape, byte order, alignment, range.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_array(name, x)
+    _check_same("k", k, "q", q)
+    _check_same("v", v, "q", q)
+    *batch, hq, nq, d = _shape(q)
+    k_shape, v_shape = _shape(k), _shape(v)
+    for name, shape in (("k", k_shape), ("v", v_shape)):
+        if shape[:-3] != tuple(batch):
+            raise ValueError(f"{name}.shape[:-3] {shape[:-3]} must equal q.shape[:-3] {tuple(batch)}")
+    hk, nk, dv = k_shape[-3], k_shape[-2], v_shape[-1]
+    if k_shape[-1] != d:
+        raise ValueError(f"k.shape[-1] ({k_shape[-1]}) must equal q.shape[-1] ({d})")
+    if v_shape[-3:-1] != (hk, nk):
+        raise ValueError(f"v.shape[:-1] {v.shape[:-1]} must equal k.shape[:-1] {k.shape[:-1]}")
+    if hq % hk if hk else hq:
+        raise ValueError(f"the number of heads q.shape[-3] ({hq}) must be a multiple of k.shape[-3] ({hk})")
+    for name, size in (("q", d), ("v", dv)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}.shape[-1] ({size}) must be between 1 and {MAX_HEAD_DIM}")
+    for name, size in (("q", nq), ("k", nk)):
+        if size > MAX_LENGTH:
+            raise ValueError(f"{name}.shape[-2] ({size}) must be at most {MAX_LENGTH}")
+    low, high = _band(nq, nk, checks.flag("causal", causal), _window(window), _offset(q_start, nk - nq))
+    scale = d**-0.5 if scale is None else checks.real("scale", scale)
+    more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
+    more = replace(more, follows=q_start is None) if more.sequences else more
+    return Problem((1,) * (2 - len(batch)) + tuple(batch), hq, hk, nq, nk, d, dv, q.dtype.name, scale, low, high, more)
+
+
+def bind_backward(do, q, k, v, o, lse, *, dlse=None, bias_grad=False, **given) -> Problem:
+    """Check the inputs of a backward pass: those of `bind`, and the arrays of the shapes and dtypes that `forward` returns."""
+    problem = bind(q, k, v, **given)
+    _check_gradients(problem, {"do": do, "q": q, "o": o, "lse": lse, "dlse": dlse}, (*q.shape[:-1], v.shape[-1]))
+    if checks.flag("bias_grad", bias_grad) and problem.options.bias is None:
+        raise ValueError("bias_grad needs a bias; got bias_grad=True with bias=None")
+    return problem
+
+
+def bind_packed(q, k, v, q_offsets, k_offsets, **given) -> Problem:
+    """Check packed sequences: q (total, heads, d) and so on, and the boundaries of each sequence among the tokens."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_array(name, x)
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have 3 dimensions (tokens, heads, head_dim); got shape {tuple(x.shape)}")
+    problem = bind(*(x.swapaxes(0, 1) for x in (q, k, v)), **given)
+    for name, x in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
+        options.check_offsets(name, x, q)
+    if q_offsets.size != k_offsets.size:
+        raise ValueError(f"k_offsets.shape {tuple(k_offsets.shape)} must equal q_offsets.shape {tuple(q_offsets.shape)}")
+    packed = replace(
+        problem.options,
+        packed=True,
+        follows=given.get("q_start") is None,
+        q_lengths=q_offsets.dtype.name,
+        kv_lengths=k_offsets.dtype.name,
+    )
+    return replace(problem, batch=(1, q_offsets.size - 1), options=packed)
+
+
+def bind_packed_backward(do, q, k, v, o, lse, q_offsets, k_offsets, *, dlse=None, **given) -> Problem:
+    """The same for the backward pass; lse and dlse are (heads, total)."""
+    problem = bind_packed(q, k, v, q_offsets, k_offsets, **given)
+    _check_gradients(problem, {"do": do, "q": q, "o": o, "lse": lse, "dlse": dlse}, (*q.shape[:-1], v.shape[-1]))
+    return problem
+
+
+def _check_gradients(problem, arguments: dict, o_shape: tuple[int, ...]) -> None:
+    """Check what backward takes beyond the inputs of forward."""
+    lse_shape = o_shape[1::-1] if problem.options.packed else o_shape[:-1]
+    expected = {
+        "do": (problem.dtype, o_shape),
+        "o": (problem.dtype, o_shape),
+        "lse": (problem.lse_dtype, lse_shape),
+        "dlse": (problem.lse_dtype, lse_shape),
+    }
+    for name, (dtype, shape) in expected.items():
+        x = arguments[name]
+        if name != "dlse" or x is not None:
+            checks.layout(name, x)
+            checks.library(name, x, "q", arguments["q"])
+            checks.dtype_and_shape(name, x, dtype, shape)
+    score_mod = problem.options.score_mod
+    if score_mod is not None and score_mod.gradient is None:
+        raise ValueError("score_mod_grad must be the derivative of score_mod in a backward pass; got None")
+
+
+def check_lengths(problem: Problem, q_lengths, kv_lengths) -> None:
+    """Check the values of lengths or offsets that are NumPy arrays; those on a GPU are not looked at (see `numba_flash.forward`)."""
+    if problem.options.packed:
+        options.check_values_of_offsets("q_offsets", q_lengths, problem.nq, "q.shape[0]")
+        options.check_values_of_offsets("k_offsets", kv_lengths, problem.nk, "k.shape[0]")
+    else:
+        options.check_values_of_lengths("q_lengths", q_lengths, problem.nq, "q.shape[-2]")
+        options.check_values_of_lengths("kv_lengths", kv_lengths, problem.nk, "k.shape[-2]")
+
+
+def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
+    """Check that `out` is of the kind, dtype and shape of a result, and that no element of it stands for another."""
+    checks.layout(name, out, advice=False)  # a copy is not what the user wants written
+    checks.library(name, out, *next(iter(inputs.items())))
+    checks.dtype_and_shape(name, out, dtype, shape)
+    if arrays.overlaps_itself(out):
+        raise ValueError(f"{name} must not overlap itself; it has strides {out.strides} for shape {out.shape}")
+
+
+def check_out_memory(name: str, out: Any, inputs: dict[str, Any]) -> None:
+    """Check that `out` may be written: not read-only, and disjoint from every input."""
+    if not arrays.writeable(out):
+        raise ValueError(f"{name} must be writeable; it is read-only")
+    for other, x in inputs.items():
+        if arrays.overlap(out, x):
+            raise ValueError(f"{name} must not overlap {other}; they share memory")
+
+
+def _shape(x) -> tuple[int, ...]:
+    """Shape with the head axis present: ``(n, d)`` means one head."""
+    return tuple(x.shape) if x.ndim > 2 else (1, *x.shape)
+
+
+def _check_array(name: str, x) -> None:
+    """Raise unless `x` is an array with a supported rank and dtype."""
+    checks.layout(name, x)
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"{name}.dtype must be one of {', '.join(DTYPES)}; got {x.dtype.name}")
+    if not 2 <= x.ndim <= 5:
+        raise ValueError(f"{name} must have 2 to 5 dimensions (..., heads, length, head_dim); got shape {tuple(x.shape)}")
+
+
+def _check_same(name: str, x, other: str, y) -> None:
+    checks.library(name, x, other, y)
+    if x.dtype != y.dtype:
+        raise TypeError(f"{name}.dtype ({x.dtype.name}) must equal {other}.dtype ({y.dtype.name})")
+    if x.ndim != y.ndim:
+        raise ValueError(f"{name}.ndim ({x.ndim}) must equal {other}.ndim ({y.ndim})")
+
+
+def _window(window) -> tuple[int, int]:
+    """(left, right) with -1 for no limit."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(f"window must be a tuple (left, right) or None; got {window!r}")
+    left, right = (checks.integer(f"window[{side}]", size) for side, size in enumerate(window))
+    if left < -1 or right < -1:
+        raise ValueError(f"window must hold sizes >= 0, or -1 for no limit; got {window!r}")
+    return left, right
+
+
+def _offset(q_start, default: int) -> int:
+    return default if q_start is None else checks.integer("q_start", q_start)
+
+
+def _band(nq: int, nk: int, causal: bool, window: tuple[int, int], q_start: int) -> tuple[int, int]:
+    """The diagonals ``low <= j - i <= high`` that are visible, clipped to ``[-nq, nk]`` where they stop mattering."""
+    left, right = window
+    if causal:
+        right = 0
+    low = -nq if left == -1 else min(max(q_start - left, -nq), nk)
+    high = nk if right == -1 else min(max(q_start + right, -nq), nk)
+    return low, high

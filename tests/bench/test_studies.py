@@ -1,0 +1,218 @@
+"""The studies of `asv_bench/studies` at tiny sizes on the CPU, and standard attention, which they compare with."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numba_flash import reference
+from numba_flash.bench import standard
+
+STUDIES = Path(__file__).parents[1] / "asv_bench" / "studies"
+
+
+def run(study: str, *arguments: str, file: Path, **environment: str) -> dict:
+    """What a study writes, run as its users do."""
+    command = [sys.executable, str(STUDIES / f"{study}.py"), *arguments, "--json", str(file), "--commit", "abc"]
+    process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    results = json.loads(file.read_text())
+    assert (results["study"], results["commit"]) == (study, "abc")
+    assert {"device", "date", "packages", "rows"} <= set(results)
+    return results
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Import of a study."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    return importlib.import_module
+
+
+# ---- standard attention ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-14), ("float32", 1e-6), ("float16", 3e-3), ("bfloat16", 2e-2)])
+def test_standard_attention_is_the_oracle(dtype, bound, causal):
+    pytest.importorskip("ml_dtypes")
+    rng = np.random.default_rng(3)
+    q, k, v, do = (rng.standard_normal((2, 3, 70, 24)).astype(dtype) for _ in range(4))
+    o, p = standard.forward(q, k, v, causal)
+    results = (o, *standard.backward(do, q, k, v, o, p))
+    expected = (reference.forward(q, k, v, causal=causal)[0], *reference.backward(do, q, k, v, causal=causal))
+    for x, ref in zip(results, expected, strict=True):
+        assert x.dtype == q.dtype
+        assert np.linalg.norm(x.astype(np.float64) - ref) <= bound * np.linalg.norm(ref)
+
+
+def test_standard_attention_leaves_its_inputs_alone():
+    rng = np.random.default_rng(3)
+    q, k, v, do = arrays = [rng.standard_normal((2, 9, 8)) for _ in range(4)]
+    before = [x.copy() for x in arrays]
+    o, p = standard.forward(q, k, v, True)
+    standard.backward(do, q, k, v, o, p)
+    for x, y in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# ---- the studies -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_scaling(tmp_path):
+    results = run("scaling", "--lengths", "70,2048", "--repeats", "1", file=tmp_path / "scaling.json")
+    rows = {(row["length"], row["contender"]): row for row in results["rows"]}
+    assert list(rows) == [(n, who) for n in (70, 2048) for who in ("numba_flash", "NumPy")]
+    assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows.values())
+    matrix = 2048**2 * 4
+    assert rows[2048, "NumPy"]["bytes"] > 2 * matrix  # P, and dS
+    assert rows[2048, "numba_flash"]["bytes"] < matrix / 2
+    assert results["memory_gb"] == 4
+
+
+def test_scaling_says_where_memory_ends(module, monkeypatch, tmp_path):
+    """What cannot allocate is not tried again at greater lengths."""
+    scaling, peers = module("scaling"), module("numba_flash.bench.peers")
+
+    def forward(q, k, v, causal):
+        if q.shape[-2] > 40:
+            raise MemoryError("no room")
+        return allocating(q, k, v, causal)
+
+    allocating = standard.forward
+    monkeypatch.setattr(peers.standard, "forward", forward)
+    monkeypatch.setattr(scaling, "limit_memory", lambda gigabytes: None)  # of this process
+    file = tmp_path / "scaling.json"
+    scaling.main(["--lengths", "32,64,96", "--repeats", "1", "--json", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["length"], row["contender"]) for row in rows if row["contender"] == "NumPy"] == [(32, "NumPy"), (64, "NumPy")]
+    assert rows[3] == {"length": 64, "mask": "full", "contender": "NumPy", "failed": "forward", "reason": "MemoryError: no room"}
+    assert rows[4]["contender"] == "numba_flash"
+    assert "failed" not in rows[4]
+
+
+TINY = ("--batch", "1", "--heads", "2", "--length", "65", "--head-dim", "16", "--dtype", "float32", "--repeats", "1")
+
+
+def test_traffic_without_a_profiler(tmp_path):
+    """Times and formulas are there; what is counted is null, with the reason."""
+    results = run("traffic", *TINY, file=tmp_path / "traffic.json", PATH="/nowhere")
+    assert [(row["contender"], row["mask"]) for row in results["rows"]] == [
+        (who, mask) for mask in ("full", "causal") for who in ("numba_flash", "NumPy")
+    ]
+    product = 2 * 2 * 65**2 * 16
+    assert [row["flop"] / product for row in results["rows"]] == [7, 6, 3.5, 6]
+    for row in results["rows"]:
+        assert row["forward_ms"] > 0 < row["backward_ms"]
+        assert row["dram_bytes"] is row["tensor_flop"] is row["scalar_flop"] is None
+        assert row["reason"].startswith("RuntimeError: ncu cannot be started")
+
+
+NCU = """#!{python}
+import subprocess, sys
+arguments = sys.argv[1:]
+if arguments == ["--query-metrics"]:
+    print("sm__cycles_elapsed  Counter")
+    print("sm__ops_path_tensor_op_hgmma_src_fp16_sparsity_off  Counter  operations")
+    print("sm__ops_path_tensor_op_hmma_src_fp16_dst_fp32_sparsity_off  Counter  operations")
+    print("sm__ops_path_tensor_op_hmma_src_fp16_dst_fp32_sparsity_on  Counter  operations")
+    sys.exit()
+start = arguments.index({python!r})
+subprocess.run(arguments[start:], check=True)
+metrics = arguments[start - 1].split(",")
+print("==PROF== Connected")
+print(",".join(f'"{{name}}"' for name in ("ID", "Kernel Name", *metrics)))
+print(",".join(f'"{{name}}"' for name in ("", "", *("unit" for _ in metrics))))
+for kernel in range(2):
+    print(",".join(f'"{{value}}"' for value in (kernel, "k<a, b>", *("1,000" for _ in metrics))))
+print("==WARNING== that's all")
+"""
+
+
+def test_traffic_adds_up_what_a_profiler_counts(tmp_path):
+    """A stand-in for ncu, which runs what it is given and finds two kernels with 1,000 of everything."""
+    ncu = tmp_path / "ncu"
+    ncu.write_text(NCU.format(python=sys.executable))
+    ncu.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    results = run("traffic", *TINY, "--mask", "full", file=tmp_path / "traffic.json", PATH=path)
+    for row in results["rows"]:
+        assert row["kernels"] == 2
+        assert row["dram_bytes"] == 2 * 2 * 1000  # read and written
+        assert row["tensor_flop"] == 2 * 2 * 1000  # of two instructions
+        assert row["scalar_flop"] == 2 * 1000 * 2 * (1 + 1 + 2)  # additions, products and both at once, of two dtypes
+
+
+@pytest.mark.parametrize("name", ["numba_flash", "NumPy"])
+def test_traffic_once_of_a_batch(module, monkeypatch, name):
+    """What the profiler sees, and before it what it does not see, is a forward and a backward call on the whole batch."""
+    traffic, seen = module("traffic"), []
+    contender = next(c for c in traffic.peers.contenders(None) if c.name == name)
+
+    def bind(case):
+        bound = contender.bind(case)
+        return traffic.peers.Bound(lambda count: seen.append((count, [x.shape for x in bound.repeat(count)])), bound.results)
+
+    monkeypatch.setattr(traffic.peers, "contenders", lambda backend: [traffic.replace(contender, bind=bind)])
+    traffic.main(["--batch", "2", *TINY[2:], "--once", name])
+    assert seen == [(1, [(2, 2, 65, 16)] * 3)] * 2
+
+
+@pytest.mark.full
+def test_tiles_in_the_simulator(tmp_path):
+    """A tile that is not the chosen one computes the same."""
+    code = """
+import sys
+import tiles
+from numba_flash.cuda.simt import tier as simt
+tiles.STUDIES = {"simt forward": ("float32", simt, {8: [simt.Tile(2, 2, 2, 4, 4, 2, 1)]})}
+tiles.main(["--length", "6", "--tokens", "6", "--width", "8", "--head-dims", "8", "--kernels", "simt forward", "--repeats", "1",
+            "--json", sys.argv[1]])
+"""
+    file = tmp_path / "tiles.json"
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join([str(STUDIES), str(STUDIES.parents[1])])}
+    process = subprocess.run([sys.executable, "-c", code, str(file)], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["chosen"], row["tile"]["block_m"], row["tile"]["block_n"]) for row in rows] == [(True, 4, 4), (False, 4, 8)]
+    assert all(row["error"] < 1e-6 and row["ms"] > 0 for row in rows)
+
+
+def test_tiles_fit_into_shared_memory(module):
+    """Of each kernel there is something to compare, and nothing that cannot be launched."""
+    tiles = module("tiles")
+    for name, (_, _, candidates) in tiles.STUDIES.items():
+        for d, found in candidates.items():
+            assert len([tile for tile in found if tiles._fits(tile, d)]) >= 2, (name, d)
+
+
+def test_tiles_need_a_gpu():
+    process = subprocess.run([sys.executable, str(STUDIES / "tiles.py")], capture_output=True, text=True)
+    if process.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert "tiles of CUDA kernels need a GPU" in process.stderr
+
+
+def test_accuracy(tmp_path):
+    results = run("accuracy", "--length", "65", "--head-dims", "16", "--dtypes", "float16", file=tmp_path / "accuracy.json")
+    rows = {(row["dtype"], row["distribution"], row["who"]): row for row in results["rows"]}
+    for distribution in ("normal", "outliers"):
+        naive, ours = (rows["float16", distribution, who] for who in ("naive", "cpu"))
+        assert all(0 < ours[name] < naive[name] < 1e-3 for name in ("o", "dq", "dk", "dv"))
+        assert all(name in row or row["reason"] for row in rows.values() for name in ("o", "dq", "dk", "dv"))
+
+
+@pytest.mark.gpu
+def test_situations_beside_pytorch(tmp_path):
+    """Every peer of a small problem is checked and timed."""
+    pytest.importorskip("torch", reason="the study compares with PyTorch")
+    results = run("situations", "--only", "small", "--repeats", "2", file=tmp_path / "results.json")
+    assert [row["direction"] for row in results["rows"]] == ["forward", "backward"]
+    for row in results["rows"]:
+        assert row["ms"] > 0
+        assert {name: set(peer) for name, peer in row["peers"].items()} == {"cuDNN": {"ms", "ratio"}, "FlashAttention-2": {"ms", "ratio"}}

@@ -1,0 +1,227 @@
+"""What is particular to the CPU backend: threads, forks, the disk cache, NaN behind the mask, memory, the order of sums."""
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from numba_flash.cpu import tier as cpu
+from numba_flash.problem import Problem
+
+ROOT = Path(cpu.__file__).parents[1]
+
+
+def problem(n, high=None, d=16):
+    return Problem((1, 1), 2, 1, n, n, d, d, "float32", 0.25, -n, n if high is None else high)
+
+
+def inputs(p):
+    """Random q, k, v, do."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, 1, h, p.nq, p.d), dtype=np.float32) for h in (p.hq, p.hk, p.hk, p.hq)]
+
+
+def run(p, q, k, v, do):
+    """o, lse, dq, dk, dv."""
+    o, lse = np.empty_like(q), np.empty(q.shape[:4], np.float32)
+    gradients = [np.empty_like(x) for x in (q, k, v)]
+    cpu.forward(p, q, k, v, o, lse)
+    cpu.backward(p, (do, q, k, v, o, lse), gradients)
+    return [o, lse, *gradients]
+
+
+PRELUDE = "\n".join(["import numpy as np", "from numba_flash import cpu, spec", *map(inspect.getsource, (problem, inputs, run))])
+
+
+def python(code, *, path=ROOT, **environment):
+    """Output of `code`, after `PRELUDE`, in a new process that imports the package from `path`."""
+    environment = os.environ | {"PYTHONPATH": str(path)} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PRELUDE}\n{code}"], cwd=path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cache():
+    """The kernels of `PRELUDE` are on disk."""
+    python("run(p := problem(40), *inputs(p))")
+
+
+def test_concurrent_calls():
+    """Threads that call at the same time get what one alone gets, bit for bit."""
+    problems = [problem(n, 0) for n in (90, 300, 520, 700)]
+    expected = [run(p, *inputs(p)) for p in problems]
+    failures = []
+
+    def call(p, want):
+        for _ in range(5):
+            if not all(np.array_equal(a, b) for a, b in zip(run(p, *inputs(p)), want, strict=True)):
+                failures.append(p)
+
+    threads = [threading.Thread(target=call, args=pair) for pair in zip(problems, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_result_does_not_depend_on_the_number_of_threads(cache):
+    code = "import hashlib; results = run(p := problem(900, 0), *inputs(p)); print([hashlib.sha256(x).hexdigest() for x in results])"
+    assert python(code, NUMBA_NUM_THREADS="1") == python(code, NUMBA_NUM_THREADS="2")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_forked_children(cache):
+    """Children of a process that has used the kernels, one of them forked while another thread is computing."""
+    code = """
+import multiprocessing, threading
+p = problem(600)
+x = inputs(p)
+want = run(p, *x)
+def child():
+    assert all(np.array_equal(a, b) for a, b in zip(run(p, *x), want))
+context = multiprocessing.get_context("fork")
+busy = threading.Thread(target=lambda: [run(p, *x) for _ in range(30)])
+busy.start()
+children = [context.Process(target=child) for _ in range(3)]
+for c in children: c.start()
+for c in children: c.join(60)
+busy.join()
+print([c.exitcode for c in children])
+"""
+    assert python(code).strip() == "[0, 0, 0]"
+
+
+def test_second_process_starts_from_the_cache(cache):
+    code = """
+run(p := problem(40), *inputs(p))
+for kernel in (cpu.forward_items, cpu.delta_items, cpu.backward_items, cpu.dq_items):
+    assert not kernel.stats.cache_misses and kernel.stats.cache_hits, kernel
+"""
+    python(code)
+
+
+def test_layouts_share_one_compiled_kernel():
+    p = problem(33)
+    x = inputs(p)
+    want = run(p, *x)
+    count = len(cpu.forward_items.overloads)
+    got = run(p, *(np.moveaxis(np.moveaxis(a, -1, 0).copy(), 0, -1) for a in x))
+    assert len(cpu.forward_items.overloads) == count
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_edit_of_a_helper_module_is_noticed(tmp_path):
+    """Numba watches only the file of the kernel itself; the fingerprint of the package must catch the rest."""
+    package = tmp_path / "numba_flash"
+    shutil.copytree(ROOT / "numba_flash", package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+one, delta = np.full((1, 1, 1, 1, 1), 0x3F80, np.uint16), np.zeros((1, 1, 1, 1), np.float32)  # 1 in bfloat16
+cpu.runner(cpu.delta_items, 1, 1, one, one, delta, np.zeros_like(delta))
+print(delta.item())
+"""
+    environment = {"path": tmp_path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    assert python(code, **environment).strip() == "1.0"
+    numeric = package / "numeric.py"
+    edited, count = re.subn(r"(def bfloat16_to_float32.*?return )", r"\1np.float32(2) * ", numeric.read_text(), flags=re.DOTALL)
+    assert count == 1
+    numeric.write_text(edited)
+    assert python(code, **environment).strip() == "4.0"
+
+
+# ---- NaN and Inf ---------------------------------------------------------------------------------------------------------------------
+
+POISON = pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+
+
+@POISON
+@pytest.mark.parametrize("n", [70, 700])
+def test_what_hidden_keys_hold_does_not_matter(n, poison):
+    """Keys behind a causal mask that no query of the first half sees, in tiles that others see in part."""
+    p, hidden = problem(n, 0), slice(n // 2, None)
+    q, k, v, do = inputs(p)
+    clean = run(p, q, k, v, do)
+    k[:, :, :, hidden], v[:, :, :, hidden] = poison, poison
+    poisoned = run(p, q, k, v, do)
+    seen = slice(0, n // 2)
+    for a, b in zip(poisoned[:3], clean[:3], strict=True):  # o, lse, dq
+        np.testing.assert_allclose(a[:, :, :, seen], b[:, :, :, seen], rtol=1e-4, atol=1e-5)
+    assert np.isnan(poisoned[0][:, :, :, hidden]).all()
+
+
+@POISON
+def test_what_hidden_queries_hold_does_not_matter(poison):
+    """dk and dv of keys that only see finite queries."""
+    n = 700
+    p, early = problem(n, 0), slice(0, n // 2)
+    q, k, v, do = inputs(p)
+    clean = run(p, q, k, v, do)
+    q[:, :, :, early], do[:, :, :, early] = poison, poison
+    poisoned = run(p, q, k, v, do)
+    for a, b in zip(poisoned[3:], clean[3:], strict=True):
+        np.testing.assert_allclose(a[:, :, :, n // 2 :], b[:, :, :, n // 2 :], rtol=1e-4, atol=1e-5)
+        assert np.isnan(a[:, :, :, early]).all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_a_visible_nan_reaches_exactly_what_it_should(name):
+    n, where = 600, 333
+    p = problem(n, 5)
+    q, k, v, do = x = inputs(p)
+    x[["q", "k", "v", "do"].index(name)][0, 0, 0, where, 3] = np.nan
+    o, lse, dq, _, _ = run(p, q, k, v, do)
+    i = np.arange(n)
+    sees = {"q": i == where, "k": i + 5 >= where, "v": i + 5 >= where, "do": np.zeros(n, bool)}[name]
+    np.testing.assert_array_equal(np.isnan(o[0, 0, 0]).any(-1), sees)
+    np.testing.assert_array_equal(np.isnan(lse[0, 0, 0]), sees & (name in "qk"))
+    np.testing.assert_array_equal(np.isnan(dq[0, 0, 0]).any(-1), i == where if name == "do" else sees)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+def test_memory_stays_linear(cache):
+    """Peak memory of forward and backward beyond inputs and results: a score matrix alone would take 1 GiB."""
+    code = """
+import resource
+run(p := problem(40), *inputs(p))
+p = problem(16384)
+q, k, v, do = inputs(p)
+results = [np.zeros_like(x) for x in (q, q, k, v)]
+lse = np.zeros(q.shape[:4], np.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cpu.forward(p, q, k, v, results[0], lse)
+cpu.backward(p, (do, q, k, v, results[0], lse), results[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    assert int(python(code)) < 100 * 1024
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_panels_of_queries_add_up(monkeypatch, dtype):
+    """When the partial dq of one head exceeds its cap, its queries are taken in panels; sixteen-bit dk and dv are rounded once."""
+    p = replace(problem(1500, 0), dtype=dtype)
+    x = [a.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for a in inputs(p)]
+    lse = np.empty(x[0].shape[:4], np.float32)
+    cpu.forward(p, *x[:3], o := np.empty_like(x[0]), lse)
+    whole, panels = ([np.empty_like(a) for a in x[:3]] for _ in range(2))
+    cpu.backward(p, (x[3], *x[:3], o, lse), whole)
+    monkeypatch.setattr(cpu, "DQ_PARTIAL_BYTES", 1)
+    cpu.backward(p, (x[3], *x[:3], o, lse), panels)
+    rtol = {"bfloat16": 2.0**-7, "float32": 1e-6}[dtype]  # at most to the other neighbour
+    for a, b in zip(panels, whole, strict=True):
+        np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=rtol, atol=2e-6)

@@ -1,0 +1,346 @@
+"""What the sm90 tier decides on the host, and which block computes what, with no GPU."""
+
+import itertools
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
+
+import numba_flash
+from numba_flash import arrays
+from numba_flash.cuda import launch, schedule
+from numba_flash.cuda.simt import modify as scores
+from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.options import PLAIN, Options
+from numba_flash.problem import MAX_LENGTH, Problem, bind
+
+H200_MULTIPROCESSORS = 132
+HEAD_DIMS = range(8, 257, 8)
+
+
+def problem(nq=100, nk=200, d=64, dv=None, batch=(2,), hq=2, hk=1, dtype=np.float16, **options) -> Problem:
+    zeros = lambda *shape: np.broadcast_to(np.zeros((), dtype), shape)
+    return bind(zeros(*batch, hq, nq, d), zeros(*batch, hk, nk, d), zeros(*batch, hk, nk, dv or d), **options)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "float32": (problem(dtype=np.float32), "serves float16 and bfloat16; q.dtype is float32"),
+    "bias": (problem(bias=np.zeros(200, np.float32)), "does not know a bias"),
+    "mask": (problem(mask=np.ones(200, bool)), "does not know a mask array"),
+    "dropout": (problem(dropout=0.5, rng=(1, 2)), "does not know dropout"),
+    "score_mod": (problem(score_mod=numba_flash.alibi([0.5, 0.25])), "does not know a score_mod"),
+    "d": (problem(d=20), "needs head dimensions that are multiples of 8; q.shape[-1] is 20, v.shape[-1] 20"),
+    "dv": (problem(dv=12), "needs head dimensions that are multiples of 8; q.shape[-1] is 64, v.shape[-1] 12"),
+    "scale 0": (problem(scale=0.0), "needs a positive, finite scale; got 0.0"),
+    "scale < 0": (problem(scale=-0.5), "needs a positive, finite scale; got -0.5"),
+    "softcap > 1024": (problem(softcap=1025.0), "needs a softcap between scale / 1e+38 and 1024; got 1025.0"),
+    "softcap < scale / 1e38": (problem(softcap=1e-37, scale=11.0), "needs a softcap between scale / 1e+38 and 1024; got 1e-37"),
+    "no keys": (problem(nk=0), "needs at least one query and one key"),
+    "no queries": (problem(nq=0), "needs at least one query and one key"),
+    "no batch": (problem(batch=(0,)), "needs at least one query and one key"),
+}
+SERVED = {
+    "plain": problem(),
+    "softcap": problem(softcap=3.0, causal=True),
+    "softcap 1024": problem(softcap=1024.0),
+    "lengths": problem(kv_lengths=np.array([3, 4])),
+    "dims": problem(d=8, dv=256),
+    "scale": problem(scale=1e-3),
+    "five dimensions": problem(batch=(2, 3), window=(3, 5)),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if there were an H200."""
+    monkeypatch.setattr(launch, "why_not", lambda x: None)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: H200_MULTIPROCESSORS)
+    monkeypatch.setattr(arrays, "current_gpu", lambda: SimpleNamespace(id=0))
+
+
+def inputs_of(p: Problem) -> dict:
+    dtype = "float16" if p.dtype == "bfloat16" else p.dtype
+    q, k, v = np.zeros((*p.batch, p.hq, p.nq, p.d), dtype), np.zeros((*p.batch, p.hk, p.nk, p.d), dtype), np.zeros((1, p.dv), dtype)
+    return {"q": q, "k": k, "v": np.broadcast_to(v, (*p.batch, p.hk, p.nk, p.dv))}
+
+
+@pytest.mark.parametrize(("p", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_problems_that_are_refused(hopper, p, sentence):
+    assert sm90._why_not_problem(p) == sentence
+    assert sm90.why_not("forward", p, inputs_of(p), True) == sentence
+
+
+@pytest.mark.parametrize("p", SERVED.values(), ids=SERVED)
+def test_problems_that_are_served(hopper, p):
+    assert sm90._why_not_problem(p) is None
+    assert sm90.why_not("forward", p, inputs_of(p), True) is None
+    assert sm90.why_not("forward", p, inputs_of(p), False) is None
+
+
+def test_bfloat16_is_served():
+    assert sm90._why_not_problem(replace(problem(), dtype="bfloat16")) is None
+
+
+def test_refusals_beyond_the_problem(hopper, monkeypatch):
+    p = problem()
+    assert sm90.why_not("forward", None, inputs_of(p), True) is None
+    backward = inputs_of(p) | {"do": np.zeros((2, 1, 8, 128), np.float16), "o": np.zeros((2, 1, 8, 128), np.float16)}
+    assert sm90.why_not("backward", p, backward, True) is None
+    backward["do"] = backward["do"][..., ::2]
+    assert sm90.why_not("backward", p, backward, True).startswith(
+        "needs neighbours along the head dimension to be neighbours in memory; do"
+    )
+    strided = inputs_of(p) | {"k": np.zeros((2, 1, 200, 128), np.float16)[..., ::2]}
+    assert sm90.why_not("forward", p, strided, True).startswith("needs neighbours along the head dimension")
+    for capability in ((8, 0), (10, 0), (12, 1)):
+        monkeypatch.setattr(launch, "capability", lambda device, capability=capability: capability)
+        sentence = "needs a GPU of compute capability 9.0 (Hopper); this one has {}.{}".format(*capability)
+        assert sm90.why_not("forward", p, inputs_of(p), True) == sentence
+    monkeypatch.setattr(launch, "why_not", lambda x: "no GPU at all")
+    assert sm90.why_not("forward", p, inputs_of(p), True) == "no GPU at all"
+
+
+X = np.zeros((2, 3, 10, 32), np.float16)
+LAYOUTS = {
+    "contiguous": (X, None),
+    "heads last": (X.swapaxes(1, 2), None),
+    "every other row": (X[..., ::2, :], None),
+    "some columns": (X[..., 8:24], None),
+    "broadcast": (np.broadcast_to(X[:1], (5, 3, 10, 32)), None),
+    "one row of odd strides": (np.zeros((1, 20), np.float16)[:, :16], None),
+    "one of each": (np.lib.stride_tricks.as_strided(X, (1, 1, 1, 32), (2, -6, 3, 2)), None),
+    "transposed": (X.swapaxes(-1, -2), "needs neighbours along the head dimension to be neighbours in memory; k has strides"),
+    "every other column": (X[..., ::2], "needs neighbours along the head dimension"),
+    "reversed columns": (X[..., ::-1], "needs neighbours along the head dimension"),
+    "columns broadcast": (np.broadcast_to(X[..., :1], X.shape), "needs neighbours along the head dimension"),
+    "rows of 40 bytes": (np.zeros((5, 20), np.float16)[:, :16], "needs strides that are multiples of 16 bytes and not negative; k has"),
+    "reversed rows": (X[..., ::-1, :], "needs strides that are multiples of 16 bytes and not negative"),
+    "reversed heads": (X[:, ::-1], "needs strides that are multiples of 16 bytes and not negative"),
+}
+
+
+@pytest.mark.parametrize(("x", "sentence"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(x, sentence):
+    reason = sm90.why_not_layout("k", x)
+    assert reason is None if sentence is None else reason.startswith(sentence)
+    assert reason is None or str(x.strides) in reason
+
+
+# ---- tiles ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nk", [1, 2, 1024, 1025, 6144, 6145, 2**17, MAX_LENGTH])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_problem_has_a_tile_that_fits(nk, causal):
+    base = problem(nq=nk, nk=nk, causal=causal)
+    for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        p = replace(base, d=d, dv=dv)
+        tile = sm90.tile_for(p)
+        assert tile.layout(d, dv).bytes <= sm90.SHARED_LIMIT, (d, dv, tile)
+        assert sm90.tiles_of(p) == (("forward", (tile.block_m, tile.block_n)),)
+        part = next(tile for most, most_v, tile in sm90.PART_TILES if d <= most and dv <= most_v)
+        assert part.layout(d, dv).bytes <= sm90.SHARED_LIMIT, (d, dv, part)
+
+
+ALL_TILES = {(d, dv, tile) for kind in sm90.TILES.values() for _, d, dv, tile in kind} | set(sm90.PART_TILES)
+
+
+@pytest.mark.parametrize(("d", "dv", "tile"), sorted(ALL_TILES, key=repr))
+def test_shared_memory_is_laid_out_without_overlaps(d, dv, tile):
+    for dims in ((d, dv), (8, dv), (d, 8), (d - 24, dv - 8)):
+        layout = tile.layout(*dims)
+        pieces = [(layout.o, layout.o_panels * tile.block_m * 128)]
+        for name in ("q", "k", "v", "work"):
+            slots, slot_bytes, count, ready, free = getattr(layout, name)
+            if name != "work":
+                assert slots % layout.ALIGNMENT == slot_bytes % layout.ALIGNMENT == 0, "swizzled panels begin at multiples of 1024"
+            assert ready % 8 == free % 8 == 0
+            pieces += [(slots, slot_bytes * count), (ready, 8 * count), (free, 8 * count)]
+        pieces.sort()
+        assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
+        assert sum(pieces[-1]) + layout.ALIGNMENT <= layout.bytes
+    assert (tile.block_m % 64, tile.block_n % 16, tile.block_n <= 256) == (0, 0, True)
+    fewest, most = tile.registers
+    assert all(count % 8 == 0 and 24 <= count <= 256 for count in (fewest, most))
+    assert 128 * (fewest + tile.consumers * most) <= 65536
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_the_band_hides(seed):
+    rng = np.random.default_rng(seed)
+    nq, nk = (int(n) for n in rng.integers(1, 12, 2))
+    window = [None, tuple(int(n) for n in rng.integers(-1, 12, 2))][rng.integers(2)]
+    p = problem(nq=nq, nk=nk, causal=bool(rng.integers(2)), window=window, q_start=[None, int(rng.integers(-12, 13))][rng.integers(2)])
+    diagonal = np.arange(nk) - np.arange(nq)[:, None]
+    below, above = (diagonal < p.low).any(), (diagonal > p.high).any()
+    assert sm90.band(p) == ("both" if below else "above" if above else "none")
+
+
+# ---- parts of the keys ---------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_split_where_there_are_few_row_blocks():
+    tile, parts = sm90.Tile(128, 128, 2, 2, 2, True), lambda p, items: sm90._parts(p, tile, items, H200_MULTIPROCESSORS)
+    long = problem(nq=1, nk=2**17)
+    assert parts(long, 1) == 132
+    assert parts(long, 66) == 2
+    assert parts(long, 67) == 1
+    assert parts(problem(nq=1, nk=8 * 128), 1) == 2
+    assert parts(problem(nq=1, nk=8 * 128 - 1), 1) == 1
+    assert parts(problem(nq=1, nk=1), 1) == 1
+    assert parts(problem(nq=1, nk=2**17, window=(100, 0)), 1) == 1, "a narrow window leaves few tiles"
+    packed = replace(long, options=Options(q_lengths="int32", kv_lengths="int32", packed=True))
+    assert parts(packed, 1) == 1
+
+
+class OnGpu(np.ndarray):
+    """A host array that says where on a GPU it lies."""
+
+    data = SimpleNamespace(device_id=0, ptr=0)
+
+
+@pytest.fixture
+def launches(hopper, monkeypatch):
+    """What would have been launched: (builder, config, keywords), and the arguments of each call."""
+    made, calls = [], []
+
+    def record(builder, config, **keywords):
+        made.append(SimpleNamespace(builder=builder, config=config, **keywords))
+        return lambda *operands: calls.append((builder, operands))
+
+    monkeypatch.setattr(launch, "Launch", record)
+    monkeypatch.setattr(arrays, "compact", lambda name, shape, dtype: np.empty(shape, dtype).view(OnGpu))
+    return made, calls
+
+
+SIZES = [(1, 20000), (64, 20000), (128, 30000), (129, 20000), (150, 20000), (192, 20000), (193, 20000), (5000, 500), (300, 300)]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": np.array([[3]])}], ids=list)
+@pytest.mark.parametrize(("nq", "nk"), SIZES)
+def test_there_are_as_many_work_items_as_row_blocks(launches, nq, nk, options, d):
+    """Each of the tile that the kernel is built with, once for each part of the keys; a second kernel puts parts together."""
+    p = problem(nq=nq, nk=nk, d=d, batch=(1, 1), **options)
+    q, k, v = (np.zeros((1, 1, h, n, d), np.float16).view(OnGpu) for h, n in ((2, nq), (1, nk), (1, nk)))
+    o, lse, kv_lengths = q.copy(), np.zeros((1, 1, 2, nq), np.float32).view(OnGpu), options.get("kv_lengths")
+    inputs, results = (q, k, v, None, None, None, kv_lengths), (o, lse)
+    sm90.prepare_forward(p, inputs, results)(inputs, results)
+    made, calls = launches
+    forward, *combine = made
+    *_, store, _, tile = forward.config
+    items, low, high, keys, parts, hk, section, b0 = forward.scalars
+    assert items == parts * 2 * -(-nq // tile.block_m)
+    assert (low, high, keys, hk, b0) == (p.low, p.high, nk, 1, 1)
+    assert section >= 1
+    assert forward.grid == min(items, H200_MULTIPROCESSORS)
+    assert (store == "parts") == (parts > 1) == bool(combine)
+    assert len(forward.maps) == (4 if store == "map" else 3)
+    assert [builder for builder, _ in calls] == [each.builder for each in made]
+    operands = calls[0][1]
+    assert len(operands) == len(forward.maps) + 2 + len(forward.extras)
+    assert operands[0] is q
+
+
+# ---- who computes what ---------------------------------------------------------------------------------------------------------------
+
+
+def items_of_blocks(monkeypatch, item, grid, items, arguments):
+    """(block, turn, what `item` says) of every work item that some block of the grid takes, in the order of its turns."""
+    for block in range(grid):
+        with monkeypatch.context() as patch:
+            patch.setattr(schedule, "cuda", SimpleNamespace(blockIdx=SimpleNamespace(x=block)))
+            numbers = [int(schedule.snake.py_func(turn, grid)) for turn in range(items // grid + 2)]
+        for turn, number in enumerate(numbers):
+            if number < items:
+                yield block, turn, item(number, *arguments)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("banded", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_work_item_is_visited_once(monkeypatch, seed, banded, split):
+    """By some block of the grid, whatever the grid, the section and the number of parts; parts share out the tiles that are not hidden."""
+    rng = np.random.default_rng(seed)
+    b0, b1, heads, nq, nk = (int(rng.integers(1, most)) for most in (4, 3, 4, 60, 60))
+    block_m, block_n, parts = int(rng.integers(4, 20)), int(rng.integers(4, 20)), int(rng.integers(1, 5)) if split else 1
+    low, high = sorted(int(x) for x in rng.integers(-nq, nk + 1, 2)) if banded else (-nq, nk)
+    blocks, section = -(-nq // block_m), int(rng.integers(1, 9))
+    items = b0 * b1 * heads * blocks * parts
+    grid = int(rng.integers(1, items + 1))
+    item = schedule.build_item(PLAIN, banded, split, block_m, block_n, None, None).py_func
+    shape, sizes = (b0 * parts, b1, heads, nq), (items, low, high, nk, parts, heads, section, b0)
+    seen, tiles = set(), {}
+    for _, _, (where, (q0, queries, k0, keys, *_), (first, count, part)) in items_of_blocks(
+        monkeypatch, item, grid, items, (shape, (), sizes)
+    ):
+        at = tuple(map(int, where))
+        assert (*at, int(part)) not in seen
+        seen.add((*at, int(part)))
+        assert (q0, queries, k0) == (0, nq, 0)
+        assert count >= 1
+        assert keys == nk or (keys, count) == (0, 1)
+        if keys:
+            tiles.setdefault(at, []).extend(range(first, first + count))
+    expected = itertools.product(range(b0), range(b1), range(heads), range(0, blocks * block_m, block_m), range(parts))
+    assert seen == set(expected)
+    diagonal = np.arange(nk) - np.arange(nq)[:, None]
+    visible = (low <= diagonal) & (diagonal <= high)
+    for *_, row0 in tiles:
+        columns = np.flatnonzero(visible[row0 : row0 + block_m].any(axis=0)) // block_n
+        for at in itertools.product(range(b0), range(b1), range(heads)):
+            taken = tiles.get((*at, row0), [])
+            assert len(taken) == len(set(taken))
+            assert set(columns) <= set(taken)
+            assert all(tile * block_n < nk for tile in taken)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_block_of_packed_sequences_is_visited_once(monkeypatch, seed):
+    """The boundaries are known to the device alone: some work items have no rows, but none is missing."""
+    rng = np.random.default_rng(seed)
+    heads, block_m, block_n, sequences = (int(n) for n in rng.integers((1, 4, 4, 1), (4, 20, 20, 7)))
+    q_lengths, k_lengths = rng.integers(0, 50, (2, sequences)) * (rng.random((2, sequences)) < 0.8)
+    q_offsets, k_offsets = (np.append(0, np.cumsum(lengths)) for lengths in (q_lengths, k_lengths))
+    total, keys_in_all = int(q_offsets[-1]), int(k_offsets[-1])
+    options = Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=True)
+    monkeypatch.setattr(schedule, "packed_item", schedule.packed_item.py_func)
+    item = schedule.build_item(options, False, False, block_m, block_n, scores.build_sequence(options).py_func, 0).py_func
+    items, grid = (total // block_m + sequences) * heads, int(rng.integers(1, 9))
+    sizes, seen = (items, -total, keys_in_all, keys_in_all, 1, heads, 1, 1), set()
+    arguments = (1, 1, heads, total), (q_offsets, k_offsets), sizes
+    for _, _, (where, (q0, queries, k0, keys, _, _, impossible), (first, count, _)) in items_of_blocks(
+        monkeypatch, item, grid, items, arguments
+    ):
+        b0, b, head, row0 = map(int, where)
+        assert (b0, impossible) == (0, 0)
+        assert (q0, queries, k0) == (q_offsets[b], q_lengths[b], k_offsets[b])
+        if row0 < queries:
+            assert (b, head, row0) not in seen
+            seen.add((b, head, row0))
+            assert (first, keys) == (0, k_lengths[b])
+            assert count == max(1, math.ceil(k_lengths[b] / block_n))
+        else:
+            assert (keys, count) == (0, 1)
+    expected = {(b, h, row) for b in range(sequences) for h in range(heads) for row in range(0, int(q_lengths[b]), block_m)}
+    assert seen == expected
+
+
+def test_snake_shares_out_what_gets_shorter(monkeypatch):
+    """Two turns of items that come longest first give every block the same length."""
+    grid, lengths = 7, list(range(14, 0, -1))
+    item, work = (lambda number: lengths[number]), [0] * 7
+    for block, _, length in items_of_blocks(monkeypatch, item, grid, 14, ()):
+        work[block] += length
+    assert set(work) == {15}

@@ -1,0 +1,379 @@
+"""Every simt kernel down to machine code, with no GPU: instructions, memory, registers, architectures, and the cache of cubins."""
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import plain_kernels
+import pytest
+from plain_kernels import shared_bytes
+from support import SIMULATED, named
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
+
+from numba import njit
+
+import numba_flash
+from numba_flash.cuda import compile
+from numba_flash.cuda.simt import tier as simt
+from numba_flash.options import PLAIN, Options
+from numba_flash.scoremod import ScoreMod
+
+H200 = (9, 0)
+ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
+STATIC_SHARED_LIMIT = 48 * 1024
+SPILL_LIMIT = 1024  # bytes per thread: the largest that the measurements beside simt.TILES found to pay
+
+# Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
+FORWARD = [
+    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 64, 64), ("float64", 128, 128), ("float64", 256, 256),
+    ("float16", 128, 128), ("bfloat16", 64, 64), ("float32", 40, 96),
+]  # fmt: skip
+DKDV = [
+    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
+    ("float16", 64, 64), ("bfloat16", 128, 128),
+]  # fmt: skip
+DQ = [
+    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
+    ("float16", 128, 128), ("bfloat16", 33, 1),
+]  # fmt: skip
+
+
+def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, options: Options = PLAIN) -> tuple[str, tuple]:
+    """Builder and configuration, as `simt.prepare_forward` and `simt.prepare_backward` make them."""
+    if name == "delta":
+        return "simt.backward.build_delta", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS)
+    tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
+    if name == "forward":
+        return "simt.forward.build", (dtype, d, dv, write_lse, options, tile)
+    if name == "dbias":
+        return "simt.dbias.build_dbias", (dtype, d, dv, options, options.bias, (True, False, True, False, True), tile)
+    return f"simt.backward.build_{name}", (dtype, d, dv, options, tile)
+
+
+KERNELS = (
+    [("forward", *sizes) for sizes in FORWARD]
+    + [("forward", "bfloat16", 256, 256, False)]
+    + [("dkdv", *sizes) for sizes in DKDV]
+    + [("dq", *sizes) for sizes in DQ]
+    + [("delta", dtype, 64, 64) for dtype in ("float16", "bfloat16", "float32", "float64")]
+)
+
+# Every kernel and accumulator; what is left are further tiles and dtypes.
+QUICK = (
+    *("forward-float32-64-64", "forward-bfloat16-256-256-False", "dkdv-float16-64-64", "dq-float64-256-256"),
+    *("delta-bfloat16-64-64", "delta-float64-64-64"),
+)
+
+
+@cache
+def ptx(*chosen) -> str:
+    return compile.intermediate(*kernel(*chosen), H200)
+
+
+@cache
+def linked(*chosen) -> tuple[bytes, str]:
+    """Machine code, and the linker's log."""
+    return compile._link(ptx(*chosen), H200, verbose=True)
+
+
+def name_of(chosen: tuple) -> str:
+    return "-".join(map(str, chosen))
+
+
+@pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
+def test_instructions_and_resources(chosen):
+    text = ptx(*chosen)
+    name, dtype, *_ = chosen
+    assert ".local" not in text
+    assert "__local_depot" not in text
+    assert 0 < shared_bytes(text) <= STATIC_SHARED_LIMIT
+    number = "f64" if dtype == "float64" else "f32"
+    assert f"fma.rn.{number}" in text
+    if dtype != "float64":
+        assert ".f64" not in text.split("bar.sync")[1], "double precision in the loop of a kernel that accumulates in float32"
+    if name != "delta":
+        assert ("ld.shared.v2.f64" if dtype == "float64" else "ld.shared.v4.f32") in text
+        assert f"ex2.approx.{number}" in text or dtype == "float64"
+    used = compile._resources(linked(*chosen)[1])
+    print(used)
+    assert 0 < used["registers"] <= 255
+    assert used["stack_bytes"] <= SPILL_LIMIT
+    assert used["spill_bytes"] == 0 or used["stack_bytes"] > 0
+    assert 0 <= used["shared_bytes"] - shared_bytes(text) <= 1024  # one kilobyte per block is the system's, and counted
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------------------------
+
+
+PLAIN_KERNELS = json.loads(plain_kernels.KEPT.read_text())
+
+
+@pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
+def test_an_option_that_is_off_costs_nothing(chosen):
+    """No parameter, no load, no operation more than plain attention had; what compilers may choose, addresses, within a tolerance."""
+    found, kept = plain_kernels.counts(ptx(*chosen)), dict(PLAIN_KERNELS[name_of(chosen)])
+    assert found.pop("instructions") == pytest.approx(kept.pop("instructions"), rel=plain_kernels.TOLERANCE)
+    assert found == kept, "a kernel that was changed on purpose is counted anew by tests/plain_kernels.py"
+
+
+def test_counts_are_kept_of_all_plain_kernels_and_no_other():
+    assert list(PLAIN_KERNELS) == [name_of(chosen) for chosen in KERNELS]
+
+
+@pytest.mark.parametrize("chosen", named([("forward", "float32", 64, 64)], QUICK, name_of))
+def test_plain_kernels_take_no_argument_for_options(chosen):
+    arrays, scalars = 4 * (5 + 2 * 5) + (5 + 2 * 4), 3
+    assert len(re.findall(r"\.param ", ptx(*chosen))) == arrays + scalars
+
+
+ALIBI = ScoreMod.bind(numba_flash.alibi([0.5, 0.25]), None, "float32", 2)
+OPTIONS = {
+    "bias": Options(bias="float32"),
+    "mask": Options(mask=True),
+    "lengths": Options(q_lengths="int32", kv_lengths="uint8", follows=True),
+    "packed": Options(q_lengths="int32", kv_lengths="int64", packed=True, follows=True),
+    "softcap": Options(softcap=1.0),
+    "dropout": Options(dropout=0.5),
+    "score_mod": Options(score_mod=ALIBI),
+    "all": Options(
+        softcap=1.0, score_mod=ALIBI, bias="bfloat16", mask=True, q_lengths="int8", kv_lengths="uint64", follows=True, dropout=0.5
+    ),
+}
+
+
+ALL_OPTIONS = [(name, "all") for name in ("forward", "dbias")]
+ONE_OPTION = [*(("forward", option) for option in OPTIONS if option != "all"), ("dkdv", "packed"), ("dkdv", "all"), ("dq", "all")]
+
+
+@pytest.mark.parametrize(("name", "option"), [*ALL_OPTIONS, *(pytest.param(*one, marks=pytest.mark.full) for one in ONE_OPTION)])
+def test_options_stay_in_registers_and_shared_memory(name, option):
+    text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]), H200)
+    assert "__local_depot" not in text
+    assert not re.search(r"\.local\s", text)
+    assert shared_bytes(text) <= STATIC_SHARED_LIMIT
+    used = compile.resources(text, H200)
+    print(used)
+    assert used["stack_bytes"] <= SPILL_LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "space"), [(100, "const"), (20_000, "global")])
+def test_arrays_that_a_function_captures(size, space):
+    """Up to 64 KiB lie in constant memory; a kernel with more of it would not link."""
+    table = np.zeros(size, np.float32)
+    score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32", 2)
+    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    assert re.search(rf"\.{space} .*\[{table.nbytes}\]", text)
+    assert compile.link(text, H200)[:4] == b"\x7fELF"
+
+
+def test_functions_of_a_module_that_a_function_calls():
+    """The copy of a module that stands in for it, and of a function that Numba compiled for the CPU with another constant."""
+    module = types.ModuleType("settings")
+    module.FACTOR, module.squash = 3.25, njit(lambda x: x * module.FACTOR)
+    assert module.squash(1.0) == 3.25
+    module.FACTOR = 0.40625
+    score_mod = ScoreMod.bind(lambda score, b, h, i, j: module.squash(score), None, "float32", 2)
+    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    constants = {struct.unpack(">d", bytes.fromhex(x))[0] for x in re.findall(r"0d([0-9A-Fa-f]{16})", text)}
+    constants |= {struct.unpack(">f", bytes.fromhex(x))[0] for x in re.findall(r"0f([0-9A-Fa-f]{8})", text)}
+    assert 0.40625 in constants
+    assert 3.25 not in constants
+
+
+def test_one_kernel_serves_all_values_of_an_option():
+    values = Options(softcap=3.0, dropout=0.1, seed=7, offset=9), Options(softcap=50.0, dropout=0.9, seed=1, offset=2)
+    assert len({options.structure for options in values}) == 1
+    assert values[0].structure != Options(dropout=0.1).structure
+
+
+def test_a_function_of_the_user_is_in_the_key():
+    def functions(slope):
+        return ScoreMod.bind(lambda score, b, h, i, j: score + slope * (i - j), None, "float32", 2)
+
+    key = lambda score_mod: compile.cache_key(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    assert key(functions(1.0)) == key(functions(1.0))
+    assert len({key(functions(1.0)), key(functions(2.0)), key(ALIBI), key(None)}) == 4
+
+
+# ---- entry points and architectures ------------------------------------------------------------------------------------------------------
+
+
+def test_one_entry_point_called_kernel():
+    text = ptx("delta", "float32", 64, 64)
+    assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda capability: "sm_{}{}".format(*capability))
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(("delta", "bfloat16", 64, 64), id="delta"),
+        pytest.param(("forward", "float16", 64, 64), id="forward", marks=pytest.mark.full),
+    ],
+)
+def test_architectures(chosen, capability):
+    text = compile.intermediate(*kernel(*chosen), capability)
+    assert re.search(r"^\.target (\S+)", text, re.MULTILINE)[1].rstrip("a,") == "sm_{}{}".format(*capability)
+    assert ".local" not in text
+    assert compile.link(text, capability)[:4] == b"\x7fELF"
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------------------------
+
+CONFIG = ("float32", 64, False, 16, 8)
+PACKAGE = Path(numba_flash.__file__).parent
+
+
+def python(code: str, package_root: Path, **environment) -> str:
+    environment = os.environ | {"PYTHONPATH": str(package_root)} | {name: str(value) for name, value in environment.items()}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=package_root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of the package's sources, in a directory of its own."""
+    shutil.copytree(PACKAGE, tmp_path / "numba_flash", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def key_of(root: Path) -> str:
+    return python(f"from numba_flash.cuda import compile; print(compile.cache_key('m.f', {CONFIG!r}, (9, 0)))", root)
+
+
+def test_cache_key_changes_with_any_byte_of_any_source(copy):
+    original = key_of(copy)
+    assert key_of(copy) == original
+    for file in ("mask.py", "cuda/simt/tiles.py", "numeric.py"):
+        source = copy / "numba_flash" / file
+        before = source.read_bytes()
+        source.write_bytes(before + b"#")
+        assert key_of(copy) != original, file
+        source.write_bytes(before)
+    (copy / "numba_flash" / "new.py").touch()
+    assert key_of(copy) != original
+    (copy / "numba_flash" / "new.py").unlink()
+    assert key_of(copy) == original
+
+
+def test_cache_key_does_not_depend_on_where_the_package_lies(copy):
+    shutil.copytree(copy / "numba_flash", copy / "elsewhere" / "numba_flash")
+    assert key_of(copy) == key_of(copy / "elsewhere")
+
+
+def test_cache_key_changes_with_what_is_built(monkeypatch):
+    tile = simt.tile_for("dq", "float32", 64)
+    keys = [
+        compile.cache_key("m.f", CONFIG, (9, 0)),
+        compile.cache_key("m.g", CONFIG, (9, 0)),
+        compile.cache_key("m.f", ("float64", *CONFIG[1:]), (9, 0)),
+        compile.cache_key("m.f", (*CONFIG[:-1], 9), (9, 0)),
+        compile.cache_key("m.f", (*CONFIG, tile), (9, 0)),
+        compile.cache_key("m.f", (*CONFIG, simt.Tile(**vars(tile) | {"min_blocks": 7})), (9, 0)),
+        compile.cache_key("m.f", CONFIG, (8, 9)),
+    ]
+    for i, tool in enumerate(compile.TOOLS):
+        versions = [*compile._tool_versions()]
+        versions[i] = f"{tool} 0"
+        monkeypatch.setattr(compile, "_tool_versions", lambda versions=versions: tuple(versions))
+        keys.append(compile.cache_key("m.f", CONFIG, (9, 0)))
+        monkeypatch.undo()
+    monkeypatch.setattr(compile, "source_fingerprint", lambda: "other sources")
+    keys.append(compile.cache_key("m.f", CONFIG, (9, 0)))
+    assert len(set(keys)) == len(keys)
+
+
+def test_tools_that_make_the_code_are_in_the_key():
+    named = " ".join(compile._tool_versions())
+    for tool in ("numba-cuda", "llvmlite", "nvjitlink", "nvvm"):
+        assert tool in named, f"{tool} makes machine code, but its version is not in the key"
+
+
+def test_who_finds_a_kernel_on_disk_does_not_import_numba(tmp_path):
+    """Two processes compile it at once on a cold cache, a third one finds it."""
+    code = f"""
+import sys, json
+from numba_flash.cuda import compile
+code = compile.cubin("simt.backward.build_delta", {CONFIG!r}, (9, 0))
+print(json.dumps([code.hex(), "numba" in sys.modules]))
+"""  # names in the code are numbered as they come, so that two processes need not make the same bytes
+    environment = {"NUMBA_FLASH_CACHE_DIR": tmp_path / "cache"}
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: json.loads(python(code, PACKAGE.parent, **environment)), range(2))
+    third = json.loads(python(code, PACKAGE.parent, **environment))
+    assert bytes.fromhex(first[0])[:4] == b"\x7fELF"
+    assert third[0] in (first[0], second[0])
+    assert (first[1], third[1]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"NUMBA_FLASH_CACHE_DIR": "/a/b"}, "/a/b"),
+        ({"NUMBA_FLASH_CACHE_DIR": "", "XDG_CACHE_HOME": "/x"}, "/x/numba_flash"),
+        ({"NUMBA_FLASH_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/numba_flash"),
+    ],
+    ids=["named", "XDG", "home"],
+)
+def test_cache_directory(monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert compile.cache_directory() == Path(expected)
+
+
+# ---- NumPy without row_stack -----------------------------------------------------------------------------------------------------------
+
+FAILED_BEFORE = """
+from numba import cuda
+from numba.cuda import types
+try:
+    cuda.compile(lambda x: None, types.void(types.float32[:]), cc=(9, 0))
+except AttributeError as error:
+    assert "row_stack" in str(error)
+else:
+    raise AssertionError("numba-cuda no longer asks for np.row_stack: numba_flash.cuda.compile need not supply it")
+"""
+
+
+@pytest.mark.parametrize(
+    "before", ["", pytest.param(FAILED_BEFORE, marks=pytest.mark.full)], ids=["first", "after a kernel of the user failed"]
+)
+def test_numpy_without_row_stack(before):
+    """NumPy 2.5 has none; taken away here where NumPy still has it, once Numba for the CPU and SciPy have seen it."""
+    code = f"""
+import numba.np.arrayobj, numpy as np, scipy.linalg
+if hasattr(np, "row_stack"):
+    del np.row_stack
+    np.__all__.remove("row_stack")
+{before}
+from numba_flash.cuda import compile
+assert ".entry kernel" in compile.intermediate("simt.backward.build_delta", {CONFIG!r}, (9, 0))
+assert not hasattr(np, "row_stack"), "left behind"
+"""
+    python(code, PACKAGE.parent)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_row_stack_is_left_as_it_was(monkeypatch, there):
+    mine = object()
+    monkeypatch.setattr(np, "row_stack", mine, raising=False)
+    if not there:
+        monkeypatch.delattr(np, "row_stack")
+    compile._numba_cuda.cache_clear()
+    compile._numba_cuda()
+    assert getattr(np, "row_stack", None) is (mine if there else None)

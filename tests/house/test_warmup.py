@@ -1,0 +1,178 @@
+"""`python -m numba_flash warmup`: which kernels it compiles, that they are those that calls look for, and what it says about them."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
+
+import numba_flash
+from numba_flash import arrays, warmup
+from numba_flash.__main__ import main
+from numba_flash.bench.cases import Cell
+from numba_flash.cuda import compile, launch
+from numba_flash.cuda.simt import tier as simt
+from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
+from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.problem import Problem, bind
+
+H200 = SimpleNamespace(capability=(9, 0), multiprocessors=132)
+A100 = SimpleNamespace(capability=(8, 0), multiprocessors=108)
+SIZES = ("--lengths", "64", "--tokens", "64", "--width", "32", "--head-dims", "16", "--mask", "full")
+
+
+def cell(direction="forward", mask="full", dtype="bfloat16", **sizes) -> Cell:
+    return Cell(direction, mask, dtype, **({"batch": 16, "heads": 16, "heads_kv": 4, "length": 512, "head_dim": 64} | sizes))
+
+
+def problem_of(cell: Cell) -> Problem:
+    zeros = lambda heads: np.zeros((cell.batch, heads, cell.length, cell.head_dim), np.float16)
+    return bind(zeros(cell.heads), *[zeros(cell.heads_kv)] * 2, causal=cell.causal)
+
+
+# ---- which kernels -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(("length", "head_dim"), [(512, 64), (2048, 64), (2048, 128), (8192, 128), (512, 256)])
+def test_forward_on_hopper(length, head_dim, mask):
+    problem = problem_of(cell(mask=mask, length=length, head_dim=head_dim))
+    ((builder, config),) = warmup.kernels_of(cell(mask=mask, length=length, head_dim=head_dim), None, H200)
+    assert builder == "sm90.forward.build"
+    assert config[:4] == ("bfloat16", head_dim, head_dim, False)
+    assert config[-1] == sm90.tile_for(problem)
+
+
+def test_backward_on_hopper_comes_after_a_forward_that_keeps_lse():
+    forward, *others = warmup.kernels_of(cell("backward", "causal"), None, H200)
+    assert forward[0] == "sm90.forward.build"
+    assert forward[1][3] is True
+    assert [builder for builder, _ in others] == ["sm90.preprocess.build_prepare", "sm90.backward.build", "sm90.preprocess.build_finish"]
+    assert others[1][1][-1] == sm90_backward.tile_for(problem_of(cell()))
+
+
+def test_few_queries_take_the_kernels_for_keys_in_parts():
+    (_, config), (combine, _) = warmup.kernels_of(cell(batch=1, heads=1, heads_kv=1, length=4096), None, H200)
+    assert config[5] == "parts"
+    assert combine == "combine.build"
+
+
+@pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, H200), ("bfloat16", None, A100), ("bfloat16", "simt", H200)])
+def test_where_hopper_kernels_cannot_run_or_are_not_wanted(dtype, backend, gpu):
+    kernels = warmup.kernels_of(cell("backward", dtype=dtype), backend, gpu)
+    assert [builder for builder, _ in kernels] == ["simt.forward.build", *(f"simt.backward.build_{x}" for x in ("delta", "dkdv", "dq"))]
+    assert kernels[-1][1][-1] == simt.tile_for("dq", dtype, 64)
+
+
+def test_everything_is_as_before_when_kernels_are_listed():
+    before = launch.Launch, launch.why_not, launch.capability, launch.multiprocessors, arrays.compact, arrays.current_gpu
+    with pytest.raises(NotImplementedError, match="serves float16 and bfloat16"):
+        warmup.kernels_of(cell(dtype="float32"), "sm90", H200)
+    assert before == (launch.Launch, launch.why_not, launch.capability, launch.multiprocessors, arrays.compact, arrays.current_gpu)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, monkeypatch, capsys):
+    written = tmp_path / "warmup.json"
+    arguments = ["warmup", "--arch", "8.6", "--dtype", "float32", "--direction", "forward", *SIZES, "--json", str(written)]
+    rows = []
+    for status in ("compiled", "cached"):
+        assert main(arguments) == 0
+        (row,) = json.loads(written.read_text())["kernels"]
+        rows.append(row)
+        assert row["status"] == status
+        assert row["kernel"].startswith("simt.forward.build float32, 16, 16, False, plain, Tile(")
+        assert row["seconds"] > 0
+        assert 0 < row["registers"] <= 255
+        printed = capsys.readouterr().out
+        assert f"for compute capability 8.6, kept in {empty_cache}\n" in printed
+        assert f"{row['registers']} registers" in printed
+        assert row["kernel"] in printed
+    assert {key for key in rows[0] if rows[0][key] != rows[1][key]} == {"status", "seconds"}
+    monkeypatch.setattr(compile, "intermediate", None)  # whoever finds the kernel on disk does not compile it
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "length": 64, "head_dim": 16}
+    (kernel,) = warmup.kernels_of(cell(dtype="float32", **sizes), None, SimpleNamespace(capability=(8, 6), multiprocessors=1))
+    assert compile.cubin(*kernel, (8, 6))[:4] == b"\x7fELF"
+
+
+def test_a_kernel_of_which_the_linker_tells_nothing_is_compiled(empty_cache, monkeypatch):
+    """Its row names no registers, and no bytes that were not spilled."""
+    link = compile._link
+    monkeypatch.setattr(compile, "_link", lambda *arguments, **options: (link(*arguments, **options)[0], ""))
+    _, kernel, *_ = warmup.kernels_of(cell("backward", dtype="float32"), None, A100)  # the one that takes least time to compile
+    rows = [warmup._compile_for_gpu(*kernel, A100.capability) for _ in range(2)]
+    assert [row["status"] for row in rows] == ["compiled", "cached"]
+    for row in rows:
+        assert set(row) == {"kernel", "status", "seconds"}
+        assert warmup.line(row).endswith(f" s  {row['kernel']}")
+
+
+def test_kernels_for_the_cpu(tmp_path, capsys):
+    written = tmp_path / "warmup.json"
+    for expected in ({"compiled", "cached"}, {"cached"}):  # what other tests compiled is in the cache
+        assert main(["warmup", "--backend", "cpu", "--dtype", "float32", *SIZES, "--json", str(written)]) == 0
+        content = json.loads(written.read_text())
+        assert content["place"] == "cpu"
+        assert [row["kernel"] for row in content["kernels"]] == ["cpu forward float32", "cpu backward float32"]
+        assert {row["status"] for row in content["kernels"]} <= expected
+    assert "for the CPU (the CPU is demanded)" in capsys.readouterr().out
+
+
+def test_what_cannot_run_is_said_and_nothing_is_compiled(tmp_path, capsys):
+    written = tmp_path / "warmup.json"
+    assert main(["warmup", "--arch", "9.0", "--backend", "sm90", "--dtype", "float32", *SIZES, "--json", str(written)]) == 1
+    reason = "backend sm90: serves float16 and bfloat16; q.dtype is float32"
+    assert f"cannot: forward full D 16 N 64: {reason}\n" in capsys.readouterr().out
+    assert json.loads(written.read_text()) == {"place": "gpu", "refused": [reason], "kernels": []}
+
+
+def test_a_kernel_that_does_not_compile_is_an_error(capsys):
+    row = warmup._compile_for_gpu("forward_simt.no_such_builder", (), (9, 0))
+    assert row["error"].startswith("AttributeError: ")
+    assert warmup.line(row).startswith("failed    forward_simt.no_such_builder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "hopper"], "argument --arch: 'hopper' is not a compute capability such as 9.0"),
+        (["--arch", "9.0", "--backend", "cpu"], "--arch: neither --backend cpu nor Numba's CUDA simulator has a GPU"),
+        (["--jobs", "0"], "argument --jobs: '0' is not a positive integer"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["warmup", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_calls_find_everything_compiled(empty_cache, monkeypatch, dtype):
+    """After a warm-up of a grid, calls of its shapes compile nothing."""
+    import cupy
+
+    assert main(["warmup", "--dtype", dtype, "--lengths", "128", "--tokens", "1024", "--width", "512", "--head-dims", "64"]) == 0
+    launch._kernel.cache_clear()
+    monkeypatch.setattr(compile, "intermediate", None)
+    q, k, v, do = (cupy.ones((8, 8, 128, 64), dtype) for _ in range(4))
+    for causal in (False, True):
+        numba_flash.forward(q, k, v, causal=causal)
+        o, lse = numba_flash.forward(q, k, v, causal=causal, return_lse=True)
+        numba_flash.backward(do, q, k, v, o, lse, causal=causal)
+    launch._kernel.cache_clear()
