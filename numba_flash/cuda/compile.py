@@ -91,9 +91,10 @@ def kept_resources(builder: str, config: tuple, capability: tuple[int, int]) -> 
 
 def compiled(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
     """What `cubin` returns if it compiles; kept where that is possible."""
+    major, minor = capability
     sizes = ", ".join(str(x) for x in config if type(x) in (str, int))
     notice.compiling(
-        f"the CUDA kernel {builder} ({sizes}) for compute capability {capability[0]}.{capability[1]}",
+        f"the CUDA kernel {builder} ({sizes}) for compute capability {major}.{minor}",
         place(),
     )
     code, log = _link(intermediate(builder, config, capability), capability, verbose=True)

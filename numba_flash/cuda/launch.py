@@ -1,10 +1,11 @@
-"""Prepared kernel launches on the caller's stream through cuda.core, or in Numba's CUDA simulator."""
+"""Prepared kernel launches on CuPy's current stream through cuda.core, or in Numba's simulator."""
 
 import ctypes
 import importlib
 import math
 import os
 import threading
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from glob import glob
 from typing import NamedTuple
@@ -44,7 +45,8 @@ def _no_gpu() -> str | None:
         except ImportError as error:
             return (
                 _no_gpu_in_sight()
-                or f"{module} cannot be imported ({error}); install numba_flash[cuda13] or numba_flash[cuda12]"
+                or f"{module} cannot be imported ({error}); install numba_flash[cuda13] or"
+                " numba_flash[cuda12]"
             )
     import cupy
 
@@ -170,6 +172,7 @@ def _flat(numbers) -> list:
     return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
 
 
+@dataclass(eq=False)
 class Launch:
     """One kernel with its grid and every argument but the addresses; a call costs one list copy and
     one launch on CuPy's current stream.
@@ -203,35 +206,26 @@ class Launch:
         Dynamic shared memory of a block.
     """
 
-    def __init__(
-        self,
-        builder,
-        config,
-        gpu,
-        *,
-        grid,
-        threads,
-        operands,
-        extras=(),
-        numbers=(),
-        maps=(),
-        shared_bytes=0,
-    ):
-        self.builder, self.config = builder, config
-        self._device, self._grid, self._threads, self._shared_bytes = (
-            gpu.device,
-            grid,
-            threads,
-            shared_bytes,
-        )
-        self._operands, self._extras, self._maps, self.numbers = operands, extras, maps, numbers
-        self._submit = None
+    builder: str
+    config: tuple
+    gpu: Gpu
+    _: KW_ONLY
+    grid: int
+    threads: int
+    operands: tuple
+    extras: tuple = ()
+    numbers: tuple = ()
+    maps: tuple = ()
+    shared_bytes: int = 0
+
+    def __post_init__(self):
+        self._device, self._submit = self.gpu.device, None
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         """Launch on arrays: those of `maps` first, then `operands`, and `extras` by name; `numbers`
         None are those it was made with.
         """
-        if self._grid:
+        if self.grid:
             if self._submit is None:
                 self._load()
             self._submit(operands, extras, numbers)
@@ -245,28 +239,25 @@ class Launch:
         from cuda.core import LaunchConfig, launch
 
         self._cupy, self._launch = cupy.cuda, launch
-        self._kernel = _kernel(self.builder, self.config, self._device, self._shared_bytes)
+        self._kernel = _kernel(self.builder, self.config, self._device, self.shared_bytes)
         self._config = LaunchConfig(
-            grid=self._grid, block=self._threads, shmem_size=self._shared_bytes
+            grid=self.grid, block=self.threads, shmem_size=self.shared_bytes
         )
-        arguments, slots = [0] * len(self._maps), []
-        for x, view in (*self._operands, *self._extras):
+        arguments, slots = [0] * len(self.maps), []
+        for x, view in (*self.operands, *self.extras):
             slots.append(len(arguments) + 4)
             arguments += _numba_array(x, view)
-        self._at = [TensorMaps(x, rows).at for x, rows in self._maps]
-        self._slots, self._arguments = (
-            slots,
-            arguments + _flat(self.numbers),
-        )  # complete: another thread may load at the same time
+        self._at = [TensorMaps(x, rows).at for x, rows in self.maps]
+        # complete lists at once: another thread may load at the same time
+        self._slots, self._arguments = slots, arguments + _flat(self.numbers)
         self._submit = self._submit_to_gpu
 
     def _submit_to_gpu(self, operands, extras, numbers) -> None:
         if self._cupy.runtime.getDevice() != self._device:
             with self._cupy.Device(self._device):
                 return self._submit_to_gpu(operands, extras, numbers)
-        if (
-            self._device not in _thread.__dict__
-        ):  # a new thread has no context until it names a device
+        if self._device not in _thread.__dict__:
+            # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
         arguments, mapped = self._arguments.copy(), len(self._at)
@@ -278,9 +269,8 @@ class Launch:
         if numbers is not None:
             numbers = _flat(numbers)
             arguments[-len(numbers) :] = numbers
-        self._launch(
-            _stream(self._cupy.get_current_stream().ptr), self._config, self._kernel, *arguments
-        )
+        stream = _stream(self._cupy.get_current_stream().ptr)
+        self._launch(stream, self._config, self._kernel, *arguments)
 
     def _simulate(self, operands, extras, numbers) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import (
@@ -292,16 +282,16 @@ class Launch:
             x = _view(np.empty(operands[0].shape[:-1]) if x is None else x, view)
             return FakeCUDAArray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x)
 
-        views = [fake(x, view) for x, (_, view) in zip(operands, self._operands, strict=True)]
+        views = [fake(x, view) for x, (_, view) in zip(operands, self.operands, strict=True)]
         if extras:
             inner = (
                 FakeWithinKernelCUDAArray(fake(x, view))
-                for x, (_, view) in zip(extras, self._extras, strict=True)
+                for x, (_, view) in zip(extras, self.extras, strict=True)
             )
             extras = extras._make(inner)
         numbers = self.numbers if numbers is None else numbers
         with np.errstate(all="ignore"):
-            self._kernel[self._grid, self._threads](*views, extras, *numbers)
+            self._kernel[self.grid, self.threads](*views, extras, *numbers)
 
 
 def _view(x: np.ndarray, view: int | tuple[int, ...]) -> np.ndarray:

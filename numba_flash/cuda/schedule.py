@@ -264,7 +264,8 @@ def build_item(options, banded, split, block_m, block_n, transposed=False):
             columns, count = i32(0), i32(1)  # one tile in which everything is hidden
         return Item(
             i32(b0), i32(b1), i32(head), row0,
-            i32(rows_begin), i32(rows), i32(columns_begin), i32(columns), i32(low), i32(high), invalid,
+            i32(rows_begin), i32(rows), i32(columns_begin), i32(columns),
+            i32(low), i32(high), invalid,
             i32(first), i32(count), i32(part),
         )  # fmt: skip
 

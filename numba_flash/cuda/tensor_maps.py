@@ -8,16 +8,25 @@ UNIT = 16  # bytes, of strides and addresses
 
 
 def why_not(name: str, x) -> str | None:
-    """Reason why no tensor map can describe an array of this `numba_flash.arrays.Layout`, or None."""
+    """Reason why no tensor map can describe an array of this `Layout`, or None."""
     *strides, last = (
         stride if size > 1 else 0 for stride, size in zip(x.strides, x.shape, strict=True)
     )
     if last != x.dtype.itemsize:
-        return f"needs neighbours along the head dimension to be neighbours in memory; {name} has strides {x.strides}"
+        return (
+            "needs neighbours along the head dimension to be neighbours in memory;"
+            f" {name} has strides {x.strides}"
+        )
     if any(stride % UNIT or stride < 0 for stride in strides):
-        return f"needs strides that are multiples of {UNIT} bytes and not negative; {name} has strides {x.strides}"
+        return (
+            f"needs strides that are multiples of {UNIT} bytes and not negative;"
+            f" {name} has strides {x.strides}"
+        )
     if x.offset:
-        return f"needs addresses that are multiples of {UNIT}; {name} begins {x.offset} bytes after one"
+        return (
+            f"needs addresses that are multiples of {UNIT};"
+            f" {name} begins {x.offset} bytes after one"
+        )
     return None
 
 
@@ -28,8 +37,13 @@ class _Memory:
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]):
         self.__cuda_array_interface__ = {
-            "version": 3, "shape": shape, "strides": strides, "typestr": "<u2", "data": (address, False), "stream": None
-        }  # fmt: skip
+            "version": 3,
+            "shape": shape,
+            "strides": strides,
+            "typestr": "<u2",
+            "data": (address, False),
+            "stream": None,
+        }
 
 
 class TensorMaps:

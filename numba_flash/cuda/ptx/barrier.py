@@ -36,7 +36,7 @@ fence_proxy_async = instruction("fence_proxy_async", "fence.proxy.async.shared::
 
 @intrinsic
 def setmaxnreg(context, COUNT, INCREASE):
-    """``setmaxnreg.inc`` or ``.dec`` to COUNT registers per thread; by all warps of a warp group."""
+    """``setmaxnreg.inc`` or ``.dec`` to COUNT registers per thread; by all warps of a group."""
     values = literals(COUNT, INCREASE)
     if values is None:
         return None

@@ -80,7 +80,7 @@ def registers(first: int, count: int) -> str:
 
 
 def literals(*arguments) -> list[int] | None:
-    """Values of literal types, or None if one is not literal (Numba then asks again with literals)."""
+    """Values of literal types; None if one is not literal (Numba then asks again with literals)."""
     if not all(isinstance(x, types.IntegerLiteral) for x in arguments):
         return None
     return [x.literal_value for x in arguments]

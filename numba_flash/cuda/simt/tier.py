@@ -78,10 +78,8 @@ TILES = {
         (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 9.2; Tile(2, 4, 8, 16, 16, 4, 1) 5.8
     ),
     ("dkdv", "float32"): (
-        (
-            128,
-            Tile(8, 4, 8, 16, 16, 16, 1),
-        ),  # 22.5 (64: 21.8); Tile(8, 4, 8, 16, 8, 8, 1) 20.2 (64: 20.8)
+        # 22.5 (64: 21.8); Tile(8, 4, 8, 16, 8, 8, 1) 20.2 (64: 20.8)
+        (128, Tile(8, 4, 8, 16, 16, 16, 1)),
         (256, Tile(4, 4, 8, 16, 16, 8, 1)),  # 17.0; Tile(2, 4, 8, 16, 16, 8, 1) 11.0
     ),
     ("dkdv", "float64"): (
@@ -108,9 +106,8 @@ def tile_for(kernel: str, dtype: str, head_dim: int) -> Tile:
     if launch.simulated():
         return SIMULATOR_TILE
     if kernel == "forward" and dtype == "bfloat16" and head_dim > 128:
-        return Tile(
-            4, 4, 8, 16, 16, 8, 2
-        )  # LLVM does not unroll the wider tile's rounding store: its accumulators would be local memory
+        # LLVM does not unroll the wider tile's rounding store: accumulators would be local memory
+        return Tile(4, 4, 8, 16, 16, 8, 2)
     accumulator = "float64" if dtype == "float64" else "float32"
     return next(tile for limit, tile in TILES[kernel, accumulator] if head_dim <= limit)
 

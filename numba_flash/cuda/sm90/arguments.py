@@ -56,7 +56,7 @@ class WideSizes(NamedTuple):
 
 
 class DqSizes(NamedTuple):
-    """Of the kernel that makes dQ from dS: as `ForwardSizes`; and which blocks of keys there are."""
+    """Of the kernel that makes dQ from dS: as `ForwardSizes`; and which blocks of keys it has."""
 
     items: int
     low: int

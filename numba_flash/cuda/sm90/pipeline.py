@@ -60,7 +60,7 @@ def tile(smem, ring, n):
 
 @inline
 def mbarrier(smem, ring, barriers, n):
-    """Address of the n-th tile's among the `barriers` of an event: ``ring.ready`` or ``ring.free``."""
+    """Address of the n-th tile's among the `barriers` of an event, ``ring.ready`` or ``.free``."""
     return u32(smem + u32(barriers) + n % u32(ring.slots) * u32(MBARRIER_BYTES))
 
 

@@ -37,7 +37,7 @@ BLOCKS_TIMES_QUERIES = 256
 
 
 class RowBlocks(NamedTuple):
-    """Batch elements, heads, and row blocks of one head, by which kernels number blocks of queries."""
+    """Batch elements, heads, row blocks of a head, by which kernels number blocks of queries."""
 
     b0: int
     b1: int
@@ -100,12 +100,10 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     `deterministic`.
     """
     p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), backward_tile(problem)
-    if any(
-        tensor_maps.why_not("", x) for x in results[:3]
-    ):  # only arrays of the user's are like that
-        return tensor_maps.through_compact(
-            lambda results: prepare(p, inputs, results, deterministic, gpu), results
-        )
+    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
+        # only arrays of the user's are like that
+        again = lambda results: prepare(p, inputs, results, deterministic, gpu)
+        return tensor_maps.through_compact(again, results)
     row_blocks = _row_blocks(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
@@ -151,25 +149,21 @@ def _temporaries(p, tile, row_blocks: RowBlocks, multiprocessors: int) -> Tempor
     rows = Layout.compact((2, *row_blocks[:3], row_blocks.blocks * tile.block_m), "float32")
     if tile.adds_dq:
         dq_sum = Layout.compact((*row_blocks, tile.consumers * DQ_PART), "float32")
-        return Temporaries(
-            rows, dq_sum, Layout.compact((math.prod(row_blocks) + 1,), "int32"), None
-        )
+        flags = Layout.compact((math.prod(row_blocks) + 1,), "int32")
+        return Temporaries(rows, dq_sum, flags, None)
     blocks, parts = key_parts(p, tile, math.prod(row_blocks), multiprocessors)
     dq_sum = Layout.compact((*row_blocks, tile.block_m * p.d if parts > 1 else 0), "float32")
-    return Temporaries(
-        rows, dq_sum, None, Layout.compact((*row_blocks, blocks * tile.ds_bytes // 4), "float32")
-    )
+    ds = Layout.compact((*row_blocks, blocks * tile.ds_bytes // 4), "float32")
+    return Temporaries(rows, dq_sum, None, ds)
 
 
 def key_parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]:
     """(blocks of keys that dS is made for at a time, how many times): so many that work items fill
     turns of the multiprocessors.
     """
-    blocks, heads = (
-        max(1, grid.blocks(p, p.nk, tile.block_n)),
-        p.hk * (1 if p.options.packed else math.prod(p.batch)),
-    )
-    heads, bytes_each = max(1, heads), max(1, row_blocks * tile.ds_bytes)
+    blocks = max(1, grid.blocks(p, p.nk, tile.block_n))
+    heads = max(1, p.hk * (1 if p.options.packed else math.prod(p.batch)))
+    bytes_each = max(1, row_blocks * tile.ds_bytes)
     room = max(
         WORKSPACE // bytes_each,
         min(-(-multiprocessors // heads), MOST_WORKSPACE // bytes_each),

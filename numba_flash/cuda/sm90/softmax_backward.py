@@ -55,7 +55,7 @@ class SoftmaxBackward(NamedTuple):
 
 
 def build(head_dim, head_dim_v, options, tile):
-    """`SoftmaxBackward` of a kernel; arguments are those of `numba_flash.cuda.sm90.backward.build`."""
+    """`SoftmaxBackward` of a kernel; arguments as of `numba_flash.cuda.sm90.backward.build`."""
     SMEM, BLOCK_M, QUERIES_APART = (
         tile.layout(head_dim, head_dim_v),
         tile.block_m,
@@ -191,12 +191,20 @@ def build(head_dim, head_dim_v, options, tile):
 
     @inline
     def factors(smem, turn, factor, scaled, scale):
-        """What dV and dK are multiplied by: 1 and the scale, but NaN if the lengths are impossible."""
+        """What dV and dK are multiplied by: 1 and the scale; NaN if the lengths are impossible."""
         for r in range(2):
             invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
             scaled[r] = factor[r] * scale
 
     return SoftmaxBackward(
-        note_bounds, bound, next_row0, wait_q, wait_do, recompute_p, differentiate_cap, differentiate, factors
-    )  # fmt: skip
+        note_bounds,
+        bound,
+        next_row0,
+        wait_q,
+        wait_do,
+        recompute_p,
+        differentiate_cap,
+        differentiate,
+        factors,
+    )

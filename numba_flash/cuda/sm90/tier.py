@@ -55,9 +55,15 @@ def _why_not_problem(p) -> str | None:
         if option not in SERVED:
             return f"does not know {NAMES[option]}"
     if p.options.softcap and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
-        return f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP}; got {p.options.softcap}"
+        return (
+            f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP};"
+            f" got {p.options.softcap}"
+        )
     if p.d % 8 or p.dv % 8:
-        return f"needs head dimensions that are multiples of 8; q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
+        return (
+            "needs head dimensions that are multiples of 8;"
+            f" q.shape[-1] is {p.d}, v.shape[-1] {p.dv}"
+        )
     if not 0 < p.scale < math.inf:
         return f"needs a positive, finite scale; got {p.scale}"
     if 0 in (*p.batch, p.hq, p.nq, p.nk):

@@ -4,7 +4,7 @@ Numba is not imported here.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from numba_flash.cuda.swizzle import ALIGNMENT, PANEL, ROW_BYTES, panel_bytes, panels
 
@@ -13,14 +13,14 @@ KEYS = 64  # that a consumer owns in the backward pass
 OUTPUT_ROWS = 64  # of O that a consumer stores at a time
 WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
 SHARED_LIMIT = 227 * 1024
-REGISTERS = {
-    2: (40, 232),
-    3: (32, 160),
-}  # per thread of the producer's warp group and of the consumers', by the number of consumers
-ADDERS = 2  # threads that add up dQ: while one waits until its tile is in memory, the other one's comes. Consumers reckon with two
-DQ_PART = (
-    64 * 64
-)  # elements of dQ that a consumer of the backward pass hands over at a time, in the order of fragments
+# Registers per thread of the producer's warp group, of the consumers'; by the number of consumers.
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Threads that add up dQ: while one waits until its tile is in memory, the other one's comes.
+# Consumers reckon with two.
+ADDERS = 2
+# Elements of dQ that a consumer of the backward pass hands over at a time, in the order of
+# fragments.
+DQ_PART = 64 * 64
 
 
 class Ring(NamedTuple):
@@ -48,12 +48,10 @@ def lay_out(rings: dict, begin: int, **others) -> SimpleNamespace:
     layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, **others)
     mbarriers = begin + sum(slot_bytes * count for slot_bytes, count in rings.values())
     for name, (slot_bytes, count) in rings.items():
-        setattr(
-            layout,
-            name,
-            Ring(begin, slot_bytes, count, mbarriers, mbarriers + count * MBARRIER_BYTES),
-        )
-        begin, mbarriers = begin + slot_bytes * count, mbarriers + 2 * count * MBARRIER_BYTES
+        free = mbarriers + count * MBARRIER_BYTES
+        setattr(layout, name, Ring(begin, slot_bytes, count, mbarriers, free))
+        begin += slot_bytes * count
+        mbarriers = free + count * MBARRIER_BYTES
     layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
     return layout
 
@@ -95,7 +93,7 @@ class Tile:
         return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.pipeline` wants them, where
+        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.sm90.pipeline` wants them, where
         ``o`` is staged, and the `bytes` of all.
         """
         rings = {
@@ -158,8 +156,8 @@ class BackwardTile:
         return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings as `numba_flash.cuda.pipeline` wants them, `ds`, `lse`, `delta`,
-        `bounds`, the `bytes` of all.
+        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them, `ds`, `lse`,
+        `delta`, `bounds`, the `bytes` of all.
 
         "dq" has one tile and two pairs of mbarriers, for even tiles and odd ones: its slots are the
         same memory, and a tile may come when the one before it has left, not when its own slot is
@@ -233,116 +231,91 @@ class WideTile:
         return self.consumers * panel_bytes(KEYS)
 
     def dq_layout(self, head_dim: int) -> SimpleNamespace:
-        """Shared memory of `dq_sm90`: rings ``tiles`` and ``work``, where dQ is staged (``o``), the
-        `bytes` of all.
+        """Shared memory of the kernel that makes dQ: rings ``tiles`` and ``work``, where dQ is
+        staged (``o``), the `bytes` of all.
         """
-        slot, staged = (
-            panels(head_dim) * panel_bytes(self.block_n) + self.ds_bytes,
-            2 * self.consumers * panel_bytes(KEYS),
-        )
+        slot = panels(head_dim) * panel_bytes(self.block_n) + self.ds_bytes
+        staged = 2 * self.consumers * panel_bytes(KEYS)
         stages = (SHARED_LIMIT - staged - 2 * ALIGNMENT) // slot
         return lay_out({"tiles": (slot, stages), "work": (WORK_BYTES, WORK_SLOTS)}, staged, o=0)
 
 
+class Row(NamedTuple):
+    """Of a table of tiles: the first whose limits a problem keeps serves it.
+
+    Attributes
+    ----------
+    keys, d, dv : int
+        Most keys, largest head dimension of q and k, and of v.
+    tile : Tile, BackwardTile or WideTile
+        What it is served with.
+    """
+
+    keys: int
+    d: int
+    dv: int
+    tile: Any
+
+
 ANY = 2**31
-# Per kind of mask: (longest keys, largest head dimension of q and k, of v, tile). After each row:
-# cuDNN's time divided by its own at the lengths named, and the runner-up; bfloat16, B N = 16384,
-# 2048 / D heads, H200, each pair in one process.
+# Per kind of mask. With each row: cuDNN's time divided by its own at the lengths named, and the
+# runner-up; bfloat16, B N = 16384, 2048 / D heads, H200, each pair in one process.
 FORWARD_TILES = {
     "full": (
-        (
-            ANY,
-            64,
-            64,
-            Tile(192, 128, 2, 3, 1, True),
-        ),  # 512 1.10, 4k 1.13, 16k 1.18; Tile(128, 128, 2, 4, 1, True) 1.02, 0.93, 0.93
-        (
-            ANY,
-            128,
-            128,
-            Tile(128, 128, 2, 2, 2, True),
-        ),  # 512 1.08, 4k 1.11, 16k 1.10; Tile(128, 176, 1, 2, 1, True) 0.92, 1.07, 1.10
-        (
-            ANY,
-            256,
-            256,
-            Tile(128, 64, 1, 2, 2, False),
-        ),  # 512 1.14, 4k 1.17, 16k 1.17; the same with turns 1.14, 1.17, 1.18
+        # 512 1.10, 4k 1.13, 16k 1.18; Tile(128, 128, 2, 4, 1, True) 1.02, 0.93, 0.93
+        Row(ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
+        # 512 1.08, 4k 1.11, 16k 1.10; Tile(128, 176, 1, 2, 1, True) 0.92, 1.07, 1.10
+        Row(ANY, 128, 128, Tile(128, 128, 2, 2, 2, True)),
+        # 512 1.14, 4k 1.17, 16k 1.17; the same with turns 1.14, 1.17, 1.18
+        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
     ),
     "band": (
-        (
-            1024,
-            64,
-            64,
-            Tile(128, 128, 2, 4, 1, True),
-        ),  # 512 1.01, 1k 0.98; Tile(192, 128, 2, 3, 1, True) 0.94, 0.88
-        (
-            ANY,
-            64,
-            64,
-            Tile(192, 128, 2, 3, 1, True),
-        ),  # 2k 1.04, 16k 1.16; Tile(128, 128, 2, 4, 1, True) 0.97, 0.94
-        (
-            6144,
-            128,
-            128,
-            Tile(128, 128, 2, 2, 2, True),
-        ),  # 1k 1.16, 4k 1.19; Tile(128, 160, 1, 2, 1, True) 1.01, 1.17
-        (
-            ANY,
-            128,
-            128,
-            Tile(128, 176, 1, 2, 1, True),
-        ),  # 8k 1.19, 16k 1.19; Tile(128, 128, 2, 2, 2, True) 1.18, 1.16
-        (
-            ANY,
-            256,
-            256,
-            Tile(128, 64, 1, 2, 2, False),
-        ),  # 512 1.04, 4k 1.27, 16k 1.28; the same with turns 1.04, 1.27, 1.27
+        # 512 1.01, 1k 0.98; Tile(192, 128, 2, 3, 1, True) 0.94, 0.88
+        Row(1024, 64, 64, Tile(128, 128, 2, 4, 1, True)),
+        # 2k 1.04, 16k 1.16; Tile(128, 128, 2, 4, 1, True) 0.97, 0.94
+        Row(ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
+        # 1k 1.16, 4k 1.19; Tile(128, 160, 1, 2, 1, True) 1.01, 1.17
+        Row(6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),
+        # 8k 1.19, 16k 1.19; Tile(128, 128, 2, 2, 2, True) 1.18, 1.16
+        Row(ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),
+        # 512 1.04, 4k 1.27, 16k 1.28; the same with turns 1.04, 1.27, 1.27
+        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
     ),
 }
-# The same where the keys are split into parts; stores of float32 parts leave fewer registers for
-# the tile.
+# Where the keys are split into parts: stores of float32 parts leave fewer registers for the tile.
 PART_TILES = (
-    (64, 64, Tile(128, 128, 2, 4, 1, True)),
-    (128, 128, Tile(128, 112, 2, 2, 2, True)),
-    (256, 256, Tile(128, 48, 1, 2, 2, False)),
+    Row(ANY, 64, 64, Tile(128, 128, 2, 4, 1, True)),
+    Row(ANY, 128, 128, Tile(128, 112, 2, 2, 2, True)),
+    Row(ANY, 256, 256, Tile(128, 48, 1, 2, 2, False)),
 )
-# (largest head dimension of q and k, of v, tile). After each row: cuDNN's time divided by its own
-# at N = 1k, 4k, 16k, full, and what was tried instead, over its speed or cuDNN's; bfloat16, B N =
-# 16384, 2048 / D heads, deterministic, H200, each pair in one process.
+# With each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, and what was tried
+# instead, over its speed or cuDNN's; bfloat16, B N = 16384, 2048 / D heads, deterministic, H200,
+# each pair in one process.
 BACKWARD_TILES = (
-    (
-        64,
-        64,
-        BackwardTile(128, 2, 2, False),
-    ),  # 1.21, 1.20, 1.20; BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
-    (
-        128,
-        128,
-        BackwardTile(64, 3, 2, True),
-    ),  # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it
-    (
-        256,
-        256,
-        WideTile(),
-    ),  # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
+    # 1.21, 1.20, 1.20; BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
+    Row(ANY, 64, 64, BackwardTile(128, 2, 2, False)),
+    # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it
+    Row(ANY, 128, 128, BackwardTile(64, 3, 2, True)),
+    # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
+    Row(ANY, 256, 256, WideTile()),
 )
+
+
+def _first(table: tuple[Row, ...], problem):
+    p = problem
+    return next(row.tile for row in table if p.nk <= row.keys and p.d <= row.d and p.dv <= row.dv)
 
 
 def forward_tile(problem) -> Tile:
     """Tile of the forward kernel."""
-    p = problem
-    table = FORWARD_TILES["full" if p.band == "none" else "band"]
-    return next(tile for length, d, dv, tile in table if p.nk <= length and p.d <= d and p.dv <= dv)
+    return _first(FORWARD_TILES["full" if problem.band == "none" else "band"], problem)
 
 
 def part_tile(problem) -> Tile:
     """Tile of the forward kernel where the keys are split."""
-    return next(tile for d, dv, tile in PART_TILES if problem.d <= d and problem.dv <= dv)
+    return _first(PART_TILES, problem)
 
 
 def backward_tile(problem) -> BackwardTile | WideTile:
     """Tile of the main kernel of the backward pass."""
-    return next(tile for d, dv, tile in BACKWARD_TILES if problem.d <= d and problem.dv <= dv)
+    return _first(BACKWARD_TILES, problem)

@@ -28,7 +28,7 @@ def first_row():
 
 
 def build_scores(block_n, head_dim, block_m, bfloat16):
-    """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for the 64 rows of a warp group."""
+    """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group."""
     BLOCK_N, STEPS, BFLOAT16, OVERWRITE = block_n, -(-head_dim // 16), int(bfloat16), 0
     Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(block_n) // UNIT
 
