@@ -10,22 +10,26 @@ import numpy as np
 LOG2E = math.log2(math.e)
 
 
-class ForwardSizes(NamedTuple):
-    """Of the forward kernel: see `numba_flash.cuda.schedule.build_item`; `columns` are keys."""
+class Sizes(NamedTuple):
+    """Of a problem, as kernels number its work; see `numba_flash.cuda.schedule.build_item`.
 
-    items: int
-    low: int
-    high: int
-    columns: int
-    parts: int
-    kv_heads: int
-    section: int
-    b0: int
-
-
-class BackwardSizes(NamedTuple):
-    """Of the backward kernel, whose rows are keys: `columns` are queries, the band is that of query
-    - key, `group` is Hq / Hk.
+    Attributes
+    ----------
+    items : int
+        Work items.
+    low, high : int
+        The band, of column - row; rows are queries, in the main backward kernels keys.
+    columns, parts : int
+        How many columns there are, and how many parts they are split into.
+    group : int
+        Query heads of a key head.
+    section : int
+        Heads whose row blocks are handed out together.
+    b0 : int
+        The first of the leading sizes.
+    first_block, blocks : int
+        Where dS is made for some blocks of keys at a time: the first, and for how many there is
+        room.
     """
 
     items: int
@@ -36,51 +40,14 @@ class BackwardSizes(NamedTuple):
     group: int
     section: int
     b0: int
-
-
-class WideSizes(NamedTuple):
-    """Of the wide backward kernel: the same; and which blocks of keys it does: the first, and how
-    many there is room for.
-    """
-
-    items: int
-    low: int
-    high: int
-    columns: int
-    parts: int
-    group: int
-    section: int
-    b0: int
-    first_block: int
-    blocks: int
-
-
-class DqSizes(NamedTuple):
-    """Of the kernel that makes dQ from dS: as `ForwardSizes`; and which blocks of keys it has."""
-
-    items: int
-    low: int
-    high: int
-    columns: int
-    parts: int
-    kv_heads: int
-    section: int
-    b0: int
-    first_block: int
-    blocks: int
+    first_block: int = 0
+    blocks: int = 0
 
 
 class Scales(NamedTuple):
     """Factors of scores: with softcap, `slope` leads to the tanh; what comes after, or the score,
-    times `scale_log2` is in base 2.
+    times `scale_log2` is in base 2. And the `scale` itself, of dQ and dK.
     """
-
-    slope: float
-    scale_log2: float
-
-
-class BackwardScales(NamedTuple):
-    """The same, and the scale itself, of dQ and dK."""
 
     slope: float
     scale_log2: float
@@ -90,9 +57,8 @@ class BackwardScales(NamedTuple):
 def scales(problem) -> Scales:
     """Those of a problem."""
     scale, cap = problem.scale, problem.options.softcap
-    if cap:
-        return Scales(np.float32(2 * LOG2E * scale / cap), np.float32(cap * LOG2E))
-    return Scales(np.float32(0), np.float32(scale * LOG2E))
+    slope, log2 = (2 * LOG2E * scale / cap, cap * LOG2E) if cap else (0, scale * LOG2E)
+    return Scales(*map(np.float32, (slope, log2, scale)))
 
 
 # ---- a work item, as it is written down in shared memory: one int32 each

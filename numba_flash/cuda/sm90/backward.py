@@ -37,7 +37,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     flags : int32, one per (b0, b1, head, row block), and one more: the number of the next work
         item.
     extras : lengths, see `numba_flash.cuda.arguments`.
-    sizes, scales : `BackwardSizes` and `BackwardScales` of `numba_flash.cuda.sm90.arguments`.
+    sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)

@@ -27,7 +27,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
 
     dq_sum : dS^T, a tile of 64 keys and 128 queries, panels of 64 queries, per (b0, b1, head, row
         block, block of keys).
-    sizes : `WideSizes`; the items of other blocks of keys are not done.
+    sizes : the items of other blocks of keys than those are not done.
     """
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)

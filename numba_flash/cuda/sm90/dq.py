@@ -14,7 +14,7 @@ from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, DqSizes, DqWork, one_type, words
+from numba_flash.cuda.sm90.arguments import END, DqWork, Scales, Sizes, one_type, words
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes, panels
@@ -24,7 +24,7 @@ WORD = words(DqWork)
 
 
 def build(dtype, head_dim, banded, to_map, options, tile):
-    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scale)``, its signature and
+    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
     compile options.
 
     maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
@@ -36,7 +36,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
     lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
         numbered.
     extras : lengths, see `numba_flash.cuda.arguments`.
-    sizes : `DqSizes` of `numba_flash.cuda.sm90.arguments`.
+    sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
     """
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
@@ -77,8 +77,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                     continue  # others' keys
                 if PACKED and number != at:
                     continue  # an impossible sequence
-                group = u32(u32(dq.shape[2]) // u32(sizes.kv_heads))
-                kv_head = i32(u32(item.head) // group)
+                kv_head = i32(u32(item.head) // u32(sizes.group))
                 work = DqWork(
                     b0=item.b0,
                     b1=i32(0) if PACKED else item.b1,
@@ -203,7 +202,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
         if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait_read()
 
-    def dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scale):
+    def dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales):
         smem = pipeline.shared_base(ALIGNMENT)
         group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
         if cuda.threadIdx.x == 0:
@@ -220,7 +219,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                 produce(maps, smem, ds, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, dq, dq_sum, scale)
+            consume(maps, smem, group - 1, dq, dq_sum, scales.scale)
 
     maps = [f"maps.{i}" for i in range(2 if TO_MAP else 1)]
     signature = types.void(
@@ -229,7 +228,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
         *[array(f32, 5)] * 2,
         array(f32, 4),
         extras_type(options),
-        named(DqSizes, i64),
-        f32,
+        named(Sizes, i64),
+        named(Scales, f32),
     )
     return dq_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -18,7 +18,7 @@ from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, ForwardSizes, ForwardWork, Scales, one_type, words
+from numba_flash.cuda.sm90.arguments import END, ForwardWork, Scales, Sizes, one_type, words
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
@@ -63,7 +63,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         float32, b0 repeated for each part of the keys.
     lse : (b0, b1, heads, n), natural logarithm.
     extras : lengths, see `numba_flash.cuda.arguments`.
-    sizes, scales : `ForwardSizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
+    sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
     BLOCK_M, BLOCK_N, CONSUMERS, PING_PONG = (
         tile.block_m,
@@ -102,8 +102,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         number = schedule.zigzag(turn, cuda.gridDim.x)
         if number < sizes.items:
             item = item_of(number, o.shape, extras, sizes)
-            group = u32(u32(o.shape[2]) // u32(sizes.kv_heads))
-            kv_head = i32(u32(item.head) // group)
+            kv_head = i32(u32(item.head) // u32(sizes.group))
             work = ForwardWork(
                 b0=item.b0,
                 b1=i32(0) if PACKED else item.b1,
@@ -368,7 +367,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         array(f32 if PARTS else u32, 5),
         array(f32, 4),
         extras_type(options),
-        named(ForwardSizes, i64),
+        named(Sizes, i64),
         named(Scales, f32),
     )
     return forward_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

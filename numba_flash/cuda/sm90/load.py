@@ -9,10 +9,9 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import (
     END,
-    BackwardScales,
-    BackwardSizes,
     BackwardWork,
-    WideSizes,
+    Scales,
+    Sizes,
     one_type,
     words,
 )
@@ -286,8 +285,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         array(f32, 5),
         array(i32, 1),
         extras_type(options),
-        named(BackwardSizes if ADDS_DQ else WideSizes, i64),
-        named(BackwardScales, f32),
+        named(Sizes, i64),
+        named(Scales, f32),
     )
     return (
         backward_sm90,

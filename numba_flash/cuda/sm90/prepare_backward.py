@@ -10,13 +10,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import extras_of
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90.arguments import (
-    BackwardScales,
-    BackwardSizes,
-    DqSizes,
-    WideSizes,
-    scales,
-)
+from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -207,8 +201,8 @@ def _preprocess(this: Pass) -> Launch:
     )
 
 
-def _main(this: Pass, sizes_of, sums: Layout, **more) -> Launch:
-    """The main kernel, with `sizes_of` (a class) and what it has `more`."""
+def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
+    """The main kernel; `sums` is what its tile makes of dS, for some `blocks` of keys at a time."""
     p, tile, x, results = this.p, this.tile, this.inputs, this.results
     key_blocks = grid.blocks(p, p.nk, tile.block_n)
     items = grid.items(p, p.nk, p.hk, tile.block_n)
@@ -222,7 +216,7 @@ def _main(this: Pass, sizes_of, sums: Layout, **more) -> Launch:
         (results.dk, KEYS),
         (results.dv, KEYS),
     )
-    sizes = sizes_of(
+    sizes = Sizes(
         items=items,
         low=-p.high,
         high=-p.low,
@@ -231,7 +225,7 @@ def _main(this: Pass, sizes_of, sums: Layout, **more) -> Launch:
         group=p.hq // p.hk,
         section=section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
-        **more,
+        blocks=blocks,
     )
     return Launch(
         tile.kernel,
@@ -249,7 +243,7 @@ def _main(this: Pass, sizes_of, sums: Layout, **more) -> Launch:
             (this.temporaries.flags, 1),
         ),
         extras=this.extras,
-        numbers=(sizes, BackwardScales(*scales(p), np.float32(p.scale))),
+        numbers=(sizes, scales(p)),
         maps=maps[:4] if p.options.packed else maps,
     )
 
@@ -274,7 +268,7 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
 def _prepare_sums(this: Pass) -> Prepared:
     """``run(inputs, results, temporaries, extras)`` of a tile that adds up dQ in memory."""
     p, tile, there = this.p, this.tile, this.temporaries
-    main = _main(this, BackwardSizes, there.dq_sum)
+    main = _main(this, there.dq_sum)
     postprocess = Launch(
         "sm90.postprocess.build",
         (p.dtype, p.d, p.options.structure, tile),
@@ -312,17 +306,16 @@ def _prepare_parts(this: Pass) -> Prepared:
     items, multiprocessors = math.prod(this.row_blocks), this.gpu.multiprocessors
     blocks, parts = key_parts(p, tile, items, multiprocessors)
     sectioned = p.band != "none" and not p.options.packed
-    main = _main(this, WideSizes, there.ds, first_block=0, blocks=blocks)
-    sizes = DqSizes(
+    main = _main(this, there.ds, blocks)
+    sizes = Sizes(
         items=items,
         low=p.low,
         high=p.high,
         columns=p.nk,
         parts=1,
-        kv_heads=p.hk,
+        group=p.hq // p.hk,
         section=grid.even_section(this.row_blocks.blocks, multiprocessors) if sectioned else 1,
         b0=p.batch[0],
-        first_block=0,
         blocks=blocks,
     )
     maps = ((this.inputs.k, tile.block_n), (dq_layout, KEYS))
@@ -336,15 +329,11 @@ def _prepare_parts(this: Pass) -> Prepared:
         shared_bytes=tile.dq_layout(p.d).bytes,
         operands=((dq_layout.words(), 5), (there.dq_sum, 5), (there.ds, 5), (rows, 4)),
         extras=this.extras,
-        numbers=(sizes, np.float32(p.scale)),
+        numbers=(sizes, scales(p)),
         maps=maps[:1] if p.options.packed else maps,
     )
-    main_sizes, main_scales = main.numbers
-    parts_of_keys = [
-        (
-            (main_sizes._replace(first_block=first), main_scales),
-            (sizes._replace(first_block=first), np.float32(p.scale)),
-        )
+    at_a_time = [
+        [(x._replace(first_block=first), scales(p)) for x in (main.numbers[0], sizes)]
         for first in range(0, parts * blocks, blocks)
     ]
 
@@ -353,7 +342,7 @@ def _prepare_parts(this: Pass) -> Prepared:
         stored, stored_dq = ((), ()) if p.options.packed else ((dk, dv), (dq,))
         maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
         lse2, delta = there.rows
-        for of_main, of_dq in parts_of_keys:
+        for of_main, of_dq in at_a_time:
             main(*maps, dk, dv, lse2, delta, there.ds, None, extras=extras, numbers=of_main)
             sum_dq(
                 inputs.k, *stored_dq, dq, there.dq_sum, there.ds, lse2, extras=extras, numbers=of_dq

@@ -7,7 +7,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import extras_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.sm90.arguments import ForwardSizes, scales
+from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
 from numba_flash.problem import ForwardResults, Prepared
 
@@ -76,13 +76,13 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
     in_sections = p.band != "none" and not p.options.packed
     section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
-    sizes = ForwardSizes(
+    sizes = Sizes(
         items=count,
         low=p.low,
         high=p.high,
         columns=p.nk,
         parts=parts,
-        kv_heads=p.hk,
+        group=p.hq // p.hk,
         section=section,
         b0=p.batch[0],
     )
