@@ -19,6 +19,7 @@ from numba_flash.problem import (
     check_lengths,
 )
 
+FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
@@ -146,7 +147,7 @@ def forward(
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
     return_lse = checks.flag("return_lse", return_lse)
-    inputs = adopted(ForwardInputs(q, k, v, bias, mask, q_lengths, kv_lengths))
+    inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     own = checks.adopt("out", out)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
@@ -256,7 +257,7 @@ def backward(
     Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.
     """
     bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
-    inputs = adopted(BackwardInputs(do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
+    inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
@@ -294,16 +295,16 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
-    inputs = adopted(ForwardInputs(q, k, v, bias, mask, q_lengths, kv_lengths))
+    inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
     check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
     return choose(problem, inputs, backend)
 
 
-def adopted(inputs, names: tuple[str, ...] | None = None):
-    """The inputs as plain arrays; errors call them `names`, if not as their tuple does."""
-    return inputs._make(map(checks.adopt, names or inputs._fields, inputs))
+def adopted(cls, names: tuple[str, ...], inputs: tuple):
+    """`ForwardInputs` or `BackwardInputs` of plain arrays; errors call them `names`."""
+    return cls(*map(checks.adopt, names, inputs))
 
 
 def outs_of(out, names: tuple[str, ...]) -> tuple:

@@ -97,7 +97,7 @@ def forward_packed(
         As `forward`.
     """
     return_lse = checks.flag("return_lse", return_lse)
-    inputs = adopted(ForwardInputs(q, k, v, q_lengths=q_offsets, kv_lengths=k_offsets), FORWARD)
+    inputs = adopted(ForwardInputs, FORWARD, (q, k, v, None, None, q_offsets, k_offsets))
     own = checks.adopt("out", out)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("forward_packed", inputs, (own,), given, (backend, return_lse))
@@ -188,7 +188,7 @@ def backward_packed(
         As `forward`.
     """
     deterministic = checks.flag("deterministic", deterministic)
-    inputs = adopted(BackwardInputs(do, q, k, v, o, lse, dlse, q_lengths=q_offsets, kv_lengths=k_offsets), BACKWARD)
+    inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, None, None, q_offsets, k_offsets))
     own = outs_of(out, ("dq", "dk", "dv"))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("backward_packed", inputs, own, given, (backend, deterministic))

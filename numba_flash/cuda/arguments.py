@@ -41,12 +41,15 @@ def _extras(names: tuple[str, ...]):
     return namedtuple("Extras", names)
 
 
-def extras_of(options, inputs=None):
-    """The optional arrays that there are, by name: the class of that tuple, or the tuple of those
-    among `inputs`.
-    """
-    cls = _extras(tuple(name for name in EXTRAS if getattr(options, name)))
-    return cls if inputs is None else cls(*(getattr(inputs, name) for name in cls._fields))
+def extras_class(options):
+    """Named tuple of the optional arrays that there are."""
+    return _extras(tuple(name for name in EXTRAS if getattr(options, name)))
+
+
+def build_extras(options):
+    """``extras_of(inputs)``: the optional arrays that there are among the inputs of a call."""
+    cls = extras_class(options)
+    return lambda inputs: cls(*[getattr(inputs, name) for name in cls._fields])
 
 
 def parameters_of(problem, rng=None) -> tuple:
@@ -72,7 +75,7 @@ def extras_type(options):
         "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
         "kv_lengths": options.kv_lengths and array(getattr(types, options.kv_lengths), ndim),
     }
-    cls = extras_of(options)
+    cls = extras_class(options)
     return types.NamedTuple([kinds[name] for name in cls._fields], cls)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import extras_of, parameters_of
+from numba_flash.cuda.arguments import build_extras, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.problem import Prepared
 
@@ -155,9 +155,11 @@ def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
         numbers=numbers(),
     )
 
+    extras_of = build_extras(p.options)
+
     def run(inputs, results, rng=None):
         q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
-        extras = extras_of(p.options, inputs)
+        extras = extras_of(inputs)
         forward(
             q, k, v, o, results.lse, extras=extras, numbers=None if rng is None else numbers(rng)
         )
@@ -210,8 +212,10 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> 
         else None
     )
 
+    extras_of = build_extras(p.options)
+
     def run(inputs, results, rng=None):
-        x, extras = _heads_first(p, inputs), extras_of(p.options, inputs)
+        x, extras = _heads_first(p, inputs), extras_of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
         preprocess(x.do, x.o, x.dlse, delta)
@@ -229,6 +233,8 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> 
 
 def _heads_first(problem, inputs):
     """The inputs of the backward pass, with packed arrays as (heads, total, d)."""
+    if not problem.options.packed:
+        return inputs
     do, q, k, v, o = grid.heads_first(problem, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     return inputs._replace(do=do, q=q, k=k, v=v, o=o)
 

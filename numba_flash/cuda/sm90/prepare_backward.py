@@ -8,7 +8,7 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import extras_of
+from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
@@ -61,12 +61,9 @@ class Temporaries(NamedTuple):
 
     def allocate(self, like) -> "Temporaries":
         """Such arrays beside `like`."""
-        names = {"rows": "rows", "dq_sum": "sums of dq", "flags": "flags", "ds": "dS"}
+        named = zip(("rows", "sums of dq", "flags", "dS"), self, strict=True)
         return Temporaries(
-            *(
-                None if x is None else arrays.compact(names[name], like, x.shape, x.dtype)
-                for name, x in self._asdict().items()
-            )
+            *[x if x is None else arrays.compact(name, like, x.shape, x.dtype) for name, x in named]
         )
 
 
@@ -114,8 +111,10 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     preprocess = _preprocess(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
 
+    extras_of = build_extras(p.options)
+
     def run(inputs, results):
-        extras = extras_of(p.options, inputs)
+        extras = extras_of(inputs)
         there = this.temporaries.allocate(inputs.q)
         sums = there.dq_sum if tile.adds_dq else None
         preprocess(

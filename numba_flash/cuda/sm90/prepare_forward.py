@@ -5,7 +5,7 @@ import math
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import extras_of
+from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
@@ -26,17 +26,17 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
     forward = _forward(p, inputs, results, gpu, forward_tile(p), 1)
-    through_map = not p.options.packed
+    extras_of = build_extras(p.options)
 
     def run(inputs, results):
-        mapped = (
-            (inputs.q, inputs.k, inputs.v, results.o)
-            if through_map
-            else (inputs.q, inputs.k, inputs.v)
-        )
-        forward(*mapped, results.o, results.lse, extras=extras_of(p.options, inputs))
+        o, lse = results
+        forward(inputs.q, inputs.k, inputs.v, o, o, lse, extras=extras_of(inputs))
 
-    return Prepared(run, (forward,))
+    def run_packed(inputs, results):  # o is stored without a map
+        o, lse = results
+        forward(inputs.q, inputs.k, inputs.v, o, lse, extras=extras_of(inputs))
+
+    return Prepared(run_packed if p.options.packed else run, (forward,))
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
@@ -55,14 +55,14 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
         operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
     )
 
+    extras_of = build_extras(p.options)
+
     def run(inputs, results):
         o_parts, lse_parts = (
             arrays.compact(f"parts of {x}", inputs.q, y.shape, y.dtype)
             for x, y in partial._asdict().items()
         )
-        forward(
-            inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(p.options, inputs)
-        )
+        forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(inputs))
         combine(o_parts, lse_parts, results.o, results.lse)
 
     return Prepared(run, (forward, combine))
