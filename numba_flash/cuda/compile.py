@@ -19,16 +19,13 @@ from numba_flash import disk, notice
 from numba_flash.fingerprint import source_fingerprint
 
 CONSTANT_BYTES = 2**16
-_one_at_a_time = (
-    threading.RLock()
-)  # what is changed in Numba while a kernel is compiled is put back before the next
+# What is changed in Numba while a kernel is compiled is put back before the next.
+_one_at_a_time = threading.RLock()
 TENSOR_MAP_BYTES = 128
 TOOLS = (
     *("numba", "llvmlite", "numba-cuda", "cuda-core"),
-    *(
-        "nvidia-nvvm",
-        "nvidia-nvjitlink",
-    ),  # CUDA 13's wheels of the compiler and the linker, and below CUDA 12's
+    # wheels of the compiler and the linker: CUDA 13's, and CUDA 12's
+    *("nvidia-nvvm", "nvidia-nvjitlink"),
     *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
 )
 

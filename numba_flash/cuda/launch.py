@@ -17,16 +17,10 @@ from numba_flash.cuda import compile
 from numba_flash.cuda.tensor_maps import TensorMaps
 
 DRIVER = "libcuda.so.1"
-DEVICES = (
-    "/dev/nvidia[0-9]*",
-    "/dev/dxg",
-    "/dev/nvhost-gpu",
-    "/dev/nvgpu",
-)  # of a PC or server; in WSL; on Jetson boards
-OLD_DRIVER, NO_DEVICE = (
-    35,
-    100,
-)  # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice
+# Of a PC or server; in WSL; on Jetson boards.
+DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
+# cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice.
+OLD_DRIVER, NO_DEVICE = 35, 100
 
 _thread = threading.local()
 
@@ -284,11 +278,8 @@ class Launch:
 
         views = [fake(x, view) for x, (_, view) in zip(operands, self.operands, strict=True)]
         if extras:
-            inner = (
-                FakeWithinKernelCUDAArray(fake(x, view))
-                for x, (_, view) in zip(extras, self.extras, strict=True)
-            )
-            extras = extras._make(inner)
+            inner = [fake(x, view) for x, (_, view) in zip(extras, self.extras, strict=True)]
+            extras = extras._make(map(FakeWithinKernelCUDAArray, inner))
         numbers = self.numbers if numbers is None else numbers
         with np.errstate(all="ignore"):
             self._kernel[self.grid, self.threads](*views, extras, *numbers)

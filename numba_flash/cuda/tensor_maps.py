@@ -9,9 +9,8 @@ UNIT = 16  # bytes, of strides and addresses
 
 def why_not(name: str, x) -> str | None:
     """Reason why no tensor map can describe an array of this `Layout`, or None."""
-    *strides, last = (
-        stride if size > 1 else 0 for stride, size in zip(x.strides, x.shape, strict=True)
-    )
+    sizes = zip(x.strides, x.shape, strict=True)
+    *strides, last = (stride if size > 1 else 0 for stride, size in sizes)
     if last != x.dtype.itemsize:
         return (
             "needs neighbours along the head dimension to be neighbours in memory;"
@@ -57,10 +56,8 @@ class TensorMaps:
     def __init__(self, x, rows: int):
         self._shape, self._rows, self._maps = (1,) * (5 - len(x.shape)) + tuple(x.shape), rows, {}
         strides = zip(self._shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
-        self._strides = (
-            *(UNIT if n == 1 else stride for n, stride in strides),
-            2,
-        )  # that of a single element is never used, but checked
+        # the stride of an axis of one element is never used, but checked
+        self._strides = (*(UNIT if n == 1 else stride for n, stride in strides), 2)
 
     def at(self, address: int):
         """The descriptor for an array that begins there."""

@@ -68,15 +68,15 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     clear_k, clear_v = build_clear(dtype, tile, COLS_K), build_clear(dtype, tile, COLS_V)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
-        # shared by the block: chunks of the operands of products, and P^T, then dS^T
-        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
-        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
-        x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)
-        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
-        # registers of each thread: its part of S^T, then dP^T; of dK and dV
-        sT = cuda.local.array(SCORES, ACC)
-        dk_acc = cuda.local.array(OUTPUTS_K, ACC)
-        dv_acc = cuda.local.array(OUTPUTS_V, ACC)
+        # shared by the block
+        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of K^T or V^T
+        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of Q^T or dO^T
+        x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)  # some rows of dO or Q
+        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)  # P, then dS
+        # registers of each thread
+        sT = cuda.local.array(SCORES, ACC)  # its part of S^T, then of dP^T
+        dk_acc = cuda.local.array(OUTPUTS_K, ACC)  # its part of dK
+        dv_acc = cuda.local.array(OUTPUTS_V, ACC)  # its part of dV
         slope = sT
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
@@ -174,14 +174,14 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     seen, clear = build_seen(options, tile, False), build_clear(dtype, tile, COLS_K)
 
     def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
-        # shared by the block: chunks of the operands of products, and P, then dS
-        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
-        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
-        x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)
-        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
-        # registers of each thread: its part of S, then dP; of dQ
-        s = cuda.local.array(SCORES, ACC)
-        dq_acc = cuda.local.array(OUTPUTS, ACC)
+        # shared by the block
+        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of Q^T or dO^T
+        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of K^T or V^T
+        x_smem = cuda.shared.array((DEPTH_OUTER, PITCH_X), ACC, ALIGNMENT)  # some rows of K
+        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)  # P^T, then dS^T
+        # registers of each thread
+        s = cuda.local.array(SCORES, ACC)  # its part of S, then of dP
+        dq_acc = cuda.local.array(OUTPUTS, ACC)  # its part of dQ
         slope = s
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores

@@ -147,19 +147,17 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     sequence_of, seen = build_sequence(options), build_seen(options, tile, False)
 
     def dbias_simt(do, q, k, v, lse, delta, out, extras, scale, low, high, parameters):
-        # shared by the block: chunks of the operands of products, and P
-        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
-        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
-        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
-        # registers of each thread: its part of S, then dP, then dS; of the sum
-        s = cuda.local.array(SCORES, ACC)
-        acc = cuda.local.array(SCORES, ACC)
+        # shared by the block
+        a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of Q^T or dO^T
+        b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of K^T or V^T
+        w_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)  # P^T
+        # registers of each thread
+        s = cuda.local.array(SCORES, ACC)  # its part of S, then of dP, then of dS
+        acc = cuda.local.array(SCORES, ACC)  # its part of the sum
 
         heads, rows, columns = q.shape[2], q.shape[3], k.shape[3]
-        row_blocks, column_blocks = (
-            (rows + BLOCK_M - 1) // BLOCK_M,
-            (columns + BLOCK_N - 1) // BLOCK_N,
-        )
+        row_blocks = (rows + BLOCK_M - 1) // BLOCK_M
+        column_blocks = (columns + BLOCK_N - 1) // BLOCK_N
         sizes = Walk(q.shape[0], q.shape[1], heads, row_blocks, column_blocks)
         own, share = owned(cuda.blockIdx.x, sizes)
         steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)

@@ -51,17 +51,17 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     power, log_sum = score.build_exponential(dtype, options)
 
     def forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters):
-        # shared by the block: chunks of Q, K and V, P, and each thread's part of its rows' sums
-        q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)
-        k_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)
-        v_smem = cuda.shared.array((DEPTH_OUTER, PITCH_O), ACC, ALIGNMENT)
-        p_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)
-        row_smem = cuda.shared.array((BLOCK_M, THREADS_N), ACC, ALIGNMENT)
-        # registers of each thread: its part of S, then P; of O; of the maxima and sums of its rows
-        s = cuda.local.array(SCORES, ACC)
-        acc = cuda.local.array(OUTPUTS, ACC)
-        m_i = cuda.local.array(ROWS, ACC)
-        l_i = cuda.local.array(ROWS, ACC)
+        # shared by the block
+        q_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of Q^T
+        k_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of K^T
+        v_smem = cuda.shared.array((DEPTH_OUTER, PITCH_O), ACC, ALIGNMENT)  # some rows of V
+        p_smem = cuda.shared.array((BLOCK_N, PITCH_M), ACC, ALIGNMENT)  # P^T
+        row_smem = cuda.shared.array((BLOCK_M, THREADS_N), ACC, ALIGNMENT)  # parts of row sums
+        # registers of each thread
+        s = cuda.local.array(SCORES, ACC)  # its part of S, then of P
+        acc = cuda.local.array(OUTPUTS, ACC)  # its part of O
+        m_i = cuda.local.array(ROWS, ACC)  # maxima of its rows
+        l_i = cuda.local.array(ROWS, ACC)  # its part of their sums
 
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
         tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
@@ -78,11 +78,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
             sequence = sequence_of(extras, at.b0, at.b1, nq, nk)
             q0, nq = sequence.q0, sequence.queries
             k0, nk = sequence.k0, sequence.keys
-            q_head, k_head, v_head = (
-                q_head[q0 : q0 + nq],
-                k_head[k0 : k0 + nk],
-                v_head[k0 : k0 + nk],
-            )
+            q_head = q_head[q0 : q0 + nq]
+            k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
             low, high = low + sequence.shift, high + sequence.shift
             invalid = sequence.invalid
             if PACKED:

@@ -123,11 +123,10 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
 
 def tiles_of(problem) -> tuple:
     """Rows and columns of the score tiles of each kernel; the rows of dkdv are keys."""
-    tiles = (
-        (kernel, tile_for(kernel, problem.dtype, max(problem.d, problem.dv)))
-        for kernel in ("forward", "dkdv", "dq")
-    )
-    return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles)
+    kernels = ("forward", "dkdv", "dq")
+    d = max(problem.d, problem.dv)
+    tiles = {kernel: tile_for(kernel, problem.dtype, d) for kernel in kernels}
+    return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles.items())
 
 
 def takes_numpy() -> bool:
@@ -206,11 +205,9 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> 
         extras=extras,
         numbers=numbers_dq(),
     )
-    dbias = (
-        _Dbias(p, gpu, tensors, rows, extras, numbers_dq, results.dbias)
-        if results.dbias is not None
-        else None
-    )
+    dbias = None
+    if results.dbias is not None:
+        dbias = _Dbias(p, gpu, tensors, rows, extras, numbers_dq, results.dbias)
 
     extras_of = build_extras(p.options)
 
@@ -280,12 +277,9 @@ class _Dbias:
 
     def run(self, x, delta, dbias, extras, others):
         """Launch them; `others` are the numbers of this call, if it brings any."""
-        split = len(self.launches) > 1
-        out = (
-            arrays.compact("dbias's shares", dbias, self._shares.shape, self._shares.dtype)
-            if split
-            else dbias
-        )
+        split, out, shares = len(self.launches) > 1, dbias, self._shares
+        if split:
+            out = arrays.compact("dbias's shares", dbias, shares.shape, shares.dtype)
         self._sum(x.do, x.q, x.k, x.v, x.lse, delta, out, extras=extras, **others)
         if split:
             self._sum_shares(out, dbias)

@@ -17,9 +17,8 @@ from numba_flash import mask
 from numba_flash.cuda.lang import SIMULATED, cuda, device
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
-ALIGNMENT = (
-    None if SIMULATED else 16
-)  # of shared arrays, for vector loads; the simulator refuses the argument
+# Of shared arrays, for vector loads; the simulator refuses the argument.
+ALIGNMENT = None if SIMULATED else 16
 
 
 class Region(NamedTuple):
@@ -109,19 +108,15 @@ def build_column(dtype, threads_n, cols):
 
 
 def build_inner(dtype, tile, head_dim):
-    """``inner(acc, a, b, region, a_smem, b_smem)``: acc[r, c] = sum_d a[row0 + row, d] * b[col0 +
-    column, d].
+    """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T,
+
+        acc[r, c] = sum_d a[row0 + row, d] * b[col0 + column, d]
 
     The sum runs over chunks of DEPTH, staged transposed so that both operands are read along their
     rows. Rows beyond the end repeat the last one: the caller ignores their scores.
     """
-    ROWS, COLS, DEPTH, THREADS_N, HEAD_DIM = (
-        tile.rows,
-        tile.cols,
-        tile.depth,
-        tile.threads_n,
-        head_dim,
-    )
+    ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
+    DEPTH, HEAD_DIM = tile.depth, head_dim
     ROW_STEP = tile.threads // tile.depth
     STEPS_M, STEPS_N = tile.block_m // ROW_STEP, tile.block_n // ROW_STEP
     ACC = ACCUMULATOR[dtype]

@@ -169,13 +169,13 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last
         tile first.
         """
-        # registers of each thread: fragments of S^T, dP^T, P^T as pairs, dK, dV, and of dQ
-        sT = cuda.local.array(SCORES, f32)
-        dpT = cuda.local.array(SCORES, f32)
-        pT = cuda.local.array(PAIRS, u32)
-        dk_acc = cuda.local.array(OUTPUTS_K, f32)
-        dv_acc = cuda.local.array(OUTPUTS_V, f32)
-        dq = cuda.local.array(32, f32)
+        # registers of each thread
+        sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
+        dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
+        pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
+        dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
+        dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
+        dq = cuda.local.array(32, f32)  # of a tile of dQ
         # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is
         # left out by `postprocess`
         ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)

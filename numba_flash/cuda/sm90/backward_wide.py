@@ -143,11 +143,11 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         """Equations (1) to (6) for the keys of each work item and all its tiles of queries, the
         last tile first.
         """
-        # registers of each thread: fragments of S^T, then P^T; of dP^T, then dS^T; of dK and dV
-        sT = cuda.local.array(SCORES, f32)
-        dpT = cuda.local.array(SCORES, f32)
-        dk_acc = cuda.local.array(OUTPUTS_K, f32)
-        dv_acc = cuda.local.array(OUTPUTS_V, f32)
+        # registers of each thread
+        sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
+        dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
+        dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
+        dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         pT_all = wgmma.descriptor(smem + u32(P), u32(0))
         dsT_all = wgmma.descriptor(smem + u32(DS), u32(0))
         q_tile, do_tile = pipeline.tile(smem, Q, u32(0)), pipeline.tile(smem, DO, u32(0))

@@ -65,12 +65,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     extras : lengths, see `numba_flash.cuda.arguments`.
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
-    BLOCK_M, BLOCK_N, CONSUMERS, PING_PONG = (
-        tile.block_m,
-        tile.block_n,
-        tile.consumers,
-        tile.ping_pong,
-    )
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
+    CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     O_STAGE, O_BYTES = SMEM.o, SMEM.o_panels * panel_bytes(ROWS)
@@ -140,10 +136,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
             row = pipeline.read(smem, WORK, turn, WORD.q0)
             row += pipeline.read(smem, WORK, turn, WORD.row0)
-            k0, first = (
-                pipeline.read(smem, WORK, turn, WORD.k0),
-                pipeline.read(smem, WORK, turn, WORD.first),
-            )
+            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+            first = pipeline.read(smem, WORK, turn, WORD.first)
             key = i32(k0 + (first + count - 1) * BLOCK_N)
             for t in range(count + 1):
                 if t < count:
@@ -272,15 +266,15 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
         tile first.
         """
-        # registers of each thread: fragments of S, of P as pairs, of O; then of its two rows
-        s = cuda.local.array(SCORES, f32)
-        p = cuda.local.array(PAIRS, u32)
-        acc = cuda.local.array(OUTPUTS, f32)
-        m_i = cuda.local.array(2, f32)
-        l_i = cuda.local.array(2, f32)
-        alpha = cuda.local.array(2, f32)
-        m_done = cuda.local.array(2, f32)  # of the work item before, until it is stored
-        l_done = cuda.local.array(2, f32)
+        # registers of each thread
+        s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
+        p = cuda.local.array(PAIRS, u32)  # of P, two elements of 16 bits each
+        acc = cuda.local.array(OUTPUTS, f32)  # of O
+        m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows
+        l_i = cuda.local.array(2, f32)  # its part of their sums
+        alpha = cuda.local.array(2, f32)  # what their O has to be multiplied by
+        m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
+        l_done = cuda.local.array(2, f32)  # the same of l_i
         turn, n = u32(0), u32(0)
         item = begin_item(smem, me, turn)
         zero(acc)

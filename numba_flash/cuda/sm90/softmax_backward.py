@@ -56,11 +56,8 @@ class SoftmaxBackward(NamedTuple):
 
 def build(head_dim, head_dim_v, options, tile):
     """`SoftmaxBackward` of a kernel; arguments as of `numba_flash.cuda.sm90.backward.build`."""
-    SMEM, BLOCK_M, QUERIES_APART = (
-        tile.layout(head_dim, head_dim_v),
-        tile.block_m,
-        tile.queries_apart,
-    )
+    SMEM = tile.layout(head_dim, head_dim_v)
+    BLOCK_M, QUERIES_APART = tile.block_m, tile.queries_apart
     KEYS_APART, COLUMNS, SCORES = ROWS - QUERIES_APART, tile.columns, tile.columns // 2
     Q, DO, WORK = map(one_type, (SMEM.q, SMEM.do, SMEM.work))
     LSE, DELTA, BOUNDS, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.bounds, 4 * BLOCK_M
@@ -183,9 +180,9 @@ def build(head_dim, head_dim_v, options, tile):
         """
         delta_smem = row_values(smem, me, DELTA, DO.slots, n)
         for j in range(chunk, chunk + 2):
-            delta = (
-                (f32(0), f32(0)) if CAPPED else ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
-            )
+            delta = (f32(0), f32(0))
+            if not CAPPED:
+                delta = ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
             for i in range(4):
                 dpT[4 * j + i] = pT[4 * j + i] * (dpT[4 * j + i] - delta[i % 2])
 

@@ -12,9 +12,8 @@ from numba_flash.options import NAMES
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 
 SERVED = {"softcap", "q_lengths", "kv_lengths"}  # options that the kernels know
-GREATEST_SOFTCAP = (
-    1024  # by an estimate, tanh is off by up to 2**-22 of it, which a score has to bear
-)
+# By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
+GREATEST_SOFTCAP = 1024
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
