@@ -1,6 +1,6 @@
 """The tables of README and docs, made from committed results: what stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
 
-`docs/figures.py` writes them; `tests/test_docs_tables.py` checks that they are what the results give.
+`docs/figures.py` writes them; `tests/docs/test_docs_tables.py` checks that they are what the results give.
 """
 
 import hashlib

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from support import ROOT
+
 SUITE = ROOT / "asv_bench"
 sys.path.insert(0, str(SUITE))
 

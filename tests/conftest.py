@@ -17,7 +17,7 @@ BACKENDS = (
     if SIMULATED
     else [
         pytest.param(Backend("cpu", "numpy"), id="cpu"),
-        pytest.param(Backend("sm90", "cupy"), id="sm90-cupy", marks=pytest.mark.gpu),
+        pytest.param(Backend("sm90", "cupy", refuses=True), id="sm90-cupy", marks=pytest.mark.gpu),
         pytest.param(Backend("simt", "cupy"), id="simt-cupy", marks=pytest.mark.gpu),
         pytest.param(Backend("simt", "numpy"), id="simt-numpy", marks=pytest.mark.gpu),
     ]

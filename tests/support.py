@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 
 import numba_flash
 from numba_flash import reference
+from numba_flash.plan import BACKENDS, tier
 from numba_flash.problem import bind
 
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
@@ -37,10 +41,14 @@ def readable(value) -> str:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run the library: the backend to demand, and the library whose arrays go in and come out."""
+    """One way to run the library: the backend to demand, and the library whose arrays go in and come out.
+
+    Only one that `refuses` some problems may say that it does not serve one; from the others that is an error.
+    """
 
     name: str
     library: str
+    refuses: bool = False
 
     def to_device(self, x: np.ndarray):
         if self.library == "numpy":
@@ -59,50 +67,45 @@ class Backend:
         return cupy.asnumpy(x)
 
     def forward(self, q, k, v, **options):
-        return self._unless_refused(numba_flash.forward, q, k, v, **options)
+        return self._or_skip(numba_flash.forward, q, k, v, **options)
 
     def backward(self, do, q, k, v, o, lse, **options):
-        return self._or_simt(numba_flash.backward, do, q, k, v, o, lse, **options)
+        return self._or_another(numba_flash.backward, do, q, k, v, o, lse, **options)
 
     def forward_packed(self, *arrays, **options):
-        return self._unless_refused(numba_flash.forward_packed, *arrays, **options)
+        return self._or_skip(numba_flash.forward_packed, *arrays, **options)
 
     def backward_packed(self, *arrays, **options):
-        return self._or_simt(numba_flash.backward_packed, *arrays, **options)
+        return self._or_another(numba_flash.backward_packed, *arrays, **options)
 
-    def _or_simt(self, function, *arrays, **options):
-        """The result, where `sm90` serves only the forward pass that of `simt`."""
+    def _or_another(self, function, *arrays, **options):
+        """The result; of a problem that this backend refuses that of the one which is then chosen: it may serve the forward pass alone."""
         try:
             return function(*arrays, backend=self.name, **options)
         except NotImplementedError:
-            if self.name != "sm90":
+            if not self.refuses:
                 raise
-            return function(*arrays, backend="simt", **options)
+            return function(*arrays, **options)
 
-    def _unless_refused(self, function, *arrays, **options):
-        """The result; a problem that `sm90` says it does not serve is left out of the test, with its sentence as the reason."""
+    def _or_skip(self, function, *arrays, **options):
+        """The result; a problem that this backend refuses is left out of the test, with its sentence as the reason."""
         try:
             return function(*arrays, backend=self.name, **options)
         except NotImplementedError as error:
-            if self.name != "sm90":
+            if not self.refuses:
                 raise
             pytest.skip(str(error))
 
     def blocks(self, kernel: str, dtype: str, d: int) -> tuple[int, int]:
-        """Queries and keys per tile of ``"forward"``, ``"dkdv"`` or ``"dq"``."""
-        if self.name == "cpu":
-            from numba_flash.cpu import tier as cpu
-
-            return (cpu.BLOCK_M, cpu.BLOCK_N) if kernel == "forward" else (cpu.BACKWARD_BLOCK_M, cpu.BACKWARD_BLOCK_N)
-        if self.name == "sm90" and kernel == "forward":
-            from numba_flash.cuda.sm90 import tier as sm90
-
-            x = np.zeros((1, d), DTYPES[dtype])
-            return dict(sm90.tiles_of(bind(x, x, x)))[kernel]
-        from numba_flash.cuda.simt import tier as simt
-
-        tile = simt.tile_for(kernel, dtype, d)
-        return (tile.block_n, tile.block_m) if kernel == "dkdv" else (tile.block_m, tile.block_n)
+        """Queries and keys per tile of ``"forward"``, ``"dkdv"`` or ``"dq"``; of the next slower backend where this one names none."""
+        x = np.zeros((1, d), DTYPES[dtype])
+        names = ("forward",) if kernel == "forward" else (kernel, "backward")
+        for backend in BACKENDS[BACKENDS.index(self.name) :]:
+            tiles = dict(tier(backend).tiles_of(bind(x, x, x)))
+            for name in names:
+                if name in tiles:
+                    return tiles[name][::-1] if name == "dkdv" else tiles[name]  # its rows are keys
+        raise ValueError(f"no backend from {self.name} on names a tile of {kernel}")
 
 
 def no_gpu() -> str | None:

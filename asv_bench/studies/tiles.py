@@ -14,42 +14,40 @@ from unittest.mock import patch
 import common
 
 import numba_flash
-from numba_flash import arrays
+from numba_flash.arrays import Layout, empty
 from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
 from numba_flash.cuda import launch
 from numba_flash.cuda.simt import tier as simt
-from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
-from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.cuda.sm90 import prepare_backward, prepare_forward
+from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, BackwardTile, Tile
 from numba_flash.plan import tier
-from numba_flash.problem import bind
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, bind
 
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
-Forward, Backward, Simt = sm90.Tile, sm90_backward.BackwardTile, simt.Tile
 
-# Kernel: dtype, the module that chooses its tile, and by head dimension what is tried besides the chosen one.
+# Kernel: dtype, where a function chooses its tile and the name of that, and by head dimension what is tried besides the chosen one.
 STUDIES = {
     "sm90 forward": (
         "bfloat16",
-        sm90,
+        (prepare_forward, "forward_tile"),
         {
-            64: [Forward(m, n, 2, 4 if n < 128 else 3, 1, True) for m in (128, 192) for n in (64, 96, 128)]
-            + [Forward(128, 160, 2, 3, 1, True)],
-            128: [Forward(128, n, 1, 2, 1, True) for n in (64, 96, 112, 128, 144, 160, 176)],
+            64: [Tile(m, n, 2, 4 if n < 128 else 3, 1, True) for m in (128, 192) for n in (64, 96, 128)] + [Tile(128, 160, 2, 3, 1, True)],
+            128: [Tile(128, n, 1, 2, 1, True) for n in (64, 96, 112, 128, 144, 160, 176)],
         },
     ),
     "sm90 backward": (
         "bfloat16",
-        sm90_backward,
+        (prepare_backward, "backward_tile"),
         {
-            64: [Backward(m, 2, 2, ahead) for m in (64, 128) for ahead in (False, True)],
-            128: [Backward(64, stages, 2, ahead) for stages in (2, 3) for ahead in (False, True)],
+            64: [BackwardTile(m, 2, 2, ahead) for m in (64, 128) for ahead in (False, True)],
+            128: [BackwardTile(64, stages, 2, ahead) for stages in (2, 3) for ahead in (False, True)],
         },
     ),
     "simt forward": (
         "float32",
-        simt,
-        {d: [Simt(rows, cols, 8, 64 // cols, 16, 16, 1) for rows in (2, 4, 8) for cols in (4, 8)] for d in (64, 128)},
+        (simt, "tile_for"),
+        {d: [simt.Tile(rows, cols, 8, 64 // cols, 16, 16, 1) for rows in (2, 4, 8) for cols in (4, 8)] for d in (64, 128)},
     ),
 }
 
@@ -61,22 +59,28 @@ def _shape_of(tile) -> dict:
 
 def _fits(tile, head_dim: int) -> bool:
     """Whether its shared memory does, where the tile says how much that is."""
-    return not hasattr(tile, "layout") or tile.layout(head_dim, head_dim).bytes <= sm90.SHARED_LIMIT
+    return not hasattr(tile, "layout") or tile.layout(head_dim, head_dim).bytes <= SHARED_LIMIT
 
 
-def bind(tile, direction: str, module, name: str, case: Case) -> peers.Bound:
-    """A prepared call of the backend `name` with this tile, on results that are allocated once."""
-    (q, k, v), backend, absent = case.arrays, tier(name), (None,) * 4
-    problem, like = bind(q, k, v), lambda x: arrays.empty("a result", x, x.shape)
+def prepare(tile, choice: tuple, name: str, direction: str, problem, inputs, results) -> Prepared:
+    """What the backend `name` makes of the problem and such arrays where it chooses this tile."""
+    layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
+    with patch.object(*choice, lambda *_: tile):
+        return getattr(tier(name), f"prepare_{direction}")(problem, *layouts)
+
+
+def prepared(tile, choice: tuple, name: str, direction: str, case: Case) -> peers.Bound:
+    """A prepared call with this tile, on results that are allocated once."""
+    q, k, v = case.arrays
+    like = lambda x: empty("a result", x, x.shape)
     if direction == "forward":
-        results, prepare = (like(q), None), backend.prepare_forward
-        inputs = lambda do: (q, k, v, *absent)
+        results = ForwardResults(like(q), None)
+        inputs = lambda do: ForwardInputs(q, k, v)
     else:
         o, lse = numba_flash.forward(q, k, v, return_lse=True, backend=name)
-        results, prepare = (like(q), like(k), like(v), None), backend.prepare_backward
-        inputs = lambda do: (do, q, k, v, o, lse, None, *absent)
-    with forced(tile, module):
-        run = prepare(problem, inputs(case.do), results)
+        results = BackwardResults(like(q), like(k), like(v))
+        inputs = lambda do: BackwardInputs(do, q, k, v, o, lse)
+    run = prepare(tile, choice, name, direction, bind(q, k, v), inputs(case.do), results).run
 
     def repeat(count: int) -> None:
         for _ in range(count):
@@ -89,21 +93,21 @@ def bind(tile, direction: str, module, name: str, case: Case) -> peers.Bound:
     return peers.Bound(repeat, checked)
 
 
-def forced(tile, module):
-    """Context in which `module` chooses this tile."""
-    return patch.object(module, "tile_for", lambda *_: tile)
+def chosen_tile(choice: tuple, problem):
+    """The tile that the backend chooses."""
+    module, name = choice
+    return getattr(module, name)(*(("forward", problem.dtype, problem.d) if module is simt else (problem,)))
 
 
 def study(name: str, head_dim: int, options, clock) -> list[dict]:
     """Rows of one kernel: every tile that is right, and why others are not."""
-    dtype, module, tiles = STUDIES[name]
+    dtype, choice, tiles = STUDIES[name]
     backend, direction = name.split()
     heads = options.width // head_dim
     cell = Cell(direction, "full", dtype, options.tokens // options.length, heads, heads, options.length, head_dim)
-    problem = bind(*Case(cell, clock.xp).arrays)
-    chosen = module.tile_for(*(("forward", dtype, head_dim) if module is simt else (problem,)))
+    chosen = chosen_tile(choice, bind(*Case(cell, clock.xp).arrays))
     candidates = list(dict.fromkeys([chosen, *(tile for tile in tiles[head_dim] if _fits(tile, head_dim))]))
-    everyone = [peers.Contender(str(t), partial(bind, t, direction, module, backend), lambda *_: None) for t in candidates]
+    everyone = [peers.Contender(str(t), partial(prepared, t, choice, backend, direction), lambda *_: None) for t in candidates]
     outcomes = timing.compare(cell, everyone, clock, common.repeats(options, clock.place))
     rows = []
     for tile in candidates:

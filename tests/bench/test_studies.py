@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import ROOT
 
 from numba_flash import reference
 from numba_flash.bench import standard
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
-STUDIES = Path(__file__).parents[1] / "asv_bench" / "studies"
+STUDIES = ROOT / "asv_bench" / "studies"
 
 
 def run(study: str, *arguments: str, file: Path, **environment: str) -> dict:
@@ -169,8 +171,8 @@ def test_tiles_in_the_simulator(tmp_path):
     code = """
 import sys
 import tiles
-from numba_flash.cuda.simt import tier as simt
-tiles.STUDIES = {"simt forward": ("float32", simt, {8: [simt.Tile(2, 2, 2, 4, 4, 2, 1)]})}
+from numba_flash.cuda.simt import tier
+tiles.STUDIES = {"simt forward": ("float32", (tier, "tile_for"), {8: [tier.Tile(2, 2, 2, 4, 4, 2, 1)]})}
 tiles.main(["--length", "6", "--tokens", "6", "--width", "8", "--head-dims", "8", "--kernels", "simt forward", "--repeats", "1",
             "--json", sys.argv[1]])
 """
@@ -189,6 +191,21 @@ def test_tiles_fit_into_shared_memory(module):
     for name, (_, _, candidates) in tiles.STUDIES.items():
         for d, found in candidates.items():
             assert len([tile for tile in found if tiles._fits(tile, d)]) >= 2, (name, d)
+
+
+def test_tiles_are_those_that_are_asked_for(module):
+    """Backends prepare kernels with the study's tile, not with their own."""
+    tiles = module("tiles")
+    for name, (dtype, choice, candidates) in tiles.STUDIES.items():
+        backend, direction = name.split()
+        for d, found in candidates.items():
+            x, lse = np.zeros((2, 300, d), dtype), np.zeros((2, 300), np.float32)
+            arrays = ForwardInputs(x, x, x) if direction == "forward" else BackwardInputs(x, x, x, x, x, lse)
+            results = ForwardResults(x, None) if direction == "forward" else BackwardResults(x, x, x)
+            for tile in found:
+                done = tiles.prepare(tile, choice, backend, direction, bind(x, x, x), arrays, results)
+                used = {value for launch in done.launches for value in launch.config if type(value) is type(tile)}
+                assert used == {tile}, (name, d)
 
 
 def test_tiles_need_a_gpu():

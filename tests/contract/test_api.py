@@ -17,7 +17,7 @@ from support import allowed_errors, assert_within, no_gpu, no_hopper, oracle, ra
 
 import numba_flash
 from numba_flash import api, arrays, call, reference
-from numba_flash.problem import Problem, bind
+from numba_flash.problem import Prepared, Problem, bind
 
 GPU_REASON = no_gpu()
 SM90_REASON = no_hopper() or "serves float16 and bfloat16; q.dtype is float32"
@@ -188,7 +188,7 @@ def test_dlpack_objects_are_read_without_a_copy(monkeypatch):
     seen = []
 
     def prepare(problem, inputs, results):
-        return lambda inputs, results: seen.extend(inputs[:3])
+        return Prepared(lambda inputs, results: seen.extend(inputs[:3]))
 
     tier = call.tier
     monkeypatch.setattr(call, "_prepared", {})

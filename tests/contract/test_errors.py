@@ -14,7 +14,7 @@ from support import no_gpu
 import numba_flash
 from numba_flash import arrays, call
 from numba_flash.cuda import launch
-from numba_flash.problem import bind
+from numba_flash.problem import ForwardInputs, ForwardResults, Prepared, bind
 
 GPU_REASON = no_gpu()
 
@@ -727,7 +727,7 @@ def test_out_of_memory_on_a_gpu_names_the_array(function, monkeypatch):
     calls = {
         "empty": lambda: arrays.empty("dq", there, (2, 3)),
         "transposed": lambda: arrays.empty("dq", there, (2, 3)),
-        "compact": lambda: arrays.compact("dq", (2, 3), "float32"),
+        "compact": lambda: arrays.compact("dq", there, (2, 3), "float32"),
         "to_gpu": lambda: arrays.to_gpu("dq", x),
         "to_host": lambda: arrays.to_host("dq", there, x),
     }
@@ -740,11 +740,10 @@ def test_out_of_memory_on_the_way_back_from_a_gpu(monkeypatch):
     there.get = NoRoom.empty
     for name, replacement in (("current_gpu", nullcontext), ("to_gpu", lambda name, x: x), ("empty", lambda *_: there)):
         monkeypatch.setattr(arrays, name, replacement)
-    inputs = dict.fromkeys(("q", "k", "v"), q) | {"q_lengths": None, "kv_lengths": None}
-    results = {"o": ("q", q.shape, None), "lse": None}
-    run = call._CallThroughGpu(lambda inputs, results: lambda *_: None, bind(q, q, q), inputs, results)
+    inputs, wanted = ForwardInputs(q, q, q), ForwardResults(call.Wanted("q", q.shape), None)
+    run = call._CallThroughGpu(lambda inputs, results: Prepared(lambda *_: None), bind(q, q, q), inputs, wanted)
     with pytest.raises(MemoryError, match=r"^o: cannot allocate 24 bytes for shape \(2, 3\), dtype float32$"):
-        run(tuple(inputs.values()), (np.ones_like(q), None), None)
+        run(inputs, (np.ones_like(q), None), None)
 
 
 def test_sizes_are_counted_in_the_dtype_of_each_result(monkeypatch):

@@ -16,23 +16,23 @@ import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import numba_flash
-from numba_flash.cpu import pool as cpu_pool
+from numba_flash.cpu import pool
 from numba_flash.cpu import tier as cpu
 
-ROOT = Path(cpu.__file__).parents[1]
+ROOT = Path(numba_flash.__file__).parents[1]
 BLOCKS = 8
 
 
 @pytest.fixture
 def runner(monkeypatch):
     """A runner of four threads, whatever the machine has, none of which has been started; the calls of the library use it, too."""
-    monkeypatch.setattr(cpu_pool.runner, "threads", 4)
-    monkeypatch.setattr(cpu_pool.runner, "helpers", cpu_pool.Helpers())
-    return cpu_pool.runner
+    monkeypatch.setattr(pool.runner, "threads", 4)
+    monkeypatch.setattr(pool.runner, "helpers", pool.Helpers())
+    return pool.runner
 
 
 def blas_threads() -> list[int]:
-    """As they are, not as `cpu_pool.Blas` has other threads told."""
+    """As they are, not as `pool.Blas` has other threads told."""
     return [type(x).get_num_threads.__wrapped__(x) for x in ThreadpoolController().select(user_api="blas").lib_controllers]
 
 
@@ -48,7 +48,7 @@ def inputs(seed=0, n=300):
 def test_where_threads_cannot_start_a_call_is_right_and_leaves_nothing_behind(runner, there_are):
     runner.helpers.available(there_are)
     want = numba_flash.forward(*inputs(), backend="cpu")
-    runner.helpers = cpu_pool.Helpers()
+    runner.helpers = pool.Helpers()
     runner.helpers.available(there_are)
     first, second = np.full_like(want, np.nan), np.empty_like(want)
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")) as start:
@@ -129,7 +129,7 @@ PRELUDE = """
 import os, threading, time
 import numpy as np
 import numba_flash
-from numba_flash.cpu import pool as cpu_pool
+from numba_flash.cpu import pool
 from threadpoolctl import ThreadpoolController
 rng = np.random.default_rng(0)
 x = [rng.standard_normal((4, 300, 16), dtype=np.float32) for _ in range(3)]
@@ -157,19 +157,19 @@ def test_a_call_in_a_signal_handler_in_the_middle_of_a_call():
 import signal
 results, depths = [], []
 def handler(*_):
-    depths.append(cpu_pool._depth.value)
+    depths.append(pool._depth.value)
     results.append(right())
     signal.setitimer(signal.ITIMER_REAL, 0.003 if time.monotonic() < stop else 0)
 stop = 0
 signal.signal(signal.SIGALRM, handler)
-cpu_pool.runner.call(lambda: signal.raise_signal(signal.SIGALRM))
+pool.runner.call(lambda: signal.raise_signal(signal.SIGALRM))
 print(depths, results)
 stop = time.monotonic() + 0.7
 signal.setitimer(signal.ITIMER_REAL, 0.003)
 while time.monotonic() < stop:
     results.append(right())
 signal.setitimer(signal.ITIMER_REAL, 0)  # or it ends the process, once nobody handles it any more
-print(all(results), 1 in depths[1:], blas() == before, cpu_pool.runner.lock.locked())
+print(all(results), 1 in depths[1:], blas() == before, pool.runner.lock.locked())
 """
     assert python(code).splitlines() == ["[1] [True]", "True True True False"]
 
@@ -181,7 +181,7 @@ atexit.register(lambda: print("at exit", right(), flush=True))
 def later():
     threading.main_thread().join()
     time.sleep(0.2)
-    cpu_pool.runner.helpers = cpu_pool.Helpers()  # none is left, and none can be started any more
+    pool.runner.helpers = pool.Helpers()  # none is left, and none can be started any more
     print("outlives", right(), flush=True)
 threading.Thread(target=later).start()
 """
@@ -197,7 +197,7 @@ inside, leave = threading.Event(), threading.Event()
 def passes():
     inside.set()
     leave.wait()
-thread = threading.Thread(target=lambda: cpu_pool.runner.call(passes))
+thread = threading.Thread(target=lambda: pool.runner.call(passes))
 thread.start()
 inside.wait()
 child = os.fork()
@@ -242,7 +242,7 @@ def test_a_limit_that_another_thread_sets_beside_a_call(enters, leaves, threads)
     thread = threading.Thread(target=other)
     thread.start()
     take("before")
-    cpu_pool.runner.call(passes)
+    pool.runner.call(passes)
     take("after")
     thread.join(10)
     assert blas_threads() == before

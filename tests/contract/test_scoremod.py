@@ -17,7 +17,7 @@ from numba_flash import scoremod
 from numba_flash.captures import Capture
 from numba_flash.cpu import tier as cpu
 from numba_flash.cpu.scores import row_function_address
-from numba_flash.problem import bind
+from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
 SCALE = 0.5
 TABLE = np.arange(4.0)
@@ -91,9 +91,9 @@ PROCESS = """
 import json, sys
 import numpy as np, numba_flash
 from numba import types
-from numba_flash.cpu import scores as cpu_scores
-from numba_flash import problem as spec
+from numba_flash.cpu.scores import row_function_address
 from numba_flash.cuda import compile
+from numba_flash.problem import bind
 
 slopes = np.array([0.5, 0.25])
 
@@ -102,7 +102,7 @@ def function(score, b, h, i, j):
 
 q = np.ones((2, 3, 4), np.float32)
 score_mod = bind(q, q, q, score_mod=function).options.score_mod
-cpu_scores.row_function_address(score_mod, types.float32)
+row_function_address(score_mod, types.float32)
 stats = score_mod.rows[types.float32].dispatcher.stats
 key = compile.cache_key("simt.forward.build", (score_mod,), (9, 0))
 print(json.dumps([score_mod.fingerprint, key, sum(stats.cache_hits.values()), sum(stats.cache_misses.values())]))
@@ -151,7 +151,7 @@ def test_a_problem_keeps_what_its_function_was(monkeypatch):
     problem, before = bind(Q, Q, Q, scale=0.5, score_mod=tilted), expected(SCALE, TABLE)
     monkeypatch.setitem(globals(), "SCALE", 9.0)
     o = np.empty_like(Q)
-    cpu.prepare_forward(problem, None, None)((Q, Q, Q, None, None, None, None), (o, None))
+    cpu.prepare_forward(problem, None, None).run(ForwardInputs(Q, Q, Q), ForwardResults(o, None))
     np.testing.assert_allclose(o, before, rtol=1e-5, atol=1e-6)
 
 

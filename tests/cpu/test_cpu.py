@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import numba_flash
 from numba_flash.cpu import tier as cpu
 from numba_flash.problem import Problem
 
-ROOT = Path(cpu.__file__).parents[1]
+ROOT = Path(numba_flash.__file__).parents[1]
 
 
 def problem(n, high=None, d=16):

@@ -4,12 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support import ROOT, TESTS
 
-TESTS = Path(__file__).parent
-FILES = [str(file) for file in sorted(TESTS.glob("test_*.py")) if "pytest.mark.simulator" in file.read_text()]
+FILES = [str(file) for file in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.simulator" in file.read_text()]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ FILES = [str(file) for file in sorted(TESTS.glob("test_*.py")) if "pytest.mark.s
 def test_simt_kernels_in_the_cuda_simulator(options, fewest):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "simulator", "-p", "no:cacheprovider", *options, *FILES],
-        cwd=TESTS.parent,
+        cwd=ROOT,
         env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

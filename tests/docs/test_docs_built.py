@@ -3,11 +3,11 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
 import history  # noqa: E402  (in docs)

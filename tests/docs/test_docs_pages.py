@@ -1,18 +1,16 @@
 """The documentation names what there is: modules, tests, public names, and the lines of code that it shows."""
 
 import re
-from pathlib import Path
 
 import pytest
+from support import ROOT, TESTS
 
 import numba_flash
 
-ROOT = Path(__file__).parent.parent
-DOCS, PACKAGE, TESTS = ROOT / "docs", ROOT / "numba_flash", ROOT / "tests"
+DOCS, PACKAGE = ROOT / "docs", ROOT / "numba_flash"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 CODE_WORDS = re.findall(r"`([^`\n]+)`", ARCHITECTURE)
-MODULES = {path.relative_to(PACKAGE).as_posix() for folder in (PACKAGE, PACKAGE / "cuda") for path in folder.glob("*.py")}
-PACKAGES = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 
 
 # ---- architecture.md -------------------------------------------------------------------------------------------------------------------
@@ -21,24 +19,34 @@ PACKAGES = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
 def test_every_module_is_on_the_map():
     rows = [line for line in ARCHITECTURE.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    assert named >= (MODULES | PACKAGES) - {"cuda/__init__.py", "cuda/"}
+    assert named >= {name for name in MODULES if not name.startswith("bench/")} | {"bench/"}
 
 
 def test_every_file_that_is_named_exists():
     named = {word.split("::")[0] for word in CODE_WORDS if re.fullmatch(r"[\w/]+\.py(::\w+)?", word)}
-    invented = {"cuda/sm80.py", "cuda/forward_sm80.py"}  # of the tier that is added there
-    missing = {
-        name for name in named - invented if not any((folder / name).exists() for folder in (PACKAGE, PACKAGE / "cuda", TESTS, ROOT))
-    }
+    invented = {name for name in named if "sm80" in name}  # of the tier that is added there
+    known = {path.name for folder in (PACKAGE, TESTS) for path in folder.rglob("*.py")}  # by their name alone, wherever they are
+    missing = {name for name in named - invented - known if not any((folder / name).exists() for folder in (PACKAGE, ROOT))}
     assert "test_house_rules.py" in named
     assert missing == set()
 
 
 def test_every_test_that_is_named_exists():
-    defined = {name for path in TESTS.glob("*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    defined = {name for path in TESTS.rglob("*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
     named = {word.split("::")[-1] for word in CODE_WORDS if re.fullmatch(r"(test_\w+\.py::)?test_\w+", word)}
     assert "test_problems_that_are_refused" in named
     assert named - defined == set()
+
+
+# ---- all pages -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_path_that_is_named_exists():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    paths = re.compile(r"`((?:tests|docs|asv_bench|numba_flash|\.ci)/[\w./-]*)`")
+    named = {(name, page.name) for page in pages for name in paths.findall(page.read_text())}
+    assert ("docs/figures.py", "CONTRIBUTING.md") in named
+    assert {(name, page) for name, page in named if not (ROOT / name).exists()} == set()
 
 
 # ---- api.md ----------------------------------------------------------------------------------------------------------------------------
@@ -68,3 +76,4 @@ def test_included_code_is_found(page, source, options):
     else:
         start = next(number for number, line in enumerate(lines) if options["start-at"] in line)
         assert "end-before" not in options or any(options["end-before"] in line for line in lines[start + 1 :])
+    assert options["caption"].split(",")[0] == source.removeprefix("../numba_flash/")

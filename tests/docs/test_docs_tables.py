@@ -2,15 +2,14 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
-import figures  # noqa: E402  (in docs)
-import tables  # noqa: E402
+import figures  # of docs
+import tables
 
 # ---- headline claims -------------------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import ROOT
 
 pytest.importorskip("skimage", reason="the examples need numba_flash[examples]")
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = ROOT / "docs" / "examples"
 
 
 def load(name: str):

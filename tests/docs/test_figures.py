@@ -2,11 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from support import ROOT
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+sys.path.insert(0, str(ROOT / "docs"))
 
 import figures
 import tables

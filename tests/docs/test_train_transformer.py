@@ -3,15 +3,15 @@
 import importlib.util
 import json
 import re
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
+from support import ROOT
 
 import numba_flash
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "train_transformer.py"
+EXAMPLE = ROOT / "docs" / "examples" / "train_transformer.py"
 SMALL = ("--batch", "2", "--length", "24", "--width", "32", "--heads", "2")
 LARGER = ("--batch", "4", "--length", "64", "--width", "32", "--heads", "2")
 ATTENTIONS = pytest.mark.parametrize("attention", ["flash", "standard"])

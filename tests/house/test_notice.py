@@ -9,7 +9,7 @@ from numba import njit
 from numba.core import event
 
 from numba_flash import disk, notice
-from numba_flash.cpu import cache as cpu_cache
+from numba_flash.cpu import cache
 from numba_flash.cpu import tier as cpu
 
 
@@ -92,7 +92,7 @@ def test_kernels_for_the_cpu(terminal, tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))  # is read again if a test changed a variable that begins with NUMBA_
     for dtype, expected in ((np.int16, "float16"), (np.float32, "float32")):
         for lines in (1, 0):
-            kernel = cpu_cache.cached(njit(nogil=True)(doubled_items))
+            kernel = cache.cached(njit(nogil=True)(doubled_items))
             cpu._entry(kernel, (np.zeros(3, dtype),))
             assert terminal.getvalue().count("\n") == lines
             if lines:

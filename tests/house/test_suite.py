@@ -1,13 +1,12 @@
 """The suite's own rules: which tests run, where, and under which ids."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import support
-from conftest import scope
-from support import SIMULATED, readable
+from conftest import FIRST, scope
+from support import SIMULATED, TESTS, readable
 
 if SIMULATED:
     pytest.skip("these are the rules of the run outside the CUDA simulator", allow_module_level=True)
@@ -18,7 +17,7 @@ pytest_plugins = "pytester"
 @pytest.fixture
 def suite(pytester, monkeypatch):
     """``suite(source, *options, gpu=False)``: outcome of pytest for the tests in `source`, by the rules of this suite."""
-    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
@@ -82,20 +81,29 @@ def test_ids_can_be_read():
 
 def test_tests_of_one_kernel_run_in_one_process():
     of_kernels = ["test_resources[packed, 128]", "test_instructions[packed, 128]"]
-    assert len({scope(f"tests/test_sm90_compile.py::{name}") for name in of_kernels}) == 1
-    on_the_cpu = ["test_api.py::test_threads", "test_attention.py::test_dtypes[cpu-float32]", "test_options.py::test_bias[cpu-(2, [3])]"]
+    assert len({scope(f"tests/cuda/sm90/test_sm90_compile.py::{name}") for name in of_kernels}) == 1
+    on_the_cpu = [
+        "contract/test_api.py::test_threads",
+        "contract/test_attention.py::test_dtypes[cpu-float32]",
+        "contract/test_options.py::test_bias[cpu-(2, [3])]",
+        "cpu/test_cpu.py::test_threads",
+    ]
     assert len({scope(f"tests/{name}") for name in on_the_cpu}) == 1
     others = [
-        "test_compile.py::test_resources[packed, 128]",
-        "test_attention.py::test_dtypes[simt-cupy-float32]",
-        "test_api_more.py::test_threads",
+        "cuda/test_compile.py::test_resources[packed, 128]",
+        "contract/test_attention.py::test_dtypes[simt-cupy-float32]",
+        "contract/test_api_more.py::test_threads",
     ]
     assert len({scope(f"tests/{name}") for name in [*on_the_cpu, *others]}) == 1 + len(others)
 
 
+def test_files_that_come_first_are_there():
+    assert set(FIRST) <= {file.stem for file in TESTS.rglob("test_*.py")}
+
+
 def test_processes_take_tests_by_kernel(pytester, monkeypatch):
     """What pytest-xdist does with that: it once ignored its own marks, and every kernel was compiled in every process."""
-    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makepyfile(
         test_compile="""
         import os, pathlib, pytest, time
@@ -113,7 +121,7 @@ def test_processes_take_tests_by_kernel(pytester, monkeypatch):
             note(x)
         """
     )
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     assert pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2").parseoutcomes()["passed"] == 16

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from support import ROOT
 
 import numba_flash
 from numba_flash import annotations
@@ -137,7 +138,7 @@ def test_a_wrong_script_has_the_errors_that_it_should(complaints):
 def test_the_marker_of_a_typed_package_is_installed():
     assert (PACKAGE / "py.typed").exists()
     setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    setup.read(ROOT / "setup.cfg")
     assert setup["options.package_data"]["numba_flash"] == "py.typed"
 
 
