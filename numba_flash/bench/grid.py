@@ -9,6 +9,7 @@ import numpy as np
 
 from numba_flash.bench.cases import BOUNDS, Cell
 from numba_flash.plan import BACKENDS, tier
+from numba_flash.problem import ForwardInputs
 
 DEFAULTS = {
     "gpu": {"dtype": "bfloat16", "lengths": [2**i for i in range(9, 15)], "head_dims": [64, 128, 256], "tokens": 16384, "width": 2048},
@@ -61,7 +62,8 @@ def no_gpu(options: argparse.Namespace) -> str | None:
     if options.backend == "cpu":
         return "the CPU is demanded"
     simt = tier("simt")
-    reason = simt.why_not("forward", None, {"q": np.empty(0)}, True)
+    nothing = np.empty(0)
+    reason = simt.why_not("forward", None, ForwardInputs(nothing, nothing, nothing), True)
     return reason or ("kernels run in Numba's CUDA simulator" if simt.takes_numpy() else None)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import plain_kernels
 import pytest
-from plain_kernels import shared_bytes
+from plain_kernels import H200, KERNELS, kernel, name_of, ptx, shared_bytes
 from support import SIMULATED, named
 
 if SIMULATED:
@@ -28,48 +28,12 @@ from numba import njit
 import numba_flash
 from numba_flash.cuda import compile
 from numba_flash.cuda.simt import tier as simt
-from numba_flash.options import PLAIN, Options
+from numba_flash.options import Options
 from numba_flash.scoremod import ScoreMod
 
-H200 = (9, 0)
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
 STATIC_SHARED_LIMIT = 48 * 1024
 SPILL_LIMIT = 1024  # bytes per thread: the largest that the measurements beside simt.TILES found to pay
-
-# Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
-FORWARD = [
-    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 64, 64), ("float64", 128, 128), ("float64", 256, 256),
-    ("float16", 128, 128), ("bfloat16", 64, 64), ("float32", 40, 96),
-]  # fmt: skip
-DKDV = [
-    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
-    ("float16", 64, 64), ("bfloat16", 128, 128),
-]  # fmt: skip
-DQ = [
-    ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
-    ("float16", 128, 128), ("bfloat16", 33, 1),
-]  # fmt: skip
-
-
-def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, options: Options = PLAIN) -> tuple[str, tuple]:
-    """Builder and configuration, as `simt.prepare_forward` and `simt.prepare_backward` make them."""
-    if name == "delta":
-        return "simt.backward.build_delta", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS)
-    tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
-    if name == "forward":
-        return "simt.forward.build", (dtype, d, dv, write_lse, options, tile)
-    if name == "dbias":
-        return "simt.dbias.build_dbias", (dtype, d, dv, options, options.bias, (True, False, True, False, True), tile)
-    return f"simt.backward.build_{name}", (dtype, d, dv, options, tile)
-
-
-KERNELS = (
-    [("forward", *sizes) for sizes in FORWARD]
-    + [("forward", "bfloat16", 256, 256, False)]
-    + [("dkdv", *sizes) for sizes in DKDV]
-    + [("dq", *sizes) for sizes in DQ]
-    + [("delta", dtype, 64, 64) for dtype in ("float16", "bfloat16", "float32", "float64")]
-)
 
 # Every kernel and accumulator; what is left are further tiles and dtypes.
 QUICK = (
@@ -79,18 +43,9 @@ QUICK = (
 
 
 @cache
-def ptx(*chosen) -> str:
-    return compile.intermediate(*kernel(*chosen), H200)
-
-
-@cache
 def linked(*chosen) -> tuple[bytes, str]:
     """Machine code, and the linker's log."""
     return compile._link(ptx(*chosen), H200, verbose=True)
-
-
-def name_of(chosen: tuple) -> str:
-    return "-".join(map(str, chosen))
 
 
 @pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
@@ -309,7 +264,7 @@ def test_who_finds_a_kernel_on_disk_does_not_import_numba(tmp_path):
     code = f"""
 import sys, json
 from numba_flash.cuda import compile
-code = compile.cubin("simt.backward.build_delta", {CONFIG!r}, (9, 0))
+code = compile.cubin("delta.build", {CONFIG!r}, (9, 0))
 print(json.dumps([code.hex(), "numba" in sys.modules]))
 """  # names in the code are numbered as they come, so that two processes need not make the same bytes
     environment = {"NUMBA_FLASH_CACHE_DIR": tmp_path / "cache"}
@@ -362,7 +317,7 @@ if hasattr(np, "row_stack"):
     np.__all__.remove("row_stack")
 {before}
 from numba_flash.cuda import compile
-assert ".entry kernel" in compile.intermediate("simt.backward.build_delta", {CONFIG!r}, (9, 0))
+assert ".entry kernel" in compile.intermediate("delta.build", {CONFIG!r}, (9, 0))
 assert not hasattr(np, "row_stack"), "left behind"
 """
     python(code, PACKAGE.parent)

@@ -81,7 +81,7 @@ def test_what_is_compiled_is_said_once(directory, compiler, monkeypatch):
     monkeypatch.setattr(notice, "compiling", lambda *what: said.append(what))
     for _ in range(2):
         compile.cubin(*KERNEL)
-    assert said == [("the CUDA kernel forward_simt.build (float32, 64, 64) for compute capability 9.0", directory)]
+    assert said == [("the CUDA kernel simt.forward.build (float32, 64, 64) for compute capability 9.0", directory)]
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def fetch(directory: Path) -> dict[str, bytes]:
 
 
 def delta(dtype: str) -> bytes:
-    return instructions(compile.cubin("simt.backward.build_delta", (dtype, 64, False, 16, 8), (9, 0)))
+    return instructions(compile.cubin("delta.build", (dtype, 64, False, 16, 8), (9, 0)))
 
 
 @pytest.mark.full

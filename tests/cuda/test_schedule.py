@@ -14,8 +14,8 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 import numpy as np
 
 from numba_flash import mask
-from numba_flash.cuda import schedule
-from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.cuda import grid, schedule
+from numba_flash.cuda.sm90.arguments import Sizes
 from numba_flash.options import PLAIN
 
 ANY = 2**31
@@ -30,21 +30,20 @@ small = st.integers(1, 4)
 def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, parts, section):
     block_m, block_n = 64, 32
     low, high = (low, low + width) if banded else (-nq, nk)
-    item = schedule.build_item(PLAIN, banded, parts > 1, block_m, block_n, None, None).py_func
+    item = schedule.build_item(PLAIN, banded, parts > 1, block_m, block_n).py_func
     blocks = -(-nq // block_m)
     items = batch[0] * batch[1] * heads * blocks * parts
     shape = (batch[0] * parts, batch[1], heads, nq)  # that of results in parts, one after the other
-    sizes = (items, low, high, nk, parts, 1, section, batch[0])
+    sizes = Sizes(items, low, high, columns=nk, parts=parts, group=1, section=section, b0=batch[0])
     seen, tiles = set(), {}
     for index in range(items):
-        where, (q0, queries, k0, keys, *band, impossible), (first, count, part) = item(index, shape, (), sizes)
-        b0, b1, head, row0 = map(int, where)
-        assert (q0, k0, queries, impossible) == (0, 0, nq, 0)
-        assert (tuple(band), count >= 1) == ((low, high), True)
-        seen.add((b0, b1, head, row0, int(part)))
-        if keys:
-            assert keys == nk
-            tiles.setdefault((b0, b1, head, row0), []).extend(range(int(first), int(first + count)))
+        it = schedule.Item(*map(int, item(index, shape, (), sizes)))
+        assert (it.rows_begin, it.columns_begin, it.rows, it.invalid) == (0, 0, nq, 0)
+        assert (it.low, it.high, it.count >= 1) == (low, high, True)
+        seen.add((it.b0, it.b1, it.head, it.row0, it.part))
+        if it.columns:
+            assert it.columns == nk
+            tiles.setdefault((it.b0, it.b1, it.head, it.row0), []).extend(range(it.first, it.first + it.count))
     rows = range(0, blocks * block_m, block_m)
     everything = {(*b, h, r, p) for b in np.ndindex(batch) for h in range(heads) for r in rows for p in range(parts)}
     assert seen == everything
@@ -55,9 +54,10 @@ def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, 
 
 
 def test_sections_take_the_last_row_blocks_first():
-    item = schedule.build_item(PLAIN, True, False, 64, 64, None, None).py_func
-    order = [item(i, (1, 1, 5, 192), (), (15, -192, 0, 192, 1, 1, 2, 1))[0] for i in range(15)]
-    assert [(int(head), int(row0)) for _, _, head, row0 in order] == [
+    item = schedule.build_item(PLAIN, True, False, 64, 64).py_func
+    sizes = Sizes(items=15, low=-192, high=0, columns=192, parts=1, group=1, section=2, b0=1)
+    order = [item(i, (1, 1, 5, 192), (), sizes) for i in range(15)]
+    assert [(int(it.head), int(it.row0)) for it in order] == [
         *((0, 128), (1, 128), (0, 64), (1, 64), (0, 0), (1, 0)),
         *((2, 128), (3, 128), (2, 64), (3, 64), (2, 0), (3, 0)),
         *((4, 128), (4, 64), (4, 0)),
@@ -69,39 +69,40 @@ def test_the_grid_takes_every_item_once(monkeypatch, grid, items):
     taken = []
     for block in range(grid):
         monkeypatch.setattr(schedule, "cuda", SimpleNamespace(blockIdx=SimpleNamespace(x=block)))
-        at = schedule.snake.py_func(0, grid)
+        at = schedule.zigzag.py_func(0, grid)
         turn = 0
         while at < items:
             taken.append(int(at))
             turn += 1
-            at = schedule.snake.py_func(turn, grid)
+            at = schedule.zigzag.py_func(turn, grid)
     assert sorted(taken) == list(range(items))
 
 
 @pytest.mark.parametrize(("nq", "pairs", "section", "turns"), [(700, 9, 2, 4), (700, 9, 4, 5), (64, 30, 8, 7), (640, 3, 100, 6)])
 def test_the_work_of_the_busiest_block_is_foreseen(monkeypatch, nq, pairs, section, turns):
-    tile, low, high = sm90.Tile(64, 32, 1, 1, 1, False), -nq, 0
-    item = schedule.build_item(PLAIN, True, False, tile.block_m, tile.block_n, None, None).py_func
-    blocks = -(-nq // tile.block_m)
+    block_m, block_n = 64, 32
+    item = schedule.build_item(PLAIN, True, False, block_m, block_n).py_func
+    blocks = -(-nq // block_m)
     items, busiest, work = blocks * pairs, 0, [0] * blocks
+    sizes = Sizes(items, low=-nq, high=0, columns=nq, parts=1, group=1, section=section, b0=1)
     for block in range(turns):
         monkeypatch.setattr(schedule, "cuda", SimpleNamespace(blockIdx=SimpleNamespace(x=block)))
         load = 0
         for turn in range(-(-items // turns)):
-            at = schedule.snake.py_func(turn, turns)
+            at = schedule.zigzag.py_func(turn, turns)
             if at < items:
-                where, _, (_, count, _) = item(at, (1, 1, pairs, nq), (), (items, low, high, nq, 1, 1, section, 1))
-                work[int(where[3]) // tile.block_m] = int(count)
-                load += int(count)
+                it = item(at, (1, 1, pairs, nq), (), sizes)
+                work[int(it.row0) // block_m] = int(it.count)
+                load += int(it.count)
         busiest = max(busiest, load)
-    assert sm90._most_work(np.array(work), pairs, section, turns) == busiest
+    assert grid.most_work(np.array(work), pairs, section, turns) == busiest
 
 
 def test_the_section_makes_the_busiest_block_least_busy():
     """Causal N = 1024 with 512 heads: sections of 33 heads leave one of 17 to the end, which gives someone 2 % too much."""
-    problem = SimpleNamespace(nq=1024, nk=1024, batch=(1, 16), hq=32, low=-ANY, high=0)
-    section = sm90._section(problem, sm90.Tile(128, 128, 1, 1, 1, True), 132)
-    work = np.arange(1, 9) + sm90.ITEM_TILES
+    problem = SimpleNamespace(nq=1024, nk=1024, batch=(1, 16), hq=32, low=-ANY, high=0, options=PLAIN)
+    section = grid.section(problem, 128, 128, 132)
+    work = np.arange(1, 9) + grid.ITEM_TILES
     least = work.sum() * 512 / 132
-    assert sm90._most_work(work, 512, 33, 132) > 1.02 * least
-    assert sm90._most_work(work, 512, section, 132) < 1.006 * least
+    assert grid.most_work(work, 512, 33, 132) > 1.02 * least
+    assert grid.most_work(work, 512, section, 132) < 1.006 * least

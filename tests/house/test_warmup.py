@@ -1,7 +1,6 @@
 """`python -m numba_flash warmup`: which kernels it compiles, that they are those that calls look for, and what it says about them."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +12,16 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 import numba_flash
-from numba_flash import arrays, warmup
+from numba_flash import warmup
 from numba_flash.__main__ import main
 from numba_flash.bench.cases import Cell
 from numba_flash.cuda import compile, launch
-from numba_flash.cuda.simt import tier as simt
-from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
-from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.simt.tier import tile_for
+from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile
 from numba_flash.problem import Problem, bind
 
-H200 = SimpleNamespace(capability=(9, 0), multiprocessors=132)
-A100 = SimpleNamespace(capability=(8, 0), multiprocessors=108)
+H200, A100 = Gpu(0, (9, 0), 132), Gpu(0, (8, 0), 108)
 SIZES = ("--lengths", "64", "--tokens", "64", "--width", "32", "--head-dims", "16", "--mask", "full")
 
 
@@ -46,15 +44,15 @@ def test_forward_on_hopper(length, head_dim, mask):
     ((builder, config),) = warmup.kernels_of(cell(mask=mask, length=length, head_dim=head_dim), None, H200)
     assert builder == "sm90.forward.build"
     assert config[:4] == ("bfloat16", head_dim, head_dim, False)
-    assert config[-1] == sm90.tile_for(problem)
+    assert config[-1] == forward_tile(problem)
 
 
 def test_backward_on_hopper_comes_after_a_forward_that_keeps_lse():
     forward, *others = warmup.kernels_of(cell("backward", "causal"), None, H200)
     assert forward[0] == "sm90.forward.build"
     assert forward[1][3] is True
-    assert [builder for builder, _ in others] == ["sm90.preprocess.build_prepare", "sm90.backward.build", "sm90.preprocess.build_finish"]
-    assert others[1][1][-1] == sm90_backward.tile_for(problem_of(cell()))
+    assert [builder for builder, _ in others] == ["sm90.preprocess.build", "sm90.backward.build", "sm90.postprocess.build"]
+    assert others[1][1][-1] == backward_tile(problem_of(cell()))
 
 
 def test_few_queries_take_the_kernels_for_keys_in_parts():
@@ -66,15 +64,27 @@ def test_few_queries_take_the_kernels_for_keys_in_parts():
 @pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, H200), ("bfloat16", None, A100), ("bfloat16", "simt", H200)])
 def test_where_hopper_kernels_cannot_run_or_are_not_wanted(dtype, backend, gpu):
     kernels = warmup.kernels_of(cell("backward", dtype=dtype), backend, gpu)
-    assert [builder for builder, _ in kernels] == ["simt.forward.build", *(f"simt.backward.build_{x}" for x in ("delta", "dkdv", "dq"))]
-    assert kernels[-1][1][-1] == simt.tile_for("dq", dtype, 64)
+    builders = ["simt.forward.build", "delta.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
+    assert [builder for builder, _ in kernels] == builders
+    assert kernels[-1][1][-1] == tile_for("dq", dtype, 64)
 
 
-def test_everything_is_as_before_when_kernels_are_listed():
-    before = launch.Launch, launch.why_not, launch.capability, launch.multiprocessors, arrays.compact, arrays.current_gpu
+def test_head_dimensions_beyond_128_take_the_kernel_that_makes_dq_of_ds():
+    _, *others = warmup.kernels_of(cell("backward", head_dim=256), None, H200)
+    assert [builder for builder, _ in others] == ["sm90.preprocess.build", "sm90.backward_wide.build", "sm90.dq.build"]
+
+
+def test_listing_kernels_loads_and_compiles_none(monkeypatch):
+    """Nor is a GPU asked for, which need not be here."""
+    for module, name in ((compile, "cubin"), (launch, "_kernel"), (launch, "gpu"), (launch, "_no_gpu")):
+        monkeypatch.setattr(module, name, None)
+    for backend in (None, "simt"):
+        assert len(warmup.kernels_of(cell("backward"), backend, H200)) == 4
+
+
+def test_what_a_backend_refuses_is_said():
     with pytest.raises(NotImplementedError, match="serves float16 and bfloat16"):
         warmup.kernels_of(cell(dtype="float32"), "sm90", H200)
-    assert before == (launch.Launch, launch.why_not, launch.capability, launch.multiprocessors, arrays.compact, arrays.current_gpu)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------------------------------
@@ -105,7 +115,7 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
     assert {key for key in rows[0] if rows[0][key] != rows[1][key]} == {"status", "seconds"}
     monkeypatch.setattr(compile, "intermediate", None)  # whoever finds the kernel on disk does not compile it
     sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "length": 64, "head_dim": 16}
-    (kernel,) = warmup.kernels_of(cell(dtype="float32", **sizes), None, SimpleNamespace(capability=(8, 6), multiprocessors=1))
+    (kernel,) = warmup.kernels_of(cell(dtype="float32", **sizes), None, Gpu(0, (8, 6), 1))
     assert compile.cubin(*kernel, (8, 6))[:4] == b"\x7fELF"
 
 
@@ -141,9 +151,9 @@ def test_what_cannot_run_is_said_and_nothing_is_compiled(tmp_path, capsys):
 
 
 def test_a_kernel_that_does_not_compile_is_an_error(capsys):
-    row = warmup._compile_for_gpu("forward_simt.no_such_builder", (), (9, 0))
+    row = warmup._compile_for_gpu("simt.forward.no_such_builder", (), (9, 0))
     assert row["error"].startswith("AttributeError: ")
-    assert warmup.line(row).startswith("failed    forward_simt.no_such_builder")
+    assert warmup.line(row).startswith("failed    simt.forward.no_such_builder")
 
 
 @pytest.mark.parametrize(

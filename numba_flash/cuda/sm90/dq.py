@@ -23,43 +23,18 @@ ROWS = 64  # of a consumer
 WORD = words(DqWork)
 
 
-def build(dtype, head_dim, banded, to_map, options, tile):
-    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
-    compile options.
+def build_write_work(banded, options, tile, layout):
+    """``write_work(smem, dq, lse2, extras, sizes)``: write down what this block's work items are,
+    as far as there is room.
 
-    maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
-        with `to_map` of dq.
-    dq : (b0, b1, heads, nq, head_dim), as words of two elements.
-    dq_sum : float32, what there is of the sum: per row block and consumer in the order of
-        fragments.
-    ds : dS^T, as `numba_flash.cuda.sm90.backward_wide` writes it.
-    lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
-        numbered.
-    extras : lengths, see `numba_flash.cuda.arguments`.
-    sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
+    Arguments are those of `build` and of its kernel.
     """
-    BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
-    SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
-    TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
-    STAGE, ALIGNMENT, OUTPUTS = SMEM.o, SMEM.ALIGNMENT, head_dim // 2
-    PANEL_BYTES = panel_bytes(ROWS)
-    K_BYTES, DS_BYTES = panels(head_dim) * PANEL_BYTES, CONSUMERS * PANEL_BYTES
-    SUM_BYTES = 4 * ROWS * head_dim
-    TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
-    SEQUENCES, PACKED = options.sequences, options.packed
-    NAN, ON, OFF, NONE = math.nan, 1, 0, 0
-    item_of = schedule.build_item(options, banded, False, BLOCK_M, BLOCK_N)
+    BLOCK_M, PACKED, WORK = tile.block_m, options.packed, one_type(layout.work)
+    item_of = schedule.build_item(options, banded, False, BLOCK_M, tile.block_n)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
-    load_k = pipeline.build_load(TILES, head_dim, BLOCK_N, DS_BYTES)
-    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
-    start_sum = wgmma.build_sum(head_dim, BLOCK_N // 16, 0, 0, BFLOAT16, True)
-    zero, _ = softmax.build_zero(OUTPUTS)
-    put_row = store.build_put_row(head_dim, False, BFLOAT16)
-    stage = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
 
     @inline
     def write_work(smem, dq, lse2, extras, sizes):
-        """Write down what this block's work items are, as far as there is room."""
         turn, taken, there = u32(0), u32(0), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
@@ -101,6 +76,42 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                 pipeline.write(smem, WORK, turn, WORD.count, END)
             pipeline.commit(smem, WORK, turn)
             turn = u32(turn + 1)
+
+    return write_work
+
+
+def build(dtype, head_dim, banded, to_map, options, tile):
+    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
+    compile options.
+
+    maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
+        with `to_map` of dq.
+    dq : (b0, b1, heads, nq, head_dim), as words of two elements.
+    dq_sum : float32, what there is of the sum: per row block and consumer in the order of
+        fragments.
+    ds : dS^T, as `numba_flash.cuda.sm90.backward_wide` writes it.
+    lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
+        numbered.
+    extras : lengths, see `numba_flash.cuda.arguments`.
+    sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
+    """
+    BLOCK_N, CONSUMERS = tile.block_n, tile.consumers
+    SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
+    TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
+    STAGE, ALIGNMENT, OUTPUTS = SMEM.o, SMEM.ALIGNMENT, head_dim // 2
+    PANEL_BYTES = panel_bytes(ROWS)
+    K_BYTES, DS_BYTES = panels(head_dim) * PANEL_BYTES, CONSUMERS * PANEL_BYTES
+    SUM_BYTES = 4 * ROWS * head_dim
+    TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
+    SEQUENCES = options.sequences
+    NAN, ON, OFF, NONE = math.nan, 1, 0, 0
+    write_work = build_write_work(banded, options, tile, SMEM)
+    load_k = pipeline.build_load(TILES, head_dim, BLOCK_N, DS_BYTES)
+    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
+    start_sum = wgmma.build_sum(head_dim, BLOCK_N // 16, 0, 0, BFLOAT16, True)
+    zero, _ = softmax.build_zero(OUTPUTS)
+    put_row = store.build_put_row(head_dim, False, BFLOAT16)
+    stage = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
 
     @inline
     def produce(maps, smem, ds, sizes):

@@ -14,48 +14,71 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
-from test_ds_tiles import described, draw, plain
+from on_host import on_host
+from test_ds_tiles import described, draw
 
-from numba_flash.cuda.sm90 import load as movers_sm90
-from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
-from numba_flash.cuda.sm90 import preprocess as rows_sm90
-from numba_flash.cuda.sm90 import tier as sm90
-from numba_flash.cuda.swizzle import ADDERS, DQ_PART
+from numba_flash.cuda import grid
+from numba_flash.cuda.schedule import Rows
+from numba_flash.cuda.sm90 import load, prepare_backward, preprocess
+from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
+from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem
 
-TILES = [tile for _, _, tile in sm90_backward.TILES if tile.adds_dq]
+TILES = [row.tile for row in BACKWARD_TILES if row.tile.adds_dq]
 EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
-
-
-def captured(function, *names):
-    """What a device function has captured under a name, of that what it has captured under the next one, and so on."""
-    for name in names:
-        function = getattr(function, "py_func", function)
-        function = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))[name].cell_contents
-    return function
 
 
 def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
     """What each work item of a drawn problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
     p, extras = draw(rng, kind)
     p = replace(p, d=64, dv=64)
-    *_, row_blocks = grid = sm90_backward._row_blocks(p, tile)
-    describe, _, add_dq = movers_sm90.build(64, 64, True, True, p.options, tile)
-    before = plain(captured(add_dq, "add_tile", "blocks_before"))
-    key_blocks, lengths, group = sm90_backward._key_blocks(p, tile), 1 if p.options.packed else p.batch[1], p.hq // p.hk
-    items = key_blocks * p.hk * (1 if p.options.packed else math.prod(p.batch))
-    sizes = items, -p.high, -p.low, p.nq, 1, group, int(rng.integers(1, 6)), p.batch[0]
-    operands = SimpleNamespace(shape=(*grid[:3], row_blocks * tile.block_m)), np.zeros(math.prod(grid) + 1, np.int32)
-    return [
-        [
-            (item["BASE"] + g * row_blocks + at, before(item["ROW0"], item["HIGH"], at))
-            for g in range(group)
-            for at in reversed(range(item["FIRST"], item["FIRST"] + item["COUNT"]))
-            if item["QUERIES"]
-        ]
-        for item in described(movers_sm90, describe, (p.batch[0], lengths, p.hk, p.nk), operands, extras, sizes, events)
-    ]
+    row_blocks = prepare_backward._row_blocks(p, tile)
+    build = lambda: load.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
+    lengths, group, section = 1 if p.options.packed else p.batch[1], p.hq // p.hk, int(rng.integers(1, 6))
+    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    sizes = Sizes(items=items, low=-p.high, high=-p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0])
+    dk = SimpleNamespace(shape=(p.batch[0], lengths, p.hk, p.nk))
+    lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * tile.block_m))
+    flags = np.zeros(math.prod(row_blocks) + 1, np.int32)
+    written = described(load, build, (dk, lse2, flags), extras, sizes, events)
+    done, tiles = added(written, group, lse2, tile), itertools.count()
+    return [[done[n] for n in itertools.islice(tiles, group * item.count) if n in done] for item in written]
+
+
+class Flag:
+    """A counter that has every value that is waited for, and notes (number of the row block, value)."""
+
+    def __init__(self, address, waited):
+        self.address, self.waited = address, waited
+
+    def __ne__(self, value):
+        self.waited.append((int(self.address) // 4, int(value)))
+        return False
+
+
+def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
+    """What the threads that add do with each tile of dQ that sees something: (number of its row block, the count it waits for)."""
+    items, done, waited = [*items, BackwardWork(*[0] * 14)._replace(count=END)], {}, []
+    nothing = lambda *_: None
+
+    def wait_ready(smem, ring, n):
+        if waited:
+            done[int(n)] = waited.pop()
+
+    pipeline = SimpleNamespace(
+        wait_ready=wait_ready, read=lambda smem, ring, turn, word: items[int(turn)][int(word)], tile=nothing, release=nothing
+    )
+    ptx = SimpleNamespace(
+        **dict.fromkeys(("bulk_store", "bulk_add", "bulk_commit", "bulk_wait_read", "bulk_wait", "add_flag"), nothing),
+        global_address=lambda array: 0,
+        load_flag=lambda address: Flag(address, waited),
+    )
+    with on_host(load, pipeline=pipeline, ptx=ptx):
+        add_dq = load.build_add_dq(True, tile, tile.layout(64, 64))
+        for me in range(ADDERS):
+            add_dq(0, me, lse2, None, None, group)
+    return done
 
 
 EACH_KIND = pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
@@ -116,18 +139,18 @@ def test_shares_of_a_grid_are_not_done_if_few_blocks_are_at_work():
 @EACH_KIND
 def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for(kind, tile):
     """From a number behind the flags. Earlier, a block would keep items that others wait for, while it is busy with another one."""
-    events, published = [], 0
+    events, committed = [], 0
     problem, _ = draw(np.random.default_rng(0), kind)
     items = additions(np.random.default_rng(0), kind, tile, events)
-    behind_the_flags = 4 * math.prod(sm90_backward._row_blocks(problem, tile))
+    behind_the_flags = 4 * math.prod(prepare_backward._row_blocks(problem, tile))
     for before, event in zip([None, *events], events, strict=False):
-        if event == ("publish",):
-            published += 1
+        if event == ("commit",):
+            committed += 1
         elif event[0] == "claim":
             assert event[1] == behind_the_flags
-            assert before == (("ready", tile.layout(64, 64).fetched, published - 1) if published else None)
-    assert published == len(items) + 1 > 2
-    assert sum(what == "claim" for what, *_ in events) >= published
+            assert before == (("ready", tile.layout(64, 64).fetched, committed - 1) if committed else None)
+    assert committed == len(items) + 1 > 2
+    assert sum(what == "claim" for what, *_ in events) >= committed
 
 
 @EACH_TILE
@@ -135,56 +158,64 @@ def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group, tile):
     """If it claims items at all."""
-    count, events = int(movers_sm90.COUNT), []
-    items = [dict.fromkeys(range(14), 0) | {count: tiles} for tiles in (3, 1, 2)] + [{count: movers_sm90.END}]
-    _, produce, _ = movers_sm90.build(64, 64, True, ordered, PLAIN, tile)
-    sends = {name: lambda *_, name=name: events.append(name) for name in ("send_q", "send_do", "fill_k", "fill_v")}
+    layout, events = tile.layout(64, 64), []
+    items = [BackwardWork(*[0] * 14)._replace(count=count) for count in (3, 1, 2, END)]
     pipeline = SimpleNamespace(
-        **dict.fromkeys(("wait_ready", "wait_free", "leave"), lambda *_: None),
+        **dict.fromkeys(("wait_ready", "wait_free", "release", "mbarrier"), lambda *_: None),
+        build_load=lambda *_: lambda tensor_map, *_: events.append(tensor_map),
         read=lambda smem, ring, turn, word: items[int(turn)][int(word)],
-        publish=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
+        commit=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
     )
-    rows, ptx = SimpleNamespace(shape=(1, 1, 1, tile.block_m)), SimpleNamespace(global_address=lambda array: 0)
-    plain(produce, sends, pipeline=pipeline, ptx=ptx)([None] * 4, 0, rows, rows, group)
+    ptx = SimpleNamespace(global_address=lambda array: 0, bulk_load=lambda *_: None)
+    rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
+    with on_host(load, pipeline=pipeline, ptx=ptx):
+        load.build_produce(64, 64, ordered, tile, layout)(["do", "q", "k", "v"], 0, rows, rows, group)
     expected = []
     for turn, item in enumerate(items[:-1]):
-        tiles = ["send_q", "send_do"] * (item[count] * group)
-        expected += ["fill_k", tiles[0], "fill_v", *tiles[1:]] + ([(tile.layout(64, 64).fetched, turn)] if ordered else [])
+        tiles = ["q", "do"] * (item.count * group)
+        expected += ["k", tiles[0], "v", *tiles[1:]] + ([(layout.fetched, turn)] if ordered else [])
     assert events == expected
 
 
 @EACH_TILE
-@pytest.mark.parametrize("grid", [1, 5])
-def test_flags_and_the_number_of_the_next_item_begin_at_zero(grid, tile):
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, tile):
     """Each flag by its own block of the kernel before; nothing else is written there."""
     address, stored = 10_000_000, []
-    prepare, *_ = rows_sm90.build_prepare("float16", 64, False, True, PLAIN, tile, 256)
-    for number in range(grid):
-        where = SimpleNamespace(blockIdx=SimpleNamespace(x=number), gridDim=SimpleNamespace(x=grid), threadIdx=SimpleNamespace(x=0))
-        where.shfl_xor_sync = lambda lanes, value, lane: value
-        ptx = SimpleNamespace(
-            global_address=lambda array: address if array == "flags" else 0, store_global=lambda *what: stored.append(what)
-        )
-        no_rows = {"rows": lambda number, *_: (0, 0, 0, 0, 0, 0, 0, 0, 1.0)}
-        plain(prepare, no_rows, cuda=where, ptx=ptx)(
-            *[None] * 2, SimpleNamespace(shape=(1, 1, 1, 0)), None, "shifts", None, "flags", (), 0, ()
-        )
+    no_rows = SimpleNamespace(build_rows=lambda *_: lambda *_: Rows(0, 0, 0, 0, 0, 0, 0, 0, False))
+    ptx = SimpleNamespace(
+        **dict.fromkeys(("unpack_float16", "unpack_bfloat16")),
+        global_address=lambda array: address if array == "flags" else 0,
+        store_global=lambda *what: stored.append(what),
+    )
+    for number in range(blocks):
+        cuda = SimpleNamespace(blockIdx=SimpleNamespace(x=number), gridDim=SimpleNamespace(x=blocks), threadIdx=SimpleNamespace(x=0))
+        cuda.shfl_xor_sync = lambda lanes, value, lane: value
+        with on_host(preprocess, cuda=cuda, ptx=ptx, schedule=no_rows):
+            kernel, *_ = preprocess.build("float16", 64, False, True, PLAIN, tile, 256)
+            kernel(None, None, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)
     stored = [(int(at - address), values) for at, values in stored if at >= address]
-    assert sorted(stored) == [(4 * i, (0,)) for i in range(grid + 1)]
+    assert sorted(stored) == [(4 * i, (0,)) for i in range(blocks + 1)]
 
 
 @EACH_TILE
 def test_every_ring_is_initialised(tile):
     """With as many arrivals as there are who fill a slot, and who leave it."""
     layout, found = tile.layout(64, 64), {}
-    kernel, *_ = movers_sm90.build_kernel(64, 64, True, True, True, PLAIN, tile, None)
-    roles = dict.fromkeys(("describe", "produce", "add_dq"), lambda *_: None)
-    cuda = SimpleNamespace(threadIdx=SimpleNamespace(x=0), shared=SimpleNamespace(array=lambda *_: None), syncthreads=lambda: None)
-    ptx = SimpleNamespace(shared_address=lambda array: 0, fence_mbarrier_init=lambda: None, setmaxnreg=lambda *_: None)
-    initialise = lambda smem, ring, fills, releases: found.__setitem__(tuple(map(int, ring)), (int(fills), int(releases)))
-    pipeline = SimpleNamespace(WARP_GROUP=128, uniform=lambda x: x, initialise=initialise)
-    plain(kernel, roles, cuda=cuda, ptx=ptx, pipeline=pipeline)([], *[None] * 4, None, None, (), (0,) * 8, ())
-    consumers, threads = tile.consumers, tile.consumers * 128
+    stand_ins = {
+        **dict.fromkeys(("build_write_work", "build_produce", "build_add_dq"), lambda *_: lambda *_: None),
+        "cuda": SimpleNamespace(threadIdx=SimpleNamespace(x=0), syncthreads=lambda: None),
+        "ptx": SimpleNamespace(fence_mbarrier_init=lambda: None, setmaxnreg=lambda *_: None),
+        "pipeline": SimpleNamespace(
+            shared_base=lambda alignment: 0,
+            uniform=lambda x: x,
+            initialise=lambda smem, ring, fills, releases: found.__setitem__(tuple(map(int, ring)), (int(fills), int(releases))),
+        ),
+    }
+    with on_host(load, **stand_ins):
+        kernel, *_ = load.build_kernel(64, 64, True, True, True, PLAIN, tile, None)
+        kernel([], *[None] * 6, (), SimpleNamespace(group=1), ())
+    consumers, threads = tile.consumers, tile.consumers * WARP_GROUP
     assert found == {
         **dict.fromkeys((layout.q, layout.do, layout.k, layout.v), (1, consumers)),
         layout.dq: (threads, 1),
@@ -201,11 +232,11 @@ def turns(counts, maps: bool) -> list[list[tuple[str, int]]]:
     consumer, n = [], 0
     for count in counts:
         for t in range(count):
-            consumer += [("publish", n - 1)] if t else []
+            consumer += [("commit", n - 1)] if t else []
             consumer += [("meet", n), ("wait_free", n + 1), ("write", n)]
             n += 1
-        consumer += [("publish", n - 1)] + ([("wait_free", n + 1), ("write", -1)] if maps else [])
-    adders = [[(what, k) for k in range(me, n, ADDERS) for what in ("wait_ready", "read", "leave")] for me in range(ADDERS)]
+        consumer += [("commit", n - 1)] + ([("wait_free", n + 1), ("write", -1)] if maps else [])
+    adders = [[(what, k) for k in range(me, n, ADDERS) for what in ("wait_ready", "read", "release")] for me in range(ADDERS)]
     return [consumer, consumer, *adders]
 
 
@@ -233,7 +264,7 @@ def explore(counts, maps: bool) -> None:
             elif what == "wait_free":
                 if f[slot] % 2 == (phase + 1) % 2:
                     continue
-            elif what == "publish":
+            elif what == "commit":
                 arrivals, current = r[slot]
                 r[slot] = (0, current + 1) if arrivals else (1, current)
             elif what == "write":
@@ -267,17 +298,17 @@ def problem(nq: int, hq: int, hk: int, causal: bool = False):
 def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expected):
     tile, key_blocks = TILES[0], nq // TILES[0].block_n
     for ordered in (True, False):
-        section = sm90_backward._section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
+        section = prepare_backward.section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
         assert section == expected
-        assert section == 1 or section * nq * 64 * 4 <= sm90_backward.SUMS_AT_WORK
-    causal = sm90_backward._section(problem(nq, heads, heads_kv, True), tile, key_blocks, 132, False)
-    assert causal == sm90.even_section(key_blocks, 132), "work of different lengths has to be handed out evenly"
+        assert section == 1 or section * nq * 64 * 4 <= prepare_backward.SUMS_AT_WORK
+    causal = prepare_backward.section(problem(nq, heads, heads_kv, True), tile, key_blocks, 132, False)
+    assert causal == grid.even_section(key_blocks, 132), "work of different lengths has to be handed out evenly"
 
 
 @pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (2, 4), strict=True)])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
 def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiprocessors):
-    section = sm90_backward._section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
+    section = prepare_backward.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
     assert section == -(-multiprocessors // blocks)
 
 
@@ -285,14 +316,14 @@ def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiproc
 def test_the_tile_of_dq_has_its_own_memory(tile):
     d = 64 if tile.block_m > 64 else 128
     layout = tile.layout(d, d)
-    pieces = [(layout.ds, 2 * layout.ds_bytes), (layout.dq[0], 4 * DQ_PART * tile.consumers), (layout.bounds, 16 * tile.consumers)]
+    pieces = [(layout.ds, 2 * layout.ds_bytes), (layout.dq.tiles, 4 * DQ_PART * tile.consumers), (layout.bounds, 16 * tile.consumers)]
     pieces += [(layout.lse, 4 * tile.block_m * tile.stages), (layout.delta, 4 * tile.block_m * tile.do_stages)]
     for name in ("q", "do", "k", "v", "dq", "work", "fetched"):
         slots, slot_bytes, count, ready, free = getattr(layout, name)
         pieces += [(ready, 8 * count), (free, 8 * count)] + ([] if name in ("dq", "fetched") else [(slots, slot_bytes * count)])
     pieces.sort()
     assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
-    assert sum(pieces[-1]) + layout.ALIGNMENT <= layout.bytes <= sm90.SHARED_LIMIT
-    assert layout.dq[0] % layout.ALIGNMENT == 0, "panels of dK and dV are stored from there"
-    assert layout.dq[1:3] == (0, ADDERS)
-    assert layout.fetched[1:3] == (0, 1)
+    assert sum(pieces[-1]) + layout.ALIGNMENT <= layout.bytes <= SHARED_LIMIT
+    assert layout.dq.tiles % layout.ALIGNMENT == 0, "panels of dK and dV are stored from there"
+    assert (layout.dq.slot_bytes, layout.dq.slots) == (0, ADDERS)
+    assert (layout.fetched.slot_bytes, layout.fetched.slots) == (0, 1)

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from types import CellType, FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,29 +14,26 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
-from numba_flash.cuda.sm90 import dq as dq_sm90
-from numba_flash.cuda.sm90 import load as movers_sm90
-from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
-from numba_flash.options import PLAIN, Options
-from numba_flash.problem import Problem, bind
+from on_host import on_host
 
-TILE = sm90_backward.WideTile()
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm90 import dq, load, prepare_backward
+from numba_flash.cuda.sm90.arguments import END, Sizes
+from numba_flash.cuda.sm90.tiles import WideTile
+from numba_flash.options import PLAIN, Options
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, Problem, bind
+
+TILE = WideTile()
 BLOCK_M, BLOCK_N, MULTIPROCESSORS = TILE.block_m, TILE.block_n, 132
 
 
-def plain(function, captured=None, **globals_):
-    """A device function, and those that it has captured, as Python functions with some other globals, and others in place of `captured`."""
-    function = getattr(function, "py_func", function)
-    found = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    values = ((captured or {}).get(name, cell.cell_contents) for name, cell in found.items())
-    cells = tuple(CellType(plain(x, **globals_) if hasattr(x, "py_func") else x) for x in values)
-    return FunctionType(function.__code__, function.__globals__ | globals_, function.__name__, function.__defaults__, cells)
+def described(module, build, arrays, extras, sizes, events=None) -> list:
+    """The work items, by name, that the function of ``build()``, a builder of a module, writes down for the only block of a grid.
 
-
-def described(module, describe, shape, arrays, extras, sizes, events=None) -> list[dict]:
-    """The work items, by the names of their words, that `describe` writes down for the only block of a grid.
-
-    `events` gets what else it does, in order: ("claim", byte of the array of flags), ("ready", ring, n) for each wait, ("publish",).
+    `events` gets what else it does, in order: ("claim", byte of the array of flags), ("ready", ring, n) for each wait, ("commit",).
     """
     items, slot, events = [], {}, [] if events is None else events
 
@@ -44,31 +41,25 @@ def described(module, describe, shape, arrays, extras, sizes, events=None) -> li
         events.append(("claim", int(address)))
         return np.int32(sum(what == "claim" for what, *_ in events) - 1)
 
-    def publish(*_):
-        events.append(("publish",))
+    def commit(*_):
+        events.append(("commit",))
         items.append(dict(slot))
 
-    replaced = {
+    stand_ins = {
         "pipeline": SimpleNamespace(
             wait_free=lambda *_: None,
             wait_ready=lambda smem, ring, n: events.append(("ready", tuple(map(int, ring)), int(n))),
             write=lambda smem, ring, n, word, value: slot.__setitem__(int(word), int(value)),
-            publish=publish,
+            commit=commit,
         ),
         "ptx": SimpleNamespace(global_address=lambda array: 0, next_number=claim),
-        "schedule": SimpleNamespace(snake=lambda turn, blocks: np.int32(turn)),
         "cuda": SimpleNamespace(gridDim=SimpleNamespace(x=1), blockIdx=SimpleNamespace(x=0)),
-        "packed_item": movers_sm90.schedule.packed_item.py_func,
     }
-    plain(describe, **replaced)(0, SimpleNamespace(shape=shape), *arrays, extras, sizes)
-    names = {int(word): name for name, word in vars(module).items() if isinstance(word, np.uint32)}
-    return [{names[word]: value for word, value in item.items()} for item in items[:-1]]
-
-
-class OnGpu(np.ndarray):
-    """A host array that says where on a GPU it lies."""
-
-    data = SimpleNamespace(device_id=0, ptr=0)
+    with on_host(module, **stand_ins):
+        build()(0, *arrays, extras, sizes)
+    *items, last = items
+    assert last[int(module.WORD.count)] == END
+    return [module.WORD._make(item[int(word)] for word in module.WORD) for item in items]
 
 
 class Traffic:
@@ -76,33 +67,36 @@ class Traffic:
 
     def __init__(self, p, extras, blocks):
         lengths = 1 if p.options.packed else p.batch[1]
-        *_, self.row_blocks = grid = sm90_backward._row_blocks(p, TILE)
-        self.numbers, self.group, self.blocks = math.prod(grid), p.hq // p.hk, blocks
-        main, *_ = movers_sm90.build(256, 256, True, False, p.options, TILE)
-        kernel, *_ = dq_sm90.build(p.dtype, 256, True, False, p.options, TILE)
-        after = dict(zip(kernel.__code__.co_freevars, kernel.__closure__, strict=True))["describe"].cell_contents
-        lse2 = SimpleNamespace(shape=(*grid[:3], grid[3] * BLOCK_M))
-        key_blocks = sm90_backward._key_blocks(p, TILE)
-        items = key_blocks * p.hk * (1 if p.options.packed else math.prod(p.batch))
+        row_blocks = prepare_backward._row_blocks(p, TILE)
+        self.row_blocks, self.numbers, self.group = row_blocks.blocks, math.prod(row_blocks), p.hq // p.hk
+        of_keys = lambda: load.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256))
+        of_queries = lambda: dq.build_write_work(True, p.options, TILE, TILE.dq_layout(256))
+        lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * BLOCK_M))
+        dk, dq_array = (SimpleNamespace(shape=(p.batch[0], lengths, heads, n)) for heads, n in ((p.hk, p.nk), (p.hq, p.nq)))
         self.of_keys, self.of_queries = [], []
-        for first in range(0, key_blocks, blocks):
-            sizes = items, -p.high, -p.low, p.nq, 1, self.group, 3, p.batch[0], first, blocks
-            self.of_keys.append(described(movers_sm90, main, (p.batch[0], lengths, p.hk, p.nk), (lse2, None), extras, sizes))
-            sizes = self.numbers, p.low, p.high, p.nk, 1, p.hk, 3, p.batch[0], first, blocks
-            shape = p.batch[0], lengths, p.hq, p.nq
-            self.of_queries.append(described(dq_sm90, after, shape, (lse2,), extras, sizes))
+        for first in range(0, grid.blocks(p, p.nk, BLOCK_N), blocks):
+            same = {"parts": 1, "group": self.group, "section": 3, "b0": p.batch[0], "first_block": first, "blocks": blocks}
+            sizes = Sizes(items=grid.items(p, p.nk, p.hk, BLOCK_N), low=-p.high, high=-p.low, columns=p.nq, **same)
+            self.of_keys.append(described(load, of_keys, (dk, lse2, None), extras, sizes))
+            sizes = Sizes(items=self.numbers, low=p.low, high=p.high, columns=p.nk, **same)
+            self.of_queries.append(described(dq, of_queries, (dq_array, lse2), extras, sizes))
 
     def written(self, part, seen=0) -> Counter:
         """By items that see at least so many queries; one that sees none writes a tile, too."""
         return Counter(
-            (item["BASE"] + g * self.row_blocks + item["FIRST"] + t, item["ROW0"] // BLOCK_N)
+            (item.base + g * self.row_blocks + item.first + t, item.row0 // BLOCK_N)
             for item in self.of_keys[part]
-            if item["QUERIES"] >= seen
-            for g, t in itertools.product(range(self.group), range(item["COUNT"]))
+            if item.queries >= seen
+            for g, t in itertools.product(range(self.group), range(item.count))
         )
 
     def read(self, part) -> Counter:
-        return Counter((item["NUMBER"], item["FIRST"] + t) for item in self.of_queries[part] for t in range(item["COUNT"]))
+        return Counter((item.number, item.first + t) for item in self.of_queries[part] for t in range(item.count))
+
+
+def lengths_of(p, q_lengths, kv_lengths):
+    """Lengths or offsets, as kernels get them."""
+    return build_extras(p.options)(ForwardInputs(None, None, None, q_lengths=q_lengths, kv_lengths=kv_lengths))
 
 
 def draw(rng, kind: str):
@@ -114,10 +108,11 @@ def draw(rng, kind: str):
     if kind == "plain":
         return p, ()
     if kind == "packed":
-        offsets = tuple(np.array([0, *sorted(rng.integers(0, n + 1, batch - 1)), n]) for n in (nq, nk))
-        return replace(p, options=Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=follows)), offsets
-    lengths = tuple(rng.integers(0, n + 1, (1, batch)) for n in (nq, nk))
-    return replace(p, options=Options(q_lengths="int64", kv_lengths="int64", follows=follows)), lengths
+        lengths = (np.array([0, *sorted(rng.integers(0, n + 1, batch - 1)), n]) for n in (nq, nk))
+    else:
+        lengths = (rng.integers(0, n + 1, (1, batch)) for n in (nq, nk))
+    p = replace(p, options=Options(q_lengths="int64", kv_lengths="int64", packed=kind == "packed", follows=follows))
+    return p, lengths_of(p, *lengths)
 
 
 @pytest.mark.parametrize("kind", ["plain", "lengths", "packed"])
@@ -126,7 +121,7 @@ def test_every_tile_that_is_read_has_been_written(kind, seed):
     """In the same part, by one work item alone, and where there is room for it."""
     rng = np.random.default_rng(seed)
     p, extras = draw(rng, kind)
-    blocks = int(rng.integers(1, sm90_backward._key_blocks(p, TILE) + 1))
+    blocks = int(rng.integers(1, grid.blocks(p, p.nk, BLOCK_N) + 1))
     traffic = Traffic(p, extras, blocks)
     for part in range(len(traffic.of_keys)):
         written, read, first = traffic.written(part), traffic.read(part), part * blocks
@@ -143,11 +138,10 @@ def test_a_sum_begins_and_ends_once(kind, seed):
     p, extras = draw(rng, kind)
     traffic, begun, ended = Traffic(p, extras, int(rng.integers(1, 5))), set(), set()
     for item in itertools.chain(*traffic.of_queries):
-        number = item["NUMBER"]
-        assert (number in begun) != item["BEGINS"]
-        assert number not in ended
-        begun.add(number)
-        ended |= {number} if item["ENDS"] else set()
+        assert (item.number in begun) != item.begins
+        assert item.number not in ended
+        begun.add(item.number)
+        ended |= {item.number} if item.ends else set()
     assert begun == ended == set(range(traffic.numbers))
 
 
@@ -162,10 +156,10 @@ def test_an_impossible_sequence_touches_nothing_of_the_others(side, sequence, of
     both = (np.array(offsets), np.array(fine)) if side == "queries" else (np.array(fine), np.array(offsets))
     options = Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=True)
     p = Problem((1, 4), 2, 1, 400, 400, 256, 256, "float16", 0.1, -400, 400, options)
-    traffic = Traffic(p, both, 2)
+    traffic = Traffic(p, lengths_of(p, *both), 2)
     for part in range(len(traffic.of_keys)):
         assert set(traffic.written(part).values()) <= {1}
-        numbers = [item["NUMBER"] for item in traffic.of_queries[part]]
+        numbers = [item.number for item in traffic.of_queries[part]]
         assert len(numbers) == len(set(numbers))
         assert all(0 <= number < traffic.numbers for number in numbers)
 
@@ -195,46 +189,45 @@ def test_ds_of_some_blocks_of_keys_fits(length, heads, heads_kv):
     """It takes all of the keys, in parts of equal size: WORKSPACE bytes at most, or as much as keeps everyone busy, or a few blocks."""
     q, k = (np.broadcast_to(np.float16(0), (h, length, 256)) for h in (heads, heads_kv))
     p = bind(q, k, k)
-    grid = sm90_backward._row_blocks(p, TILE)
-    blocks, parts = sm90_backward._parts(p, TILE, math.prod(grid), MULTIPROCESSORS)
+    row_blocks = prepare_backward._row_blocks(p, TILE)
+    blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(row_blocks), MULTIPROCESSORS)
     assert (parts - 1) * blocks < -(-length // BLOCK_N) <= parts * blocks
-    *_, (_, shape, _) = sm90_backward._temporaries(p, TILE, grid, MULTIPROCESSORS)
-    size = 4 * math.prod(shape)
-    assert size == math.prod(grid) * blocks * BLOCK_M * BLOCK_N * 2
-    few, busy = blocks <= sm90_backward.FEWEST_BLOCKS, blocks * heads_kv < MULTIPROCESSORS + heads_kv
-    assert size <= sm90_backward.WORKSPACE or few or (busy and size <= sm90_backward.MOST_WORKSPACE)
+    ds = prepare_backward._temporaries(p, TILE, row_blocks, MULTIPROCESSORS).ds
+    size = 4 * math.prod(ds.shape)
+    assert (ds.dtype, size) == ("float32", math.prod(row_blocks) * blocks * BLOCK_M * BLOCK_N * 2)
+    few, busy = blocks <= prepare_backward.FEWEST_BLOCKS, blocks * heads_kv < MULTIPROCESSORS + heads_kv
+    assert size <= prepare_backward.WORKSPACE or few or (busy and size <= prepare_backward.MOST_WORKSPACE)
 
 
 def test_parts_fill_turns_of_the_multiprocessors():
     """20 heads: 13 blocks of keys at a time are two turns, where the 20 that there is room for would be four, one of them nearly empty."""
     x = np.broadcast_to(np.float16(0), (20, 20_480, 256))
     p = bind(x, x, x)
-    blocks, parts = sm90_backward._parts(p, TILE, math.prod(sm90_backward._row_blocks(p, TILE)), MULTIPROCESSORS)
+    blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(prepare_backward._row_blocks(p, TILE)), MULTIPROCESSORS)
     turns = parts * -(-blocks * 20 // MULTIPROCESSORS)
     assert turns <= 1.05 * 320 * 20 / MULTIPROCESSORS
 
 
 def test_each_part_has_its_blocks_of_keys(monkeypatch):
     """Every launch gets as many arrays as it has maps, operands and lengths; kernels are prepared once for all parts."""
-    made, calls = [], []
-
-    def record(builder, config, **keywords):
-        made.append(SimpleNamespace(builder=builder, **keywords))
-        return lambda *operands, parameters=(), launch=made[-1]: calls.append((launch, operands, parameters))
-
-    monkeypatch.setattr(sm90_backward.launch, "Launch", record)
-    monkeypatch.setattr(sm90_backward.launch, "multiprocessors", lambda device: MULTIPROCESSORS)
+    calls = []
+    record = lambda launch, *operands, extras=(), numbers=None: calls.append((launch, operands, extras, numbers))
+    monkeypatch.setattr(Launch, "__call__", record)
     for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(sm90_backward, name, value)
-    monkeypatch.setattr(sm90_backward.arrays, "compact", lambda name, shape, dtype: np.empty(shape, dtype).view(OnGpu))
-    q, k = (np.zeros((1, 2, h, 500, 256), np.float16).view(OnGpu) for h in (4, 2))
-    lse, lengths = np.zeros(q.shape[:-1], np.float32).view(OnGpu), np.array([[500, 3]]).view(OnGpu)
-    inputs, results = (q, q, k, k, q, lse, None, None, None, None, lengths), (q, k, k, None)
-    p = bind(q, k, k, kv_lengths=lengths)
-    sm90_backward.prepare(p, inputs, results, True)(inputs, results)
-    assert [each.builder for each in made] == ["sm90.preprocess.build_prepare", TILE.kernel, "sm90.dq.build"]
-    assert len(calls) == 1 + 2 * 3
-    for launch, operands, parameters in calls[1:]:
-        assert len(operands) == len(launch.maps) + len(launch.operands) + len(launch.extras)
-        assert launch.scalars[-2:] + launch.parameters == (0, *parameters[1:])
-    assert [parameters[:2] for *_, parameters in calls[1:]] == [(0, 3), (0, 3), (3, 3), (3, 3), (6, 3), (6, 3)]
+        monkeypatch.setattr(prepare_backward, name, value)
+    q, k = (np.zeros((1, 2, h, 500, 256), np.float16) for h in (4, 2))
+    lse, lengths = np.zeros(q.shape[:-1], np.float32), np.array([[500, 3]])
+    inputs, results = BackwardInputs(q, q, k, k, q, lse, kv_lengths=lengths), BackwardResults(q, k, k)
+    layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
+    prepared = prepare_backward.prepare(bind(q, k, k, kv_lengths=lengths), *layouts, True, Gpu(0, (9, 0), MULTIPROCESSORS))
+    prepared.run(inputs, results)
+    assert [launch.builder for launch in prepared.launches] == ["sm90.preprocess.build", TILE.kernel, "sm90.dq.build"]
+    preprocess, main, sum_dq = prepared.launches
+    assert [launch for launch, *_ in calls] == [preprocess, *[main, sum_dq] * 3]
+    for launch, operands, extras, _ in calls:
+        assert len(operands) == len(launch.maps) + len(launch.operands)
+        assert (len(launch.extras), extras) == (1, (lengths,))
+    for part, (launch, *_, (sizes, scales)) in enumerate(calls[1:]):
+        made_with, *_ = launch.numbers
+        assert (sizes, scales) == (made_with._replace(first_block=3 * (part // 2)), launch.numbers[1])
+        assert (made_with.first_block, made_with.blocks) == (0, 3)

@@ -12,8 +12,9 @@ from support import DTYPES, allowed_errors, assert_within, no_hopper, random_inp
 
 import numba_flash
 from numba_flash import reference
-from numba_flash.cuda import launch
-from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.sm90 import tier
+from numba_flash.cuda.sm90.tiles import part_tile
 from numba_flash.problem import bind
 
 NO_HOPPER = no_hopper()
@@ -122,7 +123,7 @@ def test_a_captured_call_computes_from_what_its_arrays_hold(cp, options):
 
 def test_results_do_not_depend_on_addresses(cp):
     """More arrays of one layout than tensor maps are kept of, each computed twice."""
-    count = launch.TENSOR_MAPS_LIMIT + 44
+    count = tensor_maps.MOST + 44
     q, k, v = (normal(cp, count, 2, 100, 64, seed=i) for i in range(3))
     together = bits(cp, *forward(q, k, v, causal=True))
     alone = [[x[b].copy() for x in (q, k, v)] for b in range(count)]
@@ -164,8 +165,8 @@ def test_split_keys(cp, nq, lengths, d):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
     for options in (given, given | {"causal": True}, given | {"causal": True, "q_start": 9000}):
         problem = bind(q, k, v, **options)
-        tile = sm90.tile_for(problem)
-        assert sm90._parts(problem, tile, 4 * -(-nq // tile.block_m), launch.multiprocessors(0)) > 1
+        tile = part_tile(problem)
+        assert grid.parts(problem, tile.block_m, tile.block_n, launch.gpu(0).multiprocessors) > 1
         o, lse = forward(q, k, v, return_lse=True, out=nan(cp, q.shape), **options)
         verify(cp, o, lse, dense(cp, q, k, v, **options), v, str(options))
         assert bits(cp, forward(q, k, v, **options)) == bits(cp, o)
@@ -243,7 +244,7 @@ def test_numpy_arrays_go_over_and_come_back(cp):
 def test_plan_names_what_runs(cp):
     q = normal(cp, 2, 4, 300, 128)
     plan = numba_flash.plan(q, q, q, causal=True)
-    assert (plan.backend, plan.refused, plan.tiles) == ("sm90", (), sm90.tiles_of(plan.problem))
+    assert (plan.backend, plan.refused, plan.tiles) == ("sm90", (), tier.tiles_of(plan.problem))
     assert bits(cp, numba_flash.forward(q, q, q, causal=True)) == bits(cp, forward(q, q, q, causal=True))
 
 

@@ -24,7 +24,7 @@ from support import DTYPES, no_hopper
 
 import numba_flash
 from numba_flash.cuda import launch
-from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
+from numba_flash.cuda.sm90 import prepare_backward
 
 NO_HOPPER = no_hopper()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -53,14 +53,14 @@ def test_random_problems(cp, chunk, monkeypatch):
     """A chunk shares what kernels are built from, as far as possible: few to compile. Every other problem has little room for dS, and every
     third one has three multiprocessors, whose blocks do many work items each.
     """
-    multiprocessors = launch.multiprocessors
-    monkeypatch.setattr(sm90_backward, "FEWEST_BLOCKS", 1)
+    gpu = launch.gpu
+    monkeypatch.setattr(prepare_backward, "FEWEST_BLOCKS", 1)
     dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk], KINDS[chunk % 5]
     for number in range(chunk, PROBLEMS, CHUNKS):
         rng = np.random.default_rng((30, number))
         for limit in ("WORKSPACE", "MOST_WORKSPACE"):
-            monkeypatch.setattr(sm90_backward, limit, 2**30 if number // CHUNKS % 2 else 2**20)
-        monkeypatch.setattr(launch, "multiprocessors", multiprocessors if number // CHUNKS % 3 else lambda device: 3)
+            monkeypatch.setattr(prepare_backward, limit, 2**30 if number // CHUNKS % 2 else 2**20)
+        monkeypatch.setattr(launch, "gpu", gpu if number // CHUNKS % 3 else lambda device: gpu(device)._replace(multiprocessors=3))
         check = check_packed if kind == "packed" else check_dense
         check(cp, rng, kind, dtype, dims, number // CHUNKS % 3 > 0 if kind in ("plain", "softcap") else chunk % 2 == 0, f"problem {number}")
 
@@ -229,7 +229,7 @@ def test_dq_in_parts_has_the_same_bits(cp, monkeypatch, options):
     o, lse = forward(q, k, v, **options)
     whole = backward(do, q, k, v, o, lse, **options)
     for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(sm90_backward, name, value)
+        monkeypatch.setattr(prepare_backward, name, value)
     parts = backward(do, q, k, v, o, lse, deterministic=False, **options)
     assert bits(cp, *parts) == bits(cp, *whole)
     verify_gradients(cp, whole, dense_gradients(cp, do, q, k, v, **options))
@@ -252,7 +252,7 @@ def test_a_sequence_with_impossible_lengths_is_nan(cp, d):
 def test_an_impossible_packed_sequence_is_left_out(cp, monkeypatch, side, d):
     """The others' gradients have the same bits as without it, in any number of parts."""
     for name, value in {"FEWEST_BLOCKS": 4, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(sm90_backward, name, value)
+        monkeypatch.setattr(prepare_backward, name, value)
     do, q, k, v = (normal(cp, 2000, 4, d, seed=i) for i in range(4))
     offsets = [cp.asarray([0, 700, 1400, 2000]) for _ in range(2)]
     o, lse = forward_packed(q, k, v, *offsets)

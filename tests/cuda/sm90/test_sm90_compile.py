@@ -17,8 +17,9 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 from numba_flash.cuda import compile
-from numba_flash.cuda.sm90 import prepare_backward as sm90_backward
-from numba_flash.cuda.sm90 import tier as sm90
+from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
+from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
+from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, FORWARD_TILES, PART_TILES, SHARED_LIMIT, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
 
 H200 = (9, 0)
@@ -27,20 +28,25 @@ PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=Tru
 SOFTCAP = Options(softcap=1.0)
 
 
-def tile_of(d: int, dv: int, length: int = 2**20) -> sm90.Tile:
-    return next(tile for longest, *dims, tile in sm90.TILES["full"] if length <= longest and d <= dims[0] and dv <= dims[1])
+def first(table: tuple[Row, ...], d: int, dv: int):
+    """Tile of long sequences."""
+    return next(row.tile for row in table if 2**20 <= row.keys and d <= row.d and dv <= row.dv)
 
 
-def part_tile_of(d: int) -> sm90.Tile:
-    return next(tile for largest, _, tile in sm90.PART_TILES if d <= largest)
+def tile_of(d: int, dv: int) -> Tile:
+    return first(FORWARD_TILES["full"], d, dv)
+
+
+def part_tile_of(d: int) -> Tile:
+    return first(PART_TILES, d, d)
 
 
 # Every tile at the head dimension it was made for; and one of each: dtype, store, options, head dimensions that fill no panel.
 KERNELS = {
-    **{f"{d}-{length}-none": ("bfloat16", d, dv, True, "none", "map", PLAIN, tile) for length, d, dv, tile in sm90.TILES["full"]},
-    **{f"{d}-{length}-above": ("bfloat16", d, dv, True, "above", "map", PLAIN, tile) for length, d, dv, tile in sm90.TILES["band"]},
+    **{f"{row.d}-{row.keys}-none": ("bfloat16", row.d, row.dv, True, "none", "map", PLAIN, row.tile) for row in FORWARD_TILES["full"]},
+    **{f"{row.d}-{row.keys}-above": ("bfloat16", row.d, row.dv, True, "above", "map", PLAIN, row.tile) for row in FORWARD_TILES["band"]},
     **{f"{d}-both": ("bfloat16", d, d, True, "both", "map", PLAIN, tile_of(d, d)) for d in (64, 128, 256)},
-    **{f"{d}-parts": ("bfloat16", d, dv, True, "none", "parts", PLAIN, tile) for d, dv, tile in sm90.PART_TILES},
+    **{f"{row.d}-parts": ("bfloat16", row.d, row.dv, True, "none", "parts", PLAIN, row.tile) for row in PART_TILES},
     "float16": ("float16", 128, 128, False, "none", "map", PLAIN, tile_of(128, 128)),
     "72, 40": ("bfloat16", 72, 40, True, "above", "map", PLAIN, tile_of(72, 40)),
     "192, 128": ("float16", 192, 128, True, "none", "map", PLAIN, tile_of(192, 128)),
@@ -53,8 +59,8 @@ KERNELS = {
 }
 
 
-def backward_tile(d: int, dv: int) -> sm90_backward.BackwardTile:
-    return next(tile for largest, largest_v, tile in sm90_backward.TILES if d <= largest and dv <= largest_v)
+def backward_tile(d: int, dv: int) -> BackwardTile | WideTile:
+    return first(BACKWARD_TILES, d, dv)
 
 
 # dtype, head dimensions, banded, stored through maps, ordered, options
@@ -128,7 +134,7 @@ def test_resources(name):
     assert 0 < used["registers"] <= 65536 // tile.threads
     fewest, most = tile.registers
     assert fewest + tile.consumers * most <= used["registers"] * (tile.consumers + 1), "the consumers would wait for registers forever"
-    assert used["shared_bytes"] + tile.layout(d, dv).bytes <= sm90.SHARED_LIMIT
+    assert used["shared_bytes"] + tile.layout(d, dv).bytes <= SHARED_LIMIT
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
@@ -173,9 +179,9 @@ def test_a_mask_makes_no_difference_to_who_adds_in_turns():
 def test_kernels_around_the_backward_pass(options):
     tile = backward_tile(96, 72)
     for builder, config in (
-        ("sm90.preprocess.build_prepare", ("bfloat16", 72, True, True, options, tile, sm90_backward.ROW_THREADS)),
-        ("sm90.preprocess.build_prepare", ("float16", 72, False, False, options, tile, sm90_backward.ROW_THREADS)),
-        ("sm90.preprocess.build_finish", ("bfloat16", 96, options, tile)),
+        ("sm90.preprocess.build", ("bfloat16", 72, True, True, options, tile, ROW_THREADS)),
+        ("sm90.preprocess.build", ("float16", 72, False, False, options, tile, ROW_THREADS)),
+        ("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
     ):
         used = compile.resources(compile.intermediate(builder, config, H200), H200)
         assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
@@ -195,7 +201,7 @@ def test_the_kernel_that_makes_dq_of_ds(config, tmp_path):
     intermediate = compile.intermediate("sm90.dq.build", (*config, tile), H200)
     used = compile.resources(intermediate, H200)
     assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
-    assert used["shared_bytes"] + tile.dq_layout(config[1]).bytes <= sm90.SHARED_LIMIT
+    assert used["shared_bytes"] + tile.dq_layout(config[1]).bytes <= SHARED_LIMIT
     found = instructions(compile.link(intermediate, H200), tmp_path)
     assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == config[3]
@@ -229,7 +235,7 @@ def test_the_compiler_is_left_as_it_was():
 
 @pytest.mark.parametrize("write_lse", [False, True])
 def test_combining_parts(write_lse):
-    text = compile.intermediate("combine.build", ("bfloat16", 128, write_lse, 5, sm90.COMBINE_ROWS), H200)
+    text = compile.intermediate("combine.build", ("bfloat16", 128, write_lse, 5, COMBINE_ROWS), H200)
     assert isinstance(text, str)
     assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
     used = compile.resources(text, H200)

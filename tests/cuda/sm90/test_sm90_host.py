@@ -13,15 +13,20 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
-import numba_flash
-from numba_flash import arrays
-from numba_flash.cuda import launch, schedule
-from numba_flash.cuda.simt import modify as scores
-from numba_flash.cuda.sm90 import tier as sm90
-from numba_flash.options import PLAIN, Options
-from numba_flash.problem import MAX_LENGTH, Problem, bind
+from on_host import on_host
 
-H200_MULTIPROCESSORS = 132
+import numba_flash
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch, schedule, tensor_maps
+from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm90 import prepare_forward, tier
+from numba_flash.cuda.sm90.arguments import Sizes
+from numba_flash.cuda.sm90.tiles import FORWARD_TILES, PART_TILES, SHARED_LIMIT, forward_tile, part_tile
+from numba_flash.options import PLAIN, Options
+from numba_flash.problem import MAX_LENGTH, BackwardInputs, ForwardInputs, ForwardResults, Problem, bind
+
+H200 = Gpu(0, (9, 0), 132)
 HEAD_DIMS = range(8, 257, 8)
 
 
@@ -60,55 +65,52 @@ SERVED = {
 }
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """As if there were an H200."""
-    monkeypatch.setattr(launch, "why_not", lambda x: None)
-    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: H200_MULTIPROCESSORS)
-    monkeypatch.setattr(arrays, "current_gpu", lambda: SimpleNamespace(id=0))
-
-
-def inputs_of(p: Problem) -> dict:
+def inputs_of(p: Problem) -> ForwardInputs:
     dtype = "float16" if p.dtype == "bfloat16" else p.dtype
     q, k, v = np.zeros((*p.batch, p.hq, p.nq, p.d), dtype), np.zeros((*p.batch, p.hk, p.nk, p.d), dtype), np.zeros((1, p.dv), dtype)
-    return {"q": q, "k": k, "v": np.broadcast_to(v, (*p.batch, p.hk, p.nk, p.dv))}
+    return ForwardInputs(q, k, np.broadcast_to(v, (*p.batch, p.hk, p.nk, p.dv)))
 
 
 @pytest.mark.parametrize(("p", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_problems_that_are_refused(hopper, p, sentence):
-    assert sm90._why_not_problem(p) == sentence
-    assert sm90.why_not("forward", p, inputs_of(p), True) == sentence
+def test_problems_that_are_refused(p, sentence):
+    assert tier._why_not_problem(p) == sentence
+    assert tier.why_not("forward", p, inputs_of(p), True, H200) == sentence
 
 
 @pytest.mark.parametrize("p", SERVED.values(), ids=SERVED)
-def test_problems_that_are_served(hopper, p):
-    assert sm90._why_not_problem(p) is None
-    assert sm90.why_not("forward", p, inputs_of(p), True) is None
-    assert sm90.why_not("forward", p, inputs_of(p), False) is None
+def test_problems_that_are_served(p):
+    assert tier._why_not_problem(p) is None
+    assert tier.why_not("forward", p, inputs_of(p), True, H200) is None
+    assert tier.why_not("forward", p, inputs_of(p), False, H200) is None
 
 
 def test_bfloat16_is_served():
-    assert sm90._why_not_problem(replace(problem(), dtype="bfloat16")) is None
+    assert tier._why_not_problem(replace(problem(), dtype="bfloat16")) is None
 
 
-def test_refusals_beyond_the_problem(hopper, monkeypatch):
+def test_refusals_beyond_the_problem(monkeypatch):
     p = problem()
-    assert sm90.why_not("forward", None, inputs_of(p), True) is None
-    backward = inputs_of(p) | {"do": np.zeros((2, 1, 8, 128), np.float16), "o": np.zeros((2, 1, 8, 128), np.float16)}
-    assert sm90.why_not("backward", p, backward, True) is None
-    backward["do"] = backward["do"][..., ::2]
-    assert sm90.why_not("backward", p, backward, True).startswith(
-        "needs neighbours along the head dimension to be neighbours in memory; do"
-    )
-    strided = inputs_of(p) | {"k": np.zeros((2, 1, 200, 128), np.float16)[..., ::2]}
-    assert sm90.why_not("forward", p, strided, True).startswith("needs neighbours along the head dimension")
+    inputs = inputs_of(p)
+    assert tier.why_not("forward", None, inputs, True, H200) is None
+    o = np.zeros((2, 1, 8, 128), np.float16)
+    backward = BackwardInputs(o, *inputs[:3], o, None)
+    assert tier.why_not("backward", p, backward, True, H200) is None
+    for name in ("do", "o"):
+        strided = backward._replace(**{name: o[..., ::2]})
+        reason = tier.why_not("backward", p, strided, True, H200)
+        assert reason.startswith(f"needs neighbours along the head dimension to be neighbours in memory; {name}")
+    strided = inputs._replace(k=np.zeros((2, 1, 200, 128), np.float16)[..., ::2])
+    assert tier.why_not("forward", p, strided, True, H200).startswith("needs neighbours along the head dimension")
     for capability in ((8, 0), (10, 0), (12, 1)):
-        monkeypatch.setattr(launch, "capability", lambda device, capability=capability: capability)
         sentence = "needs a GPU of compute capability 9.0 (Hopper); this one has {}.{}".format(*capability)
-        assert sm90.why_not("forward", p, inputs_of(p), True) == sentence
+        other = H200._replace(capability=capability)
+        assert tier.why_not("forward", p, inputs, True, other) == sentence
+        with monkeypatch.context() as patch:  # the GPU that the arrays are on
+            patch.setattr(launch, "why_not", lambda x: None)
+            patch.setattr(launch, "gpu_of", lambda x, other=other: other)
+            assert tier.why_not("forward", p, inputs, True) == sentence
     monkeypatch.setattr(launch, "why_not", lambda x: "no GPU at all")
-    assert sm90.why_not("forward", p, inputs_of(p), True) == "no GPU at all"
+    assert tier.why_not("forward", p, inputs, True) == "no GPU at all"
 
 
 X = np.zeros((2, 3, 10, 32), np.float16)
@@ -132,9 +134,14 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("x", "sentence"), LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(x, sentence):
-    reason = sm90.why_not_layout("k", x)
+    reason = tensor_maps.why_not("k", Layout.of(x))
     assert reason is None if sentence is None else reason.startswith(sentence)
     assert reason is None or str(x.strides) in reason
+
+
+def test_addresses():
+    sentence = "needs addresses that are multiples of 16; k begins 8 bytes after one"
+    assert tensor_maps.why_not("k", Layout.of(X)._replace(offset=8)) == sentence
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------------------------
@@ -146,14 +153,13 @@ def test_every_problem_has_a_tile_that_fits(nk, causal):
     base = problem(nq=nk, nk=nk, causal=causal)
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
         p = replace(base, d=d, dv=dv)
-        tile = sm90.tile_for(p)
-        assert tile.layout(d, dv).bytes <= sm90.SHARED_LIMIT, (d, dv, tile)
-        assert sm90.tiles_of(p) == (("forward", (tile.block_m, tile.block_n)),)
-        part = next(tile for most, most_v, tile in sm90.PART_TILES if d <= most and dv <= most_v)
-        assert part.layout(d, dv).bytes <= sm90.SHARED_LIMIT, (d, dv, part)
+        tile, part = forward_tile(p), part_tile(p)
+        assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
+        assert tier.tiles_of(p) == (("forward", (tile.block_m, tile.block_n)),)
+        assert part.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, part)
 
 
-ALL_TILES = {(d, dv, tile) for kind in sm90.TILES.values() for _, d, dv, tile in kind} | set(sm90.PART_TILES)
+ALL_TILES = {(row.d, row.dv, row.tile) for row in (*itertools.chain(*FORWARD_TILES.values()), *PART_TILES)}
 
 
 @pytest.mark.parametrize(("d", "dv", "tile"), sorted(ALL_TILES, key=repr))
@@ -184,44 +190,35 @@ def test_what_the_band_hides(seed):
     p = problem(nq=nq, nk=nk, causal=bool(rng.integers(2)), window=window, q_start=[None, int(rng.integers(-12, 13))][rng.integers(2)])
     diagonal = np.arange(nk) - np.arange(nq)[:, None]
     below, above = (diagonal < p.low).any(), (diagonal > p.high).any()
-    assert sm90.band(p) == ("both" if below else "above" if above else "none")
+    assert p.band == ("both" if below else "above" if above else "none")
 
 
 # ---- parts of the keys ---------------------------------------------------------------------------------------------------------------
 
 
 def test_keys_are_split_where_there_are_few_row_blocks():
-    tile, parts = sm90.Tile(128, 128, 2, 2, 2, True), lambda p, items: sm90._parts(p, tile, items, H200_MULTIPROCESSORS)
-    long = problem(nq=1, nk=2**17)
-    assert parts(long, 1) == 132
-    assert parts(long, 66) == 2
-    assert parts(long, 67) == 1
-    assert parts(problem(nq=1, nk=8 * 128), 1) == 2
-    assert parts(problem(nq=1, nk=8 * 128 - 1), 1) == 1
-    assert parts(problem(nq=1, nk=1), 1) == 1
-    assert parts(problem(nq=1, nk=2**17, window=(100, 0)), 1) == 1, "a narrow window leaves few tiles"
+    parts = lambda p: grid.parts(p, 128, 128, H200.multiprocessors)
+    long = problem(nq=1, nk=2**17, batch=(), hq=1)
+    assert parts(long) == 132
+    assert parts(replace(long, hq=66)) == 2
+    assert parts(replace(long, nq=66 * 128)) == 2
+    assert parts(replace(long, hq=67)) == 1
+    assert parts(replace(long, nq=66 * 128 + 1)) == 1
+    one = lambda **options: problem(nq=1, batch=(), hq=1, **options)
+    assert parts(one(nk=8 * 128)) == 2
+    assert parts(one(nk=8 * 128 - 1)) == 1
+    assert parts(one(nk=1)) == 1
+    assert parts(one(nk=2**17, window=(100, 0))) == 1, "a narrow window leaves few tiles"
     packed = replace(long, options=Options(q_lengths="int32", kv_lengths="int32", packed=True))
-    assert parts(packed, 1) == 1
-
-
-class OnGpu(np.ndarray):
-    """A host array that says where on a GPU it lies."""
-
-    data = SimpleNamespace(device_id=0, ptr=0)
+    assert parts(packed) == 1
 
 
 @pytest.fixture
-def launches(hopper, monkeypatch):
-    """What would have been launched: (builder, config, keywords), and the arguments of each call."""
-    made, calls = [], []
-
-    def record(builder, config, **keywords):
-        made.append(SimpleNamespace(builder=builder, config=config, **keywords))
-        return lambda *operands: calls.append((builder, operands))
-
-    monkeypatch.setattr(launch, "Launch", record)
-    monkeypatch.setattr(arrays, "compact", lambda name, shape, dtype: np.empty(shape, dtype).view(OnGpu))
-    return made, calls
+def calls(monkeypatch):
+    """What would be launched: each launch with its arrays and its optional arrays."""
+    calls = []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *operands, extras=(): calls.append((launch, operands, extras)))
+    return calls
 
 
 SIZES = [(1, 20000), (64, 20000), (128, 30000), (129, 20000), (150, 20000), (192, 20000), (193, 20000), (5000, 500), (300, 300)]
@@ -230,38 +227,43 @@ SIZES = [(1, 20000), (64, 20000), (128, 30000), (129, 20000), (150, 20000), (192
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": np.array([[3]])}], ids=list)
 @pytest.mark.parametrize(("nq", "nk"), SIZES)
-def test_there_are_as_many_work_items_as_row_blocks(launches, nq, nk, options, d):
+def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     """Each of the tile that the kernel is built with, once for each part of the keys; a second kernel puts parts together."""
     p = problem(nq=nq, nk=nk, d=d, batch=(1, 1), **options)
-    q, k, v = (np.zeros((1, 1, h, n, d), np.float16).view(OnGpu) for h, n in ((2, nq), (1, nk), (1, nk)))
-    o, lse, kv_lengths = q.copy(), np.zeros((1, 1, 2, nq), np.float32).view(OnGpu), options.get("kv_lengths")
-    inputs, results = (q, k, v, None, None, None, kv_lengths), (o, lse)
-    sm90.prepare_forward(p, inputs, results)(inputs, results)
-    made, calls = launches
-    forward, *combine = made
+    q, k, v = (np.zeros((1, 1, h, n, d), np.float16) for h, n in ((2, nq), (1, nk), (1, nk)))
+    results = ForwardResults(q.copy(), np.zeros((1, 1, 2, nq), np.float32))
+    inputs = ForwardInputs(q, k, v, kv_lengths=options.get("kv_lengths"))
+    layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
+    prepared = prepare_forward.prepare(p, *layouts, H200)
+    prepared.run(inputs, results)
+    forward, *combine = prepared.launches
     *_, store, _, tile = forward.config
-    items, low, high, keys, parts, hk, section, b0 = forward.scalars
-    assert items == parts * 2 * -(-nq // tile.block_m)
-    assert (low, high, keys, hk, b0) == (p.low, p.high, nk, 1, 1)
-    assert section >= 1
-    assert forward.grid == min(items, H200_MULTIPROCESSORS)
-    assert (store == "parts") == (parts > 1) == bool(combine)
+    sizes, _ = forward.numbers
+    assert sizes.items == sizes.parts * 2 * -(-nq // tile.block_m)
+    assert (sizes.low, sizes.high, sizes.columns, sizes.group, sizes.b0) == (p.low, p.high, nk, 2, 1)
+    assert sizes.section >= 1
+    assert forward.grid == min(sizes.items, H200.multiprocessors)
+    assert (store == "parts") == (sizes.parts > 1) == bool(combine)
     assert len(forward.maps) == (4 if store == "map" else 3)
-    assert [builder for builder, _ in calls] == [each.builder for each in made]
-    operands = calls[0][1]
-    assert len(operands) == len(forward.maps) + 2 + len(forward.extras)
+    assert [each for each, *_ in calls] == [*prepared.launches]
+    for each, operands, extras in calls:
+        assert len(operands) == len(each.maps) + len(each.operands)
+        assert len(extras) == len(each.extras)
+    _, operands, extras = calls[0]
     assert operands[0] is q
+    assert extras == tuple(options[name] for name in ("kv_lengths",) if name in options)
 
 
 # ---- who computes what ---------------------------------------------------------------------------------------------------------------
 
 
-def items_of_blocks(monkeypatch, item, grid, items, arguments):
+def items_of_blocks(monkeypatch, item, blocks, items, arguments):
     """(block, turn, what `item` says) of every work item that some block of the grid takes, in the order of its turns."""
-    for block in range(grid):
+    zigzag = getattr(schedule.zigzag, "py_func", schedule.zigzag)
+    for block in range(blocks):
         with monkeypatch.context() as patch:
             patch.setattr(schedule, "cuda", SimpleNamespace(blockIdx=SimpleNamespace(x=block)))
-            numbers = [int(schedule.snake.py_func(turn, grid)) for turn in range(items // grid + 2)]
+            numbers = [int(zigzag(turn, blocks)) for turn in range(items // blocks + 2)]
         for turn, number in enumerate(numbers):
             if number < items:
                 yield block, turn, item(number, *arguments)
@@ -278,21 +280,19 @@ def test_every_work_item_is_visited_once(monkeypatch, seed, banded, split):
     low, high = sorted(int(x) for x in rng.integers(-nq, nk + 1, 2)) if banded else (-nq, nk)
     blocks, section = -(-nq // block_m), int(rng.integers(1, 9))
     items = b0 * b1 * heads * blocks * parts
-    grid = int(rng.integers(1, items + 1))
-    item = schedule.build_item(PLAIN, banded, split, block_m, block_n, None, None).py_func
-    shape, sizes = (b0 * parts, b1, heads, nq), (items, low, high, nk, parts, heads, section, b0)
+    blocks_at_work = int(rng.integers(1, items + 1))
+    item = schedule.build_item(PLAIN, banded, split, block_m, block_n).py_func
+    shape, sizes = (b0 * parts, b1, heads, nq), Sizes(items, low, high, columns=nk, parts=parts, group=1, section=section, b0=b0)
     seen, tiles = set(), {}
-    for _, _, (where, (q0, queries, k0, keys, *_), (first, count, part)) in items_of_blocks(
-        monkeypatch, item, grid, items, (shape, (), sizes)
-    ):
-        at = tuple(map(int, where))
-        assert (*at, int(part)) not in seen
-        seen.add((*at, int(part)))
-        assert (q0, queries, k0) == (0, nq, 0)
-        assert count >= 1
-        assert keys == nk or (keys, count) == (0, 1)
-        if keys:
-            tiles.setdefault(at, []).extend(range(first, first + count))
+    for _, _, it in items_of_blocks(monkeypatch, item, blocks_at_work, items, (shape, (), sizes)):
+        at = tuple(map(int, it[:4]))
+        assert (*at, int(it.part)) not in seen
+        seen.add((*at, int(it.part)))
+        assert (it.rows_begin, it.rows, it.columns_begin) == (0, nq, 0)
+        assert it.count >= 1
+        assert it.columns == nk or (it.columns, it.count) == (0, 1)
+        if it.columns:
+            tiles.setdefault(at, []).extend(range(it.first, it.first + it.count))
     expected = itertools.product(range(b0), range(b1), range(heads), range(0, blocks * block_m, block_m), range(parts))
     assert seen == set(expected)
     diagonal = np.arange(nk) - np.arange(nq)[:, None]
@@ -315,32 +315,31 @@ def test_every_block_of_packed_sequences_is_visited_once(monkeypatch, seed):
     q_offsets, k_offsets = (np.append(0, np.cumsum(lengths)) for lengths in (q_lengths, k_lengths))
     total, keys_in_all = int(q_offsets[-1]), int(k_offsets[-1])
     options = Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=True)
-    monkeypatch.setattr(schedule, "packed_item", schedule.packed_item.py_func)
-    item = schedule.build_item(options, False, False, block_m, block_n, scores.build_sequence(options).py_func, 0).py_func
-    items, grid = (total // block_m + sequences) * heads, int(rng.integers(1, 9))
-    sizes, seen = (items, -total, keys_in_all, keys_in_all, 1, heads, 1, 1), set()
-    arguments = (1, 1, heads, total), (q_offsets, k_offsets), sizes
-    for _, _, (where, (q0, queries, k0, keys, _, _, impossible), (first, count, _)) in items_of_blocks(
-        monkeypatch, item, grid, items, arguments
-    ):
-        b0, b, head, row0 = map(int, where)
-        assert (b0, impossible) == (0, 0)
-        assert (q0, queries, k0) == (q_offsets[b], q_lengths[b], k_offsets[b])
-        if row0 < queries:
-            assert (b, head, row0) not in seen
-            seen.add((b, head, row0))
-            assert (first, keys) == (0, k_lengths[b])
-            assert count == max(1, math.ceil(k_lengths[b] / block_n))
+    items, blocks_at_work = (total // block_m + sequences) * heads, int(rng.integers(1, 9))
+    sizes, seen = Sizes(items, -total, keys_in_all, columns=keys_in_all, parts=1, group=1, section=1, b0=1), set()
+    extras = build_extras(options)(ForwardInputs(None, None, None, q_lengths=q_offsets, kv_lengths=k_offsets))
+    with on_host():
+        item = schedule.build_item(options, False, False, block_m, block_n)
+        found = [*items_of_blocks(monkeypatch, item, blocks_at_work, items, ((1, 1, heads, total), extras, sizes))]
+    for _, _, it in found:
+        b = int(it.b1)
+        assert (it.b0, it.invalid) == (0, 0)
+        assert (it.rows_begin, it.rows, it.columns_begin) == (q_offsets[b], q_lengths[b], k_offsets[b])
+        if it.row0 < it.rows:
+            assert (b, it.head, it.row0) not in seen
+            seen.add((b, int(it.head), int(it.row0)))
+            assert (it.first, it.columns) == (0, k_lengths[b])
+            assert it.count == max(1, math.ceil(k_lengths[b] / block_n))
         else:
-            assert (keys, count) == (0, 1)
+            assert (it.columns, it.count) == (0, 1)
     expected = {(b, h, row) for b in range(sequences) for h in range(heads) for row in range(0, int(q_lengths[b]), block_m)}
     assert seen == expected
 
 
-def test_snake_shares_out_what_gets_shorter(monkeypatch):
+def test_a_zigzag_shares_out_what_gets_shorter(monkeypatch):
     """Two turns of items that come longest first give every block the same length."""
-    grid, lengths = 7, list(range(14, 0, -1))
+    lengths = list(range(14, 0, -1))
     item, work = (lambda number: lengths[number]), [0] * 7
-    for block, _, length in items_of_blocks(monkeypatch, item, grid, 14, ()):
+    for block, _, length in items_of_blocks(monkeypatch, item, 7, 14, ()):
         work[block] += length
     assert set(work) == {15}

@@ -1,0 +1,27 @@
+"""Device functions as plain Python on the host: builders are called while their decorators do nothing."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from numba_flash.cuda import schedule, sequence
+
+AS_IT_IS = lambda function: function
+
+
+@contextmanager
+def on_host(*modules, **stand_ins):
+    """While this lasts, device functions of these modules, and those that their builders make, are plain Python functions.
+
+    So are those of `numba_flash.cuda.schedule` and of `numba_flash.cuda.sequence`. Each module sees the `stand_ins` in the place of what it
+    has under these names.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in {schedule, sequence, *modules}:
+            for name, value in dict(vars(module)).items():
+                if hasattr(value, "py_func"):
+                    patch.setattr(module, name, value.py_func)
+            for name, value in {"device": AS_IT_IS, "inline": AS_IT_IS, **stand_ins}.items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
+        yield
