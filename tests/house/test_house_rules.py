@@ -210,7 +210,7 @@ def test_kernels_are_recognised():
     for builder in BUILDERS:
         module, function = f"cuda.{builder}".rsplit(".", 1)
         assert function in {f.name for f in MODULES[module].body if isinstance(f, FUNCTION)}, builder
-        made_by = "cuda.sm90.load" if builder in ("sm90.backward.build", "sm90.backward_wide.build") else module
+        made_by = "cuda.sm90.load_backward" if builder in ("sm90.backward.build", "sm90.backward_wide.build") else module
         assert kernel_names(MODULES[made_by]), builder
     assert kernel_names(TREES["cpu/kernels.py"])
 

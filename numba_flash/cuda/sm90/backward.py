@@ -3,9 +3,9 @@ blocks as in the forward pass.
 
 A block owns a block of keys and walks over the queries of every head of its group. Threads of its
 first warp group move data: Q and dO in, tiles of dQ out, where they are added up as float32
-(`load`). Every other warp group, a consumer, owns 64 of the keys. It computes S^T and dP^T, keys
-along the rows, so that P^T can be an operand of dV as it is. dS^T goes to shared memory, where each
-consumer reads its part for dK, and all of it along the other direction for half of dQ.
+(`load_backward`). Every other warp group, a consumer, owns 64 of the keys. It computes S^T and
+dP^T, keys along the rows, so that P^T can be an operand of dV as it is. dS^T goes to shared memory,
+where each consumer reads its part for dK, and all of it along the other direction for half of dQ.
 
 A tile of dQ is the sum of what several blocks add. If `ordered`, they do so in the order of their
 keys: a flag counts who was there.
@@ -13,9 +13,9 @@ keys: a flag counts who was there.
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
-from numba_flash.cuda.sm90 import load, pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, one_type
-from numba_flash.cuda.sm90.load import WORD
+from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
@@ -238,4 +238,4 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)
             turn = u32(turn + 1)
 
-    return load.build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)
+    return build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

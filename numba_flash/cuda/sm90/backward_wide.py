@@ -13,9 +13,9 @@ memory, and `numba_flash.cuda.sm90.dq` makes dQ of it.
 
 from numba_flash.cuda import ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32, u64
-from numba_flash.cuda.sm90 import load, pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, one_type
-from numba_flash.cuda.sm90.load import WORD
+from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import BOUND
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -212,4 +212,4 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait()
 
-    return load.build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)
+    return build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

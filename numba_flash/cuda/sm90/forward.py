@@ -13,18 +13,18 @@ import math
 from typing import NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, ptx, schedule, softmax
+from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, ForwardWork, Scales, Sizes, one_type, words
+from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
+from numba_flash.cuda.sm90.load_forward import WORD, build_produce
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 ROWS = 64  # of a consumer
-WORD = words(ForwardWork)
 
 
 class Begun(NamedTuple):
@@ -76,10 +76,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     TO_MAP, PARTS = store_by == "map", store_by == "parts"
     SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
     NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
-    item_of = schedule.build_item(options, BANDED, PARTS, BLOCK_M, BLOCK_N)
-    load_q = pipeline.build_load(Q, head_dim, BLOCK_M)
-    load_k = pipeline.build_load(K, head_dim, BLOCK_N)
-    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N)
+    produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, zero_rows = softmax.build_zero(OUTPUTS)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
@@ -90,71 +87,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     stage = store.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, band == "both")
-
-    @inline
-    def write_work(smem, turn, o, extras, sizes):
-        """Write down what this block's next work item is."""
-        pipeline.wait_free(smem, WORK, turn)
-        number = schedule.zigzag(turn, cuda.gridDim.x)
-        if number < sizes.items:
-            item = item_of(number, o.shape, extras, sizes)
-            kv_head = i32(u32(item.head) // u32(sizes.group))
-            work = ForwardWork(
-                b0=item.b0,
-                b1=i32(0) if PACKED else item.b1,
-                head=item.head,
-                kv_head=kv_head,
-                row0=item.row0,
-                q0=item.rows_begin,
-                queries=item.rows,
-                k0=item.columns_begin,
-                keys=item.columns,
-                low=item.low,
-                high=item.high,
-                invalid=item.invalid,
-                first=item.first,
-                count=item.count,
-                part=item.part,
-            )
-            for word in range(len(work)):
-                pipeline.write(smem, WORK, turn, word, work[word])
-        else:
-            pipeline.write(smem, WORK, turn, WORD.count, END)
-        pipeline.commit(smem, WORK, turn)
-
-    @inline
-    def produce(maps, smem, o, extras, sizes):
-        """Have the copy engine fetch what each work item needs, K one tile ahead of V, and write
-        down the next item in the meantime.
-        """
-        turn, n = u32(0), u32(0)
-        write_work(smem, turn, o, extras, sizes)
-        count = pipeline.read(smem, WORK, turn, WORD.count)
-        while count != END:
-            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
-            row = pipeline.read(smem, WORK, turn, WORD.q0)
-            row += pipeline.read(smem, WORK, turn, WORD.row0)
-            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-            first = pipeline.read(smem, WORK, turn, WORD.first)
-            key = i32(k0 + (first + count - 1) * BLOCK_N)
-            for t in range(count + 1):
-                if t < count:
-                    pipeline.wait_free(smem, K, u32(n + t))
-                    load_k(maps[1], smem, u32(n + t), Place(0, key - t * BLOCK_N, kv_head, b1, b0))
-                if t == 0:
-                    pipeline.wait_free(smem, Q, turn)
-                    head = pipeline.read(smem, WORK, turn, WORD.head)
-                    load_q(maps[0], smem, turn, Place(0, row, head, b1, b0))
-                else:
-                    key_v = key - (t - 1) * BLOCK_N
-                    pipeline.wait_free(smem, V, u32(n + t - 1))
-                    load_v(maps[2], smem, u32(n + t - 1), Place(0, key_v, kv_head, b1, b0))
-                if t == 1:
-                    write_work(smem, u32(turn + 1), o, extras, sizes)
-            n, turn = u32(n + count), u32(turn + 1)
-            count = pipeline.read(smem, WORK, turn, WORD.count)
 
     @inline
     def hide(s, row, col0, item):

@@ -45,15 +45,16 @@ def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
 
     def preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk):
         number = i64(cuda.blockIdx.x)
-        b0, b1, h, memory_row, row0, queries, _, _, _ = rows_of(number, extras, lse.shape, nk)
+        at = rows_of(number, extras, lse.shape, nk)
+        b0, b1, h, first_row = at.b0, at.b1, at.head, at.memory_row
         lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
         lse2_address = ptx.global_address(rows)
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
-            there, total = row0 + r < queries, f32(0)
+            there, total = at.row0 + r < at.queries, f32(0)
             if there and lane < CHUNKS:
                 mine = u64(2 * CHUNK * lane)
-                do_row, o_row = do[b0, b1, h, memory_row + r], o[b0, b1, h, memory_row + r]
+                do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 x = ptx.load_global_words(u64(ptx.global_address(do_row) + mine))
                 y = ptx.load_global_words(u64(ptx.global_address(o_row) + mine))
                 for i in range(CHUNK // 2):
@@ -62,13 +63,13 @@ def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
                 total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
             if lane == 0:
                 shift, delta = f32(INF), f32(0)
-                if there and lse[b0, b1, h, memory_row + r] != f32(-INF):
-                    shift, delta = lse[b0, b1, h, memory_row + r] * f32(LOG2E), total
+                if there and lse[b0, b1, h, first_row + r] != f32(-INF):
+                    shift, delta = lse[b0, b1, h, first_row + r] * f32(LOG2E), total
                     if HAS_DLSE:
-                        delta -= dlse[b0, b1, h, memory_row + r]
-                at = u64((number * BLOCK_M + r) * 4)
-                ptx.store_global(u64(lse2_address + at), (shift,))
-                ptx.store_global(u64(delta_address + at), (delta,))
+                        delta -= dlse[b0, b1, h, first_row + r]
+                offset = u64((number * BLOCK_M + r) * 4)
+                ptx.store_global(u64(lse2_address + offset), (shift,))
+                ptx.store_global(u64(delta_address + offset), (delta,))
         if FLAGS:
             if cuda.threadIdx.x == 0:
                 address = ptx.global_address(flags)

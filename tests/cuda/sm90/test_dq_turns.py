@@ -19,7 +19,7 @@ from test_ds_tiles import described, draw
 
 from numba_flash.cuda import grid
 from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import load, prepare_backward, preprocess
+from numba_flash.cuda.sm90 import load_backward, prepare_backward, preprocess
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP
 from numba_flash.options import PLAIN
@@ -34,14 +34,14 @@ def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
     p, extras = draw(rng, kind)
     p = replace(p, d=64, dv=64)
     row_blocks = prepare_backward._row_blocks(p, tile)
-    build = lambda: load.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
+    build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
     lengths, group, section = 1 if p.options.packed else p.batch[1], p.hq // p.hk, int(rng.integers(1, 6))
     items = grid.items(p, p.nk, p.hk, tile.block_n)
     sizes = Sizes(items=items, low=-p.high, high=-p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0])
     dk = SimpleNamespace(shape=(p.batch[0], lengths, p.hk, p.nk))
     lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * tile.block_m))
     flags = np.zeros(math.prod(row_blocks) + 1, np.int32)
-    written = described(load, build, (dk, lse2, flags), extras, sizes, events)
+    written = described(load_backward, build, (dk, lse2, flags), extras, sizes, events)
     done, tiles = added(written, group, lse2, tile), itertools.count()
     return [[done[n] for n in itertools.islice(tiles, group * item.count) if n in done] for item in written]
 
@@ -74,8 +74,8 @@ def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
         global_address=lambda array: 0,
         load_flag=lambda address: Flag(address, waited),
     )
-    with on_host(load, pipeline=pipeline, ptx=ptx):
-        add_dq = load.build_add_dq(True, tile, tile.layout(64, 64))
+    with on_host(load_backward, pipeline=pipeline, ptx=ptx):
+        add_dq = load_backward.build_add_dq(True, tile, tile.layout(64, 64))
         for me in range(ADDERS):
             add_dq(0, me, lse2, None, None, group)
     return done
@@ -168,8 +168,8 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group,
     )
     ptx = SimpleNamespace(global_address=lambda array: 0, bulk_load=lambda *_: None)
     rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
-    with on_host(load, pipeline=pipeline, ptx=ptx):
-        load.build_produce(64, 64, ordered, tile, layout)(["do", "q", "k", "v"], 0, rows, rows, group)
+    with on_host(load_backward, pipeline=pipeline, ptx=ptx):
+        load_backward.build_produce(64, 64, ordered, tile, layout)(["do", "q", "k", "v"], 0, rows, rows, group)
     expected = []
     for turn, item in enumerate(items[:-1]):
         tiles = ["q", "do"] * (item.count * group)
@@ -212,8 +212,8 @@ def test_every_ring_is_initialised(tile):
             initialise=lambda smem, ring, fills, releases: found.__setitem__(tuple(map(int, ring)), (int(fills), int(releases))),
         ),
     }
-    with on_host(load, **stand_ins):
-        kernel, *_ = load.build_kernel(64, 64, True, True, True, PLAIN, tile, None)
+    with on_host(load_backward, **stand_ins):
+        kernel, *_ = load_backward.build_kernel(64, 64, True, True, True, PLAIN, tile, None)
         kernel([], *[None] * 6, (), SimpleNamespace(group=1), ())
     consumers, threads = tile.consumers, tile.consumers * WARP_GROUP
     assert found == {

@@ -20,7 +20,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import dq, load, prepare_backward
+from numba_flash.cuda.sm90 import dq, load_backward, prepare_backward
 from numba_flash.cuda.sm90.arguments import END, Sizes
 from numba_flash.cuda.sm90.tiles import WideTile
 from numba_flash.options import PLAIN, Options
@@ -69,7 +69,7 @@ class Traffic:
         lengths = 1 if p.options.packed else p.batch[1]
         row_blocks = prepare_backward._row_blocks(p, TILE)
         self.row_blocks, self.numbers, self.group = row_blocks.blocks, math.prod(row_blocks), p.hq // p.hk
-        of_keys = lambda: load.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256))
+        of_keys = lambda: load_backward.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256))
         of_queries = lambda: dq.build_write_work(True, p.options, TILE, TILE.dq_layout(256))
         lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * BLOCK_M))
         dk, dq_array = (SimpleNamespace(shape=(p.batch[0], lengths, heads, n)) for heads, n in ((p.hk, p.nk), (p.hq, p.nq)))
@@ -77,7 +77,7 @@ class Traffic:
         for first in range(0, grid.blocks(p, p.nk, BLOCK_N), blocks):
             same = {"parts": 1, "group": self.group, "section": 3, "b0": p.batch[0], "first_block": first, "blocks": blocks}
             sizes = Sizes(items=grid.items(p, p.nk, p.hk, BLOCK_N), low=-p.high, high=-p.low, columns=p.nq, **same)
-            self.of_keys.append(described(load, of_keys, (dk, lse2, None), extras, sizes))
+            self.of_keys.append(described(load_backward, of_keys, (dk, lse2, None), extras, sizes))
             sizes = Sizes(items=self.numbers, low=p.low, high=p.high, columns=p.nk, **same)
             self.of_queries.append(described(dq, of_queries, (dq_array, lse2), extras, sizes))
 

@@ -1,0 +1,94 @@
+"""The thread that moves data in the forward pass: it writes down work items for the consumers, and
+has the copy engine fetch their tiles.
+"""
+
+from numba_flash.cuda import schedule
+from numba_flash.cuda.lang import cuda, i32, inline, u32
+from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90.arguments import END, ForwardWork, one_type, words
+from numba_flash.cuda.sm90.pipeline import Place
+
+WORD = words(ForwardWork)
+
+
+def build_write_work(banded, in_parts, options, tile, layout):
+    """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
+    WORK, PACKED = one_type(layout.work), options.packed
+    item_of = schedule.build_item(options, banded, in_parts, tile.block_m, tile.block_n)
+
+    @inline
+    def write_work(smem, turn, o, extras, sizes):
+        pipeline.wait_free(smem, WORK, turn)
+        number = schedule.zigzag(turn, cuda.gridDim.x)
+        if number < sizes.items:
+            item = item_of(number, o.shape, extras, sizes)
+            kv_head = i32(u32(item.head) // u32(sizes.group))
+            work = ForwardWork(
+                b0=item.b0,
+                b1=i32(0) if PACKED else item.b1,
+                head=item.head,
+                kv_head=kv_head,
+                row0=item.row0,
+                q0=item.rows_begin,
+                queries=item.rows,
+                k0=item.columns_begin,
+                keys=item.columns,
+                low=item.low,
+                high=item.high,
+                invalid=item.invalid,
+                first=item.first,
+                count=item.count,
+                part=item.part,
+            )
+            for word in range(len(work)):
+                pipeline.write(smem, WORK, turn, word, work[word])
+        else:
+            pipeline.write(smem, WORK, turn, WORD.count, END)
+        pipeline.commit(smem, WORK, turn)
+
+    return write_work
+
+
+def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
+    """``produce(maps, smem, o, extras, sizes)``: have the copy engine fetch what each work item
+    needs, K one tile ahead of V, and write down the next item in the meantime.
+    """
+    BLOCK_N, SMEM = tile.block_n, tile.layout(head_dim, head_dim_v)
+    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    write_work = build_write_work(banded, in_parts, options, tile, SMEM)
+    load_q = pipeline.build_load(Q, head_dim, tile.block_m)
+    load_k = pipeline.build_load(K, head_dim, BLOCK_N)
+    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N)
+
+    @inline
+    def produce(maps, smem, o, extras, sizes):
+        turn, n = u32(0), u32(0)
+        write_work(smem, turn, o, extras, sizes)
+        count = pipeline.read(smem, WORK, turn, WORD.count)
+        while count != END:
+            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
+            row = pipeline.read(smem, WORK, turn, WORD.q0)
+            row += pipeline.read(smem, WORK, turn, WORD.row0)
+            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+            first = pipeline.read(smem, WORK, turn, WORD.first)
+            key = i32(k0 + (first + count - 1) * BLOCK_N)
+            for t in range(count + 1):
+                if t < count:
+                    pipeline.wait_free(smem, K, u32(n + t))
+                    load_k(maps[1], smem, u32(n + t), Place(0, key - t * BLOCK_N, kv_head, b1, b0))
+                if t == 0:
+                    pipeline.wait_free(smem, Q, turn)
+                    head = pipeline.read(smem, WORK, turn, WORD.head)
+                    load_q(maps[0], smem, turn, Place(0, row, head, b1, b0))
+                else:
+                    key_v = key - (t - 1) * BLOCK_N
+                    pipeline.wait_free(smem, V, u32(n + t - 1))
+                    load_v(maps[2], smem, u32(n + t - 1), Place(0, key_v, kv_head, b1, b0))
+                if t == 1:
+                    write_work(smem, u32(turn + 1), o, extras, sizes)
+            n, turn = u32(n + count), u32(turn + 1)
+            count = pipeline.read(smem, WORK, turn, WORD.count)
+
+    return produce
