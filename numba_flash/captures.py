@@ -13,7 +13,7 @@ import sys
 import types
 from functools import lru_cache, partial
 from itertools import takewhile
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -28,6 +28,15 @@ class Path(NamedTuple):
     captured: bool  # by the function that it is in, else a global
     name: str
     attributes: tuple[str, ...]
+
+
+class Then(NamedTuple):
+    """An array, and what it was when it was copied."""
+
+    array: Any
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    data: bytes
 
 
 @lru_cache(maxsize=1024)
@@ -87,8 +96,8 @@ class Capture:
                     return False
         except ValueError:  # a captured variable was deleted
             return False
-        for x, dtype, shape, data in self._arrays:
-            if x.dtype != dtype or x.shape != shape or x.tobytes() != data:
+        for then in self._arrays:
+            if then.array.dtype != then.dtype or then.array.shape != then.shape or then.array.tobytes() != then.data:
                 return False
         return True
 
@@ -212,7 +221,7 @@ class Capture:
         copy, data = np.array(x) if isinstance(x, np.ndarray) else x.copy(), x.tobytes()
         if isinstance(x, np.ndarray):
             copy.setflags(write=False)
-        self._arrays.append((x, x.dtype, x.shape, data))
+        self._arrays.append(Then(x, x.dtype, x.shape, data))
         self._put(repr(x.dtype), x.shape, data)
         return copy
 

@@ -61,9 +61,8 @@ def no_gpu(options: argparse.Namespace) -> str | None:
     """Why the CPU is the place; None if there is a GPU to use (the simulator is none)."""
     if options.backend == "cpu":
         return "the CPU is demanded"
-    simt = tier("simt")
-    nothing = np.empty(0)
-    reason = simt.why_not("forward", None, ForwardInputs(nothing, nothing, nothing), True)
+    simt, x = tier("simt"), np.empty(0)
+    reason = simt.why_not("forward", None, ForwardInputs(x, x, x), True)
     return reason or ("kernels run in Numba's CUDA simulator" if simt.takes_numpy() else None)
 
 

@@ -1,15 +1,13 @@
 """What the options do to the scores of a tile, for the CPU kernels: bias, mask, softcap, score_mod, dropout.
 
-Kernels get the options as one argument, `extras`. It is an empty tuple for plain attention, for which every function here compiles to
-nothing, and else ``(bias, mask, numbers)``: arrays (b0, b1, hq, nq, nk), of size 0 where absent, and `numbers`
-``(softcap, 1 / (1 - dropout), b, address, seed, offset, threshold, i)``, where b and i count the batch elements and queries before the
-first, and the address is that of the compiled score_mod, 0 if there is none.
+Kernels get the options as one argument, `extras`: `numba_flash.cpu.arguments.Extras`, or an empty tuple for plain attention, for which what
+they call here compiles to nothing.
 
 Where there are options, scores stay in base e (`unit`), and what goes over to base 2 is how far they lie below their row's maximum: times
 log2(e), a score near the end of the dtype, as of a bias that is meant to hide, would be Inf.
 
 A hidden score is -inf. The weight of a hidden or dropped term is -0.0, which no computed weight is: where the other factor may be NaN or
-Inf, products skip it. `at` is (b0, b1, h, batch1, heads), `corner` the first query and key of the tile.
+Inf, products skip it.
 """
 
 import math
@@ -20,6 +18,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from numba_flash import numeric, rng
+from numba_flash.cpu.arguments import is_plain
 from numba_flash.cpu.cache import cached
 from numba_flash.cpu.tiles import MINUS_INF, as_contiguous
 from numba_flash.scoremod import UNWRAPPED
@@ -39,7 +38,7 @@ def _row_function(score_mod):
     return cached(njit(**UNWRAPPED)(apply), score_mod.fingerprint)
 
 
-class Row(NamedTuple):
+class RowFunction(NamedTuple):
     """A compiled row function, which its dispatcher keeps in memory, and where it lies."""
 
     dispatcher: Any
@@ -55,7 +54,7 @@ def row_function_address(score_mod, number) -> int:
         dispatcher.compile(signature)
         compiled = dispatcher.overloads[signature.args]
         address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-        score_mod.rows.setdefault(number, Row(dispatcher, address))  # that of the first of threads that come here together
+        score_mod.rows.setdefault(number, RowFunction(dispatcher, address))  # that of the first of threads that come here together
     return score_mod.rows[number].address
 
 
@@ -99,33 +98,36 @@ def hide_row(row, mask_row):
 
 
 @njit
-def modify_row(row, slope, at, i, j0, extras):
-    """Scores from ``scale * q . k``, for query i and the keys from j0 on; `slope` receives their derivatives."""
-    bias, mask_, numbers = extras
-    b0, b1, h, batch1, _ = at
+def modify_row(row, slope, span, extras):
+    """Scores from ``scale * q . k``, those of the `arguments.Span`; `slope` receives their derivatives."""
+    at = span.at
+    parameters = extras.parameters
     slope[:] = 1
-    if numbers[0] > 0:
-        cap_row(row, slope, row.dtype.type(numbers[0]))
-    if numbers[3] != 0:
-        call_row_function(numbers[3], as_contiguous(row), as_contiguous(slope), numbers[2] + b0 * batch1 + b1, h, numbers[7] + i, j0)
-    if bias.size > 0:
-        add_row(row, bias[b0, b1, h, i, j0 : j0 + row.size])
-    if mask_.size > 0:
-        hide_row(row, mask_[b0, b1, h, i, j0 : j0 + row.size])
+    if parameters.softcap > 0:
+        cap_row(row, slope, row.dtype.type(parameters.softcap))
+    if parameters.score_mod != 0:
+        b = parameters.batch0 + at.batch
+        i = parameters.query0 + span.i
+        call_row_function(parameters.score_mod, as_contiguous(row), as_contiguous(slope), b, at.head, i, span.j0)
+    if extras.bias.size > 0:
+        add_row(row, extras.bias[at.b0, at.b1, at.head, span.i, span.j0 : span.j0 + row.size])
+    if extras.mask.size > 0:
+        hide_row(row, extras.mask[at.b0, at.b1, at.head, span.i, span.j0 : span.j0 + row.size])
 
 
 @njit
-def drop_row(row, factor, at, i, j0, numbers):
-    """``row = factor * row`` where dropout keeps the probabilities of query i and the keys from j0 on, -0.0 where it drops them."""
-    b0, b1, h, batch1, heads = at
-    head, i = np.uint64((numbers[2] + b0 * batch1 + b1) * heads + h), np.uint64(numbers[7] + i)
-    low, high = numbers[4] & rng.WORD, numbers[4] >> rng.HALF
-    for four in range(j0 // 4, (j0 + row.size + 3) // 4):  # keys that share a counter (`rng.word`)
-        words = rng.philox4x32(np.uint64(four), i, head, numbers[5], low, high)
+def drop_row(row, factor, span, parameters):
+    """``row = factor * row`` where dropout keeps the probabilities of the `arguments.Span`, -0.0 where it drops them."""
+    at = span.at
+    head = np.uint64((parameters.batch0 + at.batch) * at.heads + at.head)
+    i = np.uint64(parameters.query0 + span.i)
+    low, high = parameters.seed & rng.WORD, parameters.seed >> rng.HALF
+    for four in range(span.j0 // 4, (span.j0 + row.size + 3) // 4):  # keys that share a counter (`rng.word`)
+        words = rng.philox4x32(np.uint64(four), i, head, parameters.offset, low, high)
         for lane in range(4):
-            c = 4 * four + lane - j0
+            c = 4 * four + lane - span.j0
             if 0 <= c < row.size:
-                row[c] = row[c] * factor if words[lane] >= numbers[6] else -0.0
+                row[c] = row[c] * factor if words[lane] >= parameters.threshold else -0.0
 
 
 @njit
@@ -145,8 +147,8 @@ def keep_scale(extras):
     """Factor of the probabilities that dropout keeps."""
 
 
-def seen(extras, at, corner, m, n):
-    """False if the mask hides the whole tile."""
+def seen(region, at, extras):
+    """False if the mask hides the whole `arguments.Region` of the `arguments.Head` `at`."""
 
 
 def may_hide(extras):
@@ -159,38 +161,38 @@ def absent(weight, extras):
 
 @overload(unit)
 def _unit(extras):
-    return (lambda extras: numeric.LOG2E) if extras == types.Tuple(()) else (lambda extras: 1.0)
+    return (lambda extras: numeric.LOG2E) if is_plain(extras) else (lambda extras: 1.0)
 
 
 @overload(keep_scale)
 def _keep_scale(extras):
-    return (lambda extras: 1.0) if extras == types.Tuple(()) else (lambda extras: extras[2][1])
+    return (lambda extras: 1.0) if is_plain(extras) else (lambda extras: extras.parameters.keep_scale)
 
 
 @overload(may_hide)
 def _may_hide(extras):
-    plain = extras == types.Tuple(())
+    plain = is_plain(extras)
     return lambda extras: not plain
 
 
 @overload(absent)
 def _absent(weight, extras):
-    if extras == types.Tuple(()):
+    if is_plain(extras):
         return lambda weight, extras: False
     return lambda weight, extras: is_negative_zero(weight)
 
 
 @overload(seen)
-def _seen(extras, at, corner, m, n):
-    if extras == types.Tuple(()):
-        return lambda extras, at, corner, m, n: True
+def _seen(region, at, extras):
+    if is_plain(extras):
+        return lambda region, at, extras: True
 
-    def seen(extras, at, corner, m, n):
-        if extras[1].size == 0:
+    def seen(region, at, extras):
+        if extras.mask.size == 0:
             return True
-        head = extras[1][at[0], at[1], at[2]]
-        for i in range(corner[0], corner[0] + m):
-            for j in range(corner[1], corner[1] + n):
+        head = extras.mask[at.b0, at.b1, at.head]
+        for i in range(region.i0, region.i0 + region.m):
+            for j in range(region.j0, region.j0 + region.n):
                 if head[i, j]:
                     return True
         return False

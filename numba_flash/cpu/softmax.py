@@ -1,33 +1,74 @@
 """Softmax on the tiles of the CPU kernels, forward and backward, and the products whose terms may be absent."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
-from numba import njit, types
+from numba import njit
 from numba.extending import overload
 
 from numba_flash import mask, numeric
+from numba_flash.cpu.arguments import Span, is_plain
 from numba_flash.cpu.scores import absent, drop_row, is_negative_zero, keep_scale, modify_row, unit
 from numba_flash.cpu.tiles import MINUS_INF
 
 
+class ForwardRows(NamedTuple):
+    """What the forward pass keeps of the rows of a tile.
+
+    Attributes
+    ----------
+    m, l : array (rows,)
+        Maximum of the scores so far, and sum of their exponentials.
+    alpha : array (rows,)
+        Factor for what was accumulated before the last tile.
+    slope : array (columns,)
+        Scratch, for the derivatives of one row of scores.
+    """
+
+    m: Any
+    l: Any
+    alpha: Any
+    slope: Any
+
+
+class BackwardRows(NamedTuple):
+    """What the backward pass knows of the rows of a tile.
+
+    Attributes
+    ----------
+    lse, delta : array (rows,)
+        Log-sum-exp, and rowsum(dO * O) - dlse.
+    slope : array (columns,)
+        Scratch, for the derivatives of one row of scores.
+    bend : bool
+        dS is to be the gradient of ``scale * q . k``, else that of the final score.
+    """
+
+    lse: Any
+    delta: Any
+    slope: Any
+    bend: bool
+
+
 @njit
-def visible_columns(i, j0, n, low, high):
-    """Columns ``[first, last)`` of the tile with keys ``[j0, j0 + n)`` that query `i` sees."""
-    start, stop = mask.kv_range(i, i + 1, j0 + n, low, high)
-    first = min(max(start - j0, 0), n)
-    return first, max(stop - j0, first)
+def visible_columns(i, region):
+    """Columns ``[first, last)`` of the tile that query `i` sees."""
+    start, stop = mask.kv_range(i, i + 1, region.j0 + region.n, region.low, region.high)
+    first = min(max(start - region.j0, 0), region.n)
+    return first, max(stop - region.j0, first)
 
 
 # ---- products -------------------------------------------------------------------------------------------------------------------------
 
 
 @njit
-def dot_rows(p, x, out, clean, corner, band, extras):
+def dot_rows(p, x, out, clean, region, extras):
     """``out = p @ x``. Unless `clean`, x holds NaN or Inf and absent terms, whose p is 0, must be skipped rather than multiplied."""
     if clean:
         np.dot(p, x, out)
         return
     for r in range(p.shape[0]):
-        first, last = visible_columns(corner[0] + r, corner[1], p.shape[1], band[0], band[1])
+        first, last = visible_columns(region.i0 + r, region)
         out[r] = 0
         for c in range(first, last):
             if not absent(p[r, c], extras):
@@ -35,14 +76,14 @@ def dot_rows(p, x, out, clean, corner, band, extras):
 
 
 @njit
-def dot_columns(p, x, out, clean, corner, band, extras):
+def dot_columns(p, x, out, clean, region, extras):
     """``out = p.T @ x``, with the same care."""
     if clean:
         np.dot(p.T, x, out)
         return
     out[:] = 0
     for r in range(p.shape[0]):
-        first, last = visible_columns(corner[0] + r, corner[1], p.shape[1], band[0], band[1])
+        first, last = visible_columns(region.i0 + r, region)
         for c in range(first, last):
             if not absent(p[r, c], extras):
                 out[c] += p[r, c] * x[r]
@@ -90,56 +131,52 @@ def marked_gradient_row(p, dp, slope, delta):
         dp[c] = -0.0 if is_negative_zero(p[c]) else ds
 
 
-def scores(row, slope, at, i, j0, extras):
-    """The row of scores of query i and the keys from j0 on, in their `unit`, and their derivatives."""
+def scores(row, slope, span, extras):
+    """The row of scores of the `arguments.Span`, in their `unit`, and their derivatives."""
 
 
-def weights(row, shift, at, i, j0, extras):
+def weights(row, shift, span, extras):
     """``row = exp(row - shift)``, by the unit of both, of which dropout drops some; returns the sum of all."""
 
 
-def gradients(p, dp, slope, row, at, i, j0, extras):
-    """Scores p become weights P = exp(p - shift), dp becomes dS = P * (dp - delta) * slope.
-
-    `row` is (shift, delta, bend): the slope counts only if `bend`.
-    """
+def gradients(p, dp, slope, shift, delta, bend, span, extras):
+    """Scores p become weights P = exp(p - shift), dp becomes dS = P * (dp - delta) * slope; the slope counts only if `bend`."""
 
 
 @overload(scores)
-def _scores(row, slope, at, i, j0, extras):
-    if extras == types.Tuple(()):
-        return lambda row, slope, at, i, j0, extras: None
-    return lambda row, slope, at, i, j0, extras: modify_row(row, slope, at, i, j0, extras)
+def _scores(row, slope, span, extras):
+    if is_plain(extras):
+        return lambda row, slope, span, extras: None
+    return lambda row, slope, span, extras: modify_row(row, slope, span, extras)
 
 
 @overload(weights)
-def _weights(row, shift, at, i, j0, extras):
-    if extras == types.Tuple(()):
-        return lambda row, shift, at, i, j0, extras: exp2_row(row, shift)
+def _weights(row, shift, span, extras):
+    if is_plain(extras):
+        return lambda row, shift, span, extras: exp2_row(row, shift)
 
-    def weights(row, shift, at, i, j0, extras):
+    def weights(row, shift, span, extras):
         total = marked_exp_row(row, shift)
-        if extras[2][6] > 0:
-            drop_row(row, row.dtype.type(1), at, i, j0, extras[2])
+        if extras.parameters.threshold > 0:
+            drop_row(row, row.dtype.type(1), span, extras.parameters)
         return total
 
     return weights
 
 
 @overload(gradients)
-def _gradients(p, dp, slope, row, at, i, j0, extras):
-    if extras == types.Tuple(()):
-        return lambda p, dp, slope, row, at, i, j0, extras: recompute_row(p, dp, row[0], row[1])
+def _gradients(p, dp, slope, shift, delta, bend, span, extras):
+    if is_plain(extras):
+        return lambda p, dp, slope, shift, delta, bend, span, extras: recompute_row(p, dp, shift, delta)
 
-    def gradients(p, dp, slope, row, at, i, j0, extras):
-        shift, delta, bend = row
+    def gradients(p, dp, slope, shift, delta, bend, span, extras):
         marked_exp_row(p, shift)
         if not bend:
             slope[:] = 1
-        if extras[2][6] > 0:
-            drop_row(dp, p.dtype.type(keep_scale(extras)), at, i, j0, extras[2])
+        if extras.parameters.threshold > 0:
+            drop_row(dp, p.dtype.type(keep_scale(extras)), span, extras.parameters)
             marked_gradient_row(p, dp, slope, delta)
-            drop_row(p, p.dtype.type(1), at, i, j0, extras[2])
+            drop_row(p, p.dtype.type(1), span, extras.parameters)
         else:
             marked_gradient_row(p, dp, slope, delta)
 
@@ -150,39 +187,33 @@ def _gradients(p, dp, slope, row, at, i, j0, extras):
 
 
 @njit
-def online_softmax(s, rows, at, corner, band, extras):
-    """One step of the online softmax: s becomes P.
-
-    Of the four `rows`, m_i and l_i are updated, alpha is the factor for what was accumulated so far, slope is scratch of a row's length.
-    """
-    m_i, l_i, alpha, slope = rows
+def online_softmax(s, rows, region, at, extras):
+    """One step of the online softmax: s becomes P, and the `ForwardRows` what they are after it."""
     for r in range(s.shape[0]):
-        i = corner[0] + r
-        first, last = visible_columns(i, corner[1], s.shape[1], band[0], band[1])
-        scores(s[r, first:last], slope[first:last], at, i, corner[1] + first, extras)
-        m_new = max(m_i[r], numeric.row_max(s[r, first:last]))
+        i = region.i0 + r
+        first, last = visible_columns(i, region)
+        span = Span(at, i, region.j0 + first)
+        scores(s[r, first:last], rows.slope[first:last], span, extras)
+        m_new = max(rows.m[r], numeric.row_max(s[r, first:last]))
         shift = s.dtype.type(0) if m_new == MINUS_INF else m_new  # a row whose scores are all -inf gives P = 0, not NaN
-        alpha[r] = numeric.exp2((m_i[r] - shift) * s.dtype.type(numeric.LOG2E / unit(extras)))
-        l_i[r] = l_i[r] * alpha[r] + weights(s[r, first:last], shift, at, i, corner[1] + first, extras)
-        m_i[r] = m_new
+        rows.alpha[r] = numeric.exp2((rows.m[r] - shift) * s.dtype.type(numeric.LOG2E / unit(extras)))
+        rows.l[r] = rows.l[r] * rows.alpha[r] + weights(s[r, first:last], shift, span, extras)
+        rows.m[r] = m_new
         s[r, :first] = 0
         s[r, last:] = 0
 
 
 @njit
-def recompute_p(s, dp, rows, at, corner, band, extras):
-    """s becomes P = exp(S - lse), dp becomes dS = P * (dP - delta); hidden elements of both become 0.
-
-    `rows` is (lse, delta, slope, bend): slope is scratch of a row's length; if `bend`, dS is that of q . k, else of the final score.
-    """
-    lse, delta, slope, bend = rows
+def recompute_p(s, dp, rows, region, at, extras):
+    """s becomes P = exp(S - lse), dp becomes dS = P * (dP - delta); hidden elements of both become 0. `rows` are `BackwardRows`."""
     for r in range(s.shape[0]):
-        i = corner[0] + r
-        first, last = visible_columns(i, corner[1], s.shape[1], band[0], band[1])
-        scores(s[r, first:last], slope[first:last], at, i, corner[1] + first, extras)
-        shift = s.dtype.type(0) if lse[r] == MINUS_INF else s.dtype.type(lse[r] * s.dtype.type(unit(extras)))
-        row = (shift, delta[r], bend)
-        gradients(s[r, first:last], dp[r, first:last], slope[first:last], row, at, i, corner[1] + first, extras)
+        i = region.i0 + r
+        first, last = visible_columns(i, region)
+        span = Span(at, i, region.j0 + first)
+        slope = rows.slope[first:last]
+        scores(s[r, first:last], slope, span, extras)
+        shift = s.dtype.type(0) if rows.lse[r] == MINUS_INF else s.dtype.type(rows.lse[r] * s.dtype.type(unit(extras)))
+        gradients(s[r, first:last], dp[r, first:last], slope, shift, rows.delta[r], rows.bend, span, extras)
         for hidden in (s[r, :first], s[r, last:], dp[r, :first], dp[r, last:]):
             hidden[:] = 0
 

@@ -10,6 +10,7 @@ import numpy as np
 from numba import typeof, types
 
 from numba_flash import arrays, notice
+from numba_flash.cpu.arguments import Extras, Parameters
 from numba_flash.cpu.kernels import (
     BACKWARD_BLOCK_M,
     BACKWARD_BLOCK_N,
@@ -74,7 +75,8 @@ def _numba_type(x):
     if isinstance(x, np.ndarray):
         return types.Array(typeof(x).dtype, x.ndim, "A")
     if isinstance(x, tuple):
-        return types.Tuple([_numba_type(item) for item in x])
+        kinds = [_numba_type(item) for item in x]
+        return types.NamedTuple(kinds, type(x)) if kinds else types.Tuple(())
     return typeof(x)
 
 
@@ -159,19 +161,25 @@ def _scores_like(problem, x):
     return None if x is None else np.broadcast_to(x, (*problem.batch, problem.hq, problem.nq, problem.nk))
 
 
-def _extras(piece, bias, mask) -> tuple:
-    """The options as kernels see them (`numba_flash.cpu.scores`)."""
+def _extras(piece, bias, mask) -> Extras | tuple[()]:
+    """The options as kernels see them."""
     problem, o = piece.problem, piece.problem.options
     if not o.modifies:
         return ()
     number = types.float64 if problem.dtype == "float64" else types.float32
-    address = 0 if o.score_mod is None else row_function_address(o.score_mod, number)
-    words = (np.uint64(o.seed), np.uint64(o.offset), np.uint64(dropout_threshold(o.dropout)))
-    return (
-        NO_BIAS if bias is None else _bits(piece.scores(bias)),
-        NO_MASK if mask is None else piece.scores(mask).view(np.uint8),
-        (float(o.softcap), 1 / (1 - o.dropout), piece.number, address, *words, 0),
+    parameters = Parameters(
+        softcap=float(o.softcap),
+        score_mod=0 if o.score_mod is None else row_function_address(o.score_mod, number),
+        keep_scale=1 / (1 - o.dropout),
+        seed=np.uint64(o.seed),
+        offset=np.uint64(o.offset),
+        threshold=np.uint64(dropout_threshold(o.dropout)),
+        batch0=piece.number,
+        query0=0,
     )
+    bias = NO_BIAS if bias is None else _bits(piece.scores(bias))
+    mask = NO_MASK if mask is None else piece.scores(mask).view(np.uint8)
+    return Extras(bias, mask, parameters)
 
 
 def forward(problem, q, k, v, o, lse, extras=()):
@@ -187,15 +195,15 @@ def forward(problem, q, k, v, o, lse, extras=()):
         Receives the result (b0, b1, hq, nq, dv).
     lse : numpy.ndarray or None
         Receives the logarithm of the softmax denominators (b0, b1, hq, nq); float32, or float64 for float64 inputs.
-    extras : tuple
-        The options, see `numba_flash.cpu.scores`.
+    extras : Extras or empty tuple
+        The options; without, this is plain attention.
     """
     if lse is None:
         lse = _new("lse", o.shape[:4], problem.lse_dtype)
     items = math.prod(o.shape[:3]) * -(-problem.nq // BLOCK_M)
     grain = _grain(problem, min(problem.nq, BLOCK_M), problem.nk)
-    band = float(problem.scale), problem.low, problem.high
-    runner.call(lambda: _run(forward_items, items, grain, *map(_bits, (q, k, v, o)), lse, extras, *band))
+    arguments = *map(_bits, (q, k, v, o)), lse, extras, float(problem.scale), problem.low, problem.high
+    runner.call(lambda: _run(forward_items, items, grain, *arguments))
 
 
 def backward(problem, inputs, results, extras=()):
@@ -210,8 +218,8 @@ def backward(problem, inputs, results, extras=()):
     results : numba_flash.problem.BackwardResults
         dq, dk, dv receive the gradients, with the shapes of q, k and v. The gradient of the bias is added to dbias (b0, b1, hq, nq, nk),
         if there is one, summed over its axes of size 1; in the dtype of lse.
-    extras : tuple
-        The options, see `numba_flash.cpu.scores`.
+    extras : Extras or empty tuple
+        The options; without, this is plain attention.
     """
     dq, dk, dv, dbias = results
     if 0 in (inputs.q.size, inputs.k.size):
@@ -239,10 +247,11 @@ def backward(problem, inputs, results, extras=()):
             heads = min(wave, units - unit)
             for i0 in range(0, p.nq, panel):
                 i = slice(i0, min(i0 + panel, p.nq))
-                partial_dq, band = buffer[:heads, :, :, : i.stop - i0], (float(p.scale), p.low + i0, p.high + i0)
-                rows = (do[:, :, :, i], q[:, :, :, i], k, v, lse[..., i], delta[..., i])
-                _run(backward_items, heads * chunks, grain, *rows, partial_dq, *sums, _panel(extras, i), *band, unit, i0 > 0)
-                _run(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, partial_dq, _bits(dq)[:, :, :, i], unit, extras)
+                dq_partial = buffer[:heads, :, :, : i.stop - i0]
+                rows = do[:, :, :, i], q[:, :, :, i], k, v, lse[..., i], delta[..., i]
+                more = _panel(extras, i), float(p.scale), p.low + i0, p.high + i0, unit, i0 > 0
+                _run(backward_items, heads * chunks, grain, *rows, dq_partial, *sums, *more)
+                _run(dq_items, heads * group * (i.stop - i0), ROW_GRAIN, dq_partial, _bits(dq)[:, :, :, i], unit, extras)
             if round_sums:
                 head = np.unravel_index(unit, k.shape[:3])
                 with np.errstate(over="ignore"):
@@ -260,12 +269,12 @@ def _grain(problem, rows: int, keys: int) -> int:
     return max(1, GRAIN_FLOP // max(1, 2 * rows * keys * (problem.d + problem.dv)))
 
 
-def _panel(extras: tuple, i: slice) -> tuple:
+def _panel(extras, i: slice):
     """The options for the queries `i` alone."""
     if not extras:
-        return ()
-    bias, mask, numbers = extras
-    return bias[:, :, :, i], mask[:, :, :, i], (*numbers[:7], i.start)
+        return extras
+    parameters = extras.parameters._replace(query0=i.start)
+    return Extras(extras.bias[:, :, :, i], extras.mask[:, :, :, i], parameters)
 
 
 def _one_head(name, x, dtype):

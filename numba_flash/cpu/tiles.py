@@ -1,7 +1,10 @@
-"""Tiles of the CPU kernels: packing rows into contiguous matrices of the accumulation dtype, writing them back, adding them up.
+"""Tiles of the CPU kernels: packing rows into contiguous matrices of the accumulation dtype, writing them back, adding them up; and which
+tiles a work item walks over.
 
 float16 arrays come as int16 and bfloat16 arrays as uint16; `numeric.widen` and `numeric.narrow` convert on load and store.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -112,11 +115,21 @@ def accumulate(acc, x):
             acc[r, c] += x[r, c]
 
 
+class Axes(NamedTuple):
+    """A number for each axis of an array (b0, b1, heads, queries, keys)."""
+
+    b0: int
+    b1: int
+    head: int
+    query: int
+    key: int
+
+
 @njit
 def split(item, blocks, shape):
-    """Coordinates of a work item along the axes that `shape` has, and the numbers of `blocks` along those of size 1 that it walks over."""
-    own = (0, 0, 0, 0, 0)
-    walk = (1, 1, 1, 1, 1)
+    """`Axes` of the block of a work item, along those that `shape` has, and how many of `blocks` it walks over along those of size 1."""
+    own = Axes(0, 0, 0, 0, 0)
+    walk = Axes(1, 1, 1, 1, 1)
     for axis in range(4, -1, -1):
         if shape[axis] == 1:
             walk = tuple_setitem(walk, axis, blocks[axis])

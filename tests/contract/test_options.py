@@ -379,7 +379,7 @@ def test_the_bit_of_a_position():
     bits = rng.keep_all(seed, offset, 0.3, heads, 3, 9)
     generator = tuple(map(np.uint64, (seed, offset, round(0.3 * 2**32))))
     for at in np.ndindex(bits.shape):
-        assert rng.keep(generator, heads[at[:2]], at[2], at[3]) == bits[at]
+        assert rng.keep(*generator, heads[at[:2]], at[2], at[3]) == bits[at]
 
 
 # ---- score_mod -------------------------------------------------------------------------------------------------------------------------

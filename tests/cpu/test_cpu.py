@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash.cpu import tier as cpu
-from numba_flash.problem import Problem
+from numba_flash.cpu import kernels, tier
+from numba_flash.problem import BackwardInputs, BackwardResults, Problem
 
 ROOT = Path(numba_flash.__file__).parents[1]
 
@@ -34,13 +34,18 @@ def inputs(p):
 def run(p, q, k, v, do):
     """o, lse, dq, dk, dv."""
     o, lse = np.empty_like(q), np.empty(q.shape[:4], np.float32)
-    gradients = [np.empty_like(x) for x in (q, k, v)]
-    cpu.forward(p, q, k, v, o, lse)
-    cpu.backward(p, (do, q, k, v, o, lse), gradients)
-    return [o, lse, *gradients]
+    gradients = BackwardResults(*map(np.empty_like, (q, k, v)))
+    tier.forward(p, q, k, v, o, lse)
+    tier.backward(p, BackwardInputs(do, q, k, v, o, lse), gradients)
+    return [o, lse, gradients.dq, gradients.dk, gradients.dv]
 
 
-PRELUDE = "\n".join(["import numpy as np", "from numba_flash import cpu, spec", *map(inspect.getsource, (problem, inputs, run))])
+IMPORTS = """
+import numpy as np
+from numba_flash.cpu import kernels, pool, tier
+from numba_flash.problem import BackwardInputs, BackwardResults, Problem
+"""
+PRELUDE = "\n".join([IMPORTS, *map(inspect.getsource, (problem, inputs, run))])
 
 
 def python(code, *, path=ROOT, **environment):
@@ -108,7 +113,7 @@ print([c.exitcode for c in children])
 def test_second_process_starts_from_the_cache(cache):
     code = """
 run(p := problem(40), *inputs(p))
-for kernel in (cpu.forward_items, cpu.delta_items, cpu.backward_items, cpu.dq_items):
+for kernel in (kernels.forward_items, kernels.delta_items, kernels.backward_items, kernels.dq_items):
     assert not kernel.stats.cache_misses and kernel.stats.cache_hits, kernel
 """
     python(code)
@@ -118,9 +123,9 @@ def test_layouts_share_one_compiled_kernel():
     p = problem(33)
     x = inputs(p)
     want = run(p, *x)
-    count = len(cpu.forward_items.overloads)
+    count = len(kernels.forward_items.overloads)
     got = run(p, *(np.moveaxis(np.moveaxis(a, -1, 0).copy(), 0, -1) for a in x))
-    assert len(cpu.forward_items.overloads) == count
+    assert len(kernels.forward_items.overloads) == count
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -131,7 +136,7 @@ def test_edit_of_a_helper_module_is_noticed(tmp_path):
     shutil.copytree(ROOT / "numba_flash", package, ignore=shutil.ignore_patterns("__pycache__"))
     code = """
 one, delta = np.full((1, 1, 1, 1, 1), 0x3F80, np.uint16), np.zeros((1, 1, 1, 1), np.float32)  # 1 in bfloat16
-cpu.runner(cpu.delta_items, 1, 1, one, one, delta, np.zeros_like(delta))
+pool.runner(kernels.delta_items, 1, 1, one, one, delta, np.zeros_like(delta))
 print(delta.item())
 """
     environment = {"path": tmp_path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
@@ -202,11 +207,11 @@ import resource
 run(p := problem(40), *inputs(p))
 p = problem(16384)
 q, k, v, do = inputs(p)
-results = [np.zeros_like(x) for x in (q, q, k, v)]
+o, gradients = np.zeros_like(q), BackwardResults(*map(np.zeros_like, (q, k, v)))
 lse = np.zeros(q.shape[:4], np.float32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-cpu.forward(p, q, k, v, results[0], lse)
-cpu.backward(p, (do, q, k, v, results[0], lse), results[1:])
+tier.forward(p, q, k, v, o, lse)
+tier.backward(p, BackwardInputs(do, q, k, v, o, lse), gradients)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     assert int(python(code)) < 100 * 1024
@@ -216,13 +221,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_panels_of_queries_add_up(monkeypatch, dtype):
     """When the partial dq of one head exceeds its cap, its queries are taken in panels; sixteen-bit dk and dv are rounded once."""
     p = replace(problem(1500, 0), dtype=dtype)
-    x = [a.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for a in inputs(p)]
-    lse = np.empty(x[0].shape[:4], np.float32)
-    cpu.forward(p, *x[:3], o := np.empty_like(x[0]), lse)
-    whole, panels = ([np.empty_like(a) for a in x[:3]] for _ in range(2))
-    cpu.backward(p, (x[3], *x[:3], o, lse), whole)
-    monkeypatch.setattr(cpu, "DQ_PARTIAL_BYTES", 1)
-    cpu.backward(p, (x[3], *x[:3], o, lse), panels)
+    q, k, v, do = (a.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for a in inputs(p))
+    o, lse = np.empty_like(q), np.empty(q.shape[:4], np.float32)
+    tier.forward(p, q, k, v, o, lse)
+    given = BackwardInputs(do, q, k, v, o, lse)
+    whole, panels = (BackwardResults(*map(np.empty_like, (q, k, v))) for _ in range(2))
+    tier.backward(p, given, whole)
+    monkeypatch.setattr(tier, "DQ_PARTIAL_BYTES", 1)
+    tier.backward(p, given, panels)
     rtol = {"bfloat16": 2.0**-7, "float32": 1e-6}[dtype]  # at most to the other neighbour
-    for a, b in zip(panels, whole, strict=True):
+    for a, b in zip(panels[:3], whole[:3], strict=True):  # dq, dk, dv
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=rtol, atol=2e-6)

@@ -15,7 +15,7 @@ from numba import njit
 from numba.core.caching import CompileResultCacheImpl
 
 from numba_flash import disk
-from numba_flash.cpu import cache as cpu_cache
+from numba_flash.cpu import cache
 
 
 def compiled(shift: float):
@@ -24,7 +24,7 @@ def compiled(shift: float):
     def shifted(x):
         return x + shift
 
-    return cpu_cache.cached(njit(shifted), str(shift))
+    return cache.cached(njit(shifted), str(shift))
 
 
 def found(dispatcher) -> bool:
@@ -95,7 +95,7 @@ def test_damaged_kernels_are_compiled_again(folder, damage):
 
 def test_another_version_of_the_package_takes_the_place(folder, monkeypatch):
     runs(1.0)
-    monkeypatch.setattr(cpu_cache, "source_fingerprint", lambda: "edited")
+    monkeypatch.setattr(cache, "source_fingerprint", lambda: "edited")
     assert [runs(1.0), runs(1.0)] == [False, True]
     assert len(list(folder.iterdir())) == 1
     monkeypatch.setattr(numba, "__version__", "0.0")

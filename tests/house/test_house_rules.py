@@ -237,10 +237,10 @@ def test_functions_have_few_parameters(name):
 
 # ---- names, not positions --------------------------------------------------------------------------------------------------------------
 
-OF_A_KERNEL = pytest.mark.parametrize("name", [name for name in FILES if name.startswith("cuda/")])
+OF_A_KERNEL = pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("cuda/", "cpu/"))])
 MOST_IN_A_TUPLE = 3
 # Parameters whose elements have numbers, not names: arrays and tensor maps, axes of an array, one for each row, LLVM's values.
-NUMBERED = {"operands", "maps", "shape", "summed", "inverse", "alpha", "values", "results"}
+NUMBERED = {"operands", "maps", "shape", "summed", "inverse", "alpha", "values", "results", "args"}
 
 
 def parameters(function) -> set[str]:
