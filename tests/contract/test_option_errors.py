@@ -1,6 +1,7 @@
 """Every bad option gets its exception and a message that names it, what came and what was expected; nothing is computed."""
 
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from test_errors import assert_raises, call_backward, call_forward, call_plan, g
 
 import numba_flash
 from numba_flash import call
+from numba_flash.options import NAMES, PLAIN, Options
 from numba_flash.problem import bind
 
 everywhere = pytest.mark.parametrize("caller", [call_forward, call_backward, call_plan], ids=["forward", "backward", "plan"])
@@ -282,3 +284,11 @@ def test_dropout_mask(shape, options, error, pattern):
 def test_relative_position(shape):
     with pytest.raises(ValueError, match=r"^table must have shape \(Hq, 2 R \+ 1\); got "):
         numba_flash.relative_position(np.zeros(shape))
+
+
+def test_every_option_can_be_refused_by_name():
+    """A tier refuses the options that it does not serve by what they are called: one that were not would be ignored."""
+    how = {"packed", "follows", "seed", "offset"}  # parts of others
+    assert {field.name for field in fields(Options)} - how == set(NAMES)
+    assert set(Options(softcap=1.0, mask=True, kv_lengths="int64").used) == {"softcap", "mask", "kv_lengths"}
+    assert PLAIN.used == ()
