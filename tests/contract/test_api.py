@@ -147,6 +147,27 @@ def test_another_layout_dtype_or_shape_is_another_preparation(prepared):
     assert prepared["forward"] == len(variants)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_packed_sequences_with_lse_and_without_are_two_preparations(monkeypatch, first):
+    monkeypatch.setattr(call, "_prepared", {})
+    q, k, v, _ = (x[:, :, 0] for x in random_inputs(batch=(5,), nq=1, nk=1))
+    offsets = np.array([0, 2, 5])
+    for return_lse in (first, not first):
+        results = numba_flash.forward_packed(q, k, v, offsets, offsets, return_lse=return_lse, backend="cpu")
+        o, *lse = results if return_lse else (results,)
+        assert [x.shape for x in (o, *lse)] == [q.shape, q.shape[1::-1]][: 1 + return_lse]
+    assert len(call._prepared) == 2
+
+
+def test_an_address_on_a_gpu_counts_by_what_is_left_of_16():
+    """What the copy engine takes at one address it may refuse at another."""
+    at = lambda ptr: SimpleNamespace(shape=(2, 8), strides=(16, 2), dtype=np.dtype("float16"), data=SimpleNamespace(ptr=ptr, device_id=0))
+    addresses = 4096, 4096 + 160, 4096 + 8, 4096 + 2
+    same = [[arrays.layout(at(x)) == arrays.layout(at(y)) for x in addresses] for y in addresses]
+    assert same == [[x % 16 == y % 16 for x in addresses] for y in addresses]
+    assert [arrays.Layout.of(at(ptr)).offset for ptr in addresses] == [0, 0, 8, 2]
+
+
 def test_prepared_calls_are_bounded(prepared, monkeypatch):
     monkeypatch.setattr(call, "_PREPARED_LIMIT", 4)
     q, k, v, _ = random_inputs(batch=(), nq=3, nk=3)

@@ -632,6 +632,14 @@ def test_a_bad_out_is_refused_after_a_good_one():
     assert_raises(ValueError, "read-only", call_forward, arguments, out=read_only)
 
 
+def test_an_out_that_overlaps_is_refused_after_a_good_one_of_the_same_layout(monkeypatch):
+    """The call that was prepared, and has run, for the one serves the other, too: memory is looked at every time."""
+    monkeypatch.undo()
+    arguments = good(dv=4)
+    call_forward(arguments, out=np.zeros_like(arguments["o"]))
+    assert_raises(ValueError, r"^out must not overlap q; they share memory", call_forward, arguments, out=arguments["q"])
+
+
 def interleaved_views():
     """Pairs (x, y, overlap) within one buffer."""
     b = np.zeros((6, 10), np.float32)

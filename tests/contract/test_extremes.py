@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import support
 from support import DTYPES, SIMULATED, random_inputs
 
 from numba_flash import reference
@@ -83,6 +84,24 @@ def test_nan_and_infinities_stay_what_they_are(backend):
     np.testing.assert_allclose(o[:, 2], reference.forward(q, k, v, bias=bias)[0][:, 2], atol=1e-6)
     assert (o[:, 3] == 0).all()
     assert (lse[:, 3] == -np.inf).all()
+
+
+@simulator
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_row_whose_scores_all_overflow_has_no_gradient(backend):
+    """All are -inf: nothing is left of the row, and the others' results are what they are without it."""
+    n = 3 if SIMULATED else N
+    q, k, v, do = random_inputs(batch=(), nq=n, nk=n, d=2)
+    q[0, :, 0], k[..., 0] = 0, -1e30
+    q[0, 1, 0] = 1e30
+    results = support.run(backend, q, k, v, do)
+    assert (results["lse"][:, 1] == -np.inf).all()
+    assert not results["o"][:, 1].any()
+    assert not results["dq"][:, 1].any()
+    others = np.arange(n) != 1
+    _, dk, dv = reference.backward(do[:, others], q[:, others], k, v)
+    np.testing.assert_allclose(results["dk"], dk, atol=1e-5)
+    np.testing.assert_allclose(results["dv"], dv, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", WIDE)

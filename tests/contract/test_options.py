@@ -9,7 +9,8 @@ from numba import njit
 from support import DTYPES, SIMULATED, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import reference, rng
+from numba_flash import call, reference, rng
+from numba_flash.options import dropout_threshold
 
 simulator = pytest.mark.simulator
 NQ, NK = (3, 5) if SIMULATED else (140, 270)
@@ -34,6 +35,14 @@ SHAPES = [FULL, (1, 2, NQ, NK), (2, 1, NQ, NK), (2, 2, 1, NK), (2, 2, NQ, 1), (N
 def test_bias_broadcasts_and_its_gradient_is_summed(backend, shape):
     results = check(backend, *problem(), bias=normal(*shape), bias_grad=True, causal=True)
     assert results["dbias"].shape == shape
+
+
+@simulator
+@pytest.mark.parametrize("shape", [(), (2, 1, 1)])
+def test_gradient_of_a_bias_that_is_one_number_for_a_head(backend, shape):
+    """Threads sum columns of a tile, and one of them what the others have summed."""
+    sizes = {"nq": 3, "nk": 4, "d": 2} if SIMULATED else {}
+    check(backend, *problem(batch=(), **sizes), bias=normal(*shape), bias_grad=True)
 
 
 def test_bias_in_five_dimensions(backend):
@@ -215,16 +224,24 @@ def test_lengths_of_a_single_sequence(backend):
 
 
 @pytest.mark.gpu
+@simulator
 @pytest.mark.parametrize(("name", "length"), [("kv_lengths", NK + 1), ("kv_lengths", -1), ("q_lengths", NQ + 1)])
-def test_impossible_lengths_on_a_gpu_give_nan(name, length):
-    cp = pytest.importorskip("cupy")
-    q, k, v, do = map(cp.asarray, problem())
-    lengths = {name: cp.array([3, length])}
-    o, lse = numba_flash.forward(q, k, v, return_lse=True, **lengths)
-    gradients = numba_flash.backward(do, q, k, v, o, lse, **lengths)
-    for x in (o, lse, *gradients):
-        assert bool(cp.isnan(x[1]).all())
-        assert not bool(cp.isnan(x[0]).any())
+def test_impossible_lengths_on_a_gpu_give_nan(monkeypatch, name, length):
+    """Nothing of the sequence is read: the simulator raises where an index lies beyond an array."""
+    if SIMULATED:  # its arrays are NumPy's, whose values could be checked
+        xp, backend = np, "simt"
+        monkeypatch.setattr(call, "check_lengths", lambda *_: None)
+    else:
+        xp, backend = pytest.importorskip("cupy"), None
+    q, k, v, do = map(xp.asarray, problem(**({"hq": 1, "d": 2} if SIMULATED else {})))
+    bias, lengths = xp.asarray(normal(2, 1, 1, NK)), {name: xp.array([3, length])}
+    options = {"backend": backend, **lengths}
+    o, lse = numba_flash.forward(q, k, v, return_lse=True, **options)
+    gradients = numba_flash.backward(do, q, k, v, o, lse, **options)
+    *_, dbias = numba_flash.backward(do, q, k, v, o, lse, bias=bias, bias_grad=True, **options)
+    for x in (o, lse, *gradients, dbias):
+        assert bool(xp.isnan(x[1]).all())
+        assert not bool(xp.isnan(x[0]).any())
 
 
 @pytest.mark.gpu
@@ -350,6 +367,12 @@ def test_the_share_that_dropout_keeps():
     ).all()
 
 
+def test_a_threshold_of_dropout_is_a_word():
+    """To the nearest, but one of the random words, which all lie below 2**32: that would drop everything."""
+    assert [dropout_threshold(dropout) for dropout in (0.0, 0.5, 0.3, 1 - 2**-32)] == [0, 2**31, round(0.3 * 2**32), 2**32 - 1]
+    assert dropout_threshold(1 - 2**-40) == 2**32 - 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_through_lse(backend, dtype):
     dlse = normal(2, 2, NQ, dtype=np.float64 if dtype == "float64" else np.float32)
@@ -467,6 +490,18 @@ def test_merge_is_attention_over_all_keys(backend, dtype):
         np.testing.assert_allclose(backend.to_host(lse_merged), lse, rtol=1e-5 if dtype != "float64" else 1e-14)
     tiny = 1e-6 if dtype != "float64" else 1e-14
     np.testing.assert_allclose(backend.to_host(left[0]), backend.to_host(right[0]), rtol=0, atol=tiny)
+
+
+@pytest.mark.parametrize("double", [("lse1", "lse2"), ("o1",), ("lse1",), ("o2",), ("lse2",)], ids=", ".join)
+def test_merge_is_in_float64_if_anything_is(double):
+    rng = np.random.default_rng(0)
+    shapes = {"o1": (2, 3, 4), "lse1": (2, 3), "o2": (2, 3, 4), "lse2": (2, 3)}
+    given = {name: rng.standard_normal(shape).astype("float64" if name in double else "float32") for name, shape in shapes.items()}
+    o, lse = numba_flash.merge(**given)
+    assert o.dtype == lse.dtype == np.float64
+    p1, p2 = (np.exp(given[name].astype(np.float64)) for name in ("lse1", "lse2"))
+    np.testing.assert_allclose(lse, np.log(p1 + p2), rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(o, (p1[..., None] * given["o1"] + p2[..., None] * given["o2"]) / (p1 + p2)[..., None], rtol=1e-13)
 
 
 def test_merge_with_nothing(backend):

@@ -23,7 +23,7 @@ from numba_flash.cuda.sm90 import load_backward, prepare_backward, preprocess
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP
 from numba_flash.options import PLAIN
-from numba_flash.problem import Problem
+from numba_flash.problem import Problem, bind
 
 TILES = [row.tile for row in BACKWARD_TILES if row.tile.adds_dq]
 EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
@@ -93,6 +93,20 @@ def test_turns_are_counted_without_gaps(kind, seed, tile):
     for number, before in itertools.chain(*additions(np.random.default_rng(seed), kind, tile)):
         assert before == added[number]
         added[number] += 1
+
+
+@EACH_TILE
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 65, 127, 128, 129, 256, 1000])
+def test_blocks_of_keys_before_another_are_those_that_see_something(left, tile):
+    """Also where an end of the band falls on that of a tile, which it seldom does where bands are drawn."""
+    n = 5 * tile.block_n
+    p = bind(*[np.broadcast_to(np.float16(0), (n, 64))] * 3, window=(left, 0))
+    diagonal = np.arange(n) - np.arange(n)[:, None]
+    visible = (-left <= diagonal) & (diagonal <= 0)
+    sees = visible.reshape(n // tile.block_m, tile.block_m, n // tile.block_n, tile.block_n).any(axis=(1, 3))
+    before = getattr(load_backward.blocks_before, "py_func", load_backward.blocks_before)
+    for number, block in np.argwhere(sees):
+        assert before(block * tile.block_n, -p.low, number, tile.block_m, tile.block_n) == sees[number, :block].sum()
 
 
 def everything_is_done(items: list, shares: list[list[int]] | None, at_work: int, rng) -> bool:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import SIMULATED
+from support import SIMULATED, dense_visible
 
 if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
@@ -20,11 +20,11 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, schedule, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import prepare_forward, tier
-from numba_flash.cuda.sm90.arguments import Sizes
-from numba_flash.cuda.sm90.tiles import FORWARD_TILES, PART_TILES, SHARED_LIMIT, forward_tile, part_tile
+from numba_flash.cuda.sm90 import prepare_backward, prepare_forward, tier
+from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.tiles import FORWARD_TILES, KEYS, OUTPUT_ROWS, PART_TILES, SHARED_LIMIT, backward_tile, forward_tile, part_tile
 from numba_flash.options import PLAIN, Options
-from numba_flash.problem import MAX_LENGTH, BackwardInputs, ForwardInputs, ForwardResults, Problem, bind
+from numba_flash.problem import MAX_LENGTH, BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 H200 = Gpu(0, (9, 0), 132)
 HEAD_DIMS = range(8, 257, 8)
@@ -252,6 +252,66 @@ def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     _, operands, extras = calls[0]
     assert operands[0] is q
     assert extras == tuple(options[name] for name in ("kv_lengths",) if name in options)
+
+
+# ---- constants, bands and boxes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_factors_of_scores_lead_to_their_exponentials(softcap):
+    """As kernels use them: 2 to the power of a score, or of its tanh, times a factor."""
+    s = problem(scale=0.3, softcap=softcap)
+    slope, scale_log2, scale = map(float, scales(s))
+    raw = np.linspace(-12, 12, 25)
+    capped = 1 - 2 / (1 + np.exp2(raw * slope)) if softcap else raw
+    score = softcap * np.tanh(0.3 * raw / softcap) if softcap else 0.3 * raw
+    np.testing.assert_allclose(np.exp2(capped * scale_log2), np.exp(score), rtol=1e-5)
+    assert scale == np.float32(0.3)
+
+
+def layouts_of(p: Problem) -> tuple[Layout, ...]:
+    """Those of contiguous q, k, v and o."""
+    shapes = (p.hq, p.nq, p.d), (p.hk, p.nk, p.d), (p.hk, p.nk, p.dv), (p.hq, p.nq, p.dv)
+    return tuple(Layout.compact((*p.batch, *shape), p.dtype) for shape in shapes)
+
+
+def backward_launches(p: Problem) -> tuple[Launch, ...]:
+    q, k, v, o = layouts_of(p)
+    inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))
+    return prepare_backward.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_band_is_transposed_where_rows_are_keys(d):
+    p = problem(nq=30, nk=50, d=d, window=(7, 2))
+    _, main, last = backward_launches(p)
+    visible = dense_visible(p.nq, p.nk, window=(7, 2))
+    sizes, factors = main.numbers
+    assert sizes.columns == p.nq
+    assert factors == scales(p)
+    column_minus_row = np.arange(p.nq) - np.arange(p.nk)[:, None]
+    np.testing.assert_array_equal((sizes.low <= column_minus_row) & (column_minus_row <= sizes.high), visible.T)
+    if d > 128:
+        of_queries, _ = last.numbers
+        low, high = of_queries.low, of_queries.high
+    else:
+        _, low, high, _ = last.numbers
+    assert (low, high) == (p.low, p.high)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 64), (64, 128), (128, 128), (256, 248)])
+def test_boxes_have_as_many_rows_as_tiles(d, dv, causal):
+    """Fewer bytes than a tile has would never complete it; more would be another's."""
+    p = problem(nq=5000, nk=7000, d=d, dv=dv, hq=8, hk=4, causal=causal)
+    q, k, v, o = layouts_of(p)
+    (forward,) = prepare_forward.prepare(p, ForwardInputs(q, k, v), ForwardResults(o, None), H200).launches
+    tile = forward_tile(p)
+    assert forward.maps == ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
+    _, main, last = backward_launches(p)
+    tile = backward_tile(p)
+    assert main.maps == ((o, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (k, KEYS), (v, KEYS))
+    assert last.maps == (() if tile.adds_dq else ((k, tile.block_n), (q, KEYS)))
 
 
 # ---- who computes what ---------------------------------------------------------------------------------------------------------------
