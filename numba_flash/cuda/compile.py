@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -147,9 +147,11 @@ def _numba_cuda():
     return cuda
 
 
-def intermediate(builder: str, config: tuple, capability: tuple[int, int]) -> str | bytes:
+def intermediate(
+    builder: str, config: tuple, capability: tuple[int, int], ptx: bool = False
+) -> str | bytes:
     """PTX of one kernel, its entry point renamed to "kernel"; or LTO-IR, for kernels that take
-    tensor maps.
+    tensor maps, unless `ptx` is to be read, not linked.
 
     The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg
     and serialises wgmma (ptxas C7504, C7509); LTO-IR it compiles as the whole program that it is.
@@ -161,24 +163,16 @@ def intermediate(builder: str, config: tuple, capability: tuple[int, int]) -> st
         importlib.import_module(f"numba_flash.cuda.{module}"), build
     )(*config)
     maps = options.pop("tensor_maps", ())
-    with _one_at_a_time, _target(capability):
-        if maps:
-            with _tensor_maps_by_value(maps):
-                return cuda.compile(
-                    function,
-                    signature,
-                    device=False,
-                    abi="numba",
-                    cc=(*capability, "a"),
-                    output="ltoir",
-                    **options,
-                )[0]
-        text, _ = cuda.compile(
-            function, signature, device=False, abi="numba", cc=capability, **options
-        )
-    (line,) = (line for line in text.splitlines() if ".entry" in line)
+    by_value = _tensor_maps_by_value(maps) if maps else nullcontext()
+    options |= {"cc": (*capability, "a") if maps else capability}
+    options |= {"output": "ltoir" if maps and not ptx else "ptx"}
+    with _one_at_a_time, _target(capability), by_value:
+        code, _ = cuda.compile(function, signature, device=False, abi="numba", **options)
+    if options["output"] == "ltoir":
+        return code
+    (line,) = (line for line in code.splitlines() if ".entry" in line)
     return _constants_that_fit(
-        text.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel")
+        code.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel")
     )
 
 

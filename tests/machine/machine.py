@@ -1,0 +1,228 @@
+"""A machine that executes the PTX of a kernel on a CPU: exactly enough to test with, and stricter than hardware where that is lenient.
+
+A warp is 32 lanes of NumPy vectors. Lanes that part run one after the other, and meet again where all paths do. Warps, those of several
+blocks too, take turns as a seeded generator says; copies by the copy engine are executed at any later time, products of wgmma as late as
+their wait allows. A wait that nobody can end is a `Deadlock`, which says who waits for what.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from instructions import compile_instruction
+from memory import PARAM, Fault, Global, Region
+from ptx_text import Kernel, parse
+
+LANES = 32
+SLICE = 200  # instructions that a warp executes before another may
+DTYPES = {
+    **{"pred": np.dtype(bool), "b16": np.dtype(np.uint16), "b32": np.dtype(np.uint32), "b64": np.dtype(np.uint64)},
+    **{"f32": np.dtype(np.float32), "f64": np.dtype(np.float64)},
+}
+
+
+class Deadlock(Fault):
+    """Everyone who has not ended waits for something that nobody does any more."""
+
+
+@dataclass(eq=False)
+class Path:
+    """Lanes that run together: up to where they meet others again."""
+
+    at: int
+    lanes: np.ndarray
+    meet: int
+
+
+class Warp:
+    """32 threads of a block."""
+
+    def __init__(self, block, number: int, threads: int, instructions: int):
+        self.block, self.number = block, number
+        thread = np.arange(LANES, dtype=np.uint32) + np.uint32(number * LANES)
+        self.special = {"%tid.x": thread, "%laneid": np.arange(LANES, dtype=np.uint32)}
+        self.registers = {}
+        self.paths = [Path(0, thread < threads, instructions)]
+        self.waits = None  # (what for, a function that says whether it is over), if it waits
+        self.products, self.groups = [], []  # of wgmma: not yet committed; all that were
+        self.committed = self.executed_groups = 0
+        self.in_flight = {}  # registers that a product has yet to write, or reads
+        self.bulk = [[] for _ in range(LANES)]  # stores of each thread that were not yet executed, group by group
+        self.executed, self.asked = 0, None
+
+    @property
+    def lanes(self) -> np.ndarray:
+        return self.paths[-1].lanes
+
+    def read(self, name: str) -> np.ndarray:
+        """Values of a register in all lanes."""
+        if name in self.in_flight:
+            raise Fault(f"{name} belongs to a product that has not been waited for")
+        try:
+            return self.registers[name]
+        except KeyError:
+            raise Fault(f"{name} is read before it is written") from None
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        """Set a register in the lanes that run."""
+        if name in self.in_flight:
+            raise Fault(f"{name} belongs to a product that has not been waited for")
+        dtype = self.block.machine.dtype_of[name]
+        if value.dtype.itemsize < dtype.itemsize:
+            value = value.astype(np.int64 if value.dtype.kind == "i" else np.uint64).astype(dtype)
+        elif value.dtype != dtype:
+            value = value.view(dtype)
+        lanes = self.lanes
+        before = self.registers.get(name)
+        if lanes.all():
+            self.registers[name] = value if value.shape else np.full(LANES, value)
+        else:
+            self.registers[name] = np.where(lanes, value, 0 if before is None else before).astype(value.dtype, copy=False)
+
+    def asks(self, instruction, about, answer) -> bool:
+        """False if it asks the same again, and gets the same answer, while nothing has happened: then it waits until something has."""
+        machine = self.block.machine
+        question = instruction.line, about, answer, machine.events
+        if self.asked != question:
+            self.asked = question
+            return True
+        seen = machine.events
+        self.waits = (f"{instruction.opcode} {about}, line {instruction.line}", lambda: machine.events != seen)
+        return False
+
+    def run(self, budget: int) -> None:
+        """Execute instructions until the warp waits, ends, or has had its share."""
+        program = self.block.machine.program
+        while budget and self.paths and self.waits is None:
+            path = self.paths[-1]
+            if path.at == path.meet:
+                self.paths.pop()
+                continue
+            at, path.at = path.at, path.at + 1
+            budget -= 1
+            self.executed += 1
+            try:
+                program[at](self)
+            except Fault as fault:
+                raise type(fault)(f"block {self.block.number}, warp {self.number}, {self.block.machine.where(at)}: {fault}") from None
+
+    def branch(self, taken: np.ndarray, target: int, meet: int) -> None:
+        """Lanes `taken` go to the target."""
+        path = self.paths[-1]
+        lanes = path.lanes
+        going, staying = lanes & taken, lanes & ~taken
+        if not staying.any():
+            path.at = target
+        elif going.any():
+            rest = path.at
+            path.at = meet
+            self.paths.append(Path(rest, staying, meet))
+            self.paths.append(Path(target, going, meet))
+
+    def gathers(self) -> bool:
+        """True if all lanes that have not ended are here; else those that are wait for the others, which come next.
+
+        Where paths may also end, they meet nowhere before that but at a barrier.
+        """
+        path = self.paths[-1]
+        if (path.lanes == self.paths[0].lanes).all():
+            return True
+        path.at -= 1
+        for other in self.paths[:-1]:
+            if other.at == path.at and other.lanes is not path.lanes and not (other.lanes & path.lanes).any():
+                path.lanes = path.lanes | other.lanes
+                self.paths.remove(other)
+                return False
+        self.paths.insert(-1, self.paths.pop())
+        return False
+
+    def end(self) -> None:
+        """The lanes that run are done."""
+        done = self.lanes.copy()
+        self.paths.pop()
+        for path in self.paths:
+            path.lanes = path.lanes & ~done
+        self.paths = [path for path in self.paths if path.lanes.any()]
+
+
+class Block:
+    """Threads that share memory."""
+
+    def __init__(self, machine, number: int, threads: int, shared_bytes: int):
+        self.machine, self.number = machine, number
+        size = machine.kernel.shared_bytes + shared_bytes
+        self.shared = Region("shared memory", 0, np.full(size, 0xFF, np.uint8))  # NaN in every floating format
+        self.mbarriers, self.barriers = {}, {}
+        self.warps = [Warp(self, w, threads, len(machine.kernel.instructions)) for w in range(-(-threads // LANES))]
+
+
+@dataclass
+class Machine:
+    """Runs one kernel.
+
+    Attributes
+    ----------
+    text : str
+        Its PTX.
+    seed : int
+        Of the order in which warps take turns and copies are executed.
+    """
+
+    text: str
+    seed: int = 0
+    memory: Global = field(default_factory=Global)
+
+    def __post_init__(self):
+        self.kernel: Kernel = parse(self.text)
+        self.dtype_of = {name: DTYPES[kind.replace("u", "b").replace("s", "b")] for name, kind in self.kernel.kinds.items()}
+        self.random, self.engine, self.events = random.Random(self.seed), [], 0
+        self.program = [compile_instruction(self, i) for i in range(len(self.kernel.instructions))]
+
+    def where(self, at: int) -> str:
+        """An instruction, as it stands in the text."""
+        each = self.kernel.instructions[at]
+        return f"line {each.line}, {each.opcode} {', '.join(map(str, each.operands))[:80]}"
+
+    def launch(self, arguments: list, grid: int, threads: int, shared_bytes: int = 0) -> None:
+        """Run the kernel to its end.
+
+        Parameters
+        ----------
+        arguments : list
+            Numbers, or tensor maps, in the order of the parameters.
+        grid, threads, shared_bytes : int
+            Blocks, threads of a block, its dynamic shared memory.
+        """
+        parameters = self.kernel.parameters
+        assert len(arguments) == len(parameters), f"{len(arguments)} arguments for {len(parameters)} parameters"
+        data = np.zeros(parameters[-1].offset + parameters[-1].size, np.uint8)
+        self.maps = {}
+        for argument, parameter in zip(arguments, parameters, strict=True):
+            if parameter.kind == "b8":
+                self.maps[PARAM + parameter.offset] = argument
+            else:
+                kind = {"u64": np.uint64, "f64": np.float64, "f32": np.float32, "u32": np.uint32}[parameter.kind]
+                value = np.array(argument) if isinstance(argument, float) else np.array(int(argument) % 2**64, np.uint64)
+                if kind in (np.float64, np.float32):
+                    value = np.array(float(argument))
+                data[parameter.offset : parameter.offset + parameter.size] = np.frombuffer(value.astype(kind).tobytes(), np.uint8)
+        self.parameters, self.grid, self.threads = data, grid, threads
+        with np.errstate(all="ignore"):
+            self._run([Block(self, number, threads, shared_bytes) for number in range(grid)])
+
+    def _run(self, blocks: list) -> None:
+        warps = [warp for block in blocks for warp in block.warps]
+        while warps or self.engine:
+            able = [warp for warp in warps if warp.waits is None or warp.waits[1]()]
+            if not able and not self.engine:
+                waiting = "\n".join(f"block {w.block.number}, warp {w.number} waits for {w.waits[0]}" for w in warps)
+                raise Deadlock(f"nobody can go on:\n{waiting}")
+            choice = self.random.randrange(len(able) + len(self.engine))
+            if choice < len(able):
+                warp = able[choice]
+                warp.waits = None
+                warp.run(self.random.randrange(1, SLICE))
+                if not warp.paths:
+                    warps.remove(warp)
+            else:
+                self.engine.pop(self.random.randrange(len(self.engine)))()
