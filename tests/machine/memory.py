@@ -58,8 +58,8 @@ class Global:
         return region.base + first - region.first
 
     def find(self, address: int) -> Region:
-        """What lies at an address."""
+        """What lies at an address, or before it in the gap."""
         for region in self.regions:
-            if region.base <= address < region.base + max(region.data.size, 1):
+            if region.base <= address < region.base + -(-region.data.size // GAP) * GAP + GAP:
                 return region
         raise Fault(f"nothing lies at address {address:#x}")
