@@ -49,6 +49,8 @@ def extras_class(options):
 def build_extras(options):
     """``extras_of(inputs)``: the optional arrays that there are among the inputs of a call."""
     cls = extras_class(options)
+    if not cls._fields:
+        return lambda inputs: ()
     return lambda inputs: cls(*[getattr(inputs, name) for name in cls._fields])
 
 

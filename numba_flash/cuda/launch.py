@@ -257,7 +257,7 @@ class Launch:
         arguments, mapped = self._arguments.copy(), len(self._at)
         for i, at in enumerate(self._at):
             arguments[i] = at(operands[i].data.ptr)
-        for slot, x in zip(self._slots, (*operands[mapped:], *extras), strict=True):
+        for slot, x in zip(self._slots, operands[mapped:] + extras, strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
         if numbers is not None:
