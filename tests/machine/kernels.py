@@ -3,23 +3,22 @@
 from functools import cache
 
 import numpy as np
-from asynchronous import TensorMap
+from copies import TensorMap
 from machine import Machine
+from support import DTYPES, random_inputs
 
-from numba_flash import arrays
+from numba_flash import arrays, reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda import compile, launch
+from numba_flash.cuda.launch import Gpu
+from numba_flash.plan import tier
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
 
 @cache
 def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     """The text of a kernel."""
     return compile.intermediate(builder, config, capability, ptx=True)
-
-
-def as_words(x: np.ndarray) -> np.ndarray:
-    """What 16-bit numbers are to kernels that see words, and to the copy engine."""
-    return arrays.expand(x, 5).view(np.uint16)
 
 
 class Executed:
@@ -57,3 +56,38 @@ class Executed:
         shape = (1,) * (5 - len(layout.shape)) + layout.shape
         strides = arrays.expanded_strides(layout, 5)
         return np.lib.stride_tricks.as_strided(x.view(np.uint16), shape, strides)
+
+
+def on_machine(prepared, inputs, results, seed: int):
+    """Run a prepared pass, its launches executed by the machine."""
+    for each in prepared.launches:
+        run = Executed(each, seed)
+        each._submit = lambda operands, extras, numbers, run=run: run(*operands, extras=extras, numbers=numbers)
+    prepared.run(inputs, results)
+
+
+def paper(arrays):
+    return type(arrays)(*map(Layout.of, arrays))
+
+
+def attention(backend, dtype, d, nq, nk, heads, seed, multiprocessors=2, backward=True, **options):
+    """Forward and backward on the machine, each result within what the dtype allows of the oracle."""
+    hq, hk = heads
+    q, k, v, do = random_inputs(batch=(1,), hq=hq, hk=hk, nq=nq, nk=nk, d=d, dtype=dtype)
+    problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
+    arrays = {name: options[name] for name in ("q_lengths", "kv_lengths") if name in options}
+    nan = lambda x, dtype=None: np.full(x.shape, np.nan, dtype or x.dtype)
+    inputs, results = ForwardInputs(q, k, v, **arrays), ForwardResults(nan(do), nan(do[..., 0], np.float32))
+    on_machine(tier(backend).prepare_forward(problem, paper(inputs), paper(results), gpu=gpu), inputs, results, seed)
+    o, lse = reference.forward(q, k, v, **options)
+    unit = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+    np.testing.assert_allclose(results.o.astype(np.float64), o, atol=unit, rtol=unit)
+    np.testing.assert_allclose(results.lse, lse, atol=4e-6, rtol=4e-6)
+    if not backward:
+        return results
+    inputs = BackwardInputs(do, q, k, v, o.astype(DTYPES[dtype]), lse.astype(np.float32), **arrays)
+    gradients = BackwardResults(nan(q), nan(k), nan(v))
+    on_machine(tier(backend).prepare_backward(problem, paper(inputs), paper(gradients), gpu=gpu), inputs, gradients, seed)
+    for x, ref in zip(gradients, reference.backward(do, q, k, v, **options), strict=False):
+        np.testing.assert_allclose(x.astype(np.float64), ref, atol=4 * unit * max(1, np.abs(ref).max()), rtol=4 * unit)
+    return gradients

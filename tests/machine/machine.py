@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from instructions import compile_instruction
 from memory import PARAM, Fault, Global, Region
+from operands import LANES, Path
 from ptx_text import Kernel, parse
 
-LANES = 32
 SLICE = 200  # instructions that a warp executes before another may
 DTYPES = {
     **{"pred": np.dtype(bool), "b16": np.dtype(np.uint16), "b32": np.dtype(np.uint32), "b64": np.dtype(np.uint64)},
@@ -23,15 +23,6 @@ DTYPES = {
 
 class Deadlock(Fault):
     """Everyone who has not ended waits for something that nobody does any more."""
-
-
-@dataclass(eq=False)
-class Path:
-    """Lanes that run together: up to where they meet others again."""
-
-    at: int
-    lanes: np.ndarray
-    meet: int
 
 
 class Warp:

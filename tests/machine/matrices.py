@@ -1,0 +1,22 @@
+"""Fragments of a warp: matrices that its lanes load and store together."""
+
+import numpy as np
+from operands import LANES, readers
+
+
+def _stmatrix(machine, each):
+    (get_at,) = readers(machine, each.operands[:1])
+    get = readers(machine, each.operands[1])
+
+    def run(warp):
+        addresses = np.broadcast_to(get_at(warp), LANES).astype(np.int64)
+        lane = np.arange(LANES)
+        for matrix, g in enumerate(get):
+            at = addresses[8 * matrix + lane // 4] + 4 * (lane % 4)
+            words = np.ascontiguousarray(np.broadcast_to(g(warp), LANES))
+            warp.block.shared.store(at, words.view(np.uint8).reshape(LANES, 4))
+
+    return run
+
+
+MATRICES = {"stmatrix": _stmatrix}

@@ -1,0 +1,115 @@
+"""Products of warp groups: wgmma (PTX ISA 9.7.15)."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+from operands import LANES, readers
+
+
+class Product(NamedTuple):
+    """One wgmma: accumulators, and functions that read the operands when it is executed."""
+
+    accumulators: tuple
+    reads: tuple
+    add: bool
+    a: object
+    b: object
+
+
+def _matrix(shared, low: int, rows: int, transposed: bool, dtype, first: int = 0) -> np.ndarray:
+    """(rows, 16) elements of an operand in shared memory, from row `first` on, from the low word of its descriptor."""
+    base, stride = (low & 0x3FFF) << 4, (low >> 16 & 0x3FFF) << 4
+    r, k = np.indices((rows, 16))
+    r = r + first
+    linear = base + r // 64 * stride + 128 * k + 2 * (r % 64) if transposed else base + r // 8 * 1024 + r % 8 * 128 + 2 * k
+    at = linear ^ ((linear >> 7 & 7) << 4)
+    return shared.load(at.reshape(-1), 2).view(dtype).reshape(rows, 16).astype(np.float32)
+
+
+def _wgmma(machine, each):
+    import ml_dtypes
+
+    accumulators, a, b, *switches = each.operands
+    shape, kind = re.search(r"\.m64n(\d+)k16\.f32\.(\w+)\.", each.opcode).groups()
+    columns, dtype = int(shape), {"f16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
+    add, in_registers = switches[0] == "1", isinstance(a, tuple)
+    a_transposed, b_transposed = (False, switches[3] == "1") if in_registers else (switches[3] == "1", switches[4] == "1")
+    (get_b,) = readers(machine, [b], np.uint64)
+    (get_a,) = (None,) if in_registers else readers(machine, [a], np.uint64)
+
+    def run(warp):
+        shared, row = warp.block.shared, 16 * (warp.number % 4)
+        low_b = int(np.broadcast_to(get_b(warp), LANES)[0]) & 0xFFFFFFFF
+        if in_registers:
+            words = np.stack([warp.registers[name] for name in a]).view(np.uint32)
+            read_a = lambda: _from_fragment(words, dtype)
+        else:
+            low_a = int(np.broadcast_to(get_a(warp), LANES)[0]) & 0xFFFFFFFF
+            read_a = lambda: _matrix(shared, low_a, 16, a_transposed, dtype, row)
+        read_b = lambda: _matrix(shared, low_b, columns, b_transposed, dtype)
+        product = Product(accumulators, a if in_registers else (), add, read_a, read_b)
+        warp.products.append(product)
+
+    return run
+
+
+def _from_fragment(words: np.ndarray, dtype) -> np.ndarray:
+    """(16, 16) elements that four words of each lane hold."""
+    a, lane = np.zeros((16, 16), np.float32), np.arange(LANES)
+    for word in range(4):
+        pair = np.ascontiguousarray(words[word]).view(dtype).reshape(LANES, 2).astype(np.float32)
+        for c in range(2):
+            a[lane // 4 + 8 * (word % 2), 2 * (lane % 4) + c + 8 * (word // 2)] = pair[:, c]
+    return a
+
+
+def _wgmma_commit(machine, each):
+    def run(warp):
+        warp.groups.append(warp.products)
+        warp.committed += 1
+        for product in warp.products:
+            warp.in_flight |= dict.fromkeys((*product.accumulators, *product.reads))
+        warp.products = []
+
+    return run
+
+
+def _wgmma_wait(machine, each):
+    allowed = int(each.operands[0])
+
+    def run(warp):
+        first = warp.number // 4 * 4
+        group, wanted = warp.block.warps[first : first + 4], warp.committed - allowed
+        if any(other.committed < wanted for other in group):  # a product is one of the whole warp group
+            warp.paths[-1].at -= 1
+            warp.waits = (f"its warp group, line {each.line}", lambda: all(other.committed >= wanted for other in group))
+            return
+        for other in group:
+            while other.executed_groups < wanted:
+                for product in other.groups[other.executed_groups]:
+                    _execute(other, product)
+                other.executed_groups += 1
+        running = (product for products in warp.groups[max(wanted, 0) :] for product in products)
+        warp.in_flight = dict.fromkeys(name for product in running for name in (*product.accumulators, *product.reads))
+
+    return run
+
+
+def _execute(warp, product: Product) -> None:
+    lane, columns = np.arange(LANES), 2 * len(product.accumulators)
+    result = product.a() @ product.b().T
+    registers = np.arange(len(product.accumulators))[:, None]
+    rows, cols = lane // 4 + 8 * (registers // 2 % 2), registers // 4 * 8 + 2 * (lane % 4) + registers % 2
+    assert columns == result.shape[1]
+    values = result[rows, cols]
+    for i, name in enumerate(product.accumulators):
+        before = warp.registers[name] if product.add else np.float32(0)
+        warp.registers[name] = (before + values[i]).astype(np.float32)
+
+
+PRODUCTS = {
+    "wgmma.mma_async": _wgmma,
+    "wgmma.commit_group": _wgmma_commit,
+    "wgmma.wait_group": _wgmma_wait,
+}
