@@ -126,7 +126,20 @@ def _select(machine, each, parts):
     kind, destination = KINDS[parts[-1]], each.operands[0]
     a, b = (reader(machine, text, kind) for text in each.operands[1:3])
     chosen = reader(machine, each.operands[3], bool)
-    return lambda warp: warp.write(destination, np.asarray(np.where(chosen(warp), a(warp), b(warp)), kind))
+
+    def run(warp):
+        (which, undecided), (x, no_x), (y, no_y) = (_apart(warp, get) for get in (chosen, a, b))
+        without = undecided | np.where(which, no_x, no_y)  # the one that is not chosen need not be there
+        warp.taint = without if without.any() else None
+        warp.write(destination, np.asarray(np.where(which, x, y), kind))
+
+    return run
+
+
+def _apart(warp, get):
+    """A value, and the lanes in which it is none."""
+    value, without, warp.taint = get(warp), warp.taint, None
+    return value, np.False_ if without is None else without
 
 
 def _convert(machine, each, parts):

@@ -1,46 +1,110 @@
-"""mbarriers (PTX ISA 9.7.13.15) and named barriers (9.7.13.1)."""
+"""mbarriers (PTX ISA 9.7.13.15), named barriers (9.7.13.1) and fences (9.7.13.4)."""
 
 import numpy as np
 from memory import Fault
 from operands import LANES, one, readers
+from order import Clocks, Race
+
+MBARRIER_BYTES = 8
 
 
 class Mbarrier:
-    """Arrivals and bytes that a phase waits for."""
+    """Arrivals and bytes that a phase waits for, and what is known when it is complete.
 
-    def __init__(self, count: int):
-        self.count = self.pending = count
+    Parameters
+    ----------
+    block : Block
+        In whose shared memory it is.
+    address, count : int
+        Where, and how many arrivals complete a phase.
+    maker : Warp
+        Who initialises it.
+    """
+
+    def __init__(self, block, address: int, count: int, maker):
+        self.block, self.address, self.count, self.pending = block, address, count, count
         self.bytes, self.phase = 0, 0
+        self.agent = block.order.agent(f"a copy that the mbarrier at {address} waits for")
+        self.maker, self.made, self.known_to_copies = maker.number, int(maker.clocks.seen[maker.number]), False
+        self.asked = {}  # the phase that each warp waits for
+        self.done, self.arriving = self._nothing(), self._nothing()
 
-    def arrive(self, machine, arrivals: int) -> None:
+    def _nothing(self) -> Clocks:
+        order = self.block.order
+        return Clocks(np.zeros_like(order.begin(0).seen), np.zeros(order.warps, np.int32))
+
+    def used_by(self, warp) -> "Mbarrier":
+        """Itself, if the warp knows that it has been initialised."""
+        if warp.clocks.seen[self.maker] < self.made:
+            raise Race(f"nothing says that the mbarrier at {self.address} has been initialised before")
+        return self
+
+    def arrive(self, warp, arrivals: int) -> None:
         """Some threads have arrived."""
         if arrivals > self.pending:
-            raise Fault(f"{arrivals} arrivals at an mbarrier that waits for {self.pending}")
+            raise Fault(f"{arrivals} arrivals at the mbarrier at {self.address}, which waits for {self.pending}")
+        self.arriving.join(self.block.order.released(warp))
         self.pending -= arrivals
-        self.advance(machine)
+        self._advance()
 
-    def advance(self, machine) -> None:
-        """The next phase, if this one is complete."""
+    def expect(self, more: int) -> None:
+        """The phase waits for more bytes."""
+        self.bytes += more
+
+    def receive(self, count: int) -> None:
+        """Bytes have come."""
+        if count > self.bytes:
+            raise Fault(f"{count} bytes arrive at the mbarrier at {self.address}, which waits for {self.bytes}")
+        self.bytes -= count
+        self._advance()
+
+    def _advance(self) -> None:
         if self.pending == 0 and self.bytes == 0:
             self.pending, self.phase = self.count, self.phase + 1
-            machine.events += 1
+            self.arriving.seen[self.agent] = self.phase
+            self.done.join(self.arriving)
+            self.arriving = self._nothing()
+            self.block.machine.events += 1
+
+    def is_over(self, warp, parity: int) -> bool:
+        """Whether the phase of this parity is complete; the warp then knows what was done before."""
+        asked = self.asked.setdefault(warp.number, self.phase)
+        if self.phase - asked > 1:
+            raise Fault(f"the mbarrier at {self.address} has completed two phases while this waited for one")
+        if self.phase % 2 == parity:
+            return False
+        del self.asked[warp.number]
+        warp.clocks.join(self.done)
+        return True
+
+
+def mbarrier_of(warp, address: int) -> Mbarrier:
+    """What is at an address."""
+    try:
+        return warp.block.mbarriers[address].used_by(warp)
+    except KeyError:
+        raise Fault(f"there is no mbarrier at {address}; there are {sorted(warp.block.mbarriers)}") from None
 
 
 def _mbarrier_init(machine, each):
     at, count = readers(machine, each.operands)
 
     def run(warp):
-        warp.block.mbarriers[one(warp, at)] = Mbarrier(one(warp, count))
-        warp.block.machine.events += 1
+        address, block = one(warp, at), warp.block
+        granules = block.shared.granules(np.array([address]), MBARRIER_BYTES)
+        block.order.keep_for_mbarrier(granules, block.order.by_warp(warp))
+        block.mbarriers[address] = Mbarrier(block, address, one(warp, count), warp)
+        machine.events += 1
 
     return run
 
 
-def mbarrier_of(warp, address: int) -> Mbarrier:
-    try:
-        return warp.block.mbarriers[address]
-    except KeyError:
-        raise Fault(f"there is no mbarrier at {address}; there are {sorted(warp.block.mbarriers)}") from None
+def _fence_mbarrier_init(machine, each):
+    def run(warp):
+        for mbarrier in warp.block.mbarriers.values():
+            mbarrier.known_to_copies |= mbarrier.maker == warp.number
+
+    return run
 
 
 def _mbarrier_arrive(machine, each):
@@ -49,7 +113,7 @@ def _mbarrier_arrive(machine, each):
     def run(warp):
         addresses = np.broadcast_to(at(warp), LANES)[warp.lanes]
         for address, arrivals in zip(*np.unique(addresses, return_counts=True), strict=True):
-            mbarrier_of(warp, int(address)).arrive(machine, int(arrivals))
+            mbarrier_of(warp, int(address)).arrive(warp, int(arrivals))
 
     return run
 
@@ -58,9 +122,9 @@ def _mbarrier_expect(machine, each):
     at, more = readers(machine, each.operands[1:])
 
     def run(warp):
-        barrier = mbarrier_of(warp, one(warp, at))
-        barrier.bytes += one(warp, more)
-        barrier.arrive(machine, 1)
+        mbarrier = mbarrier_of(warp, one(warp, at))
+        mbarrier.expect(one(warp, more))
+        mbarrier.arrive(warp, 1)
 
     return run
 
@@ -70,15 +134,24 @@ def _mbarrier_try_wait(machine, each):
     at, parity = readers(machine, each.operands[1:])
 
     def run(warp):
-        done = np.zeros(LANES, bool)
-        for lane in np.flatnonzero(warp.lanes):
-            address = int(np.broadcast_to(at(warp), LANES)[lane])
-            done[lane] = mbarrier_of(warp, address).phase % 2 != int(np.broadcast_to(parity(warp), LANES)[lane])
-        warp.write(destination, done)
-        if not done.any():
+        addresses, parities = np.broadcast_to(at(warp), LANES), np.broadcast_to(parity(warp), LANES)
+        lanes = np.flatnonzero(warp.lanes)
+        address, wanted = int(addresses[lanes[0]]), int(parities[lanes[0]])
+        if (addresses[lanes] != address).any() or (parities[lanes] != wanted).any():
+            raise Fault("lanes wait for different phases")
+        done = mbarrier_of(warp, address).is_over(warp, wanted)
+        warp.write(destination, np.full(LANES, done))
+        if not done:
             warp.asks(each, f"at {address}", False)
 
     return run
+
+
+class Meeting:
+    """One use of a named barrier: who has come, and what they knew."""
+
+    def __init__(self, order):
+        self.arrived, self.complete, self.known = 0, False, Clocks(np.zeros_like(order.begin(0).seen), np.zeros(order.warps, np.int32))
 
 
 def _barrier(machine, each):
@@ -88,20 +161,34 @@ def _barrier(machine, each):
     def run(warp):
         if not warp.gathers():
             return
-        block = warp.block
-        lane = int(np.flatnonzero(warp.lanes)[0])
+        block, lane = warp.block, int(np.flatnonzero(warp.lanes)[0])
         key = int(np.broadcast_to(number(warp), LANES)[lane])
         expected = int(np.broadcast_to(threads(warp), LANES)[lane]) or block.machine.threads
-        state = block.barriers.setdefault(key, {"arrived": 0, "phase": 0})
-        state["arrived"] += LANES
-        phase = state["phase"]
-        if state["arrived"] > expected:
-            raise Fault(f"{state['arrived']} threads at barrier {key}, which waits for {expected}")
-        if state["arrived"] == expected:
-            state["arrived"], state["phase"] = 0, phase + 1
-            block.machine.events += 1
+        meeting = block.barriers.setdefault(key, Meeting(block.order))
+        meeting.arrived += LANES
+        if meeting.arrived > expected:
+            raise Fault(f"{meeting.arrived} threads at barrier {key}, which waits for {expected}")
+        block.order.meet(warp)
+        meeting.known.join(block.order.released(warp))
+
+        def goes_on():
+            warp.clocks.join(meeting.known)
+
+        if meeting.arrived == expected:
+            meeting.complete = True
+            del block.barriers[key]
+            machine.events += 1
+            if waits:
+                goes_on()
         elif waits:
-            warp.waits = (f"barrier {key}, line {each.line}", lambda: state["phase"] != phase)
+            warp.wait_for(f"barrier {key}, line {each.line}", lambda: meeting.complete, goes_on)
+
+    return run
+
+
+def _fence_proxy_async(machine, each):
+    def run(warp):
+        warp.block.order.fence(warp)
 
     return run
 
@@ -111,5 +198,8 @@ BARRIERS = {
     "mbarrier.arrive.expect_tx": _mbarrier_expect,
     "mbarrier.arrive": _mbarrier_arrive,
     "mbarrier.try_wait": _mbarrier_try_wait,
-    "bar.": _barrier,
+    "fence.mbarrier_init": _fence_mbarrier_init,
+    "fence.proxy.async": _fence_proxy_async,
+    "bar.sync": _barrier,
+    "bar.arrive": _barrier,
 }

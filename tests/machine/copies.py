@@ -1,10 +1,11 @@
 """Copies by the copy engine of Hopper: tensor copies (PTX ISA 9.7.9.27) and bulk copies (9.7.9.25)."""
 
 import re
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from barriers import mbarrier_of
+from barriers import Mbarrier, mbarrier_of
 from memory import Fault
 from operands import one, readers
 
@@ -28,9 +29,32 @@ class TensorMap(NamedTuple):
 
 
 def _swizzled(base: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Addresses of 16-bit elements of a panel of rows of 128 bytes, whose chunks of 16 bytes are swizzled."""
+    """Locations of 16-bit elements of a panel of rows of 128 bytes, whose chunks of 16 bytes are swizzled."""
     linear = base + 128 * rows + 2 * columns
-    return linear ^ ((linear >> 7 & 7) << 4)
+    return (linear ^ ((linear >> 7 & 7) << 4)) // 2
+
+
+def _tensor_operand(text: str):
+    """(map, coordinates) of ``[map, {...}]``."""
+    tensor_map, coordinates = re.fullmatch(r"\[(\S+?),\s*\{(.*)\}\]", text).groups()
+    return tensor_map, [x.strip() for x in coordinates.split(",")]
+
+
+# ---- to shared memory: counted on an mbarrier
+
+
+def _fetch(warp, mbarrier: Mbarrier, granules: np.ndarray, words) -> None:
+    """Have the copy engine write ``words()`` to these locations, at any time, and tell the mbarrier."""
+    if not mbarrier.known_to_copies:
+        raise Fault(f"copies may not know yet that the mbarrier at {mbarrier.address} has been initialised: a fence is missing")
+    block, access = warp.block, warp.block.order.by_async(warp, mbarrier.agent, mbarrier.phase + 1)
+    block.order.write(granules, access, np.zeros(granules.shape, bool))
+
+    def do():
+        block.shared.words[granules] = words()
+        mbarrier.receive(2 * granules.size)
+
+    block.machine.later(block, True, do)
 
 
 def _tensor_load(machine, each):
@@ -40,44 +64,96 @@ def _tensor_load(machine, each):
     get_place = readers(machine, place, np.int32)
 
     def run(warp):
-        block, shared = warp.block, warp.block.shared
-        base, barrier = one(warp, get_to), mbarrier_of(warp, one(warp, get_ready))
-        described = machine.maps[one(warp, get_map)]
-        at = [one(warp, g) for g in get_place]
+        described, at = machine.maps[one(warp, get_map)], [one(warp, g) for g in get_place]
+        rows, columns = np.indices((described.rows, 64))
+        base = one(warp, get_to)
+        if base % 128:
+            raise Fault(f"tensor copies go to multiples of 128 bytes, not to {base}")
+        inside(warp, base, 128 * described.rows)
 
-        def copy():
+        def words():
             where, (row, column) = described.box(*at)
             tile = np.zeros((described.rows, 64), np.uint16)
             found = described.array[where]
             tile[row : row + found.shape[0], column : column + found.shape[1]] = found
-            rows, columns = np.indices(tile.shape)
-            shared.store(_swizzled(base, rows, columns).reshape(-1), tile.reshape(-1, 1).view(np.uint8))
-            barrier.bytes -= tile.nbytes
-            barrier.advance(block.machine)
+            return tile
 
-        machine.engine.append(copy)
+        _fetch(warp, mbarrier_of(warp, one(warp, get_ready)), _swizzled(base, rows, columns), words)
 
     return run
 
 
-def _tensor_operand(text: str):
-    """(map, coordinates) of ``[map, {...}]``."""
-    tensor_map, coordinates = re.fullmatch(r"\[(\S+?),\s*\{(.*)\}\]", text).groups()
-    return tensor_map, [x.strip() for x in coordinates.split(",")]
+def _bulk_load(machine, each):
+    get_to, get_bytes, get_ready = readers(machine, [each.operands[0], each.operands[2], each.operands[3]])
+    (get_from,) = readers(machine, each.operands[1:2], np.uint64)
+
+    def run(warp):
+        to, count, source = one(warp, get_to), one(warp, get_bytes), one(warp, get_from)
+        region, first = _bulk(warp, source, to, count)
+        machine.streams.by_threads(region, np.array([first]), count, warp, False)
+        granules = to // 2 + np.arange(count // 2)
+        _fetch(warp, mbarrier_of(warp, one(warp, get_ready)), granules, lambda: region.data[first : first + count].view(np.uint16))
+
+    return run
 
 
-def _begin(warp, copy) -> None:
-    """A copy that its thread may wait for; the copy engine does it at any time."""
+# ---- from shared memory: in groups of the thread
+
+
+@dataclass
+class Stores:
+    """Of one thread.
+
+    Attributes
+    ----------
+    agent, stream : int
+        Who reads shared memory, who writes global memory.
+    committed : int
+        How many groups there are; the next one is open.
+    unread, unwritten : list of int
+        The groups of the stores that have yet to read, and to write.
+    """
+
+    agent: int
+    stream: int
+    committed: int = 0
+    unread: list = field(default_factory=list)
+    unwritten: list = field(default_factory=list)
+
+
+def stores_of(warp) -> Stores:
+    """Those of the only lane that runs."""
     (lane,) = np.flatnonzero(warp.lanes)
-    pending = warp.bulk[lane]
-    pending.append(copy)
+    if lane not in warp.stores:
+        thread, block = int(32 * warp.number + lane), warp.block
+        agent = block.order.agent(f"a bulk store of thread {thread}")
+        warp.stores[lane] = Stores(agent, block.machine.streams.number(block.number, thread))
+    return warp.stores[lane]
 
-    def later():
-        copy()
-        pending.remove(copy)
-        warp.block.machine.events += 1
 
-    warp.block.machine.engine.append(later)
+def _store(warp, granules: np.ndarray, write) -> Stores:
+    """Have the copy engine read these locations, and later ``write(words)``."""
+    stores, block = stores_of(warp), warp.block
+    group = stores.committed + 1
+    access = block.order.by_async(warp, stores.agent, group)
+    block.shared.read(granules, access)
+    stores.unread.append(group)
+    stores.unwritten.append(group)
+
+    def read():
+        words = block.shared.words[granules].copy()
+        stores.unread.remove(group)
+        block.machine.events += 1
+
+        def then():
+            write(words)
+            stores.unwritten.remove(group)
+            block.machine.events += 1
+
+        block.machine.later(block, False, then)
+
+    block.machine.later(block, True, read)
+    return stores
 
 
 def _tensor_store(machine, each):
@@ -88,46 +164,17 @@ def _tensor_store(machine, each):
 
     def run(warp):
         base, described = one(warp, get_from), machine.maps[one(warp, get_map)]
-        at, shared = [one(warp, g) for g in get_place], warp.block.shared
+        inside(warp, base, 128 * described.rows)
+        where, (row, column) = described.box(*[one(warp, g) for g in get_place])
+        found = described.array[where]
+        rows, columns = np.indices(found.shape)
 
-        def copy():
-            rows, columns = np.indices((described.rows, 64))
-            tile = shared.load(_swizzled(base, rows, columns).reshape(-1), 2).view(np.uint16).reshape(described.rows, 64)
-            where, (row, column) = described.box(*at)
-            found = described.array[where]
-            found[...] = tile[row : row + found.shape[0], column : column + found.shape[1]]
+        def write(words):
+            found[...] = words
 
-        _begin(warp, copy)
-
-    return run
-
-
-def _bulk_load(machine, each):
-    get_to, get_bytes, get_ready = readers(machine, [each.operands[0], each.operands[2], each.operands[3]])
-    (get_from,) = readers(machine, each.operands[1:2], np.uint64)
-
-    def run(warp):
-        block, to, count = warp.block, one(warp, get_to), one(warp, get_bytes)
-        source, barrier = one(warp, get_from), mbarrier_of(warp, one(warp, get_ready))
-        _aligned(source, to, count)
-
-        def copy():
-            block.shared.store(_each16(to, count), machine.memory.find(source).load(_each16(source, count), 16))
-            barrier.bytes -= count
-            barrier.advance(machine)
-
-        machine.engine.append(copy)
+        _store(warp, _swizzled(base, rows + row, columns + column), write)
 
     return run
-
-
-def _each16(address: int, count: int) -> np.ndarray:
-    return address + 16 * np.arange(count // 16)
-
-
-def _aligned(*numbers: int) -> None:
-    if any(x % 16 for x in numbers):
-        raise Fault(f"bulk copies take multiples of 16; got {numbers}")
 
 
 def _bulk_store(machine, each):
@@ -137,32 +184,66 @@ def _bulk_store(machine, each):
 
     def run(warp):
         to, source, count = one(warp, get_to), one(warp, get_from), one(warp, get_bytes)
-        shared = warp.block.shared
-        _aligned(to, source, count)
+        region, first = _bulk(warp, to, source, count)
 
-        def copy():
-            data = shared.load(_each16(source, count), 16)
-            region = machine.memory.find(to)
+        def write(words):
+            data = words.view(np.uint8)
             if adds:
-                data = (region.load(_each16(to, count), 16).view(np.float32) + data.view(np.float32)).view(np.uint8)
-            region.store(_each16(to, count), data)
+                data = (region.data[first : first + count].view(np.float32) + words.view(np.float32)).view(np.uint8)
+            region.data[first : first + count] = data
 
-        _begin(warp, copy)
+        stores = _store(warp, source // 2 + np.arange(count // 2), write)
+        machine.streams.by_bulk(region, first, count, warp, stores.stream, stores.committed + 1, adds)
+
+    return run
+
+
+def _bulk(warp, address: int, shared: int, count: int):
+    """Region, and offset in it, of a bulk copy's part of global memory."""
+    if any(x % 16 for x in (address, shared, count)):
+        raise Fault(f"bulk copies take multiples of 16; got {address:#x}, {shared}, {count} bytes")
+    inside(warp, shared, count)
+    region = warp.block.machine.memory.find(address)
+    first = address - region.base
+    if first + count > region.data.size:
+        raise Fault(f"{count} bytes at {first} of {region.name}, which has {region.data.size}")
+    return region, first
+
+
+def inside(warp, base: int, count: int) -> None:
+    """Shared memory has these bytes."""
+    if base + count > warp.block.shared.data.size:
+        raise Fault(f"{count} bytes at {base} of shared memory, which has {warp.block.shared.data.size}")
+
+
+def _bulk_commit(machine, each):
+    def run(warp):
+        stores_of(warp).committed += 1
 
     return run
 
 
 def _bulk_wait(machine, each):
+    allowed, only_read = int(each.operands[0]), each.opcode.endswith(".read")
+
     def run(warp):
-        pending = [warp.bulk[lane] for lane in np.flatnonzero(warp.lanes)]
-        if any(pending):
-            warp.waits = (f"its own stores, line {each.line}", lambda: not any(pending))
+        stores = stores_of(warp)
+        last = stores.committed - allowed
+        pending = stores.unread if only_read else stores.unwritten
+
+        def goes_on():
+            seen = warp.clocks.seen
+            seen[stores.agent] = max(seen[stores.agent], last)
+            if not only_read:
+                warp.known_streams[stores.stream] = max(warp.known_streams[stores.stream], last)
+
+        over = lambda: not any(group <= last for group in pending)
+        if over():
+            goes_on()
+        else:
+            warp.wait_for(f"its own stores, line {each.line}", over, goes_on)
 
     return run
-
-
-def _nothing(machine, each):
-    return lambda warp: None
 
 
 COPIES = {
@@ -172,5 +253,5 @@ COPIES = {
     "cp.async.bulk.global": _bulk_store,
     "cp.reduce.async.bulk": _bulk_store,
     "cp.async.bulk.wait_group": _bulk_wait,
-    "cp.async.bulk.commit_group": _nothing,
+    "cp.async.bulk.commit_group": _bulk_commit,
 }

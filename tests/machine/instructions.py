@@ -22,7 +22,7 @@ def compile_instruction(machine, number: int):
     predicate, wanted = each.guard
 
     def guarded(warp):
-        lanes = warp.lanes & (warp.read(predicate) == wanted)
+        lanes = warp.lanes & (warp.decide(predicate) == wanted)
         if lanes.any():
             path = warp.paths[-1]
             warp.paths.append(Path(path.at, lanes, -1))
@@ -30,6 +30,12 @@ def compile_instruction(machine, number: int):
             warp.paths.pop()
 
     return guarded
+
+
+def computes(each) -> bool:
+    """Whether it does nothing but give a register a value, lane by lane."""
+    name = each.opcode.split(".")[0]
+    return name in ELEMENTWISE and name not in ("shfl", "vote")
 
 
 def _action(machine, number: int, each):
@@ -69,17 +75,20 @@ def _memory(machine, each, parts):
     get, shared, size = address(machine, where), "shared" in parts, count * np.dtype(kind).itemsize
     waits = "acquire" in parts
 
-    def region(warp, at):
-        return warp.block.shared if shared else warp.block.machine.memory.find(int(at[0]))
-
     def run_load(warp):
         lanes = warp.lanes
         at = get(warp)[lanes]
-        data = np.ascontiguousarray(region(warp, at).load(at, size)).view(kind)
+        never = np.zeros((at.size, count), bool)
+        if shared:
+            data, never = _load_shared(warp, at, size, count)
+        else:
+            data = _load_global(warp, at, size, waits)
+        data = np.ascontiguousarray(data).view(kind)
         for i, name in enumerate(names):
-            value = np.zeros(LANES, kind)
-            value[lanes] = data[:, i]
+            value, unwritten = np.zeros(LANES, kind), ~lanes & warp.unwritten.get(name, name not in warp.registers)
+            value[lanes], unwritten[lanes] = data[:, i], never[:, i]
             warp.write(name, value)
+            warp.poison(name, unwritten)
         if waits:
             warp.asks(each, int(at[0]), int(data[0, 0]))
 
@@ -89,9 +98,34 @@ def _memory(machine, each, parts):
         lanes = warp.lanes
         at = get(warp)[lanes]
         data = np.stack([np.broadcast_to(np.asarray(g(warp), kind), LANES)[lanes] for g in values], axis=1)
-        region(warp, at).store(at, np.ascontiguousarray(data).view(np.uint8).reshape(at.size, size))
+        if shared:
+            block, lane = warp.block, np.flatnonzero(lanes)[:, None]
+            words = np.ascontiguousarray(data).view(np.uint16).reshape(at.size, size // 2)
+            block.shared.write(block.shared.granules(at, size), block.order.by_warp(warp, lane), words)
+        else:
+            region = machine.memory.find(int(at[0]))
+            machine.streams.by_threads(region, region.offsets(at, size), size, warp, True)
+            region.store(at, np.ascontiguousarray(data).view(np.uint8).reshape(at.size, size))
 
     return run_load if load else run_store
+
+
+def _load_shared(warp, at: np.ndarray, size: int, count: int):
+    """Bytes, and which of the `count` elements of each access were never written: those must not be used."""
+    block, lane = warp.block, np.flatnonzero(warp.lanes)[:, None]
+    granules = block.shared.granules(at, size)
+    never = block.order.read(granules, block.order.by_warp(warp, lane))
+    return block.shared.words[granules].view(np.uint8), never.reshape(at.size, count, -1).any(axis=-1)
+
+
+def _load_global(warp, at: np.ndarray, size: int, acquires: bool):
+    machine = warp.block.machine
+    region = machine.memory.find(int(at[0]))
+    if acquires:
+        machine.streams.acquire(int(at[0]), warp.known_streams)
+    else:
+        machine.streams.by_threads(region, region.offsets(at, size), size, warp, False)
+    return region.load(at, size)
 
 
 def _load_parameter(machine, where: str, name: str, kind):
@@ -107,7 +141,7 @@ def _load_parameter(machine, where: str, name: str, kind):
 
 
 def _atomic(machine, each):
-    returns = each.opcode.startswith("atom")
+    returns, releases = each.opcode.startswith("atom"), ".release." in each.opcode
     destination, where, what = each.operands if returns else (None, *each.operands)
     (get_at,) = readers(machine, [where], np.uint64)
     (get_value,) = readers(machine, [what], np.int32)
@@ -117,6 +151,9 @@ def _atomic(machine, each):
         for lane in np.flatnonzero(warp.lanes):
             at = np.array([int(np.broadcast_to(get_at(warp), LANES)[lane])])
             region = machine.memory.find(int(at[0]))
+            machine.streams.by_atomics(region, region.offsets(at, 4), 4)
+            if releases:
+                machine.streams.release(int(at[0]), warp.known_streams)
             old = region.load(at, 4).view(np.int32)
             before[lane] = old[0, 0]
             region.store(at, (old + np.int32(np.broadcast_to(get_value(warp), LANES)[lane])).view(np.uint8))
@@ -138,5 +175,5 @@ WHOLE = {
     **MATRICES,
     **PRODUCTS,
     **{"atom.": _atomic, "red.": _atomic},
-    **dict.fromkeys(["wgmma.fence", "fence.", "setmaxnreg"], _nothing),
+    "setmaxnreg": _nothing,
 }

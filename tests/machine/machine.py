@@ -6,13 +6,18 @@ their wait allows. A wait that nobody can end is a `Deadlock`, which says who wa
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
-from instructions import compile_instruction
-from memory import PARAM, Fault, Global, Region
+from instructions import compile_instruction, computes
+from memory import PARAM, Fault, Global
 from operands import LANES, Path
+from order import STREAMS, Shared
 from ptx_text import Kernel, parse
+from streams import Streams
 
 SLICE = 200  # instructions that a warp executes before another may
 DTYPES = {
@@ -25,6 +30,24 @@ class Deadlock(Fault):
     """Everyone who has not ended waits for something that nobody does any more."""
 
 
+class Wait(NamedTuple):
+    """What a warp waits for.
+
+    Attributes
+    ----------
+    what : str
+        In words.
+    over : function
+        Says whether it is over.
+    then : function
+        What happens when the warp goes on.
+    """
+
+    what: str
+    over: Callable
+    then: Callable
+
+
 class Warp:
     """32 threads of a block."""
 
@@ -33,31 +56,62 @@ class Warp:
         thread = np.arange(LANES, dtype=np.uint32) + np.uint32(number * LANES)
         self.special = {"%tid.x": thread, "%laneid": np.arange(LANES, dtype=np.uint32)}
         self.registers = {}
+        self.unwritten = {}  # lanes in which a register has no value, where it has in others
         self.paths = [Path(0, thread < threads, instructions)]
-        self.waits = None  # (what for, a function that says whether it is over), if it waits
+        self.waits: Wait | None = None
         self.products, self.groups = [], []  # of wgmma: not yet committed; all that were
         self.committed = self.executed_groups = 0
         self.in_flight = {}  # registers that a product has yet to write, or reads
-        self.bulk = [[] for _ in range(LANES)]  # stores of each thread that were not yet executed, group by group
-        self.executed, self.asked = 0, None
+        self.unfenced = set()  # registers of products that were written after the last wgmma.fence
+        self.stores = {}  # of each lane that has bulk stores
+        self.executed, self.at, self.asked = 0, 0, None
+        self.taint = None  # lanes in which what an instruction has read was never written
+        self.clocks = block.shared.order.begin(number)
 
     @property
     def lanes(self) -> np.ndarray:
         return self.paths[-1].lanes
 
+    @property
+    def line(self) -> int:
+        """Of the instruction that runs."""
+        return self.block.machine.kernel.instructions[self.at].line
+
+    @property
+    def known_streams(self) -> np.ndarray:
+        """How far each stream of stores to global memory is known to have come."""
+        return self.clocks.seen[-STREAMS:]
+
     def read(self, name: str) -> np.ndarray:
         """Values of a register in all lanes."""
         if name in self.in_flight:
             raise Fault(f"{name} belongs to a product that has not been waited for")
-        try:
-            return self.registers[name]
-        except KeyError:
-            raise Fault(f"{name} is read before it is written") from None
+        if name not in self.registers:
+            raise Fault(f"{name} is read before it is written")
+        if name in self.unwritten:
+            self._taint(name)
+        return self.registers[name]
+
+    def decide(self, predicate: str) -> np.ndarray:
+        """Values of a predicate that something depends on."""
+        if (self.unwritten.get(predicate, False) & self.lanes).any():
+            raise Fault(f"{predicate} holds what was never written")
+        return self.read(predicate)
+
+    def _taint(self, name: str) -> None:
+        """What is computed from a value that was never written has none either; but nothing may depend on it."""
+        lanes = self.unwritten[name] & self.lanes
+        if lanes.any():
+            if not self.block.machine.computes[self.at]:
+                raise Fault(f"{name} holds what was never written")
+            self.taint = lanes if self.taint is None else self.taint | lanes
 
     def write(self, name: str, value: np.ndarray) -> None:
         """Set a register in the lanes that run."""
         if name in self.in_flight:
             raise Fault(f"{name} belongs to a product that has not been waited for")
+        if name in self.block.machine.of_products:
+            self.unfenced.add(name)
         dtype = self.block.machine.dtype_of[name]
         if value.dtype.itemsize < dtype.itemsize:
             value = value.astype(np.int64 if value.dtype.kind == "i" else np.uint64).astype(dtype)
@@ -67,8 +121,23 @@ class Warp:
         before = self.registers.get(name)
         if lanes.all():
             self.registers[name] = value if value.shape else np.full(LANES, value)
+            self.unwritten.pop(name, None)
         else:
+            self.poison(name, (self.unwritten[name] if name in self.unwritten else np.full(LANES, before is None)) & ~lanes)
             self.registers[name] = np.where(lanes, value, 0 if before is None else before).astype(value.dtype, copy=False)
+        if self.taint is not None:
+            self.poison(name, self.unwritten.get(name, False) | self.taint)
+
+    def poison(self, name: str, lanes: np.ndarray) -> None:
+        """What the register holds in these lanes must not be used."""
+        if lanes.any():
+            self.unwritten[name] = lanes
+        else:
+            self.unwritten.pop(name, None)
+
+    def wait_for(self, what: str, over: Callable, then: Callable = lambda: None) -> None:
+        """Go on when it is over."""
+        self.waits = Wait(what, over, then)
 
     def asks(self, instruction, about, answer) -> bool:
         """False if it asks the same again, and gets the same answer, while nothing has happened: then it waits until something has."""
@@ -78,8 +147,15 @@ class Warp:
             self.asked = question
             return True
         seen = machine.events
-        self.waits = (f"{instruction.opcode} {about}, line {instruction.line}", lambda: machine.events != seen)
+        self.wait_for(f"{instruction.opcode} {about}, line {instruction.line}", lambda: machine.events != seen)
         return False
+
+    def go_on(self, budget: int) -> None:
+        """Execute instructions; what the warp waited for is over."""
+        if self.waits is not None:
+            then, self.waits = self.waits.then, None
+            then()
+        self.run(budget)
 
     def run(self, budget: int) -> None:
         """Execute instructions until the warp waits, ends, or has had its share."""
@@ -89,9 +165,11 @@ class Warp:
             if path.at == path.meet:
                 self.paths.pop()
                 continue
-            at, path.at = path.at, path.at + 1
+            at = self.at = path.at
+            path.at += 1
             budget -= 1
             self.executed += 1
+            self.taint = None
             try:
                 program[at](self)
             except Fault as fault:
@@ -141,10 +219,30 @@ class Block:
 
     def __init__(self, machine, number: int, threads: int, shared_bytes: int):
         self.machine, self.number = machine, number
-        size = machine.kernel.shared_bytes + shared_bytes
-        self.shared = Region("shared memory", 0, np.full(size, 0xFF, np.uint8))  # NaN in every floating format
-        self.mbarriers, self.barriers = {}, {}
-        self.warps = [Warp(self, w, threads, len(machine.kernel.instructions)) for w in range(-(-threads // LANES))]
+        warps = -(-threads // LANES)
+        self.shared = Shared(machine.kernel.shared_bytes + shared_bytes, warps)
+        self.mbarriers, self.barriers, self.product_agents = {}, {}, {}
+        self.warps = [Warp(self, w, threads, len(machine.kernel.instructions)) for w in range(warps)]
+
+    @property
+    def order(self):
+        return self.shared.order
+
+    def ended(self) -> bool:
+        """Whether all threads have; nothing may be on its way from or to shared memory then."""
+        if any(warp.paths for warp in self.warps):
+            return False
+        if any(step.uses_shared and step.block is self for step in self.machine.engine):
+            raise Fault(f"block {self.number} has ended while copies still read or write its shared memory")
+        return True
+
+
+class Step(NamedTuple):
+    """What the copy engine has to do for a block, with its shared memory or without."""
+
+    block: Block
+    uses_shared: bool
+    do: Callable
 
 
 @dataclass
@@ -157,17 +255,33 @@ class Machine:
         Its PTX.
     seed : int
         Of the order in which warps take turns and copies are executed.
+    resident : int, optional
+        How many blocks there is room for; the next one begins when one has ended. All, by default.
     """
 
     text: str
     seed: int = 0
+    resident: int | None = None
     memory: Global = field(default_factory=Global)
 
     def __post_init__(self):
         self.kernel: Kernel = parse(self.text)
         self.dtype_of = {name: DTYPES[kind.replace("u", "b").replace("s", "b")] for name, kind in self.kernel.kinds.items()}
-        self.random, self.engine, self.events = random.Random(self.seed), [], 0
+        self.random, self.engine, self.events, self.streams = random.Random(self.seed), [], 0, Streams()
+        self.of_products = {
+            name
+            for each in self.kernel.instructions
+            if each.opcode.startswith("wgmma.mma_async")
+            for names in each.operands
+            if isinstance(names, tuple)
+            for name in names
+        }
+        self.computes = [computes(each) for each in self.kernel.instructions]
         self.program = [compile_instruction(self, i) for i in range(len(self.kernel.instructions))]
+
+    def later(self, block: Block, uses_shared: bool, do: Callable) -> None:
+        """Have the copy engine do something, at any time."""
+        self.engine.append(Step(block, uses_shared, do))
 
     def where(self, at: int) -> str:
         """An instruction, as it stands in the text."""
@@ -199,21 +313,27 @@ class Machine:
                 data[parameter.offset : parameter.offset + parameter.size] = np.frombuffer(value.astype(kind).tobytes(), np.uint8)
         self.parameters, self.grid, self.threads = data, grid, threads
         with np.errstate(all="ignore"):
-            self._run([Block(self, number, threads, shared_bytes) for number in range(grid)])
+            self._run(threads, shared_bytes)
 
-    def _run(self, blocks: list) -> None:
-        warps = [warp for block in blocks for warp in block.warps]
-        while warps or self.engine:
-            able = [warp for warp in warps if warp.waits is None or warp.waits[1]()]
-            if not able and not self.engine:
-                waiting = "\n".join(f"block {w.block.number}, warp {w.number} waits for {w.waits[0]}" for w in warps)
-                raise Deadlock(f"nobody can go on:\n{waiting}")
-            choice = self.random.randrange(len(able) + len(self.engine))
-            if choice < len(able):
-                warp = able[choice]
-                warp.waits = None
-                warp.run(self.random.randrange(1, SLICE))
-                if not warp.paths:
-                    warps.remove(warp)
-            else:
-                self.engine.pop(self.random.randrange(len(self.engine)))()
+    def _run(self, threads: int, shared_bytes: int) -> None:
+        coming, blocks = iter(range(self.grid)), []
+        while True:
+            for number in islice(coming, (self.resident or self.grid) - len(blocks)):
+                blocks.append(Block(self, number, threads, shared_bytes))
+            warps = [warp for block in blocks for warp in block.warps if warp.paths]
+            if not warps and not self.engine:
+                return
+            self._step(warps)
+            blocks = [block for block in blocks if not block.ended()]
+
+    def _step(self, warps: list) -> None:
+        """Let a warp, or the copy engine, go on."""
+        able = [warp for warp in warps if warp.waits is None or warp.waits.over()]
+        if not able and not self.engine:
+            waiting = "\n".join(f"block {w.block.number}, warp {w.number} waits for {w.waits.what}" for w in warps)
+            raise Deadlock(f"nobody can go on:\n{waiting}")
+        choice = self.random.randrange(len(able) + len(self.engine))
+        if choice < len(able):
+            able[choice].go_on(self.random.randrange(1, SLICE))
+        else:
+            self.engine.pop(self.random.randrange(len(self.engine))).do()

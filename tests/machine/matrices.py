@@ -10,11 +10,11 @@ def _stmatrix(machine, each):
 
     def run(warp):
         addresses = np.broadcast_to(get_at(warp), LANES).astype(np.int64)
-        lane = np.arange(LANES)
+        lane, block = np.arange(LANES), warp.block
         for matrix, g in enumerate(get):
             at = addresses[8 * matrix + lane // 4] + 4 * (lane % 4)
             words = np.ascontiguousarray(np.broadcast_to(g(warp), LANES))
-            warp.block.shared.store(at, words.view(np.uint8).reshape(LANES, 4))
+            block.shared.write(block.shared.granules(at, 4), block.order.by_warp(warp), words.view(np.uint16).reshape(LANES, 2))
 
     return run
 

@@ -1,9 +1,11 @@
 """Products of warp groups: wgmma (PTX ISA 9.7.15)."""
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from memory import Fault
 from operands import LANES, readers
 
 
@@ -17,14 +19,36 @@ class Product(NamedTuple):
     b: object
 
 
-def _matrix(shared, low: int, rows: int, transposed: bool, dtype, first: int = 0) -> np.ndarray:
-    """(rows, 16) elements of an operand in shared memory, from row `first` on, from the low word of its descriptor."""
+@cache
+def _locations(low: int, rows: int, transposed: bool, first: int = 0) -> np.ndarray:
+    """Where (rows, 16) elements of an operand in shared memory are, from row `first` on, by the low word of its descriptor."""
     base, stride = (low & 0x3FFF) << 4, (low >> 16 & 0x3FFF) << 4
     r, k = np.indices((rows, 16))
     r = r + first
     linear = base + r // 64 * stride + 128 * k + 2 * (r % 64) if transposed else base + r // 8 * 1024 + r % 8 * 128 + 2 * k
-    at = linear ^ ((linear >> 7 & 7) << 4)
-    return shared.load(at.reshape(-1), 2).view(dtype).reshape(rows, 16).astype(np.float32)
+    return (linear ^ ((linear >> 7 & 7) << 4)) // 2
+
+
+HIGH = 1 << 30 | 64  # of a descriptor: swizzled rows of 128 bytes, in groups of 8 that lie 1024 bytes apart
+
+
+def _operand(warp, get, rows: int, transposed: bool, first: int = 0):
+    """Locations of an operand that a descriptor tells of."""
+    descriptor = int(np.broadcast_to(get(warp), LANES)[0])
+    if descriptor >> 32 != HIGH:
+        raise Fault(f"a descriptor of a kind that is not known: {descriptor:#x}")
+    where = _locations(descriptor & 0xFFFFFFFF, rows, transposed, first)
+    if 2 * int(where.max()) >= warp.block.shared.data.size:
+        raise Fault(f"a product reads beyond shared memory: {2 * int(where.max())}")
+    return where
+
+
+def _products_of(warp) -> int:
+    """The agent that reads shared memory for this warp group."""
+    block, group = warp.block, warp.number // 4
+    if group not in block.product_agents:
+        block.product_agents[group] = block.order.agent(f"a product of warp group {group}")
+    return block.product_agents[group]
 
 
 def _wgmma(machine, each):
@@ -37,19 +61,33 @@ def _wgmma(machine, each):
     a_transposed, b_transposed = (False, switches[3] == "1") if in_registers else (switches[3] == "1", switches[4] == "1")
     (get_b,) = readers(machine, [b], np.uint64)
     (get_a,) = (None,) if in_registers else readers(machine, [a], np.uint64)
+    touched = (*(accumulators if add else ()), *(a if in_registers else ()))
 
     def run(warp):
-        shared, row = warp.block.shared, 16 * (warp.number % 4)
-        low_b = int(np.broadcast_to(get_b(warp), LANES)[0]) & 0xFFFFFFFF
+        shared = warp.block.shared
+        late = warp.unfenced.intersection(touched)
+        if late:
+            raise Fault(f"{min(late)} was written after the last wgmma.fence")
+        access = warp.block.order.by_async(warp, _products_of(warp), warp.committed + 1)
+
+        def reader_of(where):
+            shared.read(where, access)
+            return lambda: shared.words[where].view(dtype).astype(np.float32)
+
         if in_registers:
-            words = np.stack([warp.registers[name] for name in a]).view(np.uint32)
+            words = np.stack([warp.read(name) for name in a]).view(np.uint32)
             read_a = lambda: _from_fragment(words, dtype)
         else:
-            low_a = int(np.broadcast_to(get_a(warp), LANES)[0]) & 0xFFFFFFFF
-            read_a = lambda: _matrix(shared, low_a, 16, a_transposed, dtype, row)
-        read_b = lambda: _matrix(shared, low_b, columns, b_transposed, dtype)
-        product = Product(accumulators, a if in_registers else (), add, read_a, read_b)
-        warp.products.append(product)
+            read_a = reader_of(_operand(warp, get_a, 16, a_transposed, 16 * (warp.number % 4)))
+        read_b = reader_of(_operand(warp, get_b, columns, b_transposed))
+        warp.products.append(Product(accumulators, a if in_registers else (), add, read_a, read_b))
+
+    return run
+
+
+def _wgmma_fence(machine, each):
+    def run(warp):
+        warp.unfenced.clear()
 
     return run
 
@@ -83,13 +121,15 @@ def _wgmma_wait(machine, each):
         group, wanted = warp.block.warps[first : first + 4], warp.committed - allowed
         if any(other.committed < wanted for other in group):  # a product is one of the whole warp group
             warp.paths[-1].at -= 1
-            warp.waits = (f"its warp group, line {each.line}", lambda: all(other.committed >= wanted for other in group))
+            warp.wait_for(f"its warp group, line {each.line}", lambda: all(other.committed >= wanted for other in group))
             return
         for other in group:
             while other.executed_groups < wanted:
                 for product in other.groups[other.executed_groups]:
                     _execute(other, product)
                 other.executed_groups += 1
+        agent = _products_of(warp)
+        warp.clocks.seen[agent] = max(warp.clocks.seen[agent], wanted)
         running = (product for products in warp.groups[max(wanted, 0) :] for product in products)
         warp.in_flight = dict.fromkeys(name for product in running for name in (*product.accumulators, *product.reads))
 
@@ -109,6 +149,7 @@ def _execute(warp, product: Product) -> None:
 
 
 PRODUCTS = {
+    "wgmma.fence": _wgmma_fence,
     "wgmma.mma_async": _wgmma,
     "wgmma.commit_group": _wgmma_commit,
     "wgmma.wait_group": _wgmma_wait,
