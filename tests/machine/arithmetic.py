@@ -2,7 +2,7 @@
 
 import numpy as np
 from memory import Fault
-from operands import KINDS, LANES, reader
+from operands import KINDS, LANES, reader, spread
 
 
 def _simple(function, kind_at=-1, flush=False):
@@ -36,7 +36,7 @@ def _mul(machine, each, parts):
         bits = 8 * np.dtype(narrow).itemsize
 
         def high(warp):
-            x, y = np.broadcast_to(a(warp), LANES), np.broadcast_to(b(warp), LANES)
+            x, y = spread(a(warp)), spread(b(warp))
             product = [(int(i) * int(j)) >> bits for i, j in zip(x, y, strict=True)]
             warp.write(destination, np.array([p % 2**bits for p in product], f"u{bits // 8}"))
 
@@ -77,7 +77,7 @@ def _divide(machine, each, parts):
     remainder = parts[0] == "rem"
 
     def run(warp):
-        x, y = np.broadcast_to(a(warp), LANES), np.broadcast_to(b(warp), LANES)
+        x, y = spread(a(warp)), spread(b(warp))
         y = np.where(y == 0, kind(1), y)  # lanes that do not run
         quotient = np.asarray(np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y)), kind) if np.dtype(kind).kind == "i" else x // y
         warp.write(destination, np.asarray(x - quotient * y if remainder else quotient, kind))
@@ -163,13 +163,13 @@ def _convert(machine, each, parts):
 
 
 def _packed(low, high, kind):
-    low, high = (np.broadcast_to(np.asarray(x).astype(kind), LANES).copy().view(np.uint16).astype(np.uint32) for x in (low, high))
+    low, high = (spread(np.asarray(x).astype(kind)).copy().view(np.uint16).astype(np.uint32) for x in (low, high))
     return low | high << np.uint32(16)
 
 
 def to_bfloat16(x):
     """Bits of the nearest bfloat16, ties to even."""
-    bits = np.broadcast_to(np.asarray(x, np.float32), LANES).copy().view(np.uint32)
+    bits = spread(np.asarray(x, np.float32)).copy().view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint32)
 
@@ -186,7 +186,7 @@ def _move(machine, each, parts):
         half = {4: np.uint16, 8: np.uint32}[np.dtype(kind).itemsize]
 
         def apart(warp):
-            value = np.broadcast_to(a(warp), LANES).copy().view(half).reshape(LANES, 2)
+            value = spread(a(warp)).copy().view(half).reshape(LANES, 2)
             for i, name in enumerate(destination):
                 warp.write(name, value[:, i].copy())
 
@@ -196,7 +196,7 @@ def _move(machine, each, parts):
         get = [reader(machine, text, half) for text in source]
 
         def together(warp):
-            value = np.stack([np.broadcast_to(g(warp), LANES) for g in get], axis=1)
+            value = np.stack([spread(g(warp)) for g in get], axis=1)
             warp.write(destination, np.ascontiguousarray(value).view(kind)[:, 0])
 
         return together
@@ -244,8 +244,8 @@ def _shuffle(machine, each, parts):
     def run(warp):
         if not warp.lanes.all():
             raise Fault("lanes of the mask are not here")
-        lane, other = np.arange(LANES), np.broadcast_to(b(warp), LANES).astype(np.int64)
-        warp.write(destination, np.broadcast_to(a(warp), LANES)[lane ^ other if mode == "bfly" else other % LANES])
+        lane, other = np.arange(LANES), spread(b(warp)).astype(np.int64)
+        warp.write(destination, spread(a(warp))[lane ^ other if mode == "bfly" else other % LANES])
 
     return run
 
@@ -253,7 +253,7 @@ def _shuffle(machine, each, parts):
 def _vote(machine, each, parts):
     destination, a = each.operands[0], reader(machine, each.operands[1], bool)
     assert parts[2] == "any"
-    return lambda warp: warp.write(destination, np.full(LANES, (np.broadcast_to(a(warp), LANES) & warp.lanes).any()))
+    return lambda warp: warp.write(destination, np.full(LANES, (spread(a(warp)) & warp.lanes).any()))
 
 
 ELEMENTWISE = {

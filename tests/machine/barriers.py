@@ -2,7 +2,7 @@
 
 import numpy as np
 from memory import Fault
-from operands import LANES, one, readers
+from operands import LANES, one, readers, spread
 from order import Clocks, Race
 
 MBARRIER_BYTES = 8
@@ -23,7 +23,7 @@ class Mbarrier:
 
     def __init__(self, block, address: int, count: int, maker):
         self.block, self.address, self.count, self.pending = block, address, count, count
-        self.bytes, self.phase = 0, 0
+        self.bytes, self.phase, self.fetched = 0, 0, 0  # `fetched`: the last phase that waits for a copy, plus 1
         self.agent = block.order.agent(f"a copy that the mbarrier at {address} waits for")
         self.maker, self.made, self.known_to_copies = maker.number, int(maker.clocks.seen[maker.number]), False
         self.asked = {}  # the phase that each warp waits for
@@ -111,7 +111,7 @@ def _mbarrier_arrive(machine, each):
     (at,) = readers(machine, each.operands[1:2])
 
     def run(warp):
-        addresses = np.broadcast_to(at(warp), LANES)[warp.lanes]
+        addresses = spread(at(warp))[warp.lanes]
         for address, arrivals in zip(*np.unique(addresses, return_counts=True), strict=True):
             mbarrier_of(warp, int(address)).arrive(warp, int(arrivals))
 
@@ -134,7 +134,7 @@ def _mbarrier_try_wait(machine, each):
     at, parity = readers(machine, each.operands[1:])
 
     def run(warp):
-        addresses, parities = np.broadcast_to(at(warp), LANES), np.broadcast_to(parity(warp), LANES)
+        addresses, parities = spread(at(warp)), spread(parity(warp))
         lanes = np.flatnonzero(warp.lanes)
         address, wanted = int(addresses[lanes[0]]), int(parities[lanes[0]])
         if (addresses[lanes] != address).any() or (parities[lanes] != wanted).any():
@@ -162,8 +162,8 @@ def _barrier(machine, each):
         if not warp.gathers():
             return
         block, lane = warp.block, int(np.flatnonzero(warp.lanes)[0])
-        key = int(np.broadcast_to(number(warp), LANES)[lane])
-        expected = int(np.broadcast_to(threads(warp), LANES)[lane]) or block.machine.threads
+        key = int(spread(number(warp))[lane])
+        expected = int(spread(threads(warp))[lane]) or block.machine.threads
         meeting = block.barriers.setdefault(key, Meeting(block.order))
         meeting.arrived += LANES
         if meeting.arrived > expected:

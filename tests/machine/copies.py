@@ -54,7 +54,8 @@ def _fetch(warp, mbarrier: Mbarrier, granules: np.ndarray, words) -> None:
         block.shared.words[granules] = words()
         mbarrier.receive(2 * granules.size)
 
-    block.machine.later(block, True, do)
+    mbarrier.fetched = mbarrier.phase + 1
+    block.machine.later(do)
 
 
 def _tensor_load(machine, each):
@@ -108,8 +109,8 @@ class Stores:
     ----------
     agent, stream : int
         Who reads shared memory, who writes global memory.
-    committed : int
-        How many groups there are; the next one is open.
+    committed, last : int
+        How many groups there are, the next one is open; and the last one that has a store.
     unread, unwritten : list of int
         The groups of the stores that have yet to read, and to write.
     """
@@ -117,6 +118,7 @@ class Stores:
     agent: int
     stream: int
     committed: int = 0
+    last: int = 0
     unread: list = field(default_factory=list)
     unwritten: list = field(default_factory=list)
 
@@ -150,9 +152,10 @@ def _store(warp, granules: np.ndarray, write) -> Stores:
             stores.unwritten.remove(group)
             block.machine.events += 1
 
-        block.machine.later(block, False, then)
+        block.machine.later(then)
 
-    block.machine.later(block, True, read)
+    stores.last = group
+    block.machine.later(read)
     return stores
 
 

@@ -5,7 +5,7 @@ from arithmetic import ELEMENTWISE
 from barriers import BARRIERS
 from copies import COPIES
 from matrices import MATRICES
-from operands import KINDS, LANES, Path, address, reader, readers
+from operands import KINDS, LANES, Path, address, reader, readers, spread
 from products import PRODUCTS
 
 
@@ -97,7 +97,7 @@ def _memory(machine, each, parts):
     def run_store(warp):
         lanes = warp.lanes
         at = get(warp)[lanes]
-        data = np.stack([np.broadcast_to(np.asarray(g(warp), kind), LANES)[lanes] for g in values], axis=1)
+        data = np.stack([spread(np.asarray(g(warp), kind))[lanes] for g in values], axis=1)
         if shared:
             block, lane = warp.block, np.flatnonzero(lanes)[:, None]
             words = np.ascontiguousarray(data).view(np.uint16).reshape(at.size, size // 2)
@@ -149,14 +149,14 @@ def _atomic(machine, each):
     def run(warp):
         before = np.zeros(LANES, np.int32)
         for lane in np.flatnonzero(warp.lanes):
-            at = np.array([int(np.broadcast_to(get_at(warp), LANES)[lane])])
+            at = np.array([int(spread(get_at(warp))[lane])])
             region = machine.memory.find(int(at[0]))
             machine.streams.by_atomics(region, region.offsets(at, 4), 4)
             if releases:
                 machine.streams.release(int(at[0]), warp.known_streams)
             old = region.load(at, 4).view(np.int32)
             before[lane] = old[0, 0]
-            region.store(at, (old + np.int32(np.broadcast_to(get_value(warp), LANES)[lane])).view(np.uint8))
+            region.store(at, (old + np.int32(spread(get_value(warp))[lane])).view(np.uint8))
         machine.events += 1
         if returns:
             warp.write(destination, before)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from instructions import compile_instruction, computes
 from memory import PARAM, Fault, Global
-from operands import LANES, Path
+from operands import LANES, Path, spread
 from order import STREAMS, Shared
 from ptx_text import Kernel, parse
 from streams import Streams
@@ -117,12 +117,13 @@ class Warp:
             value = value.astype(np.int64 if value.dtype.kind == "i" else np.uint64).astype(dtype)
         elif value.dtype != dtype:
             value = value.view(dtype)
-        lanes = self.lanes
         before = self.registers.get(name)
-        if lanes.all():
-            self.registers[name] = value if value.shape else np.full(LANES, value)
-            self.unwritten.pop(name, None)
+        if self.paths[-1].whole:
+            self.registers[name] = spread(value)
+            if self.unwritten:
+                self.unwritten.pop(name, None)
         else:
+            lanes = self.lanes
             self.poison(name, (self.unwritten[name] if name in self.unwritten else np.full(LANES, before is None)) & ~lanes)
             self.registers[name] = np.where(lanes, value, 0 if before is None else before).astype(value.dtype, copy=False)
         if self.taint is not None:
@@ -200,6 +201,7 @@ class Warp:
         for other in self.paths[:-1]:
             if other.at == path.at and other.lanes is not path.lanes and not (other.lanes & path.lanes).any():
                 path.lanes = path.lanes | other.lanes
+                path.whole = bool(path.lanes.all())
                 self.paths.remove(other)
                 return False
         self.paths.insert(-1, self.paths.pop())
@@ -210,7 +212,7 @@ class Warp:
         done = self.lanes.copy()
         self.paths.pop()
         for path in self.paths:
-            path.lanes = path.lanes & ~done
+            path.lanes, path.whole = path.lanes & ~done, False
         self.paths = [path for path in self.paths if path.lanes.any()]
 
 
@@ -229,20 +231,16 @@ class Block:
         return self.shared.order
 
     def ended(self) -> bool:
-        """Whether all threads have; nothing may be on its way from or to shared memory then."""
+        """Whether all threads have; they must have waited for what copies do with shared memory."""
         if any(warp.paths for warp in self.warps):
             return False
-        if any(step.uses_shared and step.block is self for step in self.machine.engine):
-            raise Fault(f"block {self.number} has ended while copies still read or write its shared memory")
+        for mbarrier in self.mbarriers.values():
+            if max(warp.clocks.seen[mbarrier.agent] for warp in self.warps) < mbarrier.fetched:
+                raise Fault(f"block {self.number} has ended, but nobody waited for the copies of the mbarrier at {mbarrier.address}")
+        for warp in self.warps:
+            if any(warp.clocks.seen[stores.agent] < stores.last for stores in warp.stores.values()):
+                raise Fault(f"block {self.number} has ended, but warp {warp.number} has not waited until its stores were read")
         return True
-
-
-class Step(NamedTuple):
-    """What the copy engine has to do for a block, with its shared memory or without."""
-
-    block: Block
-    uses_shared: bool
-    do: Callable
 
 
 @dataclass
@@ -279,9 +277,9 @@ class Machine:
         self.computes = [computes(each) for each in self.kernel.instructions]
         self.program = [compile_instruction(self, i) for i in range(len(self.kernel.instructions))]
 
-    def later(self, block: Block, uses_shared: bool, do: Callable) -> None:
+    def later(self, do: Callable) -> None:
         """Have the copy engine do something, at any time."""
-        self.engine.append(Step(block, uses_shared, do))
+        self.engine.append(do)
 
     def where(self, at: int) -> str:
         """An instruction, as it stands in the text."""
@@ -336,4 +334,4 @@ class Machine:
         if choice < len(able):
             able[choice].go_on(self.random.randrange(1, SLICE))
         else:
-            self.engine.pop(self.random.randrange(len(self.engine))).do()
+            self.engine.pop(self.random.randrange(len(self.engine)))()

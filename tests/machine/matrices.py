@@ -1,7 +1,7 @@
 """Fragments of a warp: matrices that its lanes load and store together."""
 
 import numpy as np
-from operands import LANES, readers
+from operands import LANES, readers, spread
 
 
 def _stmatrix(machine, each):
@@ -9,11 +9,11 @@ def _stmatrix(machine, each):
     get = readers(machine, each.operands[1])
 
     def run(warp):
-        addresses = np.broadcast_to(get_at(warp), LANES).astype(np.int64)
+        addresses = spread(get_at(warp)).astype(np.int64)
         lane, block = np.arange(LANES), warp.block
         for matrix, g in enumerate(get):
             at = addresses[8 * matrix + lane // 4] + 4 * (lane % 4)
-            words = np.ascontiguousarray(np.broadcast_to(g(warp), LANES))
+            words = np.ascontiguousarray(spread(g(warp)))
             block.shared.write(block.shared.granules(at, 4), block.order.by_warp(warp), words.view(np.uint16).reshape(LANES, 2))
 
     return run

@@ -23,6 +23,14 @@ class Path:
     lanes: np.ndarray
     meet: int
 
+    def __post_init__(self):
+        self.whole = bool(self.lanes.all())
+
+
+def spread(value: np.ndarray) -> np.ndarray:
+    """One for each lane."""
+    return value if value.shape else np.full(LANES, value)
+
 
 def literal(text: str, kind):
     """A constant; None if it is none."""
@@ -88,7 +96,7 @@ def address(machine, text: str):
     base = name.strip()
     kind = np.uint64 if machine.kernel.kinds.get(base) in ("b64", "u64") else np.uint32
     get, add = reader(machine, base, kind), int(offset or 0)
-    return lambda warp: np.broadcast_to(np.asarray(get(warp)).astype(np.int64) + add, LANES)
+    return lambda warp: spread(np.asarray(get(warp)).astype(np.int64) + add)
 
 
 def readers(machine, texts, kind=np.uint32):
@@ -100,4 +108,4 @@ def one(warp, get) -> int:
     lanes = np.flatnonzero(warp.lanes)
     if lanes.size != 1:
         raise Fault(f"{lanes.size} threads where one is meant to be")
-    return int(np.broadcast_to(get(warp), LANES)[lanes[0]])
+    return int(spread(get(warp))[lanes[0]])

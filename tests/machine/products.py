@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from memory import Fault
-from operands import LANES, readers
+from operands import LANES, readers, spread
 
 
 class Product(NamedTuple):
@@ -34,7 +34,7 @@ HIGH = 1 << 30 | 64  # of a descriptor: swizzled rows of 128 bytes, in groups of
 
 def _operand(warp, get, rows: int, transposed: bool, first: int = 0):
     """Locations of an operand that a descriptor tells of."""
-    descriptor = int(np.broadcast_to(get(warp), LANES)[0])
+    descriptor = int(spread(get(warp))[0])
     if descriptor >> 32 != HIGH:
         raise Fault(f"a descriptor of a kind that is not known: {descriptor:#x}")
     where = _locations(descriptor & 0xFFFFFFFF, rows, transposed, first)

@@ -33,9 +33,9 @@ class Streams:
         late |= (by <= GENERIC) & (by != GENERIC - block)
         if late.any():
             place, who = WORD * int(words[late][0]), int(by[late][0])
-            other = (
-                f"block {GENERIC - who}" if who <= GENERIC else f"a bulk store of {next(k for k, n in self.numbers.items() if n == who)}"
-            )
+            other = f"block {GENERIC - who}"
+            if who >= 0:
+                other = "a bulk store of block {}, thread {}".format(*list(self.numbers)[who])
             raise Race(f"{region.name} at {place}: {other} wrote it, and nothing says that this comes after it")
         if (by == ATOMIC).any():
             raise Race(f"{region.name} at {WORD * int(words[by == ATOMIC][0])} is used by atomic operations, but by this as plain memory")

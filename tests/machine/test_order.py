@@ -1,0 +1,244 @@
+"""What the machine forbids although a GPU may let it pass: accesses in no order, and values that were never written. On texts written by
+hand; each is tried in several orders of warps and copies, and is an error in every one of them.
+"""
+
+import numpy as np
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+
+from machine import Deadlock, Machine
+from memory import Fault
+from order import Race
+
+HEAD = """.version 8.0
+.target sm_90a
+.address_size 64
+.shared .align 1024 .b8 room[8192];
+.visible .entry kernel(.param .u64 out, .param .u64 flag)
+{
+.reg .pred %p<10>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .f32 %f<99>;
+ld.param.u64 %rd1, [out]; ld.param.u64 %rd4, [flag]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd3, %rd1, %rd2;
+mov.u32 %r90, room; shl.b32 %r2, %r1, 2; add.s32 %r3, %r90, %r2; mov.u32 %r4, %ctaid.x; setp.eq.u32 %p8, %r1, 0; setp.eq.u32 %p7, %r1, 32; 
+setp.ne.u32 %p9, %r1, %r1; and.b32 %r82, %r1, 31; setp.eq.u32 %p6, %r82, 0;
+add.s32 %r80, %r90, 4096; add.s32 %r81, %r90, 4104; mov.u32 %r70, 0; mov.u32 %r71, 1;
+"""
+MAKE = "@%p8 mbarrier.init.shared::cta.b64 [%r80], 1; @%p8 mbarrier.init.shared::cta.b64 [%r81], 1;"
+FENCE, PROXY = "@%p8 fence.mbarrier_init.release.cluster;", "fence.proxy.async.shared::cta;"
+WAIT = "${name}: mbarrier.try_wait.parity.shared::cta.b64 %p1, [{at}], {parity}; @!%p1 bra ${name};"
+
+
+def wait(name: str, at: str, parity: int) -> str:
+    return WAIT.format(name=name, at=at, parity=parity)
+
+
+def run(body: str, threads: int = 64, seed: int = 0, grid: int = 1, resident: int | None = None) -> np.ndarray:
+    """1024 numbers that a kernel of that body writes to ``[out]``; they are 7 before. There is a flag, too, which is 0."""
+    machine, out, flag = Machine(HEAD + body + "ret; }", seed, resident), np.full(1024, 7, np.float32), np.zeros(1, np.int32)
+    machine.launch([machine.memory.place("out", out), machine.memory.place("flag", flag)], grid, threads)
+    return out
+
+
+SEEDS = range(4)
+ONLY_FIRST = "setp.ne.u32 %p6, %r1, 0; @%p6 bra $end;"
+FILL, REFILL = "st.shared.u32 [%r3], %r1;", "st.shared.u32 [%r3], %r3;"
+NO_FENCE = r"for the async proxy: a proxy fence is missing"
+BY_STORE = r"while a bulk store of thread 0 may still read it"
+FETCH = """@%p8 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r80], 256;
+@%p8 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r90], [%rd1], 256, [%r80];"""
+LOAD = FETCH + wait("loaded", "%r80", 0)
+STORE = r"while a bulk store of thread 0 may still read it"
+LOAD = f"""@%p8 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r80], 256;
+@%p8 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r90], [%rd1], 256, [%r80]; {wait("loaded", "%r80", 0)}"""
+STORE = "@%p8 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r90], 256;"
+COMMIT, STORED = "@%p8 cp.async.bulk.commit_group;", "@%p8 cp.async.bulk.wait_group.read 0;"
+READY = MAKE + FENCE + "bar.sync 0;"
+OTHER = "xor.b32 %r5, %r2, 128; add.s32 %r6, %r90, %r5; ld.shared.u32 %r7, [%r6];"
+
+RACES = {
+    "a value that another warp writes": (FILL + OTHER + "st.global.u32 [%rd3], %r7;", r"is (read|written) by warp|never written"),
+    "a value that another warp may still read": (FILL + "bar.sync 0;" + OTHER + FILL, r"may still read it|is read by warp \d, but"),
+    "two values at one place": ("st.shared.u32 [%r90], %r1;", r"is written by warp \d, but in line"),
+    "lanes of a warp that have not met": (
+        FILL + "xor.b32 %r5, %r2, 4; add.s32 %r6, %r90, %r5; ld.shared.u32 %r7, [%r6]; st.global.u32 [%rd3], %r7;",
+        r"is read by warp (\d), but in line \d+ warp \1 wrote it",
+    ),
+    "a store without a proxy fence": (FILL + "bar.sync 0;" + STORE + COMMIT + STORED, NO_FENCE),
+    "a fence that comes before the write": (PROXY + FILL + "bar.sync 0;" + STORE + COMMIT + STORED, NO_FENCE),
+    "a fence of other warps": (FILL + "bar.sync 0; @%p7 " + PROXY + STORE + COMMIT + STORED, NO_FENCE),
+    "memory that a store may still read": (FILL + PROXY + "bar.sync 0;" + STORE + COMMIT + "bar.sync 0;" + REFILL, BY_STORE),
+    "a store that was not committed": (FILL + PROXY + "bar.sync 0;" + STORE + STORED + "bar.sync 0;" + REFILL, BY_STORE),
+    "what a copy brings, not waited for": (
+        READY + FETCH + "ld.shared.u32 %r7, [%r3]; st.global.u32 [%rd3], %r7;",
+        r"is read by warp \d, but in line \d+ a copy that the mbarrier at 4096|is written by a copy.*while warp|never written",
+    ),
+    "a copy that nobody waits for": (READY + FETCH, r"nobody waited for the copies of the mbarrier at 4096"),
+    "a copy onto what another warp may still read": (
+        FILL + READY + PROXY + OTHER + LOAD,
+        r"may still read it|is read by warp 1, but .* a copy",
+    ),
+    "a copy onto what was written, without a proxy fence": (FILL + READY + LOAD, NO_FENCE),
+    "an mbarrier of which others do not know": (
+        MAKE + FENCE + "@%p7 mbarrier.arrive.shared::cta.b64 _, [%r80];",
+        r"nothing says that the mbarrier at 4096 has been initialised|there is no mbarrier",
+    ),
+    "an mbarrier of which copies do not know": (MAKE + "bar.sync 0;" + LOAD, r"copies may not know yet that the mbarrier"),
+    "data where an mbarrier is": (READY + "@%p8 st.shared.u32 [%r80], %r1;", r"is written, where an mbarrier is"),
+    "too many arrivals": (READY + "mbarrier.arrive.shared::cta.b64 _, [%r80];", r"32 arrivals at the mbarrier at 4096, which waits for 1"),
+    "more bytes than expected": (
+        READY + LOAD.replace("[%r80], 256;", "[%r80], 128;"),
+        r"256 bytes arrive at the mbarrier at 4096, which waits for 128",
+    ),
+    "a flag read as memory": (
+        ONLY_FIRST + "red.release.gpu.global.add.s32 [%rd4], 1; ld.global.s32 %r7, [%rd4]; $end:",
+        r"flag at 0 is used by atomic operations",
+    ),
+    "another block's memory": ("st.global.u32 [%rd3], %r1;", r"out at \d+: block \d wrote it"),
+    "a block that ends while its memory is read": (
+        FILL + PROXY + "bar.sync 0;" + STORE + COMMIT,
+        r"has not waited until its stores were read",
+    ),
+    "a register that was never written": ("@%p9 mov.u32 %r7, 1; st.global.u32 [%rd3], %r7;", r"%r7 is read before it is written"),
+    "a register that was written in one lane": ("@%p6 mov.u32 %r7, 1; st.global.u32 [%rd3], %r7;", r"%r7 holds what was never written"),
+    "memory that was never written": ("ld.shared.u32 %r7, [%r3]; st.global.u32 [%rd3], %r7;", r"%r7 holds what was never written"),
+    "what is computed from it": (
+        "ld.shared.u32 %r7, [%r3]; add.s32 %r8, %r7, 1; setp.eq.u32 %p2, %r8, 0; @%p2 bra $on; $on:",
+        r"%p2 holds what was never written",
+    ),
+    "copies of what was never written": (PROXY + "bar.sync 0;" + STORE + COMMIT + STORED, r"at 0 is read by a bulk store .* never written"),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", RACES)
+def test_what_nothing_puts_in_order(name, seed):
+    body, message = RACES[name]
+    with pytest.raises(Fault, match=message):
+        run(body, seed=seed, grid=2 if "another block" in name else 1)
+
+
+ORDERLY = {
+    "written, met, read": FILL + "bar.sync 0;" + OTHER + "st.global.u32 [%rd3], %r7;",
+    "read, met, written": FILL + "bar.sync 0;" + OTHER + "bar.sync 0;" + FILL,
+    "fenced, met, stored, waited for, written": FILL + PROXY + "bar.sync 0;" + STORE + COMMIT + STORED + "bar.sync 0;" + FILL,
+    "fenced by the warp that stores": FILL + "bar.sync 0; @%p8 " + PROXY + STORE + COMMIT + STORED,
+    "the same by two warps": "@%p8 st.shared.u32 [%r90], 5; @%p7 st.shared.u32 [%r90], 5; ld.shared.u32 %r7, [%r3];",
+    "fetched, waited for, read": READY + LOAD + "ld.shared.u32 %r7, [%r3]; st.global.u32 [%rd3+1024], %r7;",
+    "what is computed, but not used": "ld.shared.u32 %r7, [%r3]; add.s32 %r9, %r7, 1;"
+    "selp.u32 %r9, %r9, %r1, %p9; st.global.u32 [%rd3], %r9;",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ORDERLY)
+def test_what_is_in_order(name, seed):
+    """The same, as it should be."""
+    run(ORDERLY[name], seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_copy_brings_what_was_there(seed):
+    np.testing.assert_array_equal(run(ORDERLY["fetched, waited for, read"], seed=seed)[256:320], np.full(64, 7, np.float32))
+
+
+# ---- a phase that passes unseen
+
+
+def test_a_phase_that_nobody_saw():
+    """A thread waits for one phase while the other warp completes two: it would wait for one that never comes."""
+    body = f"{READY} @%p7 bra $twice; setp.gt.u32 %p6, %r1, 0; @%p6 bra $end; {wait('first', '%r80', 0)} bra $end;"
+    body += "$twice:" + 2 * "mbarrier.arrive.shared::cta.b64 _, [%r80];" + "$end:"
+    found = []
+    for seed in range(20):
+        with pytest.raises(Fault) as fault:
+            run(body, seed=seed)
+        found.append(str(fault.value))
+    assert any("has completed two phases while this waited for one" in text for text in found)
+
+
+# ---- flags between blocks
+
+WAITS = "$again: ld.acquire.gpu.global.s32 %r7, [%rd4]; setp.ne.s32 %p1, %r7, %r4; @%p1 bra $again;"
+FIRST = "setp.ne.u32 %p5, %r4, 0; @%p5 bra $add; cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r90], 256; bra $on;"
+ADD = "$add: cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r90], 256; $on: cp.async.bulk.commit_group;"
+DONE = "cp.async.bulk.wait_group 0; red.release.gpu.global.add.s32 [%rd4], 1;"
+ONES = "mov.f32 %f1, 0f3F800000; st.shared.f32 [%r3], %f1;" + PROXY + "bar.sync 0;" + ONLY_FIRST
+IN_TURNS = ONES + WAITS + FIRST + ADD + DONE + "$end:"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_add_in_turns(seed):
+    np.testing.assert_array_equal(run(IN_TURNS, seed=seed, grid=4)[:64], np.full(64, 4, np.float32))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("red.release", "red.relaxed"),
+        ("ld.acquire", "ld.relaxed"),
+        ("cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
+        ("cp.async.bulk.wait_group 0;", ""),
+    ],
+    ids=["not released", "not acquired", "only read", "not waited for"],
+)
+def test_flags_that_say_nothing(right, wrong, seed):
+    """Bits may be right by chance; the order is not."""
+    assert right in IN_TURNS
+    with pytest.raises(Fault, match=r"out at 0: a bulk store of block 0, thread 0 wrote it|used by atomic operations|has not waited until"):
+        run(IN_TURNS.replace(right, wrong), seed=seed, grid=4)
+
+
+def test_blocks_that_wait_for_one_for_which_there_is_no_room():
+    """Each waits for the block after it; all have to be there at once."""
+    backwards = IN_TURNS.replace("ld.acquire", "sub.s32 %r4, 3, %r4; ld.acquire", 1).replace(
+        "$again: sub.s32 %r4, 3, %r4;", "sub.s32 %r4, 3, %r4; $again:"
+    )
+    np.testing.assert_array_equal(run(backwards, grid=4)[:64], np.full(64, 4, np.float32))
+    with pytest.raises(Deadlock, match=r"block 0, warp 0 waits for ld\.acquire\.gpu\.global\.s32"):
+        run(backwards, grid=4, resident=2)
+    np.testing.assert_array_equal(run(IN_TURNS, grid=4, resident=1)[:64], np.full(64, 4, np.float32))
+
+
+# ---- products
+
+FRAGMENTS = "mov.u32 %r20, 0; mov.u32 %r21, 0; mov.u32 %r22, 0; mov.u32 %r23, 0;"
+FRAGMENTS += "mov.f32 %f0, 0f00000000; mov.f32 %f1, %f0; mov.f32 %f2, %f0; mov.f32 %f3, %f0;"
+PRODUCT = """wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f0, %f1, %f2, %f3}, {%r20, %r21, %r22, %r23}, %rd5, 1, 1, 1, 0;
+wgmma.commit_group.sync.aligned;"""
+OPERAND = "shr.u32 %r10, %r90, 4; mov.u32 %r11, 1073741888; mov.b64 %rd5, {%r10, %r11};"
+B_TILE = f"st.shared.u32 [%r3], 0; st.shared.u32 [%r3+512], 0; {PROXY} bar.sync 0;"
+FENCED, WAITED = "wgmma.fence.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"
+WHOLE = FRAGMENTS + OPERAND + B_TILE + FENCED + PRODUCT + WAITED + "bar.sync 0; st.shared.u32 [%r3], %r1; st.global.f32 [%rd3], %f0;"
+
+
+def test_a_product_in_order():
+    np.testing.assert_array_equal(run(WHOLE, threads=128)[:128], np.zeros(128))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (FENCED, "", r"%f0 was written after the last wgmma.fence"),
+        (FENCED + PRODUCT, FENCED + "mov.u32 %r20, 1;" + PRODUCT, r"%r20 was written after the last wgmma.fence"),
+        (WAITED, "", r"%f0 belongs to a product|while a product of warp group 0 may still read it"),
+        (WAITED, "mov.u32 %r21, 5;" + WAITED, r"%r21 belongs to a product that has not been waited for"),
+        (WAITED + "bar.sync 0;", WAITED.replace(" 0;", " 1;"), r"while a product of warp group 0 may still read it"),
+        (PROXY, "", r"is read by a product of warp group 0, but .* a proxy fence is missing"),
+        (PROXY + " bar.sync 0;", PROXY, r"is read by a product of warp group 0, but .* comes after it|never written"),
+    ],
+    ids=["no fence", "a fragment after the fence", "no wait", "a fragment too early", "another's rows", "no proxy fence", "no meeting"],
+)
+def test_products_out_of_order(right, wrong, message, seed):
+    assert right in WHOLE
+    with pytest.raises(Fault, match=message):
+        run(WHOLE.replace(right, wrong), threads=128, seed=seed)
+
+
+def test_errors_are_told_apart():
+    with pytest.raises(Race, match=r"block 0, warp \d, line \d+, st.shared.u32 \[%r90\], %r1: shared memory at 0"):
+        run(RACES["two values at one place"][0])
