@@ -28,16 +28,16 @@ class Executed:
     ----------
     prepared : Launch
         What was prepared on paper.
-    seed : int
+    seed, resident : int
         Of the machine.
     """
 
-    def __init__(self, prepared, seed: int = 0):
-        self.prepared, self.seed = prepared, seed
+    def __init__(self, prepared, seed: int = 0, resident: int | None = None):
+        self.prepared, self.seed, self.resident = prepared, seed, resident
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared = self.prepared
-        machine = Machine(ptx(prepared.builder, prepared.config, prepared.gpu.capability), self.seed)
+        machine = Machine(ptx(prepared.builder, prepared.config, prepared.gpu.capability), self.seed, self.resident)
         mapped = len(prepared.maps)
         arguments = [TensorMap(self._as_described(x, layout), rows) for x, (layout, rows) in zip(operands, prepared.maps, strict=False)]
         views = (*prepared.operands, *prepared.extras)

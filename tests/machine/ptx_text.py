@@ -1,6 +1,7 @@
 """PTX as a list of instructions: parameters, shared memory, labels, and where paths that part meet again."""
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 REGISTER_TYPES = {"pred", "b16", "b32", "b64", "f32", "f64", "u16", "u32", "u64", "s32", "s64"}
@@ -107,6 +108,7 @@ def statements(text: str):
             current += c
 
 
+@cache
 def parse(text: str) -> Kernel:
     """The only kernel of a PTX text.
 
