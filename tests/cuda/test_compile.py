@@ -9,13 +9,10 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-import plain_kernels
 import pytest
-from plain_kernels import H200, KERNELS, kernel, name_of, ptx, shared_bytes
 from support import SIMULATED, named
 
 if SIMULATED:
@@ -23,7 +20,11 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
+import compiled
+import kernel_counts
+from compiled import H200, disassembler, shared_bytes
 from numba import njit
+from simt_kernels import CHOSEN, KERNELS, kernel, name_of
 
 import numba_flash
 from numba_flash.cuda import compile
@@ -42,13 +43,11 @@ QUICK = (
 )
 
 
-@cache
-def linked(*chosen) -> tuple[bytes, str]:
-    """Machine code, and the linker's log."""
-    return compile._link(ptx(*chosen), H200, verbose=True)
+def ptx(*chosen) -> str:
+    return compiled.ptx(kernel(*chosen))
 
 
-@pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
+@pytest.mark.parametrize("chosen", named(CHOSEN, QUICK, name_of))
 def test_instructions_and_resources(chosen):
     text = ptx(*chosen)
     name, dtype, *_ = chosen
@@ -62,7 +61,7 @@ def test_instructions_and_resources(chosen):
     if name != "delta":
         assert ("ld.shared.v2.f64" if dtype == "float64" else "ld.shared.v4.f32") in text
         assert f"ex2.approx.{number}" in text or dtype == "float64"
-    used = compile._resources(linked(*chosen)[1])
+    used = compile._resources(compiled.linked(kernel(*chosen)).log)
     print(used)
     assert 0 < used["registers"] <= 255
     assert used["stack_bytes"] <= SPILL_LIMIT
@@ -73,19 +72,16 @@ def test_instructions_and_resources(chosen):
 # ---- options ---------------------------------------------------------------------------------------------------------------------------
 
 
-PLAIN_KERNELS = json.loads(plain_kernels.KEPT.read_text())
-
-
-@pytest.mark.parametrize("chosen", named(KERNELS, QUICK, name_of))
-def test_an_option_that_is_off_costs_nothing(chosen):
+@pytest.mark.parametrize("name", named(KERNELS, QUICK))
+def test_an_option_that_is_off_costs_nothing(name):
     """No parameter, no load, no operation more than plain attention had; what compilers may choose, addresses, within a tolerance."""
-    found, kept = plain_kernels.counts(ptx(*chosen)), dict(PLAIN_KERNELS[name_of(chosen)])
-    assert found.pop("instructions") == pytest.approx(kept.pop("instructions"), rel=plain_kernels.TOLERANCE)
-    assert found == kept, "a kernel that was changed on purpose is counted anew by tests/plain_kernels.py"
+    kernel_counts.compare(name, kernel_counts.PTX, KERNELS[name])
 
 
-def test_counts_are_kept_of_all_plain_kernels_and_no_other():
-    assert list(PLAIN_KERNELS) == [name_of(chosen) for chosen in KERNELS]
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(KERNELS, QUICK))
+def test_machine_code_is_as_it_was(name):
+    kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
 
 
 @pytest.mark.parametrize("chosen", named([("forward", "float32", 64, 64)], QUICK, name_of))

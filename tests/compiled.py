@@ -1,0 +1,84 @@
+"""Kernels on their way to machine code for an H200, each once per process: what the compiler makes, PTX, the code, and that in words."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from numba_flash.cuda import compile
+
+H200 = (9, 0)
+
+
+class Kernel(NamedTuple):
+    """What `compile.cubin` is asked for: a ``"module.function"`` in `numba_flash.cuda`, and its arguments."""
+
+    builder: str
+    config: tuple
+
+
+class Linked(NamedTuple):
+    """Machine code, and the linker's log."""
+
+    cubin: bytes
+    log: str
+
+
+@cache
+def code(kernel: Kernel) -> str | bytes:
+    """PTX; LTO-IR of a kernel that takes tensor maps."""
+    return compile.intermediate(*kernel, H200)
+
+
+@cache
+def linked(kernel: Kernel) -> Linked:
+    return Linked(*compile._link(code(kernel), H200, verbose=True))
+
+
+@cache
+def ptx(kernel: Kernel) -> str:
+    """PTX of any kernel: that which the linker itself makes of LTO-IR, on its way to machine code."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    if isinstance(code(kernel), str):
+        return code(kernel)
+    options = LinkerOptions(arch=compile.architecture(H200), link_time_optimization=True, ptx=True)
+    return Linker(ObjectCode.from_ltoir(code(kernel)), options=options).link("ptx").code.decode()
+
+
+def disassembler() -> str | None:
+    """Path of nvdisasm: a wheel's, or a toolkit's."""
+    try:
+        import nvidia
+    except ImportError:
+        return shutil.which("nvdisasm")
+    found = [path for root in nvidia.__path__ for path in Path(root).glob("*/bin/nvdisasm")]
+    return str(found[0]) if found else shutil.which("nvdisasm")
+
+
+@cache
+def machine_text(kernel: Kernel) -> str:
+    """Machine code, one instruction per line."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(linked(kernel).cubin)
+        run = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def ptx_instructions(text: str) -> list[str]:
+    """Each instruction's name with all that belongs to it, as ``"ld.shared.b32"``; also those that share a line."""
+    return re.findall(r"(?:^\s*|[;{]\s+)(?:@!?%p\d+\s+)?([a-z]\w*[^\s;]*)", text, re.MULTILINE)
+
+
+def machine_instructions(text: str) -> list[str]:
+    """The same, as ``"BAR.SYNC.DEFER_BLOCKING"``."""
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text, re.MULTILINE)
+
+
+def shared_bytes(text: str) -> int:
+    """Static shared memory of a kernel in PTX."""
+    return sum(int(size) for size in re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", text))

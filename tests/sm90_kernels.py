@@ -1,0 +1,99 @@
+"""The `sm90` kernels that are compiled to machine code without a GPU, by name."""
+
+from compiled import Kernel
+
+from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
+from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
+from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
+from numba_flash.options import PLAIN, Options
+
+LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
+PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=True)
+SOFTCAP = Options(softcap=1.0)
+
+
+def first(table: tuple[Row, ...], d: int, dv: int):
+    """Tile of long sequences."""
+    return next(row.tile for row in table if 2**20 <= row.keys and d <= row.d and dv <= row.dv)
+
+
+def tile_of(d: int, dv: int) -> Tile:
+    return first(FORWARD_TILES["full"], d, dv)
+
+
+def part_tile_of(d: int) -> Tile:
+    return first(PART_TILES, d, d)
+
+
+def backward_tile(d: int, dv: int) -> BackwardTile | WideTile:
+    return first(BACKWARD_TILES, d, dv)
+
+
+# Every tile at the head dimension it was made for; and one of each: dtype, store, options, head dimensions that fill no panel.
+FORWARD = {
+    **{f"{row.d}-{row.keys}-none": ("bfloat16", row.d, row.dv, True, "none", "map", PLAIN, row.tile) for row in FORWARD_TILES["full"]},
+    **{f"{row.d}-{row.keys}-above": ("bfloat16", row.d, row.dv, True, "above", "map", PLAIN, row.tile) for row in FORWARD_TILES["band"]},
+    **{f"{d}-both": ("bfloat16", d, d, True, "both", "map", PLAIN, tile_of(d, d)) for d in (64, 128, 256)},
+    **{f"{row.d}-parts": ("bfloat16", row.d, row.dv, True, "none", "parts", PLAIN, row.tile) for row in PART_TILES},
+    "float16": ("float16", 128, 128, False, "none", "map", PLAIN, tile_of(128, 128)),
+    "72, 40": ("bfloat16", 72, 40, True, "above", "map", PLAIN, tile_of(72, 40)),
+    "192, 128": ("float16", 192, 128, True, "none", "map", PLAIN, tile_of(192, 128)),
+    "lengths": ("bfloat16", 128, 128, True, "above", "map", LENGTHS, tile_of(128, 128)),
+    "lengths in parts": ("float16", 128, 128, True, "above", "parts", LENGTHS, part_tile_of(128)),
+    "packed": ("bfloat16", 64, 64, True, "above", "words", PACKED, tile_of(64, 64)),
+    "packed, 128": ("float16", 128, 128, True, "none", "words", PACKED, tile_of(128, 128)),
+    "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
+    "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
+}
+
+# dtype, head dimensions, banded, stored through maps, ordered, options
+BACKWARD = {
+    "backward 64": ("bfloat16", 64, 64, False, True, True, PLAIN),
+    "backward 64, causal": ("float16", 64, 64, True, True, False, PLAIN),
+    "backward 128": ("float16", 128, 128, False, True, False, PLAIN),
+    "backward 128, in order": ("bfloat16", 128, 128, False, True, True, PLAIN),
+    "backward 40, 72": ("bfloat16", 40, 72, False, True, True, PLAIN),
+    "backward lengths": ("bfloat16", 128, 128, False, True, True, LENGTHS),
+    "backward packed": ("float16", 64, 64, False, False, True, PACKED),
+    "backward packed, 128": ("bfloat16", 128, 128, False, False, True, PACKED),
+    "backward softcap": ("bfloat16", 128, 128, False, True, True, SOFTCAP),
+    "backward 256": ("bfloat16", 256, 256, True, True, False, PLAIN),
+    "backward 192, 128": ("float16", 192, 128, False, True, False, PLAIN),
+    "backward packed, 136, 256": ("bfloat16", 136, 256, True, False, False, PACKED),
+    "backward softcap, 64": ("bfloat16", 64, 64, False, True, True, SOFTCAP),
+}
+BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BACKWARD.items()}
+
+
+def around(name: str, options: Options) -> dict[str, Kernel]:
+    """What is done once per query before and after the backward loop."""
+    tile = backward_tile(96, 72)
+    return {
+        f"preprocess{name}": Kernel("sm90.preprocess.build", ("bfloat16", 72, True, True, options, tile, ROW_THREADS)),
+        f"preprocess{name}, zeros": Kernel("sm90.preprocess.build", ("float16", 72, False, False, options, tile, ROW_THREADS)),
+        f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
+    }
+
+
+AROUND = {**around("", PLAIN), **around(" lengths", LENGTHS), **around(" packed", PACKED)}
+
+# dtype, head dimension, banded, stored through a map, options
+DQ = {
+    "dq 256": ("bfloat16", 256, False, True, PLAIN),
+    "dq packed, 136": ("float16", 136, True, False, PACKED),
+    "dq lengths, 192": ("bfloat16", 192, True, True, LENGTHS),
+}
+DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
+
+COMBINE = {
+    "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, COMBINE_ROWS)),
+    "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, COMBINE_ROWS)),
+}
+
+KERNELS = {
+    **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
+    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
+    **AROUND,
+    **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
+    **COMBINE,
+}
