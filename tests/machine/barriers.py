@@ -27,11 +27,7 @@ class Mbarrier:
         self.agent = block.order.agent(f"a copy that the mbarrier at {address} waits for")
         self.maker, self.made, self.known_to_copies = maker.number, int(maker.clocks.seen[maker.number]), False
         self.asked = {}  # the phase that each warp waits for
-        self.done, self.arriving = self._nothing(), self._nothing()
-
-    def _nothing(self) -> Clocks:
-        order = self.block.order
-        return Clocks(np.zeros_like(order.begin(0).seen), np.zeros(order.warps, np.int32))
+        self.done, self.arriving = block.order.nothing(), block.order.nothing()
 
     def used_by(self, warp) -> "Mbarrier":
         """Itself, if the warp knows that it has been initialised."""
@@ -39,11 +35,11 @@ class Mbarrier:
             raise Race(f"nothing says that the mbarrier at {self.address} has been initialised before")
         return self
 
-    def arrive(self, warp, arrivals: int) -> None:
-        """Some threads have arrived."""
+    def arrive(self, known: Clocks, arrivals: int) -> None:
+        """Some threads have arrived, who knew that."""
         if arrivals > self.pending:
             raise Fault(f"{arrivals} arrivals at the mbarrier at {self.address}, which waits for {self.pending}")
-        self.arriving.join(self.block.order.released(warp))
+        self.arriving.join(known)
         self.pending -= arrivals
         self._advance()
 
@@ -63,7 +59,7 @@ class Mbarrier:
             self.pending, self.phase = self.count, self.phase + 1
             self.arriving.seen[self.agent] = self.phase
             self.done.join(self.arriving)
-            self.arriving = self._nothing()
+            self.arriving = self.block.order.nothing()
             self.block.machine.events += 1
 
     def is_over(self, warp, parity: int) -> bool:
@@ -113,7 +109,7 @@ def _mbarrier_arrive(machine, each):
     def run(warp):
         addresses = spread(at(warp))[warp.lanes]
         for address, arrivals in zip(*np.unique(addresses, return_counts=True), strict=True):
-            mbarrier_of(warp, int(address)).arrive(warp, int(arrivals))
+            mbarrier_of(warp, int(address)).arrive(warp.block.order.released(warp), int(arrivals))
 
     return run
 
@@ -124,7 +120,7 @@ def _mbarrier_expect(machine, each):
     def run(warp):
         mbarrier = mbarrier_of(warp, one(warp, at))
         mbarrier.expect(one(warp, more))
-        mbarrier.arrive(warp, 1)
+        mbarrier.arrive(warp.block.order.released(warp), 1)
 
     return run
 
@@ -151,7 +147,7 @@ class Meeting:
     """One use of a named barrier: who has come, and what they knew."""
 
     def __init__(self, order):
-        self.arrived, self.complete, self.known = 0, False, Clocks(np.zeros_like(order.begin(0).seen), np.zeros(order.warps, np.int32))
+        self.arrived, self.complete, self.known = 0, False, order.nothing()
 
 
 def _barrier(machine, each):

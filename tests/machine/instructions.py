@@ -2,9 +2,12 @@
 
 import numpy as np
 from arithmetic import ELEMENTWISE
+from async_copies import ASYNC_COPIES
 from barriers import BARRIERS
 from copies import COPIES
+from exchange import EXCHANGE, MEETINGS
 from matrices import MATRICES
+from mma import MMA
 from operands import KINDS, LANES, Path, address, reader, readers, spread
 from products import PRODUCTS
 
@@ -35,7 +38,7 @@ def compile_instruction(machine, number: int):
 def computes(each) -> bool:
     """Whether it does nothing but give a register a value, lane by lane."""
     name = each.opcode.split(".")[0]
-    return name in ELEMENTWISE and name not in ("shfl", "vote")
+    return name in ELEMENTWISE and name not in EXCHANGE
 
 
 def _action(machine, number: int, each):
@@ -170,10 +173,13 @@ def _nothing(machine, each):
 
 # By what their names begin with; all others are found by their first word.
 WHOLE = {
+    **MEETINGS,
     **BARRIERS,
     **COPIES,
+    **ASYNC_COPIES,
     **MATRICES,
+    **MMA,
     **PRODUCTS,
     **{"atom.": _atomic, "red.": _atomic},
-    "setmaxnreg": _nothing,
+    **dict.fromkeys(["membar.", "fence.acq_rel", "setmaxnreg"], _nothing),
 }

@@ -12,12 +12,14 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from async_copies import Copies
 from instructions import compile_instruction, computes
 from memory import PARAM, Fault, Global
 from operands import LANES, Path, spread
 from order import STREAMS, Shared
 from ptx_text import Kernel, parse
 from streams import Streams
+from sums import EXACT, TensorCore
 
 SLICE = 200  # instructions that a warp executes before another may
 DTYPES = {
@@ -63,7 +65,7 @@ class Warp:
         self.committed = self.executed_groups = 0
         self.in_flight = {}  # registers that a product has yet to write, or reads
         self.unfenced = set()  # registers of products that were written after the last wgmma.fence
-        self.stores = {}  # of each lane that has bulk stores
+        self.stores, self.copies = {}, Copies()  # bulk stores of each lane that has any; cp.async
         self.executed, self.at, self.asked = 0, 0, None
         self.taint = None  # lanes in which what an instruction has read was never written
         self.clocks = block.shared.order.begin(number)
@@ -223,7 +225,7 @@ class Block:
         self.machine, self.number = machine, number
         warps = -(-threads // LANES)
         self.shared = Shared(machine.kernel.shared_bytes + shared_bytes, warps)
-        self.mbarriers, self.barriers, self.product_agents = {}, {}, {}
+        self.mbarriers, self.barriers, self.counts, self.product_agents = {}, {}, {}, {}
         self.warps = [Warp(self, w, threads, len(machine.kernel.instructions)) for w in range(warps)]
 
     @property
@@ -240,6 +242,8 @@ class Block:
         for warp in self.warps:
             if any(warp.clocks.seen[stores.agent] < stores.last for stores in warp.stores.values()):
                 raise Fault(f"block {self.number} has ended, but warp {warp.number} has not waited until its stores were read")
+            if warp.clocks.seen[self.order.warps + warp.number] < warp.copies.last:
+                raise Fault(f"block {self.number} has ended, but warp {warp.number} has not waited for its copies")
         return True
 
 
@@ -255,11 +259,14 @@ class Machine:
         Of the order in which warps take turns and copies are executed.
     resident : int, optional
         How many blocks there is room for; the next one begins when one has ended. All, by default.
+    core : TensorCore, optional
+        How tensor cores add; rounded to nearest, by default.
     """
 
     text: str
     seed: int = 0
     resident: int | None = None
+    core: TensorCore | None = EXACT
     memory: Global = field(default_factory=Global)
 
     def __post_init__(self):

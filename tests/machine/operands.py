@@ -3,12 +3,14 @@
 import re
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 from memory import PARAM, Fault
 
 LANES = 32
 
 KINDS = {
+    "s8": np.int8, "u8": np.uint8, "b8": np.uint8, "bf16": ml_dtypes.bfloat16,
     "s16": np.int16, "s32": np.int32, "s64": np.int64, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
     "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "f32": np.float32, "f64": np.float64, "f16": np.float16, "pred": bool,
 }  # fmt: skip
@@ -58,6 +60,9 @@ def reader(machine, text: str, kind):
         offset = machine.kernel.shared[text]
         value = np.dtype(kind).type(machine.kernel.shared_bytes if offset is None else offset)
         return lambda warp: value
+    if text in machine.kernel.constants:
+        place = np.uint64(machine.memory.place(text, machine.kernel.constants[text]))
+        return lambda warp: place
     for parameter in machine.kernel.parameters:
         if parameter.name == text:
             value = np.uint64(PARAM + parameter.offset)

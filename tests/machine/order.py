@@ -33,7 +33,7 @@ class Clocks:
     seen : np.ndarray
         Count of each agent of the block, and then of each stream of stores to global memory.
     fenced : np.ndarray
-        Count of each warp up to which the async proxy sees what it wrote.
+        Count of each warp, and of its copies, up to which the async proxy sees what they wrote.
     """
 
     seen: np.ndarray
@@ -84,21 +84,26 @@ class Order:
     """Of one block: its agents, and what happened to each location of its shared memory."""
 
     def __init__(self, warps: int, size: int):
-        self.warps, self.names = warps, [f"warp {w}" for w in range(warps)]
-        self.most = warps + MORE_AGENTS
+        self.warps, self.generic = warps, 2 * warps  # the first agents are warps, then what they copy by cp.async: the generic proxy
+        self.names = [f"warp {w}" for w in range(warps)] + [f"a copy by warp {w}" for w in range(warps)]
+        self.most = self.generic + MORE_AGENTS
         granules = -(-size // GRANULE)
         self.by, self.at = np.full(granules, NEVER, np.int16), np.zeros(granules, np.int32)
         self.line, self.lane = np.zeros(granules, np.int32), np.zeros(granules, np.int8)
         self.readers = []  # agents that ever read, in the order of the columns of `reads`
         self.reads, self.read_line = np.zeros((granules, 8), np.int32), np.zeros(granules, np.int32)
-        self.agreed = np.zeros((granules, warps), np.int32)  # count at which a warp wrote what was there already
+        self.agreed = np.zeros((granules, self.generic), np.int32)  # count at which a warp wrote what was there already
         self.agree, self.met = False, [0] * warps  # count of each warp at which its lanes have met
 
     def begin(self, warp: int) -> Clocks:
         """What a warp knows at first: itself."""
         seen = np.zeros(self.most + STREAMS, np.int32)
         seen[warp] = 1
-        return Clocks(seen, np.zeros(self.warps, np.int32))
+        return Clocks(seen, np.zeros(self.generic, np.int32))
+
+    def nothing(self) -> Clocks:
+        """What one knows who knows nothing."""
+        return Clocks(np.zeros(self.most + STREAMS, np.int32), np.zeros(self.generic, np.int32))
 
     def agent(self, name: str) -> int:
         """A new agent."""
@@ -110,6 +115,10 @@ class Order:
         """An access by instructions of a warp."""
         number, seen = warp.number, warp.clocks.seen
         return Access(number, int(seen[number]), warp.line, seen, seen, lanes)
+
+    def by_copy(self, warp, count: int) -> Access:
+        """An access by cp.async."""
+        return Access(self.warps + warp.number, count, warp.line, warp.clocks.seen, warp.clocks.seen)
 
     def by_async(self, warp, agent: int, count: int) -> Access:
         """An access by what a warp begins: a copy or a product."""
@@ -123,7 +132,7 @@ class Order:
 
     def fence(self, warp) -> None:
         """Proxy fence: what is known now is known to the async proxy."""
-        warp.clocks.fenced[:] = warp.clocks.seen[: self.warps]
+        warp.clocks.fenced[:] = warp.clocks.seen[: self.generic]
         warp.clocks.seen[warp.number] += 1
 
     def meet(self, warp) -> None:
@@ -184,7 +193,7 @@ class Order:
             late = np.where(own, unmet, late)
         if late.any() and self.agree:
             known = self.agreed[granules[late]]
-            late[late] = ~((known > 0) & (known <= access.seen_writes[: self.warps])).any(axis=-1)
+            late[late] = ~((known > 0) & (known <= access.seen_writes[: self.generic])).any(axis=-1)
         return late
 
     def _late_after_reads(self, granules: np.ndarray, access: Access) -> np.ndarray:
@@ -199,7 +208,7 @@ class Order:
         writer = int(self.by[where])
         text = f"{self._place(granules, late)} is {verb} by {self.names[access.agent]}, but in line {self.line[where]} "
         text += f"{self.names[writer]} wrote it, and nothing says that this comes after it"
-        if writer < self.warps <= access.agent and self.at[where] <= access.seen[writer]:
+        if writer < self.generic <= access.agent and self.at[where] <= access.seen[writer]:
             text += " for the async proxy: a proxy fence is missing"
         return text
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from memory import Fault
 from operands import LANES, readers, spread
+from sums import EXACT, dot
 
 
 class Product(NamedTuple):
@@ -72,7 +73,7 @@ def _wgmma(machine, each):
 
         def reader_of(where):
             shared.read(where, access)
-            return lambda: shared.words[where].view(dtype).astype(np.float32)
+            return lambda: shared.words[where].view(dtype)
 
         if in_registers:
             words = np.stack([warp.read(name) for name in a]).view(np.uint32)
@@ -94,9 +95,9 @@ def _wgmma_fence(machine, each):
 
 def _from_fragment(words: np.ndarray, dtype) -> np.ndarray:
     """(16, 16) elements that four words of each lane hold."""
-    a, lane = np.zeros((16, 16), np.float32), np.arange(LANES)
+    a, lane = np.zeros((16, 16), dtype), np.arange(LANES)
     for word in range(4):
-        pair = np.ascontiguousarray(words[word]).view(dtype).reshape(LANES, 2).astype(np.float32)
+        pair = np.ascontiguousarray(words[word]).view(dtype).reshape(LANES, 2)
         for c in range(2):
             a[lane // 4 + 8 * (word % 2), 2 * (lane % 4) + c + 8 * (word // 2)] = pair[:, c]
     return a
@@ -137,15 +138,19 @@ def _wgmma_wait(machine, each):
 
 
 def _execute(warp, product: Product) -> None:
-    lane, columns = np.arange(LANES), 2 * len(product.accumulators)
-    result = product.a() @ product.b().T
-    registers = np.arange(len(product.accumulators))[:, None]
-    rows, cols = lane // 4 + 8 * (registers // 2 % 2), registers // 4 * 8 + 2 * (lane % 4) + registers % 2
-    assert columns == result.shape[1]
-    values = result[rows, cols]
-    for i, name in enumerate(product.accumulators):
-        before = warp.registers[name] if product.add else np.float32(0)
-        warp.registers[name] = (before + values[i]).astype(np.float32)
+    lane, names, core = np.arange(LANES), product.accumulators, warp.block.machine.core
+    a, b = product.a(), product.b().T
+    registers = np.arange(len(names))[:, None]
+    places = lane // 4 + 8 * (registers // 2 % 2), registers // 4 * 8 + 2 * (lane % 4) + registers % 2
+    c = np.zeros((16, 2 * len(names)), np.float32)
+    if product.add:
+        c[places] = [warp.registers[name] for name in names]
+    if core is EXACT:  # all but exact: from float64
+        c = (a.astype(np.float64) @ b.astype(np.float64) + c).astype(np.float32)
+    else:
+        c = dot(a, b, c, core)
+    for name, values in zip(names, c[places], strict=True):
+        warp.registers[name] = values
 
 
 PRODUCTS = {

@@ -4,6 +4,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 REGISTER_TYPES = {"pred", "b16", "b32", "b64", "f32", "f64", "u16", "u32", "u64", "s32", "s64"}
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
@@ -57,6 +59,8 @@ class Kernel(NamedTuple):
         Offset of each array in shared memory.
     shared_bytes : int
         How much of it is static; dynamic shared memory follows.
+    constants : dict
+        Bytes of each array in constant memory.
     """
 
     parameters: tuple
@@ -66,6 +70,7 @@ class Kernel(NamedTuple):
     kinds: dict
     shared: dict
     shared_bytes: int
+    constants: dict
 
 
 def split(text: str) -> list[str]:
@@ -139,7 +144,8 @@ def parse(text: str) -> Kernel:
     instructions.append(Instruction("ret", (), None, 0))
     instructions = tuple(instructions)
     parameters = _parameters(entry[1])
-    return Kernel(parameters, instructions, targets, _meets(instructions, targets), kinds, shared, shared_bytes)
+    meets, constants = _meets(instructions, targets), _constants(text[: entry.start()])
+    return Kernel(parameters, instructions, targets, meets, kinds, shared, shared_bytes, constants)
 
 
 def _instruction(statement: str, line: int) -> Instruction:
@@ -167,6 +173,15 @@ def _declare_shared(text: str, shared: dict, end: int) -> int:
             shared[name] = -(-end // int(alignment)) * int(alignment)
             end = shared[name] + int(size)
     return end
+
+
+def _constants(text: str) -> dict[str, np.ndarray]:
+    found = re.findall(r"\.const \.align \d+ \.b8 ([$\w]+)\[(\d+)\](?: = \{([^}]*)\})?;", text)
+    arrays = {name: np.zeros(int(size), np.uint8) for name, size, _ in found}
+    for name, _, values in found:
+        values = [int(value) for value in values.split(",") if value.strip()]
+        arrays[name][: len(values)] = values
+    return arrays
 
 
 def _parameters(text: str) -> tuple[Parameter, ...]:

@@ -85,8 +85,8 @@ def test_what_a_kernel_must_not_do(body, message):
 
 
 def test_an_instruction_that_is_not_known_is_an_error():
-    with pytest.raises(NotImplementedError, match=r"line \d+: prmt.b32"):
-        executed("prmt.b32 %r2, %r1, %r1, 1;")
+    with pytest.raises(NotImplementedError, match=r"line \d+: dp4a.s32"):
+        executed("dp4a.s32.s32 %r2, %r1, %r1, 1;")
 
 
 def test_shared_memory_and_parameters_have_places():
