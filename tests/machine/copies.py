@@ -55,7 +55,7 @@ def _fetch(warp, mbarrier: Mbarrier, granules: np.ndarray, words) -> None:
         mbarrier.receive(2 * granules.size)
 
     mbarrier.fetched = mbarrier.phase + 1
-    block.machine.later(do)
+    block.machine.later(do, 2 * granules.size, mbarrier.address)
 
 
 def _tensor_load(machine, each):
@@ -155,7 +155,7 @@ def _store(warp, granules: np.ndarray, write) -> Stores:
         block.machine.later(then)
 
     stores.last = group
-    block.machine.later(read)
+    block.machine.later(read, 2 * granules.size)
     return stores
 
 

@@ -37,7 +37,7 @@ class Executed:
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared = self.prepared
-        machine = Machine(ptx(prepared.builder, prepared.config, prepared.gpu.capability), self.seed, self.resident)
+        machine = self.machine(ptx(prepared.builder, prepared.config, prepared.gpu.capability))
         mapped = len(prepared.maps)
         arguments = [TensorMap(self._as_described(x, layout), rows) for x, (layout, rows) in zip(operands, prepared.maps, strict=False)]
         views = (*prepared.operands, *prepared.extras)
@@ -49,6 +49,10 @@ class Executed:
         arguments += launch._flat(prepared.numbers if numbers is None else numbers)
         if prepared.grid:
             machine.launch(arguments, prepared.grid, prepared.threads, prepared.shared_bytes)
+
+    def machine(self, text: str) -> Machine:
+        """What executes it."""
+        return Machine(text, self.seed, self.resident)
 
     @staticmethod
     def _as_described(x: np.ndarray, layout: Layout) -> np.ndarray:

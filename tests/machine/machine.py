@@ -218,6 +218,12 @@ class Warp:
         self.paths = [path for path in self.paths if path.lanes.any()]
 
 
+def deadlock(warps: list[Warp]) -> Deadlock:
+    """Who waits for what."""
+    waiting = "\n".join(f"block {w.block.number}, warp {w.number} waits for {w.waits.what}" for w in warps)
+    return Deadlock(f"nobody can go on:\n{waiting}")
+
+
 class Block:
     """Threads that share memory."""
 
@@ -284,8 +290,8 @@ class Machine:
         self.computes = [computes(each) for each in self.kernel.instructions]
         self.program = [compile_instruction(self, i) for i in range(len(self.kernel.instructions))]
 
-    def later(self, do: Callable) -> None:
-        """Have the copy engine do something, at any time."""
+    def later(self, do: Callable, count: int = 0, mbarrier: int | None = None) -> None:
+        """Have the copy engine do something, at any time: move so many bytes, which the mbarrier at an address waits for."""
         self.engine.append(do)
 
     def where(self, at: int) -> str:
@@ -335,8 +341,7 @@ class Machine:
         """Let a warp, or the copy engine, go on."""
         able = [warp for warp in warps if warp.waits is None or warp.waits.over()]
         if not able and not self.engine:
-            waiting = "\n".join(f"block {w.block.number}, warp {w.number} waits for {w.waits.what}" for w in warps)
-            raise Deadlock(f"nobody can go on:\n{waiting}")
+            raise deadlock(warps)
         choice = self.random.randrange(len(able) + len(self.engine))
         if choice < len(able):
             able[choice].go_on(self.random.randrange(1, SLICE))

@@ -124,17 +124,22 @@ def _wgmma_wait(machine, each):
             warp.paths[-1].at -= 1
             warp.wait_for(f"its warp group, line {each.line}", lambda: all(other.committed >= wanted for other in group))
             return
-        for other in group:
-            while other.executed_groups < wanted:
-                for product in other.groups[other.executed_groups]:
-                    _execute(other, product)
-                other.executed_groups += 1
+        finish(group, wanted)
         agent = _products_of(warp)
         warp.clocks.seen[agent] = max(warp.clocks.seen[agent], wanted)
         running = (product for products in warp.groups[max(wanted, 0) :] for product in products)
         warp.in_flight = dict.fromkeys(name for product in running for name in (*product.accumulators, *product.reads))
 
     return run
+
+
+def finish(group, wanted: int) -> None:
+    """Execute what the warps of a warp group have committed, up to that group of products."""
+    for warp in group:
+        while warp.executed_groups < wanted:
+            for product in warp.groups[warp.executed_groups]:
+                _execute(warp, product)
+            warp.executed_groups += 1
 
 
 def _execute(warp, product: Product) -> None:
