@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 from copies import TensorMap
 from machine import Machine
-from support import DTYPES, random_inputs
+from support import random_inputs
 
 from numba_flash import arrays, reference
 from numba_flash.arrays import Layout
@@ -62,10 +62,10 @@ class Executed:
         return np.lib.stride_tricks.as_strided(x.view(np.uint16), shape, strides)
 
 
-def on_machine(prepared, inputs, results, seed: int):
+def on_machine(prepared, inputs, results, seed: int, resident: int | None = None):
     """Run a prepared pass, its launches executed by the machine."""
     for each in prepared.launches:
-        run = Executed(each, seed)
+        run = Executed(each, seed, resident)
         each._submit = lambda operands, extras, numbers, run=run: run(*operands, extras=extras, numbers=numbers)
     prepared.run(inputs, results)
 
@@ -74,24 +74,47 @@ def paper(arrays):
     return type(arrays)(*map(Layout.of, arrays))
 
 
-def attention(backend, dtype, d, nq, nk, heads, seed, multiprocessors=2, backward=True, **options):
-    """Forward and backward on the machine, each result within what the dtype allows of the oracle."""
-    hq, hk = heads
-    q, k, v, do = random_inputs(batch=(1,), hq=hq, hk=hk, nq=nq, nk=nk, d=d, dtype=dtype)
+UNITS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+LENGTHS = ("q_lengths", "kv_lengths")
+
+
+def unwritten(x: np.ndarray, dtype=None) -> np.ndarray:
+    """An array for results, in which NaN says that nothing was written."""
+    return np.full(x.shape, np.nan, dtype or x.dtype)
+
+
+def forward_pass(backend, arrays, seed, multiprocessors=2, resident=None, **options) -> ForwardResults:
+    """Forward on the machine, each result within what the dtype allows of the oracle; `arrays` are q, k, v and do."""
+    q, k, v, do = arrays
     problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
-    arrays = {name: options[name] for name in ("q_lengths", "kv_lengths") if name in options}
-    nan = lambda x, dtype=None: np.full(x.shape, np.nan, dtype or x.dtype)
-    inputs, results = ForwardInputs(q, k, v, **arrays), ForwardResults(nan(do), nan(do[..., 0], np.float32))
-    on_machine(tier(backend).prepare_forward(problem, paper(inputs), paper(results), gpu=gpu), inputs, results, seed)
+    inputs = ForwardInputs(q, k, v, **{name: options[name] for name in LENGTHS if name in options})
+    results = ForwardResults(unwritten(do), unwritten(do[..., 0], np.float32))
+    on_machine(tier(backend).prepare_forward(problem, paper(inputs), paper(results), gpu=gpu), inputs, results, seed, resident)
     o, lse = reference.forward(q, k, v, **options)
-    unit = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+    unit = UNITS[problem.dtype]
     np.testing.assert_allclose(results.o.astype(np.float64), o, atol=unit, rtol=unit)
     np.testing.assert_allclose(results.lse, lse, atol=4e-6, rtol=4e-6)
-    if not backward:
-        return results
-    inputs = BackwardInputs(do, q, k, v, o.astype(DTYPES[dtype]), lse.astype(np.float32), **arrays)
-    gradients = BackwardResults(nan(q), nan(k), nan(v))
-    on_machine(tier(backend).prepare_backward(problem, paper(inputs), paper(gradients), gpu=gpu), inputs, gradients, seed)
+    return results
+
+
+def backward_pass(backend, arrays, seed, multiprocessors=2, resident=None, **options) -> BackwardResults:
+    """The same backward, from the oracle's o and lse."""
+    q, k, v, do = arrays
+    problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
+    o, lse = reference.forward(q, k, v, **options)
+    lengths = {name: options[name] for name in LENGTHS if name in options}
+    inputs = BackwardInputs(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), **lengths)
+    gradients = BackwardResults(unwritten(q), unwritten(k), unwritten(v))
+    on_machine(tier(backend).prepare_backward(problem, paper(inputs), paper(gradients), gpu=gpu), inputs, gradients, seed, resident)
+    unit = 4 * UNITS[problem.dtype]
     for x, ref in zip(gradients, reference.backward(do, q, k, v, **options), strict=False):
-        np.testing.assert_allclose(x.astype(np.float64), ref, atol=4 * unit * max(1, np.abs(ref).max()), rtol=4 * unit)
+        np.testing.assert_allclose(x.astype(np.float64), ref, atol=unit * max(1, np.abs(ref).max()), rtol=unit)
     return gradients
+
+
+def attention(backend, dtype, d, nq, nk, heads, seed, multiprocessors=2, backward=True, **options):
+    """Forward and backward of random arrays on the machine; returns the results of the last pass."""
+    hq, hk = heads
+    arrays = random_inputs(batch=(1,), hq=hq, hk=hk, nq=nq, nk=nk, d=d, dtype=dtype)
+    results = forward_pass(backend, arrays, seed, multiprocessors, **options)
+    return backward_pass(backend, arrays, seed, multiprocessors, **options) if backward else results

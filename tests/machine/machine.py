@@ -279,6 +279,7 @@ class Machine:
         self.kernel: Kernel = parse(self.text)
         self.dtype_of = {name: DTYPES[kind.replace("u", "b").replace("s", "b")] for name, kind in self.kernel.kinds.items()}
         self.random, self.engine, self.events, self.streams = random.Random(self.seed), [], 0, Streams()
+        self.haste = self.random.choice((1, 0.2, 0.03))  # of copies: some orders have them as late as can be
         self.of_products = {
             name
             for each in self.kernel.instructions
@@ -342,8 +343,7 @@ class Machine:
         able = [warp for warp in warps if warp.waits is None or warp.waits.over()]
         if not able and not self.engine:
             raise deadlock(warps)
-        choice = self.random.randrange(len(able) + len(self.engine))
-        if choice < len(able):
-            able[choice].go_on(self.random.randrange(1, SLICE))
+        if able and self.random.random() >= self.haste * len(self.engine) / (len(able) + len(self.engine)):
+            self.random.choice(able).go_on(self.random.randrange(1, SLICE))
         else:
             self.engine.pop(self.random.randrange(len(self.engine)))()

@@ -151,14 +151,15 @@ class Order:
         return self.by[granules] == NEVER
 
     def write(self, granules: np.ndarray, access: Access, same: np.ndarray) -> None:
-        """Check a write, and remember it. What is the `same` as before may be written by several in no order."""
+        """Check a write, and remember it. What another warp has written may be written once more in no order, if it is the `same`."""
         late = self._late_after_writes(granules, access, "written")
-        if (late & ~same).any():
-            raise Race(self._of_write(granules, late & ~same, access, "written"))
         unread = self._late_after_reads(granules, access)
-        if (unread.any(axis=-1) & ~same).any():
-            raise Race(self._of_read(granules, unread & ~same[..., None], access))
-        agreed = (late | unread.any(axis=-1)) & same
+        by = self.by[granules]
+        agreed = same & (by >= 0) & (by < self.warps) & (by != access.agent) & (late | unread.any(axis=-1))
+        if (late & ~agreed).any():
+            raise Race(self._of_write(granules, late & ~agreed, access, "written"))
+        if (unread.any(axis=-1) & ~agreed).any():
+            raise Race(self._of_read(granules, unread & ~agreed[..., None], access))
         if agreed.any():
             self.agreed[granules[agreed], access.agent], self.agree = access.count, True
         new = ~agreed

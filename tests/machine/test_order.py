@@ -69,6 +69,11 @@ RACES = {
     "a store without a proxy fence": (FILL + "bar.sync 0;" + STORE + COMMIT + STORED, NO_FENCE),
     "a fence that comes before the write": (PROXY + FILL + "bar.sync 0;" + STORE + COMMIT + STORED, NO_FENCE),
     "a fence of other warps": (FILL + "bar.sync 0; @%p7 " + PROXY + STORE + COMMIT + STORED, NO_FENCE),
+    "the same by one warp, while another may read it": (
+        "setp.lt.u32 %p5, %r1, 32; @!%p5 bra $other; st.shared.u32 [%r90], 5; bar.sync 0; st.shared.u32 [%r90], 5; bra $on;"
+        "$other: bar.sync 0; ld.shared.u32 %r7, [%r90]; st.global.u32 [%rd3], %r7; $on:",
+        r"while warp 1 may still read it|is read by warp 1, but",
+    ),
     "memory that a store may still read": (FILL + PROXY + "bar.sync 0;" + STORE + COMMIT + "bar.sync 0;" + REFILL, BY_STORE),
     "a store that was not committed": (FILL + PROXY + "bar.sync 0;" + STORE + STORED + "bar.sync 0;" + REFILL, BY_STORE),
     "what a copy brings, not waited for": (

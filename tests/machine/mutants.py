@@ -1,0 +1,236 @@
+"""Mistakes that one could make in the kernels for Hopper and on their host, each with the smallest problem that shows it."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One mistake.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong.
+    file : str
+        Where, below `numba_flash`.
+    old, new : str
+        Text that occurs there once, and what stands in its place.
+    problem : str
+        Among `problems.PROBLEMS`.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    problem: str
+
+
+PIPELINE, WGMMA, STORE = "cuda/sm90/pipeline.py", "cuda/sm90/wgmma.py", "cuda/sm90/store.py"
+FORWARD, LOAD = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py"
+BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
+WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
+BEFORE, AFTER = "cuda/sm90/preprocess.py", "cuda/sm90/postprocess.py"
+HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
+
+MUTANTS = (
+    # ---- who may touch which shared memory when
+    Mutant("the phase before", PIPELINE, "(n // u32(ring.slots) + u32(before)) % u32(2)", "(n // u32(ring.slots)) % u32(2)", "plain"),
+    Mutant("turns of one warp group", PIPELINE, "sync(u32(TURN + consumer), u32(2 * ", "sync(u32(TURN + consumer), u32(", "plain"),
+    Mutant("a named barrier of all warp groups", PIPELINE, "u32(GROUP + consumer)", "u32(GROUP)", "steep"),
+    Mutant("a named barrier for too few", PIPELINE, "u32(consumers * WARP_GROUP)", "u32(WARP_GROUP)", "gradients"),
+    Mutant("bytes that nobody expects", PIPELINE, "BYTES = PANELS * PANEL_BYTES + more", "BYTES = PANELS * PANEL_BYTES", "gradients"),
+    Mutant("bytes that nobody sends", PIPELINE, "BYTES = PANELS * PANEL_BYTES + more", "BYTES = PANELS * PANEL_BYTES + more + 16", "plain"),
+    Mutant("the first panel twice", PIPELINE, "place.column + panel * PANEL", "place.column", "D128"),
+    Mutant("a box of another head", PIPELINE, "column, row, head, b1, b0, ready", "column, row, b1, head, b0, ready", "heads"),
+    Mutant("a tail that is not cleared", PIPELINE, "if keys < ROWS:", "if keys < ROWS - 1:", "lengths"),
+    # ---- products and fragments
+    Mutant("the other stride of a descriptor", WGMMA, "panel_stride // UNIT << 16", "panel_stride // UNIT // 2 << 16", "D128"),
+    Mutant("scores are added to the last ones", WGMMA, "int(bfloat16), 0", "int(bfloat16), 1", "plain"),
+    Mutant("accumulators before the wait", WGMMA, "0, 1, 0\n", "1, 1, 0\n", "plain"),
+    Mutant("the transposed bit", "cuda/ptx/wgmma.py", "{int(not b_panel)}", "{int(bool(b_panel))}", "plain"),
+    Mutant("matrices of stmatrix exchanged", "cuda/ptx/memory.py", "[$0], {$1, $2, $3, $4};", "[$0], {$1, $3, $2, $4};", "plain"),
+    # ---- softmax
+    Mutant("a sum that is not rescaled", "cuda/softmax.py", "l_i[r] * alpha[r] + l", "l_i[r] + l", "steep"),
+    Mutant("the state of the item before", "cuda/softmax.py", "l_i[r]\n    reset(m_i, l_i)", "l_i[r]", "many items"),
+    Mutant("a key after the last", "cuda/softmax.py", "8 * j + c >= stop", "8 * j + c > stop", "causal"),
+    Mutant("the first key hidden", "cuda/softmax.py", "8 * j + c < start", "8 * j + c <= start", "window"),
+    Mutant("a key beyond the end", FORWARD, "if col1 > keys or", "if col1 > keys + 1 or", "one key missing"),
+    Mutant("rows next to each other", FORWARD, "row + 8 * r, row + 8 * r + 1", "row + r, row + r + 1", "causal"),
+    Mutant("the lse in base 2", FORWARD, "* f32(LN2) if", "if", "plain"),
+    Mutant("half the slope of the softcap", ARGUMENTS, "2 * LOG2E * scale / cap", "LOG2E * scale / cap", "softcap"),
+    Mutant("a scale of base e", ARGUMENTS, "else (0, scale * LOG2E)", "else (0, scale)", "plain"),
+    Mutant("causal and one more", "mask.py", "min(nk, i1 + high)", "min(nk, i1 + high + 1)", "causal"),
+    Mutant("a tile cleared by one diagonal", "mask.py", "(j1 - 1 - i0 <= high)", "(j1 - 1 - i0 <= high + 1)", "window"),
+    # ---- the forward loop
+    Mutant("no wait for K", FORWARD, "of all\n        pipeline.wait_ready(smem, K, n)\n", "of all\n", "plain"),
+    Mutant("Q is released a tile early", FORWARD, "if t == item.count - 1:", "if t == 1:", "D136"),
+    Mutant(
+        "work items of one reader less", FORWARD, "WORK, 1, CONSUMERS * WARP_GROUP)", "WORK, 1, CONSUMERS * WARP_GROUP - 1)", "many items"
+    ),
+    Mutant("a tile free when one consumer has left", FORWARD, "K, 1, CONSUMERS)", "K, 1, 1)", "long items"),
+    Mutant("K overwritten", LOAD, "                    pipeline.wait_free(smem, K, u32(n + t))\n", "", "long items"),
+    Mutant("work items overwritten", LOAD, "        pipeline.wait_free(smem, WORK, turn)\n", "", "many items"),
+    Mutant("the head within its group", LOAD, "u32(item.head) // u32(sizes.group)", "u32(item.head) % u32(sizes.group)", "heads"),
+    Mutant("boxes of V a tile further", LOAD, "key - (t - 1) * BLOCK_N", "key - t * BLOCK_N", "plain"),
+    # ---- what leaves
+    Mutant("no swizzle", STORE, "(j % PANEL_CHUNKS + right) ^ (row % 8)", "j % PANEL_CHUNKS + right", "plain"),
+    Mutant("O is staged on O", STORE, "ptx.bulk_wait_read()\n            meet", "pass\n            meet", "many items"),
+    Mutant("O is stored before all rows are there", STORE, "            meet_warp_group(me)  # all rows are there\n", "", "plain"),
+    # ---- work
+    Mutant("a turn that skips an item", "cuda/schedule.py", "blocks - 1 - block if turn % 2", "blocks - block if turn % 2", "heads"),
+    Mutant("parts that leave out a tile", "cuda/schedule.py", "(count + i32(sizes.parts) - 1) //", "count //", "parts"),
+    Mutant("parts that weigh the same", "cuda/combine.py", "math.exp(lse_part - shift) * inverse", "inverse", "parts"),
+    Mutant("the lse of a part", "cuda/combine.py", "shift + math.log(total)", "shift", "parts"),
+    # ---- the host of the forward pass
+    Mutant("no groups of heads", HOST, "group=p.hq // p.hk", "group=1", "heads"),
+    Mutant("boxes of all rows of O", HOST, "(o, OUTPUT_ROWS)", "(o, tile.block_m)", "causal"),
+    Mutant("boxes of K as large as those of Q", HOST, "(k, tile.block_n)", "(k, tile.block_m)", "plain"),
+    Mutant("too little shared memory", HOST, "tile.layout(p.d, p.dv).bytes", "tile.layout(p.d, p.dv).bytes // 2", "plain"),
+    Mutant("the band upside down", HOST, "low=p.low", "low=-p.high", "window"),
+    Mutant("one part", HOST, "tile.block_m) * parts", "tile.block_m)", "parts"),
+    Mutant("the last rows are not combined", HOST, "-(-math.prod(shape) // parts //", "(math.prod(shape) // parts //", "parts"),
+    Mutant("half a block is none", "cuda/grid.py", "return -(-rows // block)", "return rows // block", "steep"),
+    Mutant("one batch element", "cuda/grid.py", "math.prod(problem.batch)\n    return batches", "1\n    return batches", "batches"),
+    Mutant(
+        "strides in the wrong order",
+        "cuda/launch.py",
+        "x.shape, arrays.expanded_strides(x, ndim)\n",
+        "x.shape, arrays.expanded_strides(x, ndim)[::-1]\n",
+        "plain",
+    ),
+    # ---- the backward loop
+    Mutant("dS before all of it is there", BACKWARD, "pipeline.meet_consumers(CONSUMERS)  # all of dS^T", "# all of dS^T", "gradients"),
+    Mutant("Q is released before dK", BACKWARD, "release_group(smem, Q, u32(n - 1))", "release_group(smem, Q, n)", "gradients, long"),
+    Mutant("no wait for dK and dV", BACKWARD, "        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)\n", "", "gradients"),
+    Mutant("a dK without its scale", P_AND_DS, "scaled[r] = factor[r] * scale", "scaled[r] = factor[r]", "gradients"),
+    Mutant("delta's sign", P_AND_DS, "(dpT[4 * j + i] - delta[i % 2])", "(dpT[4 * j + i] + delta[i % 2])", "gradients"),
+    Mutant("the lse of the other row", P_AND_DS, "scale_log2 - shift[i % 2]", "scale_log2 - shift[i // 2]", "gradients"),
+    Mutant("the slope of another cap", P_AND_DS, "f32(1) - tanh * tanh", "f32(1) - tanh", "gradients, softcap"),
+    Mutant("what follows the last query", P_AND_DS, "clear_do(smem, DO, n, rest, me)", "pass", "gradients, lengths"),
+    Mutant("a query too few", P_AND_DS, "j + i32(1) + high", "j + high", "gradients, window"),
+    Mutant("the diagonal hidden", P_AND_DS, "i32(j + low - column)", "i32(j + low - column + 1)", "gradients, causal"),
+    Mutant("a fragment cleared by its first key", P_AND_DS, "low + first + i32(ROWS - 1)", "low + first", "gradients, window"),
+    Mutant("bounds before they are written", P_AND_DS, "bounds[i])\n        pipeline.meet_warp_group(me)", "bounds[i])", "gradients"),
+    # ---- who moves data in the backward pass
+    Mutant("stored, not added", LOAD_BACKWARD, "if before == 0:", "if before <= 1:", "gradients"),
+    Mutant(
+        "dQ released while it is read", LOAD_BACKWARD, "ptx.bulk_wait_read()\n        pipeline.release", "pipeline.release", "gradients"
+    ),
+    Mutant(
+        "claimed before the tiles are asked for",
+        LOAD_BACKWARD,
+        "pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))",
+        "pass",
+        "gradients, claims",
+    ),
+    Mutant(
+        "shares of work items, as many for each block",
+        LOAD_BACKWARD,
+        "return ptx.next_number(u64(ptx.global_address(flags) + u64(4) * last))",
+        "return i32(taken * cuda.gridDim.x + cuda.blockIdx.x)",
+        "gradients, no room",
+    ),
+    Mutant("heads of the group before", LOAD_BACKWARD, "i32(kv_head * group + g)", "i32(kv_head + g)", "gradients, heads"),
+    Mutant("tiles of Q overwritten", LOAD_BACKWARD, "        pipeline.wait_free(smem, RING, n)\n", "", "gradients, long"),
+    Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
+    Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
+    # ---- before and after
+    Mutant("an lse of base e", BEFORE, "first_row + r] * f32(LOG2E)", "first_row + r]", "gradients"),
+    Mutant("a delta of some columns", BEFORE, "for i in range(CHUNK // 2)", "for i in range(CHUNK // 2 - 1)", "gradients"),
+    Mutant("a delta of half the lanes", BEFORE, "for fold in range(FOLDS)", "for fold in range(FOLDS - 1)", "gradients"),
+    Mutant("a dQ without its scale", AFTER, "rows.invalid else scale", "rows.invalid else f32(1)", "gradients"),
+    Mutant("dQ read without the swizzle", AFTER, "(chunk ^ (r % 8)) * 16", "chunk * 16", "gradients"),
+    Mutant("dQ read before it is written", AFTER, "        cuda.syncthreads()  # all rows are there\n", "", "gradients"),
+    # ---- head dimensions beyond 128
+    Mutant(
+        "P before all of it is there",
+        WIDE,
+        "ptx.fence_proxy_async()\n        pipeline.meet_consumers(CONSUMERS)",
+        "ptx.fence_proxy_async()",
+        "gradients, D136",
+    ),
+    Mutant("a sum that begins anew", DQ, "i32(1 if start == item.first else 0)", "i32(1)", "gradients, D136, parts"),
+    Mutant("a sum that ends too early", DQ, "i32(1 if end == stop else 0)", "i32(1)", "gradients, D136, parts"),
+    Mutant(
+        "dS is released before its product",
+        DQ,
+        "ptx.wgmma_wait(acc, acc, NONE, OUTPUTS, NONE)\n                pipeline.release_group(smem, TILES, n)",
+        "pipeline.release_group(smem, TILES, n)\n                ptx.wgmma_wait(acc, acc, NONE, OUTPUTS, NONE)",
+        "gradients, D136",
+    ),
+    # ---- the host of the backward pass
+    Mutant(
+        "the band of queries", HOST_BACKWARD, "low=-p.high,\n        high=-p.low", "low=p.low,\n        high=p.high", "gradients, causal"
+    ),
+    Mutant("no counter behind the flags", HOST_BACKWARD, "math.prod(row_blocks) + 1", "math.prod(row_blocks)", "gradients"),
+    Mutant("room for the rows that there are", HOST_BACKWARD, "row_blocks.blocks * tile.block_m)", "p.nq)", "gradients"),
+    Mutant("room for one consumer's dQ", HOST_BACKWARD, "tile.consumers * DQ_PART)", "DQ_PART)", "gradients"),
+    Mutant("boxes of Q as large as those of K", HOST_BACKWARD, "(x.q, tile.block_m)", "(x.q, tile.block_n)", "gradients, D128"),
+    Mutant("boxes of all rows of dK", HOST_BACKWARD, "(results.dk, KEYS)", "(results.dk, tile.block_n)", "gradients"),
+    Mutant(
+        "the last rows of dQ are left",
+        HOST_BACKWARD,
+        "(this.row_blocks),\n        threads=WARP",
+        "(this.row_blocks) - 1,\n        threads=WARP",
+        "gradients",
+    ),
+    Mutant("the scale of dQ", HOST_BACKWARD, "np.float32(p.scale))", "np.float32(1))", "gradients"),
+    Mutant(
+        "lse and delta exchanged", HOST_BACKWARD, "rows[0],\n            there.rows[1]", "rows[1],\n            there.rows[0]", "gradients"
+    ),
+    Mutant("only the first part", HOST_BACKWARD, "range(0, parts * blocks, blocks)", "range(0, blocks, blocks)", "gradients, D136, parts"),
+    Mutant("dS of one block", HOST_BACKWARD, "blocks * tile.ds_bytes // 4", "tile.ds_bytes // 4", "gradients, D136"),
+    # ---- what leaves the bits as they are, in most orders or in all
+    Mutant("no fence before O is stored", STORE, "inverse)\n            ptx.fence_proxy_async()", "inverse)", "plain"),
+    Mutant("no fence behind zeros", PIPELINE, "ptx.fence_proxy_async()\n            meet_warp_group(\n", "meet_warp_group(\n", "lengths"),
+    Mutant("zeros of other warps", PIPELINE, "meet_warp_group(\n                consumer\n            )", "pass", "lengths"),
+    Mutant("a tail is cleared before it comes", PIPELINE, "wait_ready(smem, ring, n)\n            first", "first", "lengths"),
+    Mutant(
+        "K is released before its product",
+        FORWARD,
+        "wait_scores(s)\n        pipeline.release_group(smem, K, n)",
+        "pipeline.release_group(smem, K, n)\n        wait_scores(s)",
+        "long items",
+    ),
+    Mutant(
+        "dO is released before dV",
+        WIDE,
+        "ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)\n                pipeline.release_group(smem, DO, n)",
+        "pipeline.release_group(smem, DO, n)\n                ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)",
+        "gradients, D136",
+    ),
+    Mutant(
+        "V is released before its product",
+        FORWARD,
+        "                wait_all(acc, s)\n                pipeline.release_group(smem, V, u32(n - 1))",
+        "                pipeline.release_group(smem, V, u32(n - 1))\n                wait_all(acc, s)",
+        "long items",
+    ),
+    Mutant("dQ overwritten", BACKWARD, "pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile", "# tile", "gradients, long"),
+    Mutant("added before its turn", LOAD_BACKWARD, "load_flag(flag) != before", "load_flag(flag) > before", "gradients, long"),
+    Mutant("dS overwritten while it is copied", WIDE, "await_store()\n                ptx", "ptx", "gradients, D136"),
+    Mutant("no fence behind mbarriers", FORWARD, "            ptx.fence_mbarrier_init()\n", "", "plain"),
+    Mutant("no fence before dQ is added", BACKWARD, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients"),
+    Mutant("no fence between dS and its products", BACKWARD, "ptx.fence_proxy_async()\n                row0", "row0", "gradients"),
+    Mutant("no fence between P and its product", WIDE, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients, D136"),
+    Mutant("no fence between registers and their product", "cuda/ptx/wgmma.py", "b64 b; wgmma.fence.sync.aligned;", "b64 b;", "plain"),
+    Mutant("a flag without release", "cuda/ptx/memory.py", "red.release.gpu", "red.relaxed.gpu", "gradients"),
+    Mutant("a flag without acquire", "cuda/ptx/memory.py", "ld.acquire.gpu", "ld.relaxed.gpu", "gradients"),
+    Mutant(
+        "a flag when the sum has been read",
+        LOAD_BACKWARD,
+        "ptx.bulk_wait()\n            ptx.add",
+        "ptx.bulk_wait_read()\n            ptx.add",
+        "gradients",
+    ),
+    Mutant("a counter that nobody sets", BEFORE, "if number == 0:", "if number < 0:", "gradients"),
+    Mutant(
+        "a work item is read after its release",
+        DQ,
+        "Place(0, row0, h, b1, b0)",
+        "Place(0, row0, pipeline.read(smem, WORK, turn, WORD.head), b1, b0)",
+        "gradients, D136, items",
+    ),
+    Mutant("a store that no group has", WIDE, "u32(K_PANEL))\n            ptx.bulk_commit()", "u32(K_PANEL))", "gradients, D136"),
+    Mutant("shared memory goes while O is read", FORWARD, "ptx.bulk_wait_read()  # shared", "pass  # shared", "plain"),
+)

@@ -1,0 +1,199 @@
+"""The smallest problems that show what a kernel does wrong, each run in a process of its own: ``python problems.py NAME DIRECTORY``.
+
+It ends with 0 if the results are right in several orders of warps and copies, with `CAUGHT` if the machine or the oracle finds
+something, and else as Python does: then the test itself is broken. Texts of kernels are kept in the directory, under all sources that
+they are made of.
+"""
+
+import ast
+import gc
+import hashlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import kernels
+import numpy as np
+from kernels import backward_pass, forward_pass
+from machine import Machine
+from memory import Fault
+from support import random_inputs
+
+import numba_flash
+from numba_flash.cuda import compile
+from numba_flash.cuda.sm90 import prepare_backward
+
+CAUGHT = 3
+SEEDS = range(3)
+ROOT = Path(numba_flash.__file__).parents[1]
+
+
+class Problem(NamedTuple):
+    """Random arrays, and the pass over them.
+
+    Attributes
+    ----------
+    run : function
+        `kernels.forward_pass` or `kernels.backward_pass`.
+    d, nq, nk, hq, hk, batch
+        Of the arrays.
+    multiprocessors : int
+        How many blocks share the work.
+    options : dict
+        Of the call. Where there are lengths, what lies beyond is NaN.
+    key_blocks : int
+        Of how many blocks of keys dS is made at a time, where it is kept.
+    resident : int, optional
+        How many blocks there is room for; all, by default.
+    """
+
+    run: Callable
+    d: int = 16
+    nq: int = 70
+    nk: int = 200
+    hq: int = 1
+    hk: int = 1
+    batch: int = 1
+    multiprocessors: int = 1
+    options: dict = {}  # noqa: RUF012
+    key_blocks: int = 8
+    resident: int | None = None
+
+
+class Watched(Machine):
+    """A machine on which no block may claim a work item before it has asked for all tiles of the last one, of which each has LOADS."""
+
+    CLAIM, LOAD, LOADS = "atom", "cp.async.bulk.tensor.5d.shared", 6
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.seen = Counter()
+        for i, each in enumerate(self.kernel.instructions):
+            for kind in (self.CLAIM, self.LOAD):
+                if each.opcode.startswith(kind):
+                    self.program[i] = partial(self.note, kind, self.program[i])
+
+    def note(self, kind, action, warp):
+        block = warp.block.number
+        claims, loads = self.seen[self.CLAIM, block], self.seen[self.LOAD, block]
+        if kind == self.CLAIM and loads != claims * self.LOADS:
+            raise Fault(f"block {block} claims item {claims + 1} after {loads} loads")
+        self.seen[kind, block] += 1
+        action(warp)
+
+
+def backward_with_claims(*arguments, **options):
+    """`kernels.backward_pass` on a `Watched` machine, of two tiles of queries for each block of keys."""
+    kernels.Machine = Watched
+    return backward_pass(*arguments, **options)
+
+
+STEEP = {"scale": 1.0}  # scores so far apart that the largest so far grows from tile to tile
+LENGTHS = {"q_lengths": np.array([60]), "kv_lengths": np.array([127])}
+PROBLEMS = {
+    "plain": Problem(forward_pass),
+    "steep": Problem(forward_pass, nq=200, nk=500, options=STEEP),
+    "one key missing": Problem(forward_pass, nk=255),
+    "heads": Problem(forward_pass, nk=300, hq=4, hk=2, multiprocessors=2),
+    "many items": Problem(forward_pass, nk=100, hq=7),
+    "long items": Problem(forward_pass, nk=500, hq=4),
+    "batches": Problem(forward_pass, batch=2, hq=2),
+    "D128": Problem(forward_pass, d=128),
+    "D136": Problem(forward_pass, d=136, nk=150, hq=3),
+    "causal": Problem(forward_pass, nq=200, options={"causal": True}),
+    "window": Problem(forward_pass, nq=300, nk=300, options={"window": (200, 62)}),
+    "lengths": Problem(forward_pass, options=LENGTHS),
+    "softcap": Problem(forward_pass, options={"softcap": 0.5}),
+    "parts": Problem(forward_pass, nk=1100, multiprocessors=2),
+    "gradients": Problem(backward_pass, nq=200, nk=300, multiprocessors=2),
+    "gradients, long": Problem(backward_pass, nq=400, nk=300, multiprocessors=3),
+    "gradients, claims": Problem(backward_with_claims, nq=200, nk=300, multiprocessors=2),
+    "gradients, no room": Problem(backward_pass, nk=500, multiprocessors=2, resident=1),
+    "gradients, heads": Problem(backward_pass, hq=4, hk=2, multiprocessors=2),
+    "gradients, causal": Problem(backward_pass, nq=200, options={"causal": True}),
+    "gradients, window": Problem(backward_pass, nq=300, nk=300, options={"window": (200, 62)}),
+    "gradients, lengths": Problem(backward_pass, options=LENGTHS),
+    "gradients, softcap": Problem(backward_pass, options={"softcap": 0.5}),
+    "gradients, D128": Problem(backward_pass, d=128, nq=200),
+    "gradients, D136": Problem(backward_pass, d=136, nq=200, nk=130),
+    "gradients, items": Problem(backward_pass, nq=100, nk=300, hq=3, hk=3, options={"causal": True}),
+    "gradients, D136, items": Problem(backward_pass, d=136, nq=200, nk=64, hq=4, hk=4),
+    "gradients, D136, parts": Problem(backward_pass, d=136, nq=130, nk=200, key_blocks=2),
+}
+
+
+def run(problem: Problem, seed: int) -> None:
+    """A problem, in the order of that seed."""
+    p = problem
+    arrays = random_inputs(batch=(p.batch,), hq=p.hq, hk=p.hk, nq=p.nq, nk=p.nk, d=p.d, dtype="float16")
+    for name, (first, *others) in {"q_lengths": (0, 3), "kv_lengths": (1, 2)}.items():
+        for x in [arrays[i] for i in (first, *others)] if name in p.options else ():
+            for b, length in enumerate(p.options[name]):
+                x[b, :, length:] = np.nan
+    prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
+    p.run("sm90", arrays, seed, p.multiprocessors, p.resident, **p.options)
+
+
+# ---- texts of kernels
+
+
+@cache
+def imported(path: Path) -> frozenset[Path]:
+    """The files of the package that one imports itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        for name in names:
+            at = ROOT / name.replace(".", "/")
+            found |= {file for file in (at.with_suffix(".py"), at / "__init__.py") if file.is_file()}
+    return frozenset(found)
+
+
+def sources(module: str) -> list[Path]:
+    """All files that kernels of a module of `numba_flash.cuda` are made of."""
+    open_, closed = {ROOT / "numba_flash/cuda" / f"{module.replace('.', '/')}.py", Path(compile.__file__)}, set()
+    while open_:
+        file = open_.pop()
+        closed.add(file)
+        open_ |= imported(file) - closed
+    return sorted(closed)
+
+
+def kept_in(directory: Path):
+    """`kernels.ptx`, of which every text is compiled once for all processes that find the same sources."""
+
+    @cache
+    def ptx(builder, config, capability):
+        texts = [file.read_text() for file in sources(builder.rsplit(".", 1)[0])]
+        file = directory / hashlib.sha256(repr((builder, config, capability, texts)).encode()).hexdigest()
+        if not file.is_file():
+            made = file.with_suffix(f".{os.getpid()}")
+            made.write_text(compile.intermediate(builder, config, capability, ptx=True))
+            made.replace(file)
+        return file.read_text()
+
+    return ptx
+
+
+def main(name: str, directory: str) -> int:
+    gc.disable()
+    kernels.ptx = kept_in(Path(directory))
+    for seed in SEEDS:
+        try:
+            run(PROBLEMS[name], seed)
+        except (Fault, AssertionError) as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return CAUGHT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

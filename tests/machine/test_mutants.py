@@ -1,0 +1,65 @@
+"""Every mistake of a list is found by the machine that executes PTX, or by the oracle: proof that the tests which use it would notice."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT, SIMULATED, TESTS
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+
+from mutants import MUTANTS
+from problems import CAUGHT, PROBLEMS
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """Where the texts of kernels are kept for all processes of a session."""
+    own = tmp_path_factory.getbasetemp()
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "texts of kernels"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def run(problem: str, package: Path, texts: Path) -> subprocess.CompletedProcess:
+    """A problem in a process that finds the package there."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, TESTS)))}
+    command = [sys.executable, TESTS / "machine/problems.py", problem, texts]
+    return subprocess.run(command, env=environment, cwd=package, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.full
+@pytest.mark.machine
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_what_is_right_passes(problem, texts):
+    result = run(problem, ROOT, texts)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_can_be_made(mutant):
+    assert (ROOT / "numba_flash" / mutant.file).read_text().count(mutant.old) == 1
+
+
+def test_mutants_are_many_and_no_two_the_same_and_every_problem_has_one():
+    assert len(MUTANTS) >= 60
+    assert {mutant.problem for mutant in MUTANTS} == set(PROBLEMS)
+    assert len({mutant.name for mutant in MUTANTS}) == len({mutant[1:4] for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.full
+@pytest.mark.machine
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant, tmp_path, texts):
+    compiled = shutil.ignore_patterns(f"{Path(mutant.file).stem}.*.pyc")
+    shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=compiled)
+    changed = tmp_path / "numba_flash" / mutant.file
+    changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
+    result = run(mutant.problem, tmp_path, texts)
+    said = "\n".join((result.stdout + result.stderr).splitlines()[-15:])
+    assert result.returncode == CAUGHT, f"{mutant.file}:\n{mutant.old}\nbecame\n{mutant.new}\nand {mutant.problem!r} said\n{said}"
