@@ -4,6 +4,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from kernels import Executed
+from sums import EXACT, TensorCore
 from support import Backend
 
 from numba_flash import call
@@ -14,7 +15,7 @@ SM90 = Backend("sm90", "numpy")
 
 
 @contextmanager
-def machine(seed: int = 0, multiprocessors: int = 2, resident: int | None = None):
+def machine(seed: int = 0, multiprocessors: int = 2, resident: int | None = None, core: TensorCore | None = EXACT):
     """Let calls of a tensor-core tier be executed by the machine.
 
     Parameters
@@ -25,11 +26,14 @@ def machine(seed: int = 0, multiprocessors: int = 2, resident: int | None = None
         Of the GPU that there seems to be.
     resident : int, optional
         How many blocks it has room for at a time; all, by default.
+    core : TensorCore, optional
+        How its tensor cores add; rounded to nearest, by default.
     """
     gpu = launch.Gpu(0, (9, 0), multiprocessors)
 
     def load(self):
-        self._submit = lambda operands, extras, numbers: Executed(self, seed, resident)(*operands, extras=extras, numbers=numbers)
+        run = Executed(self, seed, resident, core)
+        self._submit = lambda operands, extras, numbers: run(*operands, extras=extras, numbers=numbers)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(call._prepared, clear=True))

@@ -77,6 +77,8 @@ def _memory(machine, each, parts):
         return _load_parameter(machine, where, names[0], kind)
     get, shared, size = address(machine, where), "shared" in parts, count * np.dtype(kind).itemsize
     waits = "acquire" in parts
+    if shared and size < 2:
+        raise ValueError("the order of single bytes of shared memory is not watched")
 
     def run_load(warp):
         lanes = warp.lanes

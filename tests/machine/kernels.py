@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 from copies import TensorMap
 from machine import Machine
+from sums import EXACT, TensorCore
 from support import random_inputs
 
 from numba_flash import arrays, reference
@@ -28,12 +29,12 @@ class Executed:
     ----------
     prepared : Launch
         What was prepared on paper.
-    seed, resident : int
+    seed, resident, core
         Of the machine.
     """
 
-    def __init__(self, prepared, seed: int = 0, resident: int | None = None):
-        self.prepared, self.seed, self.resident = prepared, seed, resident
+    def __init__(self, prepared, seed: int = 0, resident: int | None = None, core: TensorCore | None = EXACT):
+        self.prepared, self.seed, self.resident, self.core = prepared, seed, resident, core
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared = self.prepared
@@ -52,7 +53,7 @@ class Executed:
 
     def machine(self, text: str) -> Machine:
         """What executes it."""
-        return Machine(text, self.seed, self.resident)
+        return Machine(text, self.seed, self.resident, self.core)
 
     @staticmethod
     def _as_described(x: np.ndarray, layout: Layout) -> np.ndarray:

@@ -246,3 +246,6 @@ class Shared(Region):
         """Store 16-bit words."""
         self.order.write(granules, access, self.words[granules] == words)
         self.words[granules] = words
+        differ = self.words[granules] != words
+        if differ.any():
+            raise Race(f"{self.order._place(granules, differ)} is written by several lanes of {self.order.names[access.agent]} at once")

@@ -53,7 +53,7 @@ def same(x, y):
 
 
 @pytest.mark.parametrize("kind", [np.float16, BFLOAT16, np.float32, np.float64], ids=lambda kind: np.dtype(kind).name)
-@settings(deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_fma_is_rounded_once(kind, data):
     a, b, c = (data.draw(numbers(kind)) for _ in range(3))
@@ -64,8 +64,9 @@ def test_fma_is_rounded_once(kind, data):
     same(got[1], of(exact, kind))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
-@settings(deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_fma_is_rounded_in_other_directions(mode, data):
     a, b, c = (data.draw(numbers(np.float32)) for _ in range(3))
@@ -84,7 +85,7 @@ def test_a_float64_sum_that_is_rounded_again_would_be_wrong():
     assert np.float32(np.float64(a[0]) ** 2 + np.float64(tiny)) == one + np.float32(2.0**-11)  # which goes to even
 
 
-@settings(deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_numbers_in_other_formats(data):
     x, rest = data.draw(numbers(np.float64)), data.draw(numbers(np.float64, 400))
@@ -135,7 +136,7 @@ CASES = [(np.float16, np.float32), (BFLOAT16, np.float32), (np.float32, np.float
 
 @pytest.mark.parametrize("core", [EXACT, TURING, AMPERE, HOPPER], ids=["exact", "Turing", "Ampere", "Hopper"])
 @pytest.mark.parametrize(("kind", "result"), CASES, ids=lambda kind: np.dtype(kind).name)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_dot_is_what_rational_numbers_say(core, kind, result, data):
     draw = lambda kind: data.draw(numbers(kind))
