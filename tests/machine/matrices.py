@@ -52,12 +52,11 @@ def _stmatrix(machine, each):
 
     def run(warp):
         together(warp)
-        for g, rows in zip(get, rows_of(warp, get_at, len(names)), strict=True):
-            matrix = np.array(spread(g(warp))).view(np.uint16).reshape(8, 8)
-            matrix = np.ascontiguousarray(matrix.T) if transposed else matrix
-            at = rows[LANE // 4] + 4 * (LANE % 4)
-            block = warp.block
-            block.shared.write(block.shared.granules(at, 4), block.order.by_warp(warp), matrix.view(np.uint16).reshape(LANES, 2))
+        rows, block = rows_of(warp, get_at, len(names)), warp.block
+        matrices = np.stack([spread(g(warp)) for g in get]).view(np.uint16).reshape(-1, 8, 8)
+        words = np.ascontiguousarray(matrices.swapaxes(1, 2) if transposed else matrices).reshape(-1, 2)
+        at = (rows[:, LANE // 4] + 4 * (LANE % 4)).reshape(-1)
+        block.shared.write(block.shared.granules(at, 4), block.order.by_warp(warp), words)
 
     return run
 

@@ -1,7 +1,7 @@
-"""The smallest problems that show what a kernel does wrong, each run in a process of its own: ``python problems.py NAME DIRECTORY``.
+"""The smallest problems that show what a kernel does wrong, each run in a process of its own by `apart.run`.
 
 It ends with 0 if the results are right in several orders of warps and copies, with `CAUGHT` if the machine or the oracle finds
-something, and else as Python does: then the test itself is broken. Texts of kernels are kept in the directory, under all sources that
+something, and else as Python does: then the test itself is broken. Texts of kernels are kept in a folder, under all sources that
 they are made of.
 """
 
@@ -9,7 +9,6 @@ import ast
 import gc
 import hashlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
@@ -193,7 +192,3 @@ def main(name: str, directory: str) -> int:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return CAUGHT
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

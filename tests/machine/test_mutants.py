@@ -2,17 +2,16 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, SIMULATED, TESTS
+from support import ROOT, SIMULATED
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
+from apart import run
 from mutants import MUTANTS
 from problems import CAUGHT, PROBLEMS
 
@@ -26,19 +25,12 @@ def texts(tmp_path_factory) -> Path:
     return directory
 
 
-def run(problem: str, package: Path, texts: Path) -> subprocess.CompletedProcess:
-    """A problem in a process that finds the package there."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (package, TESTS)))}
-    command = [sys.executable, TESTS / "machine/problems.py", problem, texts]
-    return subprocess.run(command, env=environment, cwd=package, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.full
 @pytest.mark.machine
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_what_is_right_passes(problem, texts):
-    result = run(problem, ROOT, texts)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_what_is_right_passes(problem, tmp_path, texts):
+    ended = run(problem, ROOT, texts, tmp_path / "output")
+    assert ended.code == 0, ended.said
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -60,6 +52,6 @@ def test_mutants_are_caught(mutant, tmp_path, texts):
     shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=compiled)
     changed = tmp_path / "numba_flash" / mutant.file
     changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
-    result = run(mutant.problem, tmp_path, texts)
-    said = "\n".join((result.stdout + result.stderr).splitlines()[-15:])
-    assert result.returncode == CAUGHT, f"{mutant.file}:\n{mutant.old}\nbecame\n{mutant.new}\nand {mutant.problem!r} said\n{said}"
+    ended = run(mutant.problem, tmp_path, texts, tmp_path / "output")
+    said = "\n".join(ended.said.splitlines()[-15:])
+    assert ended.code == CAUGHT, f"{mutant.file}:\n{mutant.old}\nbecame\n{mutant.new}\nand {mutant.problem!r} said\n{said}"
