@@ -17,12 +17,12 @@ class Form(NamedTuple):
     """What the name of an instruction says of its numbers."""
 
     kind: type
-    packed: bool
-    mode: str
-    flush: bool
-    saturate: bool
-    positive: bool
-    with_nan: bool
+    packed: bool = False
+    mode: str = "rn"
+    flush: bool = False
+    saturate: bool = False
+    positive: bool = False
+    with_nan: bool = False
 
 
 def is_float(parts) -> bool:
@@ -50,6 +50,12 @@ def _rounding(function, directed=False):
         if form.mode != "rn" and not (directed and form.kind == np.float32):
             raise ValueError(f"rounding {form.mode}")
         get = [reader(machine, text, np.uint32 if form.packed else form.kind) for text in operands]
+
+        def plain(warp):
+            warp.write(destination, np.asarray(function(form, *[np.asarray(g(warp)) for g in get]), form.kind))
+
+        if form.kind in (np.float32, np.float64) and form == Form(form.kind, mode=form.mode, with_nan=form.with_nan):
+            return plain
 
         def run(warp):
             values = [np.asarray(g(warp)) for g in get]

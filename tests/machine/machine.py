@@ -20,6 +20,7 @@ from order import STREAMS, Shared
 from ptx_text import Kernel, parse
 from streams import Streams
 from sums import EXACT, TensorCore
+from threadpoolctl import threadpool_limits
 
 SLICE = 200  # instructions that a warp executes before another may
 DTYPES = {
@@ -55,6 +56,7 @@ class Warp:
 
     def __init__(self, block, number: int, threads: int, instructions: int):
         self.block, self.number = block, number
+        self.dtype_of, self.of_products = block.machine.dtype_of, block.machine.of_products
         thread = np.arange(LANES, dtype=np.uint32) + np.uint32(number * LANES)
         self.special = {"%tid.x": thread, "%laneid": np.arange(LANES, dtype=np.uint32)}
         self.registers = {}
@@ -112,20 +114,20 @@ class Warp:
         """Set a register in the lanes that run."""
         if name in self.in_flight:
             raise Fault(f"{name} belongs to a product that has not been waited for")
-        if name in self.block.machine.of_products:
+        if name in self.of_products:
             self.unfenced.add(name)
-        dtype = self.block.machine.dtype_of[name]
-        if value.dtype.itemsize < dtype.itemsize:
-            value = value.astype(np.int64 if value.dtype.kind == "i" else np.uint64).astype(dtype)
-        elif value.dtype != dtype:
-            value = value.view(dtype)
-        before = self.registers.get(name)
+        dtype = self.dtype_of[name]
+        if value.dtype is not dtype:
+            if value.dtype.itemsize < dtype.itemsize:
+                value = value.astype(np.int64 if value.dtype.kind == "i" else np.uint64).astype(dtype)
+            elif value.dtype != dtype:
+                value = value.view(dtype)
         if self.paths[-1].whole:
             self.registers[name] = spread(value)
-            if self.unwritten:
-                self.unwritten.pop(name, None)
+            if name in self.unwritten:
+                del self.unwritten[name]
         else:
-            lanes = self.lanes
+            before, lanes = self.registers.get(name), self.lanes
             self.poison(name, (self.unwritten[name] if name in self.unwritten else np.full(LANES, before is None)) & ~lanes)
             self.registers[name] = np.where(lanes, value, 0 if before is None else before).astype(value.dtype, copy=False)
         if self.taint is not None:
@@ -324,7 +326,7 @@ class Machine:
                     value = np.array(float(argument))
                 data[parameter.offset : parameter.offset + parameter.size] = np.frombuffer(value.astype(kind).tobytes(), np.uint8)
         self.parameters, self.grid, self.threads = data, grid, threads
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), threadpool_limits(1, "blas"):  # the matrices are small
             self._run(threads, shared_bytes)
 
     def _run(self, threads: int, shared_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from operator import methodcaller
 
 import ml_dtypes
 import numpy as np
@@ -69,11 +70,9 @@ def reader(machine, text: str, kind):
             return lambda warp: value
     if text not in machine.kernel.kinds:
         raise ValueError(f"what is {text}?")
-    if kind is bool:
-        return lambda warp: warp.read(text)
     dtype = np.dtype(kind)
     if machine.dtype_of[text] == dtype:
-        return lambda warp: warp.read(text)
+        return methodcaller("read", text)
     if machine.dtype_of[text].itemsize == dtype.itemsize:
         return lambda warp: warp.read(text).view(dtype)
     if machine.dtype_of[text].itemsize > dtype.itemsize:  # the lower bits
