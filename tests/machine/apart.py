@@ -18,21 +18,21 @@ class Ended(NamedTuple):
     said: str
 
 
-def _process(problem: str, package: Path, texts: Path, output: Path) -> None:
+def _process(problem: str, package: Path, texts: Path, orders: int, output: Path) -> None:
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.path[:0] = map(str, (package, TESTS, TESTS / "machine"))
     from problems import main
 
-    sys.exit(main(problem, texts))
+    sys.exit(main(problem, texts, orders))
 
 
-def run(problem: str, package: Path, texts: Path, output: Path) -> Ended:
-    """A problem of `problems.PROBLEMS` with the package that lies in a folder; texts of kernels are kept in another."""
+def run(problem: str, package: Path, texts: Path, orders: int, output: Path) -> Ended:
+    """A problem of `problems.PROBLEMS`, in some orders, with the package in a folder; texts of kernels are kept in another."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(COMPILERS)
-    process = context.Process(target=_process, args=(problem, package, texts, output))
+    process = context.Process(target=_process, args=(problem, package, texts, orders, output))
     process.start()
     process.join(LONGEST)
     process.kill()

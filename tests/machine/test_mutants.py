@@ -29,7 +29,7 @@ def texts(tmp_path_factory) -> Path:
 @pytest.mark.machine
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_what_is_right_passes(problem, tmp_path, texts):
-    ended = run(problem, ROOT, texts, tmp_path / "output")
+    ended = run(problem, ROOT, texts, 1, tmp_path / "output")
     assert ended.code == 0, ended.said
 
 
@@ -52,6 +52,6 @@ def test_mutants_are_caught(mutant, tmp_path, texts):
     shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=compiled)
     changed = tmp_path / "numba_flash" / mutant.file
     changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
-    ended = run(mutant.problem, tmp_path, texts, tmp_path / "output")
+    ended = run(mutant.problem, tmp_path, texts, 2, tmp_path / "output")
     said = "\n".join(ended.said.splitlines()[-15:])
     assert ended.code == CAUGHT, f"{mutant.file}:\n{mutant.old}\nbecame\n{mutant.new}\nand {mutant.problem!r} said\n{said}"
