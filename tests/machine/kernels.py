@@ -1,5 +1,6 @@
 """Prepared launches on the machine: what a tier would launch on a GPU, executed on NumPy arrays."""
 
+import gc
 from functools import cache
 
 import numpy as np
@@ -19,7 +20,11 @@ from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, 
 @cache
 def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     """The text of a kernel."""
-    return compile.intermediate(builder, config, capability, ptx=True)
+    gc.disable()  # the compiler makes objects by the million, hardly one of them garbage: that would take a quarter of its time
+    try:
+        return compile.intermediate(builder, config, capability, ptx=True)
+    finally:
+        gc.enable()
 
 
 class Executed:

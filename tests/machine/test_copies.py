@@ -14,7 +14,7 @@ from memory import Fault
 from order import Race
 
 WORDS = np.arange(128, dtype=np.uint32).reshape(32, 4) + 1000
-SEEDS = range(8)
+SEEDS = range(4)
 # Each thread has 16 bytes of room, which are 7 before anything is copied; `%rd1` is where its words are in global memory.
 BEFORE = """mov.u32 %r1, room; shl.b32 %r2, %lane, 4; add.s32 %r3, %r1, %r2; mov.u32 %r5, 7; st.shared.v4.b32 [%r3], {%r5, %r5, %r5, %r5};
 mul.wide.u32 %rd1, %lane, 16; add.s64 %rd1, %rd1, %in;"""

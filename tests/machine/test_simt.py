@@ -65,8 +65,7 @@ def test_options_compute_what_they_mean(name, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize(("dtype", "capability"), [("float16", (9, 0)), ("float64", (8, 0))])
 def test_every_instruction_of_the_kernels_of_a_grid_is_known(dtype, capability):
     """Forward and backward, at a length where a forward pass splits keys too."""
     gpu = Gpu(0, capability, 132)
