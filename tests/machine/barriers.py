@@ -104,7 +104,9 @@ def _fence_mbarrier_init(machine, each):
 
 
 def _mbarrier_arrive(machine, each):
-    (at,) = readers(machine, each.operands[1:2])
+    if each.opcode not in ("mbarrier.arrive.shared.b64", "mbarrier.arrive.shared::cta.b64") or len(each.operands) != 2:
+        raise ValueError("only arrivals of one")
+    (at,) = readers(machine, each.operands[1:])
 
     def run(warp):
         addresses = spread(at(warp))[warp.lanes]
@@ -183,6 +185,9 @@ def _barrier(machine, each):
 
 
 def _fence_proxy_async(machine, each):
+    if each.opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
+        raise ValueError("a fence for other memory")
+
     def run(warp):
         warp.block.order.fence(warp)
 

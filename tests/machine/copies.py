@@ -254,7 +254,7 @@ COPIES = {
     "cp.async.bulk.tensor.5d.global": _tensor_store,
     "cp.async.bulk.shared": _bulk_load,
     "cp.async.bulk.global": _bulk_store,
-    "cp.reduce.async.bulk": _bulk_store,
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": _bulk_store,
     "cp.async.bulk.wait_group": _bulk_wait,
     "cp.async.bulk.commit_group": _bulk_commit,
 }

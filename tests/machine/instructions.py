@@ -1,5 +1,7 @@
 """What each instruction does to a warp. `compile_instruction` makes a function of one, with its operands looked up beforehand."""
 
+import re
+
 import numpy as np
 from arithmetic import ELEMENTWISE
 from async_copies import ASYNC_COPIES
@@ -146,6 +148,8 @@ def _load_parameter(machine, where: str, name: str, kind):
 
 
 def _atomic(machine, each):
+    if not re.fullmatch(r"(atom|red)\.(relaxed|release)\.gpu\.global\.add\.s32", each.opcode):
+        raise ValueError("only additions of integers to flags and counters")
     returns, releases = each.opcode.startswith("atom"), ".release." in each.opcode
     destination, where, what = each.operands if returns else (None, *each.operands)
     (get_at,) = readers(machine, [where], np.uint64)

@@ -68,7 +68,7 @@ class Warp:
         self.in_flight = {}  # registers that a product has yet to write, or reads
         self.unfenced = set()  # registers of products that were written after the last wgmma.fence
         self.stores, self.copies = {}, Copies()  # bulk stores of each lane that has any; cp.async
-        self.executed, self.at, self.asked = 0, 0, None
+        self.at, self.asked = 0, None
         self.taint = None  # lanes in which what an instruction has read was never written
         self.clocks = block.shared.order.begin(number)
 
@@ -144,16 +144,13 @@ class Warp:
         """Go on when it is over."""
         self.waits = Wait(what, over, then)
 
-    def asks(self, instruction, about, answer) -> bool:
-        """False if it asks the same again, and gets the same answer, while nothing has happened: then it waits until something has."""
+    def asks(self, instruction, about, answer) -> None:
+        """Wait until something has happened, if it asks the same again while nothing has."""
         machine = self.block.machine
-        question = instruction.line, about, answer, machine.events
-        if self.asked != question:
-            self.asked = question
-            return True
-        seen = machine.events
-        self.wait_for(f"{instruction.opcode} {about}, line {instruction.line}", lambda: machine.events != seen)
-        return False
+        question, seen = (instruction.line, about, answer, machine.events), machine.events
+        if self.asked == question:
+            self.wait_for(f"{instruction.opcode} {about}, line {instruction.line}", lambda: machine.events != seen)
+        self.asked = question
 
     def go_on(self, budget: int) -> None:
         """Execute instructions; what the warp waited for is over."""
@@ -173,7 +170,6 @@ class Warp:
             at = self.at = path.at
             path.at += 1
             budget -= 1
-            self.executed += 1
             self.taint = None
             try:
                 program[at](self)

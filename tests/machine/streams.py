@@ -4,7 +4,7 @@ import numpy as np
 from memory import Region
 from order import STREAMS, Race
 
-WORD = 4  # bytes that are looked at together
+WORD = 2  # bytes that are looked at together: neighbours of 16 bits may belong to two blocks
 NEVER, ATOMIC = -1, -2  # in the place of who wrote: nobody, and that it is used by atomic operations
 GENERIC = -3  # minus the number of a block: its threads
 

@@ -153,6 +153,14 @@ def test_a_copy_brings_what_was_there(seed):
     np.testing.assert_array_equal(run(ORDERLY["fetched, waited for, read"], seed=seed)[256:320], np.full(64, 7, np.float32))
 
 
+def test_blocks_may_store_neighbours_of_16_bits():
+    words = run(
+        ".reg .b16 %h<2>; cvt.u16.u32 %h1, %r4; mul.wide.u32 %rd5, %r4, 2; add.s64 %rd5, %rd5, %rd1; @%p8 st.global.u16 [%rd5], %h1;",
+        grid=4,
+    )
+    np.testing.assert_array_equal(words.view(np.uint16)[:4], range(4))
+
+
 # ---- a phase that passes unseen
 
 
