@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 from numba_flash.problem import Problem
 
-Backend: TypeAlias = Literal["sm90", "simt", "cpu"]  # fastest first
+Backend: TypeAlias = Literal["sm90", "sm80", "simt", "cpu"]  # fastest first
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
@@ -38,7 +38,7 @@ class Plan:
         )
 
 
-MODULES = {"sm90": "numba_flash.cuda.sm90.tier", "simt": "numba_flash.cuda.simt.tier", "cpu": "numba_flash.cpu.tier"}
+MODULES = {"sm90": "numba_flash.cuda.sm90.tier", "sm80": "numba_flash.cuda.sm80.tier", "simt": "numba_flash.cuda.simt.tier", "cpu": "numba_flash.cpu.tier"}
 
 
 def tier(backend: str):

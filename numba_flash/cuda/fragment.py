@@ -24,6 +24,23 @@ def first_column():
 
 
 @inline
+def place_of_key(key):
+    """Row of shared memory in which a key of a tile is stored, where lanes are to hold neighbouring
+    keys.
+
+    Of 32 keys, lane l gets those from ``8 (l % 4)`` on: column ``8 j + 2 (l % 4) + c`` of the
+    fragment is the key ``32 (j // 4) + 8 (l % 4) + 2 (j % 4) + c``.
+    """
+    return i32((key & ~0x1E) | (key & 0x06) << 2 | (key & 0x18) >> 2)
+
+
+@inline
+def first_key():
+    """Key of this thread's register 0 in such a tile."""
+    return i32(cuda.threadIdx.x % 4 * 8)
+
+
+@inline
 def row_maximum(x):
     """Over the four lanes of a row."""
     x = ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))

@@ -1,7 +1,7 @@
 """Online softmax on fragments (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2,
 Algorithm 1, lines 9 to 12).
 
-A thread holds two rows; four neighbouring lanes share them. For each row, over the tiles seen so
+A thread holds two rows of each tile of 16 of its warp; four neighbouring lanes share them. For each row, over the tiles seen so
 far,
 
     m_i    the shift of the exponents: the largest score, or one that it exceeds by at most LAZY in
@@ -25,12 +25,20 @@ LAZY = 2.0
 NEG_INF = -math.inf
 
 
-@inline
-def reset(m_i, l_i):
-    """Rows that have seen nothing."""
-    for r in range(2):
-        m_i[r] = f32(NEG_INF)
-        l_i[r] = f32(0)
+def build_reset(tiles):
+    """``reset(m_i, l_i)``: rows that have seen nothing."""
+    ROWS = 2 * tiles
+
+    @inline
+    def reset(m_i, l_i):
+        for r in range(ROWS):
+            m_i[r] = f32(NEG_INF)
+            l_i[r] = f32(0)
+
+    return reset
+
+
+reset = build_reset(1)
 
 
 @inline
@@ -62,19 +70,20 @@ def build_zero(count):
     return zero, zero_rows
 
 
-def build_online(count):
+def build_online(count, tiles=1):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1.
+    alpha where it is not 1. There are `count` scores of each tile.
     """
-    GROUPS, ACC = count // 4, f32
+    ROWS, COUNT, GROUPS, ACC = 2 * tiles, count, count // 4, f32
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
-        for r in range(2):
+        for r in range(ROWS):
+            e = r // 2 * COUNT + 2 * (r % 2)
             m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
             for j in range(0, GROUPS, 2):
-                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
+                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + e], s[4 * j + e + 1]))
+                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
             m_new = row_maximum(ptx.maximum(m_new, other))
             if (m_new - m_i[r]) * scale_log2 <= ACC(LAZY):
                 m_new = m_i[r]
@@ -85,26 +94,29 @@ def build_online(count):
             shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
-                s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
-                s[4 * j + 2 * r + 1] = ptx.ex2(s[4 * j + 2 * r + 1] * scale_log2 - shift)
-                l += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1]
+                s[4 * j + e] = ptx.ex2(s[4 * j + e] * scale_log2 - shift)
+                s[4 * j + e + 1] = ptx.ex2(s[4 * j + e + 1] * scale_log2 - shift)
+                l += s[4 * j + e] + s[4 * j + e + 1]
             l_i[r] = l_i[r] * alpha[r] + l
 
     return online
 
 
-def build_rescale(count):
+def build_rescale(count, tiles=1):
     """``rescale(acc, alpha)``: rows of O times alpha, unless it is 1 in the whole warp."""
-    GROUPS, ONE = count // 4, f32(1)
+    TILES, COUNT, GROUPS, ONE = tiles, count, count // 4, f32(1)
 
     @inline
     def rescale(acc, alpha):
-        if cuda.any_sync(ALL_LANES, alpha[0] != ONE or alpha[1] != ONE):
-            for j in range(GROUPS):
-                acc[4 * j] *= alpha[0]
-                acc[4 * j + 1] *= alpha[0]
-                acc[4 * j + 2] *= alpha[1]
-                acc[4 * j + 3] *= alpha[1]
+        for m in range(TILES):
+            first, second = alpha[2 * m], alpha[2 * m + 1]
+            if cuda.any_sync(ALL_LANES, first != ONE or second != ONE):
+                for j in range(GROUPS):
+                    e = m * COUNT + 4 * j
+                    acc[e] *= first
+                    acc[e + 1] *= first
+                    acc[e + 2] *= second
+                    acc[e + 3] *= second
 
     return rescale
 
@@ -123,22 +135,25 @@ def build_cap(count):
     return cap
 
 
-def build_hide(count, starts):
+def build_hide(count, starts, keys=False):
     """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only
     from `stop` on without `starts`.
 
-    Columns count from the thread's first one.
+    Columns count from the thread's first one; with `keys` they are those of
+    `numba_flash.cuda.fragment.place_of_key`.
     """
-    GROUPS, STARTS, ACC = count // 4, starts, f32
+    COUNT, GROUPS, STARTS, KEYS, ACC = count, count // 4, starts, keys, f32
 
     @inline
     def hide_row(s, r, start, stop):
         for j in range(GROUPS):
             for c in range(2):
-                if 8 * j + c >= stop:
-                    s[4 * j + 2 * r + c] = ACC(NEG_INF)
+                e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
+                column = 32 * (j // 4) + 2 * (j % 4) + c if KEYS else 8 * j + c
+                if column >= stop:
+                    s[e] = ACC(NEG_INF)
                 if STARTS:
-                    if 8 * j + c < start:
-                        s[4 * j + 2 * r + c] = ACC(NEG_INF)
+                    if column < start:
+                        s[e] = ACC(NEG_INF)
 
     return hide_row

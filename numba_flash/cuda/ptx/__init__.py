@@ -51,6 +51,12 @@ from numba_flash.cuda.ptx.copy import (
     bulk_wait_read as bulk_wait_read,
 )
 from numba_flash.cuda.ptx.copy import (
+    copy16 as copy16,
+)
+from numba_flash.cuda.ptx.copy import (
+    copy_wait as copy_wait,
+)
+from numba_flash.cuda.ptx.copy import (
     tensor_load as tensor_load,
 )
 from numba_flash.cuda.ptx.copy import (
@@ -100,6 +106,15 @@ from numba_flash.cuda.ptx.memory import (
 )
 from numba_flash.cuda.ptx.memory import (
     store_shared_zero16 as store_shared_zero16,
+)
+from numba_flash.cuda.ptx.mma import (
+    Matrices as Matrices,
+)
+from numba_flash.cuda.ptx.mma import (
+    load_matrices as load_matrices,
+)
+from numba_flash.cuda.ptx.mma import (
+    product as product,
 )
 from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,

@@ -1,11 +1,18 @@
-"""The copy engine of Hopper. What goes to shared memory is counted on an mbarrier; what leaves it
-forms bulk groups of a thread.
+"""Copies that go on while threads do something else: those of threads, from Ampere on, in groups;
+and the copy engine of Hopper. What that brings to shared memory is counted on an mbarrier; what
+leaves it forms bulk groups of a thread.
 """
 
 from numba_flash.cuda.lang import i32, types, u32, u64
 from numba_flash.cuda.ptx.emit import instruction
 
 _void = types.void
+
+# Of threads (PTX ISA 9.7.9.25.3): 16 bytes, the first $2 of them from memory, the others zero.
+copy16 = instruction(
+    "copy16", "cp.async.cg.shared.global [$0], [$1], 16, $2;", _void, u32, u64, u32
+)
+copy_wait = instruction("copy_wait", "cp.async.wait_all;", _void)
 
 # Tensor copies (PTX ISA 9.7.9.27): a box of a tensor map of five dimensions.
 tensor_load = instruction(

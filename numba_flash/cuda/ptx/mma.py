@@ -1,0 +1,120 @@
+"""ldmatrix (PTX ISA 9.7.14.5.15) and mma.sync (9.7.14.5): products of the 16 x N tiles of a warp, B
+in shared memory, A there or in registers, accumulators in registers.
+
+A product is made of 8 x 8 matrices of 16-bit elements. ldmatrix loads four of them, 16 x 16
+elements; lane l gives the address of row l % 8 of matrix l // 8.
+"""
+
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba.cuda.extending import intrinsic
+
+from numba_flash.cuda.lang import types, u32
+from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
+
+
+class Matrices(NamedTuple):
+    """How an operand lies in shared memory, seen from a lane's address.
+
+    Attributes
+    ----------
+    tile, step : int
+        Bytes from 16 rows (of A) or columns (of B) of the product to the next, and from 16 along
+        the sum to the next.
+    transposed : bool
+        Its rows in memory run along the sum (of A: do not), so that ldmatrix has to transpose.
+    """
+
+    tile: int
+    step: int
+    transposed: bool
+
+
+def _load(builder, address, offset, transposed):
+    trans = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return emit(builder, text, [address], [I32] * 4)
+
+
+def _mma(builder, kind, steps, c, a, b):
+    """``c + a b``: 16 x 8, over 16 at once or, where the tensor cores take 8 of float16, in two
+    `steps`.
+    """
+    for step in range(steps):
+        left, right = a[step * 4 // steps :][: 4 // steps], b[step * 2 // steps :][: 2 // steps]
+        names = [f"${i}" for i in range(8 + len(left) + len(right))]
+        lists = names[:4], names[4:][: len(left)], names[4 + len(left) :][: len(right)], names[-4:]
+        operands = ", ".join("{" + ", ".join(each) + "}" for each in lists)
+        text = f"mma.sync.aligned.m16n8k{16 // steps}.row.col.f32.{kind}.{kind}.f32 {operands};"
+        c = emit(builder, text, [*left, *right, *c], [F32] * 4, memory=False)
+    return c
+
+
+def product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False):
+    """Function ``multiply(acc, a, b)`` of kernels: ``acc += A B``, or ``acc = A B`` if `fresh`.
+
+    A has 16 `m_tiles` rows, B 16 `n_tiles` columns, the sum runs over 16 `steps`. `b`, and `a`
+    unless it is None, are their `Matrices`; then `a` is an array of registers, four for each tile
+    and step. Registers of acc: of 8 columns after the other, for one tile of rows after the other.
+    """
+    kind = "bf16" if bfloat16 else "f16"
+    mma_steps = 2 if turing else 1
+
+    def one_step(builder, sums, fragments, address, step):
+        for n in range(n_tiles):
+            right = _load(builder, address, n * b.tile + step * b.step, b.transposed)
+            for m in range(m_tiles):
+                for half in range(2):
+                    i = (m * n_tiles + n) * 2 + half
+                    pair = right[2 * half :][:2]
+                    sums[i] = _mma(builder, kind, mma_steps, sums[i], fragments[m], pair)
+
+    @intrinsic
+    def multiply(context, acc, left, right):
+        def codegen(context, builder, signature, values):
+            count = m_tiles * n_tiles * 2
+            registers = pointers(context, builder, acc, values[0], 4 * count)
+            zero = ir.Constant(F32, 0)
+            old = [zero if fresh else builder.load(pointer) for pointer in registers]
+            sums = [old[4 * i :][:4] for i in range(count)]
+            if a is None:
+                count_a = 4 * m_tiles * steps
+                held = [builder.load(x) for x in pointers(context, builder, left, values[1], count_a)]
+            for step in range(steps):
+                if a is None:
+                    fragments = [held[4 * (m * steps + step) :][:4] for m in range(m_tiles)]
+                else:
+                    at = [m * a.tile + step * a.step for m in range(m_tiles)]
+                    fragments = [_load(builder, values[1], x, a.transposed) for x in at]
+                one_step(builder, sums, fragments, values[2], step)
+            new = [value for each in sums for value in each]
+            for pointer, value in zip(registers, new, strict=True):
+                builder.store(value, pointer)
+            return context.get_dummy_value()
+
+        return types.void(acc, left, right), codegen
+
+    return multiply
+
+
+def load_matrices(m_tiles, steps, a):
+    """Function ``load(fragments, address)`` of kernels: A of a `product` into registers."""
+
+    @intrinsic
+    def load(context, fragments, address):
+        def codegen(context, builder, signature, values):
+            count = 4 * m_tiles * steps
+            registers = pointers(context, builder, fragments, values[0], count)
+            for m in range(m_tiles):
+                for step in range(steps):
+                    at = m * a.tile + step * a.step
+                    loaded = _load(builder, values[1], at, a.transposed)
+                    first = 4 * (m * steps + step)
+                    for pointer, value in zip(registers[first:][:4], loaded, strict=True):
+                        builder.store(value, pointer)
+            return context.get_dummy_value()
+
+        return types.void(fragments, u32), codegen
+
+    return load

@@ -1,0 +1,121 @@
+"""Tiles of rows on their way to shared memory and back.
+
+A tile of keys is stored in the order of `numba_flash.cuda.fragment.place_of_key`, so that a lane's
+scores belong to neighbouring keys.
+"""
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import first_column, place_of_key
+from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.number import index
+from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
+
+
+def build_load(rows, head_dim, threads, keys, asynchronous):
+    """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
+    `stop` on, into shared memory.
+
+    keys : the rows are stored in the order of keys in fragments.
+    asynchronous : by copies that go on; rows lie at multiples of 16 bytes.
+    """
+    ROWS, HEAD_DIM, THREADS, KEYS = rows, head_dim, threads, keys
+    ASYNCHRONOUS, PITCH = asynchronous, pitch(head_dim)
+    CHUNKS = padded(head_dim) // CHUNK
+    TOTAL = rows * CHUNKS
+    STEP = threads // CHUNKS  # rows that are loaded at the same time
+    REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
+    WHOLE = head_dim == padded(head_dim)
+
+    @inline
+    def place(row):
+        return place_of_key(row) if KEYS else row
+
+    @inline
+    def one(tile, x, base, row, at, chunk, first, stop):
+        """One chunk of a row, to the place `at` among the tile's rows."""
+        target = u32(tile + u32(at * PITCH + chunk * (2 * CHUNK)))
+        i = first + row
+        if ASYNCHRONOUS:
+            there = i < stop
+            if not WHOLE:
+                there = there and chunk * CHUNK < HEAD_DIM
+            source = u64(base + u64(i64(row) * x.strides[0] + i64(chunk * (2 * CHUNK))))
+            ptx.copy16(target, source, u32(2 * CHUNK) if there else u32(0))
+        else:
+            words = cuda.local.array(4, u32)
+            for w in range(4):
+                words[w] = u32(0)
+                for half in range(2):
+                    column = chunk * CHUNK + 2 * w + half
+                    if i < stop and column < HEAD_DIM:
+                        words[w] |= u32(u32(x[index(i), index(column)]) << u32(16 * half))
+            ptx.store_shared_vector(target, (words[0], words[1], words[2], words[3]))
+
+    @inline
+    def load(tile, x, first, stop):
+        thread = i32(cuda.threadIdx.x)
+        base = u64(ptx.global_address(x) + u64(i64(first) * x.strides[0]))
+        if REGULAR:
+            row0, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
+            at0 = i32(place(row0))
+            for step in range(ROWS // STEP):
+                row, at = i32(row0 + step * STEP), i32(at0 + place(i32(step * STEP)))
+                one(tile, x, base, row, at, chunk, first, stop)
+        else:
+            for number in range(thread, TOTAL, THREADS):
+                row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
+                one(tile, x, base, row, i32(place(row)), chunk, first, stop)
+
+    return load
+
+
+def build_store(rows, head_dim, wide):
+    """``store(tile, x, first, stop)``: a warp's rows of a tile in shared memory to rows [first,
+    stop) of x (n, head_dim).
+
+    wide : by 16 bytes at a time; rows lie at multiples of that, and are as long.
+    """
+    ROWS, HEAD_DIM, PITCH, WIDE = rows, head_dim, pitch(head_dim), wide
+    CHUNKS = -(-head_dim // CHUNK)
+
+    @inline
+    def store(tile, x, first, stop):
+        lane = i32(cuda.threadIdx.x % 32)
+        for number in range(lane, ROWS * CHUNKS, 32):
+            row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
+            i = first + row
+            if i < stop:
+                words = ptx.load_shared_words(u32(tile + u32(row * PITCH + chunk * (2 * CHUNK))))
+                if WIDE:
+                    at = u64(i64(i) * x.strides[0] + i64(chunk * (2 * CHUNK)))
+                    ptx.store_global(u64(ptx.global_address(x) + at), words)
+                else:
+                    for w in range(4):
+                        column = chunk * CHUNK + 2 * w
+                        if column < HEAD_DIM:
+                            x[index(i), index(column)] = types.uint16(words[w] & u32(0xFFFF))
+                        if column + 1 < HEAD_DIM:
+                            high = types.uint16(words[w] >> u32(16))
+                            x[index(i), index(column + 1)] = high
+
+    return store
+
+
+def build_store_floats(m_tiles, head_dim):
+    """``store(x, acc, factor, row, stop)``: this thread's part of a warp's rows, each times its
+    factor, to x (n, head_dim) in float32, rows before `stop`; its first is `row`.
+    """
+    ROWS, HEAD_DIM, GROUPS = 2 * m_tiles, head_dim, padded(head_dim) // 8
+
+    @inline
+    def store(x, acc, factor, row, stop):
+        for r in range(ROWS):
+            i = row + r // 2 * 16 + r % 2 * 8
+            for j in range(GROUPS):
+                for c in range(2):
+                    column = 8 * j + first_column() + c
+                    if i < stop and column < HEAD_DIM:
+                        e = (r // 2 * GROUPS + j) * 4 + 2 * (r % 2) + c
+                        x[index(i), index(column)] = acc[e] * factor[r]
+
+    return store

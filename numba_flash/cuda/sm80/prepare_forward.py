@@ -1,0 +1,102 @@
+"""The forward pass of the `sm80` tier from the host: which kernels run with which grid."""
+
+import math
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch
+from numba_flash.cuda.arguments import build_extras, parameters_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.sm80.arguments import Shape, chunked
+from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware
+from numba_flash.problem import ForwardResults, Prepared
+
+LOG2E = math.log2(math.e)
+COMBINE_ROWS, COMBINE_LANES = 4, 32
+
+
+def prepare(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
+    dropout.
+    """
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    tile = forward_tile(p.d, p.dv, hardware(gpu.capability))
+    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    if parts > 1:
+        return _prepare_parts(p, inputs, results, gpu, tile, parts)
+    forward, numbers = _forward(p, inputs, results, gpu, tile, 1)
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results, rng=None):
+        q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+        given = None if rng is None else numbers(rng)
+        forward(q, k, v, o, results.lse, extras=extras_of(inputs), numbers=given)
+
+    return Prepared(run, (forward,))
+
+
+def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
+    """The same by way of float32 results over parts of the keys, which another kernel combines."""
+    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
+    partial = ForwardResults(
+        Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
+    )
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
+    combine = Launch(
+        "combine.build",
+        (p.dtype, p.dv, results.lse is not None, parts, COMBINE_ROWS),
+        gpu,
+        grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
+        threads=COMBINE_ROWS * COMBINE_LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+    )
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results, rng=None):
+        o_parts, lse_parts = (
+            arrays.compact(f"parts of {x}", inputs.q, y.shape, y.dtype)
+            for x, y in partial._asdict().items()
+        )
+        given = None if rng is None else numbers(rng)
+        extras = extras_of(inputs)
+        forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras, numbers=given)
+        combine(o_parts, lse_parts, results.o, results.lse)
+
+    return Prepared(run, (forward, combine))
+
+
+def _forward(p, inputs, results, gpu, tile: Tile, parts: int):
+    """The attention kernel, on results of the problem or on float32 parts of them; and its numbers
+    as a function of the generator's state.
+    """
+    q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+    there = hardware(gpu.capability)
+    shape = Shape(
+        head_dim=p.d,
+        head_dim_v=p.dv,
+        turing=there.turing,
+        asynchronous=not there.turing and chunked(q, k, v),
+        wide=chunked(o),
+    )
+    numbers = lambda rng=None: (
+        np.float32(1.0 if p.options.modifies else p.scale * LOG2E),
+        p.low,
+        p.high,
+        parts,
+        parameters_of(p, rng),
+    )
+    write_lse = results.lse is not None
+    forward = Launch(
+        "sm80.forward.build",
+        (p.dtype, shape, write_lse, p.band, parts > 1, p.options.structure, tile),
+        gpu,
+        grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
+        threads=tile.threads,
+        shared_bytes=tile.shared_bytes(p.d, p.dv),
+        operands=((q, 5), (k, 5), (v, 5), (o, 5), (results.lse, 4)),
+        extras=grid.extras_layouts(p, inputs),
+        numbers=numbers(),
+    )
+    return forward, numbers

@@ -1,0 +1,111 @@
+"""Products of a warp, by what the loops call them, and its fragments on their way to shared memory.
+
+``nt``: A B^T, both stored row by row along the sum. ``nn``: A B, with A in registers.
+"""
+
+from typing import NamedTuple
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import build_pack
+from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
+from numba_flash.cuda.ptx import Matrices
+
+
+class Kind(NamedTuple):
+    """Of a product's operands.
+
+    Attributes
+    ----------
+    bfloat16 : bool
+        They are bfloat16, else float16.
+    turing : bool
+        Tensor cores take 8 along the sum at a time.
+    """
+
+    bfloat16: bool
+    turing: bool
+
+
+def build_lane(pitch):
+    """``beside(tile)`` and ``below(tile)``: this lane's address for ldmatrix, of 16 x 16 elements
+    whose third matrix lies beside the first, or below it.
+    """
+    PITCH = pitch
+
+    @inline
+    def beside(tile):
+        lane = i32(cuda.threadIdx.x % 32)
+        return u32(tile + u32(lane % 16 * PITCH + lane // 16 * 16))
+
+    @inline
+    def below(tile):
+        lane = i32(cuda.threadIdx.x % 32)
+        row = lane // 16 * 8 + lane % 8
+        return u32(tile + u32(row * PITCH + lane // 8 % 2 * 16))
+
+    return beside, below
+
+
+def build_hold(m_tiles, depth, pitch):
+    """``hold(fragments, a)``: rows of A, stored row by row, into registers."""
+    load = ptx.load_matrices(m_tiles, depth // 16, Matrices(16 * pitch, 32, False))
+    beside, _ = build_lane(pitch)
+
+    @inline
+    def hold(fragments, a):
+        load(fragments, beside(a))
+
+    return hold
+
+
+def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
+    """``product(acc, a, b)``: acc = A B^T, or acc += A B^T unless `fresh`; A is in registers if
+    `held`.
+    """
+    HELD = held
+    a = None if held else Matrices(16 * a_pitch, 32, False)
+    b = Matrices(16 * b_pitch, 32, False)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
+    beside, _ = build_lane(a_pitch)
+    _, below = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        if HELD:
+            multiply(acc, a, below(b))
+        else:
+            multiply(acc, beside(a), below(b))
+
+    return product
+
+
+def build_nn(kind, m_tiles, columns, depth, b_pitch):
+    """``product(acc, a, b)``: acc += A B, with A in registers."""
+    b = Matrices(32, 16 * b_pitch, True)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, None, b, *kind)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, beside(b))
+
+    return product
+
+
+def build_put(m_tiles, columns, pitch, bfloat16):
+    """``put(tile, acc, factor)``: a warp's rows, each times its factor, rounded, to shared memory."""
+    M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch
+    _, pack2 = build_pack(0, bfloat16)
+
+    @inline
+    def put(tile, acc, factor):
+        lane = i32(cuda.threadIdx.x % 32)
+        mine = u32(tile + u32(lane // 4 * PITCH + lane % 4 * 4))
+        for m in range(M_TILES):
+            for j in range(GROUPS):
+                for r in range(2):
+                    e, x = (m * GROUPS + j) * 4 + 2 * r, factor[2 * m + r]
+                    at = u32(mine + u32((16 * m + 8 * r) * PITCH + 16 * j))
+                    ptx.store_shared(at, i32(pack2(acc[e] * x, acc[e + 1] * x)))
+
+    return put

@@ -1,0 +1,54 @@
+"""The `sm80` tier from the host: what it serves. Numba is not imported here."""
+
+import math
+
+from numba_flash.cuda import launch
+from numba_flash.cuda.sm80 import prepare_forward as forward
+from numba_flash.cuda.sm80.tiles import forward_tile, hardware
+from numba_flash.options import NAMES
+
+prepare_forward = forward.prepare
+LEAST = (7, 5)
+SERVED = {"q_lengths", "kv_lengths"}  # options that the kernels know
+
+
+def takes_numpy() -> bool:
+    """False: kernels read arrays on a GPU."""
+    return False
+
+
+def tiles_of(problem) -> tuple:
+    """Rows and columns of the score tiles, on a GPU with the most shared memory."""
+    tile = forward_tile(problem.d, problem.dv, hardware((9, 0)))
+    return (("forward", (tile.block_m, tile.block_n)),)
+
+
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+    """Reason why these kernels cannot run `problem` (None: anything) on such arrays, or None."""
+    if launch.simulated():
+        return "the CUDA simulator has no tensor cores"
+    if gpu is None:
+        reason = launch.why_not(inputs.q)
+        if reason is not None:
+            return reason
+        gpu = launch.gpu_of(inputs.q)
+    major, minor = gpu.capability
+    if gpu.capability < LEAST:
+        return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
+    if problem is None:
+        return None
+    if kind == "backward":
+        return "has no backward pass"
+    for option in problem.options.used:
+        if option not in SERVED:
+            return f"does not know {NAMES[option]}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"serves float16 and bfloat16; q.dtype is {problem.dtype}"
+    if problem.dtype == "bfloat16" and hardware(gpu.capability).turing:
+        return (
+            "needs a GPU of compute capability 8.0 or later for bfloat16;"
+            f" this one has {major}.{minor}"
+        )
+    if not 0 < problem.scale < math.inf:
+        return f"needs a positive, finite scale; got {problem.scale}"
+    return None

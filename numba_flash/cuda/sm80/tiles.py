@@ -1,0 +1,116 @@
+"""Tiles of the `sm80` tier, with what was measured, and how they lie in shared memory. Numba is not
+imported here.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+CHUNK = 8  # elements of 16 bits that are copied at a time
+WARP, ROWS = 32, 16  # threads of a warp; rows of one of its products
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: whole steps of a product."""
+    return -(-head_dim // 16) * 16
+
+
+def pitch(head_dim: int) -> int:
+    """Bytes from one row of a tile to the next: an odd number of chunks, so that 8 rows lie in
+    different banks.
+    """
+    return 2 * (padded(head_dim) + CHUNK)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of a block of the forward pass.
+
+    Attributes
+    ----------
+    warps, m_tiles : int
+        Warps of a block; times 16, the rows of each.
+    block_n : int
+        Keys of a tile.
+    stages : int
+        Tiles of K and of V that there is room for.
+    q_registers : bool
+        Q stays in registers.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps: int
+    m_tiles: int
+    block_n: int
+    stages: int
+    q_registers: bool
+    min_blocks: int
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.m_tiles * self.warps
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def shared_bytes(self, d: int, dv: int) -> int:
+        """Q, or O on its way out; K and V."""
+        q = self.block_m * max(pitch(d), pitch(dv))
+        return q + self.stages * self.block_n * (pitch(d) + pitch(dv))
+
+
+class Hardware(NamedTuple):
+    """What differs between the GPUs that the tier serves.
+
+    Attributes
+    ----------
+    turing : bool
+        Products of 8 along the sum, no copies that go on, no bfloat16.
+    shared_limit : int
+        Bytes of shared memory that a block may have.
+    """
+
+    turing: bool
+    shared_limit: int
+
+
+KB = 1024
+# CUDA C++ Programming Guide, "Compute Capabilities": shared memory of a block; 99 KB elsewhere.
+SHARED_LIMIT = {
+    (7, 5): 64 * KB,
+    **dict.fromkeys([(8, 0), (8, 7)], 163 * KB),
+    **dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 227 * KB),
+}
+
+
+def hardware(capability: tuple[int, int]) -> Hardware:
+    """Of a GPU of this compute capability."""
+    return Hardware(capability < (8, 0), SHARED_LIMIT.get(capability, 99 * KB))
+
+
+class Row(NamedTuple):
+    """The tile that serves head dimensions up to `d`, where a block may have `shared` bytes."""
+
+    d: int
+    shared: int
+    tile: Tile
+
+
+FORWARD_TILES = (
+    Row(64, 64 * KB, Tile(4, 2, 64, 2, True, 2)),
+    Row(128, 99 * KB, Tile(4, 2, 32, 2, False, 2)),
+    Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
+    Row(256, 163 * KB, Tile(8, 1, 32, 2, False, 1)),
+    Row(256, 99 * KB, Tile(4, 1, 32, 1, False, 1)),
+    Row(256, 64 * KB, Tile(2, 1, 32, 1, False, 1)),
+)
+
+
+def forward_tile(d: int, dv: int, hardware: Hardware) -> Tile:
+    """The first that serves these head dimensions and fits."""
+    return next(
+        row.tile
+        for row in FORWARD_TILES
+        if max(d, dv) <= row.d and row.shared <= hardware.shared_limit
+    )
