@@ -40,6 +40,25 @@ def first_key():
     return i32(cuda.threadIdx.x % 4 * 8)
 
 
+def build_key_rows(tiles):
+    """``place(key)`` and ``key_of(place)`` where keys are the rows of `tiles` tiles, 1 or 2, of a
+    warp: of 16 `tiles` keys, lane l gets those from ``2 tiles (l // 4)`` on; row ``16 m + 8 r + l
+    // 4`` is the key ``2 tiles (l // 4) + 2 m + r``.
+    """
+    SIZE, WIDTH = 16 * tiles, 2 * tiles
+
+    @inline
+    def place(key):
+        of_lane = key % WIDTH
+        return i32(key - key % SIZE + of_lane * 8 + key % SIZE // WIDTH)
+
+    @inline
+    def key_of(place):
+        return i32(place - place % SIZE + place % 8 * WIDTH + place % SIZE // 8)
+
+    return place, key_of
+
+
 @inline
 def row_maximum(x):
     """Over the four lanes of a row."""

@@ -147,7 +147,27 @@ def _load_parameter(machine, where: str, name: str, kind):
     return run
 
 
+def _add_floats(machine, each):
+    """Additions of one or four float32 to memory, lane by lane in their order."""
+    where, what = each.operands
+    names = what if isinstance(what, tuple) else (what,)
+    (get_at,), get_values = readers(machine, [where], np.uint64), readers(machine, names, np.float32)
+    size = 4 * len(names)
+
+    def run(warp):
+        at, values = spread(get_at(warp)), np.stack([spread(get(warp)) for get in get_values], axis=1)
+        for lane in np.flatnonzero(warp.lanes):
+            one = np.array([int(at[lane])])
+            region = machine.memory.find(int(one[0]))
+            machine.streams.by_threads(region, region.offsets(one, size), size, warp, True, True)
+            region.store(one, (region.load(one, size).view(np.float32) + values[lane]).view(np.uint8))
+
+    return run
+
+
 def _atomic(machine, each):
+    if re.fullmatch(r"red\.relaxed\.gpu\.global\.add(\.v4)?\.f32", each.opcode):
+        return _add_floats(machine, each)
     if not re.fullmatch(r"(atom|red)\.(relaxed|release)\.gpu\.global\.add\.s32", each.opcode):
         raise ValueError("only additions of integers to flags and counters")
     returns, releases = each.opcode.startswith("atom"), ".release." in each.opcode

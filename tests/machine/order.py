@@ -16,7 +16,7 @@ from memory import Fault, Region
 GRANULE = 2  # bytes that are looked at together
 NEVER, MBARRIER = -1, -2  # in the place of who wrote: nobody, and that an mbarrier is there
 MORE_AGENTS = 160  # than warps, in a block: warp groups, threads that store, mbarriers
-STREAMS = 64  # of stores to global memory, in all blocks
+STREAMS = 2048  # of stores to global memory, in all blocks
 WHOLE_WARP = -1  # in the place of a lane: all of them together
 
 

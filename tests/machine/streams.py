@@ -1,4 +1,4 @@
-"""Who may touch global memory when: bulk stores are streams of their own, other blocks learn of them by flags alone."""
+"""Who may touch global memory when: stores of each warp, and bulk stores of each thread, are streams, of which other blocks learn by flags alone."""
 
 import numpy as np
 from memory import Region
@@ -6,7 +6,7 @@ from order import STREAMS, Race
 
 WORD = 2  # bytes that are looked at together: neighbours of 16 bits may belong to two blocks
 NEVER, ATOMIC = -1, -2  # in the place of who wrote: nobody, and that it is used by atomic operations
-GENERIC = -3  # minus the number of a block: its threads
+ANY = -1  # in the place of the block whose accesses a stream need not be ordered with: none
 
 
 class Streams:
@@ -14,11 +14,18 @@ class Streams:
 
     def __init__(self):
         self.numbers, self.flags, self.written = {}, {}, {}
+        self.block_of, self.count = np.full(STREAMS, ANY), np.zeros(STREAMS, np.int32)
 
-    def number(self, block: int, thread: int) -> int:
+    def number(self, block: int, thread: int | str) -> int:
         """Of the stream of a thread's bulk stores."""
         number = self.numbers.setdefault((block, thread), len(self.numbers))
         assert number < STREAMS, "more streams than there is room for"
+        return number
+
+    def of_warp(self, warp) -> int:
+        """The same of a warp's other stores, with which those of its block need no order here: shared memory and its barriers have one."""
+        number = self.number(warp.block.number, f"warp {warp.number}")
+        self.block_of[number] = warp.block.number
         return number
 
     def _words(self, region: Region, first: np.ndarray, size: int):
@@ -29,24 +36,25 @@ class Streams:
 
     def _check(self, region: Region, words: np.ndarray, block: int, seen: np.ndarray, adds: bool) -> None:
         by, at, added = (each[words] for each in self.written[region.base])
-        late = (by >= 0) & (at > seen[np.maximum(by, 0)]) & ~(added & adds)
-        late |= (by <= GENERIC) & (by != GENERIC - block)
+        stream = np.maximum(by, 0)
+        late = (by >= 0) & (at > seen[stream]) & ~(added & adds) & (self.block_of[stream] != block)
         if late.any():
-            place, who = WORD * int(words[late][0]), int(by[late][0])
-            other = f"block {GENERIC - who}"
-            if who >= 0:
-                other = "a bulk store of block {}, thread {}".format(*list(self.numbers)[who])
+            place, (who, which) = WORD * int(words[late][0]), list(self.numbers)[int(by[late][0])]
+            other = f"block {who}" if isinstance(which, str) else f"a bulk store of block {who}, thread {which}"
             raise Race(f"{region.name} at {place}: {other} wrote it, and nothing says that this comes after it")
         if (by == ATOMIC).any():
             raise Race(f"{region.name} at {WORD * int(words[by == ATOMIC][0])} is used by atomic operations, but by this as plain memory")
 
-    def by_threads(self, region: Region, first: np.ndarray, size: int, warp, writes: bool) -> None:
-        """Check loads and stores of a warp's lanes, at offsets `first`."""
-        words, block = self._words(region, first, size), warp.block.number
-        self._check(region, words, block, warp.known_streams, False)
+    def by_threads(self, region: Region, first: np.ndarray, size: int, warp, writes: bool, adds: bool = False) -> None:
+        """Check loads, stores, or additions of a warp's lanes, at offsets `first`; additions may come in any order among each other."""
+        words = self._words(region, first, size)
+        self._check(region, words, warp.block.number, warp.known_streams, adds)
         if writes:
-            by, _, added = self.written[region.base]
-            by[words], added[words] = GENERIC - block, False
+            stream = self.of_warp(warp)
+            self.count[stream] += 1
+            warp.known_streams[stream] = self.count[stream]
+            by, at, added = self.written[region.base]
+            by[words], at[words], added[words] = stream, self.count[stream], adds
 
     def by_bulk(self, region: Region, first: int, size: int, warp, stream: int, count: int, adds: bool) -> None:
         """Check a bulk store, or an addition; those may come in any order among each other."""

@@ -63,6 +63,12 @@ from numba_flash.cuda.ptx.copy import (
     tensor_store as tensor_store,
 )
 from numba_flash.cuda.ptx.memory import (
+    add_four as add_four,
+)
+from numba_flash.cuda.ptx.memory import (
+    add_one as add_one,
+)
+from numba_flash.cuda.ptx.memory import (
     add_flag as add_flag,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -73,6 +79,9 @@ from numba_flash.cuda.ptx.memory import (
 )
 from numba_flash.cuda.ptx.memory import (
     load_global_four as load_global_four,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_global_one as load_global_one,
 )
 from numba_flash.cuda.ptx.memory import (
     load_global_words as load_global_words,

@@ -10,6 +10,7 @@ from numba_flash.cuda.ptx.emit import I32, I64, LLVM, emit, instruction, registe
 
 _void = types.void
 
+load_global_one = instruction("load_global_one", "ld.global.b32 $0, [$1];", f32, u64)
 load_shared = instruction("load_shared", "ld.shared.b32 $0, [$1];", i32, u32)
 store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", _void, u32, i32)
 store_shared_zero16 = instruction(
@@ -22,6 +23,13 @@ store_shared_zero16 = instruction(
 # tells its own thread alone, and another block's bulk addition was seen to come before it.
 load_flag = instruction("load_flag", "ld.acquire.gpu.global.s32 $0, [$1];", i32, u64)
 add_flag = instruction("add_flag", "red.release.gpu.global.add.s32 [$0], $1;", _void, u64, i32)
+# Sums in memory (9.7.13.8); four at a time from Hopper on.
+add_one = instruction("add_one", "red.relaxed.gpu.global.add.f32 [$0], $1;", _void, u64, f32)
+add_four = instruction(
+    "add_four",
+    "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+    _void, u64, *[f32] * 4,
+)  # fmt: skip
 # Numbers that are handed out one by one.
 next_number = instruction("next_number", "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;", i32, u64)
 

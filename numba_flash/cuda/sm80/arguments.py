@@ -16,6 +16,8 @@ class Shape(NamedTuple):
         Rows of what is read lie at multiples of 16 bytes.
     wide : bool
         And those of what is written.
+    fours : bool
+        Four float32 can be added to memory at a time.
     """
 
     head_dim: int
@@ -23,6 +25,33 @@ class Shape(NamedTuple):
     turing: bool
     asynchronous: bool
     wide: bool
+    fours: bool = False
+
+
+class Sizes(NamedTuple):
+    """Of a problem, as the backward kernel numbers its work; see
+    `numba_flash.cuda.schedule.build_item`.
+
+    Attributes
+    ----------
+    low, high : int
+        The band, of query - key.
+    columns : int
+        How many queries there are.
+    group : int
+        Query heads of a key head.
+    section : int
+        Heads whose blocks of keys are handed out together.
+    b0 : int
+        The first of the leading sizes.
+    """
+
+    low: int
+    high: int
+    columns: int
+    group: int
+    section: int
+    b0: int
 
 
 def chunked(*layouts) -> bool:

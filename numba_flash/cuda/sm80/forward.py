@@ -39,9 +39,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     SEQUENCES, PACKED, ASYNCHRONOUS = options.sequences, options.packed, shape.asynchronous
     row_block_of = build_row_block(options, False, BLOCK_M)
     sequence_of = build_sequence(options)
-    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, False, shape.asynchronous)
-    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, True, shape.asynchronous)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, True, shape.asynchronous)
+    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
+    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, fragment.place_of_key, shape.asynchronous)
+    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, fragment.place_of_key, shape.asynchronous)
     kind = products.Kind(BFLOAT16, shape.turing)
     scores = products.build_nt(kind, M_TILES, BLOCK_N, D, PITCH_K, PITCH_K, Q_REGISTERS)
     values = products.build_nn(kind, M_TILES, DV, BLOCK_N, PITCH_V)

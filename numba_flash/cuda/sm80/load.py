@@ -1,34 +1,39 @@
 """Tiles of rows on their way to shared memory and back.
 
-A tile of keys is stored in the order of `numba_flash.cuda.fragment.place_of_key`, so that a lane's
-scores belong to neighbouring keys.
+A tile of keys is stored in an order of `numba_flash.cuda.fragment`, so that a lane's scores belong
+to neighbouring keys.
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import first_column, place_of_key
+from numba_flash.cuda.fragment import first_column
 from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
 
 
-def build_load(rows, head_dim, threads, keys, asynchronous):
+@inline
+def in_order(row):
+    """The place of a row of queries, and the row of a place."""
+    return row
+
+
+def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on, into shared memory.
 
-    keys : the rows are stored in the order of keys in fragments.
+    place : where a row is stored: None in its order, or a function like `place_of_key`.
     asynchronous : by copies that go on; rows lie at multiples of 16 bytes.
+    columns : of the tile, zeros beyond the head dimension.
     """
-    ROWS, HEAD_DIM, THREADS, KEYS = rows, head_dim, threads, keys
-    ASYNCHRONOUS, PITCH = asynchronous, pitch(head_dim)
-    CHUNKS = padded(head_dim) // CHUNK
+    columns = columns or padded(head_dim)
+    ROWS, HEAD_DIM, THREADS = rows, head_dim, threads
+    ASYNCHRONOUS, PITCH = asynchronous, pitch(columns)
+    CHUNKS = columns // CHUNK
     TOTAL = rows * CHUNKS
     STEP = threads // CHUNKS  # rows that are loaded at the same time
     REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
-    WHOLE = head_dim == padded(head_dim)
-
-    @inline
-    def place(row):
-        return place_of_key(row) if KEYS else row
+    WHOLE = head_dim == columns
+    place = place or in_order
 
     @inline
     def one(tile, x, base, row, at, chunk, first, stop):
@@ -69,21 +74,23 @@ def build_load(rows, head_dim, threads, keys, asynchronous):
     return load
 
 
-def build_store(rows, head_dim, wide):
+def build_store(rows, head_dim, wide, row_of=None, columns=None):
     """``store(tile, x, first, stop)``: a warp's rows of a tile in shared memory to rows [first,
     stop) of x (n, head_dim).
 
     wide : by 16 bytes at a time; rows lie at multiples of that, and are as long.
+    row_of : which row is stored at a place: None in their order, or a function like `key_of_place`.
     """
-    ROWS, HEAD_DIM, PITCH, WIDE = rows, head_dim, pitch(head_dim), wide
+    ROWS, HEAD_DIM, PITCH, WIDE = rows, head_dim, pitch(columns or head_dim), wide
     CHUNKS = -(-head_dim // CHUNK)
+    row_of = row_of or in_order
 
     @inline
     def store(tile, x, first, stop):
         lane = i32(cuda.threadIdx.x % 32)
         for number in range(lane, ROWS * CHUNKS, 32):
             row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
-            i = first + row
+            i = first + row_of(row)
             if i < stop:
                 words = ptx.load_shared_words(u32(tile + u32(row * PITCH + chunk * (2 * CHUNK))))
                 if WIDE:

@@ -1,6 +1,6 @@
 """Products of a warp, by what the loops call them, and its fragments on their way to shared memory.
 
-``nt``: A B^T, both stored row by row along the sum. ``nn``: A B, with A in registers.
+``nt``: A B^T, rows of both run along the sum. ``nn``: A B, with A in registers. ``tn``: A^T B.
 """
 
 from typing import NamedTuple
@@ -90,6 +90,39 @@ def build_nn(kind, m_tiles, columns, depth, b_pitch):
         multiply(acc, a, beside(b))
 
     return product
+
+
+def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch):
+    """``product(acc, a, b)``: acc = A^T B, both stored along the sum row by row."""
+    a, b = Matrices(32, 16 * a_pitch, True), Matrices(32, 16 * b_pitch, True)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, True)
+    _, below = build_lane(a_pitch)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, below(a), beside(b))
+
+    return product
+
+
+def build_put_words(m_tiles, columns, pitch):
+    """``put(tile, words)``: a warp's rows, as packed by `numba_flash.cuda.fragment.build_pack`, to
+    shared memory.
+    """
+    M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch
+
+    @inline
+    def put(tile, words):
+        lane = i32(cuda.threadIdx.x % 32)
+        mine = u32(tile + u32(lane // 4 * PITCH + lane % 4 * 4))
+        for m in range(M_TILES):
+            for j in range(GROUPS):
+                for r in range(2):
+                    at = u32(mine + u32((16 * m + 8 * r) * PITCH + 16 * j))
+                    ptx.store_shared(at, i32(words[(m * GROUPS + j) * 2 + r]))
+
+    return put
 
 
 def build_put(m_tiles, columns, pitch, bfloat16):

@@ -3,11 +3,12 @@
 import math
 
 from numba_flash.cuda import launch
+from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
 from numba_flash.cuda.sm80.tiles import forward_tile, hardware
 from numba_flash.options import NAMES
 
-prepare_forward = forward.prepare
+prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
 SERVED = {"q_lengths", "kv_lengths"}  # options that the kernels know
 
@@ -37,8 +38,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
-    if kind == "backward":
-        return "has no backward pass"
+    if kind == "backward" and max(problem.d, problem.dv) > 128:
+        return "has no backward pass beyond head dimension 128"
     for option in problem.options.used:
         if option not in SERVED:
             return f"does not know {NAMES[option]}"

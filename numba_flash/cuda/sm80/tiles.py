@@ -3,6 +3,7 @@ imported here.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 CHUNK = 8  # elements of 16 bits that are copied at a time
@@ -60,6 +61,74 @@ class Tile:
         return q + self.stages * self.block_n * (pitch(d) + pitch(dv))
 
 
+class BackwardLayout(NamedTuple):
+    """Where a block of the backward pass keeps what in shared memory, in bytes: tiles of K, V, Q,
+    dO, dS^T, the lse and delta of queries; what there is in all; and pitches.
+    """
+
+    k: int
+    v: int
+    q: int
+    do: int
+    ds: int
+    rows: int
+    bytes: int
+    pitch_k: int
+    pitch_v: int
+    pitch_ds: int
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Shape of a block of the backward pass.
+
+    Attributes
+    ----------
+    warps, m_tiles : int
+        Warps of a block; times 16, the keys of each.
+    block_m, columns : int
+        Queries of a tile, and those of which a warp has scores in registers at a time.
+    dq_warps : tuple of two ints
+        Warps along the rows and the columns of dQ.
+    stages : int
+        Tiles of Q and of dO that there is room for.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps: int
+    m_tiles: int
+    block_m: int
+    columns: int
+    dq_warps: tuple[int, int]
+    stages: int
+    min_blocks: int
+
+    @property
+    def block_n(self) -> int:
+        return ROWS * self.m_tiles * self.warps
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def padded(self, head_dim: int) -> int:
+        """Columns of a tile: whole steps of a product for each of the warps along dQ's columns."""
+        unit = ROWS * self.dq_warps[1]
+        return -(-head_dim // unit) * unit
+
+    def layout(self, d: int, dv: int) -> BackwardLayout:
+        pitch_k, pitch_v = pitch(self.padded(d)), pitch(self.padded(dv))
+        pitch_ds = pitch(self.block_m)
+        sizes = (
+            *(self.block_n * pitch_k, self.block_n * pitch_v),
+            *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
+            *(self.block_n * pitch_ds, self.stages * 2 * 4 * self.block_m),
+        )
+        starts = accumulate(sizes, initial=0)
+        return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
+
+
 class Hardware(NamedTuple):
     """What differs between the GPUs that the tier serves.
 
@@ -112,5 +181,20 @@ def forward_tile(d: int, dv: int, hardware: Hardware) -> Tile:
     return next(
         row.tile
         for row in FORWARD_TILES
+        if max(d, dv) <= row.d and row.shared <= hardware.shared_limit
+    )
+
+
+BACKWARD_TILES = (
+    Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2)),
+    Row(128, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1)),
+)
+
+
+def backward_tile(d: int, dv: int, hardware: Hardware) -> BackwardTile:
+    """The first that serves these head dimensions and fits."""
+    return next(
+        row.tile
+        for row in BACKWARD_TILES
         if max(d, dv) <= row.d and row.shared <= hardware.shared_limit
     )

@@ -173,22 +173,24 @@ def _preprocess(this: Pass) -> Launch:
     p, x, there = this.p, this.inputs, this.temporaries
     sums = there.dq_sum if this.tile.adds_dq else None
     return Launch(
-        "sm90.preprocess.build",
+        "preprocess.build",
         (
             p.dtype,
             p.dv,
             x.dlse is not None,
+            this.tile.block_m,
+            4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
             this.ordered,
+            True,
             p.options.structure,
-            this.tile,
             ROW_THREADS,
         ),
         this.gpu,
         grid=math.prod(this.row_blocks),
         threads=ROW_THREADS,
         operands=(
-            (x.do.words(), 5),
-            (x.o.words(), 5),
+            (x.do, 5),
+            (x.o, 5),
             (x.lse, 4),
             (x.dlse, 4),
             (there.rows, 5),

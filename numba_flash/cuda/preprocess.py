@@ -1,5 +1,5 @@
-"""What the backward pass on Hopper does before its main kernel, once per row of queries
-(FlashAttention-2, Algorithm 2, line 4).
+"""Before a backward pass on tensor cores, once per row of queries (FlashAttention-2, Algorithm 2,
+line 4).
 """
 
 import math
@@ -8,34 +8,35 @@ from numba_flash.cuda import ptx, schedule
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, device, f32, i32, i64, types, u32, u64
-from numba_flash.cuda.number import array
-from numba_flash.cuda.sm90.tiles import DQ_PART
+from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
 
 
-def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
+def build(dtype, head_dim_v, has_dlse, block_m, sum_bytes, ordered, chunked, options, threads):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
 
-    lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
+    lse2 = lse log2(e) (with options that change scores, lse), but +inf for a row that saw nothing
+    or does not exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
-    and flags = 0, one per row block and one more, if `ordered`, else dq_sum = 0, unless the tile
-    leaves dQ to `numba_flash.cuda.sm90.dq`.
+    and flags = 0, one per row block and one more, if `ordered`, else dq_sum = 0, `sum_bytes` of
+    each row block; neither if that is 0.
 
-    do, o : (b0, b1, heads, nq, head_dim_v), as words of two elements.
+    do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
     lse, dlse : float32 (b0, b1, heads, nq).
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
     """
-    BLOCK_M, HAS_DLSE, THREADS = tile.block_m, has_dlse, threads
-    FLAGS, ZEROS = ordered and tile.adds_dq, tile.adds_dq and not ordered
-    CHUNKS, FOLDS = head_dim_v // CHUNK, (head_dim_v // CHUNK - 1).bit_length()
-    LANES, BFLOAT16, INF = 1 << FOLDS, dtype == "bfloat16", math.inf  # LANES: threads per row
-    SUM_BYTES, ROWS_BYTES = 4 * DQ_PART * tile.consumers, 4 * tile.block_m
-    rows_of = schedule.build_rows(options, tile.block_m)
-    unpack = ptx.unpack_bfloat16 if BFLOAT16 else ptx.unpack_float16
+    BLOCK_M, HAS_DLSE, THREADS, CHUNKED = block_m, has_dlse, threads, chunked
+    FLAGS, ZEROS = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered
+    CHUNKS = head_dim_v // CHUNK
+    FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
+    LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
+    SUM_BYTES, ROWS_BYTES, UNIT = sum_bytes, 4 * block_m, 1.0 if options.modifies else LOG2E
+    rows_of = schedule.build_rows(options, block_m)
+    unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 
     @device
     def product(x, y):
@@ -52,9 +53,13 @@ def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
             there, total = at.row0 + r < at.queries, f32(0)
-            if there and lane < CHUNKS:
+            do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
+            if not CHUNKED:
+                if there:
+                    for d in range(lane, HEAD_DIM_V, LANES):
+                        total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
+            elif there and lane < CHUNKS:
                 mine = u64(2 * CHUNK * lane)
-                do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 x = ptx.load_global_words(u64(ptx.global_address(do_row) + mine))
                 y = ptx.load_global_words(u64(ptx.global_address(o_row) + mine))
                 for i in range(CHUNK // 2):
@@ -64,7 +69,7 @@ def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
             if lane == 0:
                 shift, delta = f32(INF), f32(0)
                 if there and lse[b0, b1, h, first_row + r] != f32(-INF):
-                    shift, delta = lse[b0, b1, h, first_row + r] * f32(LOG2E), total
+                    shift, delta = lse[b0, b1, h, first_row + r] * f32(UNIT), total
                     if HAS_DLSE:
                         delta -= dlse[b0, b1, h, first_row + r]
                 offset = u64((number * BLOCK_M + r) * 4)
@@ -83,7 +88,7 @@ def build(dtype, head_dim_v, has_dlse, ordered, options, tile, threads):
                 ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
 
     signature = types.void(
-        *[array(u32, 5)] * 2,
+        *[array(types.uint16, 5)] * 2,
         *[array(f32, 4)] * 2,
         *[array(f32, 5)] * 2,
         array(i32, 1),

@@ -1,0 +1,204 @@
+"""The backward pass of the `sm80` tier from the host: which kernels run with which grid."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch
+from numba_flash.cuda.arguments import build_extras, parameters_of
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
+from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
+from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
+
+LOG2E = math.log2(math.e)
+ROW_THREADS = 256  # of the kernel before the main one
+# Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache.
+SUMS_AT_WORK = 2**25
+# Blocks of keys of one head that are at work at the same time: they wait for each other at its
+# first tile, longer if they are more.
+BLOCKS_AT_WORK = 4
+
+
+class Temporaries(NamedTuple):
+    """Arrays that the kernels of one call hand to each other.
+
+    Attributes
+    ----------
+    rows : float32 (2, b0, b1, heads, rows)
+        The lse and delta, as kernels number rows.
+    dq_sum : float32 (b0, b1, heads, row blocks, BLOCK_M * D)
+        Sums of dQ, in the order of fragments.
+    flags : int32
+        How many blocks of keys have added to each row block, and the number of the next work item.
+    """
+
+    rows: Layout
+    dq_sum: Layout
+    flags: Layout
+
+    def allocate(self, like) -> "Temporaries":
+        """Such arrays beside `like`."""
+        named = zip(("rows", "sums of dq", "flags"), self, strict=True)
+        return Temporaries(*[arrays.compact(name, like, x.shape, x.dtype) for name, x in named])
+
+
+class Pass(NamedTuple):
+    """A backward pass that is being prepared: the problem, its GPU and tile, layouts with heads
+    first.
+    """
+
+    p: Problem
+    gpu: Gpu
+    tile: BackwardTile
+    shape: Shape
+    ordered: bool
+    inputs: BackwardInputs
+    results: BackwardResults
+    temporaries: Temporaries
+
+    @property
+    def row_blocks(self) -> int:
+        return math.prod(self.temporaries.dq_sum.shape[:-1])
+
+    @property
+    def extras(self) -> tuple:
+        return grid.extras_layouts(self.p, self.inputs)
+
+
+def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
+    dropout. The same bits in every run if `deterministic`.
+    """
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    there = hardware(gpu.capability)
+    tile = backward_tile(p.d, p.dv, there)
+    x, y = _heads_first(p, inputs), results._replace(
+        **dict(zip(("dq", "dk", "dv"), grid.heads_first(p, *results[:3]), strict=True))
+    )
+    shape = Shape(
+        head_dim=p.d,
+        head_dim_v=p.dv,
+        turing=there.turing,
+        asynchronous=not there.turing and chunked(x.do, x.q, x.k, x.v),
+        wide=chunked(y.dq, y.dk, y.dv),
+        fours=gpu.capability >= (9, 0),
+    )
+    this = Pass(p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile))
+    preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results, rng=None):
+        x, extras = _heads_first(p, inputs), extras_of(inputs)
+        dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
+        rows, dq_sum, flags = this.temporaries.allocate(inputs.q)
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
+        given = None if rng is None else numbers(rng)
+        main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=extras, numbers=given)
+        postprocess(dq_sum, dq, extras=extras)
+
+    return Prepared(run, (preprocess, main, postprocess))
+
+
+def _heads_first(p, inputs):
+    """The inputs, with packed arrays as (heads, total, d)."""
+    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    return inputs._replace(do=do, q=q, k=k, v=v, o=o)
+
+
+def _temporaries(p, tile) -> Temporaries:
+    batch = (1, 1) if p.options.packed else p.batch
+    blocks = (*batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
+    return Temporaries(
+        rows=Layout.compact((2, *blocks[:3], blocks[3] * tile.block_m), "float32"),
+        dq_sum=Layout.compact((*blocks, tile.block_m * tile.padded(p.d)), "float32"),
+        flags=Layout.compact((math.prod(blocks) + 1,), "int32"),
+    )
+
+
+def _preprocess(this: Pass) -> Launch:
+    """The lse in the base of the scores, delta, and flags or zeros."""
+    p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
+    sum_bytes = 4 * there.dq_sum.shape[-1]
+    whole = chunked(x.do, x.o)
+    return Launch(
+        "preprocess.build",
+        (
+            *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
+            *(p.options.structure, ROW_THREADS),
+        ),
+        this.gpu,
+        grid=this.row_blocks,
+        threads=ROW_THREADS,
+        operands=(
+            *((x.do, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
+            *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
+        ),
+        extras=this.extras,
+        numbers=(p.nk,),
+    )
+
+
+def _main(this: Pass):
+    """The main kernel, and its numbers as a function of the generator's state."""
+    p, x, y, there, tile = this.p, this.inputs, this.results, this.temporaries, this.tile
+    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    sizes = Sizes(
+        low=-p.high,
+        high=-p.low,
+        columns=p.nq,
+        group=p.hq // p.hk,
+        section=section(p, tile, this.gpu.multiprocessors, this.ordered),
+        b0=p.batch[0],
+    )
+    scale_log2 = np.float32(p.scale if p.options.modifies else p.scale * LOG2E)
+    numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
+    main = Launch(
+        "sm80.backward.build",
+        (p.dtype, this.shape, this.ordered, p.options.structure, tile),
+        this.gpu,
+        grid=items,
+        threads=tile.threads,
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+        operands=(
+            *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (y.dk, 5), (y.dv, 5)),
+            *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
+        ),
+        extras=this.extras,
+        numbers=numbers(),
+    )
+    return main, numbers
+
+
+def section(p, tile, multiprocessors: int, ordered: bool) -> int:
+    """Heads of k whose blocks of keys are handed out together.
+
+    So many that few blocks of one head are at work at the same time, if they wait for each other;
+    without a band no more than have their sums in the cache.
+    """
+    even = grid.even_section(max(1, grid.blocks(p, p.nk, tile.block_n)), multiprocessors)
+    at_work = multiprocessors * tile.min_blocks
+    if p.band != "none" and ordered:
+        return max(1, -(-at_work // BLOCKS_AT_WORK))
+    if p.band != "none":
+        return even
+    sums_of_a_head = 4 * tile.block_m * tile.padded(p.d) * -(-p.nq // tile.block_m)
+    return max(1, min(even, SUMS_AT_WORK // max(1, sums_of_a_head)))
+
+
+def _postprocess(this: Pass) -> Launch:
+    """dQ, rounded."""
+    p, there = this.p, this.temporaries
+    return Launch(
+        "sm80.sum_dq.build_postprocess",
+        (p.dtype, this.shape, p.options.structure, this.tile),
+        this.gpu,
+        grid=this.row_blocks,
+        threads=this.tile.threads,
+        operands=((there.dq_sum, 5), (this.results.dq, 5)),
+        extras=this.extras,
+        numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
+    )

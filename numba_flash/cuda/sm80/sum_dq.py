@@ -1,0 +1,141 @@
+"""dQ of the backward pass, which blocks of keys add up in memory, in the order of fragments: a tile
+of BLOCK_M queries has as many float32 as elements, those of a thread for every one of its
+registers side by side with those of its neighbours; and what is done with the sums in the end.
+"""
+
+import math
+
+from numba_flash import mask
+from numba_flash.cuda import ptx, schedule, softmax
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.number import array
+from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.load import build_store
+from numba_flash.cuda.sm80.tiles import pitch
+
+
+@inline
+def blocks_before(row0, high, number, block_m, block_n):
+    """How many blocks of keys before that from key row0 on add to a row block of that number: those
+    from the first that it sees on.
+    """
+    return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+
+def build_place(tile, fours):
+    """``place(e)``: bytes from a tile's sums to those of this thread's registers e to e + 3, of
+    which neighbours are 16 bytes apart with `fours`, else each register's are on their own.
+    """
+    THREADS, FOURS = tile.threads, fours
+
+    @inline
+    def place(e):
+        thread = i64(cuda.threadIdx.x)
+        return u64((e * THREADS + 4 * thread) * 4 if FOURS else (e * THREADS + thread) * 4)
+
+    return place
+
+
+def build(kind, shape, ordered, tile):
+    """``add(ds, k, dq_sum, flags, number, before)``: dQ = dQ + dS K of a row block; if `ordered`
+    after the `before` blocks of keys before.
+
+    ds : tile of dS^T, keys along its rows; k : tile of K, both in shared memory.
+    dq_sum : float32 (b0, b1, heads, row blocks, BLOCK_M * D).
+    """
+    D, PITCH_K, BLOCK_M = tile.padded(shape.head_dim), pitch(tile.padded(shape.head_dim)), tile.block_m
+    WARPS_M, WARPS_N = tile.dq_warps
+    ROWS, COLUMNS = BLOCK_M // WARPS_M, D // WARPS_N  # of a warp
+    COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
+    ORDERED, FOURS = ordered, shape.fours
+    product = products.build_tn(kind, ROWS // 16, COLUMNS, tile.block_n, pitch(BLOCK_M), PITCH_K)
+    place = build_place(tile, FOURS)
+
+    @inline
+    def add(ds, k, dq_sum, flags, number, before):
+        acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
+        warp = i32(cuda.threadIdx.x // 32)
+        row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
+        product(acc, u32(ds + u32(row * 2)), u32(k + u32(column * 2)))
+        sums = u64(ptx.global_address(dq_sum) + u64(u32(number)) * u64(DQ_BYTES))
+        if ORDERED:
+            flag = u64(ptx.global_address(flags) + u64(u32(number)) * u64(4))
+            if cuda.threadIdx.x % 32 == 0:
+                while ptx.load_flag(flag) != before:
+                    pass
+            cuda.syncwarp()
+        for e in range(0, COUNT, 4):
+            to = u64(sums + place(e))
+            if ORDERED and before == 0:
+                if FOURS:
+                    ptx.store_global(to, (acc[e], acc[e + 1], acc[e + 2], acc[e + 3]))
+                else:
+                    for x in range(4):
+                        ptx.store_global(u64(to + u64(x * STRIDE)), (acc[e + x],))
+            elif FOURS:
+                ptx.add_four(to, acc[e], acc[e + 1], acc[e + 2], acc[e + 3])
+            else:
+                for x in range(4):
+                    ptx.add_one(u64(to + u64(x * STRIDE)), acc[e + x])
+
+    return add
+
+
+def build_postprocess(dtype, shape, options, tile):
+    """Kernel ``postprocess_sm80(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, out of
+    the order of fragments, rounded.
+
+    Row blocks that see no key get 0: nobody has written their sum.
+    """
+    D, BLOCK_M = tile.padded(shape.head_dim), tile.block_m
+    WARPS_M, WARPS_N = tile.dq_warps
+    ROWS, COLUMNS, PITCH = BLOCK_M // WARPS_M, D // WARPS_N, pitch(D)
+    COUNT, STRIDE, ROOM, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, BLOCK_M * PITCH, 4 * BLOCK_M * D
+    FACTORS, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
+    WARP_ROWS = BLOCK_M // tile.warps
+    put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16")
+    store = build_store(WARP_ROWS, shape.head_dim, shape.wide, None, D)
+    zero, _ = softmax.build_zero(COUNT)
+    place = build_place(tile, FOURS)
+    rows_of = schedule.build_rows(options, BLOCK_M)
+
+    def postprocess_sm80(dq_sum, dq, extras, nk, low, high, scale):
+        smem = ptx.shared_address(cuda.shared.array(ROOM, types.uint8, 16))  # a tile of dQ
+        acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
+        factor = cuda.local.array(FACTORS, f32)
+        number = i64(cuda.blockIdx.x)
+        rows = rows_of(number, extras, dq.shape, nk)
+        row0, queries = i32(rows.row0), i32(rows.queries)
+        start, stop = mask.kv_range(
+            row0, min(row0 + BLOCK_M, queries), rows.keys, low + rows.shift, high + rows.shift
+        )
+        sums = u64(ptx.global_address(dq_sum) + u64(number * DQ_BYTES))
+        zero(acc)
+        if start < stop and row0 < queries:
+            for e in range(0, COUNT, 4):
+                at = u64(sums + place(e))
+                if FOURS:
+                    x = ptx.load_global_four(at)
+                    for i in range(4):
+                        acc[e + i] = x[i]
+                else:
+                    for i in range(4):
+                        acc[e + i] = ptx.load_global_one(u64(at + u64(i * STRIDE)))
+        for r in range(FACTORS):
+            factor[r] = f32(NAN) if rows.invalid else scale
+        warp = i32(cuda.threadIdx.x // 32)
+        row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
+        put(u32(smem + u32(row * PITCH + column * 2)), acc, factor)
+        cuda.syncthreads()  # all rows are there
+        dq_head, last = dq[rows.b0, rows.b1, rows.head], i32(dq.shape[3])
+        if PACKED:
+            dq_head, last = dq_head[rows.memory_row - rows.row0 :], queries
+        first = i32(warp * WARP_ROWS)
+        store(u32(smem + u32(first * PITCH)), dq_head, i32(row0 + first), last)
+
+    numbers = i64, i64, i64, f32
+    signature = types.void(
+        array(f32, 5), array(types.uint16, 5), extras_type(options), *numbers
+    )
+    return postprocess_sm80, signature, {"launch_bounds": (tile.threads, 1)}
