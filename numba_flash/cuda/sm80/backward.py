@@ -8,6 +8,7 @@ dK; dS^T goes once through shared memory, for dQ, which is added up in memory
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, schedule, softmax
@@ -17,6 +18,29 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import products, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.load import build_load, build_store
+from numba_flash.cuda.sm80.sum_dq import Sum
+
+
+class Place(NamedTuple):
+    """Where a tile of queries is.
+
+    Attributes
+    ----------
+    b0, b1, head, begin : int
+        Its batch element and head, and the first query of its sequence there.
+    row0, rows : int
+        Its first query, and how many the sequence has.
+    number : int
+        Of its row block.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    begin: int
+    row0: int
+    rows: int
+    number: int
 
 
 def build(dtype, shape, ordered, options, tile):
@@ -42,6 +66,7 @@ def build(dtype, shape, ordered, options, tile):
     SCORES, PAIRS = M_TILES * COUNT, M_TILES * COUNT // 2
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     BFLOAT16, TURING, NAN = dtype == "bfloat16", shape.turing, math.nan
+    DS_BYTES = BLOCK_N * PITCH_DS
     ORDERED, PACKED, SEQUENCES = ordered, options.packed, options.sequences
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
@@ -64,7 +89,7 @@ def build(dtype, shape, ordered, options, tile):
     put_dv = products.build_put(M_TILES, DV, PITCH_V, BFLOAT16)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
-    add_dq = sum_dq.build(kind, shape, ordered, tile)
+    add_dq, blocks_before = sum_dq.build(kind, shape, ordered, tile)
 
     @inline
     def load_rows(target, rows, number):
@@ -137,10 +162,19 @@ def build(dtype, shape, ordered, options, tile):
             ptx.add_flag(u64(ptx.global_address(flags) + u64(4) * u64(u32(number))), i32(1))
 
     @inline
-    def load_tile(smem, slot, do_head, q_head, rows, row0, queries, number):
-        load_q(u32(smem + u32(Q) + slot * u32(Q_BYTES)), q_head, row0, queries)
-        load_do(u32(smem + u32(DO) + slot * u32(DO_BYTES)), do_head, row0, queries)
-        load_rows(u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES)), rows, number)
+    def place_of(item, head, base, at):
+        """The `Place` of the tile of queries `at` of a head whose first row block is `base`."""
+        b1 = i32(0) if PACKED else item.b1
+        row0 = i32(at * BLOCK_M)
+        return Place(item.b0, b1, head, item.columns_begin, row0, item.columns, i32(base + at))
+
+    @inline
+    def load_tile(smem, slot, do, q, rows, place):
+        b0, b1, head, begin = place.b0, place.b1, place.head, place.begin
+        to_q, to_do = u32(smem + u32(Q) + slot * u32(Q_BYTES)), u32(smem + u32(DO) + slot * u32(DO_BYTES))
+        load_q(to_q, q[b0, b1, head, begin:], place.row0, place.rows)
+        load_do(to_do, do[b0, b1, head, begin:], place.row0, place.rows)
+        load_rows(u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES)), rows, place.number)
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -167,40 +201,38 @@ def build(dtype, shape, ordered, options, tile):
                 dk_head, dv_head = dk_head[item.rows_begin :], dv_head[item.rows_begin :]
                 stop = item.rows
         warp = i32(cuda.threadIdx.x // 32)
-        k_warp = u32(smem + u32(K) + u32(warp * WARP_KEYS * PITCH_K))
+        k_tile, ds = u32(smem + u32(K)), u32(smem + u32(DS))
+        k_warp = u32(k_tile + u32(warp * WARP_KEYS * PITCH_K))
         v_warp = u32(smem + u32(V) + u32(warp * WARP_KEYS * PITCH_V))
-        ds_warp = u32(smem + u32(DS) + u32(warp * WARP_KEYS * PITCH_DS))
+        ds_warp = u32(ds + u32(warp * WARP_KEYS * PITCH_DS))
         key = i32(item.row0 + warp * WARP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
         last = i32(item.first + item.count - 1)
-        at, queries, q0, last_number = last, item.columns, item.columns_begin, i32(0)
-        tiles = i32(group * item.count) if queries > 0 else i32(0)
+        at, this = last, Sum(i32(0), i32(0))
+        done, before = this, this
+        tiles = i32(group * item.count) if item.columns > 0 else i32(0)
         zero_k(dk_acc)
         zero_v(dv_acc)
         if tiles > 0:
-            load_k(u32(smem + u32(K)), k_head, item.row0, item.rows)
+            load_k(k_tile, k_head, item.row0, item.rows)
             load_v(u32(smem + u32(V)), v_head, item.row0, item.rows)
-            do_head, q_head = do[b0, b1, head, q0:], q[b0, b1, head, q0:]
-            row0 = i32(at * BLOCK_M)
-            load_tile(smem, u32(0), do_head, q_head, rows, row0, queries, i32(base + at))
+            load_tile(smem, u32(0), do, q, rows, place_of(item, head, base, at))
 
         for n in range(tiles):
             if not TURING:
                 ptx.copy_wait()
-            cuda.syncthreads()  # this tile is there; the one before has been read, its dQ added
-            slot, number, row0 = u32(n % STAGES), i32(base + at), i32(at * BLOCK_M)
-            before = sum_dq.blocks_before(item.row0, item.high, at, BLOCK_M, BLOCK_N)
-            if ORDERED and n > 0:
-                release(flags, last_number)
-            last_number = number
+            cuda.syncthreads()  # this tile is there; the one before has been read, its dS^T is there
+            slot, row0 = u32(n % STAGES), i32(at * BLOCK_M)
+            done, this = this, Sum(i32(base + at), blocks_before(item.row0, item.high, at))
             # the next tile is that before, or the last one of the next head
             at = i32(at - 1)
             if at < item.first:
                 at, head, base = last, i32(head + 1), i32(base + blocks)
             if STAGES > 1:
                 if n + 1 < tiles:
-                    do_head, q_head = do[b0, b1, head, q0:], q[b0, b1, head, q0:]
-                    to, first = u32(slot ^ u32(1)), i32(at * BLOCK_M)
-                    load_tile(smem, to, do_head, q_head, rows, first, queries, i32(base + at))
+                    load_tile(smem, u32(slot ^ u32(1)), do, q, rows, place_of(item, head, base, at))
+                if n > 0:
+                    # (7) dQ = dQ + dS K of the tile before
+                    add_dq(u32(ds + u32(u32(slot ^ u32(1)) * u32(DS_BYTES))), k_tile, dq_sum, flags, done)
             for part in range(BLOCK_M // COLUMNS):
                 q_tile = u32(smem + u32(Q) + slot * u32(Q_BYTES) + u32(part * COLUMNS * PITCH_K))
                 do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(part * COLUMNS * PITCH_V))
@@ -220,20 +252,29 @@ def build(dtype, shape, ordered, options, tile):
                 differentiate(dpT, sT, u32(lse + u32(4 * BLOCK_M)))
                 # (6) dK = dK + dS^T Q
                 pack(p, dpT)
-                put_ds(u32(ds_warp + u32(part * COLUMNS * 2)), p)
+                put_ds(u32(ds_warp + slot * u32(DS_BYTES) + u32(part * COLUMNS * 2)), p)
                 ds_q(dk_acc, p, q_tile)
-            cuda.syncthreads()  # dS^T is there
-            # (7) dQ = dQ + dS K
-            add_dq(u32(smem + u32(DS)), u32(smem + u32(K)), dq_sum, flags, number, before)
             if STAGES == 1:
-                cuda.syncthreads()  # this tile has been read
+                cuda.syncthreads()  # dS^T is there; this tile has been read
                 if n + 1 < tiles:
-                    do_head, q_head, first = do[b0, b1, head, q0:], q[b0, b1, head, q0:], i32(at * BLOCK_M)
-                    load_tile(smem, u32(0), do_head, q_head, rows, first, queries, i32(base + at))
+                    load_tile(smem, u32(0), do, q, rows, place_of(item, head, base, at))
+                # (7) dQ = dQ + dS K
+                add_dq(ds, k_tile, dq_sum, flags, this)
+                if ORDERED and n > 0:
+                    release(flags, done.number)
+            elif ORDERED and n > 1:
+                release(flags, before.number)
+            before = done
 
+        cuda.syncthreads()  # the last dS^T is there
+        if STAGES > 1 and tiles > 0:
+            slot = u32((tiles - 1) % STAGES)
+            add_dq(u32(ds + slot * u32(DS_BYTES)), k_tile, dq_sum, flags, this)
+            if ORDERED and tiles > 1:
+                release(flags, done.number)
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if ORDERED and tiles > 0:
-            release(flags, last_number)
+            release(flags, this.number)
         scale_k, scale_v = scale, f32(1)
         if item.invalid != 0:
             scale_k, scale_v = f32(NAN), f32(NAN)

@@ -4,6 +4,7 @@ registers side by side with those of its neighbours; and what is done with the s
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import ptx, schedule, softmax
@@ -15,12 +16,13 @@ from numba_flash.cuda.sm80.load import build_store
 from numba_flash.cuda.sm80.tiles import pitch
 
 
-@inline
-def blocks_before(row0, high, number, block_m, block_n):
-    """How many blocks of keys before that from key row0 on add to a row block of that number: those
-    from the first that it sees on.
+class Sum(NamedTuple):
+    """What a block of keys adds to: a row block's number, and how many blocks of keys come before
+    this one.
     """
-    return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+    number: int
+    before: int
 
 
 def build_place(tile, fours):
@@ -38,22 +40,28 @@ def build_place(tile, fours):
 
 
 def build(kind, shape, ordered, tile):
-    """``add(ds, k, dq_sum, flags, number, before)``: dQ = dQ + dS K of a row block; if `ordered`
-    after the `before` blocks of keys before.
+    """``add(ds, k, dq_sum, flags, to)``: dQ = dQ + dS K of the `Sum` of a row block, if `ordered` in
+    its turn; and ``blocks_before(row0, high, at)``, how many blocks of keys before that from key
+    row0 on add to the at-th row block of a head: those from the first that it sees on.
 
     ds : tile of dS^T, keys along its rows; k : tile of K, both in shared memory.
     dq_sum : float32 (b0, b1, heads, row blocks, BLOCK_M * D).
     """
-    D, PITCH_K, BLOCK_M = tile.padded(shape.head_dim), pitch(tile.padded(shape.head_dim)), tile.block_m
+    BLOCK_M, BLOCK_N, D = tile.block_m, tile.block_n, tile.padded(shape.head_dim)
     WARPS_M, WARPS_N = tile.dq_warps
     ROWS, COLUMNS = BLOCK_M // WARPS_M, D // WARPS_N  # of a warp
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS = ordered, shape.fours
-    product = products.build_tn(kind, ROWS // 16, COLUMNS, tile.block_n, pitch(BLOCK_M), PITCH_K)
+    product = products.build_tn(kind, ROWS // 16, COLUMNS, BLOCK_N, pitch(BLOCK_M), pitch(D))
     place = build_place(tile, FOURS)
 
     @inline
-    def add(ds, k, dq_sum, flags, number, before):
+    def blocks_before(row0, high, at):
+        return i32(row0 // BLOCK_N - max(at * BLOCK_M - high, 0) // BLOCK_N)
+
+    @inline
+    def add(ds, k, dq_sum, flags, to):
+        number, before = to.number, to.before
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
         warp = i32(cuda.threadIdx.x // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
@@ -66,20 +74,20 @@ def build(kind, shape, ordered, tile):
                     pass
             cuda.syncwarp()
         for e in range(0, COUNT, 4):
-            to = u64(sums + place(e))
+            target = u64(sums + place(e))
             if ORDERED and before == 0:
                 if FOURS:
-                    ptx.store_global(to, (acc[e], acc[e + 1], acc[e + 2], acc[e + 3]))
+                    ptx.store_global(target, (acc[e], acc[e + 1], acc[e + 2], acc[e + 3]))
                 else:
                     for x in range(4):
-                        ptx.store_global(u64(to + u64(x * STRIDE)), (acc[e + x],))
+                        ptx.store_global(u64(target + u64(x * STRIDE)), (acc[e + x],))
             elif FOURS:
-                ptx.add_four(to, acc[e], acc[e + 1], acc[e + 2], acc[e + 3])
+                ptx.add_four(target, acc[e], acc[e + 1], acc[e + 2], acc[e + 3])
             else:
                 for x in range(4):
-                    ptx.add_one(u64(to + u64(x * STRIDE)), acc[e + x])
+                    ptx.add_one(u64(target + u64(x * STRIDE)), acc[e + x])
 
-    return add
+    return add, blocks_before
 
 
 def build_postprocess(dtype, shape, options, tile):

@@ -91,7 +91,7 @@ class BackwardTile:
     dq_warps : tuple of two ints
         Warps along the rows and the columns of dQ.
     stages : int
-        Tiles of Q and of dO that there is room for.
+        Tiles of Q, dO and dS that there is room for.
     min_blocks : int
         Blocks per multiprocessor that the register allocation must allow.
     """
@@ -123,7 +123,7 @@ class BackwardTile:
         sizes = (
             *(self.block_n * pitch_k, self.block_n * pitch_v),
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
-            *(self.block_n * pitch_ds, self.stages * 2 * 4 * self.block_m),
+            *(self.stages * self.block_n * pitch_ds, self.stages * 2 * 4 * self.block_m),
         )
         starts = accumulate(sizes, initial=0)
         return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
