@@ -157,7 +157,7 @@ def _main(this: Pass):
     scale_log2 = np.float32(p.scale if p.options.modifies else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
     main = Launch(
-        "sm80.backward.build",
+        tile.kernel,
         (p.dtype, this.shape, this.ordered, p.options.structure, tile),
         this.gpu,
         grid=items,

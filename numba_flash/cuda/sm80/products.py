@@ -1,6 +1,6 @@
 """Products of a warp, by what the loops call them, and its fragments on their way to shared memory.
 
-``nt``: A B^T, rows of both run along the sum. ``nn``: A B, with A in registers. ``tn``: A^T B.
+``nt``: A B^T, rows of both run along the sum. ``nn``: A B. ``tn``: A^T B.
 """
 
 from typing import NamedTuple
@@ -79,15 +79,21 @@ def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
     return product
 
 
-def build_nn(kind, m_tiles, columns, depth, b_pitch):
-    """``product(acc, a, b)``: acc += A B, with A in registers."""
+def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None):
+    """``product(acc, a, b)``: acc += A B, with A in registers unless it has a pitch."""
+    HELD = a_pitch is None
+    a = None if HELD else Matrices(16 * a_pitch, 32, False)
     b = Matrices(32, 16 * b_pitch, True)
-    multiply = ptx.product(m_tiles, columns // 16, depth // 16, None, b, *kind)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind)
+    beside_a, _ = build_lane(a_pitch or 0)
     beside, _ = build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
-        multiply(acc, a, beside(b))
+        if HELD:
+            multiply(acc, a, beside(b))
+        else:
+            multiply(acc, beside_a(a), beside(b))
 
     return product
 

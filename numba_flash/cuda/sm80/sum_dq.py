@@ -17,12 +17,28 @@ from numba_flash.cuda.sm80.tiles import pitch
 
 
 class Sum(NamedTuple):
-    """What a block of keys adds to: a row block's number, and how many blocks of keys come before
-    this one.
+    """What a block of keys adds to.
+
+    Attributes
+    ----------
+    number : int
+        Of the row block.
+    first : bool
+        It is the first block of keys that does so.
+    flag : int
+        Number of the flag that the row block shares with others of its head.
+    before : int
+        How many blocks of keys come before this one at that flag.
+    begins, ends : bool
+        It is the first, or the last, of those row blocks that this block of keys adds to.
     """
 
     number: int
+    first: bool
+    flag: int
     before: int
+    begins: bool
+    ends: bool
 
 
 def build_place(tile, fours):
@@ -40,42 +56,63 @@ def build_place(tile, fours):
 
 
 def build(kind, shape, ordered, tile):
-    """``add(ds, k, dq_sum, flags, to)``: dQ = dQ + dS K of the `Sum` of a row block, if `ordered` in
-    its turn; and ``blocks_before(row0, high, at)``, how many blocks of keys before that from key
-    row0 on add to the at-th row block of a head: those from the first that it sees on.
+    """Functions of a block of keys:
 
-    ds : tile of dS^T, keys along its rows; k : tile of K, both in shared memory.
+    ``add(ds, k, dq_sum, flags, to)``: dQ = dQ + dS K of a row block, its `Sum`, from tiles of dS^T
+    and K in shared memory; if `ordered` when all blocks of keys before have added to it.
+    ``release(flags, to)``: say that this block has, after everybody has.
+    ``sum_of(item, walk)``: the `Sum` of a tile.
+
     dq_sum : float32 (b0, b1, heads, row blocks, BLOCK_M * D).
+    flags : one for SHARE row blocks, since to wait, and to wait until all has arrived in memory,
+        takes as long as a fraction of a tile.
     """
     BLOCK_M, BLOCK_N, D = tile.block_m, tile.block_n, tile.padded(shape.head_dim)
     WARPS_M, WARPS_N = tile.dq_warps
     ROWS, COLUMNS = BLOCK_M // WARPS_M, D // WARPS_N  # of a warp
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
-    ORDERED, FOURS = ordered, shape.fours
+    ORDERED, FOURS, SHARE = ordered, shape.fours, tile.share
     product = products.build_tn(kind, ROWS // 16, COLUMNS, BLOCK_N, pitch(BLOCK_M), pitch(D))
     place = build_place(tile, FOURS)
 
     @inline
-    def blocks_before(row0, high, at):
-        return i32(row0 // BLOCK_N - max(at * BLOCK_M - high, 0) // BLOCK_N)
+    def blocks_before(item, at):
+        """Blocks of keys before that see something of the row block `at` of a head or later."""
+        return i32(item.row0 // BLOCK_N - max(at * BLOCK_M - item.high, 0) // BLOCK_N)
+
+    @inline
+    def sum_of(item, walk):
+        at, last = walk.at, item.first + item.count - 1
+        shared = i32(at // SHARE)
+        return Sum(
+            number=i32(walk.base + at),
+            first=blocks_before(item, at) == 0,
+            flag=i32(walk.base + shared * SHARE),
+            before=blocks_before(item, i32(shared * SHARE)),
+            begins=at == last or at % SHARE == SHARE - 1,
+            ends=at == item.first or at % SHARE == 0,
+        )
+
+    @inline
+    def flag_address(flags, to):
+        return u64(ptx.global_address(flags) + u64(4) * u64(u32(to.flag)))
 
     @inline
     def add(ds, k, dq_sum, flags, to):
-        number, before = to.number, to.before
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
         warp = i32(cuda.threadIdx.x // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
         product(acc, u32(ds + u32(row * 2)), u32(k + u32(column * 2)))
-        sums = u64(ptx.global_address(dq_sum) + u64(u32(number)) * u64(DQ_BYTES))
+        sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
         if ORDERED:
-            flag = u64(ptx.global_address(flags) + u64(u32(number)) * u64(4))
-            if cuda.threadIdx.x % 32 == 0:
-                while ptx.load_flag(flag) != before:
-                    pass
-            cuda.syncwarp()
+            if to.begins:
+                if cuda.threadIdx.x % 32 == 0:
+                    while ptx.load_flag(flag_address(flags, to)) != to.before:
+                        pass
+                cuda.syncwarp()
         for e in range(0, COUNT, 4):
             target = u64(sums + place(e))
-            if ORDERED and before == 0:
+            if ORDERED and to.first:
                 if FOURS:
                     ptx.store_global(target, (acc[e], acc[e + 1], acc[e + 2], acc[e + 3]))
                 else:
@@ -87,7 +124,13 @@ def build(kind, shape, ordered, tile):
                 for x in range(4):
                     ptx.add_one(u64(target + u64(x * STRIDE)), acc[e + x])
 
-    return add, blocks_before
+    @inline
+    def release(flags, to):
+        if ORDERED:
+            if to.ends and cuda.threadIdx.x == 0:
+                ptx.add_flag(flag_address(flags, to), i32(1))
+
+    return add, release, sum_of
 
 
 def build_postprocess(dtype, shape, options, tile):

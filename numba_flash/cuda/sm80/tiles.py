@@ -63,7 +63,7 @@ class Tile:
 
 class BackwardLayout(NamedTuple):
     """Where a block of the backward pass keeps what in shared memory, in bytes: tiles of K, V, Q,
-    dO, dS^T, the lse and delta of queries; what there is in all; and pitches.
+    dO, dS^T, P^T, the lse and delta of queries; what there is in all; and pitches.
     """
 
     k: int
@@ -71,6 +71,7 @@ class BackwardLayout(NamedTuple):
     q: int
     do: int
     ds: int
+    p: int
     rows: int
     bytes: int
     pitch_k: int
@@ -94,6 +95,11 @@ class BackwardTile:
         Tiles of Q, dO and dS that there is room for.
     min_blocks : int
         Blocks per multiprocessor that the register allocation must allow.
+    share : int
+        Row blocks that share a flag.
+    pairs : bool
+        Two warps have the same keys, half of their scores, and half of the columns of their dK and
+        dV; P and dS go through shared memory (`numba_flash.cuda.sm80.backward_pairs`).
     """
 
     warps: int
@@ -103,10 +109,17 @@ class BackwardTile:
     dq_warps: tuple[int, int]
     stages: int
     min_blocks: int
+    share: int = 4
+    pairs: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """What builds the main kernel."""
+        return "sm80.backward_pairs.build" if self.pairs else "sm80.backward.build"
 
     @property
     def block_n(self) -> int:
-        return ROWS * self.m_tiles * self.warps
+        return ROWS * self.m_tiles * self.warps // (2 if self.pairs else 1)
 
     @property
     def threads(self) -> int:
@@ -120,10 +133,12 @@ class BackwardTile:
     def layout(self, d: int, dv: int) -> BackwardLayout:
         pitch_k, pitch_v = pitch(self.padded(d)), pitch(self.padded(dv))
         pitch_ds = pitch(self.block_m)
+        p = self.block_n * pitch_ds
         sizes = (
             *(self.block_n * pitch_k, self.block_n * pitch_v),
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
-            *(self.stages * self.block_n * pitch_ds, self.stages * 2 * 4 * self.block_m),
+            *((p, p) if self.pairs else (self.stages * p, 0)),
+            self.stages * 2 * 4 * self.block_m,
         )
         starts = accumulate(sizes, initial=0)
         return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
@@ -187,7 +202,8 @@ def forward_tile(d: int, dv: int, hardware: Hardware) -> Tile:
 
 BACKWARD_TILES = (
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2)),
-    Row(128, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1)),
+    Row(128, 227 * KB, BackwardTile(8, 1, 64, 64, (2, 4), 2, 1)),
+    Row(256, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, pairs=True)),
 )
 
 

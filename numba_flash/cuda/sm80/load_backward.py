@@ -1,0 +1,116 @@
+"""How the backward kernels get their work and their tiles."""
+
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda.lang import cuda, i32, i64, inline, u32, u64
+from numba_flash.cuda.sm80.load import build_load
+
+
+class Walk(NamedTuple):
+    """A tile of queries on a block's way through them, the last one of each head first.
+
+    Attributes
+    ----------
+    head, base : int
+        Its head, and the number of the head's first row block.
+    at : int
+        Its number in its head.
+    """
+
+    head: int
+    base: int
+    at: int
+
+
+class Loads(NamedTuple):
+    """Functions of a block; see `build`."""
+
+    begin: Any
+    first: Any
+    next: Any
+    keys: Any
+    tile: Any
+
+
+def build(shape, ordered, options, tile, place):
+    """`Loads` of a kernel; `place` says where a key is stored in its tile."""
+    BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
+    D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
+    SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
+    K, V, Q, DO, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.rows
+    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 8 * BLOCK_M
+    ORDERED, PACKED, TURING = ordered, options.packed, shape.turing
+    item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
+    first_block = schedule.build_first_block(PACKED, BLOCK_M)
+    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous, D)
+    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place, shape.asynchronous, DV)
+    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous, D)
+    load_do = build_load(BLOCK_M, shape.head_dim_v, THREADS, None, shape.asynchronous, DV)
+
+    @inline
+    def begin(smem, flags, shape, extras, sizes):
+        """This block's `numba_flash.cuda.schedule.Item`. If ORDERED, blocks claim them: whom an
+        item waits for has been claimed before, by a block at work, however few blocks the GPU has
+        room for.
+        """
+        number = i32(cuda.blockIdx.x)
+        if ORDERED:
+            if cuda.threadIdx.x == 0:
+                last = u64(flags.shape[0] - 1)
+                number = ptx.next_number(u64(ptx.global_address(flags) + u64(4) * last))
+                ptx.store_shared(smem, number)
+            cuda.syncthreads()  # the number is there
+            number = ptx.load_shared(smem)
+            cuda.syncthreads()  # everybody has read it
+        return item_of(number, shape, extras, sizes)
+
+    @inline
+    def first(item, rows, sizes):
+        """The first tile."""
+        head = i32(item.head * sizes.group)
+        base = first_block(item.b0, item.b1, head, item.columns_begin, rows.shape[1:])
+        return Walk(head, base, i32(item.first + item.count - 1))
+
+    @inline
+    def next_tile(walk, item, rows):
+        """The tile before, or the last one of the next head."""
+        head, base, at = walk.head, walk.base, i32(walk.at - 1)
+        if at < item.first:
+            head, base = i32(head + 1), i32(base + rows.shape[4] // BLOCK_M)
+            at = i32(item.first + item.count - 1)
+        return Walk(head, base, at)
+
+    @inline
+    def keys(smem, k, v, item):
+        """K and V."""
+        b0, b1, begin = item.b0, i32(0) if PACKED else item.b1, item.rows_begin
+        load_k(u32(smem + u32(K)), k[b0, b1, item.head, begin:], item.row0, item.rows)
+        load_v(u32(smem + u32(V)), v[b0, b1, item.head, begin:], item.row0, item.rows)
+
+    @inline
+    def load_rows(target, rows, number):
+        """The lse and delta of a row block."""
+        thread = i32(cuda.threadIdx.x)
+        if thread < BLOCK_M // 2:
+            which, chunk = i32(thread // (BLOCK_M // 4)), i32(thread % (BLOCK_M // 4))
+            at = u64(i64(number) * (4 * BLOCK_M) + chunk * 16)
+            source = u64(ptx.global_address(rows[which]) + at)
+            to = u32(target + u32(thread * 16))
+            if TURING:
+                ptx.store_shared_vector(to, ptx.load_global_words(source))
+            else:
+                ptx.copy16(to, source, u32(16))
+
+    @inline
+    def load_tile(smem, slot, do, q, rows, item, walk):
+        """Q, dO, and what belongs to their rows, into a slot."""
+        b0, b1, begin = item.b0, i32(0) if PACKED else item.b1, item.columns_begin
+        row0, queries = i32(walk.at * BLOCK_M), item.columns
+        q_head, do_head = q[b0, b1, walk.head, begin:], do[b0, b1, walk.head, begin:]
+        load_q(u32(smem + u32(Q) + slot * u32(Q_BYTES)), q_head, row0, queries)
+        load_do(u32(smem + u32(DO) + slot * u32(DO_BYTES)), do_head, row0, queries)
+        to = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
+        load_rows(to, rows, i32(walk.base + walk.at))
+
+    return Loads(begin, first, next_tile, keys, load_tile)
