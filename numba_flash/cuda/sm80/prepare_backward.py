@@ -18,9 +18,9 @@ LOG2E = math.log2(math.e)
 ROW_THREADS = 256  # of the kernel before the main one
 # Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache.
 SUMS_AT_WORK = 2**25
-# Blocks of keys of one head that are at work at the same time: they wait for each other at its
-# first tile, longer if they are more.
-BLOCKS_AT_WORK = 4
+# Blocks of keys of one head wait for each other at their first tiles, LAG and those that share a
+# flag each; that may take 1 / PATIENCE of their time.
+LAG, PATIENCE = 2, 8
 
 
 class Temporaries(NamedTuple):
@@ -177,15 +177,16 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     """Heads of k whose blocks of keys are handed out together.
 
     So many that few blocks of one head are at work at the same time, if they wait for each other;
-    without a band no more than have their sums in the cache.
+    else, without a band, no more than have their sums in the cache.
     """
     even = grid.even_section(max(1, grid.blocks(p, p.nk, tile.block_n)), multiprocessors)
-    at_work = multiprocessors * tile.min_blocks
-    if p.band != "none" and ordered:
-        return max(1, -(-at_work // BLOCKS_AT_WORK))
+    tiles = -(-p.nq // tile.block_m)
+    if ordered:
+        at_work = multiprocessors * tile.min_blocks
+        return max(1, min(at_work, PATIENCE * at_work * (LAG + tile.share) // max(1, tiles)))
     if p.band != "none":
         return even
-    sums_of_a_head = 4 * tile.block_m * tile.padded(p.d) * -(-p.nq // tile.block_m)
+    sums_of_a_head = 4 * tile.block_m * tile.padded(p.d) * tiles
     return max(1, min(even, SUMS_AT_WORK // max(1, sums_of_a_head)))
 
 

@@ -50,7 +50,7 @@ def build_place(tile, fours):
     @inline
     def place(e):
         thread = i64(cuda.threadIdx.x)
-        return u64((e * THREADS + 4 * thread) * 4 if FOURS else (e * THREADS + thread) * 4)
+        return u64((i64(e) * THREADS + (4 * thread if FOURS else thread)) * 4)
 
     return place
 
@@ -69,7 +69,8 @@ def build(kind, shape, ordered, tile):
     """
     BLOCK_M, BLOCK_N, D = tile.block_m, tile.block_n, tile.padded(shape.head_dim)
     WARPS_M, WARPS_N = tile.dq_warps
-    ROWS, COLUMNS = BLOCK_M // WARPS_M, D // WARPS_N  # of a warp
+    PARTS, ROWS = tile.dq_parts, BLOCK_M // WARPS_M
+    COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS, SHARE = ordered, shape.fours, tile.share
     product = products.build_tn(kind, ROWS // 16, COLUMNS, BLOCK_N, pitch(BLOCK_M), pitch(D))
@@ -101,28 +102,30 @@ def build(kind, shape, ordered, tile):
     def add(ds, k, dq_sum, flags, to):
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
         warp = i32(cuda.threadIdx.x // 32)
-        row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
-        product(acc, u32(ds + u32(row * 2)), u32(k + u32(column * 2)))
+        row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
-        if ORDERED:
-            if to.begins:
-                if cuda.threadIdx.x % 32 == 0:
-                    while ptx.load_flag(flag_address(flags, to)) != to.before:
-                        pass
-                cuda.syncwarp()
-        for e in range(0, COUNT, 4):
-            target = u64(sums + place(e))
-            if ORDERED and to.first:
-                if FOURS:
-                    ptx.store_global(target, (acc[e], acc[e + 1], acc[e + 2], acc[e + 3]))
+        for part in range(PARTS):
+            k_part = u32(k + u32((column + part * COLUMNS) * 2))
+            product(acc, u32(ds + u32(row * 2)), k_part)
+            if ORDERED:
+                if to.begins and part == 0:
+                    if cuda.threadIdx.x % 32 == 0:
+                        while ptx.load_flag(flag_address(flags, to)) != to.before:
+                            pass
+                    cuda.syncwarp()
+            for e in range(0, COUNT, 4):
+                target = u64(sums + place(i32(part * COUNT + e)))
+                if ORDERED and to.first:
+                    if FOURS:
+                        ptx.store_global(target, (acc[e], acc[e + 1], acc[e + 2], acc[e + 3]))
+                    else:
+                        for x in range(4):
+                            ptx.store_global(u64(target + u64(x * STRIDE)), (acc[e + x],))
+                elif FOURS:
+                    ptx.add_four(target, acc[e], acc[e + 1], acc[e + 2], acc[e + 3])
                 else:
                     for x in range(4):
-                        ptx.store_global(u64(target + u64(x * STRIDE)), (acc[e + x],))
-            elif FOURS:
-                ptx.add_four(target, acc[e], acc[e + 1], acc[e + 2], acc[e + 3])
-            else:
-                for x in range(4):
-                    ptx.add_one(u64(target + u64(x * STRIDE)), acc[e + x])
+                        ptx.add_one(u64(target + u64(x * STRIDE)), acc[e + x])
 
     @inline
     def release(flags, to):
@@ -141,7 +144,8 @@ def build_postprocess(dtype, shape, options, tile):
     """
     D, BLOCK_M = tile.padded(shape.head_dim), tile.block_m
     WARPS_M, WARPS_N = tile.dq_warps
-    ROWS, COLUMNS, PITCH = BLOCK_M // WARPS_M, D // WARPS_N, pitch(D)
+    PARTS, ROWS, PITCH = tile.dq_parts, BLOCK_M // WARPS_M, pitch(D)
+    COLUMNS = D // WARPS_N // PARTS
     COUNT, STRIDE, ROOM, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, BLOCK_M * PITCH, 4 * BLOCK_M * D
     FACTORS, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
     WARP_ROWS = BLOCK_M // tile.warps
@@ -162,22 +166,24 @@ def build_postprocess(dtype, shape, options, tile):
             row0, min(row0 + BLOCK_M, queries), rows.keys, low + rows.shift, high + rows.shift
         )
         sums = u64(ptx.global_address(dq_sum) + u64(number * DQ_BYTES))
-        zero(acc)
-        if start < stop and row0 < queries:
-            for e in range(0, COUNT, 4):
-                at = u64(sums + place(e))
-                if FOURS:
-                    x = ptx.load_global_four(at)
-                    for i in range(4):
-                        acc[e + i] = x[i]
-                else:
-                    for i in range(4):
-                        acc[e + i] = ptx.load_global_one(u64(at + u64(i * STRIDE)))
         for r in range(FACTORS):
             factor[r] = f32(NAN) if rows.invalid else scale
         warp = i32(cuda.threadIdx.x // 32)
-        row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
-        put(u32(smem + u32(row * PITCH + column * 2)), acc, factor)
+        row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
+        for part in range(PARTS):
+            zero(acc)
+            if start < stop and row0 < queries:
+                for e in range(0, COUNT, 4):
+                    at = u64(sums + place(i32(part * COUNT + e)))
+                    if FOURS:
+                        x = ptx.load_global_four(at)
+                        for i in range(4):
+                            acc[e + i] = x[i]
+                    else:
+                        for i in range(4):
+                            acc[e + i] = ptx.load_global_one(u64(at + u64(i * STRIDE)))
+            place_in_tile = row * PITCH + (column + part * COLUMNS) * 2
+            put(u32(smem + u32(place_in_tile)), acc, factor)
         cuda.syncthreads()  # all rows are there
         dq_head, last = dq[rows.b0, rows.b1, rows.head], i32(dq.shape[3])
         if PACKED:

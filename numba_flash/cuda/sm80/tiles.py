@@ -100,6 +100,8 @@ class BackwardTile:
     pairs : bool
         Two warps have the same keys, half of their scores, and half of the columns of their dK and
         dV; P and dS go through shared memory (`numba_flash.cuda.sm80.backward_pairs`).
+    dq_parts : int
+        A warp makes so many parts of its columns of dQ one after the other.
     """
 
     warps: int
@@ -111,6 +113,7 @@ class BackwardTile:
     min_blocks: int
     share: int = 4
     pairs: bool = False
+    dq_parts: int = 1
 
     @property
     def kernel(self) -> str:
