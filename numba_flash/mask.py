@@ -31,6 +31,12 @@ def kv_range(i0, i1, nk, low, high):
 
 
 @njit
+def clear_range(i0, i1, n, nk, low, high):
+    """Where tiles of `n` keys begin, ``[start, stop)``, that every query in ``[i0, i1)`` sees as a whole."""
+    return i1 - 1 + low, min(nk, i0 + high + 1) - n + 1
+
+
+@njit
 def q_range(j0, j1, nq, low, high):
     """Queries ``[start, stop)`` that see at least one key in ``[j0, j1)``; start >= stop if there are none."""
     return max(0, j0 - high), min(nq, j1 - low)

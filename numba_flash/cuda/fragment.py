@@ -73,16 +73,18 @@ def row_sum(x):
     return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
 
 
-def build_pack(count, bfloat16):
+def build_pack(count, bfloat16, turing=False):
     """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;
     ``pack2`` for one pair.
     """
-    COUNT, BFLOAT16 = count, bfloat16
+    COUNT, BFLOAT16, TURING = count, bfloat16, turing
 
     @inline
     def pack2(x, y):
         if BFLOAT16:
             return ptx.pack_bfloat16(x, y)
+        if TURING:
+            return ptx.pack_float16_on_turing(x, y)
         return ptx.pack_float16(x, y)
 
     @inline

@@ -10,6 +10,8 @@ from numba_flash import mask
 from numba_flash.cuda.lang import cuda, device, i32, i64, inline, types, u32
 from numba_flash.cuda.sequence import build_sequence
 
+SECTION_BYTES = 2**25  # of keys and values that blocks of several heads read at the same time
+
 
 class RowBlock(NamedTuple):
     """Batch element (for packed sequences 0 and the sequence), head, and the number of a block of
@@ -67,6 +69,19 @@ def row_block(index, blocks, heads, batch1):
     return RowBlock(index // batch1, index % batch1, head, block)
 
 
+@njit
+def row_block_in_sections(index, blocks, section, pairs, heads, batch1):
+    """The same of u32 numbers, where `section` of all `pairs` of batch element and head come
+    together, the last blocks of all of them first.
+    """
+    number = u32(index // u32(section * blocks))
+    within = u32(index - u32(u32(number * section) * blocks))
+    size = min(section, u32(pairs - u32(number * section)))
+    block, pair = u32(within // size), u32(u32(number * section) + within % size)
+    b, head = u32(pair // heads), u32(pair % heads)
+    return RowBlock(i32(b // batch1), i32(b % batch1), i32(head), i32(blocks - u32(1) - block))
+
+
 @device
 def packed_row_block(index, offsets, total, block):
     """The same for sequences that lie one after the other in `total` rows, with boundaries known to
@@ -103,6 +118,31 @@ def build_row_block(options, transposed, block_m):
         return row_block(index, (rows + BLOCK_M - 1) // BLOCK_M, heads, batch1)
 
     return row_block_of
+
+
+def build_query_block(options, banded, block_m, key_bytes):
+    """``query_block_of(index, extras, shape, nk)``: the `RowBlock` of queries of a number, in
+    arrays (b0, b1, heads, nq, ...) of that shape.
+
+    With a band, where blocks differ in length, the longest of several heads come first: of as many
+    as have their keys and values, of `key_bytes` each, in the cache.
+    """
+    PACKED, BANDED, BLOCK_M, KEY_BYTES = options.packed, banded, block_m, key_bytes
+
+    @inline
+    def query_block_of(index, extras, shape, nk):
+        if PACKED:
+            return packed_row_block(index, extras.q_lengths, shape[3], BLOCK_M)
+        heads, batch1 = u32(shape[2]), u32(shape[1])
+        pairs = u32(u32(u32(shape[0]) * batch1) * heads)
+        blocks, section = u32(u32(shape[3] + (BLOCK_M - 1)) // u32(BLOCK_M)), u32(1)
+        if BANDED:
+            most = max(u32(1), u32(u32(SECTION_BYTES // KEY_BYTES) // u32(nk + 1)))
+            sections = u32(u32(pairs + most - u32(1)) // most)
+            section = u32(u32(pairs + sections - u32(1)) // sections)  # all about the same
+        return row_block_in_sections(u32(index), blocks, section, pairs, heads, batch1)
+
+    return query_block_of
 
 
 class Rows(NamedTuple):

@@ -1,8 +1,8 @@
 """Online softmax on fragments (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2,
 Algorithm 1, lines 9 to 12).
 
-A thread holds two rows of each tile of 16 of its warp; four neighbouring lanes share them. For each row, over the tiles seen so
-far,
+A thread holds two rows of each tile of 16 of its warp; four neighbouring lanes share them. For
+each row, over the tiles seen so far,
 
     m_i    the shift of the exponents: the largest score, or one that it exceeds by at most LAZY in
     base 2, l_i    this lane's part of sum_j 2^(scale_log2 (s_j - m_i)).
@@ -70,20 +70,19 @@ def build_zero(count):
     return zero, zero_rows
 
 
-def build_online(count, tiles=1):
+def build_online(count):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1. There are `count` scores of each tile.
+    alpha where it is not 1.
     """
-    ROWS, COUNT, GROUPS, ACC = 2 * tiles, count, count // 4, f32
+    GROUPS, ACC = count // 4, f32
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
-        for r in range(ROWS):
-            e = r // 2 * COUNT + 2 * (r % 2)
+        for r in range(2):
             m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
             for j in range(0, GROUPS, 2):
-                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + e], s[4 * j + e + 1]))
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
+                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
+                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
             m_new = row_maximum(ptx.maximum(m_new, other))
             if (m_new - m_i[r]) * scale_log2 <= ACC(LAZY):
                 m_new = m_i[r]
@@ -94,29 +93,83 @@ def build_online(count, tiles=1):
             shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
-                s[4 * j + e] = ptx.ex2(s[4 * j + e] * scale_log2 - shift)
-                s[4 * j + e + 1] = ptx.ex2(s[4 * j + e + 1] * scale_log2 - shift)
-                l += s[4 * j + e] + s[4 * j + e + 1]
+                s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
+                s[4 * j + 2 * r + 1] = ptx.ex2(s[4 * j + 2 * r + 1] * scale_log2 - shift)
+                l += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1]
             l_i[r] = l_i[r] * alpha[r] + l
 
     return online
 
 
-def build_rescale(count, tiles=1):
+def build_raise(count, outputs, tiles):
+    """``raise_shifts(s, acc, m_i, l_i, scale_log2)``: shifts that suit these scores too, with O and
+    l rescaled, if a row of the warp needs that. There are `count` scores and `outputs` registers of
+    O of each tile.
+
+    Most tiles need it nowhere; what lanes know of their own scores tells.
+    """
+    ROWS, COUNT, GROUPS, OUTPUTS, ACC = 2 * tiles, count, count // 4, outputs // 4, f32
+
+    @inline
+    def raise_shifts(s, acc, m_i, l_i, scale_log2):
+        best = cuda.local.array(ROWS, ACC)  # of this lane's scores
+        needed = False
+        for r in range(ROWS):
+            e = r // 2 * COUNT + 2 * (r % 2)
+            one, other = ACC(NEG_INF), ACC(NEG_INF)  # two chains of maxima, each half as long
+            for j in range(0, GROUPS, 2):
+                one = ptx.maximum(one, ptx.maximum(s[4 * j + e], s[4 * j + e + 1]))
+                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
+            best[r] = ptx.maximum(one, other)
+            needed = needed or (best[r] - m_i[r]) * scale_log2 > ACC(LAZY)
+        if cuda.any_sync(ALL_LANES, needed):
+            for r in range(ROWS):
+                m_new = row_maximum(best[r])
+                alpha = ACC(1)
+                if (m_new - m_i[r]) * scale_log2 > ACC(LAZY):
+                    alpha = ptx.ex2((m_i[r] - m_new) * scale_log2)
+                    m_i[r] = m_new
+                l_i[r] *= alpha
+                for j in range(OUTPUTS):
+                    e = r // 2 * OUTPUTS * 4 + 4 * j + 2 * (r % 2)
+                    acc[e] *= alpha
+                    acc[e + 1] *= alpha
+
+    return raise_shifts
+
+
+def build_exponentials(count, tiles):
+    """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l."""
+    ROWS, COUNT, GROUPS, ACC = 2 * tiles, count, count // 4, f32
+
+    @inline
+    def exponentials(s, m_i, l_i, scale_log2):
+        for r in range(ROWS):
+            e = r // 2 * COUNT + 2 * (r % 2)
+            # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
+            shift = (m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)) * scale_log2
+            l = ACC(0)
+            for j in range(GROUPS):
+                s[4 * j + e] = ptx.ex2(s[4 * j + e] * scale_log2 - shift)
+                s[4 * j + e + 1] = ptx.ex2(s[4 * j + e + 1] * scale_log2 - shift)
+                l += s[4 * j + e] + s[4 * j + e + 1]
+            l_i[r] += l
+
+    return exponentials
+
+
+def build_rescale(count):
     """``rescale(acc, alpha)``: rows of O times alpha, unless it is 1 in the whole warp."""
-    TILES, COUNT, GROUPS, ONE = tiles, count, count // 4, f32(1)
+    GROUPS, ONE = count // 4, f32(1)
 
     @inline
     def rescale(acc, alpha):
-        for m in range(TILES):
-            first, second = alpha[2 * m], alpha[2 * m + 1]
-            if cuda.any_sync(ALL_LANES, first != ONE or second != ONE):
-                for j in range(GROUPS):
-                    e = m * COUNT + 4 * j
-                    acc[e] *= first
-                    acc[e + 1] *= first
-                    acc[e + 2] *= second
-                    acc[e + 3] *= second
+        if cuda.any_sync(ALL_LANES, alpha[0] != ONE or alpha[1] != ONE):
+            for j in range(GROUPS):
+                acc[4 * j] *= alpha[0]
+                acc[4 * j + 1] *= alpha[0]
+                acc[4 * j + 2] *= alpha[1]
+                acc[4 * j + 3] *= alpha[1]
 
     return rescale
 

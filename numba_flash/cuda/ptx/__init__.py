@@ -141,6 +141,9 @@ from numba_flash.cuda.ptx.scalar import (
     pack_float16 as pack_float16,
 )
 from numba_flash.cuda.ptx.scalar import (
+    pack_float16_on_turing as pack_float16_on_turing,
+)
+from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,
 )
 from numba_flash.cuda.ptx.scalar import (

@@ -11,6 +11,11 @@ maximum = instruction("maximum", "max.f32 $0, $1, $2;", f32, f32, f32, memory=Fa
 pack_float16 = instruction(
     "pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
 )
+pack_float16_on_turing = instruction(  # which converts one at a time
+    "pack_float16_on_turing",
+    "{ .reg .b16 l, h; cvt.rn.f16.f32 l, $1; cvt.rn.f16.f32 h, $2; mov.b32 $0, {l, h}; }",
+    u32, f32, f32, memory=False,
+)  # fmt: skip
 pack_bfloat16 = instruction(
     "pack_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
 )

@@ -8,7 +8,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import first_column
 from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import index
-from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
+from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
 
 
 @inline
@@ -36,15 +36,11 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
     place = place or in_order
 
     @inline
-    def one(tile, x, base, row, at, chunk, first, stop):
-        """One chunk of a row, to the place `at` among the tile's rows."""
-        target = u32(tile + u32(at * PITCH + chunk * (2 * CHUNK)))
-        i = first + row
+    def one(target, x, source, i, chunk, there):
+        """One chunk of row i; zeros unless it is there."""
         if ASYNCHRONOUS:
-            there = i < stop
             if not WHOLE:
                 there = there and chunk * CHUNK < HEAD_DIM
-            source = u64(base + u64(i64(row) * x.strides[0] + i64(chunk * (2 * CHUNK))))
             ptx.copy16(target, source, u32(2 * CHUNK) if there else u32(0))
         else:
             words = cuda.local.array(4, u32)
@@ -52,7 +48,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
                 words[w] = u32(0)
                 for half in range(2):
                     column = chunk * CHUNK + 2 * w + half
-                    if i < stop and column < HEAD_DIM:
+                    if there and column < HEAD_DIM:
                         words[w] |= u32(u32(x[index(i), index(column)]) << u32(16 * half))
             ptx.store_shared_vector(target, (words[0], words[1], words[2], words[3]))
 
@@ -60,16 +56,23 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
     def load(tile, x, first, stop):
         thread = i32(cuda.threadIdx.x)
         base = u64(ptx.global_address(x) + u64(i64(first) * x.strides[0]))
+        rest = i32(stop - first)
         if REGULAR:
             row0, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
-            at0 = i32(place(row0))
+            source = u64(base + u64(i64(row0) * x.strides[0] + i64(chunk * (2 * CHUNK))))
+            target = u32(tile + u32(place(row0) * PITCH + chunk * (2 * CHUNK)))
+            rest = i32(rest - row0)
             for step in range(ROWS // STEP):
-                row, at = i32(row0 + step * STEP), i32(at0 + place(i32(step * STEP)))
-                one(tile, x, base, row, at, chunk, first, stop)
+                at = u32(target + u32(place(i32(step * STEP)) * PITCH))
+                i = i32(first + row0 + step * STEP)
+                one(at, x, source, i, chunk, rest > i32(step * STEP))
+                source = u64(source + u64(i64(STEP) * x.strides[0]))
         else:
             for number in range(thread, TOTAL, THREADS):
                 row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
-                one(tile, x, base, row, i32(place(row)), chunk, first, stop)
+                source = u64(base + u64(i64(row) * x.strides[0] + i64(chunk * (2 * CHUNK))))
+                target = u32(tile + u32(place(row) * PITCH + chunk * (2 * CHUNK)))
+                one(target, x, source, i32(first + row), chunk, rest > row)
 
     return load
 
@@ -81,17 +84,21 @@ def build_store(rows, head_dim, wide, row_of=None, columns=None):
     wide : by 16 bytes at a time; rows lie at multiples of that, and are as long.
     row_of : which row is stored at a place: None in their order, or a function like `key_of_place`.
     """
-    ROWS, HEAD_DIM, PITCH, WIDE = rows, head_dim, pitch(columns or head_dim), wide
+    HEAD_DIM, PITCH, WIDE = head_dim, pitch(columns or head_dim), wide
     CHUNKS = -(-head_dim // CHUNK)
+    TOTAL = rows * CHUNKS
+    TURNS = -(-TOTAL // WARP)
+    REGULAR = TOTAL % WARP == 0
     row_of = row_of or in_order
 
     @inline
     def store(tile, x, first, stop):
-        lane = i32(cuda.threadIdx.x % 32)
-        for number in range(lane, ROWS * CHUNKS, 32):
-            row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
-            i = first + row_of(row)
-            if i < stop:
+        lane = i32(cuda.threadIdx.x % WARP)
+        for turn in range(TURNS):
+            number = i32(lane + turn * WARP)
+            row, chunk = i32(u32(number) // u32(CHUNKS)), i32(u32(number) % u32(CHUNKS))
+            i = i32(first + row_of(row))
+            if i < stop and (REGULAR or number < TOTAL):
                 words = ptx.load_shared_words(u32(tile + u32(row * PITCH + chunk * (2 * CHUNK))))
                 if WIDE:
                     at = u64(i64(i) * x.strides[0] + i64(chunk * (2 * CHUNK)))

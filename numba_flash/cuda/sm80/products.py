@@ -131,10 +131,10 @@ def build_put_words(m_tiles, columns, pitch):
     return put
 
 
-def build_put(m_tiles, columns, pitch, bfloat16):
+def build_put(m_tiles, columns, pitch, bfloat16, turing=False):
     """``put(tile, acc, factor)``: a warp's rows, each times its factor, rounded, to shared memory."""
     M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch
-    _, pack2 = build_pack(0, bfloat16)
+    _, pack2 = build_pack(0, bfloat16, turing)
 
     @inline
     def put(tile, acc, factor):
