@@ -51,23 +51,22 @@ def build(dtype, shape, ordered, options, tile):
     ROWS_BYTES, LSE_BYTES = 8 * BLOCK_M, 4 * BLOCK_M
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
-    BFLOAT16, TURING, NAN = dtype == "bfloat16", shape.turing, math.nan
-    PACKED, SEQUENCES = options.packed, options.sequences
+    TURING, PACKED, NAN = shape.turing, options.packed, math.nan
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, load_keys, load_tile = loads
-    kind = products.Kind(BFLOAT16, TURING)
+    kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
     v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
     p_do = products.build_nn(kind, M_TILES, DV, COLUMNS, PITCH_V)
     ds_q = products.build_nn(kind, M_TILES, D, COLUMNS, PITCH_K)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
+    pack, _ = fragment.build_pack(PAIRS, *kind)
     hide, recompute_p, differentiate = softmax_backward.build(M_TILES, COLUMNS)
     put_ds = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
-    put_dk = products.build_put(M_TILES, D, PITCH_K, BFLOAT16)
-    put_dv = products.build_put(M_TILES, DV, PITCH_V, BFLOAT16)
+    put_dk = products.build_put(M_TILES, D, PITCH_K, *kind)
+    put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
     add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, tile)

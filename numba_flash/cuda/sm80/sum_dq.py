@@ -104,15 +104,12 @@ def build(kind, shape, ordered, tile):
         warp = i32(cuda.threadIdx.x // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
+        if ORDERED and to.begins:
+            while ptx.load_flag(flag_address(flags, to)) != to.before:
+                pass
         for part in range(PARTS):
             k_part = u32(k + u32((column + part * COLUMNS) * 2))
             product(acc, u32(ds + u32(row * 2)), k_part)
-            if ORDERED:
-                if to.begins and part == 0:
-                    if cuda.threadIdx.x % 32 == 0:
-                        while ptx.load_flag(flag_address(flags, to)) != to.before:
-                            pass
-                    cuda.syncwarp()
             for e in range(0, COUNT, 4):
                 target = u64(sums + place(i32(part * COUNT + e)))
                 if ORDERED and to.first:
@@ -149,7 +146,7 @@ def build_postprocess(dtype, shape, options, tile):
     COUNT, STRIDE, ROOM, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, BLOCK_M * PITCH, 4 * BLOCK_M * D
     FACTORS, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
     WARP_ROWS = BLOCK_M // tile.warps
-    put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16")
+    put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16", shape.turing)
     store = build_store(WARP_ROWS, shape.head_dim, shape.wide, None, D)
     zero, _ = softmax.build_zero(COUNT)
     place = build_place(tile, FOURS)

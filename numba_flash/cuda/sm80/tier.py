@@ -38,8 +38,6 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
-    if False:
-        return "has no backward pass beyond head dimension 128"
     for option in problem.options.used:
         if option not in SERVED:
             return f"does not know {NAMES[option]}"

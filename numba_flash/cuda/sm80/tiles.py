@@ -97,9 +97,9 @@ class BackwardTile:
         Blocks per multiprocessor that the register allocation must allow.
     share : int
         Row blocks that share a flag.
-    pairs : bool
-        Two warps have the same keys, half of their scores, and half of the columns of their dK and
-        dV; P and dS go through shared memory (`numba_flash.cuda.sm80.backward_pairs`).
+    ways : int
+        So many warps share keys, each with its part of their scores, and of the columns of their dK
+        and dV; P and dS then go through shared memory (`numba_flash.cuda.sm80.backward_shared`).
     dq_parts : int
         A warp makes so many parts of its columns of dQ one after the other.
     """
@@ -112,17 +112,17 @@ class BackwardTile:
     stages: int
     min_blocks: int
     share: int = 4
-    pairs: bool = False
+    ways: int = 1
     dq_parts: int = 1
 
     @property
     def kernel(self) -> str:
         """What builds the main kernel."""
-        return "sm80.backward_pairs.build" if self.pairs else "sm80.backward.build"
+        return "sm80.backward.build" if self.ways == 1 else "sm80.backward_shared.build"
 
     @property
     def block_n(self) -> int:
-        return ROWS * self.m_tiles * self.warps // (2 if self.pairs else 1)
+        return ROWS * self.m_tiles * self.warps // self.ways
 
     @property
     def threads(self) -> int:
@@ -130,7 +130,7 @@ class BackwardTile:
 
     def padded(self, head_dim: int) -> int:
         """Columns of a tile: whole steps of a product for each of the warps along dQ's columns."""
-        unit = ROWS * self.dq_warps[1]
+        unit = ROWS * max(self.dq_warps[1] * self.dq_parts, self.ways)
         return -(-head_dim // unit) * unit
 
     def layout(self, d: int, dv: int) -> BackwardLayout:
@@ -140,7 +140,7 @@ class BackwardTile:
         sizes = (
             *(self.block_n * pitch_k, self.block_n * pitch_v),
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
-            *((p, p) if self.pairs else (self.stages * p, 0)),
+            *((p, p) if self.ways > 1 else (self.stages * p, 0)),
             self.stages * 2 * 4 * self.block_m,
         )
         starts = accumulate(sizes, initial=0)
@@ -213,9 +213,17 @@ def forward_tile(d: int, dv: int, hardware: Hardware) -> Tile:
 
 
 BACKWARD_TILES = (
-    Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2)),
-    Row(128, 227 * KB, BackwardTile(8, 1, 64, 64, (2, 4), 2, 1)),
-    Row(256, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, pairs=True)),
+    Row(64, 227 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2, 4)),
+    Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
+    Row(64, 64 * KB, BackwardTile(4, 2, 32, 32, (2, 2), 1, 1, 4)),
+    Row(128, 227 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 2, 1, 4, 2)),
+    Row(128, 163 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 1, 1, 4, 2)),
+    Row(128, 99 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4, 2)),
+    Row(128, 64 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 1, 4)),
+    Row(256, 227 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 2, 1, 2, 4)),
+    Row(256, 163 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 1, 1, 2, 4)),
+    Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
+    Row(256, 64 * KB, BackwardTile(2, 1, 32, 16, (1, 2), 1, 1, 2, 2, 2)),
 )
 
 

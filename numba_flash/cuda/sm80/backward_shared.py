@@ -1,9 +1,9 @@
-"""Backward pass on tensor cores since Turing, where pairs of warps hold dK and dV of their keys:
-for head dimensions at which one warp has no registers for both, and wherever it is faster, since
-two warps that share 32 keys read less of Q and dO from shared memory than two that have 16 each.
+"""Backward pass on tensor cores since Turing, where two or four warps share dK and dV of their
+keys: for head dimensions at which one warp has no registers for both, and wherever it is faster,
+since warps with more keys and fewer columns each read less of Q and dO from shared memory.
 
-Each of a pair makes P^T and dS^T of half of a tile's queries; through shared memory they are
-operands of its half of the columns of dV and dK, and of dQ. Otherwise as
+Each of them makes P^T and dS^T of its part of a tile's queries; through shared memory they are
+operands of its part of the columns of dV and dK, and of dQ. Otherwise as
 `numba_flash.cuda.sm80.backward`.
 """
 
@@ -21,7 +21,8 @@ def build(dtype, shape, ordered, options, tile):
     scale, parameters)``, as that of `numba_flash.cuda.sm80.backward.build`.
     """
     BLOCK_M, BLOCK_N, M_TILES, COLUMNS = tile.block_m, tile.block_n, tile.m_tiles, tile.columns
-    STAGES, PAIR_KEYS, KEY_ROWS = tile.stages, 16 * tile.m_tiles, 2 * tile.m_tiles
+    STAGES, WAYS, GROUP_KEYS = tile.stages, tile.ways, 16 * tile.m_tiles
+    KEY_ROWS, STORED_KEYS = 2 * tile.m_tiles, 16 * tile.m_tiles // tile.ways
     D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     K, V, Q, DO, DS, P, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.ds, SMEM.p, SMEM.rows
@@ -29,32 +30,33 @@ def build(dtype, shape, ordered, options, tile):
     Q_BYTES, DO_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V
     ROWS_BYTES, LSE_BYTES = 8 * BLOCK_M, 4 * BLOCK_M
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
-    OUTPUTS_K, OUTPUTS_V = M_TILES * D // 4, M_TILES * DV // 4
-    BFLOAT16, TURING, PACKED, NAN = dtype == "bfloat16", shape.turing, options.packed, math.nan
+    COLUMNS_K, COLUMNS_V = D // tile.ways, DV // tile.ways  # of a warp's dK and dV
+    OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
+    TURING, PACKED, NAN = shape.turing, options.packed, math.nan
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, load_keys, load_tile = loads
-    kind = products.Kind(BFLOAT16, TURING)
+    kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
     v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
-    p_do = products.build_nn(kind, M_TILES, DV // 2, BLOCK_M, PITCH_V, PITCH_P)
-    ds_q = products.build_nn(kind, M_TILES, D // 2, BLOCK_M, PITCH_K, PITCH_P)
+    p_do = products.build_nn(kind, M_TILES, COLUMNS_V, BLOCK_M, PITCH_V, PITCH_P)
+    ds_q = products.build_nn(kind, M_TILES, COLUMNS_K, BLOCK_M, PITCH_K, PITCH_P)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
+    pack, _ = fragment.build_pack(PAIRS, *kind)
     hide, recompute_p, differentiate = softmax_backward.build(M_TILES, COLUMNS)
     put_p = products.build_put_words(M_TILES, COLUMNS, PITCH_P)
-    put_dk = products.build_put(M_TILES, D // 2, PITCH_K, BFLOAT16)
-    put_dv = products.build_put(M_TILES, DV // 2, PITCH_V, BFLOAT16)
+    put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
+    put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
     add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, tile)
 
     @inline
-    def key_of_half(row):
-        """The key of a row of this warp's half of the pair's."""
-        return key_of(i32(row + cuda.threadIdx.x // 32 % 2 * (PAIR_KEYS // 2)))
+    def key_of_part(row):
+        """The key of a row of those that this warp stores for its group."""
+        return key_of(i32(row + cuda.threadIdx.x // 32 % WAYS * STORED_KEYS))
 
-    store_dk = build_store(PAIR_KEYS // 2, shape.head_dim, shape.wide, key_of_half, D)
-    store_dv = build_store(PAIR_KEYS // 2, shape.head_dim_v, shape.wide, key_of_half, DV)
+    store_dk = build_store(STORED_KEYS, shape.head_dim, shape.wide, key_of_part, D)
+    store_dv = build_store(STORED_KEYS, shape.head_dim_v, shape.wide, key_of_part, DV)
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -71,13 +73,13 @@ def build(dtype, shape, ordered, options, tile):
         item = begin(smem, flags, k.shape, extras, sizes)
         walk = first_tile(item, rows, sizes)
         warp = i32(cuda.threadIdx.x // 32)
-        pair, half = i32(warp // 2), i32(warp % 2)
-        k_tile, ds, column = u32(smem + u32(K)), u32(smem + u32(DS)), i32(half * COLUMNS)
-        k_pair = u32(k_tile + u32(pair * PAIR_KEYS * PITCH_K))
-        v_pair = u32(smem + u32(V) + u32(pair * PAIR_KEYS * PITCH_V))
-        ds_pair = u32(ds + u32(pair * PAIR_KEYS * PITCH_P))
-        p_pair = u32(smem + u32(P) + u32(pair * PAIR_KEYS * PITCH_P))
-        key = i32(item.row0 + pair * PAIR_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
+        group, part = i32(warp // WAYS), i32(warp % WAYS)
+        k_tile, ds, column = u32(smem + u32(K)), u32(smem + u32(DS)), i32(part * COLUMNS)
+        k_group = u32(k_tile + u32(group * GROUP_KEYS * PITCH_K))
+        v_group = u32(smem + u32(V) + u32(group * GROUP_KEYS * PITCH_V))
+        ds_group = u32(ds + u32(group * GROUP_KEYS * PITCH_P))
+        p_group = u32(smem + u32(P) + u32(group * GROUP_KEYS * PITCH_P))
+        key = i32(item.row0 + group * GROUP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
         tiles = i32(sizes.group * item.count) if item.columns > 0 else i32(0)
         this = sum_of(item, walk)
         zero_k(dk_acc)
@@ -102,23 +104,23 @@ def build(dtype, shape, ordered, options, tile):
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
             lse += u32((column + fragment.first_column()) * 4)
             # (1) S^T = K Q^T
-            k_qt(sT, k_pair, u32(q_tile + u32(column * PITCH_K)))
+            k_qt(sT, k_group, u32(q_tile + u32(column * PITCH_K)))
             # (4) dP^T = V dO^T
-            v_dot(dpT, v_pair, u32(do_tile + u32(column * PITCH_V)))
+            v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)))
             # (2) P^T = exp(S^T - lse)
             hide(sT, key, i32(row0 + column), item)
             recompute_p(sT, lse, scale_log2)
             pack(p, sT)
-            put_p(u32(p_pair + u32(column * 2)), p)
+            put_p(u32(p_group + u32(column * 2)), p)
             # (5) dS^T = P^T * (dP^T - delta)
             differentiate(dpT, sT, u32(lse + u32(LSE_BYTES)))
             pack(p, dpT)
-            put_p(u32(ds_pair + u32(column * 2)), p)
+            put_p(u32(ds_group + u32(column * 2)), p)
             cuda.syncthreads()  # P^T and dS^T are there
             # (3) dV = dV + P^T dO
-            p_do(dv_acc, p_pair, u32(do_tile + u32(half * DV)))
+            p_do(dv_acc, p_group, u32(do_tile + u32(part * (2 * COLUMNS_V))))
             # (6) dK = dK + dS^T Q
-            ds_q(dk_acc, ds_pair, u32(q_tile + u32(half * D)))
+            ds_q(dk_acc, ds_group, u32(q_tile + u32(part * (2 * COLUMNS_K))))
             # (7) dQ = dQ + dS K
             add_dq(ds, k_tile, dq_sum, flags, this)
             if STAGES == 1:
@@ -132,19 +134,19 @@ def build(dtype, shape, ordered, options, tile):
         invalid = item.invalid != 0
         for r in range(KEY_ROWS):
             factor[r] = f32(NAN) if invalid else scale
-        put_dk(u32(k_pair + u32(half * D)), dk_acc, factor)
+        put_dk(u32(k_group + u32(part * (2 * COLUMNS_K))), dk_acc, factor)
         for r in range(KEY_ROWS):
             factor[r] = f32(NAN) if invalid else f32(1)
-        put_dv(u32(v_pair + u32(half * DV)), dv_acc, factor)
-        cuda.syncthreads()  # all of the pair's keys are there
-        b0, b1, first, stop = item.b0, item.b1, i32(item.row0 + pair * PAIR_KEYS), i32(dk.shape[3])
+        put_dv(u32(v_group + u32(part * (2 * COLUMNS_V))), dv_acc, factor)
+        cuda.syncthreads()  # all of the group's keys are there
+        b0, b1, first, stop = item.b0, item.b1, i32(item.row0 + group * GROUP_KEYS), i32(dk.shape[3])
         if PACKED:
             b1, stop = i32(0), item.rows
         begin_key = item.rows_begin if PACKED else i32(0)
-        row = i32(half * (PAIR_KEYS // 2))
-        k_half, v_half = u32(k_pair + u32(row * PITCH_K)), u32(v_pair + u32(row * PITCH_V))
-        store_dk(k_half, dk[b0, b1, item.head, begin_key:], first, stop)
-        store_dv(v_half, dv[b0, b1, item.head, begin_key:], first, stop)
+        row = i32(part * STORED_KEYS)
+        k_part, v_part = u32(k_group + u32(row * PITCH_K)), u32(v_group + u32(row * PITCH_V))
+        store_dk(k_part, dk[b0, b1, item.head, begin_key:], first, stop)
+        store_dv(v_part, dv[b0, b1, item.head, begin_key:], first, stop)
 
     compile_options = {"launch_bounds": (tile.threads, tile.min_blocks)}
     return backward_sm80, signature(options), compile_options
