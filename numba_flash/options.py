@@ -76,6 +76,11 @@ class Options:
         return bool(self.softcap or self.score_mod or self.bias or self.mask or self.dropout)
 
     @property
+    def changes(self) -> bool:
+        """True if a score may be something else than a scaled product, or hidden."""
+        return bool(self.softcap or self.score_mod or self.bias)
+
+    @property
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
         return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, seed=0, offset=0)

@@ -220,6 +220,11 @@ def _numbers(name: str, x, ndim: int, shape: str) -> np.ndarray:
     return x
 
 
+def _index(q_start: int) -> type:
+    """The shortest type of integers that holds every ``i + q_start - j``."""
+    return np.int32 if abs(q_start) <= 2**30 else np.int64
+
+
 class alibi(_RowPerHead):
     """Attention with linear biases (Press et al., arXiv:2108.12409): ``score - slopes[h] * |i + q_start - j|``.
 
@@ -237,9 +242,11 @@ class alibi(_RowPerHead):
 
     def __init__(self, slopes: ArrayLike, q_start: int = 0):
         slopes, q_start = _numbers("slopes", slopes, 1, "(Hq,)"), checks.integer("q_start", q_start)
+        index = _index(q_start)
 
         def alibi(score, b, h, i, j):
-            return score - slopes[h] * abs(i + q_start - j)
+            number = type(score)
+            return score - number(slopes[h]) * number(abs(index(i + q_start - j)))
 
         super().__init__(slopes, q_start, alibi)
 
@@ -268,10 +275,12 @@ class relative_position(_RowPerHead):
         table, q_start = _numbers("table", table, 2, "(Hq, 2 R + 1)"), checks.integer("q_start", q_start)
         if table.shape[1] % 2 == 0:
             raise ValueError(f"table must have shape (Hq, 2 R + 1); got {table.shape}")
-        reach = table.shape[1] // 2
+        index = _index(q_start)
+        nearest, reach = index(-(table.shape[1] // 2)), index(table.shape[1] // 2)
 
         def relative_position(score, b, h, i, j):
-            return score + table[h, min(max(j - i - q_start, -reach), reach) + reach]
+            distance = min(max(index(j - i - q_start), nearest), reach)
+            return score + type(score)(table[h, distance + reach])
 
         super().__init__(table, q_start, relative_position)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from numba_flash.options import dropout_threshold
 
+VECTOR_BYTES = 16  # the most that one load brings
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 
 
@@ -34,6 +35,33 @@ class Parameters(NamedTuple):
     seed: int
     offset: int
     threshold: int
+
+
+class Vectors(NamedTuple):
+    """Which arrays that go with scores can be read by so many neighbouring keys at once: these lie
+    at multiples of their size, and there are whole groups of them.
+
+    Attributes
+    ----------
+    bias, mask : bool
+        False where there is none.
+    """
+
+    bias: bool = False
+    mask: bool = False
+
+
+def vectors_of(problem, inputs, width: int) -> Vectors:
+    """Of the inputs of a call, or their layouts."""
+    return Vectors(*(_in_vectors(problem, x, width) for x in (inputs.bias, inputs.mask)))
+
+
+def _in_vectors(problem, x, width: int) -> bool:
+    if x is None or tuple(x.shape[-1:]) != (problem.nk,) or problem.nk % width:
+        return False
+    size = min(width * x.dtype.itemsize, VECTOR_BYTES)
+    *strides, last = (s if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True))
+    return last == x.dtype.itemsize and not x.offset % size and not any(s % size for s in strides)
 
 
 @cache

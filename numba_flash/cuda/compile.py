@@ -18,7 +18,6 @@ import numpy as np
 from numba_flash import disk, notice
 from numba_flash.fingerprint import source_fingerprint
 
-CONSTANT_BYTES = 2**16
 # What is changed in Numba while a kernel is compiled is put back before the next.
 _one_at_a_time = threading.RLock()
 TENSOR_MAP_BYTES = 128
@@ -171,7 +170,7 @@ def intermediate(
     if options["output"] == "ltoir":
         return code
     (line,) = (line for line in code.splitlines() if ".entry" in line)
-    return _constants_that_fit(
+    return _constants_in_global_memory(
         code.replace(line.split(".entry")[1].split("(")[0].strip(), "kernel")
     )
 
@@ -229,13 +228,12 @@ def _rewrite_kernel(module: str, maps: tuple[str, ...]) -> str:
     )
 
 
-def _constants_that_fit(text: str) -> str:
-    """The same PTX, with arrays that a function captures in global memory if they are too large for
-    the constant one.
+def _constants_in_global_memory(text: str) -> str:
+    """The same PTX, with arrays that a function captures where threads can read different elements
+    of them at once: constant memory hands these out one by one, and has 64 KB.
     """
-    arrays = re.findall(r"^\s*\.const .*\.b(\d+) \S+\[(\d+)\]", text, re.MULTILINE)
-    too_large = sum(int(bits) // 8 * int(count) for bits, count in arrays) > CONSTANT_BYTES
-    return re.sub(r"\.const\b", ".global", text) if too_large else text
+    text = re.sub(r"\b(ld)\.const\b", r"\1.global.nc", text)
+    return re.sub(r"\.const\b", ".global", text)
 
 
 @contextmanager

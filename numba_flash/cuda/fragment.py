@@ -10,6 +10,8 @@ for mma.sync as for each warp of wgmma. It is also how the A operand of the next
 of columns, once they are packed: P need not move between threads.
 """
 
+from typing import Any, NamedTuple
+
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, i32, inline
 
@@ -71,6 +73,78 @@ def row_sum(x):
     """Over the four lanes of a row."""
     x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
     return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
+
+
+class Runs(NamedTuple):
+    """The registers of a lane by runs: a run has one query, and neighbouring keys.
+
+    Attributes
+    ----------
+    count, width : int
+        How many there are, and the keys of each.
+    last_query, last_key : int
+        Greatest offsets from the lane's first query and key.
+    register : function
+        ``register(n, x)``: where key x of run n is.
+    query, key : function
+        ``query(n)``, ``key(n)``: offsets of run n from the lane's first query and key.
+    """
+
+    count: int
+    width: int
+    last_query: int
+    last_key: int
+    register: Any
+    query: Any
+    key: Any
+
+
+def runs_of_queries(m_tiles, block_n):
+    """`Runs` of S, with 16 `m_tiles` rows of a warp and columns as `place_of_key` stores them.
+
+    Lane l's first query is the warp's ``row0 + l // 4``, its first key ``col0 + 8 (l % 4)``.
+    """
+    ROWS_OF_LANE, TILES_N = 2 * m_tiles, block_n // 8
+
+    @inline
+    def register(n, x):
+        row, q = n % ROWS_OF_LANE, n // ROWS_OF_LANE
+        return i32(((row // 2) * TILES_N + 4 * q + x // 2) * 4 + 2 * (row % 2) + x % 2)
+
+    @inline
+    def query(n):
+        return i32(n % ROWS_OF_LANE * 8)
+
+    @inline
+    def key(n):
+        return i32(n // ROWS_OF_LANE * 32)
+
+    count = ROWS_OF_LANE * block_n // 32
+    return Runs(count, 8, 16 * m_tiles - 8, block_n - 25, register, query, key)
+
+
+def runs_of_keys(m_tiles, queries):
+    """`Runs` of S^T, with 16 `m_tiles` rows of a warp, stored in such an order that a lane holds
+    neighbouring keys, and so many columns.
+
+    Lane l's first query is ``q0 + 2 (l % 4)``, its first key the warp's ``key0 + 2 m_tiles (l //
+    4)``.
+    """
+    WIDTH, TILES_N = 2 * m_tiles, queries // 8
+
+    @inline
+    def register(n, x):
+        return i32((x // 2 * TILES_N + n // 2) * 4 + 2 * (x % 2) + n % 2)
+
+    @inline
+    def query(n):
+        return i32(n // 2 * 8 + n % 2)
+
+    @inline
+    def key(n):
+        return i32(0)
+
+    return Runs(queries // 4, WIDTH, queries - 7, WIDTH - 1, register, query, key)
 
 
 def build_pack(count, bfloat16, turing=False):

@@ -37,6 +37,27 @@ class Head(NamedTuple):
     heads: int
 
 
+class Region(NamedTuple):
+    """Where a tile of scores lies, and what it may see.
+
+    Attributes
+    ----------
+    row0, col0 : int
+        Its first row and column.
+    rows, cols : int
+        How many there are in the sequence.
+    low, high : int
+        The band, for column - row.
+    """
+
+    row0: int
+    col0: int
+    rows: int
+    cols: int
+    low: int
+    high: int
+
+
 def hides(options) -> bool:
     """True if single terms may be absent in any tile, not only in those that the band or an end
     cuts.
@@ -49,30 +70,53 @@ def bends(options) -> bool:
     return bool(options.softcap or options.score_mod)
 
 
-def build_score(dtype, options):
-    """``score(raw, i, j, at, extras, parameters)``: the score of query i and key j of the `Head`
-    `at`, and its derivative with respect to ``scale * raw``.
-    """  # fmt: skip
-    ACC, NEG_INF = ACCUMULATOR[dtype], -math.inf
-    CAPPED, MODIFIED = bool(options.softcap), options.score_mod is not None
-    DIFFERENTIABLE = MODIFIED and options.score_mod.gradient is not None
-    BIASED, MASKED = bool(options.bias), options.mask
-    load_bias, _ = build_convert(options.bias or "float32")
-    score_mod = device(options.score_mod.function) if MODIFIED else None
-    score_mod_grad = device(options.score_mod.gradient) if DIFFERENTIABLE else None
+def build_bend(dtype, options, compile=device, capped=None):
+    """``bend(raw, i, j, at, parameters)``: the score of query i and key j of the `Head` `at` before
+    a bias is added, and its derivative with respect to ``scale * raw``.
 
-    @device
-    def score(raw, i, j, at, extras, parameters):
+    compile : what makes a device function of the user's function.
+    capped : ``capped(x, softcap)``, the tanh of x / softcap.
+    """
+    ACC, CAPPED, MODIFIED = ACCUMULATOR[dtype], bool(options.softcap), options.score_mod is not None
+    DIFFERENTIABLE = MODIFIED and options.score_mod.gradient is not None
+    score_mod = compile(options.score_mod.function) if MODIFIED else None
+    score_mod_grad = compile(options.score_mod.gradient) if DIFFERENTIABLE else None
+    unit_of = capped or _capped
+
+    @compile
+    def bend(raw, i, j, at, parameters):
         x, slope = raw * ACC(parameters.scale), ACC(1)
         if CAPPED:
             cap = ACC(parameters.softcap)
-            unit = math.tanh(x / cap)
+            unit = unit_of(x, cap)
             x = cap * unit
             slope = ACC(1) - unit * unit
         if MODIFIED:
             if DIFFERENTIABLE:
                 slope *= ACC(score_mod_grad(x, at.batch, at.head, i, j))
             x = ACC(score_mod(x, at.batch, at.head, i, j))
+        return x, slope
+
+    return bend
+
+
+@device
+def _capped(x, softcap):
+    return math.tanh(x / softcap)
+
+
+def build_score(dtype, options):
+    """``score(raw, i, j, at, extras, parameters)``: the score of query i and key j of the `Head`
+    `at`, and its derivative with respect to ``scale * raw``.
+    """  # fmt: skip
+    ACC, NEG_INF = ACCUMULATOR[dtype], -math.inf
+    BIASED, MASKED = bool(options.bias), options.mask
+    load_bias, _ = build_convert(options.bias or "float32")
+    bend = build_bend(dtype, options)
+
+    @device
+    def score(raw, i, j, at, extras, parameters):
+        x, slope = bend(raw, i, j, at, parameters)
         if BIASED:
             bias = extras.bias[index(at.b0), index(at.b1), index(at.head), index(i), index(j)]
             bias = ACC(load_bias(bias))

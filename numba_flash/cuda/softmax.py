@@ -90,7 +90,8 @@ def build_online(count):
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
             alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
             m_i[r] = m_new
-            shift *= scale_log2
+            if not CAREFUL:
+                shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
                 s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
@@ -138,20 +139,32 @@ def build_raise(count, outputs, tiles):
     return raise_shifts
 
 
-def build_exponentials(count, tiles):
-    """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l."""
-    ROWS, COUNT, GROUPS, ACC = 2 * tiles, count, count // 4, f32
+def build_exponentials(count, tiles, careful=False):
+    """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l.
+
+    careful : no score is multiplied, only how far it lies below its row's maximum, so that one near
+        the end of float32, as of a bias that is meant to hide, does not become Inf.
+    """
+    ROWS, COUNT, GROUPS, ACC, CAREFUL = 2 * tiles, count, count // 4, f32, careful
+
+    @inline
+    def power(x, shift, scale_log2):
+        if CAREFUL:
+            return ptx.ex2((x - shift) * scale_log2)
+        return ptx.ex2(x * scale_log2 - shift)
 
     @inline
     def exponentials(s, m_i, l_i, scale_log2):
         for r in range(ROWS):
             e = r // 2 * COUNT + 2 * (r % 2)
             # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
-            shift = (m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)) * scale_log2
+            shift = m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)
+            if not CAREFUL:
+                shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
-                s[4 * j + e] = ptx.ex2(s[4 * j + e] * scale_log2 - shift)
-                s[4 * j + e + 1] = ptx.ex2(s[4 * j + e + 1] * scale_log2 - shift)
+                s[4 * j + e] = power(s[4 * j + e], shift, scale_log2)
+                s[4 * j + e + 1] = power(s[4 * j + e + 1], shift, scale_log2)
                 l += s[4 * j + e] + s[4 * j + e + 1]
             l_i[r] += l
 

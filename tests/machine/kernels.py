@@ -81,7 +81,7 @@ def paper(arrays):
 
 
 UNITS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
-LENGTHS = ("q_lengths", "kv_lengths")
+EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 
 
 def unwritten(x: np.ndarray, dtype=None) -> np.ndarray:
@@ -93,7 +93,7 @@ def forward_pass(backend, arrays, seed, multiprocessors=2, resident=None, **opti
     """Forward on the machine, each result within what the dtype allows of the oracle; `arrays` are q, k, v and do."""
     q, k, v, do = arrays
     problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
-    inputs = ForwardInputs(q, k, v, **{name: options[name] for name in LENGTHS if name in options})
+    inputs = ForwardInputs(q, k, v, **{name: options[name] for name in EXTRAS if name in options})
     results = ForwardResults(unwritten(do), unwritten(do[..., 0], np.float32))
     on_machine(tier(backend).prepare_forward(problem, paper(inputs), paper(results), gpu=gpu), inputs, results, seed, resident)
     o, lse = reference.forward(q, k, v, **options)
@@ -108,8 +108,8 @@ def backward_pass(backend, arrays, seed, multiprocessors=2, resident=None, **opt
     q, k, v, do = arrays
     problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
     o, lse = reference.forward(q, k, v, **options)
-    lengths = {name: options[name] for name in LENGTHS if name in options}
-    inputs = BackwardInputs(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), **lengths)
+    extras = {name: options[name] for name in EXTRAS if name in options}
+    inputs = BackwardInputs(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), **extras)
     gradients = BackwardResults(unwritten(q), unwritten(k), unwritten(v))
     on_machine(tier(backend).prepare_backward(problem, paper(inputs), paper(gradients), gpu=gpu), inputs, gradients, seed, resident)
     unit = 4 * UNITS[problem.dtype]

@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     shared_bytes : int
         How much of it is static; dynamic shared memory follows.
     constants : dict
-        Bytes of each array in constant memory.
+        Bytes of each array that comes with the kernel.
     """
 
     parameters: tuple
@@ -176,7 +176,7 @@ def _declare_shared(text: str, shared: dict, end: int) -> int:
 
 
 def _constants(text: str) -> dict[str, np.ndarray]:
-    found = re.findall(r"\.const \.align \d+ \.b8 ([$\w]+)\[(\d+)\](?: = \{([^}]*)\})?;", text)
+    found = re.findall(r"\.global \.align \d+ \.b8 ([$\w]+)\[(\d+)\](?: = \{([^}]*)\})?;", text)
     arrays = {name: np.zeros(int(size), np.uint8) for name, size, _ in found}
     for name, _, values in found:
         values = [int(value) for value in values.split(",") if value.strip()]

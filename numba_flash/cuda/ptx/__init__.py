@@ -62,6 +62,9 @@ from numba_flash.cuda.ptx.copy import (
 from numba_flash.cuda.ptx.copy import (
     tensor_store as tensor_store,
 )
+from numba_flash.cuda.ptx.emit import (
+    repeated as repeated,
+)
 from numba_flash.cuda.ptx.memory import (
     add_four as add_four,
 )
@@ -70,6 +73,15 @@ from numba_flash.cuda.ptx.memory import (
 )
 from numba_flash.cuda.ptx.memory import (
     add_flag as add_flag,
+)
+from numba_flash.cuda.ptx.memory import (
+    fetch as fetch,
+)
+from numba_flash.cuda.ptx.memory import (
+    fetch_byte as fetch_byte,
+)
+from numba_flash.cuda.ptx.memory import (
+    fetch_half as fetch_half,
 )
 from numba_flash.cuda.ptx.memory import (
     global_address as global_address,
@@ -126,6 +138,9 @@ from numba_flash.cuda.ptx.mma import (
     product as product,
 )
 from numba_flash.cuda.ptx.scalar import (
+    as_float32 as as_float32,
+)
+from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,
 )
 from numba_flash.cuda.ptx.scalar import (
@@ -133,6 +148,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     maximum as maximum,
+)
+from numba_flash.cuda.ptx.scalar import (
+    mul_wide as mul_wide,
 )
 from numba_flash.cuda.ptx.scalar import (
     pack_bfloat16 as pack_bfloat16,
@@ -151,6 +169,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     unpack_float16 as unpack_float16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    unpack_float16_high as unpack_float16_high,
 )
 from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers as wgmma_registers,

@@ -20,7 +20,7 @@ LLVM = {
 LETTER = {F32: "f", I32: "r", I64: "l"}  # of a register, in a constraint
 
 
-def emit(builder, text: str, operands=(), results=(), tied=(), memory=True) -> list:
+def emit(builder, text: str, operands=(), results=(), tied=(), memory=True, pure=False) -> list:
     """Values of LLVM types `results` that the instructions compute from `operands`, ``$0, $1, ...``
     in this order.
 
@@ -39,6 +39,8 @@ def emit(builder, text: str, operands=(), results=(), tied=(), memory=True) -> l
     memory : bool
         They may read or write memory, or wait: nothing may be moved past them, and they may not be
         left out.
+    pure : bool
+        They only compute: the same operands give the same results, and need not be computed twice.
     """
     inputs = [*tied, *operands]
     constraints = [f"={LETTER[kind]}" for kind in results]
@@ -51,7 +53,7 @@ def emit(builder, text: str, operands=(), results=(), tied=(), memory=True) -> l
         returned = results[0] if results else ir.VoidType()
     function = ir.FunctionType(returned, [value.type for value in inputs])
     assembler = ir.InlineAsm(function, text, ",".join(constraints), side_effect=memory)
-    value = builder.call(assembler, inputs)
+    value = builder.call(assembler, inputs, attrs=("readnone", "nounwind") if pure else ())
     if len(results) > 1:
         return [builder.extract_value(value, i) for i in range(len(results))]
     return [value] if results else []
@@ -90,3 +92,28 @@ def pointers(context, builder, array, value, count: int) -> list:
     """Where the first elements of an array are."""
     data = context.make_array(array)(context, builder, value).data
     return [builder.gep(data, [ir.Constant(I32, i)]) for i in range(count)]
+
+
+def repeated(count: int, function):
+    """Function ``each(arguments)`` of kernels: ``function(n, arguments)`` for every n from 0 to
+    `count` - 1, a constant in each call.
+
+    What a loop would leave to the compiler, which does not unroll large bodies: registers with an
+    index that is not a constant would lie in local memory. `function` is an inlined one, and
+    `arguments` a named tuple.
+    """
+
+    @intrinsic
+    def each(context, arguments):
+        kind = context.resolve_value_type(function)
+        one = context.resolve_function_type(kind, (types.int32, arguments), {})
+
+        def codegen(context, builder, signature, values):
+            call = context.get_function(kind, one)
+            for n in range(count):
+                call(builder, [ir.Constant(I32, n), values[0]])
+            return context.get_dummy_value()
+
+        return types.void(arguments), codegen
+
+    return each

@@ -80,6 +80,41 @@ def _vector_store(name, space):
     return intrinsic(typing)
 
 
+def fetch(words):
+    """Function ``fetch(held, first, address, there)`` of kernels: one, two or four words of global
+    memory that nobody writes meanwhile, or zeros unless they are `there`, to held[first] and so on.
+    """
+
+    @intrinsic
+    def load(context, held, first, address, there):
+        def codegen(context, builder, signature, values):
+            zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
+            result = f"{{{registers(0, words)}}}" if words > 1 else "$0"
+            load = f"ld.global.nc{f'.v{words}' * (words > 1)}.b32 {result}, [${words}];"
+            text = f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros} @p {load} }}"
+            loaded = emit(builder, text, values[2:], [I32] * words, memory=False)
+            data = context.make_array(held)(context, builder, values[0]).data
+            for i, value in enumerate(loaded):
+                at = builder.add(values[1], ir.Constant(I32, i))
+                builder.store(value, builder.gep(data, [at]))
+            return context.get_dummy_value()
+
+        return _void(held, i32, u64, u32), codegen
+
+    return load
+
+
+def _fetch_small(name, kind):
+    text = (
+        "{ .reg .pred p; .reg .b16 h; setp.ne.b32 p, $2, 0; mov.b16 h, 0;"
+        f" @p ld.global.nc.{kind} h, [$1]; cvt.u32.u16 $0, h; }}"
+    )
+    return instruction(name, text, u32, u64, u32, memory=False)
+
+
+fetch_byte = _fetch_small("fetch_byte", "u8")  # fetch_byte(address, there), and so on
+fetch_half = _fetch_small("fetch_half", "u16")
+
 load_shared_pair = _vector_load("load_shared_pair", "shared", u32, f32, 2)
 load_shared_words = _vector_load("load_shared_words", "shared", u32, u32, 4)
 load_global_four = _vector_load("load_global_four", "global", u64, f32, 4)

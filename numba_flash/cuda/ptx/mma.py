@@ -80,7 +80,9 @@ def product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False):
             sums = [old[4 * i :][:4] for i in range(count)]
             if a is None:
                 count_a = 4 * m_tiles * steps
-                held = [builder.load(x) for x in pointers(context, builder, left, values[1], count_a)]
+                held = [
+                    builder.load(x) for x in pointers(context, builder, left, values[1], count_a)
+                ]
             for step in range(steps):
                 if a is None:
                     fragments = [held[4 * (m * steps + step) :][:4] for m in range(m_tiles)]

@@ -1,7 +1,9 @@
 """Arithmetic (PTX ISA 9.7.3) and conversion (9.7.9.21)."""
 
-from numba_flash.cuda.lang import f32, u32
-from numba_flash.cuda.ptx.emit import instruction
+from numba.cuda.extending import intrinsic
+
+from numba_flash.cuda.lang import f32, types, u32
+from numba_flash.cuda.ptx.emit import I32, emit, instruction
 
 ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
@@ -24,4 +26,22 @@ unpack_float16 = instruction(  # the lower half
     "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
     f32, u32, memory=False,
 )  # fmt: skip
+unpack_float16_high = instruction(
+    "unpack_float16_high",
+    "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
+    f32, u32, memory=False,
+)  # fmt: skip
+as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)
+
+
+@intrinsic
+def mul_wide(context, x, y):
+    """Function ``mul_wide(x, y)`` of kernels: the lower and the upper word of a product of u32."""
+    text = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+
+    def codegen(context, builder, signature, values):
+        words = emit(builder, text, values, [I32, I32], memory=False, pure=True)
+        return context.make_tuple(builder, signature.return_type, words)
+
+    return types.UniTuple(u32, 2)(u32, u32), codegen

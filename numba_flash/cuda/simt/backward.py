@@ -19,12 +19,11 @@ from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array
 from numba_flash.cuda.schedule import build_row_block
-from numba_flash.cuda.score import Head
+from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
 from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
-from numba_flash.cuda.simt.tiles import Region
 
 
 def _signature(dtype, tensors, options):

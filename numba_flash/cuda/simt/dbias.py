@@ -14,12 +14,11 @@ from numba_flash import mask
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, device, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
-from numba_flash.cuda.score import Head
+from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
 from numba_flash.cuda.simt.modify import build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
-from numba_flash.cuda.simt.tiles import Region
 
 
 def build_reduce(dtype, out_dtype, summed, tile):

@@ -10,11 +10,10 @@ from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
 from numba_flash.cuda.schedule import build_row_block
-from numba_flash.cuda.score import Head
+from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import modify as options_of_tile
 from numba_flash.cuda.simt import tiles
-from numba_flash.cuda.simt.tiles import Region
 
 
 def build(dtype, head_dim, head_dim_v, write_lse, options, tile):

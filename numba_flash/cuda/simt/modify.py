@@ -15,7 +15,7 @@ def build_modify(dtype, options, tile, transposed, bends):
     """``modify(s, slope, w_smem, region, at, extras, parameters)``: products s[r, c] become scores,
     -inf where hidden.
 
-    `region` is a `tiles.Region`, whose rows are keys if `transposed`; `at` a `score.Head`. The
+    `region` is a `score.Region`, whose rows are keys if `transposed`; `at` a `score.Head`. The
     derivatives go into `slope` if the score `bends`. The loop runs over shared memory (each
     thread's own part of w_smem), because it is not unrolled: a function of the user, tanh, or an
     index that is not a constant would put `s` into local memory.

@@ -11,7 +11,6 @@ There are no shuffles, so the same source runs in Numba's CUDA simulator.
 """
 
 import math
-from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda.lang import SIMULATED, cuda, device
@@ -19,27 +18,6 @@ from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 # Of shared arrays, for vector loads; the simulator refuses the argument.
 ALIGNMENT = None if SIMULATED else 16
-
-
-class Region(NamedTuple):
-    """Where a tile of scores lies, and what it may see.
-
-    Attributes
-    ----------
-    row0, col0 : int
-        Its first row and column.
-    rows, cols : int
-        How many there are in the sequence.
-    low, high : int
-        The band, for column - row.
-    """
-
-    row0: int
-    col0: int
-    rows: int
-    cols: int
-    low: int
-    high: int
 
 
 @device

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from numba_flash.cuda.arguments import Vectors
+
 
 class Shape(NamedTuple):
     """What a kernel is made for, beside dtype, options and tile.
@@ -18,6 +20,8 @@ class Shape(NamedTuple):
         And those of what is written.
     fours : bool
         Four float32 can be added to memory at a time.
+    vectors : Vectors
+        Which of bias and mask are read by several elements at once.
     """
 
     head_dim: int
@@ -26,6 +30,7 @@ class Shape(NamedTuple):
     asynchronous: bool
     wide: bool
     fours: bool = False
+    vectors: Vectors = Vectors()
 
 
 class Sizes(NamedTuple):

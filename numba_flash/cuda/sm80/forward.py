@@ -16,9 +16,12 @@ import math
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
+from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.schedule import build_query_block
+from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
@@ -46,6 +49,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     WRITE_LSE, PARTS, BANDED = write_lse, parts, band != "none"
     SEQUENCES, PACKED, ASYNCHRONOUS = options.sequences, options.packed, shape.asynchronous
     query_block_of = build_query_block(options, BANDED, BLOCK_M, 2 * (D + DV))
+    MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
+    runs = fragment.runs_of_queries(M_TILES, BLOCK_N)
+    HELD = max(1, held(options, runs).words)
     sequence_of = build_sequence(options)
     load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
     place = fragment.place_of_key
@@ -62,7 +68,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     pack, _ = fragment.build_pack(ALL_PAIRS, BFLOAT16, shape.turing)
     reset = softmax.build_reset(M_TILES)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES)
-    exponentials = softmax.build_exponentials(SCORES, M_TILES)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES)
+    fetch = build_fetch(options, runs, shape.vectors)
+    modify, drop = build_modify(dtype, options, runs), build_drop(options, runs)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     put = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_floats = build_store_floats(M_TILES, shape.head_dim_v)
@@ -79,6 +87,12 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 hide_row(s, r, i32(i32(start) - column), i32(i32(stop) - column))
 
     @inline
+    def log_sum(m, l, scale_log2):
+        if CHANGES:  # scores are in base e
+            return m + ptx.lg2(l) * f32(LN2)
+        return (m * scale_log2 + ptx.lg2(l)) * f32(LN2)
+
+    @inline
     def load_keys(smem, slot, k_head, col0, keys):
         load_k(u32(smem + u32(K_SMEM) + slot * u32(K_BYTES)), k_head, col0, keys)
 
@@ -93,6 +107,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         p = cuda.local.array(ALL_PAIRS, u32)  # of P, two elements of 16 bits each
         q_words = cuda.local.array(Q_WORDS, u32)  # of Q
         acc = cuda.local.array(ALL_OUTPUTS, f32)  # of O
+        bias_mask = cuda.local.array(HELD, u32)  # of the tile
         m_i = cuda.local.array(ROWS, f32)  # shifts of the thread's rows
         l_i = cuda.local.array(ROWS, f32)  # its part of their sums
         inverse = cuda.local.array(ROWS, f32)  # what their O has to be multiplied by in the end
@@ -103,6 +118,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         if PARTS:
             number, part = i32(number // parts), i32(number % parts)
         b0, b1, h, block = query_block_of(number, extras, q.shape, nk)
+        at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
         invalid, rows = False, nq
         if SEQUENCES:
             sequence = sequence_of(extras, b0, b1, nq, nk)
@@ -155,6 +171,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             if ASYNCHRONOUS:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
+            column = i32(col0 + fragment.first_key())
+            region = Region(row0, col0, nq, nk, low, high)
+            if MODIFIED:
+                fetch(bias_mask, row, column, region, at, extras)
             # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
             k_tile = u32(smem + u32(K_SMEM) + slot * u32(K_BYTES))
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
@@ -171,12 +191,17 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             else:
                 load_keys(smem, slot ^ u32(1), k_head, i32(col0 - BLOCK_N), keys)
                 load_values(smem, slot ^ u32(1), v_head, i32(col0 - BLOCK_N), keys)
-            hide(s, row, col0, clear, unclear, nk, low, high)
+            if MODIFIED:  # the options, on S
+                modify(s, s, bias_mask, row, column, region, at, parameters)
+            else:
+                hide(s, row, col0, clear, unclear, nk, low, high)
             # (2) m_i, O = alpha O
             raise_shifts(s, acc, m_i, l_i, scale_log2)
             # (3) P, (4) l_i
             exponentials(s, m_i, l_i, scale_log2)
             # (5) O += P V
+            if DROPOUT:
+                drop(s, row, column, at, parameters)
             pack(p, s)
             values(acc, p, u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)))
             if STAGES > 1:
@@ -189,7 +214,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             if SEQUENCES and i >= nq:
                 l = f32(0)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
-            value = (m_i[r] * scale_log2 + ptx.lg2(l)) * f32(LN2) if l != f32(0) else f32(NEG_INF)
+            value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
+            if DROPOUT:
+                inverse[r] *= f32(parameters.keep_scale)
             if SEQUENCES and invalid:
                 inverse[r] = f32(NAN)
                 value = f32(NAN)

@@ -7,7 +7,7 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import build_extras, parameters_of
+from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm80.arguments import Shape, chunked
 from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware
@@ -15,6 +15,7 @@ from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
 COMBINE_ROWS, COMBINE_LANES = 4, 32
+KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
@@ -22,7 +23,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     dropout.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    tile = forward_tile(p.d, p.dv, hardware(gpu.capability))
+    tile = forward_tile(p, hardware(gpu.capability))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
@@ -79,9 +80,10 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int):
         turing=there.turing,
         asynchronous=not there.turing and chunked(q, k, v),
         wide=chunked(o),
+        vectors=vectors_of(p, inputs, KEYS_OF_RUN),
     )
     numbers = lambda rng=None: (
-        np.float32(1.0 if p.options.modifies else p.scale * LOG2E),
+        np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
         p.low,
         p.high,
         parts,

@@ -20,7 +20,7 @@ def takes_numpy() -> bool:
 
 def tiles_of(problem) -> tuple:
     """Rows and columns of the score tiles, on a GPU with the most shared memory."""
-    tile = forward_tile(problem.d, problem.dv, hardware((9, 0)))
+    tile = forward_tile(problem, hardware((9, 0)))
     return (("forward", (tile.block_m, tile.block_n)),)
 
 
@@ -39,7 +39,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     if problem is None:
         return None
     for option in problem.options.used:
-        if option not in SERVED:
+        if kind == "backward" and option not in SERVED:
             return f"does not know {NAMES[option]}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"serves float16 and bfloat16; q.dtype is {problem.dtype}"

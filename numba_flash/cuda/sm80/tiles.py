@@ -203,13 +203,19 @@ FORWARD_TILES = (
 )
 
 
-def forward_tile(d: int, dv: int, hardware: Hardware) -> Tile:
+# With options that change scores or weights: smaller, for registers.
+MODIFIED_TILES = (
+    Row(64, 64 * KB, Tile(4, 1, 64, 2, True, 3)),
+    Row(128, 99 * KB, Tile(4, 1, 64, 1, True, 2)),
+    *FORWARD_TILES[2:],
+)
+
+
+def forward_tile(problem, hardware: Hardware) -> Tile:
     """The first that serves these head dimensions and fits."""
-    return next(
-        row.tile
-        for row in FORWARD_TILES
-        if max(d, dv) <= row.d and row.shared <= hardware.shared_limit
-    )
+    d = max(problem.d, problem.dv)
+    tiles = MODIFIED_TILES if problem.options.modifies else FORWARD_TILES
+    return next(row.tile for row in tiles if d <= row.d and row.shared <= hardware.shared_limit)
 
 
 BACKWARD_TILES = (

@@ -1,0 +1,135 @@
+"""Bias and mask of a lane's scores, straight from memory into registers: a run of neighbouring keys
+(`numba_flash.cuda.fragment.Runs`) with one load, if they lie so that this can be.
+"""
+
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.lang import i32, i64, inline, u32, u64
+from numba_flash.cuda.number import index
+
+WORD = 4  # bytes
+
+
+class Held(NamedTuple):
+    """How a run's bias and mask are kept in words of 32 bits, from `fetch` to `modify`.
+
+    Attributes
+    ----------
+    bias, mask : int
+        Words of a run; 0 if there is none.
+    words : int
+        Of all runs.
+    """
+
+    bias: int
+    mask: int
+    words: int
+
+
+def held(options, runs) -> Held:
+    """What one lane keeps."""
+    size = {"float32": 4}.get(options.bias, 2) if options.bias else 0
+    bias = -(-runs.width * size // WORD)
+    seen = -(-runs.width // WORD) if options.mask else 0
+    return Held(bias, seen, runs.count * (bias + seen))
+
+
+class Source(NamedTuple):
+    """What a lane reads of an array that goes with scores.
+
+    Attributes
+    ----------
+    registers : array
+        Where it goes to.
+    base : uint64
+        Address of the head's first element.
+    row, col : int64
+        Bytes from one query, and from one key, to the next.
+    query, key : int
+        The lane's first ones.
+    rows, cols : int
+        How many there are.
+    """
+
+    registers: Any
+    base: int
+    row: int
+    col: int
+    query: int
+    key: int
+    rows: int
+    cols: int
+
+
+def build_read(runs, first, words, size, vectors):
+    """``read(source)``: all runs of a lane, elements of `size` bytes, to `words` registers each,
+    from `first` on.
+
+    vectors : a run's elements are neighbours at a multiple of their size, and there are whole runs.
+    """
+    COUNT, WIDTH, FIRST, WORDS = runs.count, runs.width, first, words
+    SIZE, BITS, PER_WORD, AT_ONCE = size, 8 * size, WORD // size, min(words, 4)
+    query_of, key_of = runs.query, runs.key
+    fetch, fetch_word = ptx.fetch(AT_ONCE), ptx.fetch(1)
+    fetch_small = ptx.fetch_byte if size == 1 else ptx.fetch_half
+    HALF = runs.width * size == 2
+
+    @inline
+    def address(x, i, j):
+        return u64(x.base + u64(i64(i) * x.row + i64(j) * x.col))
+
+    @inline
+    def read_run(number, x):
+        n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
+        i, j = i32(x.query + query_of(n)), i32(x.key + key_of(n))
+        there = u32(1) if i < x.rows and j < x.cols else u32(0)
+        at = address(x, i, i32(j + w * PER_WORD))
+        if HALF:
+            x.registers[FIRST + n * WORDS] = ptx.fetch_half(at, there)
+        else:
+            fetch(x.registers, i32(FIRST + n * WORDS + w), at, there)
+
+    @inline
+    def read_element(number, x):
+        n, place = number // WIDTH, number % WIDTH
+        i, j = i32(x.query + query_of(n)), i32(x.key + key_of(n) + place)
+        there = u32(1) if i < x.rows and j < x.cols else u32(0)
+        e = i32(FIRST + n * WORDS + place // PER_WORD)
+        if SIZE == WORD:
+            fetch_word(x.registers, e, address(x, i, j), there)
+        else:
+            value = u32(fetch_small(address(x, i, j), there) << u32(place % PER_WORD * BITS))
+            x.registers[e] = value if place % PER_WORD == 0 else u32(x.registers[e] | value)
+
+    if vectors:
+        return ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
+    return ptx.repeated(COUNT * WIDTH, read_element)
+
+
+def build_fetch(options, runs, vectors):
+    """``fetch(registers, query, key, region, at, extras)``: bias and mask of a lane's scores into
+    as many registers (uint32) as `held` says; zeros beyond the last query or key.
+
+    vectors : which of them are read by runs, `numba_flash.cuda.arguments.Vectors`.
+    """
+    BIASED, MASKED = bool(options.bias), options.mask
+    kept, size = held(options, runs), 4 if options.bias == "float32" else 2
+    read_bias = build_read(runs, 0, kept.bias, size, vectors.bias) if BIASED else None
+    first = runs.count * kept.bias
+    read_mask = build_read(runs, first, kept.mask, 1, vectors.mask) if MASKED else None
+
+    @inline
+    def source(registers, x, query, key, region, at):
+        head = x[index(at.b0), index(at.b1), index(at.head)]
+        base, row, col = ptx.global_address(head), head.strides[0], head.strides[1]
+        return Source(registers, base, row, col, query, key, region.rows, region.cols)
+
+    @inline
+    def fetch(registers, query, key, region, at, extras):
+        if BIASED:
+            read_bias(source(registers, extras.bias, query, key, region, at))
+        if MASKED:
+            read_mask(source(registers, extras.mask, query, key, region, at))
+
+    return fetch

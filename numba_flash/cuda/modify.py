@@ -1,0 +1,228 @@
+"""What the options do to scores and weights in the registers of a tensor-core product: functions of
+the user are inlined, and each word of the dropout's generator is computed once.
+
+A lane works on `numba_flash.cuda.fragment.Runs`; its part of bias and mask is in registers already
+(`numba_flash.cuda.fetch`).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash import mask
+from numba_flash.cuda import ptx, score
+from numba_flash.cuda.fetch import held
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, u32, u64
+from numba_flash.cuda.philox import philox4x32
+
+NEG_INF, LOG2E = -math.inf, math.log2(math.e)
+FAR = 2**20  # further than a tile is long
+# tanh(x) / x as a polynomial in x^2, off by less than 2^-23 of it up to SMALL.
+SMALL = 0.55
+TANH = (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
+
+
+@inline
+def tanh(x):
+    """As exact for small x as for others, which scores with a large cap need."""
+    square = x * x
+    small = f32(TANH[3])
+    small = small * square + f32(TANH[2])
+    small = small * square + f32(TANH[1])
+    small = small * square + f32(TANH[0])
+    small = x * (square * small) + x
+    large = f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * f32(2 * LOG2E)))
+    return small if abs(x) < f32(SMALL) else large
+
+
+@inline
+def capped(x, softcap):
+    """tanh of x / softcap; the inverse of a cap is a normal number."""
+    return tanh(x * (f32(1) / softcap))
+
+
+@inline
+def near(x):
+    """The same as int32, if it is not far beyond a tile."""
+    return i32(min(max(x, i64(-FAR)), i64(FAR)))
+
+
+class Scores(NamedTuple):
+    """A lane's registers, and what they belong to; see `build_modify`."""
+
+    s: Any
+    slope: Any
+    registers: Any
+    query: int
+    key: int
+    region: Any
+    at: Any
+    parameters: Any
+
+
+class Bounds(NamedTuple):
+    """What is visible of a lane's scores; all int32, counted from its first query and key.
+
+    Attributes
+    ----------
+    s, slope : arrays
+        Its registers.
+    rows, cols : int
+        Queries and keys that there are.
+    low, high : int
+        First key that query 0 sees, and the one after its last.
+    """
+
+    s: Any
+    slope: Any
+    rows: int
+    cols: int
+    low: int
+    high: int
+
+
+def build_modify(dtype, options, runs, slopes=False):
+    """``modify(s, slope, registers, query, key, region, at, parameters)``: raw products become
+    scores, -inf where hidden: by the bias, the mask, the band, or the ends.
+
+    Scores are in base e and scaled, unless options hide alone (`Options.changes`); then they stay
+    raw products. `registers` have been filled by `fetch.build_fetch`; `query` and `key` are the
+    lane's first ones, rows of the `score.Region` queries; `at` is a `score.Head`.
+
+    slopes : the derivatives go into `slope`, if the score `score.bends`; 0 where hidden.
+    """
+    COUNT, WIDTH, LAST_QUERY, LAST_KEY = runs.count, runs.width, runs.last_query, runs.last_key
+    CHANGES, BIASED, MASKED = options.changes, bool(options.bias), options.mask
+    MODIFIED, SLOPES = options.score_mod is not None, slopes and score.bends(options)
+    FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
+    kept = held(options, runs)
+    BIAS_WORDS, MASK_WORDS, FIRST_MASK = kept.bias, kept.mask, runs.count * kept.bias
+    register, query_of, key_of = runs.register, runs.query, runs.key
+    bend = score.build_bend(dtype, options, inline, capped)
+
+    @inline
+    def bias_of(registers, n, x):
+        if FLOAT32:
+            return ptx.as_float32(registers[n * BIAS_WORDS + x])
+        word = registers[n * BIAS_WORDS + x // 2]
+        if BFLOAT16:
+            return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
+        return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
+
+    @inline
+    def change(number, t):
+        n, x = number // WIDTH, number % WIDTH
+        e = register(n, x)
+        value, derivative = t.s[e], f32(1)
+        if CHANGES:
+            i, j = i32(t.query + query_of(n)), i32(t.key + key_of(n) + x)
+            if MODIFIED:  # of a function of the user's nobody knows what it reads there
+                i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
+            value, derivative = bend(value, i, j, t.at, t.parameters)
+        if BIASED:
+            bias = bias_of(t.registers, n, x)
+            value = f32(NEG_INF) if bias == f32(NEG_INF) else value + bias
+        if MASKED:
+            word = t.registers[FIRST_MASK + n * MASK_WORDS + x // 4]
+            value = value if u32(word & u32(0xFF << (x % 4 * 8))) != u32(0) else f32(NEG_INF)
+        t.s[e] = value
+        if SLOPES:
+            t.slope[e] = derivative if value != f32(NEG_INF) else f32(0)
+
+    @inline
+    def hide(number, t):
+        n, x = number // WIDTH, number % WIDTH
+        e, i, j = register(n, x), query_of(n), i32(key_of(n) + x)
+        start, stop = i32(i + t.low), min(i32(i + t.high), t.cols)
+        hidden = i >= t.rows or j < start or j >= stop
+        t.s[e] = f32(NEG_INF) if hidden else t.s[e]
+        if SLOPES:
+            t.slope[e] = f32(0) if hidden else t.slope[e]
+
+    change_all = ptx.repeated(COUNT * WIDTH, change)
+    hide_all = ptx.repeated(COUNT * WIDTH, hide)
+
+    @inline
+    def modify(s, slope, registers, query, key, region, at, parameters):
+        scores = Scores(s, slope, registers, query, key, region, at, parameters)
+        change_all(scores)
+        i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
+        inside = i1 <= region.rows and j1 <= region.cols
+        if not (inside and mask.all_visible(query, i1, key, j1, region.low, region.high)):
+            ahead = i64(query) - i64(key)
+            low, high = near(region.low + ahead), near(region.high + 1 + ahead)
+            rows, cols = near(i64(region.rows) - query), near(i64(region.cols) - key)
+            hide_all(Bounds(s, slope, rows, cols, low, high))
+
+    return modify
+
+
+class Weights(NamedTuple):
+    """A lane's registers, and where their random words are; see `build_drop`. Words of counter and
+    key are uint32.
+    """
+
+    p: Any
+    query: int
+    key: int
+    head: int
+    offset: int
+    k0: int
+    k1: int
+    threshold: int
+
+
+def build_drop(options, runs, negate=False):
+    """``drop(p, query, key, at, parameters)``: weights that dropout drops become 0, or change their
+    sign if `negate`; `query` and `key` are the lane's first ones.
+
+    A counter has the words of four neighbouring keys. Where a lane has two, its neighbour four
+    lanes away has the others: each computes every other counter, and they exchange halves.
+    """
+    COUNT, QUADS, NEGATE = runs.count, runs.width // 4, negate
+    register, query_of, key_of = runs.register, runs.query, runs.key
+
+    @inline
+    def words_of(w, i, j):
+        return philox4x32(u32(j) >> u32(2), u32(i), w.head, w.offset, w.k0, w.k1)
+
+    @inline
+    def choose(w, word, n, x):
+        e = register(n, x)
+        if word < w.threshold:
+            w.p[e] = -w.p[e] if NEGATE else f32(0)
+
+    @inline
+    def four(number, w):
+        n, x = number // QUADS, number % QUADS * 4
+        words = words_of(w, i32(w.query + query_of(n)), i32(w.key + key_of(n) + x))
+        choose(w, words.w0, n, x)
+        choose(w, words.w1, n, x + 1)
+        choose(w, words.w2, n, x + 2)
+        choose(w, words.w3, n, x + 3)
+
+    @inline
+    def two(number, w):
+        n = 2 * number
+        second = (w.key & 2) != 0  # the lane has the upper half of each counter
+        i = i32(w.query + (query_of(n + 1) if second else query_of(n)))
+        words = words_of(w, i, i32(w.key + key_of(n)))
+        here0, here1 = words.w2 if second else words.w0, words.w3 if second else words.w1
+        there0, there1 = words.w0 if second else words.w2, words.w1 if second else words.w3
+        from0 = u32(cuda.shfl_xor_sync(ALL_LANES, i32(there0), 4))
+        from1 = u32(cuda.shfl_xor_sync(ALL_LANES, i32(there1), 4))
+        choose(w, from0 if second else here0, n, 0)
+        choose(w, from1 if second else here1, n, 1)
+        choose(w, here0 if second else from0, n + 1, 0)
+        choose(w, here1 if second else from1, n + 1, 1)
+
+    drop_all = ptx.repeated(COUNT * QUADS, four) if QUADS else ptx.repeated(COUNT // 2, two)
+
+    @inline
+    def drop(p, query, key, at, parameters):
+        head, offset = u32(at.batch * at.heads + at.head), u32(parameters.offset)
+        k0, k1 = u32(parameters.seed), u32(parameters.seed >> u64(32))
+        threshold = u32(parameters.threshold)
+        drop_all(Weights(p, query, key, head, offset, k0, k1, threshold))
+
+    return drop

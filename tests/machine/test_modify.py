@@ -1,0 +1,200 @@
+"""Options on fragments of one warp, for both ways in which scores lie in registers: queries or keys are the rows of the product."""
+
+import sys
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+
+from kernels import Executed
+
+from numba_flash import reference, rng
+from numba_flash.arrays import Layout
+from numba_flash.cuda import fragment
+from numba_flash.cuda.arguments import Vectors, build_extras, extras_type, parameters_of, parameters_type, vectors_of
+from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.grid import extras_layouts
+from numba_flash.cuda.lang import cuda, f32, i32, types, u32
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.modify import build_drop, build_modify
+from numba_flash.cuda.number import array
+from numba_flash.cuda.score import Head, Region
+from numba_flash.problem import ForwardInputs, bind
+
+LANES, HEADS = np.arange(32), 2
+DRAWN = np.random.default_rng(8)
+BENDING = lambda score, b, h, i, j: 0.5 * score - 0.01 * (i - j) * (h + 1)
+HALF = lambda score, b, h, i, j: 0.5
+
+
+class Fragments(NamedTuple):
+    """Of a warp's scores: are its rows `keys`, how many tiles of 16 rows there are, and its columns."""
+
+    keys: bool
+    m_tiles: int
+    columns: int
+
+    @property
+    def runs(self):
+        return (fragment.runs_of_keys if self.keys else fragment.runs_of_queries)(self.m_tiles, self.columns)
+
+    def places(self, row0: int, col0: int):
+        """Query and key (lanes, registers) of every element, from the ISA's fragment and the order in which keys are stored."""
+        register = np.arange(self.m_tiles * self.columns // 2)
+        m, j = register // (self.columns // 2), register % (self.columns // 2) // 4
+        r, c = register // 2 % 2, register % 2
+        lane = LANES[:, None]
+        if self.keys:
+            return row0 + 8 * j + 2 * (lane % 4) + c, col0 + 2 * self.m_tiles * (lane // 4) + 2 * m + r
+        return row0 + 16 * m + 8 * r + lane // 4, col0 + 32 * (j // 4) + 8 * (lane % 4) + 2 * (j % 4) + c
+
+
+SHAPES = [
+    *(Fragments(False, *each) for each in ((1, 32), (2, 64))),
+    *(Fragments(True, *each) for each in ((1, 16), (2, 32), (4, 16))),
+]
+
+
+def build(options, fragments, vectors):
+    """Kernel: one warp's raw products become scores, in a second array derivatives, in a third signs after dropout."""
+    runs, KEYS, WIDTH = fragments.runs, fragments.keys, fragments.runs.width
+    COUNT, DROPOUT = runs.count * runs.width, bool(options.dropout)
+    HELD = max(1, held(options, runs).words)
+    fetch, modify = build_fetch(options, runs, vectors), build_modify("float16", options, runs, True)
+    drop = build_drop(options, runs, True)
+
+    def fragments_of_a_warp(s, slope, kept, extras, row0, col0, rows, cols, low, high, parameters):
+        registers, x = cuda.local.array(HELD, u32), cuda.local.array(COUNT, f32)
+        slopes, p = cuda.local.array(COUNT, f32), cuda.local.array(COUNT, f32)
+        lane = i32(cuda.threadIdx.x)
+        if KEYS:
+            query, key = i32(row0 + 2 * (lane % 4)), i32(col0 + WIDTH * (lane // 4))
+        else:
+            query, key = i32(row0 + lane // 4), i32(col0 + 8 * (lane % 4))
+        for e in range(COUNT):
+            x[e], p[e] = s[lane, e], f32(1)
+        at, region = Head(0, 1, 1, 1, 2), Region(row0, col0, rows, cols, low, high)
+        fetch(registers, query, key, region, at, extras)
+        modify(x, slopes, registers, query, key, region, at, parameters)
+        if DROPOUT:
+            drop(p, query, key, at, parameters)
+        for e in range(COUNT):
+            s[lane, e], slope[lane, e], kept[lane, e] = x[e], slopes[e], p[e]
+
+    numbers = [types.int64] * 6
+    signature = types.void(*[array(f32, 2)] * 3, extras_type(options), *numbers, parameters_type(options))
+    return fragments_of_a_warp, signature, {"launch_bounds": (32, 1)}
+
+
+MODULE = ModuleType("numba_flash.cuda.fragments_of_tests")
+MODULE.build = build
+sys.modules[MODULE.__name__] = MODULE
+
+
+def executed(fragments, raw, nq, nk, row0, col0, vectors=None, **options):
+    """Scores, derivatives and signs of a warp's elements, of head 1 of batch element 1."""
+    q, k = np.empty((2, HEADS, nq, 8), np.float16), np.empty((2, HEADS, nk, 8), np.float16)
+    problem = bind(q, k, k, **options)
+    inputs = ForwardInputs(q, k, k, **{name: options[name] for name in ("bias", "mask") if name in options})
+    described = vectors_of(problem, ForwardInputs(*map(Layout.of, inputs)), fragments.runs.width)
+    vectors = described if vectors is None else vectors
+    results = [np.array(raw, np.float32), np.full(raw.shape, np.nan, np.float32), np.full(raw.shape, np.nan, np.float32)]
+    launch = Launch(
+        "fragments_of_tests.build",
+        (problem.options.structure, fragments, vectors),
+        Gpu(0, (9, 0), 1),
+        grid=1,
+        threads=32,
+        operands=tuple((Layout.of(x), 2) for x in results),
+        extras=extras_layouts(problem, ForwardInputs(*map(Layout.of, inputs))),
+        numbers=(row0, col0, nq, nk, problem.low, problem.high, parameters_of(problem)),
+    )
+    Executed(launch)(*results, extras=build_extras(problem.options)(inputs))
+    return (*results, described)
+
+
+def expected(fragments, raw, nq, nk, row0, col0, **options):
+    """The same by the oracle; scores in base e."""
+    q, k = np.empty((2, HEADS, nq, 8), np.float16), np.empty((2, HEADS, nk, 8), np.float16)
+    problem, at = bind(q, k, k, **options), fragments.places(row0, col0)
+    inside = (at[0] < nq) & (at[1] < nk)
+    product, wanted = np.zeros((2, HEADS, nq, nk)), [np.full(raw.shape, -np.inf), np.zeros(raw.shape)]
+    there = tuple(x[inside] for x in at)
+    product[(1, 1, *there)] = raw[inside]
+    # the oracle's scores of this product: that of q with rows of the unit matrix
+    unit = np.broadcast_to(np.eye(nk), (2, HEADS, nk, nk))
+    s, slope, visible = reference._scores(problem, options, product[None], unit[None])
+    wanted[0][inside] = np.where(visible, s, -np.inf)[0, 1, 1][there]
+    wanted[1][inside] = np.where(visible, np.broadcast_to(slope, s.shape), 0)[0, 1, 1][there]
+    return wanted
+
+
+@pytest.mark.parametrize("fragments", SHAPES, ids=str)
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_scores_under_all_options(fragments, vectors, kind):
+    """Around the ends, a band and everything that hides, with the derivatives."""
+    if not vectors and fragments not in (SHAPES[1], SHAPES[2]):
+        pytest.skip("two shapes are enough")
+    nq, nk = 50, 80
+    bias = DRAWN.standard_normal((2, 1, nq, nk)).astype(kind)
+    bias[DRAWN.random(bias.shape) < 0.1] = -np.inf
+    options = {
+        "bias": bias, "mask": DRAWN.random((HEADS, nq, nk)) < 0.8, "softcap": 2.0, "scale": 0.7, "window": (30, 25),
+        "score_mod": BENDING, "score_mod_grad": HALF,
+    }  # fmt: skip
+    raw = DRAWN.standard_normal((32, fragments.m_tiles * fragments.columns // 2)).astype(np.float32)
+    for row0, col0 in ((8, 16), (32, 64), (0, 48)):
+        chosen = None if vectors else Vectors()
+        s, slope, _, described = executed(fragments, raw, nq, nk, row0, col0, chosen, **options)
+        assert described == Vectors(True, True)
+        wanted_s, wanted_slope = expected(fragments, raw, nq, nk, row0, col0, **options)
+        np.testing.assert_allclose(s, wanted_s, rtol=3e-6, atol=3e-6)
+        np.testing.assert_allclose(slope, wanted_slope, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("fragments", SHAPES, ids=str)
+def test_dropped_weights(fragments):
+    """The contract's bits, which the CPU computes with numbers of 64 bits: head 1 of batch element 1 is the fourth."""
+    raw = np.zeros((32, fragments.m_tiles * fragments.columns // 2), np.float32)
+    seed, offset, dropout, nq, nk = 2**63 + 2**31 + 12345, 2**32 - 2, 0.4, 100, 300
+    _, _, kept, _ = executed(fragments, raw, nq, nk, 16, 64, dropout=dropout, rng=(seed, offset))
+    queries, keys = np.broadcast_arrays(*fragments.places(16, 64))
+    wanted = rng.keep_all(seed, offset, dropout, np.arange(4), nq, nk)[3][queries, keys]
+    np.testing.assert_array_equal(kept, np.where(wanted, 1, -1))
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 3.0, 1e4, 1e30])
+def test_a_cap_of_any_size(softcap):
+    """Small scores, of which tanh is the number itself, and large ones, of which it is 1."""
+    fragments = SHAPES[0]
+    size = np.float32(2.0) ** DRAWN.uniform(-20, 20, (32, 16)) * (1 if softcap < 1e20 else softcap * 2.0**-16)
+    raw = (size * DRAWN.choice([-1, 1], size.shape)).astype(np.float32)
+    s, slope, _, _ = executed(fragments, raw, 16, 32, 0, 0, softcap=softcap, scale=1.0)
+    unit = np.tanh(raw.astype(np.float64) / softcap)
+    np.testing.assert_allclose(s, softcap * unit, rtol=5e-7)
+    np.testing.assert_allclose(slope, 1 - np.square(unit), atol=5e-7)
+
+
+def test_what_is_read_in_vectors():
+    """Rows that begin at multiples of a vector, neighbours in memory, whole runs."""
+
+    def bias_in_vectors(bias, width=8, offset=0, nk=16):
+        q, k = np.empty((2, HEADS, 16, 8), np.float16), np.empty((2, HEADS, nk, 8), np.float16)
+        layout = Layout.of(bias)._replace(offset=offset)
+        return vectors_of(bind(q, k, k, bias=bias), ForwardInputs(q, k, k, bias=layout), width).bias
+
+    half, single = np.zeros((16, 16), np.float16), np.zeros((16, 16), np.float32)
+    assert all(map(bias_in_vectors, (half, single, half[:1], half[0], np.zeros((2, HEADS, 16, 16), np.float16))))
+    assert not any(map(bias_in_vectors, (half.T, half[:, :1], half[:, ::-1], np.zeros((16, 17), np.float16)[:, :16], np.array(half[0, 0]))))
+    assert bias_in_vectors(np.zeros((16, 20), np.float16)[:, :16], width=4)
+    assert not bias_in_vectors(half, offset=8)
+    assert bias_in_vectors(half, offset=8, width=4)
+    assert not bias_in_vectors(half[:, :12], nk=12)
+    assert bias_in_vectors(half[:, :12], nk=12, width=4)
