@@ -14,12 +14,14 @@ LOG2E = math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
 
 
-def build(dtype, head_dim_v, has_dlse, block_m, sum_bytes, ordered, chunked, options, threads):
+def build(
+    dtype, head_dim_v, has_dlse, block_m, sum_bytes, ordered, chunked, base_2, options, threads
+):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
 
-    lse2 = lse log2(e) (with options that change scores, lse), but +inf for a row that saw nothing
-    or does not exist, so that its P is 0,
+    lse2 = lse log2(e), or lse unless in `base_2`, but +inf for a row that saw nothing or does not
+    exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
     and flags = 0, one per row block and one more, if `ordered`, else dq_sum = 0, `sum_bytes` of
     each row block; neither if that is 0.
@@ -34,7 +36,7 @@ def build(dtype, head_dim_v, has_dlse, block_m, sum_bytes, ordered, chunked, opt
     CHUNKS = head_dim_v // CHUNK
     FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
-    SUM_BYTES, ROWS_BYTES, UNIT = sum_bytes, 4 * block_m, 1.0 if options.modifies else LOG2E
+    SUM_BYTES, ROWS_BYTES, UNIT = sum_bytes, 4 * block_m, LOG2E if base_2 else 1.0
     rows_of = schedule.build_rows(options, block_m)
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 

@@ -51,7 +51,7 @@ def build(dtype, shape, ordered, options, tile):
     ROWS_BYTES, LSE_BYTES = 8 * BLOCK_M, 4 * BLOCK_M
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
-    TURING, PACKED, NAN = shape.turing, options.packed, math.nan
+    TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, load_keys, load_tile = loads
@@ -63,7 +63,8 @@ def build(dtype, shape, ordered, options, tile):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
-    hide, recompute_p, differentiate = softmax_backward.build(M_TILES, COLUMNS)
+    softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
+    tile_of, fetch, recompute_p, pack_weights, differentiate, SLOPES, WORDS = softmax_of
     put_ds = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_dk = products.build_put(M_TILES, D, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
@@ -81,6 +82,8 @@ def build(dtype, shape, ordered, options, tile):
         p = cuda.local.array(PAIRS, u32)  # of P^T, then of dS^T, two elements of 16 bits each
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
+        slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
+        bias_mask = cuda.local.array(WORDS, u32)  # of the scores
         factor = cuda.local.array(KEY_ROWS, f32)
 
         item = begin(smem, flags, k.shape, extras, sizes)
@@ -104,7 +107,7 @@ def build(dtype, shape, ordered, options, tile):
             if not TURING:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read, its dS^T is there
-            slot, row0 = u32(n % STAGES), i32(walk.at * BLOCK_M)
+            slot, here = u32(n % STAGES), walk
             if n > 1:
                 release(flags, done)
             done, this, walk = this, sum_of(item, walk), next_tile(walk, item, rows)
@@ -120,18 +123,20 @@ def build(dtype, shape, ordered, options, tile):
                 do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(part * COLUMNS * PITCH_V))
                 lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32(part * COLUMNS * 4))
                 lse += u32(fragment.first_column() * 4)
+                row0 = i32(here.at * BLOCK_M + part * COLUMNS)
+                tile = tile_of(row0, key, item, here, q.shape[2], q.shape[1])
+                fetch(bias_mask, tile, extras)
                 # (1) S^T = K Q^T
                 k_qt(sT, k_warp, q_tile)
                 # (4) dP^T = V dO^T
                 v_dot(dpT, v_warp, do_tile)
                 # (2) P^T = exp(S^T - lse)
-                hide(sT, key, i32(row0 + part * COLUMNS), item)
-                recompute_p(sT, lse, scale_log2)
+                recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
                 # (3) dV = dV + P^T dO
-                pack(p, sT)
+                pack_weights(p, sT)
                 p_do(dv_acc, p, do_tile)
                 # (5) dS^T = P^T * (dP^T - delta)
-                differentiate(dpT, sT, u32(lse + u32(LSE_BYTES)))
+                differentiate(dpT, sT, slope, u32(lse + u32(LSE_BYTES)), parameters)
                 # (6) dK = dK + dS^T Q
                 pack(p, dpT)
                 put_ds(u32(ds_warp + slot * u32(DS_BYTES) + u32(part * COLUMNS * 2)), p)
@@ -152,12 +157,14 @@ def build(dtype, shape, ordered, options, tile):
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if tiles > 0:
             release(flags, this)
-        invalid = item.invalid != 0
+        invalid, keep_scale = item.invalid != 0, f32(1)
+        if DROPOUT:
+            keep_scale = f32(parameters.keep_scale)
         for r in range(KEY_ROWS):
             factor[r] = f32(NAN) if invalid else scale
         put_dk(k_warp, dk_acc, factor)
         for r in range(KEY_ROWS):
-            factor[r] = f32(NAN) if invalid else f32(1)
+            factor[r] = f32(NAN) if invalid else keep_scale
         put_dv(v_warp, dv_acc, factor)
         cuda.syncwarp()  # all of the warp's keys are there
         b0, b1, first, stop = item.b0, item.b1, i32(item.row0 + warp * WARP_KEYS), i32(dk.shape[3])

@@ -32,7 +32,7 @@ def build(dtype, shape, ordered, options, tile):
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     COLUMNS_K, COLUMNS_V = D // tile.ways, DV // tile.ways  # of a warp's dK and dV
     OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
-    TURING, PACKED, NAN = shape.turing, options.packed, math.nan
+    TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, load_keys, load_tile = loads
@@ -44,7 +44,8 @@ def build(dtype, shape, ordered, options, tile):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
-    hide, recompute_p, differentiate = softmax_backward.build(M_TILES, COLUMNS)
+    softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
+    tile_of, fetch, recompute_p, pack_weights, differentiate, SLOPES, WORDS = softmax_of
     put_p = products.build_put_words(M_TILES, COLUMNS, PITCH_P)
     put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
@@ -68,6 +69,8 @@ def build(dtype, shape, ordered, options, tile):
         p = cuda.local.array(PAIRS, u32)  # of P^T, then of dS^T, two elements of 16 bits each
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
+        slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
+        bias_mask = cuda.local.array(WORDS, u32)  # of the scores
         factor = cuda.local.array(KEY_ROWS, f32)
 
         item = begin(smem, flags, k.shape, extras, sizes)
@@ -92,9 +95,10 @@ def build(dtype, shape, ordered, options, tile):
             if not TURING:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
-            slot, row0 = u32(n % STAGES), i32(walk.at * BLOCK_M)
+            slot, row0 = u32(n % STAGES), i32(walk.at * BLOCK_M + column)
             if n > 0:
                 release(flags, this)
+            tile = tile_of(row0, key, item, walk, q.shape[2], q.shape[1])
             this, walk = sum_of(item, walk), next_tile(walk, item, rows)
             if STAGES > 1:
                 if n + 1 < tiles:
@@ -103,17 +107,17 @@ def build(dtype, shape, ordered, options, tile):
             do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES))
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
             lse += u32((column + fragment.first_column()) * 4)
+            fetch(bias_mask, tile, extras)
             # (1) S^T = K Q^T
             k_qt(sT, k_group, u32(q_tile + u32(column * PITCH_K)))
             # (4) dP^T = V dO^T
             v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)))
             # (2) P^T = exp(S^T - lse)
-            hide(sT, key, i32(row0 + column), item)
-            recompute_p(sT, lse, scale_log2)
-            pack(p, sT)
+            recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
+            pack_weights(p, sT)
             put_p(u32(p_group + u32(column * 2)), p)
             # (5) dS^T = P^T * (dP^T - delta)
-            differentiate(dpT, sT, u32(lse + u32(LSE_BYTES)))
+            differentiate(dpT, sT, slope, u32(lse + u32(LSE_BYTES)), parameters)
             pack(p, dpT)
             put_p(u32(ds_group + u32(column * 2)), p)
             cuda.syncthreads()  # P^T and dS^T are there
@@ -131,12 +135,14 @@ def build(dtype, shape, ordered, options, tile):
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if tiles > 0:
             release(flags, this)
-        invalid = item.invalid != 0
+        invalid, keep_scale = item.invalid != 0, f32(1)
+        if DROPOUT:
+            keep_scale = f32(parameters.keep_scale)
         for r in range(KEY_ROWS):
             factor[r] = f32(NAN) if invalid else scale
         put_dk(u32(k_group + u32(part * (2 * COLUMNS_K))), dk_acc, factor)
         for r in range(KEY_ROWS):
-            factor[r] = f32(NAN) if invalid else f32(1)
+            factor[r] = f32(NAN) if invalid else keep_scale
         put_dv(u32(v_group + u32(part * (2 * COLUMNS_V))), dv_acc, factor)
         cuda.syncthreads()  # all of the group's keys are there
         b0, b1, first, stop = item.b0, item.b1, i32(item.row0 + group * GROUP_KEYS), i32(dk.shape[3])

@@ -8,7 +8,7 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import build_extras, parameters_of
+from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
 from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
@@ -75,7 +75,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     there = hardware(gpu.capability)
-    tile = backward_tile(p.d, p.dv, there)
+    tile = backward_tile(p, there)
     x, y = _heads_first(p, inputs), results._replace(
         **dict(zip(("dq", "dk", "dv"), grid.heads_first(p, *results[:3]), strict=True))
     )
@@ -86,6 +86,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         asynchronous=not there.turing and chunked(x.do, x.q, x.k, x.v),
         wide=chunked(y.dq, y.dk, y.dv),
         fours=gpu.capability >= (9, 0),
+        vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
     )
     this = Pass(p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile))
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
@@ -128,6 +129,7 @@ def _preprocess(this: Pass) -> Launch:
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
+            not p.options.changes,
             *(p.options.structure, ROW_THREADS),
         ),
         this.gpu,
@@ -154,7 +156,7 @@ def _main(this: Pass):
         section=section(p, tile, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
     )
-    scale_log2 = np.float32(p.scale if p.options.modifies else p.scale * LOG2E)
+    scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
     main = Launch(
         tile.kernel,

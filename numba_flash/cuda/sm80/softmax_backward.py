@@ -6,56 +6,137 @@ called sT, pT, dpT and dsT.
 from typing import Any, NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda import fragment, ptx, score, softmax
+from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import f32, i32, inline, u32
+from numba_flash.cuda.modify import build_drop, build_modify
+from numba_flash.cuda.score import Head, Region
+
+
+class Tile(NamedTuple):
+    """A warp's part of a tile of scores.
+
+    Attributes
+    ----------
+    row0 : int
+        Its first query.
+    query, key : int
+        The first ones of this lane.
+    region : Region
+        What it may see.
+    at : Head
+        Its head.
+    """
+
+    row0: int
+    query: int
+    key: int
+    region: Region
+    at: Head
 
 
 class SoftmaxBackward(NamedTuple):
-    """Functions of a warp; see `build`."""
+    """Functions of a warp, and how many registers it needs for slopes, bias and mask; see `build`."""
 
-    hide: Any
+    tile_of: Any
+    fetch: Any
     recompute_p: Any
+    pack_weights: Any
     differentiate: Any
+    slopes: int
+    words: int
 
 
-def build(m_tiles, columns):
+def build(dtype, options, vectors, m_tiles, columns, kind):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries."""
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
-    WARP_KEYS, KEY_ROWS = 16 * m_tiles, 2 * m_tiles
+    WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
+    MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
+    SLOPES = score.bends(options)
+    runs = fragment.runs_of_keys(m_tiles, columns)
     hide_row = softmax.build_hide(COUNT, True)
+    read = build_fetch(options, runs, vectors)
+    modify, drop = build_modify(dtype, options, runs, True), build_drop(options, runs, True)
+    pack, pack2 = fragment.build_pack(PAIRS, *kind)
 
     @inline
-    def hide(sT, key, row0, item):
+    def tile_of(row0, key, item, walk, heads, batch1):
+        """The `Tile` from query row0 on, of a work item on its walk."""
+        region = Region(row0, key, item.columns, item.rows, -item.high, -item.low)
+        at = Head(item.b0, item.b1, item.b0 * batch1 + item.b1, walk.head, heads)
+        return Tile(row0, i32(row0 + fragment.first_column()), key, region, at)
+
+    @inline
+    def fetch(bias_mask, tile, extras):
+        """What options need from memory."""
+        if MODIFIED:
+            read(bias_mask, tile.query, tile.key, tile.region, tile.at, extras)
+
+    @inline
+    def hide(sT, tile):
         """Scores that the mask or the end of the keys hides become -inf; most tiles have none."""
-        first, row1 = key - key % WARP_KEYS, row0 + COLUMNS
-        low, high, keys, queries = item.low, item.high, item.rows, item.columns
-        clear = mask.all_visible(first, first + WARP_KEYS, row0, row1, low, high)
+        first, row1, region = tile.key - tile.key % WARP_KEYS, tile.row0 + COLUMNS, tile.region
+        low, high, keys, queries = -region.high, -region.low, region.cols, region.rows
+        clear = mask.all_visible(first, first + WARP_KEYS, tile.row0, row1, low, high)
         if not clear or first + WARP_KEYS > keys:
-            column = i32(row0 + fragment.first_column())
             for r in range(KEY_ROWS):
-                start, stop = mask.kv_range(key + r, key + r + 1, queries, low, high)
-                if key + r >= keys:
+                key = tile.key + r
+                start, stop = mask.kv_range(key, key + 1, queries, low, high)
+                if key >= keys:
                     stop = start
-                hide_row(sT, r, i32(start - column), i32(stop - column))
+                hide_row(sT, r, i32(start - tile.query), i32(stop - tile.query))
 
     @inline
-    def recompute_p(sT, lse, scale_log2):
-        """(2) P = exp(S - lse), in the place of S."""
+    def recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters):
+        """(2) P = exp(S - lse), in the place of S, negative where dropout drops it."""
+        if MODIFIED:  # the options, on S
+            modify(sT, slope, bias_mask, tile.query, tile.key, tile.region, tile.at, parameters)
+        else:
+            hide(sT, tile)
         for j in range(COLUMNS // 8):
             shift = ptx.load_shared_pair(u32(lse + u32(32 * j)))
             for r in range(KEY_ROWS):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
+                    if CHANGES:
+                        sT[e] = ptx.ex2((sT[e] - shift[c]) * scale_log2)
+                    else:
+                        sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
+        if DROPOUT:
+            drop(sT, tile.query, tile.key, tile.at, parameters)
 
     @inline
-    def differentiate(dpT, pT, delta):
+    def kept(w):
+        return f32(0) if w < f32(0) else w
+
+    @inline
+    def pack_weights(p, pT):
+        """Weights as operands, without those that are dropped."""
+        if DROPOUT:
+            for j in range(PAIRS):
+                p[j] = pack2(kept(pT[2 * j]), kept(pT[2 * j + 1]))
+        else:
+            pack(p, pT)
+
+    @inline
+    def ds_of(w, dp, delta, parameters):
+        if DROPOUT:
+            dp = f32(0) if w < f32(0) else dp * f32(parameters.keep_scale)
+            return abs(w) * (dp - delta) if w != f32(0) else f32(0)
+        return w * (dp - delta) if w != f32(0) else f32(0)  # 0, whatever dP of a hidden term is
+
+    @inline
+    def differentiate(dpT, pT, slope, delta, parameters):
         """(5) dS = P * (dP - delta), in the place of dP."""
         for j in range(COLUMNS // 8):
             row_delta = ptx.load_shared_pair(u32(delta + u32(32 * j)))
             for r in range(KEY_ROWS):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    dpT[e] = pT[e] * (dpT[e] - row_delta[c]) if pT[e] != f32(0) else f32(0)
+                    dpT[e] = ds_of(pT[e], dpT[e], row_delta[c], parameters)
+                    if SLOPES:
+                        dpT[e] *= slope[e]
 
-    return SoftmaxBackward(hide, recompute_p, differentiate)
+    slopes = m_tiles * COUNT if SLOPES else 1
+    words = max(1, held(options, runs).words)
+    return SoftmaxBackward(tile_of, fetch, recompute_p, pack_weights, differentiate, slopes, words)

@@ -6,11 +6,9 @@ from numba_flash.cuda import launch
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
 from numba_flash.cuda.sm80.tiles import forward_tile, hardware
-from numba_flash.options import NAMES
 
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
-SERVED = {"q_lengths", "kv_lengths"}  # options that the kernels know
 
 
 def takes_numpy() -> bool:
@@ -38,9 +36,6 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
-    for option in problem.options.used:
-        if kind == "backward" and option not in SERVED:
-            return f"does not know {NAMES[option]}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"serves float16 and bfloat16; q.dtype is {problem.dtype}"
     if problem.dtype == "bfloat16" and hardware(gpu.capability).turing:

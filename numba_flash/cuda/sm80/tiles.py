@@ -221,11 +221,11 @@ def forward_tile(problem, hardware: Hardware) -> Tile:
 BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2, 4)),
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
-    Row(64, 64 * KB, BackwardTile(4, 2, 32, 32, (2, 2), 1, 1, 4)),
+    Row(64, 64 * KB, BackwardTile(4, 2, 32, 16, (2, 2), 1, 1, 4)),
     Row(128, 227 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 2, 1, 4, 2)),
     Row(128, 163 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 1, 1, 4, 2)),
     Row(128, 99 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4, 2)),
-    Row(128, 64 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 1, 4)),
+    Row(128, 64 * KB, BackwardTile(4, 1, 32, 16, (2, 2), 1, 1, 4)),
     Row(256, 227 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 2, 1, 2, 4)),
     Row(256, 163 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 1, 1, 2, 4)),
     Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
@@ -233,10 +233,20 @@ BACKWARD_TILES = (
 )
 
 
-def backward_tile(d: int, dv: int, hardware: Hardware) -> BackwardTile:
+# With options that change scores or weights: fewer scores at a time, for registers.
+MODIFIED_BACKWARD_TILES = (
+    Row(64, 227 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 2, 2, 4)),
+    Row(64, 99 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 1, 2, 4)),
+    Row(64, 64 * KB, BackwardTile(4, 2, 32, 16, (2, 2), 1, 1, 4)),
+    Row(128, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, 4)),
+    Row(128, 163 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4)),
+    Row(128, 64 * KB, BackwardTile(4, 1, 32, 16, (2, 2), 1, 1, 4)),
+    *BACKWARD_TILES[7:],
+)
+
+
+def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
-    return next(
-        row.tile
-        for row in BACKWARD_TILES
-        if max(d, dv) <= row.d and row.shared <= hardware.shared_limit
-    )
+    d = max(problem.d, problem.dv)
+    tiles = MODIFIED_BACKWARD_TILES if problem.options.modifies else BACKWARD_TILES
+    return next(row.tile for row in tiles if d <= row.d and row.shared <= hardware.shared_limit)

@@ -182,6 +182,7 @@ def _preprocess(this: Pass) -> Launch:
             4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
             this.ordered,
             True,
+            True,
             p.options.structure,
             ROW_THREADS,
         ),
