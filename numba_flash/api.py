@@ -111,7 +111,7 @@ def forward(
     out : array, shape (..., Hq, Nq, Dv), optional
         Written in place and returned; must not overlap an input.
     backend : str, optional
-        Demand "sm90", "simt" or "cpu" instead of the fastest that can run.
+        Demand "sm90", "sm80", "simt" or "cpu" instead of the fastest that can run.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def forward(
     -----
     Work on CuPy arrays goes onto CuPy's current stream and is not waited for. NumPy arrays are computed on the GPU where there is one.
     Equal inputs give equal bits. A hidden key is absent: NaN or Inf in it does not reach the rows that do not see it, with one exception:
-    on backend "sm90", a NaN or Inf in v behind a causal mask or window may reach rows that share a tile with those that see it.
+    on backends "sm90" and "sm80", a NaN or Inf in v behind a mask may reach rows that share a tile with those that see it.
 
     Examples
     --------
@@ -251,7 +251,7 @@ def backward(
 
     Notes
     -----
-    What a mask hides is absent, as in `forward`; but on backend "sm90" a NaN or Inf in q, k, v or do behind a causal mask or window may
+    What a mask hides is absent, as in `forward`; but on backends "sm90" and "sm80" a NaN or Inf in q, k, v or do behind a mask may
     reach the gradients of what shares a tile with it.
 
     Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.

@@ -1,4 +1,4 @@
-"""Kernels on their way to machine code for an H200, each once per process: what the compiler makes, PTX, the code, and that in words."""
+"""Kernels on their way to machine code, each once per process: what the compiler makes, PTX, the code, and that in words."""
 
 import re
 import shutil
@@ -11,13 +11,22 @@ from typing import NamedTuple
 from numba_flash.cuda import compile
 
 H200 = (9, 0)
+KB = 1024
+# Bytes of shared memory that a block may have (CUDA C++ Programming Guide, "Compute Capabilities").
+SHARED_LIMIT = {
+    (7, 5): 64 * KB,
+    (8, 0): 163 * KB,
+    **dict.fromkeys([(8, 6), (8, 9), (12, 0)], 99 * KB),
+    **dict.fromkeys([(9, 0), (10, 0)], 227 * KB),
+}
 
 
 class Kernel(NamedTuple):
-    """What `compile.cubin` is asked for: a ``"module.function"`` in `numba_flash.cuda`, and its arguments."""
+    """What `compile.cubin` is asked for: a ``"module.function"`` in `numba_flash.cuda`, its arguments, and a GPU's compute capability."""
 
     builder: str
     config: tuple
+    capability: tuple[int, int] = H200
 
 
 class Linked(NamedTuple):
@@ -30,12 +39,12 @@ class Linked(NamedTuple):
 @cache
 def code(kernel: Kernel) -> str | bytes:
     """PTX; LTO-IR of a kernel that takes tensor maps."""
-    return compile.intermediate(*kernel, H200)
+    return compile.intermediate(*kernel)
 
 
 @cache
 def linked(kernel: Kernel) -> Linked:
-    return Linked(*compile._link(code(kernel), H200, verbose=True))
+    return Linked(*compile._link(code(kernel), kernel.capability, verbose=True))
 
 
 @cache
@@ -45,7 +54,7 @@ def ptx(kernel: Kernel) -> str:
 
     if isinstance(code(kernel), str):
         return code(kernel)
-    options = LinkerOptions(arch=compile.architecture(H200), link_time_optimization=True, ptx=True)
+    options = LinkerOptions(arch=compile.architecture(kernel.capability), link_time_optimization=True, ptx=True)
     return Linker(ObjectCode.from_ltoir(code(kernel)), options=options).link("ptx").code.decode()
 
 

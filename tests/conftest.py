@@ -18,6 +18,7 @@ BACKENDS = (
     else [
         pytest.param(Backend("cpu", "numpy"), id="cpu"),
         pytest.param(Backend("sm90", "cupy", refuses=True), id="sm90-cupy", marks=pytest.mark.gpu),
+        pytest.param(Backend("sm80", "cupy", refuses=True), id="sm80-cupy", marks=pytest.mark.gpu),
         pytest.param(Backend("simt", "cupy"), id="simt-cupy", marks=pytest.mark.gpu),
         pytest.param(Backend("simt", "numpy"), id="simt-numpy", marks=pytest.mark.gpu),
     ]
@@ -52,14 +53,14 @@ def pytest_pycollect_makeitem(collector):
 # What takes longest comes first. One process compiles the kernels of the CPU, while others simulate a GPU or compile for one; all further
 # tests find the former on disk.
 FOR_THE_CPU = ("test_attention", "test_api", "test_combinations", "test_cpu", "test_options")
-FOR_A_GPU = ("test_sm90_compile", "test_compile")
+FOR_A_GPU = ("test_sm90_compile", "test_sm80_compile", "test_compile")
 FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
 
 
 def scope(nodeid: str) -> str:
     """What the test has in common with those that have to run in the same process, so that each kernel is compiled once."""
     file, name = Path(nodeid.split("::")[0]).stem, nodeid.split("::", 1)[-1]
-    if file in FOR_THE_CPU and not re.search(r"\[(sm90|simt)-", name):
+    if file in FOR_THE_CPU and not re.search(r"\[(sm90|sm80|simt)-", name):
         return "kernels of the CPU"
     return f"{file} {name[name.index('[') :]}" if file in FOR_A_GPU and "[" in name else nodeid
 

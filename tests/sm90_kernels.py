@@ -4,7 +4,7 @@ from compiled import Kernel
 
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
-from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
+from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
 
 LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
@@ -68,9 +68,10 @@ BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BAC
 def around(name: str, options: Options) -> dict[str, Kernel]:
     """What is done once per query before and after the backward loop."""
     tile = backward_tile(96, 72)
+    sizes = tile.block_m, 4 * DQ_PART * tile.consumers
     return {
-        f"preprocess{name}": Kernel("sm90.preprocess.build", ("bfloat16", 72, True, True, options, tile, ROW_THREADS)),
-        f"preprocess{name}, zeros": Kernel("sm90.preprocess.build", ("float16", 72, False, False, options, tile, ROW_THREADS)),
+        f"preprocess{name}": Kernel("preprocess.build", ("bfloat16", 72, True, *sizes, True, True, options, ROW_THREADS)),
+        f"preprocess{name}, zeros": Kernel("preprocess.build", ("float16", 72, False, *sizes, False, True, options, ROW_THREADS)),
         f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
     }
 

@@ -50,6 +50,11 @@ class Backend:
     library: str
     refuses: bool = False
 
+    @property
+    def tensor_cores(self) -> bool:
+        """Its products are those of 16-bit floats, in which what is hidden is multiplied by 0."""
+        return self.name in ("sm90", "sm80")
+
     def to_device(self, x: np.ndarray):
         if self.library == "numpy":
             return x
@@ -108,16 +113,10 @@ class Backend:
         raise ValueError(f"no backend from {self.name} on names a tile of {kernel}")
 
 
-def no_gpu() -> str | None:
-    """The reason that `numba_flash.plan` gives for not using a GPU; None if there is one."""
-    x = np.zeros((1, 1), np.float32)
-    return dict(numba_flash.plan(x, x, x).refused).get("simt")
-
-
-def no_hopper() -> str | None:
-    """The reason that `numba_flash.plan` gives for not using `sm90` where it could; None if there is a GPU for it."""
+def no_gpu(backend: str = "simt") -> str | None:
+    """The reason that `numba_flash.plan` gives for not using a tier for GPUs where it could; None if there is a GPU for it."""
     x = np.zeros((1, 64), np.float16)
-    return dict(numba_flash.plan(x, x, x).refused).get("sm90")
+    return dict(numba_flash.plan(x, x, x).refused).get(backend)
 
 
 # ---- inputs -------------------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     row blocks for the GPU.
     """
     p, count = problem, items(problem, problem.nq, problem.hq, block_m)
-    if p.options.packed or 2 * count > multiprocessors:
+    if not count or p.options.packed or 2 * count > multiprocessors:
         return 1
     tiles = min(p.nk, p.high - p.low + block_m) // block_n
     return max(1, min(multiprocessors // count, tiles // FEWEST_TILES))

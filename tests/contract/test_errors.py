@@ -451,18 +451,18 @@ def test_a_bad_array_is_refused_after_a_good_one_of_the_same_layout(name):
 
 @everywhere
 @pytest.mark.parametrize(
-    "backend", ["sm80", "CPU", "", 3, b"cpu", ["cpu"], np.array("cpu"), np.array(["cpu"]), np.array(["cpu", "simt"])], ids=repr
+    "backend", ["sm75", "CPU", "", 3, b"cpu", ["cpu"], np.array("cpu"), np.array(["cpu"]), np.array(["cpu", "simt"])], ids=repr
 )
 def test_unknown_backend(call, backend):
     arguments = good()
     names = ("do", "q", "k", "v", "o", "lse") if call is call_backward else ("q", "k", "v")
     function = {call_forward: numba_flash.forward, call_backward: numba_flash.backward, call_plan: numba_flash.plan}[call]
-    with pytest.raises(ValueError, match=rf"backend must be one of sm90, simt, cpu, or None; got {re.escape(repr(backend))}"):
+    with pytest.raises(ValueError, match=rf"backend must be one of sm90, sm80, simt, cpu, or None; got {re.escape(repr(backend))}"):
         function(*(arguments[name] for name in names), backend=backend)
 
 
 @pytest.mark.skipif(GPU_REASON is None, reason="there is a GPU")
-@pytest.mark.parametrize("backend", ["sm90", "simt"])
+@pytest.mark.parametrize("backend", ["sm90", "sm80", "simt"])
 def test_gpu_demanded_where_there_is_none(backend):
     arguments = good()
     with pytest.raises(NotImplementedError, match=re.escape(f"backend {backend}: {GPU_REASON}")):
@@ -778,4 +778,4 @@ def test_out_of_memory_in_dropout_mask(shape, size, dropout):
 
 def test_every_backend_is_named_in_the_tests():
     """Add tests for a new backend's refusals when this fails."""
-    assert sys.modules["numba_flash.plan"].BACKENDS == ("sm90", "simt", "cpu")
+    assert sys.modules["numba_flash.plan"].BACKENDS == ("sm90", "sm80", "simt", "cpu")

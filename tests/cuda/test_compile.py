@@ -111,7 +111,7 @@ ONE_OPTION = [*(("forward", option) for option in OPTIONS if option != "all"), (
 
 @pytest.mark.parametrize(("name", "option"), [*ALL_OPTIONS, *(pytest.param(*one, marks=pytest.mark.full) for one in ONE_OPTION)])
 def test_options_stay_in_registers_and_shared_memory(name, option):
-    text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]), H200)
+    text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]))
     assert "__local_depot" not in text
     assert not re.search(r"\.local\s", text)
     assert shared_bytes(text) <= STATIC_SHARED_LIMIT
@@ -126,7 +126,7 @@ def test_arrays_that_a_function_captures(size):
     """They lie in global memory: a kernel with more than 64 KiB of them in the constant one would not link."""
     table = np.zeros(size, np.float32)
     score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32", 2)
-    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
     assert re.search(rf"\.global .*\[{table.nbytes}\]", text)
     assert ".const" not in text
     assert compile.link(text, H200)[:4] == b"\x7fELF"
@@ -139,7 +139,7 @@ def test_functions_of_a_module_that_a_function_calls():
     assert module.squash(1.0) == 3.25
     module.FACTOR = 0.40625
     score_mod = ScoreMod.bind(lambda score, b, h, i, j: module.squash(score), None, "float32", 2)
-    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
     constants = {struct.unpack(">d", bytes.fromhex(x))[0] for x in re.findall(r"0d([0-9A-Fa-f]{16})", text)}
     constants |= {struct.unpack(">f", bytes.fromhex(x))[0] for x in re.findall(r"0f([0-9A-Fa-f]{8})", text)}
     assert 0.40625 in constants
@@ -156,7 +156,7 @@ def test_a_function_of_the_user_is_in_the_key():
     def functions(slope):
         return ScoreMod.bind(lambda score, b, h, i, j: score + slope * (i - j), None, "float32", 2)
 
-    key = lambda score_mod: compile.cache_key(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)), H200)
+    key = lambda score_mod: compile.cache_key(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
     assert key(functions(1.0)) == key(functions(1.0))
     assert len({key(functions(1.0)), key(functions(2.0)), key(ALIBI), key(None)}) == 4
 
@@ -178,7 +178,7 @@ def test_one_entry_point_called_kernel():
     ],
 )
 def test_architectures(chosen, capability):
-    text = compile.intermediate(*kernel(*chosen), capability)
+    text = compile.intermediate(*kernel(*chosen)._replace(capability=capability))
     assert re.search(r"^\.target (\S+)", text, re.MULTILINE)[1].rstrip("a,") == "sm_{}{}".format(*capability)
     assert ".local" not in text
     assert compile.link(text, capability)[:4] == b"\x7fELF"

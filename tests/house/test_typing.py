@@ -52,7 +52,7 @@ def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[
     assert_type(numba_flash.show_config(), None)
     chosen = numba_flash.plan(x, x, x, dropout=0.1, rng=(1, 2))
     assert_type(chosen, Plan)
-    assert_type(chosen.backend, Literal["sm90", "simt", "cpu"])
+    assert_type(chosen.backend, Literal["sm90", "sm80", "simt", "cpu"])
 
 
 class Tensor:
@@ -102,7 +102,7 @@ numba_flash.forward_packed(x, x, x, lengths, lengths, bias=x)  # call-overload: 
 f, g = numba_flash.backward_packed(x, x, x, x, x, x, lengths, lengths)  # misc: 2 expected, 3 provided
 numba_flash.merge(x, x)  # call-overload: No overload variant of "merge"
 numba_flash.dropout_mask([3, 4], dropout=0.5, rng=(1, 2))  # arg-type: "list[int]"; expected "tuple[int, ...]"
-numba_flash.plan(x, x, x, backend="gpu")  # arg-type: expected "Literal['sm90', 'simt', 'cpu'] | None"
+numba_flash.plan(x, x, x, backend="gpu")  # arg-type: expected "Literal['sm90', 'sm80', 'simt', 'cpu'] | None"
 numba_flash.show_config("config.txt")  # arg-type: "str"; expected "TextIO
 numba_flash.forwrd  # attr-defined: maybe "forward"
 """

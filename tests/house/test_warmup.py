@@ -21,7 +21,7 @@ from numba_flash.cuda.simt.tier import tile_for
 from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile
 from numba_flash.problem import Problem, bind
 
-H200, A100 = Gpu(0, (9, 0), 132), Gpu(0, (8, 0), 108)
+H200, A100, T4 = Gpu(0, (9, 0), 132), Gpu(0, (8, 0), 108), Gpu(0, (7, 5), 40)
 SIZES = ("--lengths", "64", "--tokens", "64", "--width", "32", "--head-dims", "16", "--mask", "full")
 
 
@@ -51,7 +51,7 @@ def test_backward_on_hopper_comes_after_a_forward_that_keeps_lse():
     forward, *others = warmup.kernels_of(cell("backward", "causal"), None, H200)
     assert forward[0] == "sm90.forward.build"
     assert forward[1][3] is True
-    assert [builder for builder, _ in others] == ["sm90.preprocess.build", "sm90.backward.build", "sm90.postprocess.build"]
+    assert [builder for builder, _ in others] == ["preprocess.build", "sm90.backward.build", "sm90.postprocess.build"]
     assert others[1][1][-1] == backward_tile(problem_of(cell()))
 
 
@@ -61,17 +61,24 @@ def test_few_queries_take_the_kernels_for_keys_in_parts():
     assert combine == "combine.build"
 
 
-@pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, H200), ("bfloat16", None, A100), ("bfloat16", "simt", H200)])
-def test_where_hopper_kernels_cannot_run_or_are_not_wanted(dtype, backend, gpu):
+@pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, H200), ("bfloat16", None, T4), ("bfloat16", "simt", H200)])
+def test_where_tensor_cores_cannot_serve_or_are_not_wanted(dtype, backend, gpu):
     kernels = warmup.kernels_of(cell("backward", dtype=dtype), backend, gpu)
     builders = ["simt.forward.build", "delta.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
     assert [builder for builder, _ in kernels] == builders
     assert kernels[-1][1][-1] == tile_for("dq", dtype, 64)
 
 
+@pytest.mark.parametrize(("dtype", "backend", "gpu"), [("bfloat16", None, A100), ("float16", None, T4), ("float16", "sm80", H200)])
+def test_where_hopper_kernels_cannot_run_or_are_not_wanted(dtype, backend, gpu):
+    (builder, config), *_ = warmup.kernels_of(cell(dtype=dtype), backend, gpu)
+    assert builder == "sm80.forward.build"
+    assert config[1].turing == (gpu is T4)
+
+
 def test_head_dimensions_beyond_128_take_the_kernel_that_makes_dq_of_ds():
     _, *others = warmup.kernels_of(cell("backward", head_dim=256), None, H200)
-    assert [builder for builder, _ in others] == ["sm90.preprocess.build", "sm90.backward_wide.build", "sm90.dq.build"]
+    assert [builder for builder, _ in others] == ["preprocess.build", "sm90.backward_wide.build", "sm90.dq.build"]
 
 
 def test_listing_kernels_loads_and_compiles_none(monkeypatch):

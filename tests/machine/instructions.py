@@ -13,10 +13,21 @@ from mma import MMA
 from operands import KINDS, LANES, Path, address, reader, readers, spread
 from products import PRODUCTS
 
+# Architectures from which on there are instructions; the first that fits counts (PTX ISA, "Target ISA Notes").
+SINCE = {
+    r"cp\.async\.bulk|cp\.reduce|fence\.proxy|mbarrier\.(try_wait|arrive\.expect_tx)|setmaxnreg|stmatrix|wgmma": 90,
+    r"red\.\S*\.v4\.f32": 90,
+    r"cp\.async|mbarrier|mma\.\S*(m16n8k16|bf16)|cvt\.\S*(x2|bf16)": 80,
+    r"ldmatrix|mma\.": 75,
+}
+
 
 def compile_instruction(machine, number: int):
     """Function of a warp that executes the instruction of that number."""
     each = machine.kernel.instructions[number]
+    least = next((architecture for pattern, architecture in SINCE.items() if re.match(pattern, each.opcode)), 0)
+    if machine.kernel.architecture < least:
+        raise ValueError(f"line {each.line}: {each.opcode} needs sm_{least}; this is for sm_{machine.kernel.architecture}")
     try:
         action = _action(machine, number, each)
     except (KeyError, ValueError, AttributeError) as error:

@@ -1,20 +1,26 @@
-"""Prepared launches on the machine: what a tier would launch on a GPU, executed on NumPy arrays."""
+"""Launches on the machine: what a tier would launch on a GPU, executed on NumPy arrays; and the public functions on that."""
 
 import gc
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from unittest import mock
 
 import numpy as np
+from compiled import SHARED_LIMIT
 from copies import TensorMap
 from machine import Machine
+from memory import Fault
 from sums import EXACT, TensorCore
-from support import random_inputs
+from support import Backend, random_inputs
 
-from numba_flash import arrays, reference
+import numba_flash
+from numba_flash import arrays, call, reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda import compile, launch
-from numba_flash.cuda.launch import Gpu
-from numba_flash.plan import tier
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
+from numba_flash.plan import BACKENDS, tier
+from numba_flash.problem import BackwardResults, ForwardResults
+
+HOPPER = (9, 0)
 
 
 @cache
@@ -44,6 +50,9 @@ class Executed:
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared = self.prepared
         machine = self.machine(ptx(prepared.builder, prepared.config, prepared.gpu.capability))
+        used, limit = machine.kernel.shared_bytes + prepared.shared_bytes, SHARED_LIMIT[prepared.gpu.capability]
+        if used > limit:
+            raise Fault(f"{prepared.builder} takes {used} bytes of shared memory; there are {limit}")
         mapped = len(prepared.maps)
         arguments = [TensorMap(self._as_described(x, layout), rows) for x, (layout, rows) in zip(operands, prepared.maps, strict=False)]
         views = (*prepared.operands, *prepared.extras)
@@ -53,8 +62,7 @@ class Executed:
                 described[4] = machine.memory.place(prepared.builder, x)
             arguments += described
         arguments += launch._flat(prepared.numbers if numbers is None else numbers)
-        if prepared.grid:
-            machine.launch(arguments, prepared.grid, prepared.threads, prepared.shared_bytes)
+        machine.launch(arguments, prepared.grid, prepared.threads, prepared.shared_bytes)
 
     def machine(self, text: str) -> Machine:
         """What executes it."""
@@ -68,54 +76,94 @@ class Executed:
         return np.lib.stride_tricks.as_strided(x.view(np.uint16), shape, strides)
 
 
-def on_machine(prepared, inputs, results, seed: int, resident: int | None = None):
-    """Run a prepared pass, its launches executed by the machine."""
-    for each in prepared.launches:
-        run = Executed(each, seed, resident)
-        each._submit = lambda operands, extras, numbers, run=run: run(*operands, extras=extras, numbers=numbers)
-    prepared.run(inputs, results)
+def _unwritten(allocate):
+    """The same function, of arrays whose values show that nothing was written: NaN, and numbers that no kernel counts to."""
+
+    def allocated(*arguments):
+        x = allocate(*arguments)
+        x.fill(np.nan if x.dtype.kind != "i" else -(2**30))
+        return x
+
+    return allocated
 
 
-def paper(arrays):
-    return type(arrays)(*map(Layout.of, arrays))
+@contextmanager
+def machine(
+    seed: int = 0,
+    multiprocessors: int = 2,
+    resident: int | None = None,
+    core: TensorCore | None = EXACT,
+    capability: tuple[int, int] = HOPPER,
+):
+    """Let calls of the tiers for GPUs be executed by the machine, on NumPy arrays.
 
+    Parameters
+    ----------
+    seed : int
+        Of the order in which warps take turns and copies arrive.
+    multiprocessors : int
+        Of the GPU that there seems to be.
+    resident : int, optional
+        How many blocks it has room for at a time; all, by default.
+    core : TensorCore, optional
+        How its tensor cores add; rounded to nearest, by default.
+    capability : tuple of two ints
+        What kernels are compiled for.
+    """
+    gpu = launch.Gpu(0, capability, multiprocessors)
+
+    def load(self):
+        run = Executed(self, seed, resident, core)
+        self._submit = lambda operands, extras, numbers: run(*operands, extras=extras, numbers=numbers)
+
+    with ExitStack() as stack:
+        for module, name, instead in (
+            (call, "find", lambda *call: (None, None)),  # what is prepared here runs here alone
+            (launch, "why_not", lambda x: None),
+            (launch, "gpu", lambda device: gpu),
+            (launch, "gpu_of", lambda x: gpu),
+            (launch.Launch, "_load", load),
+            *((arrays, name, _unwritten(getattr(arrays, name))) for name in ("empty", "compact")),
+            *((tier(name), "takes_numpy", lambda: True) for name in BACKENDS if name != "cpu"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, instead))
+        yield
+
+
+class OnMachine(Backend):
+    """A tier on the machine; what it refuses is left out of a test, forward or backward."""
+
+    _or_another = Backend._or_skip
+
+
+SM90, SM80, SIMT = OnMachine("sm90", "numpy"), OnMachine("sm80", "numpy", refuses=True), OnMachine("simt", "numpy")
 
 UNITS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
-EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 
 
-def unwritten(x: np.ndarray, dtype=None) -> np.ndarray:
-    """An array for results, in which NaN says that nothing was written."""
-    return np.full(x.shape, np.nan, dtype or x.dtype)
-
-
-def forward_pass(backend, arrays, seed, multiprocessors=2, resident=None, **options) -> ForwardResults:
+def forward_pass(backend, arrays, seed, multiprocessors=2, resident=None, capability=HOPPER, **options) -> ForwardResults:
     """Forward on the machine, each result within what the dtype allows of the oracle; `arrays` are q, k, v and do."""
-    q, k, v, do = arrays
-    problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
-    inputs = ForwardInputs(q, k, v, **{name: options[name] for name in EXTRAS if name in options})
-    results = ForwardResults(unwritten(do), unwritten(do[..., 0], np.float32))
-    on_machine(tier(backend).prepare_forward(problem, paper(inputs), paper(results), gpu=gpu), inputs, results, seed, resident)
+    q, k, v, _ = arrays
+    with machine(seed, multiprocessors, resident, capability=capability):
+        results = ForwardResults(*numba_flash.forward(q, k, v, backend=backend, return_lse=True, **options))
     o, lse = reference.forward(q, k, v, **options)
-    unit = UNITS[problem.dtype]
+    unit = UNITS[q.dtype.name]
     np.testing.assert_allclose(results.o.astype(np.float64), o, atol=unit, rtol=unit)
     np.testing.assert_allclose(results.lse, lse, atol=4e-6, rtol=4e-6)
     return results
 
 
-def backward_pass(backend, arrays, seed, multiprocessors=2, resident=None, **options) -> BackwardResults:
+def backward_pass(backend, arrays, seed, multiprocessors=2, resident=None, capability=HOPPER, **options) -> BackwardResults:
     """The same backward, from the oracle's o and lse."""
     q, k, v, do = arrays
-    problem, gpu = bind(q, k, v, **options), Gpu(0, (9, 0), multiprocessors)
     o, lse = reference.forward(q, k, v, **options)
-    extras = {name: options[name] for name in EXTRAS if name in options}
-    inputs = BackwardInputs(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), **extras)
-    gradients = BackwardResults(unwritten(q), unwritten(k), unwritten(v))
-    on_machine(tier(backend).prepare_backward(problem, paper(inputs), paper(gradients), gpu=gpu), inputs, gradients, seed, resident)
-    unit = 4 * UNITS[problem.dtype]
-    for x, ref in zip(gradients, reference.backward(do, q, k, v, **options), strict=False):
+    inputs = do, q, k, v, o.astype(q.dtype), lse.astype(np.float32)
+    with machine(seed, multiprocessors, resident, capability=capability):
+        gradients = numba_flash.backward(*inputs, backend=backend, **options)
+    unit = 4 * UNITS[q.dtype.name]
+    for x, ref in zip(gradients, reference.backward(do, q, k, v, **options), strict=True):
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=unit * max(1, np.abs(ref).max()), rtol=unit)
-    return gradients
+    return BackwardResults(*gradients)
 
 
 def attention(backend, dtype, d, nq, nk, heads, seed, multiprocessors=2, backward=True, **options):

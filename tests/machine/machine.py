@@ -15,6 +15,7 @@ import numpy as np
 from async_copies import Copies
 from instructions import compile_instruction, computes
 from memory import PARAM, Fault, Global
+from mma import LateProducts
 from operands import LANES, Path, spread
 from order import STREAMS, Shared
 from ptx_text import Kernel, parse
@@ -67,6 +68,8 @@ class Warp:
         self.committed = self.executed_groups = 0
         self.in_flight = {}  # registers that a product has yet to write, or reads
         self.unfenced = set()  # registers of products that were written after the last wgmma.fence
+        self.late = LateProducts()  # of mma.sync
+        self.awaits = self.late.of
         self.stores, self.copies = {}, Copies()  # bulk stores of each lane that has any; cp.async
         self.at, self.asked = 0, None
         self.taint = None  # lanes in which what an instruction has read was never written
@@ -90,6 +93,8 @@ class Warp:
         """Values of a register in all lanes."""
         if name in self.in_flight:
             raise Fault(f"{name} belongs to a product that has not been waited for")
+        if name in self.awaits:
+            self.late.settle(self)
         if name not in self.registers:
             raise Fault(f"{name} is read before it is written")
         if name in self.unwritten:
@@ -114,6 +119,8 @@ class Warp:
         """Set a register in the lanes that run."""
         if name in self.in_flight:
             raise Fault(f"{name} belongs to a product that has not been waited for")
+        if name in self.awaits:
+            self.late.settle(self)
         if name in self.of_products:
             self.unfenced.add(name)
         dtype = self.dtype_of[name]

@@ -37,11 +37,11 @@ def _ldmatrix(machine, each):
 
     def run(warp):
         together(warp)
-        for name, rows in zip(names, rows_of(warp, get_at, len(names)), strict=True):
-            block = warp.block
-            matrix = block.shared.read(block.shared.granules(rows, 16), block.order.by_warp(warp))
-            matrix = matrix.T if transposed else matrix
-            warp.write(name, np.ascontiguousarray(matrix).view(np.uint32).reshape(LANES))
+        rows, block = rows_of(warp, get_at, len(names)).reshape(-1), warp.block
+        matrices = block.shared.read(block.shared.granules(rows, 16), block.order.by_warp(warp)).reshape(-1, 8, 8)
+        words = np.ascontiguousarray(matrices.swapaxes(1, 2) if transposed else matrices).view(np.uint32).reshape(-1, LANES)
+        for name, word in zip(names, words, strict=True):
+            warp.write(name, word)
 
     return run
 

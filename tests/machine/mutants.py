@@ -29,7 +29,7 @@ PIPELINE, WGMMA, STORE = "cuda/sm90/pipeline.py", "cuda/sm90/wgmma.py", "cuda/sm
 FORWARD, LOAD = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py"
 BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
-BEFORE, AFTER = "cuda/sm90/preprocess.py", "cuda/sm90/postprocess.py"
+BEFORE, AFTER = "cuda/preprocess.py", "cuda/sm90/postprocess.py"
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
 
 MUTANTS = (

@@ -61,6 +61,8 @@ class Kernel(NamedTuple):
         How much of it is static; dynamic shared memory follows.
     constants : dict
         Bytes of each array that comes with the kernel.
+    architecture : int
+        What it is for, 90 for ``sm_90a``.
     """
 
     parameters: tuple
@@ -71,6 +73,7 @@ class Kernel(NamedTuple):
     shared: dict
     shared_bytes: int
     constants: dict
+    architecture: int
 
 
 def split(text: str) -> list[str]:
@@ -145,7 +148,8 @@ def parse(text: str) -> Kernel:
     instructions = tuple(instructions)
     parameters = _parameters(entry[1])
     meets, constants = _meets(instructions, targets), _constants(text[: entry.start()])
-    return Kernel(parameters, instructions, targets, meets, kinds, shared, shared_bytes, constants)
+    architecture = int(re.search(r"\.target sm_(\d+)", text)[1])
+    return Kernel(parameters, instructions, targets, meets, kinds, shared, shared_bytes, constants, architecture)
 
 
 def _instruction(statement: str, line: int) -> Instruction:

@@ -1,4 +1,4 @@
-"""Who may touch global memory when: stores of each warp, and bulk stores of each thread, are streams, of which other blocks learn by flags alone."""
+"""Who may touch global memory when: stores of each warp, and bulk ones of each thread, are streams; other blocks learn of them by flags."""
 
 import numpy as np
 from memory import Region

@@ -39,9 +39,9 @@ def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray, core: TensorCore | None = E
 
     Parameters
     ----------
-    a, b : (M, K), (K, N) np.ndarray
+    a, b : (..., M, K), (..., K, N) np.ndarray
         Of one dtype: float16, bfloat16, float32, which is read as TF32 (the lower 13 bits do not count), or float64.
-    c : (M, N) np.ndarray
+    c : (..., M, N) np.ndarray
         Float32, float16 or float64.
     core : TensorCore or None
         Which one; None rounds the exact sum of all K products and c once, to nearest. That is no hardware's sum, but the best there is.
@@ -51,16 +51,16 @@ def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray, core: TensorCore | None = E
     Float64 is always a chain of fused multiplications and additions in the order of K, as on hardware.
     """
     if c.dtype == np.float64:
-        for k in range(a.shape[1]):
-            c = fma(a[:, k, None], b[k], c, np.float64)
+        for k in range(a.shape[-1]):
+            c = fma(a[..., k, None], b[..., k, None, :], c, np.float64)
         return c
     if a.dtype == np.float32:
         a, b = (_tf32(x) for x in (a, b))
     if core is EXACT:
         return _finished(_exact(a.astype(np.float64), b.astype(np.float64), c), c.dtype)
     step = core.bits // (32 if a.dtype == np.float32 else 16)
-    for k in range(0, a.shape[1], step):
-        c = _step(a[:, k : k + step], b[k : k + step], c, core.fraction)
+    for k in range(0, a.shape[-1], step):
+        c = _step(a[..., k : k + step], b[..., k : k + step, :], c, core.fraction)
     return c
 
 
@@ -79,10 +79,11 @@ def _finished(value: np.ndarray, dtype) -> np.ndarray:
 
 
 def _last_digit(x: np.ndarray) -> np.ndarray:
-    """The largest power of two that a float32 is a multiple of; infinite for zero."""
-    fraction, exponent = np.frexp(x)
-    digits = (fraction * 2.0**24).astype(np.int64)
-    return np.where(x == 0, np.inf, np.ldexp((digits & -digits).astype(np.float64), exponent - 24))
+    """The largest power of two that a float32, here as float64, is a multiple of; infinite for zero."""
+    bits = x.view(np.int64)
+    without = (bits & (bits - 1)).view(np.float64)  # its lowest digit, unless that is the one before the point
+    digit = np.abs(np.where(bits & (2**52 - 1), x - without, x))
+    return np.where(x == 0, np.inf, digit)
 
 
 def _exact(a, b, c):
@@ -90,13 +91,16 @@ def _exact(a, b, c):
     kind, c = c.dtype.type, c.astype(np.float64)
     with np.errstate(all="ignore"):
         sums, most = a @ b + c, np.abs(a) @ np.abs(b) + np.abs(c)
-        unit = np.minimum(_last_digit(a).min(axis=1)[:, None] * _last_digit(b).min(axis=0), _last_digit(c))
-        error = np.where(most < unit * 2.0**52, 0, most * ((a.shape[1] + 2) * 2.0**-52))
+        error = most * ((a.shape[-1] + 2) * 2.0**-52)
         value, low, high = (x.astype(kind) for x in (sums, sums - error, sums + error))
-    for i, j in zip(*np.nonzero((low != high) & np.isfinite(sums)), strict=True):
-        terms = [*(a[i] * b[:, j]).tolist(), float(c[i, j])]
+        left_open = (low != high) & np.isfinite(sums)
+        if left_open.any():
+            unit = _last_digit(a).min(axis=-1)[..., None] * _last_digit(b).min(axis=-2)[..., None, :]
+            left_open &= most >= np.minimum(unit, _last_digit(c)) * 2.0**52
+    for *at, i, j in zip(*np.nonzero(left_open), strict=True):
+        terms = [*(a[(*at, i)] * b[(*at, slice(None), j)]).tolist(), float(c[(*at, i, j)])]
         nearest = math.fsum(terms)
-        value[i, j] = rounded(odd(nearest, math.fsum([*terms, -nearest])), kind)
+        value[(*at, i, j)] = rounded(odd(nearest, math.fsum([*terms, -nearest])), kind)
     return value
 
 
@@ -112,13 +116,13 @@ def _exponents(x: np.ndarray) -> np.ndarray:
 
 def _step(a, b, c, fraction: int) -> np.ndarray:
     with np.errstate(all="ignore"):
-        products = a.astype(np.float64)[:, :, None] * b.astype(np.float64)
-        largest = (_exponents(a)[:, :, None] + _exponents(b)).max(axis=1)
+        products = a.astype(np.float64)[..., None] * b.astype(np.float64)[..., None, :, :]
+        largest = (_exponents(a)[..., None] + _exponents(b)[..., None, :, :]).max(axis=-2)
         largest = np.maximum(largest, _exponents(c))
         unit = np.ldexp(1.0, largest - fraction)
-        total = np.trunc(products / unit[:, None]).sum(axis=1) + np.trunc(c.astype(np.float64) / unit)
+        total = np.trunc(products / unit[..., None, :]).sum(axis=-2) + np.trunc(c.astype(np.float64) / unit)
         total = total * unit
-        special = products.sum(axis=1) + c
+        special = products.sum(axis=-2) + c
         total = np.where(np.isfinite(special), total, special)
         if c.dtype == np.float16:
             return _finished(rounded(total, np.float16), c.dtype)

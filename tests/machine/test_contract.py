@@ -1,27 +1,29 @@
 """What the contract says, of every tensor-core kernel, without a GPU: the public functions against the oracle on the machine, with small
 sizes around tiles, each in several orders of warps and copies, which must give the same bits.
 
-A group's problems share their kernels, so that each is compiled once.
+A group's problems share their kernels, so that each is compiled once. What a tier refuses is left out, with its sentence as the reason.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support import SIMULATED, random_inputs, same_bits
+from support import DTYPES, SIMULATED, Backend, laid_out, random_inputs, same_bits
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from backend import SM90, machine
-from naive import check, run
+from kernels import HOPPER, SM80, SM90, machine
+from naive import compare, run
 
+import numba_flash
 from numba_flash import reference
 from numba_flash.cuda.sm90 import prepare_backward
 
-pytestmark = [pytest.mark.machine, pytest.mark.full]
+pytestmark = pytest.mark.machine
 
 
 class Shape(NamedTuple):
@@ -30,7 +32,7 @@ class Shape(NamedTuple):
     heads: tuple[int, int, int]
     nq: int
     nk: int
-    more: dict | None = None
+    options: dict = {}  # noqa: RUF012
 
 
 class Group(NamedTuple):
@@ -38,21 +40,27 @@ class Group(NamedTuple):
 
     Attributes
     ----------
+    backend : Backend
+        The tier.
     dtype : str
         Of q.
     d, dv : int
         Head dimensions.
-    options : dict
-        What the kernels are compiled for.
     shapes : tuple of Shape
         The problems.
+    capability : tuple of two ints
+        What kernels are compiled for.
+    layouts : tuple of str
+        How q, k, v and do lie in memory, among `support.LAYOUTS`.
     """
 
+    backend: Backend
     dtype: str
     d: int
     dv: int
-    options: dict
     shapes: tuple[Shape, ...]
+    capability: tuple[int, int] = HOPPER
+    layouts: tuple[str, ...] = ("contiguous",) * 4
 
 
 ONE, PAIR, BATCH = (1, 1, 1), (1, 2, 1), (2, 1, 1)
@@ -73,105 +81,229 @@ LENGTHS = (
     Shape(BATCH, 130, 150, lengths([130, 3], [77, 150])),
     Shape((3, 1, 1), 70, 200, lengths([1, 70, 64], [0, 128, 129])),
 )
-CAUSAL_LENGTHS = (LENGTHS[0]._replace(more={**LENGTHS[0].more, "causal": True}),)
-SOFT = (Shape(PAIR, 100, 150),)
+also = lambda shape, **options: shape._replace(options=shape.options | options)
+CAUSAL_LENGTHS = (also(LENGTHS[0], causal=True),)
+SOFT = Shape(PAIR, 100, 150)
 
-GROUPS = {
-    "float16 64": Group("float16", 64, 64, {}, AROUND),
-    "bfloat16 64 causal": Group("bfloat16", 64, 64, {}, BANDS),
-    "float16 64 window": Group("float16", 64, 64, {}, WINDOWS),
-    "bfloat16 64 causal lengths": Group("bfloat16", 64, 64, {}, CAUSAL_LENGTHS),
-    "float16 64 causal softcap": Group("float16", 64, 64, {"softcap": 2.0, "causal": True}, SOFT),
-    "bfloat16 128": Group("bfloat16", 128, 128, {}, AROUND[2:3]),
-    "float16 128 causal": Group("float16", 128, 128, {}, BANDS[:1]),
-    "bfloat16 128 window": Group("bfloat16", 128, 128, {}, WINDOWS[:1]),
-    "float16 128 lengths": Group("float16", 128, 128, {}, LENGTHS[:1]),
-    "bfloat16 128 softcap": Group("bfloat16", 128, 128, {"softcap": 5.0}, SOFT),
-    "float16 72, 40": Group("float16", 72, 40, {}, AROUND[:1]),
-    "bfloat16 192, 128": Group("bfloat16", 192, 128, {}, AROUND[:1]),
-    "float16 256 causal": Group("float16", 256, 256, {}, BANDS[:1]),
-    "bfloat16 256 lengths": Group("bfloat16", 256, 256, {}, LENGTHS[1:]),
+hopper = partial(Group, SM90)
+ON_HOPPER = {
+    "float16 64": hopper("float16", 64, 64, AROUND),
+    "bfloat16 64 causal": hopper("bfloat16", 64, 64, BANDS),
+    "float16 64 window": hopper("float16", 64, 64, WINDOWS),
+    "bfloat16 64 causal lengths": hopper("bfloat16", 64, 64, CAUSAL_LENGTHS),
+    "float16 64 causal softcap": hopper("float16", 64, 64, (also(SOFT, softcap=2.0, causal=True),)),
+    "bfloat16 128": hopper("bfloat16", 128, 128, AROUND[2:3]),
+    "float16 128 causal": hopper("float16", 128, 128, BANDS[:1]),
+    "bfloat16 128 window": hopper("bfloat16", 128, 128, WINDOWS[:1]),
+    "float16 128 lengths": hopper("float16", 128, 128, LENGTHS[:1]),
+    "bfloat16 128 softcap": hopper("bfloat16", 128, 128, (also(SOFT, softcap=5.0),)),
+    "float16 72, 40": hopper("float16", 72, 40, AROUND[:1]),
+    "bfloat16 192, 128": hopper("bfloat16", 192, 128, AROUND[:1]),
+    "float16 256 causal": hopper("float16", 256, 256, BANDS[:1]),
+    "bfloat16 256 lengths": hopper("bfloat16", 256, 256, LENGTHS[1:]),
 }
+
+RNG = np.random.default_rng(0)
+TURING, AMPERE, SMALL = (7, 5), (8, 0), (8, 6)
+NEAR, ODD = Shape(PAIR, 70, 90), Shape(BATCH, 61, 77)  # of the former, rows of scores lie at multiples of 4 elements; of the latter of 1
+
+
+def tilt(score, b, h, i, j):
+    return np.float32(0.5) * score + (b - h + (i - 2 * j) % 7) * np.float32(0.1)
+
+
+def tilt_grad(score, b, h, i, j):
+    return np.float32(0.5)
+
+
+def bias(shape: Shape, dtype: str, *axes: int) -> dict:
+    """A bias with its gradient, which is broadcast along these axes; -inf hides what it stands for."""
+    whole = (shape.heads[0], shape.heads[1], shape.nq, shape.nk)
+    x = RNG.standard_normal([1 if axis in axes else n for axis, n in enumerate(whole)])
+    return {"bias": np.where(RNG.random(x.shape) < 0.1, -np.inf, x).astype(DTYPES[dtype]), "bias_grad": True}
+
+
+def mask(shape: Shape, *axes: int) -> dict:
+    """One that is broadcast along these axes."""
+    whole = (shape.heads[0], shape.heads[1], shape.nq, shape.nk)
+    return {"mask": RNG.random([1 if axis in axes else n for axis, n in enumerate(whole)]) < 0.7}
+
+
+ALIBI = numba_flash.alibi(np.array([0.5, 0.25], np.float32))
+SCORE_MOD = {"score_mod": tilt, "score_mod_grad": tilt_grad}
+DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
+LONE = Shape(ONE, 75, 90)
+EVERYTHING = SCORE_MOD | DROPOUT | bias(LONE, "float16") | mask(LONE) | {"softcap": 3.0}
+
+ampere = partial(Group, SM80, capability=AMPERE)
+SINCE_TURING = {
+    "float16 64": ampere("float16", 64, 64, AROUND),
+    "bfloat16 64 causal": ampere("bfloat16", 64, 64, (Shape(PAIR, 70, 90, {"causal": True}), *BANDS[1:])),
+    "float16 64 window": ampere("float16", 64, 64, WINDOWS),
+    "bfloat16 64 causal lengths": ampere("bfloat16", 64, 64, CAUSAL_LENGTHS),
+    "float16 64 of nothing": ampere("float16", 64, 64, (Shape(ONE, 5, 0), Shape(ONE, 0, 5), Shape((0, 1, 1), 5, 5))),
+    "float16 13, 7": ampere("float16", 13, 7, (AROUND[0], WINDOWS[0])),
+    "bfloat16 40, 72 causal": ampere("bfloat16", 40, 72, BANDS[:1]),
+    "float16 64, any strides": ampere("float16", 64, 64, AROUND[:1], layouts=("strided", "reversed", "transposed", "heads last")),
+    "float16 128": ampere("float16", 128, 128, (AROUND[0], AROUND[3])),
+    "bfloat16 128 window": ampere("bfloat16", 128, 128, WINDOWS[:1]),
+    "float16 128 lengths": ampere("float16", 128, 128, LENGTHS[1:]),
+    "bfloat16 256 causal": ampere("bfloat16", 256, 256, (Shape(ONE, 129, 70, {"causal": True}),)),
+    "bfloat16 192, 128 on Hopper": ampere("bfloat16", 192, 128, AROUND[:1], capability=HOPPER),
+    "float16 64 on Turing": ampere("float16", 64, 64, (AROUND[0], also(ODD, causal=True)), capability=TURING),
+    "float16 128 on Turing": ampere("float16", 128, 128, (Shape(ONE, 65, 70),), capability=TURING),
+    "float16 256, 24 on Turing": ampere("float16", 256, 24, LENGTHS[1:], capability=TURING),
+    "float16 128, little memory": ampere("float16", 128, 128, (Shape(ONE, 130, 70),), capability=SMALL),
+    "bfloat16 256, little memory": ampere("bfloat16", 256, 256, (Shape(ONE, 65, 70),), capability=SMALL),
+    # options
+    "float16 64 softcap": ampere("float16", 64, 64, (also(NEAR, softcap=2.0),)),
+    "bfloat16 64 bias": ampere("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")),)),
+    "float16 64 bias of float32 for all": ampere("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
+    "float16 128 bias of keys": ampere("float16", 128, 128, (also(ODD, **bias(ODD, "float16", 1, 2)),)),
+    "float16 64 mask": ampere("float16", 64, 64, (also(NEAR, **mask(NEAR)), also(ODD, **mask(ODD, 0)))),
+    "bfloat16 40 mask of keys": ampere("bfloat16", 40, 40, (also(ODD, causal=True, **mask(ODD, 1, 2)),)),
+    "float16 64 dropout": ampere("float16", 64, 64, (also(NEAR, **DROPOUT), also(ODD, **DROPOUT))),
+    "bfloat16 128 dropout lengths": ampere("bfloat16", 128, 128, (also(LENGTHS[1], **DROPOUT),)),
+    "bfloat16 64 score_mod": ampere("bfloat16", 64, 64, (also(NEAR, **SCORE_MOD),)),
+    "float16 128 alibi": ampere("float16", 128, 128, (also(NEAR, score_mod=ALIBI, score_mod_grad=ALIBI.score_mod_grad, causal=True),)),
+    "float16 64 everything": ampere("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
+    "float16 256 everything": ampere("float16", 256, 256, (also(LONE, **EVERYTHING),)),
+    "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
+}
+
+GROUPS = {f"{tier} {name}": group for tier, groups in {"sm90": ON_HOPPER, "sm80": SINCE_TURING}.items() for name, group in groups.items()}
+QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run without --full
+
+
+def named(quick) -> list:
+    """The groups, those that are not quick for ``--full`` alone."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in GROUPS]
 
 
 def inputs_of(group: Group, shape: Shape):
     """q, k, v, do; beyond the lengths there is NaN."""
     batch, hq, hk = shape.heads
     q, k, v, do = random_inputs(batch=(batch,), hq=hq, hk=hk, nq=shape.nq, nk=shape.nk, d=group.d, dv=group.dv, dtype=group.dtype)
-    if shape.more is not None and "q_lengths" in shape.more:
-        for b, (queries, keys) in enumerate(zip(shape.more["q_lengths"], shape.more["kv_lengths"], strict=True)):
-            q[b, :, queries:] = do[b, :, queries:] = np.nan
-            k[b, :, keys:] = v[b, :, keys:] = np.nan
+    for name, arrays in {"q_lengths": (q, do), "kv_lengths": (k, v)}.items():
+        for b, length in enumerate(shape.options.get(name, ())):
+            for x in arrays:
+                x[b, :, length:] = np.nan
     return q, k, v, do
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_forward_and_backward(name):
+def forward(group: Group, arrays, bias_grad=False, **options) -> dict:
+    """o and lse."""
+    q, k, v, _ = (laid_out(group.backend, x, layout) for x, layout in zip(arrays, group.layouts, strict=True))
+    o, lse = group.backend.forward(q, k, v, return_lse=True, **options)
+    return {"o": o, "lse": lse}
+
+
+def backward(group: Group, arrays, **options) -> dict:
+    """The gradients, from the oracle's o and lse."""
+    o, lse = reference.forward(
+        *arrays[:3], **{name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")}
+    )
+    q, k, v, do = (laid_out(group.backend, x, layout) for x, layout in zip(arrays, group.layouts, strict=True))
+    gradients = group.backend.backward(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), **options)
+    return dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))
+
+
+def check(run, name: str, full: bool) -> None:
+    """What `run` returns for the problems of a group is right, and for the first the same in another order."""
     group = GROUPS[name]
-    for number, shape in enumerate(group.shapes):
-        options = group.options | (shape.more or {})
+    shapes = group.shapes if full else group.shapes[: QUICK[name]]
+    for number, shape in enumerate(shapes):
         arrays = inputs_of(group, shape)
         try:
-            with machine(seed=number):
-                results = check(SM90, *arrays, **options)
+            with machine(seed=number, capability=group.capability):
+                results = run(group, arrays, **shape.options)
+            compare(results, *arrays, **shape.options)
             if number == 0:
-                with machine(seed=number + 100, multiprocessors=3):
-                    again = run(SM90, *arrays, **options)
-                for key in ("o", "lse", "dk", "dv", "dq"):
-                    assert same_bits(results[key], again[key]), f"{key} depends on the order of warps, copies or blocks"
+                with machine(seed=number + 100, multiprocessors=3, capability=group.capability):
+                    again = run(group, arrays, **shape.options)
+                for key, x in results.items():
+                    assert same_bits(x, again[key]), f"{key} depends on the order of warps, copies or blocks"
         except Exception as error:
             error.add_note(f"of {shape}")
             raise
 
 
-def test_parts_of_the_keys_are_combined():
+@pytest.mark.parametrize("name", named(QUICK))
+def test_forward(name, pytestconfig):
+    check(forward, name, pytestconfig.option.full)
+
+
+@pytest.mark.parametrize("name", named(QUICK))
+def test_backward(name, pytestconfig):
+    check(backward, name, pytestconfig.option.full)
+
+
+every_tier = pytest.mark.parametrize("backend", [SM90, SM80], ids=lambda backend: backend.name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "d", "nk"), [(SM90, 128, 1200), (SM80, 64, 600)], ids=["sm90", "sm80"])
+def test_parts_of_the_keys_are_combined(backend, d, nk):
     """Few queries on a GPU with many multiprocessors: several blocks share the keys of one."""
-    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=3, nk=1200, d=128, dtype="float16")
-    with machine(multiprocessors=8):
-        check(SM90, q, k, v, do)
-        check(SM90, q, k, v, do, kv_lengths=np.array([900]))
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=3, nk=nk, d=d, dtype="float16")
+    for options in ({}, {"kv_lengths": np.array([nk * 3 // 4])}):
+        with machine(multiprocessors=8):
+            results = forward(Group(backend, "float16", d, d, ()), arrays, **options)
+        compare(results, *arrays, **options)
 
 
-def test_gradients_of_lse_in_any_order():
+@pytest.mark.full
+@every_tier
+def test_gradients_of_lse_in_any_order(backend):
     """Sums of dq that are added as they come are right, if not repeatable."""
-    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=130, nk=300, d=64, dtype="bfloat16")
-    dlse = np.random.default_rng(5).standard_normal((1, 2, 130)).astype(np.float32)
-    with machine(seed=3):
-        o, lse = SM90.forward(q, k, v, return_lse=True, causal=True)
-        for deterministic in (False, True):
-            gradients = SM90.backward(do, q, k, v, o, lse, causal=True, dlse=dlse, deterministic=deterministic)
-            for x, ref in zip(gradients, reference.backward(do, q, k, v, dlse=dlse, causal=True), strict=True):
-                np.testing.assert_allclose(x.astype(np.float64), ref, atol=0.02 * np.abs(ref).max(), rtol=0.05)
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=130, nk=300, d=64, dtype="bfloat16")
+    options = {"causal": True, "dlse": np.random.default_rng(5).standard_normal((1, 2, 130)).astype(np.float32)}
+    for deterministic in (False, True):
+        with machine(seed=3):
+            results = backward(Group(backend, "bfloat16", 64, 64, ()), arrays, deterministic=deterministic, **options)
+        compare(results, *arrays, **options)
 
 
-@pytest.mark.parametrize("d", [64, 256])
-def test_packed_sequences(d):
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "d"), [(SM90, 64), (SM90, 256), (SM80, 64)], ids=["sm90, 64", "sm90, 256", "sm80, 64"])
+def test_packed_sequences(backend, d):
     """Sequences of any length, one of them empty, beside each other; each as if it were alone."""
     q_offsets, k_offsets = np.array([0, 70, 70, 199, 230]), np.array([0, 50, 120, 250, 251])
     rng = np.random.default_rng(2)
     draw = lambda n, heads: rng.standard_normal((n, heads, d)).astype(np.float16)
     q, do, k, v = draw(230, 2), draw(230, 2), draw(251, 1), draw(251, 1)
+    sequences = lambda x, offsets: [x[slice(*part)].swapaxes(0, 1) for part in pairwise(offsets)]
+    one_by_one = [[*zip(*(sequences(x, offsets) for x in xs), strict=True)] for xs, offsets in (((do, q), q_offsets), ((k, v), k_offsets))]
+    alone = [(do, q, k, v) for (do, q), (k, v) in zip(*one_by_one, strict=True)]
+
+    def agree(x, offsets, refs):
+        for each, ref in zip(sequences(x, offsets), refs, strict=True):
+            np.testing.assert_allclose(each.astype(np.float64), ref, atol=6e-3 * max(1, np.abs(ref).max(initial=0)), rtol=6e-3)
+
     with machine(seed=1):
-        o, lse = SM90.forward_packed(q, k, v, q_offsets, k_offsets, return_lse=True, causal=True)
-        gradients = SM90.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True)
-    for i, j in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True):
-        inputs = [x[slice(*part)].swapaxes(0, 1) for x, part in ((do, i), (q, i), (k, j), (v, j))]
-        ref_o, ref_lse = reference.forward(*inputs[1:], causal=True)
-        ref = (ref_o, *reference.backward(*inputs, causal=True))
-        ours = [x[slice(*part)].swapaxes(0, 1) for x, part in zip((o, *gradients), (i, i, j, j), strict=True)]
-        for x, expected in zip(ours, ref, strict=True):
-            np.testing.assert_allclose(x.astype(np.float64), expected, atol=6e-3 * max(1, np.abs(expected).max(initial=0)), rtol=6e-3)
-        np.testing.assert_allclose(lse[:, slice(*i)], ref_lse, atol=1e-5)
+        o, lse = backend.forward_packed(q, k, v, q_offsets, k_offsets, return_lse=True, causal=True)
+    ref_o, ref_lse = zip(*(reference.forward(*inputs[1:], causal=True) for inputs in alone), strict=True)
+    agree(o, q_offsets, ref_o)
+    np.testing.assert_allclose(lse, np.concatenate(ref_lse, axis=-1), atol=1e-5)
+    with machine(seed=1):
+        gradients = backend.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True)
+    refs = zip(*(reference.backward(*inputs, causal=True) for inputs in alone), strict=True)
+    for x, offsets, ref in zip(gradients, (q_offsets, k_offsets, k_offsets), refs, strict=True):
+        agree(x, offsets, ref)
 
 
+@pytest.mark.full
 def test_ds_of_some_keys_at_a_time(monkeypatch):
     """Where memory for dS^T is short, it is made for some of the keys, in several launches, and dq is kept between them."""
     for name, value in {"FEWEST_BLOCKS": 1, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
         monkeypatch.setattr(prepare_backward, name, value)
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=140, nk=300, d=256, dtype="bfloat16")
     with machine():
-        check(SM90, *random_inputs(batch=(1,), hq=2, hk=1, nq=140, nk=300, d=256, dtype="bfloat16"), causal=True)
+        results = backward(Group(SM90, "bfloat16", 256, 256, ()), arrays, causal=True)
+    compare(results, *arrays, causal=True)
 
 
+@pytest.mark.full
 def test_blocks_for_which_there_is_no_room():
     """Turns at dq are claimed by blocks at work: a grid that fits in parts alone, one block at a time, still ends, with the same bits."""
     arrays = random_inputs(batch=(1,), hq=1, hk=1, nq=130, nk=400, d=64, dtype="float16")

@@ -5,14 +5,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support import SIMULATED, no_hopper, random_inputs
+from support import SIMULATED, no_gpu, random_inputs
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from backend import SM90, machine
-from kernels import attention
+from kernels import SM90, attention, machine
 from memory import Fault
 from sums import EXACT, HOPPER
 
@@ -94,8 +93,8 @@ def test_tensor_cores_that_cut_off_make_sums_too_small():
 def test_a_gpu_cuts_off_as_the_model_says(d, nk):
     """The same bits in nearly all rows (special functions of the GPU differ in the last place); with exact sums in nearly none."""
     cp = pytest.importorskip("cupy")
-    if no_hopper() is not None:
-        pytest.skip(no_hopper())
+    if no_gpu("sm90") is not None:
+        pytest.skip(no_gpu("sm90"))
     inputs = positive(d, nk)
     gpu = errors_of_lse(lambda *x: cp.asnumpy(SM90.forward(*map(cp.asarray, x), scale=1.0, return_lse=True)[1]), *inputs)
     exact, cut_off = (errors_of_lse(partial(on_cores, core), *inputs) for core in (EXACT, HOPPER))

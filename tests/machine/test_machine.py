@@ -105,6 +105,22 @@ def test_an_instruction_that_is_not_known_is_an_error(instruction):
         executed(instruction)
 
 
+@pytest.mark.parametrize(
+    ("instruction", "least"),
+    [
+        ("cp.async.wait_all;", 80),
+        ("cvt.rn.f16x2.f32 %r2, %f1, %f2;", 80),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f1};", 80),
+        ("cp.async.bulk.commit_group;", 90),
+    ],
+    ids=lambda x: x.split()[0].rstrip(";") if isinstance(x, str) else None,
+)
+def test_an_instruction_that_the_architecture_lacks_is_an_error(instruction, least):
+    text = HEAD.replace("sm_90a", f"sm_{least - 4}") + instruction + " ret; }"
+    with pytest.raises(ValueError, match=rf"needs sm_{least}; this is for sm_{least - 4}"):
+        Machine(text)
+
+
 def test_shared_memory_and_parameters_have_places():
     kernel = parse(HEAD.replace("room[512];", "room[10]; .shared .align 16 .b8 more[4];") + "ret; }")
     assert kernel.shared == {"room": 0, "more": 16}

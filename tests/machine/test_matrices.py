@@ -162,6 +162,33 @@ def test_mma(shape, kinds, dtype, result):
         np.testing.assert_array_equal(got[:, i].astype(np.float64), wanted[element_of_c(i)])
 
 
+def test_products_one_after_the_other():
+    """Each is added to the one before, in the same registers or in others; one register is overwritten before anyone reads it."""
+    rng = np.random.default_rng(1)
+    a, b = rng.integers(-3, 4, (16, 8)) + 0.0, rng.integers(-3, 4, (8, 8)) + 0.0
+    words = [
+        scattered(a.astype(np.float16), [element_of_a("16", 16, 8, i) for i in range(4)]),
+        scattered(b.astype(np.float16), [element_of_b("16", 8, i) for i in range(2)]),
+    ]
+    product = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {{{}}}, {{%x0, %x1}}, {{%x2}}, {{{}}};"
+    first, second, mixed = ("%f0, %f1, %f2, %f3", "%f4, %f5, %f6, %f7", "%f0, %f1, %f2, %f7")
+    body = "".join(
+        [
+            *[f"mov.f32 %f{i}, 0f00000000;" for i in range(4)],
+            product.format(first, first),  # 1 a b
+            product.format(first, first),  # 2
+            product.format(second, first),  # 3
+            "mov.f32 %f3, 0f42C80000;",  # 100
+            product.format(second, mixed),  # 3, and in the last register 4
+            product.format(first, first),  # 3, and in the last register 101
+            *[f"mov.b32 %y{i}, %f{i};" for i in range(8)],
+        ]
+    )
+    got = executed(body, np.concatenate(words, axis=1)).view(np.float32)
+    for i, (times, more) in enumerate([(3, 0)] * 3 + [(1, 100)] + [(3, 0)] * 3 + [(4, 0)]):
+        np.testing.assert_array_equal(got[:, i], (times * (a @ b) + more)[element_of_c(i % 4)])
+
+
 def test_what_is_no_product_and_what_is_no_warp():
     body = "mma.sync.aligned.m16n8k8.row.col.f32.{}.{}.f32 {{%f0, %f1, %f2, %f3}}, {{%x0, %x1}}, {{%x2}}, {{%f4, %f5, %f6, %f7}};"
     zero = "".join(f"mov.f32 %f{i}, 0f00000000;" for i in range(4, 8))

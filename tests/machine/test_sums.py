@@ -182,6 +182,15 @@ def test_infinities_and_what_is_not_a_number(core, kind):
     assert (bits[4] == 0).all()
 
 
+@pytest.mark.parametrize("core", [EXACT, AMPERE], ids=["exact", "Ampere"])
+def test_many_products_at_once_are_each_alone(core):
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((3, 4, 16), (3, 16, 5)))
+    c = rng.standard_normal((3, 4, 5)).astype(np.float32)
+    for many, *one in zip(dot(a, b, c, core), a, b, c, strict=True):
+        assert many.tobytes() == dot(*one, core).tobytes()
+
+
 def test_float64_is_a_chain_of_fused_operations():
     rng = np.random.default_rng(0)
     a, b, c = rng.standard_normal((3, 16)), rng.standard_normal((16, 2)), rng.standard_normal((3, 2))

@@ -229,6 +229,7 @@ class Timed(Machine):
             return
         names = re.findall(r"%\w+", " ".join(map(str, (each.guard, *each.operands))))
         known = [name for name in dict.fromkeys(names) if name in warp.registers and name not in warp.in_flight]
+        warp.late.settle(warp)
         unwritten = lambda name: name in warp.unwritten and warp.unwritten[name][lane]
         values = {name: "never written" if unwritten(name) else warp.registers[name][lane] for name in known}
         self.steps.append(Step(self.clocks[warp].time, number, bool(lanes[lane]), values))

@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from gantt import Row, gantt
-from kernels import Executed, paper, ptx
+from kernels import Executed, ptx
 from memory import Fault
 from support import DTYPES, random_inputs
 from timed import COPIES_IN, COPIES_OUT, PRODUCTS, TENSOR_CORE, WAITS, Span, Timed, Watch
 
 from numba_flash import reference
+from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.tiles import ADDERS, MBARRIER_BYTES, Ring, Tile
@@ -77,6 +78,11 @@ class Traced(Executed):
     def text(self) -> str:
         """The kernel, as PTX."""
         return ptx(self.prepared.builder, self.prepared.config, self.prepared.gpu.capability)
+
+
+def paper(arrays):
+    """The layouts of a named tuple of arrays."""
+    return type(arrays)(*map(Layout.of, arrays))
 
 
 class Run(NamedTuple):

@@ -221,7 +221,7 @@ def test_each_part_has_its_blocks_of_keys(monkeypatch):
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
     prepared = prepare_backward.prepare(bind(q, k, k, kv_lengths=lengths), *layouts, True, Gpu(0, (9, 0), MULTIPROCESSORS))
     prepared.run(inputs, results)
-    assert [launch.builder for launch in prepared.launches] == ["sm90.preprocess.build", TILE.kernel, "sm90.dq.build"]
+    assert [launch.builder for launch in prepared.launches] == ["preprocess.build", TILE.kernel, "sm90.dq.build"]
     preprocess, main, sum_dq = prepared.launches
     assert [launch for launch, *_ in calls] == [preprocess, *[main, sum_dq] * 3]
     for launch, operands, extras, _ in calls:

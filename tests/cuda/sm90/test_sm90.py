@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from dense import bits, dense, dense_packed, draw_length, draw_mask, draw_offsets, nan, normal, put, verify
-from support import DTYPES, allowed_errors, assert_within, no_hopper, random_inputs
+from support import DTYPES, allowed_errors, assert_within, no_gpu, random_inputs
 
 import numba_flash
 from numba_flash import reference
@@ -17,7 +17,7 @@ from numba_flash.cuda.sm90 import tier
 from numba_flash.cuda.sm90.tiles import part_tile
 from numba_flash.problem import bind
 
-NO_HOPPER = no_hopper()
+NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
 
 forward = partial(numba_flash.forward, backend="sm90")
@@ -268,8 +268,8 @@ REFUSED = {
 def test_what_sm90_refuses_runs_elsewhere(cp, shape, view, options, sentence):
     x, options = view(cp, normal(cp, *shape)), options(cp)
     plan = numba_flash.plan(x, x, x, **options)
-    assert plan.backend == "simt"
-    assert [backend for backend, _ in plan.refused] == ["sm90"]
+    assert plan.backend in ("sm80", "simt")
+    assert plan.refused[0][0] == "sm90"
     assert sentence in plan.refused[0][1]
     with pytest.raises(NotImplementedError, match="backend sm90: "):
         forward(x, x, x, **options)

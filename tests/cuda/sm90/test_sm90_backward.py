@@ -20,13 +20,13 @@ from dense import (
     verify_gradients,
     wide,
 )
-from support import DTYPES, no_hopper
+from support import DTYPES, no_gpu
 
 import numba_flash
 from numba_flash.cuda import launch
 from numba_flash.cuda.sm90 import prepare_backward
 
-NO_HOPPER = no_hopper()
+NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
 
 forward = partial(numba_flash.forward, backend="sm90", return_lse=True)

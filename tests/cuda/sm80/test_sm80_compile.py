@@ -1,0 +1,81 @@
+"""Every sm80 kernel down to machine code, with no GPU, for the generations that it serves: instructions, registers, memory."""
+
+import re
+
+import pytest
+from support import SIMULATED, named
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
+
+import compiled
+import kernel_counts
+from compiled import SHARED_LIMIT, disassembler
+from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
+
+from numba_flash.cuda import compile
+
+# Bytes of registers that may go to memory.
+SPILLS = {}
+MAIN = [name for name, kernel in KERNELS.items() if re.fullmatch(r"sm80\.(forward|backward\w*)\.build", kernel.builder)]
+REGISTERS = 65536  # of a multiprocessor
+
+# A generation that lacks most, and one that does not.
+QUICK = ("sm80 forward 64 for 7.5", "sm80 forward 128")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_prepared(name):
+    """Or left out, with the tier's sentence."""
+    try:
+        assert launches(name)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", named(COUNTED, QUICK))
+def test_counts_of_ptx(name):
+    kernel_counts.compare(name, kernel_counts.PTX, KERNELS[name])
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(COUNTED, ()))
+def test_counts_of_machine_code(name):
+    kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
+
+
+@pytest.mark.parametrize("name", named(KERNELS, QUICK))
+def test_resources(name):
+    """Nothing is spilled, no array lies in local memory, and as many blocks have room as the tile says."""
+    kernel, launch = KERNELS[name], LAUNCHES[name]
+    assert ".local" not in compiled.ptx(kernel)
+    used = compile._resources(compiled.linked(kernel).log)
+    print(used)
+    assert used["stack_bytes"] <= used["spill_bytes"] <= SPILLS.get(name, 0)
+    assert used["warnings"] == 0
+    tile = launch.config[-1]
+    blocks = getattr(tile, "min_blocks", 1)
+    assert 0 < used["registers"] * launch.threads * blocks <= REGISTERS
+    assert used["shared_bytes"] + launch.shared_bytes <= SHARED_LIMIT[kernel.capability]
+
+
+@pytest.mark.parametrize("name", named(MAIN, QUICK))
+def test_instructions(name):
+    """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
+    kernel = KERNELS[name]
+    found = compiled.ptx_instructions(compiled.ptx(kernel))
+    dtype, shape, *_ = kernel.config
+    short, depth = "bf16" if dtype == "bfloat16" else "f16", 8 if kernel.capability < (8, 0) else 16
+    products = {each for each in found if "mma" in each}
+    assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
+    assert any(each.startswith("ldmatrix.sync.aligned.m8n8.x4.trans") for each in found)
+    tiles = any(each == "cp.async.cg.shared.global" for each in found)
+    assert tiles == (shape.asynchronous or (kernel.builder.startswith("sm80.backward") and depth == 16))
+    assert not (tiles and depth == 8)
+    if disassembler() is not None:
+        machine = {each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))}
+        assert {"HMMA", "LDSM"} <= machine
+        assert name in SPILLS or not machine & {"STL", "LDL"}
+        assert ("LDGSTS" in machine) == tiles

@@ -1,0 +1,220 @@
+"""What the sm80 tier decides on the host, with no GPU: what it serves, tiles that fit, and how much is launched."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compiled import SHARED_LIMIT
+from support import DTYPES, SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
+
+from numba_flash.arrays import Layout
+from numba_flash.cuda import launch
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.sm80 import tier
+from numba_flash.cuda.sm80.arguments import chunked
+from numba_flash.cuda.sm80.tiles import backward_tile, forward_tile, hardware, pitch
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
+
+T4, A100, H200 = Gpu(0, (7, 5), 40), Gpu(0, (8, 0), 108), Gpu(0, (9, 0), 132)
+EVERY_GPU = pytest.mark.parametrize("capability", SHARED_LIMIT, ids=lambda capability: "{}.{}".format(*capability))
+
+
+def inputs_of(nq=100, nk=200, d=64, dv=None, batch=(2,), hq=2, hk=1, dtype="float16") -> ForwardInputs:
+    """Arrays that take no memory."""
+    zeros = lambda *shape: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
+    return ForwardInputs(zeros(*batch, hq, nq, d), zeros(*batch, hk, nk, d), zeros(*batch, hk, nk, dv or d))
+
+
+def problem(options=None, **sizes) -> Problem:
+    return bind(*inputs_of(**sizes)[:3], **(options or {}))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
+REFUSED = {
+    "float32": ({"dtype": "float32"}, {}, "serves float16 and bfloat16; q.dtype is float32"),
+    "float64": ({"dtype": "float64"}, {}, "serves float16 and bfloat16; q.dtype is float64"),
+    "scale 0": ({}, {"scale": 0.0}, "needs a positive, finite scale; got 0.0"),
+    "scale < 0": ({}, {"scale": -0.5}, "needs a positive, finite scale; got -0.5"),
+}
+SERVED = {
+    "plain": ({}, {}),
+    "bfloat16": ({"dtype": "bfloat16"}, {"causal": True}),
+    "lengths": ({}, {"kv_lengths": np.array([3, 4])}),
+    "head dimensions": ({"d": 13, "dv": 7}, {"window": (3, 5)}),
+    "largest head dimensions": ({"d": 128, "dv": 128}, {}),
+    "five dimensions": ({"batch": (2, 3)}, {"scale": 1e-3}),
+    "no keys": ({"nk": 0}, {}),
+    "no queries": ({"nq": 0}, {}),
+    "no batch": ({"batch": (0,)}, {}),
+}
+
+
+@KINDS
+@pytest.mark.parametrize(("sizes", "options", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_problems_that_are_refused(kind, sizes, options, sentence):
+    assert tier.why_not(kind, problem(options, **sizes), inputs_of(**sizes), True, A100) == sentence
+
+
+@KINDS
+@pytest.mark.parametrize(("sizes", "options"), SERVED.values(), ids=SERVED)
+def test_problems_that_are_served(kind, sizes, options):
+    for demanded in (False, True):
+        assert tier.why_not(kind, problem(options, **sizes), inputs_of(**sizes), demanded, A100) is None
+
+
+def test_gpus_that_are_refused(monkeypatch):
+    p, inputs = problem(), inputs_of()
+    for capability in ((7, 0), (6, 1)):
+        sentence = "needs a GPU of compute capability 7.5 or later; this one has {}.{}".format(*capability)
+        other = A100._replace(capability=capability)
+        assert tier.why_not("forward", p, inputs, True, other) == sentence
+        with monkeypatch.context() as patch:  # the GPU that the arrays are on
+            patch.setattr(launch, "why_not", lambda x: None)
+            patch.setattr(launch, "gpu_of", lambda x, other=other: other)
+            assert tier.why_not("forward", p, inputs, True) == sentence
+    assert tier.why_not("forward", None, inputs, True, T4) is None
+    assert tier.why_not("forward", p, inputs, True, T4) is None
+    sentence = "needs a GPU of compute capability 8.0 or later for bfloat16; this one has 7.5"
+    assert tier.why_not("forward", replace(p, dtype="bfloat16"), inputs, True, T4) == sentence
+    monkeypatch.setattr(launch, "why_not", lambda x: "no GPU at all")
+    assert tier.why_not("forward", p, inputs, True) == "no GPU at all"
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------------------------
+
+HEAD_DIMS = [1, 7, 8, 13, 16, 40, 63, 64, 65, 72, 96, 128, 129, 192, 200, 256]
+
+
+@EVERY_GPU
+def test_every_problem_has_a_tile_that_fits(capability):
+    """Those of the forward pass, and of the backward pass where it is served."""
+    there = hardware(capability)
+    assert there.shared_limit == SHARED_LIMIT[capability]
+    assert there.turing == (capability == (7, 5))
+    for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        p = problem(d=d, dv=dv)
+        tile = forward_tile(d, dv, there)
+        assert tile.shared_bytes(d, dv) <= there.shared_limit, (d, dv, tile)
+        assert (tile.block_m % 16, tile.block_n % 32) == (0, 0)
+        if tier.why_not("backward", p, inputs_of(d=d, dv=dv), True, Gpu(0, capability, 8)) is None:
+            tile = backward_tile(d, dv, there)
+            assert tile.layout(d, dv).bytes <= there.shared_limit, (d, dv, tile)
+            assert (tile.block_n % 32, tile.block_m % 16, tile.block_m % tile.columns) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("d", range(1, 257))
+def test_rows_of_a_tile_lie_in_different_banks(d):
+    """Eight rows of 16 bytes, which ldmatrix reads at a time, take 32 banks of 4 bytes; each row has room for its columns."""
+    assert pitch(d) >= 2 * d
+    assert pitch(d) % 16 == 0
+    banks = {(row * pitch(d) // 4 + i) % 32 for row in range(8) for i in range(4)}
+    assert len(banks) == 32
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (13, 7), (128, 72), (40, 128)])
+def test_shared_memory_is_laid_out_without_overlaps(d, dv):
+    tile = backward_tile(d, dv, hardware((9, 0)))
+    smem = tile.layout(d, dv)
+    sizes = {
+        "k": tile.block_n * smem.pitch_k,
+        "v": tile.block_n * smem.pitch_v,
+        "q": tile.stages * tile.block_m * smem.pitch_k,
+        "do": tile.stages * tile.block_m * smem.pitch_v,
+        "ds": tile.stages * tile.block_n * smem.pitch_ds,
+        "rows": tile.stages * 2 * 4 * tile.block_m,
+    }
+    pieces = sorted((getattr(smem, name), size) for name, size in sizes.items())
+    assert all(start % 16 == 0 for start, _ in pieces)
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
+    assert sum(pieces[-1]) <= smem.bytes
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------------------------
+
+X = np.zeros((2, 3, 10, 32), np.float16)
+LAYOUTS = {
+    "contiguous": (X, True),
+    "heads last": (X.swapaxes(1, 2), True),
+    "reversed rows": (X[..., ::-1, :], True),
+    "broadcast": (np.broadcast_to(X[:1], (5, 3, 10, 32)), True),
+    "one row of odd strides": (np.lib.stride_tricks.as_strided(X, (1, 1, 1, 32), (2, -6, 3, 2)), True),
+    "rows of 40 bytes": (np.zeros((5, 20), np.float16)[:, :16], False),
+    "columns that fill no chunk": (np.zeros((5, 12), np.float16), False),
+    "transposed": (X.swapaxes(-1, -2), False),
+    "every other column": (X[..., ::2], False),
+}
+
+
+@pytest.mark.parametrize(("x", "whole"), LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_that_are_copied_in_whole_chunks(x, whole):
+    assert chunked(Layout.of(x)) == whole
+    assert not chunked(Layout.of(x)._replace(offset=8))
+    assert chunked(Layout.of(X), Layout.of(x)) == whole
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": np.array([3, 4])}], ids=list)
+@pytest.mark.parametrize(("nq", "nk"), [(1, 20000), (128, 20000), (129, 20000), (5000, 500), (300, 300), (0, 5), (5, 0)])
+@pytest.mark.parametrize("gpu", [T4, A100, H200], ids=lambda gpu: "{}.{}".format(*gpu.capability))
+def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
+    """Once for each part of the keys, where these are shared out because there are few; a second kernel puts parts together."""
+    inputs = inputs_of(nq=nq, nk=nk, d=d)._replace(kv_lengths=options.get("kv_lengths"))
+    p = problem(options, nq=nq, nk=nk, d=d)
+    o = Layout.compact((2, 2, nq, d), "float16")
+    results = ForwardResults(o, Layout.compact(o.shape[:-1], "float32"))
+    forward, *combine = tier.prepare_forward(p, ForwardInputs(*map(Layout.of, inputs)), results, gpu).launches
+    tile = forward_tile(d, d, hardware(gpu.capability))
+    row_blocks = 2 * 2 * math.ceil(nq / tile.block_m)
+    parts = forward.grid // row_blocks if row_blocks else 1
+    assert forward.grid == parts * row_blocks
+    assert (parts > 1) == bool(combine)
+    assert parts == 1 or row_blocks * 2 <= gpu.multiprocessors
+    assert (forward.threads, forward.shared_bytes) == (tile.threads, tile.shared_bytes(d, d))
+
+
+@pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2)])
+def test_there_is_a_block_for_every_block_of_keys(nq, nk, hq, hk):
+    q, k, v = inputs_of(nq=nq, nk=nk, hq=hq, hk=hk)[:3]
+    layouts = [Layout.compact(x.shape, "float16") for x in (q, q, k, v, q)]
+    inputs = BackwardInputs(*layouts, Layout.compact(q.shape[:-1], "float32"))
+    results = BackwardResults(layouts[1], layouts[2], layouts[3])
+    launches = tier.prepare_backward(problem(nq=nq, nk=nk, hq=hq, hk=hk), inputs, results, True, A100).launches
+    (main,) = (each for each in launches if each.builder.startswith("sm80.backward"))
+    tile = backward_tile(64, 64, hardware(A100.capability))
+    assert main.grid == 2 * hk * math.ceil(nk / tile.block_n)
+    assert (main.threads, main.shared_bytes) == (tile.threads, tile.layout(64, 64).bytes)
+
+
+@KINDS
+def test_what_is_read_and_written_in_whole_chunks(kind):
+    """Rows at multiples of 16 bytes; results may lie in another way than inputs, and Turing copies nothing that goes on."""
+
+    def shape_of(gpu, strided=(), d=64):
+        wide = lambda name, n, h: Layout.compact((2, h, n, d + (name in strided)), "float16")._replace(shape=(2, h, n, d))
+        q, k, v, o = wide("q", 100, 2), wide("k", 200, 1), wide("v", 200, 1), wide("o", 100, 2)
+        lse = Layout.compact((2, 2, 100), "float32")
+        p = problem(d=d)
+        if kind == "forward":
+            main, *_ = tier.prepare_forward(p, ForwardInputs(q, k, v), ForwardResults(o, lse), gpu).launches
+        else:
+            results = BackwardResults(*(wide(name, n, h) for name, n, h in (("dq", 100, 2), ("dk", 200, 1), ("dv", 200, 1))))
+            _, main, *_ = tier.prepare_backward(p, BackwardInputs(o, q, k, v, o, lse), results, True, gpu).launches
+        return main.config[1]
+
+    assert (shape_of(A100).asynchronous, shape_of(A100).wide) == (True, True)
+    for name in ("q", "k", "v"):
+        assert not shape_of(A100, (name,)).asynchronous
+    assert not shape_of(A100, d=60).asynchronous
+    result = {"forward": "o", "backward": "dk"}[kind]
+    assert not shape_of(A100, (result,)).wide
+    if kind == "forward":
+        assert shape_of(A100, (result,)).asynchronous
+        assert not shape_of(T4).asynchronous
+        assert shape_of(T4).turing

@@ -1,0 +1,179 @@
+"""The `sm80` kernels that are compiled to machine code without a GPU, by name: those that the tier's host prepares for these cases.
+
+A case that it refuses has none.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from compiled import Kernel
+from support import DTYPES
+
+import numba_flash
+from numba_flash.arrays import Layout
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm80.tiles import BACKWARD_TILES, FORWARD_TILES
+from numba_flash.plan import choose, tier
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
+
+TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
+ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
+MULTIPROCESSORS = 8
+OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
+
+
+class Case(NamedTuple):
+    """A call, and the GPU that it is made for.
+
+    Attributes
+    ----------
+    kind : str
+        ``"forward"`` or ``"backward"``.
+    dtype : str
+        Of q.
+    d, dv : int
+        Head dimensions.
+    capability : tuple of two ints
+        The GPU's.
+    options : dict
+        Of the call.
+    nq : int
+        Queries: if few, keys are shared out in parts.
+    aligned : bool
+        Rows lie at multiples of 16 bytes.
+    deterministic : bool
+        Of a backward pass.
+    """
+
+    kind: str
+    dtype: str
+    d: int
+    dv: int
+    capability: tuple[int, int] = AMPERE
+    options: dict = {}  # noqa: RUF012
+    nq: int = 2000
+    aligned: bool = True
+    deterministic: bool = True
+
+
+NQ, NK, HQ, HK, BATCH = 2000, 3000, 4, 2, 2
+RNG = np.random.default_rng(0)
+
+
+def tilt(score, b, h, i, j):
+    return np.float32(0.5) * score + (i - 2 * j) % 7
+
+
+def tilt_grad(score, b, h, i, j):
+    return np.float32(0.5)
+
+
+def wide(x: np.ndarray, *shape: int) -> np.ndarray:
+    return np.broadcast_to(x, shape)
+
+
+SCORES = (BATCH, HQ, NQ, NK)
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window": (100, 50)},
+    "lengths": {"q_lengths": np.array([5, 6], np.int32), "kv_lengths": np.array([7, 8]), "causal": True},
+    "softcap": {"softcap": 2.0},
+    "bias": {"bias": wide(np.zeros((), np.float16), *SCORES)},
+    "bias of float32": {"bias": wide(np.zeros((), np.float32), *SCORES)},
+    "mask": {"mask": wide(np.ones((), bool), *SCORES)},
+    "dropout": {"dropout": 0.3, "rng": (1, 2)},
+    "score_mod": {"score_mod": tilt, "score_mod_grad": tilt_grad},
+    "alibi": {"score_mod": numba_flash.alibi(np.linspace(0.1, 0.4, HQ))},
+}
+OPTIONS["everything"] = {name: x for each in OPTIONS.values() for name, x in each.items() if name not in ("causal", "window")}
+
+
+def name_of(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)
+
+
+# Every tile at the head dimension it was made for, for every architecture that it serves.
+TILES = {
+    f"{kind} {d} for {name_of(capability)}": Case(kind, "float16", d, d, capability)
+    for kind, table in (("forward", FORWARD_TILES), ("backward", BACKWARD_TILES))
+    for capability in ARCHITECTURES
+    for d in dict.fromkeys(row.d for row in table)
+}
+# One of each: dtype, band, head dimensions that fill no tile, rows that are loaded one element at a time, and what else makes a kernel.
+OTHERS = {
+    "forward": Case("forward", "bfloat16", 64, 64),
+    "forward 128": Case("forward", "bfloat16", 128, 128, options={"causal": True}),
+    "forward 72, 40": Case("forward", "float16", 72, 40, options={"window": (100, 50)}),
+    "forward 13, 7": Case("forward", "bfloat16", 13, 7),
+    "forward 192, 128": Case("forward", "bfloat16", 192, 128),
+    "forward, any strides": Case("forward", "float16", 128, 128, aligned=False),
+    "forward in parts": Case("forward", "bfloat16", 128, 128, nq=1),
+    "backward": Case("backward", "bfloat16", 64, 64),
+    "backward 128, in any order": Case("backward", "bfloat16", 128, 128, deterministic=False),
+    "backward 72, 40": Case("backward", "float16", 72, 40, options={"causal": True}),
+    "backward 13, 7": Case("backward", "bfloat16", 13, 7, options={"causal": True}),
+    "backward, any strides": Case("backward", "float16", 128, 128, aligned=False),
+    **{
+        f"{kind} {d} {name}": Case(kind, "float16", d, d, options=options)
+        for kind in ("forward", "backward")
+        for d in (64, 128)
+        for name, options in OPTIONS.items()
+    },
+    "forward 256 everything": Case("forward", "bfloat16", 256, 256, options=OPTIONS["everything"]),
+    "backward 256 everything": Case("backward", "bfloat16", 256, 256, options=OPTIONS["everything"]),
+}
+CASES = TILES | OTHERS
+
+
+def described(case: Case, heads: int, n: int, d: int) -> np.ndarray:
+    """An array that takes no memory, with strides as if it did."""
+    itemsize, row = 2, d if case.aligned else d + 1
+    memory, strides = np.zeros(1, DTYPES[case.dtype]), (heads * n * row, n * row, row, 1)
+    return np.lib.stride_tricks.as_strided(memory, (BATCH, heads, n, d), [itemsize * stride for stride in strides])
+
+
+@cache
+def launches(name: str) -> tuple[Launch, ...]:
+    """What a case launches; NotImplementedError if the tier refuses it."""
+    case = CASES[name]
+    gpu = Gpu(0, case.capability, MULTIPROCESSORS)
+    q, o = (described(case, HQ, case.nq, d) for d in (case.d, case.dv))
+    k, v = (described(case, HK, NK, d) for d in (case.d, case.dv))
+    problem = bind(q, k, v, **case.options)
+    arrays = {each: case.options[each] for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
+    lse = np.broadcast_to(np.float32(0), q.shape[:-1])
+    if case.kind == "forward":
+        inputs, results, settings = ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), {}
+    else:
+        dbias = arrays.get("bias")
+        inputs, results = BackwardInputs(o, q, k, v, o, lse, **arrays), BackwardResults(q, k, v, dbias)
+        settings = {"deterministic": case.deterministic}
+    choose(problem, inputs, "sm80", case.kind, gpu=gpu)
+    on_paper = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
+    return getattr(tier("sm80"), f"prepare_{case.kind}")(problem, *on_paper, gpu=gpu, **settings).launches
+
+
+def kernels() -> dict[str, Launch]:
+    """Each kernel once, under the first case that launches it; those around the loops under their own names, of one generation."""
+    found, seen = {}, set()
+    for name, case in CASES.items():
+        try:
+            made = launches(name)
+        except Exception:
+            continue
+        for launch in made:
+            kernel = Kernel(launch.builder, launch.config, case.capability)
+            if launch.builder not in OF_OTHERS and kernel not in seen:
+                part = launch.builder.removeprefix("sm80.").removesuffix(".build").replace(".build_", " ")
+                if part != case.kind and name in TILES:
+                    continue
+                seen.add(kernel)
+                found[f"sm80 {name}" if part == case.kind else f"sm80 {name}: {part}"] = launch
+    return found
+
+
+LAUNCHES = kernels()
+KERNELS = {name: Kernel(launch.builder, launch.config, launch.gpu.capability) for name, launch in LAUNCHES.items()}
+# Of one generation, and the tiles of the one that lacks most.
+COUNTED = [name for name, kernel in KERNELS.items() if kernel.capability in (TURING, AMPERE)]
