@@ -90,8 +90,7 @@ def build_online(count):
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
             alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
             m_i[r] = m_new
-            if not CAREFUL:
-                shift *= scale_log2
+            shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
                 s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
