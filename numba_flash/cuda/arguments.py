@@ -53,10 +53,13 @@ class Vectors(NamedTuple):
 
 def vectors_of(problem, inputs, width: int) -> Vectors:
     """Of the inputs of a call, or their layouts."""
-    return Vectors(*(_in_vectors(problem, x, width) for x in (inputs.bias, inputs.mask)))
+    return Vectors(*(in_vectors(problem, x, width) for x in (inputs.bias, inputs.mask)))
 
 
-def _in_vectors(problem, x, width: int) -> bool:
+def in_vectors(problem, x, width: int) -> bool:
+    """True if so many neighbouring keys of an array that goes with scores can be read, or written,
+    at once.
+    """
     if x is None or tuple(x.shape[-1:]) != (problem.nk,) or problem.nk % width:
         return False
     size = min(width * x.dtype.itemsize, VECTOR_BYTES)

@@ -9,6 +9,7 @@ from numba_flash.cuda.lang import i32, i64, inline, u32, u64
 from numba_flash.cuda.number import index
 
 WORD = 4  # bytes
+EVERYTHING = ("bias", "mask")
 
 
 class Held(NamedTuple):
@@ -107,13 +108,14 @@ def build_read(runs, first, words, size, vectors):
     return ptx.repeated(COUNT * WIDTH, read_element)
 
 
-def build_fetch(options, runs, vectors):
+def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     """``fetch(registers, query, key, region, at, extras)``: bias and mask of a lane's scores into
     as many registers (uint32) as `held` says; zeros beyond the last query or key.
 
     vectors : which of them are read by runs, `numba_flash.cuda.arguments.Vectors`.
+    wanted : names of those that are read at this time.
     """
-    BIASED, MASKED = bool(options.bias), options.mask
+    BIASED, MASKED = "bias" in wanted and bool(options.bias), "mask" in wanted and options.mask
     kept, size = held(options, runs), 4 if options.bias == "float32" else 2
     read_bias = build_read(runs, 0, kept.bias, size, vectors.bias) if BIASED else None
     first = runs.count * kept.bias

@@ -5,6 +5,7 @@ on the host.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,3 +108,39 @@ def most_work(work, pairs: int, section: int, turns: int) -> float:
     block = len(work) - 1 - (number - begin * len(work)) // np.minimum(section, pairs - begin)
     load = np.pad(work[block], (0, -len(number) % turns)).reshape(-1, turns)
     return (load[::2].sum(0) + load[1::2, ::-1].sum(0)).max()
+
+
+class Broadcast(NamedTuple):
+    """What becomes the gradient of a bias, in tiles.
+
+    Attributes
+    ----------
+    summed : tuple of five bools
+        Which axes of the scores the bias broadcasts.
+    tiles : int
+        Of the gradient.
+    walk : int
+        Tiles of scores that are summed to one of them.
+    """
+
+    summed: tuple[bool, ...]
+    tiles: int
+    walk: int
+
+    @classmethod
+    def of(cls, problem, dbias, block_m: int, block_n: int) -> "Broadcast":
+        """Of a gradient (array or layout) in such tiles."""
+        p, shape = problem, (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
+        summed = tuple(n == 1 for n in shape)
+        sizes = (*p.batch, p.hq, -(-p.nq // block_m), -(-p.nk // block_n))
+        product = lambda which: math.prod(
+            n for n, gone in zip(sizes, summed, strict=True) if gone == which
+        )
+        return cls(summed, product(False), product(True))
+
+    def shares(self, turns: int, most: int, cost: int) -> int:
+        """So many, up to `most`, that the busiest of `turns` that take them in their order is done
+        first; a share costs `cost` steps of the walk beside its own.
+        """
+        time = lambda n: -(-self.tiles * n // turns) * (-(-self.walk // n) + cost)
+        return min(range(1, max(1, min(self.walk, most)) + 1), key=time)

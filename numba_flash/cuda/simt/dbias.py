@@ -4,15 +4,15 @@ broadcasts.
 One block of threads owns a tile of dbias and walks over everything that was broadcast into it,
 making S and dP once more: every sum has one owner and one order, and no N x N matrix is stored
 unless the bias is one. Where there are too few tiles to fill a GPU, each is split into shares of
-that walk, which `sum_simt` adds in their order.
+that walk, which `numba_flash.cuda.sum_shares` adds in their order.
 """
 
 import math
-from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda.arguments import extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, device, i64, types
+from numba_flash.cuda.broadcast import Walk, build_coordinates
+from numba_flash.cuda.lang import cuda, device, i32, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -78,53 +78,6 @@ def build_reduce(dtype, out_dtype, summed, tile):
     return reduce
 
 
-class Walk(NamedTuple):
-    """A tile of scores: its batch element, head, and numbers along rows and columns; or how many of
-    each there are.
-    """
-
-    b0: int
-    b1: int
-    head: int
-    i: int
-    j: int
-
-
-def build_coordinates(summed):
-    """``owned(number, sizes)`` and ``walked(number, sizes)``: the `Walk` that a number means along
-    the axes that are not `summed`, or along those that are; 0 along the others; and what is left of
-    the number.
-    """  # fmt: skip
-    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
-
-    @device
-    def split(number, size, counts):
-        """The next coordinate of `number`, and the rest: along an axis of this size, if it
-        `counts`.
-        """
-        return (number % size, number // size) if counts else (0, number)
-
-    @device
-    def owned(number, sizes):
-        j, number = split(number, sizes.j, not SUM_J)
-        i, number = split(number, sizes.i, not SUM_I)
-        h, number = split(number, sizes.head, not SUM_H)
-        b1, number = split(number, sizes.b1, not SUM_1)
-        b0, number = split(number, sizes.b0, not SUM_0)
-        return Walk(b0, b1, h, i, j), number
-
-    @device
-    def walked(number, sizes):
-        j, number = split(number, sizes.j, SUM_J)
-        i, number = split(number, sizes.i, SUM_I)
-        h, number = split(number, sizes.head, SUM_H)
-        b1, number = split(number, sizes.b1, SUM_1)
-        b0, number = split(number, sizes.b0, SUM_0)
-        return Walk(b0, b1, h, i, j), number
-
-    return owned, walked
-
-
 def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     """Kernel ``dbias_simt(do, q, k, v, lse, delta, out, extras, scale, low, high, parameters)``
     with its signature and compile options.
@@ -142,7 +95,7 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     inner_do = tiles.build_inner(dtype, tile, head_dim_v)
     recompute_p, differentiate = build_recompute(dtype, options, tile, False, False)
     reduce = build_reduce(dtype, out_dtype, summed, tile)
-    owned, walked = build_coordinates(summed)
+    owned, walked, _ = build_coordinates(summed)
     sequence_of, seen = build_sequence(options), build_seen(options, tile, False)
 
     def dbias_simt(do, q, k, v, lse, delta, out, extras, scale, low, high, parameters):
@@ -165,7 +118,7 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
             acc[n] = ACC(0)
 
         for step in range(steps * share // out.shape[0], steps * (share + 1) // out.shape[0]):
-            walk, _ = walked(step, sizes)
+            walk = walked(i32(step), sizes)
             b0, b1, h = own.b0 + walk.b0, own.b1 + walk.b1, own.head + walk.head
             row0, col0 = (own.i + walk.i) * BLOCK_M, (own.j + walk.j) * BLOCK_N
             at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
@@ -205,27 +158,3 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
         parameters_type(options),
     )
     return dbias_simt, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}
-
-
-def build_sum(dtype, out_dtype, threads):
-    """Kernel ``sum_simt(shares, dbias, extras)``: one thread adds the shares of one element, in
-    their order.
-    """
-    ACC, THREADS = ACCUMULATOR[dtype], threads
-    _, store = build_convert(out_dtype)
-
-    def sum_simt(shares, dbias, extras):
-        number = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
-        if number < dbias.size:
-            j, number = number % dbias.shape[4], number // dbias.shape[4]
-            i, number = number % dbias.shape[3], number // dbias.shape[3]
-            h, number = number % dbias.shape[2], number // dbias.shape[2]
-            b0, b1 = number // dbias.shape[1], number % dbias.shape[1]
-            total = ACC(0)
-            for share in range(shares.shape[0]):
-                x = shares[index(share), index(b0), index(b1), index(h), index(i), index(j)]
-                total += x
-            dbias[index(b0), index(b1), index(h), index(i), index(j)] = store(total)
-
-    signature = types.void(array(ACC, 6), array(out_dtype, 5), types.Tuple(()))
-    return sum_simt, signature, {"launch_bounds": (threads, 1)}

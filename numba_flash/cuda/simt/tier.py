@@ -243,21 +243,18 @@ class _Dbias:
 
     def __init__(self, problem, gpu, tensors, rows, extras, numbers, dbias):
         p, tile = problem, tile_for("dq", problem.dtype, max(problem.d, problem.dv))
+        this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
+        shares = max(1, min(this.walk, DBIAS_BLOCKS // max(this.tiles, 1)))
         shape = (1,) * (5 - dbias.ndim) + dbias.shape
-        summed = tuple(n == 1 for n in shape)
-        sizes = (*p.batch, p.hq, -(-p.nq // tile.block_m), -(-p.nk // tile.block_n))
-        blocks = math.prod(1 if gone else n for n, gone in zip(sizes, summed, strict=True))
-        walk = math.prod(n if gone else 1 for n, gone in zip(sizes, summed, strict=True))
-        shares = max(1, min(walk, DBIAS_BLOCKS // max(blocks, 1)))
         self._shares = Layout.compact(
             (shares, *shape), "float64" if p.dtype == "float64" else "float32"
         )
         out = dbias if shares == 1 else self._shares
         self._sum = Launch(
             "simt.dbias.build",
-            (p.dtype, p.d, p.dv, p.options.structure, out.dtype.name, summed, tile),
+            (p.dtype, p.d, p.dv, p.options.structure, out.dtype.name, this.summed, tile),
             gpu,
-            grid=blocks * shares,
+            grid=this.tiles * shares,
             threads=tile.threads,
             operands=(*tensors, *rows, (out, 6)),
             extras=extras,
@@ -266,7 +263,7 @@ class _Dbias:
         self.launches = (self._sum,)
         if shares > 1:
             self._sum_shares = Launch(
-                "simt.dbias.build_sum",
+                "sum_shares.build",
                 (p.dtype, dbias.dtype.name, SUM_THREADS),
                 gpu,
                 grid=-(-math.prod(shape) // SUM_THREADS),

@@ -11,6 +11,7 @@ from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
+from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -90,6 +91,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     )
     this = Pass(p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile))
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
+    dbias = None
+    if results.dbias is not None:
+        dbias = Dbias(p, gpu, shape, x, results.dbias, this.temporaries.rows)
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
@@ -100,8 +104,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         given = None if rng is None else numbers(rng)
         main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=extras, numbers=given)
         postprocess(dq_sum, dq, extras=extras)
+        if dbias is not None:
+            dbias.run(x, rows, results.dbias, extras, rng)
 
-    return Prepared(run, (preprocess, main, postprocess))
+    launches = () if dbias is None else dbias.launches
+    return Prepared(run, (preprocess, main, postprocess, *launches))
 
 
 def _heads_first(p, inputs):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 CHUNK = 8  # elements of 16 bits that are copied at a time
 WARP, ROWS = 32, 16  # threads of a warp; rows of one of its products
+KEYS = 32  # in the order of `numba_flash.cuda.fragment.place_of_key`
 
 
 def padded(head_dim: int) -> int:
@@ -250,3 +251,94 @@ def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     d = max(problem.d, problem.dv)
     tiles = MODIFIED_BACKWARD_TILES if problem.options.modifies else BACKWARD_TILES
     return next(row.tile for row in tiles if d <= row.d and row.shared <= hardware.shared_limit)
+
+
+class DbiasLayout(NamedTuple):
+    """Where a block of the gradient of the bias keeps what in shared memory, in bytes: Q, dO, the
+    lse and delta of queries, K, V; and what there is in all.
+    """
+
+    q: int
+    do: int
+    rows: int
+    k: int
+    v: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DbiasTile:
+    """Shape of a block of the gradient of the bias.
+
+    Attributes
+    ----------
+    warps_m, warps_n, m_tiles : int
+        Warps along queries and along keys; times 16, the queries of each.
+    parts : int
+        Times 32, the keys of a warp; it has scores of 32 of them in registers at a time.
+    stages : int
+        Tiles of Q, K, V and dO that there is room for.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps_m: int
+    warps_n: int
+    m_tiles: int
+    parts: int
+    stages: int
+    min_blocks: int
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.m_tiles * self.warps_m
+
+    @property
+    def block_n(self) -> int:
+        return KEYS * self.parts * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps_m * self.warps_n
+
+    def layout(self, d: int, dv: int) -> DbiasLayout:
+        of_queries, of_keys = self.stages * self.block_m, self.stages * self.block_n
+        sizes = (
+            *(of_queries * pitch(d), of_queries * pitch(dv), of_queries * 8),
+            *(of_keys * pitch(d), of_keys * pitch(dv)),
+        )
+        return DbiasLayout(*accumulate(sizes, initial=0))
+
+
+class DbiasRow(NamedTuple):
+    """The tile that serves head dimensions up to `d` and a bias of `bias` bytes an element, where a
+    block may have `shared` bytes.
+    """
+
+    d: int
+    bias: int
+    shared: int
+    tile: DbiasTile
+
+
+DBIAS_TILES = (
+    DbiasRow(32, 2, 99 * KB, DbiasTile(4, 2, 2, 2, 2, 1)),
+    DbiasRow(64, 2, 163 * KB, DbiasTile(4, 2, 2, 2, 2, 1)),
+    DbiasRow(64, 4, 64 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
+    DbiasRow(128, 4, 163 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
+    DbiasRow(128, 4, 99 * KB, DbiasTile(4, 2, 1, 1, 1, 1)),
+    DbiasRow(128, 4, 64 * KB, DbiasTile(2, 1, 2, 1, 1, 1)),
+    DbiasRow(256, 4, 163 * KB, DbiasTile(2, 2, 2, 1, 1, 1)),
+    DbiasRow(256, 4, 99 * KB, DbiasTile(2, 1, 1, 1, 1, 1)),
+    DbiasRow(256, 4, 64 * KB, DbiasTile(1, 1, 1, 1, 1, 1)),
+)
+
+
+def dbias_tile(problem, hardware: Hardware) -> DbiasTile:
+    """The first that serves these head dimensions and this bias, and fits."""
+    d, size = max(problem.d, problem.dv), 4 if problem.options.bias == "float32" else 2
+    return next(
+        row.tile
+        for row in DBIAS_TILES
+        if d <= row.d and size <= row.bias and row.shared <= hardware.shared_limit
+    )

@@ -1,0 +1,383 @@
+"""Gradient of an additive bias on tensor cores since Turing: dbias = dS, summed over the axes that
+the bias broadcasts.
+
+One block of threads owns a tile of dbias, in registers, and walks over the tiles of scores that
+were made of it, with S and dP once more: every sum has one owner and one order. The tile of the
+bias is read once. Where there are too few tiles to fill a GPU, each is split into shares of the
+walk, which `numba_flash.cuda.sum_shares` adds in their order.
+
+Where there is room for two tiles of Q, K, V and dO, the next ones are copied during the work on
+this one. Else V and dO are copied during Q K^T, and the next Q and K during dO V^T.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash import mask
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.broadcast import Walk, build_coordinates
+from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.modify import build_drop, build_modify
+from numba_flash.cuda.number import array
+from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.load import build_load
+from numba_flash.cuda.sm80.store_dbias import build_store
+from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
+
+
+class Space(NamedTuple):
+    """What a block walks over: its own coordinates and how many there are of each, the end of its
+    share of the walk; queries and keys of the longest possible sequence, and the band there.
+    """
+
+    own: Walk
+    sizes: Walk
+    stop: int
+    queries: int
+    keys: int
+    low: int
+    high: int
+
+
+class Step(NamedTuple):
+    """A tile of scores on the way: its number, coordinates, head and region; and whether a sequence
+    so far was invalid.
+    """
+
+    number: int
+    walk: Walk
+    at: Head
+    region: Region
+    invalid: bool
+
+
+class Tensors(NamedTuple):
+    """The arrays that tiles are loaded from."""
+
+    do: Any
+    q: Any
+    k: Any
+    v: Any
+    rows: Any
+
+
+class Bias(NamedTuple):
+    """A block's part of the bias on its way into registers."""
+
+    bias_mask: Any
+    region: Region
+    at: Head
+    extras: Any
+
+
+class Work(NamedTuple):
+    """What the parts of a tile of scores are computed with: registers, the slot in shared memory,
+    this step and the next, and the kernel's arguments.
+    """
+
+    s: Any
+    dp: Any
+    acc: Any
+    bias_mask: Any
+    lse: Any
+    delta: Any
+    smem: int
+    slot: int
+    step: Step
+    next: Step
+    stop: int
+    tensors: Tensors
+    extras: Any
+    parameters: Any
+
+
+def build_find(options, summed, block_m, block_n):
+    """``find(step, space, extras)``: the first `Step` from this one on that has something visible;
+    ``proceed(step, space, extras)``: the first after this one.
+    """
+    BLOCK_M, BLOCK_N = block_m, block_n
+    _, _, following = build_coordinates(summed)
+    sequence_of = build_sequence(options)
+
+    @inline
+    def find(step, space, extras):
+        number, walk, at, region, invalid = step
+        own, sizes, hidden = space.own, space.sizes, True
+        while number < space.stop and hidden:
+            b0, b1 = i32(own.b0 + walk.b0), i32(own.b1 + walk.b1)
+            row0, col0 = i32((own.i + walk.i) * BLOCK_M), i32((own.j + walk.j) * BLOCK_N)
+            sequence = sequence_of(extras, b0, b1, space.queries, space.keys)
+            queries, keys, shift = i32(sequence.queries), i32(sequence.keys), i32(sequence.shift)
+            low, high = i32(space.low + shift), i32(space.high + shift)
+            invalid = invalid or sequence.invalid
+            at = Head(b0, b1, i32(b0 * sizes.b1 + b1), i32(own.head + walk.head), sizes.head)
+            region = Region(row0, col0, queries, keys, low, high)
+            start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), queries), keys, low, high)
+            hidden = row0 >= queries or col0 >= stop or col0 + BLOCK_N <= start
+            if hidden:
+                number, walk = i32(number + 1), following(walk, sizes)
+        return Step(number, walk, at, region, invalid)
+
+    @inline
+    def proceed(step, space, extras):
+        number, walk = i32(step.number + 1), following(step.walk, space.sizes)
+        return find(Step(number, walk, step.at, step.region, step.invalid), space, extras)
+
+    return find, proceed
+
+
+def build_load_rows(threads, block_m, turing):
+    """``load_rows(target, rows, step)``: the lse and delta of a tile's queries; zeros beyond what
+    there is.
+    """
+    THREADS, TURING, CHUNKS = threads, turing, block_m // 4
+
+    @inline
+    def load_rows(target, rows, step):
+        at, row0 = step.at, step.region.row0
+        for number in range(i32(cuda.threadIdx.x), 2 * CHUNKS, THREADS):
+            which, row = i32(number // CHUNKS), i32(row0 + number % CHUNKS * 4)
+            there, to = row < rows.shape[4], u32(target + u32(number * 16))
+            source = ptx.global_address(rows[which, at.b0, at.b1, at.head]) + u64(i64(row) * 4)
+            if not TURING:
+                ptx.copy16(to, u64(source), u32(16) if there else u32(0))
+            elif there:
+                ptx.store_shared_vector(to, ptx.load_global_words(u64(source)))
+
+    return load_rows
+
+
+def build_softmax(options, m_tiles):
+    """``recompute_p(s, lse)``: scores become P = exp(S - lse); ``differentiate(dp, p, delta, acc,
+    parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped.
+    """
+    DROPOUT, ROWS_OF_LANE, COUNT = bool(options.dropout), 2 * m_tiles, KEYS // 2
+
+    @inline
+    def recompute_p(s, lse):
+        for r in range(ROWS_OF_LANE):
+            for j in range(COUNT // 4):
+                for c in range(2):
+                    e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
+                    s[e] = ptx.ex2((s[e] - lse[r]) * f32(LOG2E))
+
+    @inline
+    def differentiate(dp, p, delta, acc, parameters):
+        for r in range(ROWS_OF_LANE):
+            for j in range(COUNT // 4):
+                for c in range(2):
+                    e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
+                    weight, slope = p[e], dp[e]
+                    if DROPOUT:
+                        kept = slope * f32(parameters.keep_scale)
+                        slope = f32(0) if weight < f32(0) else kept
+                        weight = abs(weight)
+                    ds = weight * (slope - delta[r])
+                    acc[e] += ds if weight != f32(0) else f32(0)
+
+    return recompute_p, differentiate
+
+
+def build(dtype, shape, options, out_dtype, summed, tile):
+    """Kernel ``dbias_sm80(do, q, k, v, rows, out, extras, low, high, parameters)`` with its
+    signature and compile options.
+
+    do, q, k, v : (b0, b1, heads, n, head_dim), 16 bits.
+    rows : (2, b0, b1, heads, at least n): the lse and delta of each query, as
+        `numba_flash.cuda.preprocess` writes them.
+    out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags).
+    """
+    BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
+    M_TILES, WARPS_N, PARTS, STAGES = tile.m_tiles, tile.warps_n, tile.parts, tile.stages
+    WARP_ROWS, WARP_KEYS, ROWS_OF_LANE = 16 * M_TILES, KEYS * PARTS, 2 * M_TILES
+    D, DV, PITCH_K, PITCH_V = *map(padded, shape[:2]), *map(pitch, shape[:2])
+    SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
+    Q, DO, ROWS, K, V = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v
+    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, 8 * BLOCK_M
+    K_BYTES, V_BYTES, LSE_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V, 4 * BLOCK_M
+    K_PART, V_PART = KEYS * PITCH_K, KEYS * PITCH_V
+    SCORES, DROPOUT, MASKED = M_TILES * KEYS // 2, bool(options.dropout), options.mask
+    ALL_SCORES = PARTS * SCORES
+    TWO_STAGES, ASYNCHRONOUS, NAN = STAGES > 1, shape.asynchronous, math.nan
+    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
+    runs = fragment.runs_of_queries(M_TILES, KEYS)
+    HELD = held(options, runs).words
+    ALL_HELD = PARTS * HELD
+    kind, place = products.Kind(dtype == "bfloat16", shape.turing), fragment.place_of_key
+    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
+    load_do = build_load(BLOCK_M, shape.head_dim_v, THREADS, None, shape.asynchronous)
+    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous)
+    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place, shape.asynchronous)
+    load_rows = build_load_rows(THREADS, BLOCK_M, shape.turing)
+    q_kt = products.build_nt(kind, M_TILES, KEYS, D, PITCH_K, PITCH_K, False)
+    do_vt = products.build_nt(kind, M_TILES, KEYS, DV, PITCH_V, PITCH_V, False)
+    zero, _ = softmax.build_zero(ALL_SCORES)
+    fetch_bias = build_fetch(options, runs, shape.vectors, ("bias",))
+    fetch_mask = build_fetch(options, runs, shape.vectors, ("mask",))
+    modify, drop = build_modify(dtype, options, runs), build_drop(options, runs, negate=True)
+    recompute_p, differentiate = build_softmax(options, M_TILES)
+    owned, walked, _ = build_coordinates(summed)
+    find, proceed = build_find(options, summed, BLOCK_M, BLOCK_N)
+    store = build_store(out_dtype, shape, runs, summed, tile)
+
+    @inline
+    def load_qk(smem, slot, tensors, step):
+        """Q, its rows' lse and delta, and K."""
+        at, region = step.at, step.region
+        kv_head = i32(u32(at.head) // u32(u32(at.heads) // u32(tensors.k.shape[2])))
+        q_head, k_head = tensors.q[at.b0, at.b1, at.head], tensors.k[at.b0, at.b1, kv_head]
+        load_q(u32(smem + u32(Q) + slot * u32(Q_BYTES)), q_head, region.row0, region.rows)
+        load_k(u32(smem + u32(K) + slot * u32(K_BYTES)), k_head, region.col0, region.cols)
+        load_rows(u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES)), tensors.rows, step)
+
+    @inline
+    def load_dov(smem, slot, tensors, step):
+        """dO and V."""
+        at, region = step.at, step.region
+        kv_head = i32(u32(at.head) // u32(u32(at.heads) // u32(tensors.k.shape[2])))
+        do_head, v_head = tensors.do[at.b0, at.b1, at.head], tensors.v[at.b0, at.b1, kv_head]
+        load_do(u32(smem + u32(DO) + slot * u32(DO_BYTES)), do_head, region.row0, region.rows)
+        load_v(u32(smem + u32(V) + slot * u32(V_BYTES)), v_head, region.col0, region.cols)
+
+    @inline
+    def first_row(warp):
+        """This lane's, in the tile."""
+        return i32(warp // WARPS_N * WARP_ROWS + cuda.threadIdx.x % 32 // 4)
+
+    @inline
+    def first_key(warp):
+        return i32(warp % WARPS_N * WARP_KEYS + fragment.first_key())
+
+    @inline
+    def fetch_part(part, t):
+        """The bias of a part of the keys."""
+        warp = i32(cuda.threadIdx.x // 32)
+        row = i32(t.region.row0 + first_row(warp))
+        column = i32(t.region.col0 + first_key(warp) + part * KEYS)
+        fetch_bias(t.bias_mask[part * HELD :], row, column, t.region, t.at, t.extras)
+
+    @inline
+    def weigh(part, t):
+        """P of a part of the keys."""
+        s, bias_mask = t.s[part * SCORES :], t.bias_mask[part * HELD :]
+        at, region, warp = t.step.at, t.step.region, i32(cuda.threadIdx.x // 32)
+        row = i32(region.row0 + first_row(warp))
+        column = i32(region.col0 + first_key(warp) + part * KEYS)
+        if MASKED:
+            fetch_mask(bias_mask, row, column, region, at, t.extras)
+        # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
+        q_rows = u32(t.smem + u32(Q) + t.slot * u32(Q_BYTES))
+        q_rows += u32(warp // WARPS_N * WARP_ROWS * PITCH_K)
+        keys = u32(t.smem + u32(K) + t.slot * u32(K_BYTES))
+        keys += u32((warp % WARPS_N * PARTS + part) * K_PART)
+        q_kt(s, q_rows, keys)
+        if part == 0:
+            if not TWO_STAGES:
+                load_dov(t.smem, t.slot, t.tensors, t.step)
+            elif t.next.number < t.stop:
+                load_qk(t.smem, u32(t.slot ^ u32(1)), t.tensors, t.next)
+                load_dov(t.smem, u32(t.slot ^ u32(1)), t.tensors, t.next)
+        # (2) P = exp(S - lse)
+        modify(s, s, bias_mask, row, column, region, at, t.parameters)
+        recompute_p(s, t.lse)
+        if DROPOUT:
+            drop(s, row, column, at, t.parameters)
+
+    @inline
+    def add(part, t):
+        """dbias += dS of a part of the keys."""
+        warp = i32(cuda.threadIdx.x // 32)
+        do_rows = u32(t.smem + u32(DO) + t.slot * u32(DO_BYTES))
+        do_rows += u32(warp // WARPS_N * WARP_ROWS * PITCH_V)
+        keys = u32(t.smem + u32(V) + t.slot * u32(V_BYTES))
+        keys += u32((warp % WARPS_N * PARTS + part) * V_PART)
+        # (4) dP = dO V^T
+        do_vt(t.dp, do_rows, keys)
+        # (5) dbias = dbias + dS, where dS = P * (dP - delta)
+        differentiate(t.dp, t.s[part * SCORES :], t.delta, t.acc[part * SCORES :], t.parameters)
+
+    @inline
+    def weigh_and_add(part, t):
+        weigh(part, t)
+        add(part, t)
+
+    fetch_all = ptx.repeated(PARTS, fetch_part)
+    weigh_all, add_all = ptx.repeated(PARTS, weigh), ptx.repeated(PARTS, add)
+    weigh_and_add_all = ptx.repeated(PARTS, weigh_and_add)
+
+    def dbias_sm80(do, q, k, v, rows, out, extras, low, high, parameters):
+        smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
+        # registers of each thread
+        s = cuda.local.array(ALL_SCORES, f32)  # fragment of S, then of P
+        dp = cuda.local.array(SCORES, f32)  # of dP, of a part of the keys
+        acc = cuda.local.array(ALL_SCORES, f32)  # of dbias
+        bias_mask = cuda.local.array(ALL_HELD, u32)
+        lse = cuda.local.array(ROWS_OF_LANE, f32)  # of the thread's rows
+        delta = cuda.local.array(ROWS_OF_LANE, f32)
+
+        nq, nk, heads, warp = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2]), i32(cuda.threadIdx.x // 32)
+        row_blocks, column_blocks = i32((nq + BLOCK_M - 1) // BLOCK_M), i32((nk + BLOCK_N - 1) // BLOCK_N)
+        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
+        own, share = owned(i32(cuda.blockIdx.x), sizes)
+        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
+        steps *= (row_blocks if SUM_I else 1) * (column_blocks if SUM_J else 1)
+        start, stop = i32(steps * share // out.shape[0]), i32(steps * (share + 1) // out.shape[0])
+        space = Space(own, sizes, stop, nq, nk, i32(low), i32(high))
+        tensors = Tensors(do, q, k, v, rows)
+        region = Region(i32(own.i * BLOCK_M), i32(own.j * BLOCK_N), nq, nk, i32(low), i32(high))
+        at = Head(own.b0, own.b1, i32(0), own.head, heads)
+        fetch_all(Bias(bias_mask, region, at, extras))
+        zero(acc)
+        walk = own if start >= stop else walked(start, sizes)
+        step = find(Step(start, walk, at, region, False), space, extras)
+        slot = u32(0)
+        if step.number < stop:
+            load_qk(smem, slot, tensors, step)
+            if TWO_STAGES:
+                load_dov(smem, slot, tensors, step)
+
+        while step.number < stop:
+            if ASYNCHRONOUS:
+                ptx.copy_wait()
+            cuda.syncthreads()  # this tile is there; the one before has been read
+            following = proceed(step, space, extras)
+            here = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32(first_row(warp) * 4))
+            for r in range(ROWS_OF_LANE):
+                lse[r] = ptx.as_float32(u32(ptx.load_shared(u32(here + u32(32 * r)))))
+                of_delta = u32(here + u32(LSE_BYTES + 32 * r))
+                delta[r] = ptx.as_float32(u32(ptx.load_shared(of_delta)))
+            work = Work(
+                s, dp, acc, bias_mask, lse, delta,
+                smem, slot, step, following, stop, tensors, extras, parameters,
+            )  # fmt: skip
+            if TWO_STAGES:
+                weigh_and_add_all(work)
+                slot = u32(slot ^ u32(1))
+            else:
+                weigh_all(work)
+                if ASYNCHRONOUS:
+                    ptx.copy_wait()
+                cuda.syncthreads()  # V and dO are there; Q and K have been read
+                if following.number < stop:
+                    load_qk(smem, slot, tensors, following)
+                add_all(work)
+            step = following
+
+        if step.invalid:
+            for e in range(ALL_SCORES):
+                acc[e] = f32(NAN)
+        store(out[share, own.b0, own.b1, own.head], acc, smem, region.row0, region.col0)
+
+    signature = types.void(
+        *[array(types.uint16, 5)] * 4,
+        array(f32, 5),
+        array(f32 if out_dtype == "float32" else types.uint16, 6),
+        extras_type(options),
+        *(i64, i64),
+        parameters_type(options),
+    )
+    return dbias_sm80, signature, {"launch_bounds": (THREADS, tile.min_blocks)}

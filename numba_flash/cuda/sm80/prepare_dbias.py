@@ -1,0 +1,76 @@
+"""The gradient of the bias in the `sm80` tier from the host: which kernels run with which grid."""
+
+import math
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import in_vectors, parameters_of, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.sm80.tiles import dbias_tile, hardware
+
+KEYS_OF_RUN = 8  # neighbours among a lane's scores
+SUM_THREADS = 128
+MOST_SHARES, SHARE_COST = 32, 4  # of a walk; in steps of it
+
+
+class Dbias:
+    """One launch, or two where the walk over what the bias broadcasts is split into shares.
+
+    Parameters
+    ----------
+    problem, gpu
+        What it is prepared for.
+    shape : Shape
+        Of the backward pass.
+    inputs : BackwardInputs
+        Layouts.
+    dbias, rows : Layout
+        The result; the lse and delta, as `numba_flash.cuda.preprocess` writes them.
+    """
+
+    def __init__(self, problem, gpu, shape, inputs, dbias, rows):
+        p, x, there = problem, inputs, hardware(gpu.capability)
+        tile = dbias_tile(p, there)
+        this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
+        turns = gpu.multiprocessors * tile.min_blocks
+        shares = this.shares(turns, MOST_SHARES, SHARE_COST)
+        of_gradient = (1,) * (5 - dbias.ndim) + dbias.shape
+        self._shares = Layout.compact((shares, *of_gradient), "float32")
+        out = dbias if shares == 1 else self._shares
+        shape = shape._replace(
+            vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
+        )
+        self._numbers = lambda rng=None: (p.low, p.high, parameters_of(p, rng))
+        self._sum = Launch(
+            "sm80.dbias.build",
+            (p.dtype, shape, p.options.structure, out.dtype.name, this.summed, tile),
+            gpu,
+            grid=this.tiles * shares,
+            threads=tile.threads,
+            shared_bytes=tile.layout(p.d, p.dv).bytes,
+            operands=((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (rows, 5), (out, 6)),
+            extras=grid.extras_layouts(p, x),
+            numbers=self._numbers(),
+        )
+        self.launches = (self._sum,)
+        if shares > 1:
+            self._sum_shares = Launch(
+                "sum_shares.build",
+                (p.dtype, dbias.dtype.name, SUM_THREADS),
+                gpu,
+                grid=-(-math.prod(of_gradient) // SUM_THREADS),
+                threads=SUM_THREADS,
+                operands=((self._shares, 6), (dbias, 5)),
+            )
+            self.launches = (self._sum, self._sum_shares)
+
+    def run(self, x, rows, dbias, extras, rng) -> None:
+        """Launch them, with the generator in the state `rng` if there is one."""
+        split, out, shares = len(self.launches) > 1, dbias, self._shares
+        if split:
+            out = arrays.compact("dbias's shares", dbias, shares.shape, shares.dtype)
+        numbers = None if rng is None else self._numbers(rng)
+        self._sum(x.do, x.q, x.k, x.v, rows, out, extras=extras, numbers=numbers)
+        if split:
+            self._sum_shares(out, dbias)
