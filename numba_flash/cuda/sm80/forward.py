@@ -48,8 +48,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     BFLOAT16, NEG_INF, NAN, LN2 = dtype == "bfloat16", -math.inf, math.nan, math.log(2.0)
     WRITE_LSE, PARTS, BANDED = write_lse, parts, band != "none"
     SEQUENCES, PACKED, ASYNCHRONOUS = options.sequences, options.packed, shape.asynchronous
-    query_block_of = build_query_block(options, BANDED, BLOCK_M, 2 * (D + DV))
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
+    query_block_of = build_query_block(options, BANDED, BLOCK_M, 2 * (D + DV))
     runs = fragment.runs_of_queries(M_TILES, BLOCK_N)
     HELD = max(1, held(options, runs).words)
     sequence_of = build_sequence(options)
@@ -154,6 +154,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         clear, unclear = mask.clear_range(warp0, warp0 + WARP_ROWS, BLOCK_N, nk, low, high)
         clear, unclear = i32(clear), i32(unclear)
         col0 = i32((first + count - 1) * BLOCK_N)
+        column = i32(col0 + fragment.first_key())
         slot = u32(0)
         zero(acc)
         reset(m_i, l_i)
@@ -162,6 +163,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             load_keys(smem, u32(0), k_head, col0, nk)
             if STAGES > 1:
                 load_values(smem, u32(0), v_head, col0, nk)
+            if MODIFIED:
+                fetch(bias_mask, row, column, Region(row0, col0, nq, nk, low, high), at, extras)
             if Q_REGISTERS:
                 if ASYNCHRONOUS:
                     ptx.copy_wait()
@@ -171,10 +174,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             if ASYNCHRONOUS:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
-            column = i32(col0 + fragment.first_key())
-            region = Region(row0, col0, nq, nk, low, high)
-            if MODIFIED:
-                fetch(bias_mask, row, column, region, at, extras)
             # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
             k_tile = u32(smem + u32(K_SMEM) + slot * u32(K_BYTES))
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
@@ -192,21 +191,24 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 load_keys(smem, slot ^ u32(1), k_head, i32(col0 - BLOCK_N), keys)
                 load_values(smem, slot ^ u32(1), v_head, i32(col0 - BLOCK_N), keys)
             if MODIFIED:  # the options, on S
+                region = Region(row0, col0, nq, nk, low, high)
                 modify(s, s, bias_mask, row, column, region, at, parameters)
+                region = Region(row0, i32(col0 - BLOCK_N), nq, keys, low, high)
+                fetch(bias_mask, row, i32(column - BLOCK_N), region, at, extras)  # of the next tile
             else:
                 hide(s, row, col0, clear, unclear, nk, low, high)
             # (2) m_i, O = alpha O
             raise_shifts(s, acc, m_i, l_i, scale_log2)
             # (3) P, (4) l_i
             exponentials(s, m_i, l_i, scale_log2)
-            # (5) O += P V
             if DROPOUT:
                 drop(s, row, column, at, parameters)
+            # (5) O += P V
             pack(p, s)
             values(acc, p, u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)))
             if STAGES > 1:
                 slot = slot ^ u32(1)
-            col0 = i32(col0 - BLOCK_N)
+            col0, column = i32(col0 - BLOCK_N), i32(column - BLOCK_N)
 
         # (6) O = O / l, lse = m + log l; a row that saw nothing has O = 0, lse = -inf
         for r in range(ROWS):
