@@ -70,8 +70,8 @@ def around(name: str, options: Options) -> dict[str, Kernel]:
     tile = backward_tile(96, 72)
     sizes = tile.block_m, 4 * DQ_PART * tile.consumers
     return {
-        f"preprocess{name}": Kernel("preprocess.build", ("bfloat16", 72, True, *sizes, True, True, options, ROW_THREADS)),
-        f"preprocess{name}, zeros": Kernel("preprocess.build", ("float16", 72, False, *sizes, False, True, options, ROW_THREADS)),
+        f"preprocess{name}": Kernel("preprocess.build", ("bfloat16", 72, True, *sizes, True, True, True, options, ROW_THREADS)),
+        f"preprocess{name}, zeros": Kernel("preprocess.build", ("float16", 72, False, *sizes, False, True, True, options, ROW_THREADS)),
         f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
     }
 

@@ -17,9 +17,9 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 from on_host import on_host
 from test_ds_tiles import described, draw
 
-from numba_flash.cuda import grid
+from numba_flash.cuda import grid, preprocess
 from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import load_backward, prepare_backward, preprocess
+from numba_flash.cuda.sm90 import load_backward, prepare_backward
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP
 from numba_flash.options import PLAIN
@@ -206,7 +206,7 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, tile):
         cuda = SimpleNamespace(blockIdx=SimpleNamespace(x=number), gridDim=SimpleNamespace(x=blocks), threadIdx=SimpleNamespace(x=0))
         cuda.shfl_xor_sync = lambda lanes, value, lane: value
         with on_host(preprocess, cuda=cuda, ptx=ptx, schedule=no_rows):
-            kernel, *_ = preprocess.build("float16", 64, False, True, PLAIN, tile, 256)
+            kernel, *_ = preprocess.build("float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, True, True, True, PLAIN, 256)
             kernel(None, None, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)
     stored = [(int(at - address), values) for at, values in stored if at >= address]
     assert sorted(stored) == [(4 * i, (0,)) for i in range(blocks + 1)]
