@@ -38,7 +38,12 @@ class Plan:
         )
 
 
-MODULES = {"sm90": "numba_flash.cuda.sm90.tier", "sm80": "numba_flash.cuda.sm80.tier", "simt": "numba_flash.cuda.simt.tier", "cpu": "numba_flash.cpu.tier"}
+MODULES = {
+    "sm90": "numba_flash.cuda.sm90.tier",
+    "sm80": "numba_flash.cuda.sm80.tier",
+    "simt": "numba_flash.cuda.simt.tier",
+    "cpu": "numba_flash.cpu.tier",
+}
 
 
 def tier(backend: str):

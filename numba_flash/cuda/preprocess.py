@@ -55,12 +55,12 @@ def build(
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
             there, total = at.row0 + r < at.queries, f32(0)
-            do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
-            if not CHUNKED:
-                if there:
-                    for d in range(lane, HEAD_DIM_V, LANES):
-                        total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
-            elif there and lane < CHUNKS:
+            if there and not CHUNKED:
+                do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
+                for d in range(lane, HEAD_DIM_V, LANES):
+                    total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
+            if there and CHUNKED and lane < CHUNKS:
+                do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 mine = u64(2 * CHUNK * lane)
                 x = ptx.load_global_words(u64(ptx.global_address(do_row) + mine))
                 y = ptx.load_global_words(u64(ptx.global_address(o_row) + mine))

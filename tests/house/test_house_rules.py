@@ -35,9 +35,9 @@ LAYERS = (
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
     "cuda.launch cuda.compile cuda.grid cuda.tensor_maps",
-    " ".join([*TIERS, "cuda.delta", "cuda.preprocess", "cuda.combine"]),  # kernels, and what only they have
+    " ".join([*TIERS, "cuda.delta", "cuda.preprocess", "cuda.combine", "cuda.sum_shares"]),  # kernels, and what only they have
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.arguments",
-    "cuda.number cuda.swizzle cuda.ptx cuda.lang",
+    "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng",
     "arrays checks mask numeric disk notice fingerprint",
 )

@@ -66,13 +66,13 @@ from numba_flash.cuda.ptx.emit import (
     repeated as repeated,
 )
 from numba_flash.cuda.ptx.memory import (
+    add_flag as add_flag,
+)
+from numba_flash.cuda.ptx.memory import (
     add_four as add_four,
 )
 from numba_flash.cuda.ptx.memory import (
     add_one as add_one,
-)
-from numba_flash.cuda.ptx.memory import (
-    add_flag as add_flag,
 )
 from numba_flash.cuda.ptx.memory import (
     fetch as fetch,

@@ -106,7 +106,7 @@ def build(dtype, shape, ordered, options, tile):
         for n in range(tiles):
             if not TURING:
                 ptx.copy_wait()
-            cuda.syncthreads()  # this tile is there; the one before has been read, its dS^T is there
+            cuda.syncthreads()  # this tile is there, and dS^T of the last, which has been read
             slot, here = u32(n % STAGES), walk
             if n > 1:
                 release(flags, done)

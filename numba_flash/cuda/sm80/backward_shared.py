@@ -20,7 +20,7 @@ def build(dtype, shape, ordered, options, tile):
     """Kernel ``backward_sm80(do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2,
     scale, parameters)``, as that of `numba_flash.cuda.sm80.backward.build`.
     """
-    BLOCK_M, BLOCK_N, M_TILES, COLUMNS = tile.block_m, tile.block_n, tile.m_tiles, tile.columns
+    BLOCK_M, M_TILES, COLUMNS = tile.block_m, tile.m_tiles, tile.columns
     STAGES, WAYS, GROUP_KEYS = tile.stages, tile.ways, 16 * tile.m_tiles
     KEY_ROWS, STORED_KEYS = 2 * tile.m_tiles, 16 * tile.m_tiles // tile.ways
     D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
@@ -145,7 +145,12 @@ def build(dtype, shape, ordered, options, tile):
             factor[r] = f32(NAN) if invalid else keep_scale
         put_dv(u32(v_group + u32(part * (2 * COLUMNS_V))), dv_acc, factor)
         cuda.syncthreads()  # all of the group's keys are there
-        b0, b1, first, stop = item.b0, item.b1, i32(item.row0 + group * GROUP_KEYS), i32(dk.shape[3])
+        b0, b1, first, stop = (
+            item.b0,
+            item.b1,
+            i32(item.row0 + group * GROUP_KEYS),
+            i32(dk.shape[3]),
+        )
         if PACKED:
             b1, stop = i32(0), item.rows
         begin_key = item.rows_begin if PACKED else i32(0)

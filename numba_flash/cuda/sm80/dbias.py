@@ -105,7 +105,8 @@ def build_find(options, summed, block_m, block_n):
 
     @inline
     def find(step, space, extras):
-        number, walk, at, region, invalid = step
+        number, walk, at = step.number, step.walk, step.at
+        region, invalid = step.region, step.invalid
         own, sizes, hidden = space.own, space.sizes, True
         while number < space.stop and hidden:
             b0, b1 = i32(own.b0 + walk.b0), i32(own.b1 + walk.b1)
@@ -319,8 +320,16 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         lse = cuda.local.array(ROWS_OF_LANE, f32)  # of the thread's rows
         delta = cuda.local.array(ROWS_OF_LANE, f32)
 
-        nq, nk, heads, warp = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2]), i32(cuda.threadIdx.x // 32)
-        row_blocks, column_blocks = i32((nq + BLOCK_M - 1) // BLOCK_M), i32((nk + BLOCK_N - 1) // BLOCK_N)
+        nq, nk, heads, warp = (
+            i32(q.shape[3]),
+            i32(k.shape[3]),
+            i32(q.shape[2]),
+            i32(cuda.threadIdx.x // 32),
+        )
+        row_blocks, column_blocks = (
+            i32((nq + BLOCK_M - 1) // BLOCK_M),
+            i32((nk + BLOCK_N - 1) // BLOCK_N),
+        )
         sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
         own, share = owned(i32(cuda.blockIdx.x), sizes)
         steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)

@@ -12,6 +12,7 @@ pass took 5 % longer with D = 64, 11 % with D = 128.)
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax
@@ -26,6 +27,13 @@ from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import padded, pitch
+
+
+class Tiles(NamedTuple):
+    """Tiles of keys: the number of the first, and how many there are."""
+
+    first: int
+    count: int
 
 
 def build(dtype, shape, write_lse, band, parts, options, tile):
@@ -100,6 +108,36 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     def load_values(smem, slot, v_head, col0, keys):
         load_v(u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)), v_head, col0, keys)
 
+    @inline
+    def tiles_of(row0, nq, nk, low, high, part, parts):
+        """The `Tiles` of keys that rows from row0 on see."""
+        start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
+        start, stop = i32(start), i32(stop)
+        first, count = i32(u32(start) // u32(BLOCK_N)), i32(0)
+        if start < stop and row0 < nq:
+            count = i32(i32(u32(i32(stop + (BLOCK_N - 1))) // u32(BLOCK_N)) - first)
+        if PARTS:
+            share = (count + parts - 1) // parts
+            first, count = i32(first + part * share), i32(max(0, min(share, count - part * share)))
+        return Tiles(first, count)
+
+    @inline
+    def finish(m_i, l_i, inverse, lse, row, queries, rows, invalid, scale_log2, parameters):
+        """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf."""
+        for r in range(ROWS):
+            l, i = fragment.row_sum(l_i[r]), i32(row + (r // 2 * 16 + r % 2 * 8))
+            if SEQUENCES and i >= queries:
+                l = f32(0)
+            inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
+            value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
+            if DROPOUT:
+                inverse[r] *= f32(parameters.keep_scale)
+            if SEQUENCES and invalid:
+                inverse[r] = f32(NAN)
+                value = f32(NAN)
+            if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
+                lse[index(i)] = value
+
     def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
         # registers of each thread
@@ -139,14 +177,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 rows = nq
                 o_head = o_head[sequence.q0 : sequence.q0 + nq]
                 lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
-        start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
-        start, stop = i32(start), i32(stop)
-        first, count = i32(u32(start) // u32(BLOCK_N)), i32(0)
-        if start < stop and row0 < nq:
-            count = i32(i32(u32(i32(stop + (BLOCK_N - 1))) // u32(BLOCK_N)) - first)
-        if PARTS:
-            share = (count + parts - 1) // parts
-            first, count = i32(first + part * share), i32(max(0, min(share, count - part * share)))
+        first, count = tiles_of(row0, nq, nk, low, high, part, parts)
 
         q_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_K))
         warp0 = i32(row0 + warp * WARP_ROWS)
@@ -210,20 +241,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 slot = slot ^ u32(1)
             col0, column = i32(col0 - BLOCK_N), i32(column - BLOCK_N)
 
-        # (6) O = O / l, lse = m + log l; a row that saw nothing has O = 0, lse = -inf
-        for r in range(ROWS):
-            l, i = fragment.row_sum(l_i[r]), i32(row + (r // 2 * 16 + r % 2 * 8))
-            if SEQUENCES and i >= nq:
-                l = f32(0)
-            inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
-            value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
-            if DROPOUT:
-                inverse[r] *= f32(parameters.keep_scale)
-            if SEQUENCES and invalid:
-                inverse[r] = f32(NAN)
-                value = f32(NAN)
-            if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
-                lse_head[index(i)] = value
+        finish(m_i, l_i, inverse, lse_head, row, nq, rows, invalid, scale_log2, parameters)
         if PARTS:
             store_floats(o_head, acc, inverse, row, rows)
         else:

@@ -17,7 +17,7 @@ from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Probl
 
 LOG2E = math.log2(math.e)
 ROW_THREADS = 256  # of the kernel before the main one
-# Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache.
+# Bytes of sums of dq that blocks at work at the same time add to: they stay in the L2 cache.
 SUMS_AT_WORK = 2**25
 # Blocks of keys of one head wait for each other at their first tiles, LAG and those that share a
 # flag each; that may take 1 / PATIENCE of their time.
@@ -77,8 +77,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     there = hardware(gpu.capability)
     tile = backward_tile(p, there)
-    x, y = _heads_first(p, inputs), results._replace(
-        **dict(zip(("dq", "dk", "dv"), grid.heads_first(p, *results[:3]), strict=True))
+    x, y = (
+        _heads_first(p, inputs),
+        results._replace(
+            **dict(zip(("dq", "dk", "dv"), grid.heads_first(p, *results[:3]), strict=True))
+        ),
     )
     shape = Shape(
         head_dim=p.d,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import build_pack
-from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
+from numba_flash.cuda.lang import cuda, i32, inline, u32
 from numba_flash.cuda.ptx import Matrices
 
 
@@ -132,7 +132,7 @@ def build_put_words(m_tiles, columns, pitch):
 
 
 def build_put(m_tiles, columns, pitch, bfloat16, turing=False):
-    """``put(tile, acc, factor)``: a warp's rows, each times its factor, rounded, to shared memory."""
+    """``put(tile, acc, factor)``: rows of a warp times their factors, rounded, to shared memory."""
     M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch
     _, pack2 = build_pack(0, bfloat16, turing)
 

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 class SoftmaxBackward(NamedTuple):
-    """Functions of a warp, and how many registers it needs for slopes, bias and mask; see `build`."""
+    """Functions of a warp, and its registers for slopes, and for bias and mask; see `build`."""
 
     tile_of: Any
     fetch: Any

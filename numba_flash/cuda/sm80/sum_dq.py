@@ -143,7 +143,12 @@ def build_postprocess(dtype, shape, options, tile):
     WARPS_M, WARPS_N = tile.dq_warps
     PARTS, ROWS, PITCH = tile.dq_parts, BLOCK_M // WARPS_M, pitch(D)
     COLUMNS = D // WARPS_N // PARTS
-    COUNT, STRIDE, ROOM, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, BLOCK_M * PITCH, 4 * BLOCK_M * D
+    COUNT, STRIDE, ROOM, DQ_BYTES = (
+        ROWS * COLUMNS // 32,
+        4 * tile.threads,
+        BLOCK_M * PITCH,
+        4 * BLOCK_M * D,
+    )
     FACTORS, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
     WARP_ROWS = BLOCK_M // tile.warps
     put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16", shape.turing)
@@ -189,7 +194,5 @@ def build_postprocess(dtype, shape, options, tile):
         store(u32(smem + u32(first * PITCH)), dq_head, i32(row0 + first), last)
 
     numbers = i64, i64, i64, f32
-    signature = types.void(
-        array(f32, 5), array(types.uint16, 5), extras_type(options), *numbers
-    )
+    signature = types.void(array(f32, 5), array(types.uint16, 5), extras_type(options), *numbers)
     return postprocess_sm80, signature, {"launch_bounds": (tile.threads, 1)}
