@@ -46,12 +46,12 @@ MUTANTS = (
     Mutant("the other stride of a descriptor", WGMMA, "panel_stride // UNIT << 16", "panel_stride // UNIT // 2 << 16", "D128"),
     Mutant("accumulators before the wait", WGMMA, "0, 1, 0\n", "1, 1, 0\n", "plain"),
     Mutant("the transposed bit", "cuda/ptx/wgmma.py", "{int(not b_panel)}", "{int(bool(b_panel))}", "plain"),
-    Mutant("matrices of stmatrix exchanged", "cuda/ptx/memory.py", "[$0], {$1, $2, $3, $4};", "[$0], {$1, $3, $2, $4};", "plain"),
+    Mutant("matrices of stmatrix exchanged", "cuda/ptx/memory.py", "b16 [$0], {$1, $2, $3, $4};", "b16 [$0], {$1, $3, $2, $4};", "plain"),
     # ---- softmax
     Mutant("a sum that is not rescaled", "cuda/softmax.py", "l_i[r] * alpha[r] + l", "l_i[r] + l", "steep"),
     Mutant("the state of the item before", "cuda/softmax.py", "l_i[r]\n    reset(m_i, l_i)", "l_i[r]", "many items"),
-    Mutant("a key after the last", "cuda/softmax.py", "8 * j + c >= stop", "8 * j + c > stop", "causal"),
-    Mutant("the first key hidden", "cuda/softmax.py", "8 * j + c < start", "8 * j + c <= start", "window"),
+    Mutant("a key after the last", "cuda/softmax.py", "if column >= stop:", "if column > stop:", "causal"),
+    Mutant("the first key hidden", "cuda/softmax.py", "if column < start:", "if column <= start:", "window"),
     Mutant("a key beyond the end", FORWARD, "if col1 > keys or", "if col1 > keys + 1 or", "one key missing"),
     Mutant("rows next to each other", FORWARD, "row + 8 * r, row + 8 * r + 1", "row + r, row + r + 1", "causal"),
     Mutant("the lse in base 2", FORWARD, "* f32(LN2) if", "if", "plain"),
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
     # ---- before and after
-    Mutant("an lse of base e", BEFORE, "first_row + r] * f32(LOG2E)", "first_row + r]", "gradients"),
+    Mutant("an lse of base e", BEFORE, "first_row + r] * f32(UNIT)", "first_row + r]", "gradients"),
     Mutant("a dQ without its scale", AFTER, "rows.invalid else scale", "rows.invalid else f32(1)", "gradients"),
     Mutant("dQ read before it is written", AFTER, "        cuda.syncthreads()  # all rows are there\n", "", "gradients"),
     # ---- head dimensions beyond 128

@@ -13,7 +13,10 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from apart import run
 from mutants import MUTANTS
+from mutants_sm80 import MUTANTS_SM80
 from problems import CAUGHT, PROBLEMS
+
+ALL = (*MUTANTS, *MUTANTS_SM80)
 
 
 @pytest.fixture(scope="session")
@@ -33,20 +36,20 @@ def test_what_is_right_passes(problem, tmp_path, texts):
     assert ended.code == 0, ended.said
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutants_can_be_made(mutant):
     assert (ROOT / "numba_flash" / mutant.file).read_text().count(mutant.old) == 1
 
 
 def test_mutants_are_many_and_no_two_the_same_and_every_problem_has_one():
-    assert len(MUTANTS) >= 60
-    assert {mutant.problem for mutant in MUTANTS} == set(PROBLEMS)
-    assert len({mutant.name for mutant in MUTANTS}) == len({mutant[1:4] for mutant in MUTANTS}) == len(MUTANTS)
+    assert len(ALL) >= 100
+    assert {mutant.problem for mutant in ALL} == set(PROBLEMS)
+    assert len({mutant.name for mutant in ALL}) == len({mutant[1:4] for mutant in ALL}) == len(ALL)
 
 
 @pytest.mark.full
 @pytest.mark.machine
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant, tmp_path, texts):
     compiled = shutil.ignore_patterns(f"{Path(mutant.file).stem}.*.pyc")
     shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=compiled)

@@ -14,10 +14,10 @@ if SIMULATED:
 
 from numba_flash.arrays import Layout
 from numba_flash.cuda import launch
-from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
 from numba_flash.cuda.sm80.arguments import chunked
-from numba_flash.cuda.sm80.tiles import backward_tile, forward_tile, hardware, pitch
+from numba_flash.cuda.sm80.tiles import hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 T4, A100, H200 = Gpu(0, (7, 5), 40), Gpu(0, (8, 0), 108), Gpu(0, (9, 0), 132)
@@ -48,7 +48,7 @@ SERVED = {
     "bfloat16": ({"dtype": "bfloat16"}, {"causal": True}),
     "lengths": ({}, {"kv_lengths": np.array([3, 4])}),
     "head dimensions": ({"d": 13, "dv": 7}, {"window": (3, 5)}),
-    "largest head dimensions": ({"d": 128, "dv": 128}, {}),
+    "largest head dimensions": ({"d": 256, "dv": 256}, {}),
     "five dimensions": ({"batch": (2, 3)}, {"scale": 1e-3}),
     "no keys": ({"nk": 0}, {}),
     "no queries": ({"nq": 0}, {}),
@@ -90,23 +90,42 @@ def test_gpus_that_are_refused(monkeypatch):
 # ---- tiles -----------------------------------------------------------------------------------------------------------------------------
 
 HEAD_DIMS = [1, 7, 8, 13, 16, 40, 63, 64, 65, 72, 96, 128, 129, 192, 200, 256]
+BIAS = {"bias": np.zeros(200, np.float16)}
 
 
+def main_launch(kind: str, p: Problem, gpu: Gpu, inputs: ForwardInputs | None = None) -> Launch:
+    """That of the main loop, for contiguous arrays."""
+    shape = lambda heads, n, d: Layout.compact((*p.batch, heads, n, d), p.dtype)
+    q, k, v, o = shape(p.hq, p.nq, p.d), shape(p.hk, p.nk, p.d), shape(p.hk, p.nk, p.dv), shape(p.hq, p.nq, p.dv)
+    arrays = {} if inputs is None else {name: Layout.of(x) for name, x in inputs._asdict().items() if name not in "qkv"}
+    lse = Layout.compact(q.shape[:-1], "float32")
+    if kind == "forward":
+        prepared = tier.prepare_forward(p, ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), gpu)
+    else:
+        inputs = BackwardInputs(o, q, k, v, o, lse, **arrays)
+        prepared = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, gpu)
+    (main,) = (each for each in prepared.launches if each.builder.startswith(f"sm80.{kind}"))
+    return main
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, BIAS], ids=list)
 @EVERY_GPU
-def test_every_problem_has_a_tile_that_fits(capability):
-    """Those of the forward pass, and of the backward pass where it is served."""
-    there = hardware(capability)
+def test_every_problem_has_a_tile_that_fits(capability, options, kind):
+    there, gpu = hardware(capability), Gpu(0, capability, 8)
     assert there.shared_limit == SHARED_LIMIT[capability]
     assert there.turing == (capability == (7, 5))
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
-        p = problem(d=d, dv=dv)
-        tile = forward_tile(d, dv, there)
-        assert tile.shared_bytes(d, dv) <= there.shared_limit, (d, dv, tile)
-        assert (tile.block_m % 16, tile.block_n % 32) == (0, 0)
-        if tier.why_not("backward", p, inputs_of(d=d, dv=dv), True, Gpu(0, capability, 8)) is None:
-            tile = backward_tile(d, dv, there)
-            assert tile.layout(d, dv).bytes <= there.shared_limit, (d, dv, tile)
-            assert (tile.block_n % 32, tile.block_m % 16, tile.block_m % tile.columns) == (0, 0, 0)
+        p, inputs = problem(options, d=d, dv=dv), inputs_of(d=d, dv=dv)._replace(**options)
+        if tier.why_not(kind, p, inputs, True, gpu) is not None:
+            continue
+        launch = main_launch(kind, p, gpu, inputs)
+        tile = launch.config[-1]
+        assert launch.shared_bytes <= there.shared_limit, (d, dv, tile)
+        assert launch.threads == tile.threads <= 512
+        assert (tile.block_m % 16, tile.block_n % 16) == (0, 0)
+        if kind == "forward":
+            assert tile.block_n % 32 == 0, "keys come in runs of 32"
 
 
 @pytest.mark.parametrize("d", range(1, 257))
@@ -116,24 +135,6 @@ def test_rows_of_a_tile_lie_in_different_banks(d):
     assert pitch(d) % 16 == 0
     banks = {(row * pitch(d) // 4 + i) % 32 for row in range(8) for i in range(4)}
     assert len(banks) == 32
-
-
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (13, 7), (128, 72), (40, 128)])
-def test_shared_memory_is_laid_out_without_overlaps(d, dv):
-    tile = backward_tile(d, dv, hardware((9, 0)))
-    smem = tile.layout(d, dv)
-    sizes = {
-        "k": tile.block_n * smem.pitch_k,
-        "v": tile.block_n * smem.pitch_v,
-        "q": tile.stages * tile.block_m * smem.pitch_k,
-        "do": tile.stages * tile.block_m * smem.pitch_v,
-        "ds": tile.stages * tile.block_n * smem.pitch_ds,
-        "rows": tile.stages * 2 * 4 * tile.block_m,
-    }
-    pieces = sorted((getattr(smem, name), size) for name, size in sizes.items())
-    assert all(start % 16 == 0 for start, _ in pieces)
-    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
-    assert sum(pieces[-1]) <= smem.bytes
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------------------------
@@ -170,26 +171,18 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     o = Layout.compact((2, 2, nq, d), "float16")
     results = ForwardResults(o, Layout.compact(o.shape[:-1], "float32"))
     forward, *combine = tier.prepare_forward(p, ForwardInputs(*map(Layout.of, inputs)), results, gpu).launches
-    tile = forward_tile(d, d, hardware(gpu.capability))
-    row_blocks = 2 * 2 * math.ceil(nq / tile.block_m)
+    row_blocks = 2 * 2 * math.ceil(nq / forward.config[-1].block_m)
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
     assert (parts > 1) == bool(combine)
     assert parts == 1 or row_blocks * 2 <= gpu.multiprocessors
-    assert (forward.threads, forward.shared_bytes) == (tile.threads, tile.shared_bytes(d, d))
 
 
-@pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2)])
-def test_there_is_a_block_for_every_block_of_keys(nq, nk, hq, hk):
-    q, k, v = inputs_of(nq=nq, nk=nk, hq=hq, hk=hk)[:3]
-    layouts = [Layout.compact(x.shape, "float16") for x in (q, q, k, v, q)]
-    inputs = BackwardInputs(*layouts, Layout.compact(q.shape[:-1], "float32"))
-    results = BackwardResults(layouts[1], layouts[2], layouts[3])
-    launches = tier.prepare_backward(problem(nq=nq, nk=nk, hq=hq, hk=hk), inputs, results, True, A100).launches
-    (main,) = (each for each in launches if each.builder.startswith("sm80.backward"))
-    tile = backward_tile(64, 64, hardware(A100.capability))
-    assert main.grid == 2 * hk * math.ceil(nk / tile.block_n)
-    assert (main.threads, main.shared_bytes) == (tile.threads, tile.layout(64, 64).bytes)
+@pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2), (0, 5, 1, 1), (5, 0, 1, 1)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_there_is_a_block_for_every_block_of_keys(nq, nk, hq, hk, d):
+    main = main_launch("backward", problem(nq=nq, nk=nk, hq=hq, hk=hk, d=d), A100)
+    assert main.grid == 2 * hk * math.ceil(nk / main.config[-1].block_n)
 
 
 @KINDS

@@ -1,0 +1,137 @@
+"""Mistakes that one could make in the kernels for tensor cores since Turing, as those for Hopper in `mutants`."""
+
+from mutants import Mutant
+
+FORWARD, BACKWARD, SHARED = "cuda/sm80/forward.py", "cuda/sm80/backward.py", "cuda/sm80/backward_shared.py"
+LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
+PRODUCTS, P_AND_DS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/softmax_backward.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
+SOFTMAX, MODIFY, FETCH, FRAGMENT = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py", "cuda/fragment.py"
+
+MUTANTS_SM80 = (
+    # ---- who may touch which shared memory when
+    Mutant(
+        "no barrier between tiles",
+        FORWARD,
+        "            cuda.syncthreads()  # this tile is there; the one before has been read\n",
+        "",
+        "mma",
+    ),
+    Mutant(
+        "copies that nobody waits for",
+        FORWARD,
+        "                ptx.copy_wait()\n            cuda.syncthreads()  # this tile",
+        "                pass\n            cuda.syncthreads()  # this tile",
+        "mma",
+    ),
+    Mutant("the next keys in the slot of these", FORWARD, "load_keys(smem, slot ^ u32(1),", "load_keys(smem, slot,", "mma"),
+    Mutant("always the same slot", FORWARD, "slot = slot ^ u32(1)", "slot = slot", "mma"),
+    Mutant("K overwritten in the only slot", FORWARD, "            cuda.syncthreads()  # V is there; K has been read\n", "", "mma, D128"),
+    Mutant("O is put where Q is read", FORWARD, "            cuda.syncthreads()  # Q has been read\n", "", "mma, D72, 16"),
+    Mutant("rows of O before they are there", FORWARD, "            cuda.syncwarp()  # all of the warp's rows are there\n", "", "mma"),
+    # ---- tiles and their products
+    Mutant(
+        "values in the order of their keys",
+        FORWARD,
+        "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place,",
+        "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, None,",
+        "mma",
+    ),
+    Mutant("what follows the last key", LOAD, "u32(2 * CHUNK) if there else u32(0)", "u32(2 * CHUNK)", "mma, lengths"),
+    Mutant("columns beyond the head dimension", LOAD, "if there and column < HEAD_DIM:", "if there:", "mma, D13"),
+    Mutant("the upper half of a word", LOAD, "<< u32(16 * half)", "<< u32(0)", "mma, D13"),
+    Mutant(
+        "rows that end within a chunk", TILES, "return 2 * (padded(head_dim) + CHUNK)", "return 2 * (padded(head_dim) + CHUNK // 2)", "mma"
+    ),
+    Mutant("eight columns exchanged with their neighbours", MMA, "right[2 * half :][:2]", "right[2 * (1 - half) :][:2]", "mma"),
+    Mutant(
+        "V that is not transposed", PRODUCTS, "    b = Matrices(32, 16 * b_pitch, True)", "    b = Matrices(32, 16 * b_pitch, False)", "mma"
+    ),
+    Mutant("the same eight columns twice", MMA, "a[step * 4 // steps :][: 4 // steps]", "a[: 4 // steps]", "mma, Turing"),
+    # ---- softmax and the mask
+    Mutant("a sum with another shift", SOFTMAX, "                l_i[r] *= alpha\n", "", "mma, steep"),
+    Mutant("O with another shift", SOFTMAX, "                    acc[e + 1] *= alpha\n", "", "mma, steep"),
+    Mutant(
+        "rows of another lane",
+        FORWARD,
+        "                i = i32(row + (r // 2 * 16 +",
+        "                i = i32(row + (r // 2 * 8 +",
+        "mma, causal",
+    ),
+    Mutant(
+        "a tile that the end cuts", "mask.py", "min(nk, i0 + high + 1) - n + 1", "min(nk, i0 + high + 1) - n + 2", "mma, one key missing"
+    ),
+    Mutant("the lse without its scale", FORWARD, "(m * scale_log2 + ptx.lg2(l))", "(m + ptx.lg2(l))", "mma"),
+    Mutant(
+        "lengths do not move the band", FORWARD, "i32(low + sequence.shift), i32(high + sequence.shift)", "low, high", "mma, causal lengths"
+    ),
+    Mutant("parts that leave out a tile of keys", FORWARD, "share = (count + parts - 1) // parts", "share = count // parts", "mma, parts"),
+    # ---- options
+    Mutant(
+        "a bias beyond its end",
+        FETCH,
+        "i32(x.key + key_of(n))\n        there = u32(1) if i < x.rows and",
+        "i32(x.key + key_of(n))\n        there = u32(1) if",
+        "mma, bias",
+    ),
+    Mutant("the mask of another key", MODIFY, "u32(0xFF << (x % 4 * 8))", "u32(0xFF << (x % 2 * 8))", "mma, everything"),
+    Mutant("a key more under a bias", MODIFY, "j >= stop\n", "j > stop\n", "mma, bias"),
+    Mutant("random words of other keys", MODIFY, "u32(j) >> u32(2)", "u32(j)", "mma, everything"),
+    Mutant("weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, everything"),
+    Mutant("half of a counter's words", MODIFY, "(w.key & 2) != 0", "(w.key & 4) != 0", "mma, gradients, everything"),
+    # ---- backward
+    Mutant(
+        "no barrier between tiles of queries",
+        BACKWARD,
+        "            cuda.syncthreads()  # this tile is there; the one before has been read, its dS^T is there\n",
+        "",
+        "mma, gradients",
+    ),
+    Mutant(
+        "dS before other warps have put theirs",
+        BACKWARD,
+        "            cuda.syncthreads()  # dS^T is there; this tile has been read\n",
+        "",
+        "mma, gradients, little memory",
+    ),
+    Mutant("P and dS of other warps", SHARED, "            cuda.syncthreads()  # P^T and dS^T are there\n", "", "mma, gradients, D128"),
+    Mutant("rows of keys in another order", BACKWARD, "shape.wide, key_of, D)", "shape.wide, None, D)", "mma, gradients"),
+    Mutant(
+        "dQ out of its turn",
+        SUM,
+        "load_flag(flag_address(flags, to)) != to.before",
+        "load_flag(flag_address(flags, to)) > to.before",
+        "mma, gradients",
+    ),
+    Mutant(
+        "a flag before everybody has added",
+        BACKWARD,
+        "            if n > 1:\n                release(flags, done)",
+        "            if n > 0:\n                release(flags, done)",
+        "mma, gradients",
+    ),
+    Mutant("a turn that is not awaited", SUM, "begins=at == last or", "begins=at == last and", "mma, gradients, long"),
+    Mutant("a sum that replaces the one before", SUM, "if ORDERED and to.first:", "if ORDERED:", "mma, gradients"),
+    Mutant("sums that nobody has written", SUM, "if start < stop and row0 < queries:", "if row0 < queries:", "mma, gradients, causal"),
+    Mutant(
+        "the same columns of K for all parts of dQ",
+        SUM,
+        "(column + part * COLUMNS) * 2))\n            product",
+        "column * 2))\n            product",
+        "mma, gradients, D128",
+    ),
+    Mutant(
+        "a dK without scale",
+        BACKWARD,
+        "factor[r] = f32(NAN) if invalid else scale",
+        "factor[r] = f32(NAN) if invalid else f32(1)",
+        "mma, gradients",
+    ),
+    Mutant("the sign of delta", P_AND_DS, "return w * (dp - delta) if", "return w * (dp + delta) if", "mma, gradients"),
+    Mutant(
+        "the head of the group before",
+        LOAD_BACKWARD,
+        "head = i32(item.head * sizes.group)",
+        "head = i32(item.head)",
+        "mma, gradients, heads",
+    ),
+)
