@@ -18,6 +18,7 @@ from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
@@ -62,9 +63,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     HELD = max(1, held(options, runs).words)
     sequence_of = build_sequence(options)
     load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
-    place = fragment.place_of_key
-    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place, shape.asynchronous)
+    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place_of_key, shape.asynchronous)
+    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place_of_key, shape.asynchronous)
     kind = products.Kind(BFLOAT16, shape.turing)
     scores = products.build_nt(kind, M_TILES, BLOCK_N, BEGIN, PITCH_K, PITCH_K, Q_REGISTERS)
     more_scores = products.build_nt(
