@@ -3,6 +3,7 @@
 A case that it refuses has none.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
+AROUND = ("backward", "backward, any strides", "backward 64 lengths")  # cases whose kernels around the loop are compiled, too
 
 
 class Case(NamedTuple):
@@ -69,8 +71,12 @@ def tilt_grad(score, b, h, i, j):
     return np.float32(0.5)
 
 
-def wide(x: np.ndarray, *shape: int) -> np.ndarray:
-    return np.broadcast_to(x, shape)
+def on_paper(shape: tuple[int, ...], dtype, row: int | None = None) -> np.ndarray:
+    """An array that takes no memory, with strides as if it did, and rows of so many elements."""
+    memory = np.zeros(1, dtype)
+    lengths = (*shape[:-1], row or shape[-1])
+    strides = [memory.itemsize * math.prod(lengths[axis + 1 :]) for axis in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(memory, shape, strides)
 
 
 SCORES = (BATCH, HQ, NQ, NK)
@@ -79,14 +85,24 @@ OPTIONS = {
     "window": {"window": (100, 50)},
     "lengths": {"q_lengths": np.array([5, 6], np.int32), "kv_lengths": np.array([7, 8]), "causal": True},
     "softcap": {"softcap": 2.0},
-    "bias": {"bias": wide(np.zeros((), np.float16), *SCORES)},
-    "bias of float32": {"bias": wide(np.zeros((), np.float32), *SCORES)},
-    "mask": {"mask": wide(np.ones((), bool), *SCORES)},
+    "bias": {"bias": on_paper(SCORES, np.float16)},
+    "bias of float32": {"bias": on_paper(SCORES[2:], np.float32)},
+    "mask": {"mask": on_paper(SCORES, bool)},
     "dropout": {"dropout": 0.3, "rng": (1, 2)},
     "score_mod": {"score_mod": tilt, "score_mod_grad": tilt_grad},
     "alibi": {"score_mod": numba_flash.alibi(np.linspace(0.1, 0.4, HQ))},
 }
-OPTIONS["everything"] = {name: x for each in OPTIONS.values() for name, x in each.items() if name not in ("causal", "window")}
+NAMES = ("lengths", "softcap", "bias", "mask", "dropout", "score_mod")
+OPTIONS["everything"] = {option: x for name in NAMES for option, x in OPTIONS[name].items()}
+# Which of them for which loop: every one is somewhere.
+CHOSEN = {
+    ("forward", 64): ("causal", "lengths", "bias", "dropout", "alibi", "everything"),
+    ("backward", 64): ("window", "lengths", "bias of float32", "mask", "softcap", "score_mod", "everything"),
+    ("forward", 128): ("everything",),
+    ("backward", 128): ("dropout", "everything"),
+    ("forward", 256): ("everything",),
+    ("backward", 256): ("everything",),
+}
 
 
 def name_of(capability: tuple[int, int]) -> str:
@@ -114,23 +130,9 @@ OTHERS = {
     "backward 72, 40": Case("backward", "float16", 72, 40, options={"causal": True}),
     "backward 13, 7": Case("backward", "bfloat16", 13, 7, options={"causal": True}),
     "backward, any strides": Case("backward", "float16", 128, 128, aligned=False),
-    **{
-        f"{kind} {d} {name}": Case(kind, "float16", d, d, options=options)
-        for kind in ("forward", "backward")
-        for d in (64, 128)
-        for name, options in OPTIONS.items()
-    },
-    "forward 256 everything": Case("forward", "bfloat16", 256, 256, options=OPTIONS["everything"]),
-    "backward 256 everything": Case("backward", "bfloat16", 256, 256, options=OPTIONS["everything"]),
+    **{f"{kind} {d} {name}": Case(kind, "float16", d, d, options=OPTIONS[name]) for (kind, d), names in CHOSEN.items() for name in names},
 }
 CASES = TILES | OTHERS
-
-
-def described(case: Case, heads: int, n: int, d: int) -> np.ndarray:
-    """An array that takes no memory, with strides as if it did."""
-    itemsize, row = 2, d if case.aligned else d + 1
-    memory, strides = np.zeros(1, DTYPES[case.dtype]), (heads * n * row, n * row, row, 1)
-    return np.lib.stride_tricks.as_strided(memory, (BATCH, heads, n, d), [itemsize * stride for stride in strides])
 
 
 @cache
@@ -138,8 +140,9 @@ def launches(name: str) -> tuple[Launch, ...]:
     """What a case launches; NotImplementedError if the tier refuses it."""
     case = CASES[name]
     gpu = Gpu(0, case.capability, MULTIPROCESSORS)
-    q, o = (described(case, HQ, case.nq, d) for d in (case.d, case.dv))
-    k, v = (described(case, HK, NK, d) for d in (case.d, case.dv))
+    array = lambda heads, n, d: on_paper((BATCH, heads, n, d), DTYPES[case.dtype], d if case.aligned else d + 1)
+    q, o = (array(HQ, case.nq, d) for d in (case.d, case.dv))
+    k, v = (array(HK, NK, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
     arrays = {each: case.options[each] for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
     lse = np.broadcast_to(np.float32(0), q.shape[:-1])
@@ -150,12 +153,12 @@ def launches(name: str) -> tuple[Launch, ...]:
         inputs, results = BackwardInputs(o, q, k, v, o, lse, **arrays), BackwardResults(q, k, v, dbias)
         settings = {"deterministic": case.deterministic}
     choose(problem, inputs, "sm80", case.kind, gpu=gpu)
-    on_paper = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
-    return getattr(tier("sm80"), f"prepare_{case.kind}")(problem, *on_paper, gpu=gpu, **settings).launches
+    layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
+    return getattr(tier("sm80"), f"prepare_{case.kind}")(problem, *layouts, gpu=gpu, **settings).launches
 
 
 def kernels() -> dict[str, Launch]:
-    """Each kernel once, under the first case that launches it; those around the loops under their own names, of one generation."""
+    """Each kernel once, under the first case that launches it; those around the loops under their own names."""
     found, seen = {}, set()
     for name, case in CASES.items():
         try:
@@ -166,10 +169,10 @@ def kernels() -> dict[str, Launch]:
             kernel = Kernel(launch.builder, launch.config, case.capability)
             if launch.builder not in OF_OTHERS and kernel not in seen:
                 part = launch.builder.removeprefix("sm80.").removesuffix(".build").replace(".build_", " ")
-                if part != case.kind and name in TILES:
+                if part != "dbias" and not part.startswith(case.kind) and name not in AROUND:
                     continue
                 seen.add(kernel)
-                found[f"sm80 {name}" if part == case.kind else f"sm80 {name}: {part}"] = launch
+                found[f"sm80 {name}" if part.startswith(case.kind) else f"sm80 {name}: {part}"] = launch
     return found
 
 

@@ -5,7 +5,8 @@ from mutants import Mutant
 FORWARD, BACKWARD, SHARED = "cuda/sm80/forward.py", "cuda/sm80/backward.py", "cuda/sm80/backward_shared.py"
 LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
 PRODUCTS, P_AND_DS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/softmax_backward.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
-SOFTMAX, MODIFY, FETCH, FRAGMENT = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py", "cuda/fragment.py"
+SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
+DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
 
 MUTANTS_SM80 = (
     # ---- who may touch which shared memory when
@@ -26,13 +27,12 @@ MUTANTS_SM80 = (
     Mutant("the next keys in the slot of these", FORWARD, "load_keys(smem, slot ^ u32(1),", "load_keys(smem, slot,", "mma"),
     Mutant("always the same slot", FORWARD, "slot = slot ^ u32(1)", "slot = slot", "mma"),
     Mutant("K overwritten in the only slot", FORWARD, "            cuda.syncthreads()  # V is there; K has been read\n", "", "mma, D128"),
-    Mutant("O is put where Q is read", FORWARD, "            cuda.syncthreads()  # Q has been read\n", "", "mma, D72, 16"),
     Mutant("rows of O before they are there", FORWARD, "            cuda.syncwarp()  # all of the warp's rows are there\n", "", "mma"),
     # ---- tiles and their products
     Mutant(
         "values in the order of their keys",
         FORWARD,
-        "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place,",
+        "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place_of_key,",
         "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, None,",
         "mma",
     ),
@@ -82,15 +82,15 @@ MUTANTS_SM80 = (
     Mutant(
         "no barrier between tiles of queries",
         BACKWARD,
-        "            cuda.syncthreads()  # this tile is there; the one before has been read, its dS^T is there\n",
-        "",
+        "cuda.syncthreads()  # this tile is there, and dS^T of the last, which has been read\n",
+        "pass\n",
         "mma, gradients",
     ),
     Mutant(
         "dS before other warps have put theirs",
         BACKWARD,
-        "            cuda.syncthreads()  # dS^T is there; this tile has been read\n",
-        "",
+        "cuda.syncthreads()  # dS^T is there; this tile has been read\n",
+        "pass\n",
         "mma, gradients, little memory",
     ),
     Mutant("P and dS of other warps", SHARED, "            cuda.syncthreads()  # P^T and dS^T are there\n", "", "mma, gradients, D128"),
@@ -107,7 +107,7 @@ MUTANTS_SM80 = (
         BACKWARD,
         "            if n > 1:\n                release(flags, done)",
         "            if n > 0:\n                release(flags, done)",
-        "mma, gradients",
+        "mma, gradients, long",
     ),
     Mutant("a turn that is not awaited", SUM, "begins=at == last or", "begins=at == last and", "mma, gradients, long"),
     Mutant("a sum that replaces the one before", SUM, "if ORDERED and to.first:", "if ORDERED:", "mma, gradients"),
@@ -117,7 +117,7 @@ MUTANTS_SM80 = (
         SUM,
         "(column + part * COLUMNS) * 2))\n            product",
         "column * 2))\n            product",
-        "mma, gradients, D128",
+        "mma, gradients, Turing",
     ),
     Mutant(
         "a dK without scale",
@@ -134,4 +134,27 @@ MUTANTS_SM80 = (
         "head = i32(item.head)",
         "mma, gradients, heads",
     ),
+    # ---- the gradient of the bias
+    Mutant(
+        "no barrier between tiles of the gradient",
+        DBIAS,
+        "cuda.syncthreads()  # this tile is there; the one before",
+        "pass",
+        "mma, bias gradient",
+    ),
+    Mutant(
+        "sums over the tile that is read",
+        STORE_DBIAS,
+        "cuda.syncthreads()  # the last tile has been read\n",
+        "pass\n",
+        "mma, bias gradient",
+    ),
+    Mutant(
+        "sums before all warps' are there",
+        STORE_DBIAS,
+        "cuda.syncthreads()  # all parts of all sums are there\n",
+        "pass\n",
+        "mma, bias gradient",
+    ),
+    Mutant("a sum over half of the rows", STORE_DBIAS, "            x += cuda.shfl_xor_sync(ALL_LANES, x, 16)\n", "", "mma, bias gradient"),
 )

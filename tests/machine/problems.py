@@ -51,8 +51,6 @@ class Problem(NamedTuple):
         The backend.
     capability : tuple of two ints
         What its kernels are compiled for.
-    dv : int, optional
-        Head dimension of v, if it is another.
     """
 
     run: Callable
@@ -68,7 +66,6 @@ class Problem(NamedTuple):
     resident: int | None = None
     tier: str = "sm90"
     capability: tuple[int, int] = kernels.HOPPER
-    dv: int | None = None
 
 
 class Watched(Machine):
@@ -133,41 +130,42 @@ PROBLEMS = {
 
 RNG = np.random.default_rng(7)
 NQ, NK = 70, 90
-BIAS = {"bias": RNG.standard_normal((1, 1, NQ, NK)).astype(np.float16)}
-EVERYTHING = BIAS | {
+bias_of = lambda *shape: {"bias": RNG.standard_normal(shape).astype(np.float16)}
+EVERYTHING = bias_of(NQ, NK) | {
     **{"mask": RNG.random((NQ, NK)) < 0.7, "softcap": 2.0, "dropout": 0.3, "rng": (7, 11)},
     **{"score_mod": lambda score, b, h, i, j: 0.5 * score + 0.01 * (i - j), "score_mod_grad": lambda score, b, h, i, j: 0.5},
 }
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
-mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(8, 0))
+mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 PROBLEMS |= {
     "mma": mma(),
     "mma, steep": mma(nk=500, options=STEEP),
     "mma, one key missing": mma(nk=191),
     "mma, D128": mma(d=128, nk=150),
-    "mma, D72, 16": mma(d=72, dv=16, nk=100),
     "mma, D13": mma(d=13, nk=100),
     "mma, Turing": mma(nk=70, capability=(7, 5)),
     "mma, causal": mma(nk=100, options={"causal": True}),
     "mma, causal lengths": mma(options=LENGTHS | {"causal": True}),
     "mma, lengths": mma(options=LENGTHS),
-    "mma, parts": mma(nq=3, nk=600, multiprocessors=8),
-    "mma, bias": mma(nk=NK, options=BIAS),
+    "mma, parts": mma(nq=3, nk=700, multiprocessors=8),
+    "mma, bias": mma(nk=96, options=bias_of(NQ, 96)),
     "mma, everything": mma(nk=NK, options=EVERYTHING),
     "mma, gradients": mma_gradients(),
-    "mma, gradients, long": mma_gradients(nq=500),
+    "mma, gradients, long": mma_gradients(nq=300),
+    "mma, gradients, Turing": mma_gradients(d=136, nq=40, nk=40, capability=(7, 5)),
+    "mma, bias gradient": mma_gradients(nq=150, nk=100, options=bias_of(100) | {"bias_grad": True}),
     "mma, gradients, heads": mma_gradients(nq=70, nk=100, hq=4, hk=2),
     "mma, gradients, causal": mma_gradients(nq=200, nk=70, options={"causal": True}),
     "mma, gradients, little memory": mma_gradients(nk=100, capability=(8, 6)),
     "mma, gradients, D128": mma_gradients(d=128, nq=70, nk=100),
-    "mma, gradients, everything": mma_gradients(nq=NQ, nk=NK, options=EVERYTHING),
+    "mma, gradients, everything": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=EVERYTHING),
 }
 
 
 def run(problem: Problem, seed: int) -> None:
     """A problem, in the order of that seed."""
     p = problem
-    arrays = random_inputs(batch=(p.batch,), hq=p.hq, hk=p.hk, nq=p.nq, nk=p.nk, d=p.d, dv=p.dv, dtype="float16")
+    arrays = random_inputs(batch=(p.batch,), hq=p.hq, hk=p.hk, nq=p.nq, nk=p.nk, d=p.d, dtype="float16")
     for name, (first, *others) in {"q_lengths": (0, 3), "kv_lengths": (1, 2)}.items():
         for x in [arrays[i] for i in (first, *others)] if name in p.options else ():
             for b, length in enumerate(p.options[name]):

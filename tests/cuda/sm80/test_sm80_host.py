@@ -93,18 +93,21 @@ HEAD_DIMS = [1, 7, 8, 13, 16, 40, 63, 64, 65, 72, 96, 128, 129, 192, 200, 256]
 BIAS = {"bias": np.zeros(200, np.float16)}
 
 
-def main_launch(kind: str, p: Problem, gpu: Gpu, inputs: ForwardInputs | None = None) -> Launch:
-    """That of the main loop, for contiguous arrays."""
+def launches(kind: str, p: Problem, gpu: Gpu, inputs: ForwardInputs | None = None) -> tuple[Launch, ...]:
+    """For contiguous arrays, and what else is among the inputs, with its gradient."""
     shape = lambda heads, n, d: Layout.compact((*p.batch, heads, n, d), p.dtype)
     q, k, v, o = shape(p.hq, p.nq, p.d), shape(p.hk, p.nk, p.d), shape(p.hk, p.nk, p.dv), shape(p.hq, p.nq, p.dv)
     arrays = {} if inputs is None else {name: Layout.of(x) for name, x in inputs._asdict().items() if name not in "qkv"}
     lse = Layout.compact(q.shape[:-1], "float32")
     if kind == "forward":
-        prepared = tier.prepare_forward(p, ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), gpu)
-    else:
-        inputs = BackwardInputs(o, q, k, v, o, lse, **arrays)
-        prepared = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, gpu)
-    (main,) = (each for each in prepared.launches if each.builder.startswith(f"sm80.{kind}"))
+        return tier.prepare_forward(p, ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), gpu).launches
+    inputs, results = BackwardInputs(o, q, k, v, o, lse, **arrays), BackwardResults(q, k, v, arrays.get("bias"))
+    return tier.prepare_backward(p, inputs, results, True, gpu).launches
+
+
+def main_launch(kind: str, *arguments) -> Launch:
+    """That of the main loop."""
+    (main,) = (each for each in launches(kind, *arguments) if each.builder.startswith(f"sm80.{kind}"))
     return main
 
 
@@ -119,10 +122,11 @@ def test_every_problem_has_a_tile_that_fits(capability, options, kind):
         p, inputs = problem(options, d=d, dv=dv), inputs_of(d=d, dv=dv)._replace(**options)
         if tier.why_not(kind, p, inputs, True, gpu) is not None:
             continue
-        launch = main_launch(kind, p, gpu, inputs)
-        tile = launch.config[-1]
-        assert launch.shared_bytes <= there.shared_limit, (d, dv, tile)
-        assert launch.threads == tile.threads <= 512
+        for each in launches(kind, p, gpu, inputs):
+            assert each.shared_bytes <= there.shared_limit, (d, dv, each)
+        main = main_launch(kind, p, gpu, inputs)
+        tile = main.config[-1]
+        assert main.threads == tile.threads <= 512
         assert (tile.block_m % 16, tile.block_n % 16) == (0, 0)
         if kind == "forward":
             assert tile.block_n % 32 == 0, "keys come in runs of 32"
