@@ -18,7 +18,7 @@ from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
 from numba_flash.cuda import compile
 
 # Bytes of registers that may go to memory.
-SPILLS = {}
+SPILLS = {"sm80 forward 128": 140}  # 1 % faster than 32 keys at a time without any
 MAIN = [name for name, kernel in KERNELS.items() if re.fullmatch(r"sm80\.(forward|backward\w*)\.build", kernel.builder)]
 REGISTERS = 65536  # of a multiprocessor
 
