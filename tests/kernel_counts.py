@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import compiled
 import simt_kernels
+import sm80_kernels
 import sm90_kernels
 
 from numba_flash.cuda import compile
@@ -130,7 +131,8 @@ def compare(name: str, where: str, kernel: compiled.Kernel) -> None:
 
 def main() -> None:
     """Count all kernels, print what is new, and keep it."""
-    kernels = simt_kernels.KERNELS | sm90_kernels.KERNELS
+    counted = {name: sm80_kernels.KERNELS[name] for name in sm80_kernels.COUNTED}
+    kernels = simt_kernels.KERNELS | counted | sm90_kernels.KERNELS
     was, now = kept()["kernels"], {}
     for name, kernel in kernels.items():
         now[name] = {where: counts(kernel, where) for where in (PTX, MACHINE)}
