@@ -131,8 +131,7 @@ def compare(name: str, where: str, kernel: compiled.Kernel) -> None:
 
 def main() -> None:
     """Count all kernels, print what is new, and keep it."""
-    counted = {name: sm80_kernels.KERNELS[name] for name in sm80_kernels.COUNTED}
-    kernels = simt_kernels.KERNELS | counted | sm90_kernels.KERNELS
+    kernels = simt_kernels.KERNELS | sm80_kernels.COUNTED | sm90_kernels.KERNELS
     was, now = kept()["kernels"], {}
     for name, kernel in kernels.items():
         now[name] = {where: counts(kernel, where) for where in (PTX, MACHINE)}

@@ -52,7 +52,7 @@ class Forward(_WithSpeed):
 
 
 class ForwardBesidePeer(_BesidePeer):
-    """Forward pass, over PyTorch's time: cuDNN on Hopper, its memory-efficient kernel for float32 on a GPU."""
+    """Forward pass, over PyTorch's time: cuDNN for `sm90`, FlashAttention-2 for `sm80`, the memory-efficient kernel for `simt`."""
 
     workload = "forward"
 

@@ -14,8 +14,8 @@ from numba_flash.bench.peers import Bound, Contender
 from numba_flash.bench.timing import Outcome
 from numba_flash.plan import tier
 
-BACKENDS = ("cpu", "simt", "sm90")
-PEERS = {"cpu": "torch CPU", "simt": "torch efficient", "sm90": "torch cuDNN"}
+BACKENDS = ("cpu", "simt", "sm80", "sm90")
+PEERS = {"cpu": "torch CPU", "simt": "torch efficient", "sm80": "torch FA2", "sm90": "torch cuDNN"}
 
 # Cell(direction, mask, dtype, batch, heads, heads_kv, length, head_dim). A workload that changes needs a new `version` in the classes that
 # measure it: asv then begins a new history.
@@ -23,31 +23,37 @@ WORKLOADS = {
     "forward": {
         "cpu": Cell("forward", "full", "float32", 1, 8, 8, 2048, 64),
         "simt": Cell("forward", "full", "float32", 1, 16, 16, 8192, 128),
+        "sm80": Cell("forward", "full", "float16", 4, 16, 16, 4096, 128),
         "sm90": Cell("forward", "full", "bfloat16", 4, 16, 16, 4096, 128),
     },
     "backward": {
         "cpu": Cell("backward", "full", "float32", 1, 8, 8, 2048, 64),
         "simt": Cell("backward", "full", "float32", 1, 16, 16, 8192, 128),
+        "sm80": Cell("backward", "full", "float16", 4, 16, 16, 4096, 128),
         "sm90": Cell("backward", "full", "bfloat16", 4, 16, 16, 4096, 128),
     },
     "long": {
         "cpu": Cell("forward", "full", "float32", 1, 1, 1, 16384, 64),
         "simt": Cell("forward", "full", "float32", 1, 2, 2, 65536, 64),
+        "sm80": Cell("forward", "full", "float16", 1, 2, 2, 131072, 128),
         "sm90": Cell("forward", "full", "bfloat16", 1, 2, 2, 131072, 128),
     },
     "decode": {  # one query against these keys
         "cpu": Cell("forward", "full", "float32", 1, 16, 8, 4096, 64),
         "simt": Cell("forward", "full", "float32", 8, 16, 8, 4096, 128),
+        "sm80": Cell("forward", "full", "float16", 8, 16, 8, 4096, 128),
         "sm90": Cell("forward", "full", "bfloat16", 8, 16, 8, 4096, 128),
     },
     "start": {
         "cpu": Cell("backward", "full", "float32", 1, 2, 2, 64, 64),
         "simt": Cell("backward", "full", "float32", 1, 2, 2, 64, 64),
+        "sm80": Cell("backward", "full", "float16", 1, 2, 2, 64, 64),
         "sm90": Cell("backward", "full", "bfloat16", 1, 2, 2, 64, 64),
     },
     "memory": {
         "cpu": Cell("backward", "full", "float32", 1, 1, 1, 16384, 64),
         "simt": Cell("backward", "full", "float32", 1, 1, 1, 65536, 64),
+        "sm80": Cell("backward", "full", "float16", 1, 1, 1, 65536, 64),
         "sm90": Cell("backward", "full", "bfloat16", 1, 1, 1, 65536, 64),
     },
 }

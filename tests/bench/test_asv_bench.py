@@ -65,7 +65,7 @@ def values(folder: Path, name: str) -> dict[tuple, float | None]:
 
 
 def why_not(backend: str) -> str | None:
-    x = np.empty((1, 1, 1, 16), "bfloat16" if backend == "sm90" else "float32")
+    x = np.empty((1, 1, 1, 16), workloads.WORKLOADS["forward"][backend].dtype)
     try:
         numba_flash.plan(x, x, x, backend=backend)
     except NotImplementedError as reason:
