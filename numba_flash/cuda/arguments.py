@@ -72,9 +72,12 @@ def _extras(names: tuple[str, ...]):
     return namedtuple("Extras", names)
 
 
-def extras_class(options):
-    """Named tuple of the optional arrays that there are."""
-    return _extras(tuple(name for name in EXTRAS if getattr(options, name)))
+def extras_class(options, of_mask=()):
+    """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
+    that a kernel wants: "tiles", "order", "bits" (`numba_flash.cuda.tile_lists`).
+    """
+    names = tuple(name for name in EXTRAS if getattr(options, name))
+    return _extras((*names, *of_mask) if options.mask else names)
 
 
 def build_extras(options):
@@ -96,8 +99,8 @@ def parameters_of(problem, rng=None) -> tuple:
     return Parameters(problem.scale, o.softcap, 1 / (1 - o.dropout), *words)
 
 
-def extras_type(options):
-    """Numba's type of `extras`."""
+def extras_type(options, of_mask=()):
+    """Numba's type of `extras`; `of_mask` as in `extras_class`."""
     from numba_flash.cuda.lang import types
     from numba_flash.cuda.number import array
 
@@ -107,8 +110,11 @@ def extras_type(options):
         "mask": array(types.boolean, 5),
         "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
         "kv_lengths": options.kv_lengths and array(getattr(types, options.kv_lengths), ndim),
+        "tiles": array(types.int32, 5),
+        "order": array(types.int32, 5),
+        "bits": array(types.uint32, 5),
     }
-    cls = extras_class(options)
+    cls = extras_class(options, of_mask)
     return types.NamedTuple([kinds[name] for name in cls._fields], cls)
 
 

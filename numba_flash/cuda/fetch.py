@@ -10,6 +10,7 @@ from numba_flash.cuda.number import index
 
 WORD = 4  # bytes
 EVERYTHING = ("bias", "mask")
+TRUE = 0x01010101
 
 
 class Held(NamedTuple):
@@ -109,8 +110,9 @@ def build_read(runs, first, words, size, vectors):
 
 
 def build_fetch(options, runs, vectors, wanted=EVERYTHING):
-    """``fetch(registers, query, key, region, at, extras)``: bias and mask of a lane's scores into
-    as many registers (uint32) as `held` says; zeros beyond the last query or key.
+    """``fetch(registers, query, key, region, at, whole, extras)``: bias and mask of a lane's scores
+    into as many registers (uint32) as `held` says; zeros beyond the last query or key. Of a tile
+    that is visible as a `whole`, nothing of the mask is read.
 
     vectors : which of them are read by runs, `numba_flash.cuda.arguments.Vectors`.
     wanted : names of those that are read at this time.
@@ -118,7 +120,7 @@ def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     BIASED, MASKED = "bias" in wanted and bool(options.bias), "mask" in wanted and options.mask
     kept, size = held(options, runs), 4 if options.bias == "float32" else 2
     read_bias = build_read(runs, 0, kept.bias, size, vectors.bias) if BIASED else None
-    first = runs.count * kept.bias
+    first, stop = runs.count * kept.bias, kept.words
     read_mask = build_read(runs, first, kept.mask, 1, vectors.mask) if MASKED else None
 
     @inline
@@ -128,10 +130,14 @@ def build_fetch(options, runs, vectors, wanted=EVERYTHING):
         return Source(registers, base, row, col, query, key, region.rows, region.cols)
 
     @inline
-    def fetch(registers, query, key, region, at, extras):
+    def fetch(registers, query, key, region, at, whole, extras):
         if BIASED:
             read_bias(source(registers, extras.bias, query, key, region, at))
         if MASKED:
-            read_mask(source(registers, extras.mask, query, key, region, at))
+            if whole:
+                for e in range(first, stop):
+                    registers[e] = u32(TRUE)
+            else:
+                read_mask(source(registers, extras.mask, query, key, region, at))
 
     return fetch

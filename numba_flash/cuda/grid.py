@@ -116,7 +116,7 @@ class Broadcast(NamedTuple):
     Attributes
     ----------
     summed : tuple of five bools
-        Which axes of the scores the bias broadcasts.
+        Which axes of the scores the bias broadcasts, where these are not 1 themselves.
     tiles : int
         Of the gradient.
     walk : int
@@ -131,8 +131,9 @@ class Broadcast(NamedTuple):
     def of(cls, problem, dbias, block_m: int, block_n: int) -> "Broadcast":
         """Of a gradient (array or layout) in such tiles."""
         p, shape = problem, (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
-        summed = tuple(n == 1 for n in shape)
-        sizes = (*p.batch, p.hq, -(-p.nq // block_m), -(-p.nk // block_n))
+        scores = (*p.batch, p.hq, p.nq, p.nk)
+        summed = tuple(n == 1 != size for n, size in zip(shape, scores, strict=True))
+        sizes = (*scores[:3], -(-p.nq // block_m), -(-p.nk // block_n))
         product = lambda which: math.prod(
             n for n, gone in zip(sizes, summed, strict=True) if gone == which
         )

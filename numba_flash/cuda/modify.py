@@ -82,12 +82,13 @@ class Bounds(NamedTuple):
 
 
 def build_modify(dtype, options, runs, slopes=False):
-    """``modify(s, slope, registers, query, key, region, at, parameters)``: raw products become
-    scores, -inf where hidden: by the bias, the mask, the band, or the ends.
+    """``modify(s, slope, registers, query, key, region, at, whole, parameters)``: raw products
+    become scores, -inf where hidden: by the bias, the mask, the band, or the ends.
 
     Scores are in base e and scaled, unless options hide alone (`Options.changes`); then they stay
     raw products. `registers` have been filled by `fetch.build_fetch`; `query` and `key` are the
-    lane's first ones, rows of the `score.Region` queries; `at` is a `score.Head`.
+    lane's first ones, rows of the `score.Region` queries; `at` is a `score.Head`; neither the mask
+    nor the band nor an end hides anything of a `whole` tile.
 
     slopes : the derivatives go into `slope`, if the score `score.bends`; 0 where hidden.
     """
@@ -143,12 +144,13 @@ def build_modify(dtype, options, runs, slopes=False):
     hide_all = ptx.repeated(COUNT * WIDTH, hide)
 
     @inline
-    def modify(s, slope, registers, query, key, region, at, parameters):
-        scores = Scores(s, slope, registers, query, key, region, at, parameters)
-        change_all(scores)
+    def modify(s, slope, registers, query, key, region, at, whole, parameters):
+        if CHANGES or not whole:
+            change_all(Scores(s, slope, registers, query, key, region, at, parameters))
         i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
         inside = i1 <= region.rows and j1 <= region.cols
-        if not (inside and mask.all_visible(query, i1, key, j1, region.low, region.high)):
+        clear = inside and mask.all_visible(query, i1, key, j1, region.low, region.high)
+        if not (whole or clear):
             ahead = i64(query) - i64(key)
             low, high = near(region.low + ahead), near(region.high + 1 + ahead)
             rows, cols = near(i64(region.rows) - query), near(i64(region.cols) - key)

@@ -81,7 +81,7 @@ def _unwritten(allocate):
 
     def allocated(*arguments):
         x = allocate(*arguments)
-        x.fill(np.nan if x.dtype.kind != "i" else -(2**30))
+        x.fill({"i": -(2**30), "u": 2**30 + 1}.get(x.dtype.kind, np.nan))
         return x
 
     return allocated

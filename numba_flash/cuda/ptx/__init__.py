@@ -84,6 +84,9 @@ from numba_flash.cuda.ptx.memory import (
     fetch_half as fetch_half,
 )
 from numba_flash.cuda.ptx.memory import (
+    fetch_word as fetch_word,
+)
+from numba_flash.cuda.ptx.memory import (
     global_address as global_address,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -136,6 +139,9 @@ from numba_flash.cuda.ptx.mma import (
 )
 from numba_flash.cuda.ptx.mma import (
     product as product,
+)
+from numba_flash.cuda.ptx.scalar import (
+    add_product as add_product,
 )
 from numba_flash.cuda.ptx.scalar import (
     as_float32 as as_float32,

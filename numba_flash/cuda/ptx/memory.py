@@ -115,6 +115,9 @@ def _fetch_small(name, kind):
 fetch_byte = _fetch_small("fetch_byte", "u8")  # fetch_byte(address, there), and so on
 fetch_half = _fetch_small("fetch_half", "u16")
 
+# of memory that nobody writes meanwhile
+fetch_word = instruction("fetch_word", "ld.global.nc.b32 $0, [$1];", u32, u64, memory=False)
+
 load_shared_pair = _vector_load("load_shared_pair", "shared", u32, f32, 2)
 load_shared_words = _vector_load("load_shared_words", "shared", u32, u32, 4)
 load_global_four = _vector_load("load_global_four", "global", u64, f32, 4)

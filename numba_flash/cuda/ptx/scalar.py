@@ -10,6 +10,13 @@ lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
 rcp = instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 maximum = instruction("maximum", "max.f32 $0, $1, $2;", f32, f32, f32, memory=False)
 
+add_product = instruction(  # $1 + $2 $3, but $1 where $2 is 0, whatever $3 is
+    "add_product",
+    "{ .reg .pred some; setp.neu.f32 some, $2, 0f00000000; mov.b32 $0, $1;"
+    " @some fma.rn.f32 $0, $2, $3, $0; }",
+    f32, f32, f32, f32, memory=False,
+)  # fmt: skip
+
 pack_float16 = instruction(
     "pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
 )

@@ -17,14 +17,14 @@ from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.load import build_store
 
 
-def signature(options):
+def signature(options, ordered):
     """Of the backward kernels."""
     return types.void(
         *[array(types.uint16, 5)] * 6,
         array(f32, 5),
         array(f32, 5),
         array(i32, 1),
-        extras_type(options),
+        extras_type(options, sum_dq.lists_of(ordered)),
         named(Sizes, i64),
         *(f32, f32),
         parameters_type(options),
@@ -52,9 +52,10 @@ def build(dtype, shape, ordered, options, tile):
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
+    MASKED = options.mask
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
-    begin, first_tile, next_tile, load_keys, load_tile = loads
+    begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
     v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
@@ -70,7 +71,7 @@ def build(dtype, shape, ordered, options, tile):
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
-    add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, tile)
+    add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, options, tile)
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -87,15 +88,15 @@ def build(dtype, shape, ordered, options, tile):
         factor = cuda.local.array(KEY_ROWS, f32)
 
         item = begin(smem, flags, k.shape, extras, sizes)
-        walk = first_tile(item, rows, sizes)
+        walk = first_tile(item, rows, extras, sizes)
         k_tile, ds = u32(smem + u32(K)), u32(smem + u32(DS))
         warp = i32(cuda.threadIdx.x // 32)
         k_warp = u32(k_tile + u32(warp * WARP_KEYS * PITCH_K))
         v_warp = u32(smem + u32(V) + u32(warp * WARP_KEYS * PITCH_V))
         ds_warp = u32(ds + u32(warp * WARP_KEYS * PITCH_DS))
         key = i32(item.row0 + warp * WARP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
-        tiles = i32(sizes.group * item.count) if item.columns > 0 else i32(0)
-        this = sum_of(item, walk)
+        tiles = left(walk, item, sizes)
+        this = sum_of(item, walk, walk, extras)
         done = this
         zero_k(dk_acc)
         zero_v(dv_acc)
@@ -103,14 +104,18 @@ def build(dtype, shape, ordered, options, tile):
             load_keys(smem, k, v, item)
             load_tile(smem, u32(0), do, q, rows, item, walk)
 
-        for n in range(tiles):
+        n = i32(0)
+        while n < tiles:
             if not TURING:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there, and dS^T of the last, which has been read
             slot, here = u32(n % STAGES), walk
             if n > 1:
                 release(flags, done)
-            done, this, walk = this, sum_of(item, walk), next_tile(walk, item, rows)
+            walk = next_tile(here, item, rows, extras, sizes)
+            done, this = this, sum_of(item, here, walk, extras)
+            if MASKED:
+                tiles = i32(n + 1 + left(walk, item, sizes))
             if STAGES > 1:
                 other = u32(slot ^ u32(1))
                 if n + 1 < tiles:
@@ -147,6 +152,7 @@ def build(dtype, shape, ordered, options, tile):
                     load_tile(smem, u32(0), do, q, rows, item, walk)
                 # (7) dQ = dQ + dS K
                 add_dq(ds, k_tile, dq_sum, flags, this)
+            n = i32(n + 1)
 
         cuda.syncthreads()  # the last dS^T is there
         if tiles > 1:
@@ -175,4 +181,4 @@ def build(dtype, shape, ordered, options, tile):
         store_dv(v_warp, dv[b0, b1, item.head, begin_key:], first, stop)
 
     compile_options = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return backward_sm80, signature(options), compile_options
+    return backward_sm80, signature(options, ordered), compile_options

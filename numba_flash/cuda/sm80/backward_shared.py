@@ -33,9 +33,10 @@ def build(dtype, shape, ordered, options, tile):
     COLUMNS_K, COLUMNS_V = D // tile.ways, DV // tile.ways  # of a warp's dK and dV
     OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
+    MASKED = options.mask
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
-    begin, first_tile, next_tile, load_keys, load_tile = loads
+    begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
     v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
@@ -49,7 +50,7 @@ def build(dtype, shape, ordered, options, tile):
     put_p = products.build_put_words(M_TILES, COLUMNS, PITCH_P)
     put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
-    add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, tile)
+    add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, options, tile)
 
     @inline
     def key_of_part(row):
@@ -74,7 +75,7 @@ def build(dtype, shape, ordered, options, tile):
         factor = cuda.local.array(KEY_ROWS, f32)
 
         item = begin(smem, flags, k.shape, extras, sizes)
-        walk = first_tile(item, rows, sizes)
+        walk = first_tile(item, rows, extras, sizes)
         warp = i32(cuda.threadIdx.x // 32)
         group, part = i32(warp // WAYS), i32(warp % WAYS)
         k_tile, ds, column = u32(smem + u32(K)), u32(smem + u32(DS)), i32(part * COLUMNS)
@@ -83,15 +84,16 @@ def build(dtype, shape, ordered, options, tile):
         ds_group = u32(ds + u32(group * GROUP_KEYS * PITCH_P))
         p_group = u32(smem + u32(P) + u32(group * GROUP_KEYS * PITCH_P))
         key = i32(item.row0 + group * GROUP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
-        tiles = i32(sizes.group * item.count) if item.columns > 0 else i32(0)
-        this = sum_of(item, walk)
+        tiles = left(walk, item, sizes)
+        this = sum_of(item, walk, walk, extras)
         zero_k(dk_acc)
         zero_v(dv_acc)
         if tiles > 0:
             load_keys(smem, k, v, item)
             load_tile(smem, u32(0), do, q, rows, item, walk)
 
-        for n in range(tiles):
+        n = i32(0)
+        while n < tiles:
             if not TURING:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
@@ -99,7 +101,10 @@ def build(dtype, shape, ordered, options, tile):
             if n > 0:
                 release(flags, this)
             tile = tile_of(row0, key, item, walk, q.shape[2], q.shape[1])
-            this, walk = sum_of(item, walk), next_tile(walk, item, rows)
+            here, walk = walk, next_tile(walk, item, rows, extras, sizes)
+            this = sum_of(item, here, walk, extras)
+            if MASKED:
+                tiles = i32(n + 1 + left(walk, item, sizes))
             if STAGES > 1:
                 if n + 1 < tiles:
                     load_tile(smem, u32(slot ^ u32(1)), do, q, rows, item, walk)
@@ -131,6 +136,7 @@ def build(dtype, shape, ordered, options, tile):
                 cuda.syncthreads()  # this tile has been read
                 if n + 1 < tiles:
                     load_tile(smem, u32(0), do, q, rows, item, walk)
+            n = i32(n + 1)
 
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if tiles > 0:
@@ -160,4 +166,4 @@ def build(dtype, shape, ordered, options, tile):
         store_dv(v_part, dv[b0, b1, item.head, begin_key:], first, stop)
 
     compile_options = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return backward_sm80, signature(options), compile_options
+    return backward_sm80, signature(options, ordered), compile_options

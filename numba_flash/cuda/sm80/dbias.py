@@ -22,20 +22,9 @@ from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.load import build_load
 from numba_flash.cuda.sm80.store_dbias import build_store
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
-from numba_flash.cuda.sm80.walk_dbias import Space, Step, build_find, build_load_rows
-
-
-class Tensors(NamedTuple):
-    """The arrays that tiles are loaded from."""
-
-    do: Any
-    q: Any
-    k: Any
-    v: Any
-    rows: Any
+from numba_flash.cuda.sm80.walk_dbias import Space, Step, Tensors, build_loads, build_places
 
 
 class Bias(NamedTuple):
@@ -56,35 +45,40 @@ class Work(NamedTuple):
     dp: Any
     acc: Any
     bias_mask: Any
-    lse: Any
-    delta: Any
     smem: int
     slot: int
     step: Step
     next: Step
-    stop: int
+    space: Space
     tensors: Tensors
     extras: Any
     parameters: Any
 
 
 def build_softmax(options, m_tiles):
-    """``recompute_p(s, lse)``: scores become P = exp(S - lse); ``differentiate(dp, p, delta, acc,
-    parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped.
+    """``recompute_p(s, lse)``: scores become P = exp(S - lse); ``differentiate(acc, p, dp, delta,
+    parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped. The lse and delta
+    of this lane's rows are in shared memory.
     """
     DROPOUT, ROWS_OF_LANE, COUNT = bool(options.dropout), 2 * m_tiles, KEYS // 2
 
     @inline
+    def of_row(address, r):
+        return ptx.as_float32(u32(ptx.load_shared(u32(address + u32(32 * r)))))
+
+    @inline
     def recompute_p(s, lse):
         for r in range(ROWS_OF_LANE):
+            shift = of_row(lse, r)
             for j in range(COUNT // 4):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    s[e] = ptx.ex2((s[e] - lse[r]) * f32(LOG2E))
+                    s[e] = ptx.ex2((s[e] - shift) * f32(LOG2E))
 
     @inline
-    def differentiate(dp, p, delta, acc, parameters):
+    def differentiate(acc, p, dp, delta, parameters):
         for r in range(ROWS_OF_LANE):
+            row_delta = of_row(delta, r)
             for j in range(COUNT // 4):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
@@ -93,13 +87,12 @@ def build_softmax(options, m_tiles):
                         kept = slope * f32(parameters.keep_scale)
                         slope = f32(0) if weight < f32(0) else kept
                         weight = abs(weight)
-                    ds = weight * (slope - delta[r])
-                    acc[e] += ds if weight != f32(0) else f32(0)
+                    acc[e] = ptx.add_product(acc[e], weight, slope - row_delta)
 
     return recompute_p, differentiate
 
 
-def build(dtype, shape, options, out_dtype, summed, tile):
+def build(dtype, shape, banded, options, out_dtype, summed, tile):
     """Kernel ``dbias_sm80(do, q, k, v, rows, out, extras, low, high, parameters)`` with its
     signature and compile options.
 
@@ -110,7 +103,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     """
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
     M_TILES, WARPS_N, PARTS, STAGES = tile.m_tiles, tile.warps_n, tile.parts, tile.stages
-    WARP_ROWS, WARP_KEYS, ROWS_OF_LANE = 16 * M_TILES, KEYS * PARTS, 2 * M_TILES
+    WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS
     D, DV, PITCH_K, PITCH_V = *map(padded, shape[:2]), *map(pitch, shape[:2])
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     Q, DO, ROWS, K, V = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v
@@ -119,17 +112,13 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     K_PART, V_PART = KEYS * PITCH_K, KEYS * PITCH_V
     SCORES, DROPOUT, MASKED = M_TILES * KEYS // 2, bool(options.dropout), options.mask
     ALL_SCORES = PARTS * SCORES
-    TWO_STAGES, ASYNCHRONOUS, NAN = STAGES > 1, shape.asynchronous, math.nan
+    TWO_STAGES, TURING, NAN = STAGES > 1, shape.turing, math.nan
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     runs = fragment.runs_of_queries(M_TILES, KEYS)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
-    kind, place = products.Kind(dtype == "bfloat16", shape.turing), fragment.place_of_key
-    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
-    load_do = build_load(BLOCK_M, shape.head_dim_v, THREADS, None, shape.asynchronous)
-    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place, shape.asynchronous)
-    load_rows = build_load_rows(THREADS, BLOCK_M, shape.turing)
+    kind = products.Kind(dtype == "bfloat16", shape.turing)
+    load_qk, load_dov = build_loads(shape, tile)
     q_kt = products.build_nt(kind, M_TILES, KEYS, D, PITCH_K, PITCH_K, False)
     do_vt = products.build_nt(kind, M_TILES, KEYS, DV, PITCH_V, PITCH_V, False)
     zero, _ = softmax.build_zero(ALL_SCORES)
@@ -138,27 +127,12 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     modify, drop = build_modify(dtype, options, runs), build_drop(options, runs, negate=True)
     recompute_p, differentiate = build_softmax(options, M_TILES)
     owned, walked, _ = build_coordinates(summed)
-    find, proceed = build_find(options, summed, BLOCK_M, BLOCK_N)
+    place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N)
     store = build_store(out_dtype, shape, runs, summed, tile)
 
     @inline
-    def load_qk(smem, slot, tensors, step):
-        """Q, its rows' lse and delta, and K."""
-        at, region = step.at, step.region
-        kv_head = i32(u32(at.head) // u32(u32(at.heads) // u32(tensors.k.shape[2])))
-        q_head, k_head = tensors.q[at.b0, at.b1, at.head], tensors.k[at.b0, at.b1, kv_head]
-        load_q(u32(smem + u32(Q) + slot * u32(Q_BYTES)), q_head, region.row0, region.rows)
-        load_k(u32(smem + u32(K) + slot * u32(K_BYTES)), k_head, region.col0, region.cols)
-        load_rows(u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES)), tensors.rows, step)
-
-    @inline
-    def load_dov(smem, slot, tensors, step):
-        """dO and V."""
-        at, region = step.at, step.region
-        kv_head = i32(u32(at.head) // u32(u32(at.heads) // u32(tensors.k.shape[2])))
-        do_head, v_head = tensors.do[at.b0, at.b1, at.head], tensors.v[at.b0, at.b1, kv_head]
-        load_do(u32(smem + u32(DO) + slot * u32(DO_BYTES)), do_head, region.row0, region.rows)
-        load_v(u32(smem + u32(V) + slot * u32(V_BYTES)), v_head, region.col0, region.cols)
+    def warp_number():
+        return i32(cuda.threadIdx.x // 32)
 
     @inline
     def first_row(warp):
@@ -170,22 +144,28 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         return i32(warp % WARPS_N * WARP_KEYS + fragment.first_key())
 
     @inline
+    def rows_of_lane(t, warp):
+        """Where the lse of this lane's rows is."""
+        return u32(t.smem + u32(ROWS) + t.slot * u32(ROWS_BYTES) + u32(first_row(warp) * 4))
+
+    @inline
     def fetch_part(part, t):
         """The bias of a part of the keys."""
-        warp = i32(cuda.threadIdx.x // 32)
+        warp = warp_number()
         row = i32(t.region.row0 + first_row(warp))
         column = i32(t.region.col0 + first_key(warp) + part * KEYS)
-        fetch_bias(t.bias_mask[part * HELD :], row, column, t.region, t.at, t.extras)
+        fetch_bias(t.bias_mask[part * HELD :], row, column, t.region, t.at, False, t.extras)
 
     @inline
     def weigh(part, t):
         """P of a part of the keys."""
-        s, bias_mask = t.s[part * SCORES :], t.bias_mask[part * HELD :]
-        at, region, warp = t.step.at, t.step.region, i32(cuda.threadIdx.x // 32)
+        s, bias_mask, warp = t.s[part * SCORES :], t.bias_mask[part * HELD :], warp_number()
+        at, _, region, _ = place_of(t.step.walk, t.space, t.extras)
+        whole = t.step.whole
         row = i32(region.row0 + first_row(warp))
         column = i32(region.col0 + first_key(warp) + part * KEYS)
         if MASKED:
-            fetch_mask(bias_mask, row, column, region, at, t.extras)
+            fetch_mask(bias_mask, row, column, region, at, whole, t.extras)
         # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
         q_rows = u32(t.smem + u32(Q) + t.slot * u32(Q_BYTES))
         q_rows += u32(warp // WARPS_N * WARP_ROWS * PITCH_K)
@@ -194,20 +174,21 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         q_kt(s, q_rows, keys)
         if part == 0:
             if not TWO_STAGES:
-                load_dov(t.smem, t.slot, t.tensors, t.step)
-            elif t.next.number < t.stop:
-                load_qk(t.smem, u32(t.slot ^ u32(1)), t.tensors, t.next)
-                load_dov(t.smem, u32(t.slot ^ u32(1)), t.tensors, t.next)
+                load_dov(t.smem, t.slot, t.tensors, place_of(t.step.walk, t.space, t.extras))
+            elif t.next.number < t.space.stop:
+                following, other = place_of(t.next.walk, t.space, t.extras), u32(t.slot ^ u32(1))
+                load_qk(t.smem, other, t.tensors, following)
+                load_dov(t.smem, other, t.tensors, following)
         # (2) P = exp(S - lse)
-        modify(s, s, bias_mask, row, column, region, at, t.parameters)
-        recompute_p(s, t.lse)
+        modify(s, s, bias_mask, row, column, region, at, whole, t.parameters)
+        recompute_p(s, rows_of_lane(t, warp))
         if DROPOUT:
             drop(s, row, column, at, t.parameters)
 
     @inline
     def add(part, t):
         """dbias += dS of a part of the keys."""
-        warp = i32(cuda.threadIdx.x // 32)
+        warp = warp_number()
         do_rows = u32(t.smem + u32(DO) + t.slot * u32(DO_BYTES))
         do_rows += u32(warp // WARPS_N * WARP_ROWS * PITCH_V)
         keys = u32(t.smem + u32(V) + t.slot * u32(V_BYTES))
@@ -215,7 +196,8 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         # (4) dP = dO V^T
         do_vt(t.dp, do_rows, keys)
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
-        differentiate(t.dp, t.s[part * SCORES :], t.delta, t.acc[part * SCORES :], t.parameters)
+        acc, p, delta = t.acc[part * SCORES :], t.s[part * SCORES :], rows_of_lane(t, warp)
+        differentiate(acc, p, t.dp, u32(delta + u32(LSE_BYTES)), t.parameters)
 
     @inline
     def weigh_and_add(part, t):
@@ -233,62 +215,52 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         dp = cuda.local.array(SCORES, f32)  # of dP, of a part of the keys
         acc = cuda.local.array(ALL_SCORES, f32)  # of dbias
         bias_mask = cuda.local.array(ALL_HELD, u32)
-        lse = cuda.local.array(ROWS_OF_LANE, f32)  # of the thread's rows
-        delta = cuda.local.array(ROWS_OF_LANE, f32)
 
-        nq, nk, heads, warp = (
-            i32(q.shape[3]),
-            i32(k.shape[3]),
-            i32(q.shape[2]),
-            i32(cuda.threadIdx.x // 32),
-        )
-        row_blocks, column_blocks = (
-            i32((nq + BLOCK_M - 1) // BLOCK_M),
-            i32((nk + BLOCK_N - 1) // BLOCK_N),
-        )
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
+        column_blocks = i32(u32(i32(nk + (BLOCK_N - 1))) // u32(BLOCK_N))
         sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
         own, share = owned(i32(cuda.blockIdx.x), sizes)
         steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
         steps *= (row_blocks if SUM_I else 1) * (column_blocks if SUM_J else 1)
-        start, stop = i32(steps * share // out.shape[0]), i32(steps * (share + 1) // out.shape[0])
-        space = Space(own, sizes, stop, nq, nk, i32(low), i32(high))
+        shares = out.shape[0]
+        start, stop = i32(steps * share // shares), i32(steps * (share + 1) // shares)
+        group = i32(u32(heads) // u32(k.shape[2]))
+        kv_head = i32(u32(own.head) // u32(group))
+        space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(low), i32(high))
         tensors = Tensors(do, q, k, v, rows)
         region = Region(i32(own.i * BLOCK_M), i32(own.j * BLOCK_N), nq, nk, i32(low), i32(high))
         at = Head(own.b0, own.b1, i32(0), own.head, heads)
         fetch_all(Bias(bias_mask, region, at, extras))
         zero(acc)
         walk = own if start >= stop else walked(start, sizes)
-        step = find(Step(start, walk, at, region, False), space, extras)
+        step = find(Step(start, walk, False, False), space, extras)
         slot = u32(0)
         if step.number < stop:
-            load_qk(smem, slot, tensors, step)
+            place = place_of(step.walk, space, extras)
+            load_qk(smem, slot, tensors, place)
             if TWO_STAGES:
-                load_dov(smem, slot, tensors, step)
+                load_dov(smem, slot, tensors, place)
 
         while step.number < stop:
-            if ASYNCHRONOUS:
+            if not TURING:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
             following = proceed(step, space, extras)
-            here = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32(first_row(warp) * 4))
-            for r in range(ROWS_OF_LANE):
-                lse[r] = ptx.as_float32(u32(ptx.load_shared(u32(here + u32(32 * r)))))
-                of_delta = u32(here + u32(LSE_BYTES + 32 * r))
-                delta[r] = ptx.as_float32(u32(ptx.load_shared(of_delta)))
             work = Work(
-                s, dp, acc, bias_mask, lse, delta,
-                smem, slot, step, following, stop, tensors, extras, parameters,
+                s, dp, acc, bias_mask, smem, slot, step, following,
+                space, tensors, extras, parameters,
             )  # fmt: skip
             if TWO_STAGES:
                 weigh_and_add_all(work)
                 slot = u32(slot ^ u32(1))
             else:
                 weigh_all(work)
-                if ASYNCHRONOUS:
+                if not TURING:
                     ptx.copy_wait()
                 cuda.syncthreads()  # V and dO are there; Q and K have been read
                 if following.number < stop:
-                    load_qk(smem, slot, tensors, following)
+                    load_qk(smem, slot, tensors, place_of(following.walk, space, extras))
                 add_all(work)
             step = following
 
@@ -301,7 +273,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         *[array(types.uint16, 5)] * 4,
         array(f32, 5),
         array(f32 if out_dtype == "float32" else types.uint16, 6),
-        extras_type(options),
+        extras_type(options, ("bits",)),
         *(i64, i64),
         parameters_type(options),
     )

@@ -15,11 +15,11 @@ import math
 from typing import NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda import fragment, ptx, softmax, tile_lists
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.fragment import place_of_key
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.schedule import build_query_block
@@ -31,7 +31,9 @@ from numba_flash.cuda.sm80.tiles import padded, pitch
 
 
 class Tiles(NamedTuple):
-    """Tiles of keys: the number of the first, and how many there are."""
+    """Tiles of keys: the number of the first, and how many there are; with a mask those of a list
+    (`numba_flash.cuda.tile_lists`).
+    """
 
     first: int
     count: int
@@ -58,6 +60,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     WRITE_LSE, PARTS, BANDED = write_lse, parts, band != "none"
     SEQUENCES, PACKED, ASYNCHRONOUS = options.sequences, options.packed, shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
+    MASKED = options.mask
     query_block_of = build_query_block(options, BANDED, BLOCK_M, 2 * (D + DV))
     runs = fragment.runs_of_queries(M_TILES, BLOCK_N)
     HELD = max(1, held(options, runs).words)
@@ -109,12 +112,14 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         load_v(u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)), v_head, col0, keys)
 
     @inline
-    def tiles_of(row0, nq, nk, low, high, part, parts):
-        """The `Tiles` of keys that rows from row0 on see."""
+    def tiles_of(row0, nq, nk, low, high, part, parts, seen):
+        """The `Tiles` of keys that rows from row0 on see; `seen` is their list, if there is one."""
         start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
         start, stop = i32(start), i32(stop)
         first, count = i32(u32(start) // u32(BLOCK_N)), i32(0)
-        if start < stop and row0 < nq:
+        if MASKED:
+            first, count = i32(0), tile_lists.length(seen)
+        elif start < stop and row0 < nq:
             count = i32(i32(u32(i32(stop + (BLOCK_N - 1))) // u32(BLOCK_N)) - first)
         if PARTS:
             share = (count + parts - 1) // parts
@@ -177,14 +182,20 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 rows = nq
                 o_head = o_head[sequence.q0 : sequence.q0 + nq]
                 lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
-        first, count = tiles_of(row0, nq, nk, low, high, part, parts)
+        seen, whole, next_whole = u64(0), False, False
+        if MASKED:
+            seen = tile_lists.list_of(extras.tiles, b0, b1, h, block)
+        first, count = tiles_of(row0, nq, nk, low, high, part, parts, seen)
+        last = i32(first + count - 1)
+        if MASKED:
+            last, whole = tile_lists.listed(seen, last)
 
         q_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_K))
         warp0 = i32(row0 + warp * WARP_ROWS)
         row = i32(warp0 + cuda.threadIdx.x % 32 // 4)
         clear, unclear = mask.clear_range(warp0, warp0 + WARP_ROWS, BLOCK_N, nk, low, high)
         clear, unclear = i32(clear), i32(unclear)
-        col0 = i32((first + count - 1) * BLOCK_N)
+        col0 = i32(last * BLOCK_N)
         column = i32(col0 + fragment.first_key())
         slot = u32(0)
         zero(acc)
@@ -195,7 +206,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             if STAGES > 1:
                 load_values(smem, u32(0), v_head, col0, nk)
             if MODIFIED:
-                fetch(bias_mask, row, column, Region(row0, col0, nq, nk, low, high), at, extras)
+                region = Region(row0, col0, nq, nk, low, high)
+                fetch(bias_mask, row, column, region, at, whole, extras)
             if Q_REGISTERS:
                 if ASYNCHRONOUS:
                     ptx.copy_wait()
@@ -208,7 +220,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
             k_tile = u32(smem + u32(K_SMEM) + slot * u32(K_BYTES))
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
-            count = i32(count - 1)
+            count, next0 = i32(count - 1), i32(col0 - BLOCK_N)
+            if MASKED:
+                at_next, next_whole = tile_lists.listed(seen, i32(first + count - 1))
+                next0 = i32(at_next * BLOCK_N)
             keys = i32(nk) if count > 0 else i32(-BLOCK_N)  # none before the first tile
             if STAGES == 1:
                 load_values(smem, slot, v_head, col0, nk)
@@ -217,15 +232,16 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 if ASYNCHRONOUS:
                     ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
-                load_keys(smem, slot, k_head, i32(col0 - BLOCK_N), keys)
+                load_keys(smem, slot, k_head, next0, keys)
             else:
-                load_keys(smem, slot ^ u32(1), k_head, i32(col0 - BLOCK_N), keys)
-                load_values(smem, slot ^ u32(1), v_head, i32(col0 - BLOCK_N), keys)
+                load_keys(smem, slot ^ u32(1), k_head, next0, keys)
+                load_values(smem, slot ^ u32(1), v_head, next0, keys)
             if MODIFIED:  # the options, on S
                 region = Region(row0, col0, nq, nk, low, high)
-                modify(s, s, bias_mask, row, column, region, at, parameters)
-                region = Region(row0, i32(col0 - BLOCK_N), nq, keys, low, high)
-                fetch(bias_mask, row, i32(column - BLOCK_N), region, at, extras)  # of the next tile
+                modify(s, s, bias_mask, row, column, region, at, whole, parameters)
+                region = Region(row0, next0, nq, keys, low, high)
+                following = i32(next0 + fragment.first_key())
+                fetch(bias_mask, row, following, region, at, next_whole, extras)  # the next tile's
             else:
                 hide(s, row, col0, clear, unclear, nk, low, high)
             # (2) m_i, O = alpha O
@@ -239,7 +255,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             values(acc, p, u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)))
             if STAGES > 1:
                 slot = slot ^ u32(1)
-            col0, column = i32(col0 - BLOCK_N), i32(column - BLOCK_N)
+            col0, column, whole = next0, i32(next0 + fragment.first_key()), next_whole
 
         finish(m_i, l_i, inverse, lse_head, row, nq, rows, invalid, scale_log2, parameters)
         if PARTS:
@@ -255,7 +271,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         *[array(types.uint16, 5)] * 3,
         array(f32 if parts else types.uint16, 5),
         array(f32, 4),
-        extras_type(options),
+        extras_type(options, ("tiles",)),
         *(f32, i64, i64, i64),
         parameters_type(options),
     )

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda import ptx, schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, i64, inline, u32, u64
 from numba_flash.cuda.sm80.load import build_load
 
@@ -16,11 +16,20 @@ class Walk(NamedTuple):
         Its head, and the number of the head's first row block.
     at : int
         Its number in its head.
+    whole : bool
+        Nothing in it is hidden, as far as a list tells (`numba_flash.cuda.tile_lists`).
+    begins : bool
+        It is the first one of its head, or of those that share a flag, in a list.
+    left : int
+        How many tiles of its head's list come before it; -1 after the last tile of all.
     """
 
     head: int
     base: int
     at: int
+    whole: bool
+    begins: bool
+    left: int
 
 
 class Loads(NamedTuple):
@@ -29,6 +38,7 @@ class Loads(NamedTuple):
     begin: Any
     first: Any
     next: Any
+    left: Any
     keys: Any
     tile: Any
 
@@ -40,7 +50,8 @@ def build(shape, ordered, options, tile, place):
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     K, V, Q, DO, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.rows
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 8 * BLOCK_M
-    ORDERED, PACKED, TURING = ordered, options.packed, shape.turing
+    ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.mask
+    SHARE = tile.share
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous, D)
@@ -66,20 +77,51 @@ def build(shape, ordered, options, tile, place):
         return item_of(number, shape, extras, sizes)
 
     @inline
-    def first(item, rows, sizes):
+    def listed(head, base, group, number, item, rows, extras, sizes):
+        """The tile of that number in a head's list, or, below 0, the last one of the next head that
+        has one. `group` is that of the last tile, among those of blocks that share a flag.
+        """
+        stop, block = i32((item.head + 1) * sizes.group), i32(item.row0 // BLOCK_N)
+        seen = tile_lists.list_of(extras.tiles, item.b0, item.b1, head, block)
+        while number < 0 and head + 1 < stop:
+            head, base, group = i32(head + 1), i32(base + rows.shape[4] // BLOCK_M), i32(-1)
+            seen = tile_lists.list_of(extras.tiles, item.b0, item.b1, head, block)
+            number = i32(tile_lists.length(seen) - 1)
+        tile = tile_lists.listed(seen, max(number, i32(0)))
+        at = tile.at if number >= 0 else i32(0)
+        return Walk(head, base, at, tile.whole, at // SHARE != group, number)
+
+    @inline
+    def first(item, rows, extras, sizes):
         """The first tile."""
         head = i32(item.head * sizes.group)
         base = first_block(item.b0, item.b1, head, item.columns_begin, rows.shape[1:])
-        return Walk(head, base, i32(item.first + item.count - 1))
+        if MASKED:
+            block = i32(item.row0 // BLOCK_N)
+            seen = tile_lists.list_of(extras.tiles, item.b0, item.b1, head, block)
+            last = i32(tile_lists.length(seen) - 1)
+            return listed(head, base, i32(-1), last, item, rows, extras, sizes)
+        return Walk(head, base, i32(item.first + item.count - 1), False, False, i32(0))
 
     @inline
-    def next_tile(walk, item, rows):
+    def next_tile(walk, item, rows, extras, sizes):
         """The tile before, or the last one of the next head."""
         head, base, at = walk.head, walk.base, i32(walk.at - 1)
+        if MASKED:
+            group, before = i32(walk.at // SHARE), i32(walk.left - 1)
+            return listed(head, base, group, before, item, rows, extras, sizes)
         if at < item.first:
             head, base = i32(head + 1), i32(base + rows.shape[4] // BLOCK_M)
             at = i32(item.first + item.count - 1)
-        return Walk(head, base, at)
+        return Walk(head, base, at, False, False, i32(0))
+
+    @inline
+    def left(walk, item, sizes):
+        """How many tiles are left from this one on; with a mask 1 if there is any."""
+        tiles = i32(sizes.group * item.count)
+        if MASKED:
+            tiles = i32(1) if walk.left >= 0 else i32(0)
+        return tiles if item.columns > 0 else i32(0)
 
     @inline
     def keys(smem, k, v, item):
@@ -113,4 +155,4 @@ def build(shape, ordered, options, tile, place):
         to = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
         load_rows(to, rows, i32(walk.base + walk.at))
 
-    return Loads(begin, first, next_tile, keys, load_tile)
+    return Loads(begin, first, next_tile, left, keys, load_tile)

@@ -10,6 +10,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
@@ -60,6 +61,7 @@ class Pass(NamedTuple):
     inputs: BackwardInputs
     results: BackwardResults
     temporaries: Temporaries
+    lists: Extras
 
     @property
     def row_blocks(self) -> int:
@@ -92,7 +94,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         fours=gpu.capability >= (9, 0),
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
     )
-    this = Pass(p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile))
+    share = tile.share if deterministic else 0
+    lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
+    this = Pass(p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile), lists)
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
     dbias = None
     if results.dbias is not None:
@@ -100,18 +104,18 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
-        x, extras = _heads_first(p, inputs), extras_of(inputs)
+        x, extras, own = _heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         rows, dq_sum, flags = this.temporaries.allocate(inputs.q)
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
         given = None if rng is None else numbers(rng)
-        main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=extras, numbers=given)
-        postprocess(dq_sum, dq, extras=extras)
+        main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=own, numbers=given)
+        postprocess(dq_sum, dq, extras=own)
         if dbias is not None:
-            dbias.run(x, rows, results.dbias, extras, rng)
+            dbias.run(x, rows, results.dbias, rng)
 
     launches = () if dbias is None else dbias.launches
-    return Prepared(run, (preprocess, main, postprocess, *launches))
+    return Prepared(run, (*lists.launches, preprocess, main, postprocess, *launches))
 
 
 def _heads_first(p, inputs):
@@ -179,7 +183,7 @@ def _main(this: Pass):
             *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (y.dk, 5), (y.dv, 5)),
             *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
         ),
-        extras=this.extras,
+        extras=this.lists.layouts,
         numbers=numbers(),
     )
     return main, numbers
@@ -207,11 +211,11 @@ def _postprocess(this: Pass) -> Launch:
     p, there = this.p, this.temporaries
     return Launch(
         "sm80.sum_dq.build_postprocess",
-        (p.dtype, this.shape, p.options.structure, this.tile),
+        (p.dtype, this.shape, this.ordered and p.options.mask, p.options.structure, this.tile),
         this.gpu,
         grid=this.row_blocks,
         threads=this.tile.threads,
         operands=((there.dq_sum, 5), (this.results.dq, 5)),
-        extras=this.extras,
+        extras=this.lists.layouts,
         numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
     )

@@ -7,6 +7,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import in_vectors, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.tiles import dbias_tile, hardware
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
@@ -41,19 +42,23 @@ class Dbias:
         shape = shape._replace(
             vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
         )
+        self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
         self._numbers = lambda rng=None: (p.low, p.high, parameters_of(p, rng))
         self._sum = Launch(
             "sm80.dbias.build",
-            (p.dtype, shape, p.options.structure, out.dtype.name, this.summed, tile),
+            (
+                *(p.dtype, shape, p.band != "none", p.options.structure),
+                *(out.dtype.name, this.summed, tile),
+            ),
             gpu,
             grid=this.tiles * shares,
             threads=tile.threads,
             shared_bytes=tile.layout(p.d, p.dv).bytes,
             operands=((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (rows, 5), (out, 6)),
-            extras=grid.extras_layouts(p, x),
+            extras=self._extras.layouts,
             numbers=self._numbers(),
         )
-        self.launches = (self._sum,)
+        self.launches = (*self._extras.launches, self._sum)
         if shares > 1:
             self._sum_shares = Launch(
                 "sum_shares.build",
@@ -63,14 +68,15 @@ class Dbias:
                 threads=SUM_THREADS,
                 operands=((self._shares, 6), (dbias, 5)),
             )
-            self.launches = (self._sum, self._sum_shares)
+            self.launches = (*self.launches, self._sum_shares)
 
-    def run(self, x, rows, dbias, extras, rng) -> None:
+    def run(self, x, rows, dbias, rng) -> None:
         """Launch them, with the generator in the state `rng` if there is one."""
-        split, out, shares = len(self.launches) > 1, dbias, self._shares
+        split, out, shares = self._shares.shape[0] > 1, dbias, self._shares
         if split:
             out = arrays.compact("dbias's shares", dbias, shares.shape, shares.dtype)
         numbers = None if rng is None else self._numbers(rng)
+        extras = self._extras.of(x)
         self._sum(x.do, x.q, x.k, x.v, rows, out, extras=extras, numbers=numbers)
         if split:
             self._sum_shares(out, dbias)

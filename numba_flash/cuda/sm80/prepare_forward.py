@@ -7,8 +7,9 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
+from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, chunked
 from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware
 from numba_flash.problem import ForwardResults, Prepared
@@ -27,15 +28,15 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
-    forward, numbers = _forward(p, inputs, results, gpu, tile, 1)
-    extras_of = build_extras(p.options)
+    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
+    forward, numbers = _forward(p, inputs, results, gpu, tile, 1, extras)
 
     def run(inputs, results, rng=None):
         q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
         given = None if rng is None else numbers(rng)
-        forward(q, k, v, o, results.lse, extras=extras_of(inputs), numbers=given)
+        forward(q, k, v, o, results.lse, extras=extras.of(inputs), numbers=given)
 
-    return Prepared(run, (forward,))
+    return Prepared(run, (*extras.launches, forward))
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
@@ -44,7 +45,8 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     partial = ForwardResults(
         Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
     )
-    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
+    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts, extras)
     combine = Launch(
         "combine.build",
         (p.dtype, p.dv, results.lse is not None, parts, COMBINE_ROWS),
@@ -53,7 +55,6 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
         threads=COMBINE_ROWS * COMBINE_LANES,
         operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
     )
-    extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
         o_parts, lse_parts = (
@@ -61,14 +62,14 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
             for x, y in partial._asdict().items()
         )
         given = None if rng is None else numbers(rng)
-        extras = extras_of(inputs)
-        forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras, numbers=given)
+        own = extras.of(inputs)
+        forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=own, numbers=given)
         combine(o_parts, lse_parts, results.o, results.lse)
 
-    return Prepared(run, (forward, combine))
+    return Prepared(run, (*extras.launches, forward, combine))
 
 
-def _forward(p, inputs, results, gpu, tile: Tile, parts: int):
+def _forward(p, inputs, results, gpu, tile: Tile, parts: int, extras: Extras):
     """The attention kernel, on results of the problem or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
@@ -98,7 +99,7 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int):
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(p.d, p.dv),
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (results.lse, 4)),
-        extras=grid.extras_layouts(p, inputs),
+        extras=extras.layouts,
         numbers=numbers(),
     )
     return forward, numbers

@@ -26,6 +26,8 @@ class Tile(NamedTuple):
         What it may see.
     at : Head
         Its head.
+    whole : bool
+        Nothing in the tile is hidden, as far as a list tells.
     """
 
     row0: int
@@ -33,6 +35,7 @@ class Tile(NamedTuple):
     key: int
     region: Region
     at: Head
+    whole: bool
 
 
 class SoftmaxBackward(NamedTuple):
@@ -64,13 +67,13 @@ def build(dtype, options, vectors, m_tiles, columns, kind):
         """The `Tile` from query row0 on, of a work item on its walk."""
         region = Region(row0, key, item.columns, item.rows, -item.high, -item.low)
         at = Head(item.b0, item.b1, item.b0 * batch1 + item.b1, walk.head, heads)
-        return Tile(row0, i32(row0 + fragment.first_column()), key, region, at)
+        return Tile(row0, i32(row0 + fragment.first_column()), key, region, at, walk.whole)
 
     @inline
     def fetch(bias_mask, tile, extras):
         """What options need from memory."""
         if MODIFIED:
-            read(bias_mask, tile.query, tile.key, tile.region, tile.at, extras)
+            read(bias_mask, tile.query, tile.key, tile.region, tile.at, tile.whole, extras)
 
     @inline
     def hide(sT, tile):
@@ -90,7 +93,8 @@ def build(dtype, options, vectors, m_tiles, columns, kind):
     def recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters):
         """(2) P = exp(S - lse), in the place of S, negative where dropout drops it."""
         if MODIFIED:  # the options, on S
-            modify(sT, slope, bias_mask, tile.query, tile.key, tile.region, tile.at, parameters)
+            i, j, region, at, whole = tile.query, tile.key, tile.region, tile.at, tile.whole
+            modify(sT, slope, bias_mask, i, j, region, at, whole, parameters)
         else:
             hide(sT, tile)
         for j in range(COLUMNS // 8):

@@ -7,10 +7,10 @@ import math
 from typing import NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import ptx, schedule, softmax
+from numba_flash.cuda import ptx, schedule, softmax, tile_lists
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
-from numba_flash.cuda.number import array
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_store
 from numba_flash.cuda.sm80.tiles import pitch
@@ -41,6 +41,11 @@ class Sum(NamedTuple):
     ends: bool
 
 
+def lists_of(ordered) -> tuple[str, ...]:
+    """What the kernels of a backward pass want of a mask."""
+    return ("tiles", "order") if ordered else ("tiles",)
+
+
 def build_place(tile, fours):
     """``place(e)``: bytes from a tile's sums to those of this thread's registers e to e + 3, of
     which neighbours are 16 bytes apart with `fours`, else each register's are on their own.
@@ -55,13 +60,13 @@ def build_place(tile, fours):
     return place
 
 
-def build(kind, shape, ordered, tile):
+def build(kind, shape, ordered, options, tile):
     """Functions of a block of keys:
 
     ``add(ds, k, dq_sum, flags, to)``: dQ = dQ + dS K of a row block, its `Sum`, from tiles of dS^T
     and K in shared memory; if `ordered` when all blocks of keys before have added to it.
     ``release(flags, to)``: say that this block has, after everybody has.
-    ``sum_of(item, walk)``: the `Sum` of a tile.
+    ``sum_of(item, walk, following, extras)``: the `Sum` of a tile, which another one follows.
 
     dq_sum : float32 (b0, b1, heads, row blocks, BLOCK_M * D).
     flags : one for SHARE row blocks, since to wait, and to wait until all has arrived in memory,
@@ -72,7 +77,7 @@ def build(kind, shape, ordered, tile):
     PARTS, ROWS = tile.dq_parts, BLOCK_M // WARPS_M
     COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
-    ORDERED, FOURS, SHARE = ordered, shape.fours, tile.share
+    ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
     product = products.build_tn(kind, ROWS // 16, COLUMNS, BLOCK_N, pitch(BLOCK_M), pitch(D))
     place = build_place(tile, FOURS)
 
@@ -82,7 +87,27 @@ def build(kind, shape, ordered, tile):
         return i32(item.row0 // BLOCK_N - max(at * BLOCK_M - item.high, 0) // BLOCK_N)
 
     @inline
-    def sum_of(item, walk):
+    def sum_under_mask(item, walk, following, extras):
+        """The same, of what the mask's lists say."""
+        at, shared, order = walk.at, i32(walk.at // SHARE), i32(0)
+        if ORDERED:
+            block = index(item.row0 // BLOCK_N)
+            order = extras.order[
+                index(item.b0), index(item.b1), index(walk.head), block, index(shared)
+            ]
+        return Sum(
+            number=i32(walk.base + at),
+            first=tile_lists.is_first(order, at % SHARE),
+            flag=i32(walk.base + shared * SHARE),
+            before=tile_lists.count_before(order),
+            begins=walk.begins,
+            ends=following.begins or following.left < 0,
+        )
+
+    @inline
+    def sum_of(item, walk, following, extras):
+        if MASKED:
+            return sum_under_mask(item, walk, following, extras)
         at, last = walk.at, item.first + item.count - 1
         shared = i32(at // SHARE)
         return Sum(
@@ -133,7 +158,7 @@ def build(kind, shape, ordered, tile):
     return add, release, sum_of
 
 
-def build_postprocess(dtype, shape, options, tile):
+def build_postprocess(dtype, shape, ordered, options, tile):
     """Kernel ``postprocess_sm80(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, out of
     the order of fragments, rounded.
 
@@ -150,6 +175,7 @@ def build_postprocess(dtype, shape, options, tile):
         4 * BLOCK_M * D,
     )
     FACTORS, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
+    IN_ORDER, SHARE = ordered and options.mask, tile.share
     WARP_ROWS = BLOCK_M // tile.warps
     put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16", shape.turing)
     store = build_store(WARP_ROWS, shape.head_dim, shape.wide, None, D)
@@ -167,6 +193,11 @@ def build_postprocess(dtype, shape, options, tile):
         start, stop = mask.kv_range(
             row0, min(row0 + BLOCK_M, queries), rows.keys, low + rows.shift, high + rows.shift
         )
+        some = start < stop and row0 < queries
+        if IN_ORDER:
+            of_head, at = extras.order[rows.b0, rows.b1, rows.head], i32(row0 // BLOCK_M)
+            after_all = of_head[index(of_head.shape[0] - 1), index(at // SHARE)]
+            some = some and not tile_lists.is_first(after_all, at % SHARE)
         sums = u64(ptx.global_address(dq_sum) + u64(number * DQ_BYTES))
         for r in range(FACTORS):
             factor[r] = f32(NAN) if rows.invalid else scale
@@ -174,7 +205,7 @@ def build_postprocess(dtype, shape, options, tile):
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         for part in range(PARTS):
             zero(acc)
-            if start < stop and row0 < queries:
+            if some:
                 for e in range(0, COUNT, 4):
                     at = u64(sums + place(i32(part * COUNT + e)))
                     if FOURS:
@@ -194,5 +225,7 @@ def build_postprocess(dtype, shape, options, tile):
         store(u32(smem + u32(first * PITCH)), dq_head, i32(row0 + first), last)
 
     numbers = i64, i64, i64, f32
-    signature = types.void(array(f32, 5), array(types.uint16, 5), extras_type(options), *numbers)
+    signature = types.void(
+        array(f32, 5), array(types.uint16, 5), extras_type(options, lists_of(ordered)), *numbers
+    )
     return postprocess_sm80, signature, {"launch_bounds": (tile.threads, 1)}

@@ -1,0 +1,131 @@
+"""The optional arrays of a call with lists of the mask's tiles, from the host: see
+`numba_flash.cuda.tile_lists`. Numba is not imported here.
+"""
+
+import math
+from typing import NamedTuple
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras, extras_class, in_vectors
+from numba_flash.cuda.launch import Launch
+
+THREADS, ORDER_THREADS = 1024, 128
+WORD = 32  # tiles
+WIDTHS = (16, 4, 1)  # bytes of the mask that may be read at once
+
+
+class Tiles(NamedTuple):
+    """What a kernel wants to know of a mask's tiles.
+
+    Attributes
+    ----------
+    block_m, block_n : int
+        Queries and keys of a tile.
+    transposed : bool
+        A list of tiles of queries for each block of keys.
+    share : int
+        Blocks of queries of a group, whose order is wanted too; 0 if it is not.
+    bits : bool
+        Bits instead of lists.
+    """
+
+    block_m: int
+    block_n: int
+    transposed: bool = False
+    share: int = 0
+    bits: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what the kernel gets."""
+        return ("bits",) if self.bits else ("tiles", "order") if self.share else ("tiles",)
+
+
+class Extras:
+    """The optional arrays of kernels that go through lists; as they are where there is no mask.
+
+    Parameters
+    ----------
+    problem, gpu
+        What it is prepared for.
+    inputs : named tuple of Layout
+        Of the call.
+    tiles : Tiles
+        What is listed.
+
+    Attributes
+    ----------
+    layouts : tuple
+        As `numba_flash.cuda.launch.Launch` wants them.
+    launches : tuple of Launch
+        What makes the lists.
+    """
+
+    def __init__(self, problem, gpu, inputs, tiles: Tiles):
+        p, t = problem, tiles
+        self.layouts, self.launches = grid.extras_layouts(p, inputs), ()
+        self._extras_of = build_extras(p.options)
+        self._class, self._names = extras_class(p.options, t.names), t.names
+        if not p.options.mask:
+            return
+        rows, columns = -(-p.nq // t.block_m), -(-p.nk // t.block_n)
+        blocks, across = (columns, rows) if t.transposed else (rows, columns)
+        own, all_heads = _own_axes(p, inputs.mask), (*p.batch, p.hq)
+        words = 2 * -(-across // WORD) if t.share or t.bits else 0
+        self._made = {
+            "tiles": Layout.compact((*own, blocks, 1 + across), "int32"),
+            "bits": Layout.compact((*own, blocks, words), "uint32"),
+        }
+        make = Launch(
+            "tile_lists.build",
+            (
+                *(p.options.structure, t.block_m, t.block_n),
+                *(next(w for w in WIDTHS if w == 1 or in_vectors(p, inputs.mask, w)), t.transposed),
+            ),
+            gpu,
+            grid=math.prod(own) * blocks,
+            threads=THREADS,
+            operands=((self._made["tiles"], 5), (self._made["bits"], 5)),
+            extras=self.layouts,
+            numbers=(p.nq, p.nk, p.low, p.high),
+        )
+        self.launches = (make,)
+        if t.share:
+            groups = -(-rows // t.share)
+            self._made["order"] = Layout.compact((*own, blocks + 1, groups), "int32")
+            count = Launch(
+                "tile_lists.build_order",
+                (t.share, ORDER_THREADS),
+                gpu,
+                grid=-(-math.prod(own) * groups // ORDER_THREADS),
+                threads=ORDER_THREADS,
+                operands=((self._made["bits"], 5), (self._made["order"], 5)),
+            )
+            self.launches = (make, count)
+        wanted = (self._made[name] for name in t.names)
+        self.layouts += tuple((x, (*all_heads, *x.shape[3:])) for x in wanted)
+
+    def of(self, inputs):
+        """The arrays of a call; its lists are made."""
+        extras = self._extras_of(inputs)
+        if not self.launches:
+            return extras
+        made = {
+            name: arrays.compact(f"the mask's {name}", inputs.q, x.shape, x.dtype)
+            for name, x in self._made.items()
+        }
+        make, *count = self.launches
+        make(made["tiles"], made["bits"], extras=extras)
+        for launch in count:
+            launch(made["bits"], made["order"])
+        return self._class(*extras, *[made[name] for name in self._names])
+
+
+def _own_axes(p, mask) -> tuple[int, int, int]:
+    """Batch and heads of lists: 1 where they are the same for all, as far as the host knows."""
+    varies = [n if stride else 1 for n, stride in zip(mask.shape, mask.strides, strict=True)]
+    b0, b1, heads, *_ = [1] * (5 - len(varies)) + varies
+    ragged = p.options.q_lengths or p.options.kv_lengths
+    return (*(p.batch if ragged else (b0, b1)), heads)
