@@ -37,9 +37,13 @@ class Linked(NamedTuple):
 
 
 @cache
+def _code(builder: str, config: tuple, generation: tuple[int, int]) -> str | bytes:
+    return compile.intermediate(builder, config, generation)
+
+
 def code(kernel: Kernel) -> str | bytes:
     """PTX; LTO-IR of a kernel that takes tensor maps."""
-    return compile.intermediate(*kernel)
+    return _code(*kernel[:2], compile.generation(kernel.capability))
 
 
 @cache

@@ -21,6 +21,7 @@ from numba_flash.fingerprint import source_fingerprint
 # What is changed in Numba while a kernel is compiled is put back before the next.
 _one_at_a_time = threading.RLock()
 TENSOR_MAP_BYTES = 128
+GENERATIONS = ((9, 0), (8, 0), (7, 5))
 TOOLS = (
     *("numba", "llvmlite", "numba-cuda", "cuda-core"),
     # wheels of the compiler and the linker: CUDA 13's, and CUDA 12's
@@ -123,6 +124,16 @@ def _store(name: str, data: bytes) -> None:
         disk.store(directory / name, data)
 
 
+def generation(capability: tuple[int, int]) -> tuple[int, int]:
+    """The compute capability that PTX is made for, which the linker takes to this one or a later
+    one.
+
+    For those from 10.0 on, libNVVM 13.2 leaves many loops as they are, so that registers with an
+    index lie in memory; what it makes for 9.0 does not.
+    """
+    return next((each for each in GENERATIONS if capability >= each), capability)
+
+
 def architecture(capability: tuple[int, int]) -> str:
     """Assembler target; from Hopper on the one with the architecture's own instructions."""
     major, minor = capability
@@ -163,9 +174,10 @@ def intermediate(
     )(*config)
     maps = options.pop("tensor_maps", ())
     by_value = _tensor_maps_by_value(maps) if maps else nullcontext()
-    options |= {"cc": (*capability, "a") if maps else capability}
+    target = capability if maps else generation(capability)
+    options |= {"cc": (*target, "a") if maps else target}
     options |= {"output": "ltoir" if maps and not ptx else "ptx"}
-    with _one_at_a_time, _target(capability), by_value:
+    with _one_at_a_time, _target(target), by_value:
         code, _ = cuda.compile(function, signature, device=False, abi="numba", **options)
     if options["output"] == "ltoir":
         return code
