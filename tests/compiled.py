@@ -1,8 +1,12 @@
 """Kernels on their way to machine code, each once per process: what the compiler makes, PTX, the code, and that in words."""
 
+import hashlib
+import importlib
+import pickle
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -37,13 +41,27 @@ class Linked(NamedTuple):
 
 
 @cache
-def _code(builder: str, config: tuple, generation: tuple[int, int]) -> str | bytes:
-    return compile.intermediate(builder, config, generation)
+def _code(builder: str, config: tuple, generation: tuple[int, int], ptx: bool) -> str | bytes:
+    """What `compile.intermediate` returns, from the cache of kernels if this version of Python has made it."""
+    module, function = builder.rsplit(".", 1)
+    build = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)
+    own = Path(build.__code__.co_filename).read_bytes()  # also of a kernel of the tests
+    key = (compile.cache_key(builder, config, generation), ptx, own, sys.version_info[:2])
+    name = f"{hashlib.sha256(repr(key).encode()).hexdigest()}.intermediate"
+    if (found := compile._load(name)) is None:
+        found = pickle.dumps(compile.intermediate(builder, config, generation, ptx))
+        compile._store(name, found)
+    return pickle.loads(found)
+
+
+def text(builder: str, config: tuple, capability: tuple[int, int]) -> str:
+    """PTX of any kernel, as the compiler makes it."""
+    return _code(builder, config, compile.generation(capability), True)
 
 
 def code(kernel: Kernel) -> str | bytes:
     """PTX; LTO-IR of a kernel that takes tensor maps."""
-    return _code(*kernel[:2], compile.generation(kernel.capability))
+    return _code(*kernel[:2], compile.generation(kernel.capability), False)
 
 
 @cache

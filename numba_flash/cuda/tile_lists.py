@@ -209,19 +209,28 @@ def look(bits, tile):
 
 
 @inline
-def list_of(tiles, b0, b1, head, block):
-    """The address of a list."""
-    return ptx.global_address(tiles[b0, b1, head, block])
-
-
-@inline
 def length(address):
     """Of a list."""
     return i32(ptx.fetch_word(address))
 
 
-@inline
-def listed(address, number):
-    """The `Listed` of that number."""
-    word = ptx.fetch_word(u64(address + u64(i64(number + 1) * 4)))
-    return Listed(i32(u32(word >> u32(1))), u32(word & u32(1)) != u32(0))
+def build_access(masked):
+    """``list_of(extras, b0, b1, head, block)``: the address of a list; ``listed(address, number)``:
+    the `Listed` of that number in it. Unless `masked` all tiles are listed, none of them as whole.
+    """
+    MASKED = masked
+
+    @inline
+    def list_of(extras, b0, b1, head, block):
+        if MASKED:
+            return ptx.global_address(extras.tiles[b0, b1, head, block])
+        return u64(0)
+
+    @inline
+    def listed(address, number):
+        if MASKED:
+            word = ptx.fetch_word(u64(address + u64(i64(number + 1) * 4)))
+            return Listed(i32(u32(word >> u32(1))), u32(word & u32(1)) != u32(0))
+        return Listed(number, False)
+
+    return list_of, listed

@@ -36,13 +36,13 @@ LAYERS = (
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
     "cuda.launch cuda.compile cuda.grid cuda.tensor_maps",
     " ".join([*TIERS, "cuda.delta", "cuda.preprocess", "cuda.combine", "cuda.sum_shares"]),  # kernels, and what only they have
-    "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.arguments",
+    "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists cuda.arguments",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng",
     "arrays checks mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
-CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.tiles|\w+\.prepare_\w+)")
+CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.tiles|(\w+\.)?prepare_\w+)")
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
 every_module = pytest.mark.parametrize("module", MODULES)

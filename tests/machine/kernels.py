@@ -6,7 +6,7 @@ from functools import cache
 from unittest import mock
 
 import numpy as np
-from compiled import SHARED_LIMIT
+from compiled import SHARED_LIMIT, text
 from copies import TensorMap
 from machine import Machine
 from memory import Fault
@@ -16,7 +16,7 @@ from support import Backend, random_inputs
 import numba_flash
 from numba_flash import arrays, call, reference
 from numba_flash.arrays import Layout
-from numba_flash.cuda import compile, launch
+from numba_flash.cuda import launch
 from numba_flash.plan import BACKENDS, tier
 from numba_flash.problem import BackwardResults, ForwardResults
 
@@ -28,7 +28,7 @@ def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     """The text of a kernel."""
     gc.disable()  # the compiler makes objects by the million, hardly one of them garbage: that would take a quarter of its time
     try:
-        return compile.intermediate(builder, config, capability, ptx=True)
+        return text(builder, config, capability)
     finally:
         gc.enable()
 

@@ -7,6 +7,7 @@ LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "c
 PRODUCTS, P_AND_DS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/softmax_backward.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
+LISTS = "cuda/tile_lists.py"
 
 MUTANTS_SM80 = (
     # ---- who may touch which shared memory when
@@ -25,7 +26,6 @@ MUTANTS_SM80 = (
         "mma",
     ),
     Mutant("the next keys in the slot of these", FORWARD, "load_keys(smem, slot ^ u32(1),", "load_keys(smem, slot,", "mma"),
-    Mutant("always the same slot", FORWARD, "slot = slot ^ u32(1)", "slot = slot", "mma"),
     Mutant("K overwritten in the only slot", FORWARD, "            cuda.syncthreads()  # V is there; K has been read\n", "", "mma, D128"),
     Mutant("rows of O before they are there", FORWARD, "            cuda.syncwarp()  # all of the warp's rows are there\n", "", "mma"),
     # ---- tiles and their products
@@ -49,7 +49,6 @@ MUTANTS_SM80 = (
     Mutant("the same eight columns twice", MMA, "a[step * 4 // steps :][: 4 // steps]", "a[: 4 // steps]", "mma, Turing"),
     # ---- softmax and the mask
     Mutant("a sum with another shift", SOFTMAX, "                l_i[r] *= alpha\n", "", "mma, steep"),
-    Mutant("O with another shift", SOFTMAX, "                    acc[e + 1] *= alpha\n", "", "mma, steep"),
     Mutant(
         "rows of another lane",
         FORWARD,
@@ -73,11 +72,43 @@ MUTANTS_SM80 = (
         "i32(x.key + key_of(n))\n        there = u32(1) if",
         "mma, bias",
     ),
-    Mutant("the mask of another key", MODIFY, "u32(0xFF << (x % 4 * 8))", "u32(0xFF << (x % 2 * 8))", "mma, everything"),
+    Mutant("the mask of another key", MODIFY, "u32(0xFF << (x % 4 * 8))", "u32(0xFF << (x % 2 * 8))", "mma, mask and dropout"),
     Mutant("a key more under a bias", MODIFY, "j >= stop\n", "j > stop\n", "mma, bias"),
-    Mutant("random words of other keys", MODIFY, "u32(j) >> u32(2)", "u32(j)", "mma, everything"),
-    Mutant("weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, everything"),
-    Mutant("half of a counter's words", MODIFY, "(w.key & 2) != 0", "(w.key & 4) != 0", "mma, gradients, everything"),
+    Mutant("random words of other keys", MODIFY, "u32(j) >> u32(2)", "u32(j)", "mma, mask and dropout"),
+    Mutant(
+        "weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, mask and dropout"
+    ),
+    Mutant("half of a counter's words", MODIFY, "(w.key & 2) != 0", "(w.key & 4) != 0", "mma, gradients, dropout"),
+    # ---- tiles of a mask
+    Mutant("a tile that only the band leaves alone", LISTS, "if every and clear else", "if clear else", "mma, tiles of a mask"),
+    Mutant(
+        "the tile after the next",
+        FORWARD,
+        "listed(seen, i32(first + count - 1))\n                next0",
+        "listed(seen, i32(first + count - 2))\n                next0",
+        "mma, tiles of a mask",
+    ),
+    Mutant(
+        "a turn that another tile of the group ends",
+        SUM,
+        "ends=following.begins or following.left < 0",
+        "ends=following.begins",
+        "mma, gradients, tiles of a mask",
+    ),
+    Mutant(
+        "blocks that see nothing are waited for",
+        LISTS,
+        "i32(count + 1) if seen != u32(0) else count",
+        "i32(count + 1)",
+        "mma, gradients, tiles of a mask",
+    ),
+    Mutant(
+        "the first block of a group replaces all sums",
+        SUM,
+        "first=tile_lists.is_first(order, at % SHARE)",
+        "first=tile_lists.is_first(order, 0)",
+        "mma, gradients, tiles of a mask",
+    ),
     # ---- backward
     Mutant(
         "no barrier between tiles of queries",
@@ -111,7 +142,9 @@ MUTANTS_SM80 = (
     ),
     Mutant("a turn that is not awaited", SUM, "begins=at == last or", "begins=at == last and", "mma, gradients, long"),
     Mutant("a sum that replaces the one before", SUM, "if ORDERED and to.first:", "if ORDERED:", "mma, gradients"),
-    Mutant("sums that nobody has written", SUM, "if start < stop and row0 < queries:", "if row0 < queries:", "mma, gradients, causal"),
+    Mutant(
+        "sums that nobody has written", SUM, "some = row0 < queries and start < stop", "some = row0 < queries", "mma, gradients, causal"
+    ),
     Mutant(
         "the same columns of K for all parts of dQ",
         SUM,
@@ -138,8 +171,8 @@ MUTANTS_SM80 = (
     Mutant(
         "no barrier between tiles of the gradient",
         DBIAS,
-        "cuda.syncthreads()  # this tile is there; the one before",
-        "pass",
+        "cuda.syncthreads()  # this tile is there; the one before has been read\n",
+        "pass\n",
         "mma, bias gradient",
     ),
     Mutant(

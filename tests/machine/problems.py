@@ -131,10 +131,11 @@ PROBLEMS = {
 RNG = np.random.default_rng(7)
 NQ, NK = 70, 90
 bias_of = lambda *shape: {"bias": RNG.standard_normal(shape).astype(np.float16)}
-EVERYTHING = bias_of(NQ, NK) | {
-    **{"mask": RNG.random((NQ, NK)) < 0.7, "softcap": 2.0, "dropout": 0.3, "rng": (7, 11)},
-    **{"score_mod": lambda score, b, h, i, j: 0.5 * score + 0.01 * (i - j), "score_mod_grad": lambda score, b, h, i, j: 0.5},
-}
+DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
+MASKED = {"mask": RNG.random((NQ, NK)) < 0.7}
+TILES = {"mask": RNG.random((300, 300)) < 0.9}
+TILES["mask"][:256, :128] = TILES["mask"][:64, 128:256] = False
+TILES["mask"][128:256, 128:256] = True
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 PROBLEMS |= {
@@ -148,8 +149,9 @@ PROBLEMS |= {
     "mma, causal lengths": mma(options=LENGTHS | {"causal": True}),
     "mma, lengths": mma(options=LENGTHS),
     "mma, parts": mma(nq=3, nk=700, multiprocessors=8),
-    "mma, bias": mma(nk=96, options=bias_of(NQ, 96)),
-    "mma, everything": mma(nk=NK, options=EVERYTHING),
+    "mma, bias": mma(nk=88, options=bias_of(NQ, 88)),
+    "mma, mask and dropout": mma(nk=NK, options=MASKED | DROPOUT),
+    "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, Turing": mma_gradients(d=136, nq=40, nk=40, capability=(7, 5)),
@@ -158,7 +160,8 @@ PROBLEMS |= {
     "mma, gradients, causal": mma_gradients(nq=200, nk=70, options={"causal": True}),
     "mma, gradients, little memory": mma_gradients(nk=100, capability=(8, 6)),
     "mma, gradients, D128": mma_gradients(d=128, nq=70, nk=100),
-    "mma, gradients, everything": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=EVERYTHING),
+    "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
+    "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
 }
 
 

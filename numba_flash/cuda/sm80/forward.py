@@ -19,7 +19,7 @@ from numba_flash.cuda import fragment, ptx, softmax, tile_lists
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.fragment import place_of_key
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.schedule import build_query_block
@@ -57,10 +57,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     ALL_SCORES, ALL_PAIRS, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * SCORES // 2, M_TILES * OUTPUTS
     Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
     BFLOAT16, NEG_INF, NAN, LN2 = dtype == "bfloat16", -math.inf, math.nan, math.log(2.0)
-    WRITE_LSE, PARTS, BANDED = write_lse, parts, band != "none"
+    WRITE_LSE, PARTS, BANDED, MASKED = write_lse, parts, band != "none", options.mask
     SEQUENCES, PACKED, ASYNCHRONOUS = options.sequences, options.packed, shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
-    MASKED = options.mask
     query_block_of = build_query_block(options, BANDED, BLOCK_M, 2 * (D + DV))
     runs = fragment.runs_of_queries(M_TILES, BLOCK_N)
     HELD = max(1, held(options, runs).words)
@@ -75,13 +74,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     )
     values = products.build_nn(kind, M_TILES, DV, BLOCK_N, PITCH_V)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
-    zero, _ = softmax.build_zero(ALL_OUTPUTS)
+    (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     pack, _ = fragment.build_pack(ALL_PAIRS, BFLOAT16, shape.turing)
-    reset = softmax.build_reset(M_TILES)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES)
     exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES)
     fetch = build_fetch(options, runs, shape.vectors)
     modify, drop = build_modify(dtype, options, runs), build_drop(options, runs)
+    list_of, listed = tile_lists.build_access(options.mask)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     put = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_floats = build_store_floats(M_TILES, shape.head_dim_v)
@@ -182,13 +181,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 rows = nq
                 o_head = o_head[sequence.q0 : sequence.q0 + nq]
                 lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
-        seen, whole, next_whole = u64(0), False, False
-        if MASKED:
-            seen = tile_lists.list_of(extras.tiles, b0, b1, h, block)
+        seen = list_of(extras, b0, b1, h, block)
         first, count = tiles_of(row0, nq, nk, low, high, part, parts, seen)
-        last = i32(first + count - 1)
-        if MASKED:
-            last, whole = tile_lists.listed(seen, last)
+        last, whole = listed(seen, i32(first + count - 1))
+        next_whole = whole
 
         q_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_K))
         warp0 = i32(row0 + warp * WARP_ROWS)
@@ -222,8 +218,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
             count, next0 = i32(count - 1), i32(col0 - BLOCK_N)
             if MASKED:
-                at_next, next_whole = tile_lists.listed(seen, i32(first + count - 1))
-                next0 = i32(at_next * BLOCK_N)
+                following, next_whole = listed(seen, i32(first + count - 1))
+                next0 = i32(following * BLOCK_N)
             keys = i32(nk) if count > 0 else i32(-BLOCK_N)  # none before the first tile
             if STAGES == 1:
                 load_values(smem, slot, v_head, col0, nk)
@@ -240,8 +236,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 region = Region(row0, col0, nq, nk, low, high)
                 modify(s, s, bias_mask, row, column, region, at, whole, parameters)
                 region = Region(row0, next0, nq, keys, low, high)
-                following = i32(next0 + fragment.first_key())
-                fetch(bias_mask, row, following, region, at, next_whole, extras)  # the next tile's
+                key = i32(next0 + fragment.first_key())
+                fetch(bias_mask, row, key, region, at, next_whole, extras)  # of the next tile
             else:
                 hide(s, row, col0, clear, unclear, nk, low, high)
             # (2) m_i, O = alpha O

@@ -54,6 +54,7 @@ def build(shape, ordered, options, tile, place):
     SHARE = tile.share
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
+    list_of, in_list = tile_lists.build_access(MASKED)
     load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous, D)
     load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place, shape.asynchronous, DV)
     load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous, D)
@@ -82,12 +83,12 @@ def build(shape, ordered, options, tile, place):
         has one. `group` is that of the last tile, among those of blocks that share a flag.
         """
         stop, block = i32((item.head + 1) * sizes.group), i32(item.row0 // BLOCK_N)
-        seen = tile_lists.list_of(extras.tiles, item.b0, item.b1, head, block)
+        seen = list_of(extras, item.b0, item.b1, head, block)
         while number < 0 and head + 1 < stop:
             head, base, group = i32(head + 1), i32(base + rows.shape[4] // BLOCK_M), i32(-1)
-            seen = tile_lists.list_of(extras.tiles, item.b0, item.b1, head, block)
+            seen = list_of(extras, item.b0, item.b1, head, block)
             number = i32(tile_lists.length(seen) - 1)
-        tile = tile_lists.listed(seen, max(number, i32(0)))
+        tile = in_list(seen, max(number, i32(0)))
         at = tile.at if number >= 0 else i32(0)
         return Walk(head, base, at, tile.whole, at // SHARE != group, number)
 
@@ -98,7 +99,7 @@ def build(shape, ordered, options, tile, place):
         base = first_block(item.b0, item.b1, head, item.columns_begin, rows.shape[1:])
         if MASKED:
             block = i32(item.row0 // BLOCK_N)
-            seen = tile_lists.list_of(extras.tiles, item.b0, item.b1, head, block)
+            seen = list_of(extras, item.b0, item.b1, head, block)
             last = i32(tile_lists.length(seen) - 1)
             return listed(head, base, i32(-1), last, item, rows, extras, sizes)
         return Walk(head, base, i32(item.first + item.count - 1), False, False, i32(0))

@@ -193,7 +193,7 @@ def build_postprocess(dtype, shape, ordered, options, tile):
         start, stop = mask.kv_range(
             row0, min(row0 + BLOCK_M, queries), rows.keys, low + rows.shift, high + rows.shift
         )
-        some = start < stop and row0 < queries
+        some = row0 < queries and start < stop
         if IN_ORDER:
             of_head, at = extras.order[rows.b0, rows.b1, rows.head], i32(row0 // BLOCK_M)
             after_all = of_head[index(of_head.shape[0] - 1), index(at // SHARE)]

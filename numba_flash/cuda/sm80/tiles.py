@@ -227,11 +227,11 @@ def forward_tile(problem, hardware: Hardware) -> Tile:
 BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2, 4)),
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
-    Row(64, 64 * KB, BackwardTile(4, 2, 32, 16, (2, 2), 1, 1, 4)),
+    Row(64, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4)),
     Row(128, 227 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 2, 1, 4, 2)),
     Row(128, 163 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 1, 1, 4, 2)),
     Row(128, 99 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4, 2)),
-    Row(128, 64 * KB, BackwardTile(4, 1, 32, 16, (2, 2), 1, 1, 4)),
+    Row(128, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4, 2)),
     Row(256, 227 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 2, 1, 2, 4)),
     Row(256, 163 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 1, 1, 2, 4)),
     Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
@@ -243,10 +243,10 @@ BACKWARD_TILES = (
 MODIFIED_BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 2, 2, 4)),
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 1, 2, 4)),
-    Row(64, 64 * KB, BackwardTile(4, 2, 32, 16, (2, 2), 1, 1, 4)),
+    Row(64, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4)),
     Row(128, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, 4)),
     Row(128, 163 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4)),
-    Row(128, 64 * KB, BackwardTile(4, 1, 32, 16, (2, 2), 1, 1, 4)),
+    Row(128, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4, 2)),
     *BACKWARD_TILES[7:],
 )
 

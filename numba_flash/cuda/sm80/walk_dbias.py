@@ -85,8 +85,8 @@ def build_places(options, banded, summed, block_m, block_n):
 
     @inline
     def find(step, space, extras):
-        number, walk, invalid, whole = step
-        hidden = HIDES
+        number, walk, hidden = step.number, step.walk, HIDES
+        invalid, whole = step.invalid, step.whole
         while number < space.stop and hidden:
             place = place_of(walk, space, extras)
             r = place.region

@@ -17,10 +17,22 @@ from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
 
 from numba_flash.cuda import compile
 
-# Bytes of registers that may go to memory.
-SPILLS = {"sm80 forward 128": 140}  # 1 % faster than 32 keys at a time without any
+# Bytes of registers that may go to memory, of kernels whose names begin like this or, after "*", hold it.
+SPILLS = {
+    "*everything": 300,  # softcap, score_mod, bias, mask and dropout in one call
+    "sm80 forward 128": 140,  # 1 % faster than 32 keys at a time without any
+    "sm80 forward, any strides": 140,  # the same tile
+    "sm80 forward in parts": 140,
+    "sm80 forward 256 for 7.5": 80,  # no smaller tile is left
+}
 MAIN = [name for name, kernel in KERNELS.items() if re.fullmatch(r"sm80\.(forward|backward\w*)\.build", kernel.builder)]
 REGISTERS = 65536  # of a multiprocessor
+
+
+def may_spill(name: str) -> int:
+    """How many bytes of registers of a kernel may go to memory."""
+    return max((n for part, n in SPILLS.items() if name.startswith(part) or (part[0] == "*" and part[1:] in name)), default=0)
+
 
 # A generation that lacks most, and one that does not.
 QUICK = ("sm80 forward 64 for 7.5", "sm80 forward 128")
@@ -53,7 +65,7 @@ def test_resources(name):
     assert ".local" not in compiled.ptx(kernel)
     used = compile._resources(compiled.linked(kernel).log)
     print(used)
-    assert used["stack_bytes"] <= used["spill_bytes"] <= SPILLS.get(name, 0)
+    assert used["stack_bytes"] <= used["spill_bytes"] <= may_spill(name)
     assert used["warnings"] == 0
     tile = launch.config[-1]
     blocks = getattr(tile, "min_blocks", 1)
@@ -77,5 +89,5 @@ def test_instructions(name):
     if disassembler() is not None:
         machine = {each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))}
         assert {"HMMA", "LDSM"} <= machine
-        assert name in SPILLS or not machine & {"STL", "LDL"}
+        assert may_spill(name) or not machine & {"STL", "LDL"}
         assert ("LDGSTS" in machine) == tiles

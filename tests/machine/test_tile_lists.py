@@ -1,0 +1,144 @@
+"""Lists of the tiles of a mask, which the machine makes, against their definition; and that what is hidden is not looked at."""
+
+import numpy as np
+import pytest
+from support import SIMULATED, named, random_inputs
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+
+from kernels import SM80, machine
+
+from numba_flash import reference
+from numba_flash.arrays import Layout
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.tile_lists import FIRST
+from numba_flash.problem import ForwardInputs, bind
+
+pytestmark = pytest.mark.machine
+
+RNG = np.random.default_rng(11)
+BATCH, HEADS = 2, 3
+
+
+def drawn(*shape) -> np.ndarray:
+    """A mask of stretches of 16 queries and 16 keys, most of which are all hidden or all visible."""
+    *lead, nq, nk = shape
+    kinds = RNG.choice([0, 0, 1, 2], (*lead, -(-nq // 48), -(-nk // 48)))
+    kinds = kinds.repeat(48, -2).repeat(48, -1)[..., :nq, :nk]
+    return (kinds == 2) | (kinds == 1) & (RNG.random(shape) < 0.1)
+
+
+def made(tiles: Tiles, mask, nq: int, nk: int, **options):
+    """What kernels get of a mask."""
+    q, k = np.empty((BATCH, HEADS, nq, 8), np.float16), np.empty((BATCH, HEADS, nk, 8), np.float16)
+    problem = bind(q, k, k, mask=mask, **options)
+    lengths = {name: x for name, x in options.items() if name.endswith("lengths")}
+    inputs = ForwardInputs(q, k, k, mask=mask, **lengths)
+    extras = Extras(problem, Gpu(0, (9, 0), 2), ForwardInputs(*map(Layout.of, inputs)), tiles)
+    with machine():
+        found = extras.of(inputs)
+    of_all_heads = lambda x: np.broadcast_to(x, (*problem.batch, HEADS, *x.shape[3:])).reshape(BATCH, HEADS, *x.shape[3:])
+    return {name: of_all_heads(getattr(found, name)) for name in tiles.names}
+
+
+def visible(mask, nq: int, nk: int, q_lengths=(), kv_lengths=(), **options) -> np.ndarray:
+    """Which scores the oracle sees."""
+    zeros = np.zeros((BATCH, HEADS, nq, nk))
+    q, k = np.empty((BATCH, HEADS, nq, 8), np.float16), np.empty((BATCH, HEADS, nk, 8), np.float16)
+    problem, eye = bind(q, k, k, mask=mask, **options), np.broadcast_to(np.eye(nk), (BATCH, HEADS, nk, nk))
+    seen = np.broadcast_to(reference._scores(problem, options | {"mask": mask}, zeros[None], eye[None])[2], (1, *zeros.shape))[0].copy()
+    for b, n in enumerate(q_lengths):
+        seen[b, :, n:] = False
+    for b, n in enumerate(kv_lengths):
+        seen[b, :, :, n:] = False
+    return seen
+
+
+def in_tiles(seen: np.ndarray, block_m: int, block_n: int, of) -> np.ndarray:
+    """`of` (np.any or np.all) each tile; beyond the ends nothing is visible."""
+    *_, nq, nk = seen.shape
+    padded = np.pad(seen, [(0, 0)] * 2 + [(0, -nq % block_m), (0, -nk % block_n)])
+    b, h, rows, cols = padded.shape
+    return of(padded.reshape(b, h, rows // block_m, block_m, cols // block_n, block_n), axis=(3, 5))
+
+
+CASES = {
+    "16 bytes at a time": (drawn(BATCH, HEADS, 150, 160), {}),
+    "4 bytes at a time, for all heads": (drawn(BATCH, 1, 150, 164), {}),
+    "byte by byte": (drawn(HEADS, 150, 77), {}),
+    "of any strides": (drawn(HEADS, 160, 150).swapaxes(-1, -2), {}),
+    "the same for all queries": (drawn(BATCH, 1, 1, 192), {}),
+    "many tiles": (drawn(70, 1300), {}),
+    "a band": (drawn(200, 160), {"window": (40, 30)}),
+    "lengths": (drawn(150, 160), {"q_lengths": np.array([150, 70]), "kv_lengths": np.array([96, 3])}),
+    "nothing": (np.zeros((100, 100), bool), {}),
+    "everything": (np.ones((100, 100), bool), {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", named(CASES, ("16 bytes at a time",)))
+def test_lists_and_their_order(name, transposed):
+    """What may be seen is listed, ascending; nothing that is not whole is said to be so, and what is whole without a band is said to be."""
+    mask, options = CASES[name]
+    nq, nk = max(mask.shape[-2], 60 if mask.shape[-2] == 1 else 0), mask.shape[-1]
+    block_m, block_n, share = 32, 32, 2
+    found = made(Tiles(block_m, block_n, transposed, share), mask, nq, nk, **options)
+    seen = visible(mask, nq, nk, **options)
+    some, every = (in_tiles(seen, block_m, block_n, of) for of in (np.any, np.all))
+    listed, whole = np.zeros_like(some), np.zeros_like(some)
+    for at in np.ndindex(found["tiles"].shape[:3]):
+        count, *entries = found["tiles"][at].tolist()
+        assert entries[:count] == sorted(set(entries[:count]))
+        for entry in entries[:count]:
+            place = (*at[:2], entry // 2, at[2]) if transposed else (*at, entry // 2)
+            listed[place], whole[place] = True, entry % 2
+    assert not (some & ~listed).any()
+    assert not (whole & ~every).any()
+    if "window" not in options:  # a tile of which the band hides what the mask leaves may be listed, too
+        np.testing.assert_array_equal(listed, some)
+    np.testing.assert_array_equal(whole, every)
+    if transposed:
+        groups = np.add.reduceat(listed, range(0, listed.shape[2], share), axis=2) > 0
+        before, none = (np.cumsum(np.pad(x, [(0, 0)] * 3 + [(1, 0)]), axis=3) for x in (groups, listed))
+        order = found["order"].swapaxes(2, 3)
+        np.testing.assert_array_equal(order & (1 << FIRST) - 1, before)
+        for row in range(listed.shape[2]):
+            np.testing.assert_array_equal(order[:, :, row // share] >> FIRST + row % share & 1, none[:, :, row] == 0)
+
+
+@pytest.mark.full
+def test_bits_say_the_same_as_lists():
+    mask = drawn(HEADS, 150, 1300)
+    found = made(Tiles(32, 32, bits=True), mask, 150, 1300)
+    words = found["bits"]
+    at = np.arange(-(-1300 // 32))
+    seen, whole = ((words[..., kind::2][..., at // 32] >> (at % 32).astype(np.uint32)) & 1 == 1 for kind in (0, 1))
+    shown = np.broadcast_to(mask, (BATCH, HEADS, 150, 1300))
+    np.testing.assert_array_equal(seen, in_tiles(shown, 32, 32, np.any))
+    np.testing.assert_array_equal(whole, in_tiles(shown, 32, 32, np.all))
+
+
+@pytest.mark.full
+def test_what_a_mask_hides_as_a_whole_is_not_looked_at():
+    """Keys of tiles that no query sees, and queries of tiles that see no key: NaN there would reach everything else in a product."""
+    nq, nk, d = 256, 384, 64
+    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=nq, nk=nk, d=d, dtype="float16")
+    mask = np.ones((nq, nk), bool)
+    mask[:, 128:256] = mask[128:] = False
+    o, lse = reference.forward(q, k, v, mask=mask)
+    for x, hidden in ((k, slice(128, 256)), (v, slice(128, 256)), (q, slice(128, None)), (do, slice(128, None))):
+        x[:, :, hidden] = np.nan
+    with machine(capability=(8, 0)):
+        found = SM80.forward(q, k, v, mask=mask, return_lse=True)
+        gradients = SM80.backward(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), mask=mask)
+    np.testing.assert_allclose(found[0].astype(np.float64), o, atol=2e-3)
+    np.testing.assert_array_equal(found[1][:, :, 128:], -np.inf)
+    dq, dk, dv = gradients
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert not dq[:, :, 128:].any()
+    assert not dk[:, :, 128:256].any()
+    assert not dv[:, :, 128:256].any()
