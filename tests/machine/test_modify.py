@@ -60,6 +60,15 @@ SHAPES = [
     *(Fragments(True, *each) for each in ((1, 16), (2, 32), (4, 16))),
 ]
 
+# How bias and mask are read: by runs, or, of two shapes, one element at a time.
+READ = [
+    pytest.param(fragments, vectors, kind, marks=() if fragments.m_tiles == 2 and vectors and kind is np.float16 else pytest.mark.full)
+    for fragments in SHAPES
+    for vectors in (True, False)
+    for kind in (np.float16, np.float32)
+    if vectors or fragments in SHAPES[1:3]
+]
+
 
 def build(options, fragments, vectors):
     """Kernel: one warp's raw products become scores, in a second array derivatives, in a third signs after dropout."""
@@ -69,7 +78,7 @@ def build(options, fragments, vectors):
     fetch, modify = build_fetch(options, runs, vectors), build_modify("float16", options, runs, True)
     drop = build_drop(options, runs, True)
 
-    def fragments_of_a_warp(s, slope, kept, extras, row0, col0, rows, cols, low, high, parameters):
+    def fragments_of_a_warp(s, slope, kept, extras, row0, col0, rows, cols, low, high, whole, parameters):
         registers, x = cuda.local.array(HELD, u32), cuda.local.array(COUNT, f32)
         slopes, p = cuda.local.array(COUNT, f32), cuda.local.array(COUNT, f32)
         lane = i32(cuda.threadIdx.x)
@@ -80,14 +89,14 @@ def build(options, fragments, vectors):
         for e in range(COUNT):
             x[e], p[e] = s[lane, e], f32(1)
         at, region = Head(0, 1, 1, 1, 2), Region(row0, col0, rows, cols, low, high)
-        fetch(registers, query, key, region, at, extras)
-        modify(x, slopes, registers, query, key, region, at, parameters)
+        fetch(registers, query, key, region, at, whole != 0, extras)
+        modify(x, slopes, registers, query, key, region, at, whole != 0, parameters)
         if DROPOUT:
             drop(p, query, key, at, parameters)
         for e in range(COUNT):
             s[lane, e], slope[lane, e], kept[lane, e] = x[e], slopes[e], p[e]
 
-    numbers = [types.int64] * 6
+    numbers = [types.int64] * 7
     signature = types.void(*[array(f32, 2)] * 3, extras_type(options), *numbers, parameters_type(options))
     return fragments_of_a_warp, signature, {"launch_bounds": (32, 1)}
 
@@ -97,7 +106,7 @@ MODULE.build = build
 sys.modules[MODULE.__name__] = MODULE
 
 
-def executed(fragments, raw, nq, nk, row0, col0, vectors=None, **options):
+def executed(fragments, raw, nq, nk, row0, col0, vectors=None, whole=False, **options):
     """Scores, derivatives and signs of a warp's elements, of head 1 of batch element 1."""
     q, k = np.empty((2, HEADS, nq, 8), np.float16), np.empty((2, HEADS, nk, 8), np.float16)
     problem = bind(q, k, k, **options)
@@ -113,7 +122,7 @@ def executed(fragments, raw, nq, nk, row0, col0, vectors=None, **options):
         threads=32,
         operands=tuple((Layout.of(x), 2) for x in results),
         extras=extras_layouts(problem, ForwardInputs(*map(Layout.of, inputs))),
-        numbers=(row0, col0, nq, nk, problem.low, problem.high, parameters_of(problem)),
+        numbers=(row0, col0, nq, nk, problem.low, problem.high, int(whole), parameters_of(problem)),
     )
     Executed(launch)(*results, extras=build_extras(problem.options)(inputs))
     return (*results, described)
@@ -135,13 +144,9 @@ def expected(fragments, raw, nq, nk, row0, col0, **options):
     return wanted
 
 
-@pytest.mark.parametrize("fragments", SHAPES, ids=str)
-@pytest.mark.parametrize("vectors", [True, False])
-@pytest.mark.parametrize("kind", [np.float16, np.float32])
+@pytest.mark.parametrize(("fragments", "vectors", "kind"), READ)
 def test_scores_under_all_options(fragments, vectors, kind):
     """Around the ends, a band and everything that hides, with the derivatives."""
-    if not vectors and fragments not in (SHAPES[1], SHAPES[2]):
-        pytest.skip("two shapes are enough")
     nq, nk = 50, 80
     bias = DRAWN.standard_normal((2, 1, nq, nk)).astype(kind)
     bias[DRAWN.random(bias.shape) < 0.1] = -np.inf
@@ -159,7 +164,17 @@ def test_scores_under_all_options(fragments, vectors, kind):
         np.testing.assert_allclose(slope, wanted_slope, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize("fragments", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [{}, {"bias": DRAWN.standard_normal((50, 80)).astype(np.float16)}], ids=["alone", "bias"])
+def test_of_a_whole_tile_no_mask_is_read(bias):
+    """It is said to be visible, and so it is, whatever the mask says."""
+    fragments, hidden = SHAPES[1], {"mask": np.zeros((HEADS, 50, 80), bool)}
+    raw = DRAWN.standard_normal((32, fragments.m_tiles * fragments.columns // 2)).astype(np.float32)
+    s, _, _, _ = executed(fragments, raw, 50, 80, 8, 16, whole=True, scale=1.0, **hidden, **bias)
+    wanted, _ = expected(fragments, raw, 50, 80, 8, 16, scale=1.0, **bias)
+    np.testing.assert_allclose(s, wanted, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("fragments", [pytest.param(x, marks=() if x.m_tiles == 2 else pytest.mark.full) for x in SHAPES], ids=str)
 def test_dropped_weights(fragments):
     """The contract's bits, which the CPU computes with numbers of 64 bits: head 1 of batch element 1 is the fourth."""
     raw = np.zeros((32, fragments.m_tiles * fragments.columns // 2), np.float32)
