@@ -1,7 +1,7 @@
 """Speed over the fastest kernel of PyTorch, in the situations that people are in: dtypes, options, shapes, and GPUs without `sm90`.
 
 Every contender of a situation is checked against float64 (the last head of all batch elements), then all take turns in random order. With
-dropout only numba_flash is checked, as everybody draws bits of his own. What other GPUs get is measured here, with `backend="simt"`.
+dropout only numba_flash is checked, as everybody draws bits of his own. What other GPUs get is measured here, with `backend="sm80"`.
 
     python asv_bench/studies/situations.py --json FILE
 """
@@ -85,11 +85,11 @@ def _same(what: str, dtype: str, batch: int, heads: int, length: int, head_dim: 
 
 HALF, SINGLE = ("cuDNN", "FlashAttention-2"), ("memory-efficient",)
 BIASED = ("cuDNN", "memory-efficient", "FlexAttention")
-OTHER = "16 bits on a GPU that is no Hopper (`simt`, timed on an H200)"
+OTHER = "16 bits on a GPU that is no Hopper (`sm80`, timed on an H200)"
 BIAS, TRIANGLE = "a bias with gradient, in 16 bits", "triangle attention, in 16 bits"
 ONE, PLAIN = "one query per head, in 16 bits, on Hopper", "plain or causal, in 16 bits, on Hopper"
 SITUATIONS = (  # what hurts most people first
-    _same(OTHER, "float16", 4, 16, 4096, 128, ("FlashAttention-2",), backend="simt"),
+    _same(OTHER, "float16", 4, 16, 4096, 128, ("FlashAttention-2",), backend="sm80"),
     _same(BIAS, "bfloat16", 4, 16, 2048, 64, BIASED, bias=True),
     _same(TRIANGLE, "bfloat16", 384, 4, 384, 32, BIASED, bias=True),
     _same("a mask array, in 16 bits", "float16", 4, 16, 4096, 64, ("cuDNN", "memory-efficient"), mask=True),
