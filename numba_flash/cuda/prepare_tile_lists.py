@@ -3,6 +3,7 @@
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from numba_flash import arrays
@@ -81,7 +82,7 @@ class Extras:
         make = Launch(
             "tile_lists.build",
             (
-                *(p.options.structure, t.block_m, t.block_n),
+                *(_of_arrays(p.options), t.block_m, t.block_n),
                 *(next(w for w in WIDTHS if w == 1 or in_vectors(p, inputs.mask, w)), t.transposed),
             ),
             gpu,
@@ -121,6 +122,11 @@ class Extras:
         for launch in count:
             launch(made["bits"], made["order"])
         return self._class(*extras, *[made[name] for name in self._names])
+
+
+def _of_arrays(options):
+    """What of the options says which arrays there are: one kernel serves all others."""
+    return replace(options.structure, softcap=0.0, score_mod=None, dropout=0.0)
 
 
 def _own_axes(p, mask) -> tuple[int, int, int]:

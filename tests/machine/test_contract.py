@@ -144,6 +144,7 @@ DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
 LONE = Shape(ONE, 75, 90)
 TILES = Shape((1, 4, 2), 200, 330)
 TILES = also(TILES, **tiles_of_a_mask(TILES))
+EMPTY = {"mask": np.ones((1, 1), bool)}
 EVERYTHING = SCORE_MOD | DROPOUT | bias(LONE, "float16") | mask(LONE) | {"softcap": 3.0}
 
 ampere = partial(Group, SM80, capability=AMPERE)
@@ -172,7 +173,8 @@ SINCE_TURING = {
     "float16 64 bias of float32 for all": ampere("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
     "float16 128 bias of keys": ampere("float16", 128, 128, (also(ODD, **bias(ODD, "float16", 1, 2)),)),
     "float16 64 mask": ampere("float16", 64, 64, (also(NEAR, **mask(NEAR)), also(ODD, **mask(ODD, 0)))),
-    "bfloat16 64 tiles of a mask": ampere("bfloat16", 64, 64, (TILES, TILES._replace(options=TILES.options | {"causal": True}))),
+    "bfloat16 64 tiles of a mask": ampere("bfloat16", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(ONE, 0, 5, EMPTY))),
+    "bfloat16 64 tiles of a mask, causal": ampere("bfloat16", 64, 64, (also(TILES, causal=True),)),
     "float16 128 tiles of a mask on Hopper": ampere("float16", 128, 128, (TILES,), capability=HOPPER),
     "bfloat16 40 mask of keys": ampere("bfloat16", 40, 40, (also(ODD, causal=True, **mask(ODD, 1, 2)),)),
     "float16 64 dropout": ampere("float16", 64, 64, (also(NEAR, **DROPOUT), also(ODD, **DROPOUT))),
@@ -257,12 +259,14 @@ every_tier = pytest.mark.parametrize("backend", [SM90, SM80], ids=lambda backend
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "d", "nk"), [(SM90, 128, 1200), (SM80, 64, 600)], ids=["sm90", "sm80"])
+@pytest.mark.parametrize(("backend", "d", "nk"), [(SM90, 128, 1200), (SM80, 64, 1056)], ids=["sm90", "sm80"])
 def test_parts_of_the_keys_are_combined(backend, d, nk):
-    """Few queries on a GPU with many multiprocessors: several blocks share the keys of one."""
-    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=3, nk=nk, d=d, dtype="float16")
-    for options in ({}, {"kv_lengths": np.array([nk * 3 // 4])}):
-        with machine(multiprocessors=8):
+    """Few queries on a GPU with many multiprocessors: several blocks share the keys of one, or the tiles that a mask leaves."""
+    arrays = random_inputs(batch=(1,), hq=1, hk=1, nq=3, nk=nk, d=d, dtype="float16")
+    some = RNG.random((3, nk)) < 0.02
+    masks = [{"mask": some}, {"mask": some | True}] if backend is SM80 else []
+    for options in ({}, {"kv_lengths": np.array([nk * 3 // 4])}, *masks):
+        with machine(multiprocessors=8, capability=AMPERE if backend is SM80 else HOPPER):
             results = forward(Group(backend, "float16", d, d, ()), arrays, **options)
         compare(results, *arrays, **options)
 

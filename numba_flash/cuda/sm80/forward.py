@@ -122,7 +122,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             count = i32(i32(u32(i32(stop + (BLOCK_N - 1))) // u32(BLOCK_N)) - first)
         if PARTS:
             share = (count + parts - 1) // parts
-            first, count = i32(first + part * share), i32(max(0, min(share, count - part * share)))
+            before = min(part * share, count)
+            first, count = i32(first + before), i32(min(share, count - before))
         return Tiles(first, count)
 
     @inline

@@ -88,7 +88,7 @@ def build(shape, ordered, options, tile, place):
             head, base, group = i32(head + 1), i32(base + rows.shape[4] // BLOCK_M), i32(-1)
             seen = list_of(extras, item.b0, item.b1, head, block)
             number = i32(tile_lists.length(seen) - 1)
-        tile = in_list(seen, max(number, i32(0)))
+        tile = in_list(seen, number)
         at = tile.at if number >= 0 else i32(0)
         return Walk(head, base, at, tile.whole, at // SHARE != group, number)
 
