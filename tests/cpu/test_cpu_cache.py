@@ -194,7 +194,7 @@ def wrong_results(folder, rounds: int, processes: int, functions: int) -> list:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize(
-    ("rounds", "processes", "functions"), [(1, 2, 3), pytest.param(20, 8, 8, marks=pytest.mark.full)], ids=["quick", "exhaustive"]
+    ("rounds", "processes", "functions"), [(1, 2, 3), pytest.param(10, 8, 8, marks=pytest.mark.full)], ids=["quick", "exhaustive"]
 )
 def test_processes_share_a_cold_cache(tmp_path, rounds, processes, functions):
     """Functions of one name, bytecode and signature, which differ in what they capture, compiled by several processes at once."""

@@ -4,7 +4,7 @@ from mutants import Mutant
 
 FORWARD, BACKWARD, SHARED = "cuda/sm80/forward.py", "cuda/sm80/backward.py", "cuda/sm80/backward_shared.py"
 LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
-PRODUCTS, P_AND_DS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/softmax_backward.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
+PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
 LISTS = "cuda/tile_lists.py"
@@ -59,7 +59,6 @@ MUTANTS_SM80 = (
     Mutant(
         "a tile that the end cuts", "mask.py", "min(nk, i0 + high + 1) - n + 1", "min(nk, i0 + high + 1) - n + 2", "mma, one key missing"
     ),
-    Mutant("the lse without its scale", FORWARD, "(m * scale_log2 + ptx.lg2(l))", "(m + ptx.lg2(l))", "mma"),
     Mutant(
         "lengths do not move the band", FORWARD, "i32(low + sequence.shift), i32(high + sequence.shift)", "low, high", "mma, causal lengths"
     ),
@@ -152,14 +151,6 @@ MUTANTS_SM80 = (
         "column * 2))\n            product",
         "mma, gradients, Turing",
     ),
-    Mutant(
-        "a dK without scale",
-        BACKWARD,
-        "factor[r] = f32(NAN) if invalid else scale",
-        "factor[r] = f32(NAN) if invalid else f32(1)",
-        "mma, gradients",
-    ),
-    Mutant("the sign of delta", P_AND_DS, "return w * (dp - delta) if", "return w * (dp + delta) if", "mma, gradients"),
     Mutant(
         "the head of the group before",
         LOAD_BACKWARD,

@@ -1,5 +1,5 @@
 """What the contract says, of every tensor-core kernel, without a GPU: the public functions against the oracle on the machine, with small
-sizes around tiles, each in several orders of warps and copies, which must give the same bits.
+sizes around tiles, some in two orders of warps and copies, which must give the same bits.
 
 A group's problems share their kernels, so that each is compiled once. What a tier refuses is left out, with its sentence as the reason.
 """
@@ -186,10 +186,14 @@ SINCE_TURING = {
     "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
 }
 
-ON_REGISTERS = {"softcap", "bias", "mask", "dropout", "score_mod"}  # what these do depends on no order
-
 GROUPS = {f"{tier} {name}": group for tier, groups in {"sm90": ON_HOPPER, "sm80": SINCE_TURING}.items() for name, group in groups.items()}
 QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run without --full
+# One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
+AGAIN = {
+    *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
+    *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
+    *(f"sm80 {name}" for name in ("float16 128, little memory", "bfloat16 64 tiles of a mask", "float16 128 bias of keys")),
+}
 
 
 def named(quick) -> list:
@@ -226,7 +230,7 @@ def backward(group: Group, arrays, **options) -> dict:
 
 
 def check(run, name: str, full: bool) -> None:
-    """What `run` returns for the problems of a group is right, and for the first, if it is plain, the same in another order."""
+    """What `run` returns for the problems of a group is right, and of some groups the first is the same in another order."""
     group = GROUPS[name]
     shapes = group.shapes if full else group.shapes[: QUICK[name]]
     for number, shape in enumerate(shapes):
@@ -235,7 +239,7 @@ def check(run, name: str, full: bool) -> None:
             with machine(seed=number, capability=group.capability):
                 results = run(group, arrays, **shape.options)
             compare(results, *arrays, **shape.options)
-            if number == 0 and not set(shape.options) & ON_REGISTERS:
+            if number == 0 and name in AGAIN:
                 with machine(seed=number + 100, multiprocessors=3, capability=group.capability):
                     again = run(group, arrays, **shape.options)
                 for key, x in results.items():
