@@ -84,6 +84,7 @@ LENGTHS = (
 also = lambda shape, **options: shape._replace(options=shape.options | options)
 CAUSAL_LENGTHS = (also(LENGTHS[0], causal=True),)
 SOFT = Shape(PAIR, 100, 150)
+NOTHING = (Shape(ONE, 5, 0), Shape(PAIR, 0, 5), Shape((0, 1, 1), 5, 5))
 
 hopper = partial(Group, SM90)
 ON_HOPPER = {
@@ -153,7 +154,7 @@ SINCE_TURING = {
     "bfloat16 64 causal": ampere("bfloat16", 64, 64, (Shape(PAIR, 70, 90, {"causal": True}), *BANDS[2:])),
     "float16 64 window on Hopper": ampere("float16", 64, 64, WINDOWS[:2], capability=HOPPER),
     "bfloat16 64 causal lengths on Hopper": ampere("bfloat16", 64, 64, CAUSAL_LENGTHS, capability=HOPPER),
-    "float16 64 of nothing": ampere("float16", 64, 64, (Shape(ONE, 5, 0), Shape(ONE, 0, 5), Shape((0, 1, 1), 5, 5))),
+    "float16 64 of nothing": ampere("float16", 64, 64, NOTHING),
     "float16 13, 7": ampere("float16", 13, 7, (AROUND[0], WINDOWS[2])),
     "bfloat16 40, 72 causal": ampere("bfloat16", 40, 72, BANDS[:1]),
     "float16 64, any strides": ampere("float16", 64, 64, AROUND[:1], layouts=("strided", "reversed", "transposed", "heads last")),
@@ -173,7 +174,7 @@ SINCE_TURING = {
     "float16 64 bias of float32 for all": ampere("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
     "float16 128 bias of keys": ampere("float16", 128, 128, (also(ODD, **bias(ODD, "float16", 1, 2)),)),
     "float16 64 mask": ampere("float16", 64, 64, (also(NEAR, **mask(NEAR)), also(ODD, **mask(ODD, 0)))),
-    "bfloat16 64 tiles of a mask": ampere("bfloat16", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(ONE, 0, 5, EMPTY))),
+    "bfloat16 64 tiles of a mask": ampere("bfloat16", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(PAIR, 0, 5, EMPTY))),
     "bfloat16 64 tiles of a mask, causal": ampere("bfloat16", 64, 64, (also(TILES, causal=True),)),
     "float16 128 tiles of a mask on Hopper": ampere("float16", 128, 128, (TILES,), capability=HOPPER),
     "bfloat16 40 mask of keys": ampere("bfloat16", 40, 40, (also(ODD, causal=True, **mask(ODD, 1, 2)),)),

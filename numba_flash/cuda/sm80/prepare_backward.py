@@ -77,6 +77,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     dropout. The same bits in every run if `deterministic`.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    deterministic = deterministic and p.nq > 0  # without rows nobody sets the flags to 0
     there = hardware(gpu.capability)
     tile = backward_tile(p, there)
     x, y = (
