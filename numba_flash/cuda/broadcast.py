@@ -4,7 +4,7 @@ of them. A block of threads owns the tile and walks over those.
 
 from typing import NamedTuple
 
-from numba_flash.cuda.lang import i32, inline, u32
+from numba_flash.cuda.lang import i32, inline, once, u32
 
 
 class Walk(NamedTuple):
@@ -37,6 +37,7 @@ def advance(x, size, counts, carry):
     return (x, i32(0)) if x < size else (i32(0), i32(1))
 
 
+@once
 def build_coordinates(summed):
     """``owned(number, sizes)``: the `Walk` that a number means along the axes that are not
     `summed`, 0 along the others, and what is left of the number; ``walked(number, sizes)``: along

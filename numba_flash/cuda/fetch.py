@@ -5,7 +5,7 @@
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import i32, i64, inline, u32, u64
+from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
 
 WORD = 4  # bytes
@@ -64,6 +64,7 @@ class Source(NamedTuple):
     cols: int
 
 
+@once
 def build_read(runs, first, words, size, vectors):
     """``read(source)``: all runs of a lane, elements of `size` bytes, to `words` registers each,
     from `first` on.
@@ -109,6 +110,7 @@ def build_read(runs, first, words, size, vectors):
     return ptx.repeated(COUNT * WIDTH, read_element)
 
 
+@once
 def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     """``fetch(registers, query, key, region, at, whole, extras)``: bias and mask of a lane's scores
     into as many registers (uint32) as `held` says; zeros beyond the last query or key. Of a tile

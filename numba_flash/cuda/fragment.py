@@ -13,7 +13,7 @@ of columns, once they are packed: P need not move between threads.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline
+from numba_flash.cuda.lang import cuda, i32, inline, once
 
 ROWS = 2  # of a thread, 8 apart
 ALL_LANES = 0xFFFFFFFF
@@ -42,6 +42,7 @@ def first_key():
     return i32(cuda.threadIdx.x % 4 * 8)
 
 
+@once
 def build_key_rows(tiles):
     """``place(key)`` and ``key_of(place)`` where keys are the rows of `tiles` tiles, 1 or 2, of a
     warp: of 16 `tiles` keys, lane l gets those from ``2 tiles (l // 4)`` on; row ``16 m + 8 r + l
@@ -147,6 +148,7 @@ def runs_of_keys(m_tiles, queries):
     return Runs(queries // 4, WIDTH, queries - 7, WIDTH - 1, register, query, key)
 
 
+@once
 def build_pack(count, bfloat16, turing=False):
     """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;
     ``pack2`` for one pair.

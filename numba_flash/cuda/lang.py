@@ -3,6 +3,8 @@ alone, so that another compiler can be tried by changing one place (and `numba_f
 and `numba_flash.cuda.ptx.emit`, which talk to it).
 """
 
+from functools import cache
+
 from numba import config, cuda
 from numba.cuda import types
 
@@ -15,6 +17,7 @@ __all__ = [
     "i64",
     "inline",
     "named",
+    "once",
     "types",
     "u32",
     "u64",
@@ -24,6 +27,9 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 device = cuda.jit(device=True)
 # Into its caller, whatever its size: registers cannot be passed to a call. The simulator has none.
 inline = device if SIMULATED else cuda.jit(device=True, forceinline=True)
+# What makes device functions makes them once for all kernels of a process that want the same: to
+# type and lower them is most of the time of compiling a kernel.
+once = cache
 f32, i32, i64, u32, u64 = types.float32, types.int32, types.int64, types.uint32, types.uint64
 
 

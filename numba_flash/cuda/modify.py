@@ -12,7 +12,7 @@ from numba_flash import mask
 from numba_flash.cuda import ptx, score
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.philox import philox4x32
 
 NEG_INF, LOG2E = -math.inf, math.log2(math.e)
@@ -81,6 +81,7 @@ class Bounds(NamedTuple):
     high: int
 
 
+@once
 def build_modify(dtype, options, runs, slopes=False):
     """``modify(s, slope, registers, query, key, region, at, whole, parameters)``: raw products
     become scores, -inf where hidden: by the bias, the mask, the band, or the ends.
@@ -174,6 +175,7 @@ class Weights(NamedTuple):
     threshold: int
 
 
+@once
 def build_drop(options, runs, negate=False):
     """``drop(p, query, key, at, parameters)``: weights that dropout drops become 0, or change their
     sign if `negate`; `query` and `key` are the lane's first ones.

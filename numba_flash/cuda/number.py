@@ -1,7 +1,7 @@
 """How numbers are stored, and what sums of them are kept in."""
 
 from numba_flash import numeric
-from numba_flash.cuda.lang import device, types
+from numba_flash.cuda.lang import device, once, types
 
 STORAGE = {
     "float16": types.float16,
@@ -27,6 +27,7 @@ def array(dtype, ndim):
     return types.Array(STORAGE[dtype] if isinstance(dtype, str) else dtype, ndim, "A")
 
 
+@once
 def build_convert(dtype):
     """``load(x)``: stored element to accumulator type; ``store(x)``: back, rounding to nearest
     even.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from numba import njit
 
 from numba_flash import mask
-from numba_flash.cuda.lang import cuda, device, i32, i64, inline, types, u32
+from numba_flash.cuda.lang import cuda, device, i32, i64, inline, once, types, u32
 from numba_flash.cuda.sequence import build_sequence
 
 SECTION_BYTES = 2**25  # of keys and values that blocks of several heads read at the same time
@@ -103,6 +103,7 @@ def packed_row_block(index, offsets, total, block):
     return RowBlock(0, first, head, max(number - (i64(offsets[first]) // block + first), 0))
 
 
+@once
 def build_row_block(options, transposed, block_m):
     """``row_block_of(index, extras, rows, heads, batch1)``: the `RowBlock` of queries, or of keys
     if `transposed`, of a number.
@@ -120,6 +121,7 @@ def build_row_block(options, transposed, block_m):
     return row_block_of
 
 
+@once
 def build_query_block(options, banded, block_m, key_bytes):
     """``query_block_of(index, extras, shape, nk)``: the `RowBlock` of queries of a number, in
     arrays (b0, b1, heads, nq, ...) of that shape.
@@ -169,6 +171,7 @@ class Rows(NamedTuple):
     invalid: bool
 
 
+@once
 def build_rows(options, block_m):
     """``rows_of(number, extras, shape, nk)``: the `Rows` of a number, in arrays (b0, b1, heads, nq,
     ...) of that shape.
@@ -203,6 +206,7 @@ def build_rows(options, block_m):
     return rows_of
 
 
+@once
 def build_first_block(packed, block_m):
     """``first_block(b0, b1, head, q0, shape)``: number of the first row block of a head, or of a
     packed sequence there, from q0 on.
@@ -234,6 +238,7 @@ def zigzag(turn, blocks):
     return types.int32(turn * blocks + (blocks - 1 - block if turn % 2 else block))
 
 
+@once
 def build_item(options, banded, split, block_m, block_n, transposed=False):
     """``item(index, shape, extras, sizes)``: the work `Item` of a number.
 

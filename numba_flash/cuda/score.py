@@ -11,7 +11,7 @@ is: the products skip it, so that a NaN that a row does not see cannot reach it.
 import math
 from typing import NamedTuple
 
-from numba_flash.cuda.lang import device
+from numba_flash.cuda.lang import device, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -70,6 +70,7 @@ def bends(options) -> bool:
     return bool(options.softcap or options.score_mod)
 
 
+@once
 def build_bend(dtype, options, compile=device, capped=None):
     """``bend(raw, i, j, at, parameters)``: the score of query i and key j of the `Head` `at` before
     a bias is added, and its derivative with respect to ``scale * raw``.
@@ -105,6 +106,7 @@ def _capped(x, softcap):
     return math.tanh(x / softcap)
 
 
+@once
 def build_score(dtype, options):
     """``score(raw, i, j, at, extras, parameters)``: the score of query i and key j of the `Head`
     `at`, and its derivative with respect to ``scale * raw``.
@@ -129,6 +131,7 @@ def build_score(dtype, options):
     return score
 
 
+@once
 def build_exponential(dtype, options):
     """``power(x)`` of a difference of scores, and ``log_sum(m, l)``, the lse of a row with maximum
     m and sum l.
@@ -152,6 +155,7 @@ def build_exponential(dtype, options):
     return power, log_sum
 
 
+@once
 def build_gradient(dtype, options):
     """``gradient(w, dp, delta, slope, parameters)``: dS * slope of a weight w, which is P, -P where
     dropped, and -0.0 where hidden; hidden ones give -0.0.

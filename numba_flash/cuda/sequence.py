@@ -4,7 +4,7 @@ read on the device.
 
 from typing import NamedTuple
 
-from numba_flash.cuda.lang import device, i64
+from numba_flash.cuda.lang import device, i64, once
 from numba_flash.cuda.number import index
 
 
@@ -29,6 +29,7 @@ class Sequence(NamedTuple):
     invalid: bool
 
 
+@once
 def build_sequence(options):
     """``sequence(extras, b0, b1, nq, nk)``: the `Sequence` of a batch element in arrays of `nq`
     queries and `nk` keys.

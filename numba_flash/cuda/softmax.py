@@ -19,12 +19,13 @@ import math
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import ALL_LANES, row_maximum
-from numba_flash.cuda.lang import cuda, f32, inline
+from numba_flash.cuda.lang import cuda, f32, inline, once
 
 LAZY = 2.0
 NEG_INF = -math.inf
 
 
+@once
 def build_reset(tiles):
     """``reset(m_i, l_i)``: rows that have seen nothing."""
     ROWS = 2 * tiles
@@ -50,6 +51,7 @@ def hand_over(m_i, l_i, m_done, l_done):
     reset(m_i, l_i)
 
 
+@once
 def build_zero(count):
     """``zero(acc)``, and ``zero_rows(acc, inverse)`` where the row's inverse is 0."""
     COUNT, ZERO = count, f32(0)
@@ -70,6 +72,7 @@ def build_zero(count):
     return zero, zero_rows
 
 
+@once
 def build_online(count):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
     alpha where it is not 1.
@@ -101,6 +104,7 @@ def build_online(count):
     return online
 
 
+@once
 def build_raise(count, outputs, tiles):
     """``raise_shifts(s, acc, m_i, l_i, scale_log2)``: shifts that suit these scores too, with O and
     l rescaled, if a row of the warp needs that. There are `count` scores and `outputs` registers of
@@ -138,6 +142,7 @@ def build_raise(count, outputs, tiles):
     return raise_shifts
 
 
+@once
 def build_exponentials(count, tiles, careful=False):
     """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l.
 
@@ -170,6 +175,7 @@ def build_exponentials(count, tiles, careful=False):
     return exponentials
 
 
+@once
 def build_rescale(count):
     """``rescale(acc, alpha)``: rows of O times alpha, unless it is 1 in the whole warp."""
     GROUPS, ONE = count // 4, f32(1)
@@ -186,6 +192,7 @@ def build_rescale(count):
     return rescale
 
 
+@once
 def build_cap(count):
     """``cap(s, slope)``: tanh of scores, ``slope = 2 log2(e) scale / softcap``; ``1 - 2 / (1 +
     e^2x)`` loses nothing that a score needs.
@@ -200,6 +207,7 @@ def build_cap(count):
     return cap
 
 
+@once
 def build_hide(count, starts, keys=False):
     """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only
     from `stop` on without `starts`.

@@ -13,7 +13,7 @@ from numba_flash import mask
 from numba_flash.cuda import ptx
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sequence import build_sequence
 
@@ -214,6 +214,7 @@ def length(address):
     return i32(ptx.fetch_word(address))
 
 
+@once
 def build_access(masked):
     """``list_of(extras, b0, b1, head, block)``: the address of a list; ``listed(address, number)``:
     the `Listed` of that number in it. Unless `masked` all tiles are listed, none of them as whole.

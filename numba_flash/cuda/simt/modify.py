@@ -5,12 +5,13 @@ kernels around `numba_flash.cuda.score`.
 import math
 
 from numba_flash import mask, rng
-from numba_flash.cuda.lang import cuda, device, types
+from numba_flash.cuda.lang import cuda, device, once, types
 from numba_flash.cuda.number import ACCUMULATOR, index
 from numba_flash.cuda.score import build_score
 from numba_flash.cuda.simt.tiles import build_column, build_weights
 
 
+@once
 def build_modify(dtype, options, tile, transposed, bends):
     """``modify(s, slope, w_smem, region, at, extras, parameters)``: products s[r, c] become scores,
     -inf where hidden.
@@ -50,6 +51,7 @@ def build_modify(dtype, options, tile, transposed, bends):
     return modify
 
 
+@once
 def build_drop(dtype, options, tile, transposed, negate):
     """``drop(w_smem, region, at, parameters)``: each thread's own weights in shared memory that
     dropout drops become -0.0.
@@ -79,6 +81,7 @@ def build_drop(dtype, options, tile, transposed, negate):
     return drop
 
 
+@once
 def build_seen(options, tile, transposed):
     """``seen(region, at, extras)``: True in all threads if the mask lets a query of the tile see a
     key.
@@ -112,6 +115,7 @@ def build_seen(options, tile, transposed):
     return seen
 
 
+@once
 def build_clear(dtype, tile, cols):
     """``clear(acc, row0, rows)``: acc[r, c] = 0 in the rows that lie beyond the last of `rows`."""
     ROWS, COLS, THREADS_N, ACC = tile.rows, cols, tile.threads_n, ACCUMULATOR[dtype]

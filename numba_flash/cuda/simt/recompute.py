@@ -6,7 +6,7 @@ import math
 
 from numba_flash import mask
 from numba_flash.cuda import score
-from numba_flash.cuda.lang import cuda, device
+from numba_flash.cuda.lang import cuda, device, once
 from numba_flash.cuda.number import ACCUMULATOR, index
 from numba_flash.cuda.simt.modify import build_drop, build_modify
 from numba_flash.cuda.simt.tiles import build_column, build_weights
@@ -14,6 +14,7 @@ from numba_flash.cuda.simt.tiles import build_column, build_weights
 LOG2E, NEG_INF, INF = math.log2(math.e), -math.inf, math.inf
 
 
+@once
 def build_row_value(dtype, options):
     """``shift(lse, i)`` and ``value(delta, i)``: what row i of the score matrix subtracts, from S
     (in its base) and from dP.
@@ -34,6 +35,7 @@ def build_row_value(dtype, options):
     return shift, value
 
 
+@once
 def build_recompute(dtype, options, tile, transposed, bends):
     """``recompute_p(s, slope, w_smem, lse, region, edge, scale, at, extras, parameters)``: the tile
     S becomes P = exp(S - lse), with every option, in `w_smem`; and ``differentiate(dp, slope,

@@ -13,7 +13,7 @@ There are no shuffles, so the same source runs in Numba's CUDA simulator.
 import math
 
 from numba_flash import mask
-from numba_flash.cuda.lang import SIMULATED, cuda, device
+from numba_flash.cuda.lang import SIMULATED, cuda, device, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 # Of shared arrays, for vector loads; the simulator refuses the argument.
@@ -43,6 +43,7 @@ def vector(cols, dtype):
     return math.gcd(cols, 128 // ACCUMULATOR[dtype].bitwidth)
 
 
+@once
 def build_fetch_rows(dtype, head_dim, width, row_step):
     """``fetch_rows(regs, x, x0, first, d, steps)``: regs[i] = x[x0 + first + i * row_step, d], x
     padded with zeros to `width` columns.
@@ -74,6 +75,7 @@ def build_fetch_rows(dtype, head_dim, width, row_step):
     return fetch_rows
 
 
+@once
 def build_column(dtype, threads_n, cols):
     """``column(tx, c)``: column within the tile of thread tx's c-th register column."""
     V, STRIDE = vector(cols, dtype), threads_n * vector(cols, dtype)
@@ -85,6 +87,7 @@ def build_column(dtype, threads_n, cols):
     return column
 
 
+@once
 def build_inner(dtype, tile, head_dim):
     """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T,
 
@@ -137,6 +140,7 @@ def build_inner(dtype, tile, head_dim):
     return inner
 
 
+@once
 def build_outer(dtype, tile, head_dim, absent="band"):
     """``outer(acc, w_smem, x, region, x_smem, edge)``: acc[r, c] += sum_j w_smem[j, row] * x[col0 +
     j, column].
@@ -215,6 +219,7 @@ def build_outer(dtype, tile, head_dim, absent="band"):
     return outer
 
 
+@once
 def build_weights(dtype, tile):
     """``put_weights(w_smem, w)``: the register tile w[r, c] to w_smem[column, row], the operand of
     `build_outer`.
@@ -239,6 +244,7 @@ def build_weights(dtype, tile):
     return put_weights, get_weight
 
 
+@once
 def build_write(dtype, tile, head_dim):
     """``write(x, row0, acc, factor)``: x[row0 + row, column] = acc[r, c] * factor for the rows and
     columns that exist.

@@ -17,7 +17,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head, Region
@@ -55,6 +55,7 @@ class Work(NamedTuple):
     parameters: Any
 
 
+@once
 def build_softmax(options, m_tiles):
     """``recompute_p(s, lse)``: scores become P = exp(S - lse); ``differentiate(acc, p, dp, delta,
     parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped. The lse and delta

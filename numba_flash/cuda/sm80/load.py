@@ -6,7 +6,7 @@ to neighbouring keys.
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import first_column
-from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
 
@@ -17,6 +17,7 @@ def in_order(row):
     return row
 
 
+@once
 def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on, into shared memory.
@@ -77,6 +78,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
     return load
 
 
+@once
 def build_store(rows, head_dim, wide, row_of=None, columns=None):
     """``store(tile, x, first, stop)``: a warp's rows of a tile in shared memory to rows [first,
     stop) of x (n, head_dim).
@@ -115,6 +117,7 @@ def build_store(rows, head_dim, wide, row_of=None, columns=None):
     return store
 
 
+@once
 def build_store_floats(m_tiles, head_dim):
     """``store(x, acc, factor, row, stop)``: this thread's part of a warp's rows, each times its
     factor, to x (n, head_dim) in float32, rows before `stop`; its first is `row`.

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, schedule, tile_lists
-from numba_flash.cuda.lang import cuda, i32, i64, inline, u32, u64
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.sm80.load import build_load
 
 
@@ -43,6 +43,7 @@ class Loads(NamedTuple):
     tile: Any
 
 
+@once
 def build(shape, ordered, options, tile, place):
     """`Loads` of a kernel; `place` says where a key is stored in its tile."""
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads

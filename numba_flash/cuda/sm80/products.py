@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import build_pack
-from numba_flash.cuda.lang import cuda, i32, inline, u32
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.ptx import Matrices
 
 
@@ -26,6 +26,7 @@ class Kind(NamedTuple):
     turing: bool
 
 
+@once
 def build_lane(pitch):
     """``beside(tile)`` and ``below(tile)``: this lane's address for ldmatrix, of 16 x 16 elements
     whose third matrix lies beside the first, or below it.
@@ -46,6 +47,7 @@ def build_lane(pitch):
     return beside, below
 
 
+@once
 def build_hold(m_tiles, depth, pitch):
     """``hold(fragments, a)``: rows of A, stored row by row, into registers."""
     load = ptx.load_matrices(m_tiles, depth // 16, Matrices(16 * pitch, 32, False))
@@ -58,6 +60,7 @@ def build_hold(m_tiles, depth, pitch):
     return hold
 
 
+@once
 def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
     """``product(acc, a, b)``: acc = A B^T, or acc += A B^T unless `fresh`; A is in registers if
     `held`.
@@ -79,6 +82,7 @@ def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
     return product
 
 
+@once
 def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None):
     """``product(acc, a, b)``: acc += A B, with A in registers unless it has a pitch."""
     HELD = a_pitch is None
@@ -98,6 +102,7 @@ def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None):
     return product
 
 
+@once
 def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch):
     """``product(acc, a, b)``: acc = A^T B, both stored along the sum row by row."""
     a, b = Matrices(32, 16 * a_pitch, True), Matrices(32, 16 * b_pitch, True)
@@ -112,6 +117,7 @@ def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch):
     return product
 
 
+@once
 def build_put_words(m_tiles, columns, pitch):
     """``put(tile, words)``: a warp's rows, as packed by `numba_flash.cuda.fragment.build_pack`, to
     shared memory.
@@ -131,6 +137,7 @@ def build_put_words(m_tiles, columns, pitch):
     return put
 
 
+@once
 def build_put(m_tiles, columns, pitch, bfloat16, turing=False):
     """``put(tile, acc, factor)``: rows of a warp times their factors, rounded, to shared memory."""
     M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch

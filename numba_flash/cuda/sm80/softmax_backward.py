@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, score, softmax
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import f32, i32, inline, u32
+from numba_flash.cuda.lang import f32, i32, inline, once, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.score import Head, Region
 
@@ -50,6 +50,7 @@ class SoftmaxBackward(NamedTuple):
     words: int
 
 
+@once
 def build(dtype, options, vectors, m_tiles, columns, kind):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries."""
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import ALL_LANES, build_pack
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.tiles import KEYS
 
@@ -25,6 +25,7 @@ class Sums(NamedTuple):
     sums: Any
 
 
+@once
 def build_store(out_dtype, shape, runs, summed, tile):
     """``store(out, acc, smem, row0, col0)``: a block's tile, from query row0 and key col0 on, to
     out (n, n) of `out_dtype`, summed over its rows and columns if they are `summed`. Shared memory
@@ -37,6 +38,7 @@ def build_store(out_dtype, shape, runs, summed, tile):
     return build_store_runs(out_dtype, shape, runs, tile)
 
 
+@once
 def build_element(out_dtype, turing):
     """``write(x, i, j, value)``: x[i, j] = value, if there is such an element."""
     FLOAT32 = out_dtype == "float32"
@@ -53,6 +55,7 @@ def build_element(out_dtype, turing):
     return write
 
 
+@once
 def build_store_runs(out_dtype, shape, runs, tile):
     """As `build_store`, of a tile that is not summed."""
     WIDE, FLOAT32, WIDTH, COUNT = shape.wide, out_dtype == "float32", runs.width, runs.count
@@ -96,6 +99,7 @@ def build_store_runs(out_dtype, shape, runs, tile):
     return store
 
 
+@once
 def build_store_sums(out_dtype, shape, runs, summed, tile):
     """As `build_store`, of a tile that is `summed` over rows, columns or both: each lane adds its
     own registers, then lanes those of each other, then one thread for each sum those of the warps.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import ptx, schedule, softmax, tile_lists
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_store
@@ -46,6 +46,7 @@ def lists_of(ordered) -> tuple[str, ...]:
     return ("tiles", "order") if ordered else ("tiles",)
 
 
+@once
 def build_place(tile, fours):
     """``place(e)``: bytes from a tile's sums to those of this thread's registers e to e + 3, of
     which neighbours are 16 bytes apart with `fours`, else each register's are on their own.
@@ -60,6 +61,7 @@ def build_place(tile, fours):
     return place
 
 
+@once
 def build(kind, shape, ordered, options, tile):
     """Functions of a block of keys:
 

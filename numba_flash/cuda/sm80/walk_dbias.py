@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, tile_lists
 from numba_flash.cuda.broadcast import Walk, build_coordinates
-from numba_flash.cuda.lang import cuda, i32, inline, u32, u64
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -60,6 +60,7 @@ class Tensors(NamedTuple):
     rows: Any
 
 
+@once
 def build_places(options, banded, summed, block_m, block_n):
     """``place_of(walk, space, extras)``: the `Place` of coordinates; ``find(step, space, extras)``:
     the first `Step` from this one on that has something visible; ``proceed(step, space, extras)``:
@@ -110,6 +111,7 @@ def build_places(options, banded, summed, block_m, block_n):
     return place_of, find, proceed
 
 
+@once
 def build_loads(shape, tile):
     """``load_qk(smem, slot, tensors, place)``: Q, its rows' lse, and K of a tile of scores;
     ``load_dov``: dO, its rows' delta, and V.

@@ -3,7 +3,7 @@ has the copy engine fetch their tiles.
 """
 
 from numba_flash.cuda import schedule
-from numba_flash.cuda.lang import cuda, i32, inline, u32
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import END, ForwardWork, one_type, words
 from numba_flash.cuda.sm90.pipeline import Place
@@ -11,6 +11,7 @@ from numba_flash.cuda.sm90.pipeline import Place
 WORD = words(ForwardWork)
 
 
+@once
 def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
     WORK, PACKED = one_type(layout.work), options.packed
@@ -49,6 +50,7 @@ def build_write_work(banded, in_parts, options, tile, layout):
     return write_work
 
 
+@once
 def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
     """``produce(maps, smem, o, extras, sizes)``: have the copy engine fetch what each work item
     needs, K one tile ahead of V, and write down the next item in the meantime.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from numba_flash.cuda import ptx, swizzle
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, i32, inline, types, u32
+from numba_flash.cuda.lang import cuda, i32, inline, once, types, u32
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.tiles import MBARRIER_BYTES, WARP_GROUP
 
@@ -154,6 +154,7 @@ def meet_consumers(consumers):
     ptx.barrier_sync(u32(CONSUMERS), u32(consumers * WARP_GROUP))
 
 
+@once
 def build_load(ring, columns, rows, more=0):
     """``load(tensor_map, smem, n, place)``: have the n-th tile of a ring fetched into its slot,
     which is free (by one thread).
@@ -179,6 +180,7 @@ def build_load(ring, columns, rows, more=0):
     return load
 
 
+@once
 def build_clear_tail(columns, rows):
     """``clear_tail(smem, ring, n, keys, consumer)``: zeros beyond the first `keys` rows of the n-th
     tile, before it is used.

@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, one_type, words
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -54,6 +54,7 @@ class SoftmaxBackward(NamedTuple):
     factors: Any
 
 
+@once
 def build(head_dim, head_dim_v, options, tile):
     """`SoftmaxBackward` of a kernel; arguments as of `numba_flash.cuda.sm90.backward.build`."""
     SMEM = tile.layout(head_dim, head_dim_v)

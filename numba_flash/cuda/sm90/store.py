@@ -4,12 +4,13 @@ there through tensor maps, or to memory.
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import build_pack, first_column
-from numba_flash.cuda.lang import cuda, i32, inline, u32, u64
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
 from numba_flash.cuda.sm90.pipeline import meet_warp_group
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
 
 
+@once
 def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
     """``put_chunks(tile, acc, inverse, j)``: as `build_put`'s, but only chunks of 8 columns j and j
     + 1, from the first panel on.
@@ -36,6 +37,7 @@ def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
     return put_chunks
 
 
+@once
 def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
     """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into a
     tile of panels of `rows` rows.
@@ -51,6 +53,7 @@ def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
     return put
 
 
+@once
 def build_put_row(head_dim_v, float32, bfloat16):
     """``put_row(address, acc, inverse, r)``: this thread's columns of row r of O times its inverse,
     to memory; rounded unless `float32`.
@@ -75,6 +78,7 @@ def build_put_row(head_dim_v, float32, bfloat16):
     return put_row
 
 
+@once
 def build_stage(head_dim_v, panels_at_a_time, bfloat16):
     """``stage(tensor_map, tile, acc, inverse, me, place)``: store 64 rows of O at a
     `pipeline.Place` by way of shared memory, some panels at a time; rows and columns beyond the

@@ -6,7 +6,7 @@ Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment o
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, u32
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.swizzle import panel_bytes
 
 UNIT = 16  # bytes, of what descriptors count
@@ -27,6 +27,7 @@ def first_row():
     return i32(thread // 32 * 16 + thread % 32 // 4)
 
 
+@once
 def build_scores(block_n, head_dim, block_m, bfloat16):
     """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group."""
     BLOCK_N, STEPS, BFLOAT16, OVERWRITE = block_n, -(-head_dim // 16), int(bfloat16), 0
@@ -41,6 +42,7 @@ def build_scores(block_n, head_dim, block_m, bfloat16):
     return scores
 
 
+@once
 def build_values(block_n, head_dim_v, bfloat16):
     """``values(acc, p, v_descriptor)``: start O += P V."""
     HEAD_DIM_V, STEPS, BFLOAT16 = head_dim_v, block_n // 16, int(bfloat16)
@@ -52,6 +54,7 @@ def build_values(block_n, head_dim_v, bfloat16):
     return values
 
 
+@once
 def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
     """``sum(acc, a_descriptor, b_descriptor)``: start ``acc = A B``, or ``acc += A B`` with `add`,
     both in shared memory, B as its rows.
@@ -71,6 +74,7 @@ def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
     return sum
 
 
+@once
 def build_wait(block_n, head_dim_v):
     """``wait_scores(s)`` with at most one product behind them, ``wait_all(acc, s)``."""
     SCORES, OUTPUTS, NONE, ONE, ZERO = block_n // 2, head_dim_v // 2, 0, 1, 0
