@@ -85,6 +85,11 @@ class Options:
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
         return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, seed=0, offset=0)
 
+    @property
+    def arrays(self) -> "Options":
+        """What says which optional arrays there are, alone: for kernels that compute no score."""
+        return replace(self.structure, softcap=0.0, score_mod=None, dropout=0.0)
+
 
 PLAIN = Options()
 

@@ -3,7 +3,6 @@
 """
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 from numba_flash import arrays
@@ -82,7 +81,7 @@ class Extras:
         make = Launch(
             "tile_lists.build",
             (
-                *(_of_arrays(p.options), t.block_m, t.block_n),
+                *(p.options.arrays, t.block_m, t.block_n),
                 *(next(w for w in WIDTHS if w == 1 or in_vectors(p, inputs.mask, w)), t.transposed),
             ),
             gpu,
@@ -122,11 +121,6 @@ class Extras:
         for launch in count:
             launch(made["bits"], made["order"])
         return self._class(*extras, *[made[name] for name in self._names])
-
-
-def _of_arrays(options):
-    """What of the options says which arrays there are: one kernel serves all others."""
-    return replace(options.structure, softcap=0.0, score_mod=None, dropout=0.0)
 
 
 def _own_axes(p, mask) -> tuple[int, int, int]:

@@ -145,7 +145,7 @@ def _preprocess(this: Pass) -> Launch:
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
             not p.options.changes,
-            *(p.options.structure, ROW_THREADS),
+            *(p.options.arrays, ROW_THREADS),
         ),
         this.gpu,
         grid=this.row_blocks,
@@ -212,7 +212,7 @@ def _postprocess(this: Pass) -> Launch:
     p, there = this.p, this.temporaries
     return Launch(
         "sm80.sum_dq.build_postprocess",
-        (p.dtype, this.shape, this.ordered and p.options.mask, p.options.structure, this.tile),
+        (p.dtype, this.shape, this.ordered and p.options.mask, p.options.arrays, this.tile),
         this.gpu,
         grid=this.row_blocks,
         threads=this.tile.threads,

@@ -11,7 +11,7 @@ import math
 
 from numba_flash.cuda import ptx, schedule, softmax
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, DqWork, Scales, Sizes, one_type, words
@@ -23,7 +23,6 @@ ROWS = 64  # of a consumer
 WORD = words(DqWork)
 
 
-@once
 def build_write_work(banded, options, tile, layout):
     """``write_work(smem, dq, lse2, extras, sizes)``: write down what this block's work items are,
     as far as there is room.

@@ -4,7 +4,7 @@ fetched, and, where dQ is added up in memory, two do that in turns.
 
 from numba_flash.cuda import ptx, schedule
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import (
@@ -46,7 +46,6 @@ def blocks_before(row0, high, number, block_m, block_n):
     return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
 
 
-@once
 def build_write_work(banded, ordered, options, tile, layout):
     """``write_work(smem, dk, lse2, flags, extras, sizes)``: write down what this block's work items
     are, ahead of the other threads.
@@ -118,7 +117,6 @@ def build_write_work(banded, ordered, options, tile, layout):
     return write_work
 
 
-@once
 def build_produce(head_dim, head_dim_v, ordered, tile, layout):
     """``produce(maps, smem, lse2, delta, group)``: have the copy engine fetch what each work item
     needs.
@@ -175,7 +173,6 @@ def build_produce(head_dim, head_dim_v, ordered, tile, layout):
     return produce
 
 
-@once
 def build_add_dq(ordered, tile, layout):
     """``add_dq(smem, me, lse2, dq_sum, flags, group)`` for each of the ADDERS:
 

@@ -11,7 +11,6 @@ from numba_flash.cuda.sm90.pipeline import Place
 WORD = words(ForwardWork)
 
 
-@once
 def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
     WORK, PACKED = one_type(layout.work), options.packed

@@ -180,7 +180,7 @@ def _preprocess(this: Pass) -> Launch:
             x.dlse is not None,
             this.tile.block_m,
             4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
-            *(this.ordered, True, True, p.options.structure, ROW_THREADS),
+            *(this.ordered, True, True, p.options.arrays, ROW_THREADS),
         ),
         this.gpu,
         grid=math.prod(this.row_blocks),
@@ -269,7 +269,7 @@ def _prepare_sums(this: Pass) -> Prepared:
     main = _main(this, there.dq_sum)
     postprocess = Launch(
         "sm90.postprocess.build",
-        (p.dtype, p.d, p.options.structure, tile),
+        (p.dtype, p.d, p.options.arrays, tile),
         this.gpu,
         grid=math.prod(this.row_blocks),
         threads=WARP_GROUP * tile.consumers,
