@@ -109,14 +109,15 @@ def forward(
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
-        Written in place and returned; must not overlap an input.
+        Written in place and returned; must not overlap an input. In q's dtype, or float32 where that has 16 bits: o is not rounded then,
+        for results over some of the keys that `merge` puts together.
     backend : str, optional
         Demand "sm90", "sm80", "simt" or "cpu" instead of the fastest that can run.
 
     Returns
     -------
     o : array, shape (..., Hq, Nq, Dv)
-        In q's dtype, library and device. Rows that see no key are 0.
+        In the dtype of `out`, or q's; in q's library and device. Rows that see no key are 0.
     lse : array, shape (..., Hq, Nq)
         Only with `return_lse`: natural logarithm of the row's sum of exponentials, float32 (float64 for float64); -inf where no key
         is seen.
@@ -152,7 +153,7 @@ def forward(
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
     key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
     if run is None:
-        run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
+        run = call.remember(key, _prepare_forward(inputs, own, given, return_lse, backend))
     o, lse = run(inputs, (own, None), rng)
     o = o if out is None else out
     return (o, lse) if return_lse else o
@@ -327,11 +328,13 @@ def _options(inputs, given: Given) -> dict:
     return given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
 
 
-def _prepare_forward(inputs: ForwardInputs, given: Given, return_lse: bool, backend: str | None):
+def _prepare_forward(inputs: ForwardInputs, out, given: Given, return_lse: bool, backend: str | None):
     problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
-    return call.prepare("forward", problem, backend, inputs, ForwardResults(Wanted("q", shape), lse))
+    partial = getattr(getattr(out, "dtype", None), "name", None) == problem.lse_dtype
+    o = Wanted("q", shape, problem.lse_dtype if partial else None)
+    return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
 
 
 def gradients(inputs: BackwardInputs, bias_grad: bool) -> BackwardResults:

@@ -159,7 +159,7 @@ class _Call:
         for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
             if out is not None:
                 if self._run is None:  # later calls have the same layouts
-                    check_out_layout(label, out, getattr(inputs, what.like).dtype.name, what.shape, others)
+                    check_out_layout(label, out, what.dtype or getattr(inputs, what.like).dtype.name, what.shape, others)
                 check_out_memory(label, out, others)
                 others[label] = out
 

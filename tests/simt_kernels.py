@@ -26,7 +26,7 @@ def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, optio
         return Kernel("delta.build", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS))
     tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
     if name == "forward":
-        return Kernel("simt.forward.build", (dtype, d, dv, write_lse, options, tile))
+        return Kernel("simt.forward.build", (dtype, dtype, d, dv, write_lse, options, tile))
     if name == "dbias":
         return Kernel("simt.dbias.build", (dtype, d, dv, options, options.bias, (True, False, True, False, True), tile))
     return Kernel(f"simt.backward.build_{name}", (dtype, d, dv, options, tile))

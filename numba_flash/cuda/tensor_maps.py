@@ -85,10 +85,11 @@ class TensorMaps:
 
 def through_compact(prepare, results):
     """`Prepared` by ``prepare(results)``, by way of arrays that a tensor map can describe where
-    `results`, named layouts, are not.
+    `results`, named layouts, are not. The lse is written element by element.
     """
     replaced = [
-        x is not None and x.dtype.itemsize == 2 and why_not("", x) is not None for x in results
+        name != "lse" and x is not None and why_not("", x) is not None
+        for name, x in results._asdict().items()
     ]
 
     def each(results, function):

@@ -261,6 +261,24 @@ def test_out_leaves_the_rest_of_its_buffer_alone(backend):
     assert (written == 7).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "nq", "nk"),
+    [pytest.param("contiguous", 3, 5, marks=simulator), ("strided", 37, 70), ("heads last", 37, 70), ("contiguous", 1, 2000)],
+)
+def test_out_of_float32_is_what_o_is_rounded_from(backend, dtype, layout, nq, nk):
+    """Of one query with many keys a GPU combines results over parts of them."""
+    inputs = random_inputs(nq=nq, nk=nk, d=24, dv=16, dtype=dtype, seed=12)
+    q, k, v, do = map(backend.to_device, inputs)
+    out = laid_out(backend, np.full(do.shape, np.nan, np.float32), layout)
+    o, lse = backend.forward(q, k, v, return_lse=True, out=out, causal=True)
+    assert o is out
+    o, (rounded, same_lse) = backend.to_host(o), backend.forward(q, k, v, return_lse=True, causal=True)
+    assert same_bits(backend.to_host(rounded), o.astype(DTYPES[dtype]))
+    assert (o != o.astype(DTYPES[dtype])).any()
+    assert same_bits(backend.to_host(lse), backend.to_host(same_lse))
+
+
 @simulator
 @pytest.mark.parametrize("dtype", [in_simulator("float32"), "bfloat16"])
 def test_inputs_are_untouched(backend, dtype):

@@ -278,6 +278,19 @@ def test_parts_of_the_keys_are_combined(backend, d, nk):
 
 @pytest.mark.full
 @every_tier
+def test_out_of_float32_is_what_o_is_rounded_from(backend):
+    """In one part, and where results over parts of the keys are combined."""
+    for nq, nk in ((70, 90), (3, 1200)):
+        q, k, v, do = random_inputs(batch=(1,), hq=1, hk=1, nq=nq, nk=nk, d=64, dtype="bfloat16")
+        with machine(multiprocessors=4):
+            out, lse = backend.forward(q, k, v, out=np.full(do.shape, np.nan, np.float32), return_lse=True)
+            o, same_lse = backend.forward(q, k, v, return_lse=True)
+        assert same_bits(o, out.astype(o.dtype)) and (out != o).any()
+        assert same_bits(lse, same_lse)
+
+
+@pytest.mark.full
+@every_tier
 def test_gradients_of_lse_in_any_order(backend):
     """Sums of dq that are added as they come are right, if not repeatable."""
     arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=130, nk=300, d=64, dtype="bfloat16")

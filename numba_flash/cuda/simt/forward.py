@@ -16,11 +16,11 @@ from numba_flash.cuda.simt import modify as options_of_tile
 from numba_flash.cuda.simt import tiles
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
+def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its
     signature and compile options.
 
-    q, k, v, o : (b0, b1, heads, n, head_dim); bfloat16 comes as uint16.
+    q, k, v, o : (b0, b1, heads, n, head_dim), o in `out_dtype`; bfloat16 comes as uint16.
     lse : (b0, b1, heads, n).
     extras, parameters : of the options, see `numba_flash.cuda.arguments`.
     scale_log2 : ``scale * log2(e)``: scores are kept in base 2. With options in base e, and then it
@@ -42,7 +42,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
     outer = tiles.build_outer(dtype, tile, head_dim_v, "zero" if MODIFIED else "band")
     put_weights, _ = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
-    write = tiles.build_write(dtype, tile, head_dim_v)
+    write = tiles.build_write(dtype, tile, head_dim_v, out_dtype)
     modify = options_of_tile.build_modify(dtype, options, tile, False, False)
     drop = options_of_tile.build_drop(dtype, options, tile, False, False)
     seen = options_of_tile.build_seen(options, tile, False)
@@ -168,7 +168,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, options, tile):
         write(o_head, row0, acc, NAN if invalid else 1.0)
 
     signature = types.void(
-        *[array(dtype, 5)] * 4,
+        *[array(dtype, 5)] * 3,
+        array(out_dtype, 5),
         array(ACC, 4),
         extras_type(options),
         *(types.float64, i64, i64),

@@ -145,7 +145,7 @@ def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
     forward = Launch(
         "simt.forward.build",
-        (p.dtype, p.d, p.dv, results.lse is not None, p.options.structure, tile),
+        (p.dtype, o.dtype.name, p.d, p.dv, results.lse is not None, p.options.structure, tile),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),
         threads=tile.threads,

@@ -245,13 +245,13 @@ def build_weights(dtype, tile):
 
 
 @once
-def build_write(dtype, tile, head_dim):
+def build_write(dtype, tile, head_dim, out_dtype=None):
     """``write(x, row0, acc, factor)``: x[row0 + row, column] = acc[r, c] * factor for the rows and
-    columns that exist.
+    columns that exist, in `out_dtype`, by default `dtype`.
     """
     ROWS, THREADS_N, COLS, HEAD_DIM = tile.rows, tile.threads_n, tile.head_cols(head_dim), head_dim
     ACC = ACCUMULATOR[dtype]
-    _, store = build_convert(dtype)
+    _, store = build_convert(out_dtype or dtype)
     column = build_column(dtype, THREADS_N, COLS)
 
     @device

@@ -49,7 +49,7 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     forward, numbers = _forward(p, inputs, partial, gpu, tile, parts, extras)
     combine = Launch(
         "combine.build",
-        (p.dtype, p.dv, results.lse is not None, parts, COMBINE_ROWS),
+        (results.o.dtype.name, p.dv, results.lse is not None, parts, COMBINE_ROWS),
         gpu,
         grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
         threads=COMBINE_ROWS * COMBINE_LANES,
@@ -93,7 +93,7 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int, extras: Extras):
     write_lse = results.lse is not None
     forward = Launch(
         "sm80.forward.build",
-        (p.dtype, shape, write_lse, p.band, parts > 1, p.options.structure, tile),
+        (p.dtype, shape, write_lse, p.band, o.dtype.name == "float32", p.options.structure, tile),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,

@@ -32,11 +32,11 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         o, lse = results
         forward(inputs.q, inputs.k, inputs.v, o, o, lse, extras=extras_of(inputs))
 
-    def run_packed(inputs, results):  # o is stored without a map
+    def run_without_map(inputs, results):  # o is not stored through one
         o, lse = results
         forward(inputs.q, inputs.k, inputs.v, o, lse, extras=extras_of(inputs))
 
-    return Prepared(run_packed if p.options.packed else run, (forward,))
+    return Prepared(run if len(forward.maps) == 4 else run_without_map, (forward,))
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
@@ -48,7 +48,7 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     forward = _forward(p, inputs, partial, gpu, tile, parts)
     combine = Launch(
         "combine.build",
-        (p.dtype, p.dv, results.lse is not None, parts, COMBINE_ROWS),
+        (results.o.dtype.name, p.dv, results.lse is not None, parts, COMBINE_ROWS),
         gpu,
         grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
         threads=COMBINE_ROWS * COMBINE_LANES,
@@ -72,7 +72,8 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
     """The attention kernel, on results of the problem, or on float32 parts of them."""
     count = grid.items(p, p.nq, p.hq, tile.block_m) * parts
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
-    store = "parts" if parts > 1 else "words" if p.options.packed else "map"
+    in_float32 = o.dtype.name == "float32"
+    store = "parts" if in_float32 else "words" if p.options.packed else "map"
     in_sections = p.band != "none" and not p.options.packed
     section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
@@ -93,7 +94,7 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
         grid=min(count, gpu.multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.layout(p.d, p.dv).bytes,
-        operands=((o if parts > 1 else o.words(), 5), (results.lse, 4)),
+        operands=((o if in_float32 else o.words(), 5), (results.lse, 4)),
         extras=grid.extras_layouts(p, inputs),
         numbers=(sizes, scales(p)),
         maps=maps if store == "map" else maps[:3],
