@@ -109,8 +109,7 @@ def forward(
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
-        Written in place and returned; must not overlap an input. In q's dtype, or float32 where that has 16 bits: o is not rounded then,
-        for results over some of the keys that `merge` puts together.
+        Written in place and returned; must not overlap an input. For 16 bits it may be float32: o unrounded, for `merge`.
     backend : str, optional
         Demand "sm90", "sm80", "simt" or "cpu" instead of the fastest that can run.
 
@@ -233,7 +232,7 @@ def backward(
         Also return the gradient with respect to the bias.
     deterministic : bool
         True: the same bits in every run. False allows a backend to add parts of dq in the order in which they are ready, in float32,
-        which `sm90` does for head dimensions up to 128; the others are deterministic anyway.
+        which `sm80` does, and `sm90` for head dimensions up to 128; the others are deterministic anyway.
     out : tuple of arrays, optional
         (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not
         overlap an input or each other.
@@ -254,8 +253,7 @@ def backward(
     -----
     What a mask hides is absent, as in `forward`; but on backends "sm90" and "sm80" a NaN or Inf in q, k, v or do behind a mask may
     reach the gradients of what shares a tile with it.
-
-    Every sum has one fixed order, and so has, unless `deterministic` is False, that of the parts of dq from blocks of keys on `sm90`.
+    Every sum has one fixed order, that of the parts of dq unless `deterministic` is False.
     """
     bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
     inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
@@ -332,8 +330,7 @@ def _prepare_forward(inputs: ForwardInputs, out, given: Given, return_lse: bool,
     problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
-    partial = getattr(getattr(out, "dtype", None), "name", None) == problem.lse_dtype
-    o = Wanted("q", shape, problem.lse_dtype if partial else None)
+    o = Wanted("q", shape, problem.lse_dtype if getattr(out, "dtype", None) == problem.lse_dtype else None)
     return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
 
 

@@ -112,7 +112,7 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
         (row,) = json.loads(written.read_text())["kernels"]
         rows.append(row)
         assert row["status"] == status
-        assert row["kernel"].startswith("simt.forward.build float32, 16, 16, False, plain, Tile(")
+        assert row["kernel"].startswith("simt.forward.build float32, float32, 16, 16, False, plain, Tile(")
         assert row["seconds"] > 0
         assert 0 < row["registers"] <= 255
         printed = capsys.readouterr().out

@@ -1,0 +1,200 @@
+"""`numba_flash.dask`: chunks are nothing but a way to compute the same."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive import compare
+from support import DTYPES, SIMULATED, random_inputs, same_bits
+
+if SIMULATED:
+    pytest.skip("blocks are computed as anywhere", allow_module_level=True)
+pytest.importorskip("dask.array", reason="dask is not installed")
+
+import dask
+import dask.array as da
+
+import numba_flash
+import numba_flash.dask
+
+RNG = np.random.default_rng(0)
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True, "scale": 0.3},
+    "window": {"window": (5, 3), "q_start": -4},
+    "softcap": {"softcap": 1.5},
+    "bias": {"bias": RNG.standard_normal((4, 21, 33)).astype(np.float32), "bias_grad": True},
+    "bias of keys": {"bias": RNG.standard_normal((2, 1, 1, 33)).astype(np.float32), "bias_grad": True, "causal": True},
+    "mask": {"mask": RNG.random((21, 33)) < 0.3},
+    "mask of batches": {"mask": RNG.random((2, 4, 21, 33)) < 0.3, "softcap": 3.0},
+}
+
+
+def chunked(x, rng):
+    """A dask array in random chunks."""
+    cut = lambda n: tuple(np.diff([0, *sorted(rng.choice(n + 1, rng.integers(0, 4))), n]).tolist())
+    chunks = [tuple(c for c in cut(n) if c) or (n,) for n in x.shape]
+    return da.from_array(x, chunks=chunks)
+
+
+def run(q, k, v, do, bias_grad=False, dlse=None, **options) -> dict:
+    """Both passes on dask arrays, computed."""
+    o, lse = numba_flash.dask.forward(q, k, v, return_lse=True, **options)
+    gradients = numba_flash.dask.backward(do, q, k, v, o, lse, bias_grad=bias_grad, dlse=dlse, **options)
+    for x, like in ((o, do), (lse, do[..., 0]), *zip(gradients, (q, k, v), strict=False)):
+        assert x.shape == like.shape
+    return dict(zip(("o", "lse", "dq", "dk", "dv", "dbias"), dask.compute(o, lse, *gradients), strict=False))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_chunks(options, seed):
+    rng = np.random.default_rng(seed)
+    inputs = random_inputs(batch=(2,), hq=4, hk=2, nq=21, nk=33, d=5, dv=3)
+    scores = {name: chunked(x, rng) for name, x in options.items() if name in ("bias", "mask") and rng.random() < 0.5}
+    dlse = rng.standard_normal(inputs[0].shape[:-1]).astype(np.float32)
+    results = run(*(chunked(x, rng) for x in inputs), dlse=chunked(dlse, rng), **options | scores)
+    compare(results, *inputs, dlse=dlse, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [(), (2, 1)], ids=str)
+def test_dtypes_and_ranks(dtype, batch):
+    inputs = random_inputs(batch=batch, hq=2, hk=1, nq=40, nk=50, d=8, dtype=dtype)
+    results = run(*(chunked(x, np.random.default_rng(4)) for x in inputs), causal=True)
+    for name, x in results.items():
+        assert x.dtype == ("float64" if dtype == "float64" else "float32" if name == "lse" else dtype)
+    compare(results, *inputs, causal=True)
+
+
+def test_one_head_without_an_axis():
+    q, k, v, do = (x[0, 0] for x in random_inputs(batch=(1,), hq=1, hk=1, nq=40, nk=50, d=8))
+    results = run(*(chunked(x, np.random.default_rng(5)) for x in (q, k, v, do)), window=(3, 4))
+    support.compare(results, q, k, v, do, window=(3, 4))
+
+
+def test_results_are_rounded_once():
+    """o in 16 bits is nearer to the exact one than what is merged of rounded parts."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=64, nk=640, d=16, dtype="bfloat16")
+    exact = numba_flash.forward(*(x.astype(np.float32) for x in (q, k, v)))
+    parts = [numba_flash.forward(q, k[..., j : j + 64, :], v[..., j : j + 64, :], return_lse=True) for j in range(0, 640, 64)]
+    o, lse = parts[0]
+    for part in parts[1:]:
+        o, lse = numba_flash.merge(o, lse, *part)
+    error = lambda x: np.abs(x.astype(np.float32) - exact).mean()
+    of_chunks = numba_flash.dask.forward(da.from_array(q), *(da.from_array(x, chunks=(1, 1, 64, 16)) for x in (k, v)))
+    assert error(of_chunks.compute()) < 0.9 * error(o.astype(q.dtype))
+
+
+def test_equal_chunks_give_equal_bits():
+    """In any order of tasks; and the same call has the same keys, so that dask computes it once."""
+    inputs = random_inputs(batch=(1,), hq=2, hk=2, nq=90, nk=200, d=8)
+    results = []
+    for scheduler in ("synchronous", "threads"):
+        with dask.config.set(scheduler=scheduler):
+            results.append(run(*(da.from_array(x, chunks=(1, 1, 20, 8)) for x in inputs), causal=True))
+    assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
+    q, k, v, _ = (da.from_array(x) for x in inputs)
+    assert numba_flash.dask.forward(q, k, v).name == numba_flash.dask.forward(q, k, v).name
+    assert numba_flash.dask.forward(q, k, v).name != numba_flash.dask.forward(q, k, v, causal=True).name
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 16),
+        ({"causal": True}, 10),
+        ({"window": (10, 0)}, 7),
+        ({"causal": True, "q_start": -10}, 1 + 2 + 3),
+        ({"mask": np.kron(np.eye(4, dtype=bool), np.ones((10, 10), bool))}, 4),
+        ({"mask": np.arange(40)[None, :] < 25}, 12),
+    ],
+    ids=str,
+)
+def test_what_is_hidden_has_no_task(options, pairs):
+    q = da.ones((1, 40, 4), chunks=(1, 10, 4), dtype=np.float32)
+    o, lse = numba_flash.dask.forward(q, q, q, return_lse=True, **options)
+    gradients = numba_flash.dask.backward(o, q, q, q, o, lse, **options)
+    for x, task in ((o, "part"), (gradients[0], "pair")):
+        keys = [key for key in x.__dask_graph__() if key[0].startswith(f"{task}-")]
+        assert len(keys) == pairs
+    assert np.isfinite(gradients[1].compute()).all()
+
+
+def test_who_sees_nothing_and_is_not_seen():
+    q, k, v, do = random_inputs(batch=(1,), hq=1, hk=1, nq=40, nk=40, d=4, dtype="float16")
+    results = run(*(da.from_array(x, chunks=(1, 1, 10, 4)) for x in (q, k, v, do)), causal=True, q_start=-20)
+    assert np.isneginf(results["lse"][..., :20]).all()
+    assert (results["o"][..., :20, :] == 0).all()
+    assert (results["dq"][..., :20, :] == 0).all()
+    assert (results["dk"][..., 20:, :] == 0).all()
+    compare(results, q, k, v, do, causal=True, q_start=-20)
+
+
+def test_nothing_is_computed_before_it_is_wanted():
+    def fail(block):
+        raise AssertionError("a block has been computed")
+
+    q = da.ones((2, 40, 4), chunks=(1, 10, 4), dtype=np.float32).map_blocks(fail, meta=np.empty((0, 0, 0), np.float32))
+    o = numba_flash.dask.forward(q, q, q)
+    with pytest.raises(AssertionError, match="a block has been computed"):
+        o.compute()
+
+
+X = da.ones((2, 40, 4), dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments", "options"),
+    [
+        (TypeError, "q must be a dask array; got ndarray, which numba_flash.forward", (np.ones((2, 40, 4), np.float32), X, X), {}),
+        (TypeError, "k must be a dask array; got list", (X, [1.0], X), {}),
+        (
+            ValueError,
+            r"v must have chunks of known sizes; v.compute_chunk_sizes\(\) finds them out",
+            (X, X, X[:, X[0, :, 0] > 0.5]),
+            {},
+        ),
+        (ValueError, r"k.shape\[-1\] \(3\) must equal q.shape\[-1\] \(4\)", (X, X[..., :3], X), {}),
+        (TypeError, r"k.dtype \(float64\) must equal q.dtype", (X, X.astype(float), X), {}),
+        (NotImplementedError, "numba_flash.dask does not take dropout: its bits depend on", (X, X, X), {"dropout": 0.1, "rng": (1, 2)}),
+        (NotImplementedError, "does not take score_mod: it gets the numbers", (X, X, X), {"score_mod": min}),
+        (NotImplementedError, "does not take kv_lengths: chunks say", (X, X, X), {"kv_lengths": np.array([3])}),
+        (TypeError, "droppout is not an option of numba_flash.dask", (X, X, X), {"droppout": 0.1}),
+        (TypeError, "bias must be a NumPy or CuPy array", (X, X, X), {"bias": [1.0]}),
+        (ValueError, r"mask.shape \(3, 3\) must be broadcastable", (X, X, X), {"mask": np.ones((3, 3), bool)}),
+        (ValueError, "window", (X, X, X), {"window": (-2, 0)}),
+    ],
+    ids=lambda x: "" if not isinstance(x, str) else re.sub(r"\W+", " ", x)[:30],
+)
+def test_errors_come_before_anything_is_computed(error, message, arguments, options):
+    with pytest.raises(error, match=message):
+        numba_flash.dask.forward(*arguments, **options)
+
+
+def test_errors_of_gradients():
+    with pytest.raises(ValueError, match="bias_grad needs a bias"):
+        numba_flash.dask.backward(X, X, X, X, X, X[..., 0], bias_grad=True)
+    with pytest.raises(TypeError, match="do must be a dask array; got ndarray"):
+        numba_flash.dask.backward(X.compute(), X, X, X, X, X[..., 0])
+    with pytest.raises(ValueError, match=r"lse.shape \(2, 40, 4\) must be \(2, 40\)"):
+        numba_flash.dask.backward(X, X, X, X, X, X)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", ["long", "killed"])
+def test_processes(program):
+    """Two of them share 100,000 tokens in bounded memory; one that dies in the middle loses nothing."""
+    run = subprocess.run(
+        [sys.executable, Path(__file__).parents[1].joinpath("dask_cluster.py"), program], capture_output=True, text=True, timeout=400
+    )
+    print(run.stdout, run.stderr)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "right"
