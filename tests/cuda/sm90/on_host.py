@@ -21,6 +21,8 @@ def on_host(*modules, **stand_ins):
             for name, value in dict(vars(module)).items():
                 if hasattr(value, "py_func"):
                     patch.setattr(module, name, value.py_func)
+                elif hasattr(value, "cache_info"):  # a builder, which keeps what it has made for the GPU
+                    patch.setattr(module, name, value.__wrapped__)
             for name, value in {"device": AS_IT_IS, "inline": AS_IT_IS, **stand_ins}.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
