@@ -49,16 +49,23 @@ def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("denoise_photo", ["--size", "20"]), ("triangle_attention", ["--size", "8", "--steps", "2"])]
+    ("name", "options"),
+    [
+        ("denoise_photo", ["--size", "20"]),
+        ("triangle_attention", ["--size", "8", "--steps", "2"]),
+        ("denoise_recording", ["--samples", "5000", "--window", "500", "--chunk", "1000"]),
+    ],
 )
 def test_without_matplotlib_everything_but_the_picture(monkeypatch, capsys, tmp_path, name, options):
+    if name == "denoise_recording":
+        pytest.importorskip("dask")
     for module in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)  # its import fails
     png = tmp_path / "picture.png"
     load(name).main(["--backend", "cpu", "--output", str(png), *options])
     *results, last = capsys.readouterr().out.splitlines()
     assert last == "no picture: matplotlib is not installed (numba_flash[examples] has it)"
-    assert re.search(r"PSNR|Å", results[-1])
+    assert re.search(r"PSNR|Å|error", results[-1])
     assert not png.exists()
 
 
@@ -133,3 +140,30 @@ def test_its_bounds_hold_without_noise(monkeypatch):
     upper, lower = example.triangle_bounds(chains)
     assert (lower - 1e-9 <= chains.true)[chains.used].all()
     assert (chains.true <= upper + 1e-9)[chains.used].all()
+
+
+def test_denoise_recording_finds_the_heart_and_writes_its_picture(tmp_path):
+    pytest.importorskip("dask")
+    png = tmp_path / "recording.png"
+    printed = run("denoise_recording", "--samples", "20000", "--window", "3000", "--chunk", "2500", "--output", str(png))
+    noisy, ours = (float(x) for x in re.findall(r"error ([\d.]+)", printed))
+    assert noisy == pytest.approx(0.2, rel=0.02)
+    assert ours < noisy / 2
+    assert "100% Completed" in printed
+    assert_is_a_picture(png, 400, 1000)
+
+
+def test_its_blocks_are_the_non_local_mean_of_the_whole_recording():
+    """Against the formula with its dense weights, w_ii = 0; the patches at the ends are mirrored."""
+    pytest.importorskip("dask")
+    import dask.array as da
+
+    example = load("denoise_recording")
+    x, h, window = np.random.default_rng(2).random(150).astype(np.float32), 0.8, 40
+    patches = np.lib.stride_tricks.sliding_window_view(np.pad(x, example.PATCH // 2, mode="reflect"), example.PATCH).astype(np.float64)
+    i = np.arange(len(x))
+    w = np.exp(-((patches[:, None] - patches) ** 2).sum(2) / h**2) * (abs(i[:, None] - i) <= window) * (i[:, None] != i)
+    expected = w @ x / w.sum(1)
+    for chunks in (150, 37):
+        got = example.denoise(da.from_array(x, chunks=chunks), h, window, "cpu").compute()
+        np.testing.assert_allclose(got, expected, atol=1e-4)
