@@ -81,6 +81,11 @@ class Options:
         return bool(self.softcap or self.score_mod or self.bias)
 
     @property
+    def bends(self) -> bool:
+        """True if the derivative of a score with respect to its product is not the scale alone."""
+        return bool(self.softcap or self.score_mod)
+
+    @property
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
         return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, seed=0, offset=0)

@@ -246,7 +246,7 @@ class alibi(_RowPerHead):
 
         def alibi(score, b, h, i, j):
             number = type(score)
-            return score - number(slopes[h]) * number(abs(index(i + q_start - j)))
+            return score - number(slopes[h]) * abs(number(index(i + q_start - j)))
 
         super().__init__(slopes, q_start, alibi)
 

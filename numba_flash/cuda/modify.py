@@ -14,31 +14,40 @@ from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.philox import philox4x32
+from numba_flash.cuda.score import Capped
 
 NEG_INF, LOG2E = -math.inf, math.log2(math.e)
 FAR = 2**20  # further than a tile is long
-# tanh(x) / x as a polynomial in x^2, off by less than 2^-23 of it up to SMALL.
+# tanh(x) / x as a polynomial in x^2, off by less than 2^-23 of it up to SMALL: for most scores,
+# as caps are meant for the few that are large, a third of the instructions that others take.
 SMALL = 0.55
 TANH = (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
 
 
 @inline
-def tanh(x):
-    """As exact for small x as for others, which scores with a large cap need."""
-    square = x * x
-    small = f32(TANH[3])
-    small = small * square + f32(TANH[2])
-    small = small * square + f32(TANH[1])
-    small = small * square + f32(TANH[0])
-    small = x * (square * small) + x
-    large = f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * f32(2 * LOG2E)))
-    return small if abs(x) < f32(SMALL) else large
+def capped_small(x, softcap):
+    """Of an x below SMALL caps, as exact near 0 as elsewhere, which scores with a large cap need.
+    The inverse of a cap is a normal number.
+    """
+    inverse = f32(1) / softcap
+    square = x * inverse * (x * inverse)
+    more = f32(TANH[3])
+    more = more * square + f32(TANH[2])
+    more = more * square + f32(TANH[1])
+    more = more * square + f32(TANH[0])
+    capped = x * (square * more) + x
+    return Capped(capped, capped * inverse)
 
 
 @inline
 def capped(x, softcap):
-    """tanh of x / softcap; the inverse of a cap is a normal number."""
-    return tanh(x * (f32(1) / softcap))
+    """Of any x."""
+    inverse = f32(1) / softcap
+    small = capped_small(x, softcap)
+    large = f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * inverse * f32(2 * LOG2E)))
+    if abs(x * inverse) < f32(SMALL):
+        return small
+    return Capped(softcap * large, large)
 
 
 @inline
@@ -82,7 +91,7 @@ class Bounds(NamedTuple):
 
 
 @once
-def build_modify(dtype, options, runs, slopes=False):
+def build_modify(dtype, options, runs, slopes=False, turing=False):
     """``modify(s, slope, registers, query, key, region, at, whole, parameters)``: raw products
     become scores, -inf where hidden: by the bias, the mask, the band, or the ends.
 
@@ -91,16 +100,22 @@ def build_modify(dtype, options, runs, slopes=False):
     lane's first ones, rows of the `score.Region` queries; `at` is a `score.Head`; neither the mask
     nor the band nor an end hides anything of a `whole` tile.
 
-    slopes : the derivatives go into `slope`, if the score `score.bends`; 0 where hidden.
+    slopes : the derivatives go into `slope`, if options bend the score; 0 where hidden.
+    turing : the GPU has no minimum of pairs.
     """
     COUNT, WIDTH, LAST_QUERY, LAST_KEY = runs.count, runs.width, runs.last_query, runs.last_key
     CHANGES, BIASED, MASKED = options.changes, bool(options.bias), options.mask
-    MODIFIED, SLOPES = options.score_mod is not None, slopes and score.bends(options)
+    MODIFIED, SLOPES = options.score_mod is not None, slopes and options.bends
     FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
     kept = held(options, runs)
     BIAS_WORDS, MASK_WORDS, FIRST_MASK = kept.bias, kept.mask, runs.count * kept.bias
     register, query_of, key_of = runs.register, runs.query, runs.key
+    CAPPED = bool(options.softcap)
+    OFTEN_FINITE = BIASED and not CAPPED and (FLOAT32 or not turing)
+    minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
+    HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     bend = score.build_bend(dtype, options, inline, capped)
+    bend_small = score.build_bend(dtype, options, inline, capped_small)
 
     @inline
     def bias_of(registers, n, x):
@@ -112,24 +127,60 @@ def build_modify(dtype, options, runs, slopes=False):
         return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
 
     @inline
-    def change(number, t):
-        n, x = number // WIDTH, number % WIDTH
-        e = register(n, x)
-        value, derivative = t.s[e], f32(1)
-        if CHANGES:
-            i, j = i32(t.query + query_of(n)), i32(t.key + key_of(n) + x)
-            if MODIFIED:  # of a function of the user's nobody knows what it reads there
-                i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
-            value, derivative = bend(value, i, j, t.at, t.parameters)
-        if BIASED:
-            bias = bias_of(t.registers, n, x)
-            value = f32(NEG_INF) if bias == f32(NEG_INF) else value + bias
-        if MASKED:
-            word = t.registers[FIRST_MASK + n * MASK_WORDS + x // 4]
-            value = value if u32(word & u32(0xFF << (x % 4 * 8))) != u32(0) else f32(NEG_INF)
-        t.s[e] = value
-        if SLOPES:
-            t.slope[e] = derivative if value != f32(NEG_INF) else f32(0)
+    def plus_bias(value, bias):
+        """A score that its bias hides is hidden, whatever it is."""
+        return f32(NEG_INF) if bias == f32(NEG_INF) else value + bias
+
+    @inline
+    def add_bias(value, bias):
+        return value + bias
+
+    def build_change(bend, biased=plus_bias):
+        """``change_all(t)`` by the functions that `bend` a score and add its bias."""
+
+        @inline
+        def change(number, t):
+            n, x = number // WIDTH, number % WIDTH
+            e = register(n, x)
+            value, derivative = t.s[e], f32(1)
+            if CHANGES:
+                i, j = i32(t.query + query_of(n)), i32(t.key + key_of(n) + x)
+                if MODIFIED:  # of a function of the user's nobody knows what it reads there
+                    i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
+                value, derivative = bend(value, i, j, t.at, t.parameters)
+            if BIASED:
+                value = biased(value, bias_of(t.registers, n, x))
+            if MASKED:
+                word = t.registers[FIRST_MASK + n * MASK_WORDS + x // 4]
+                seen = u32(word & u32(0xFF << (x % 4 * 8))) != u32(0)
+                value = value if seen else f32(NEG_INF)
+            t.s[e] = value
+            if SLOPES:
+                t.slope[e] = derivative if value != f32(NEG_INF) else f32(0)
+
+        return ptx.repeated(COUNT * WIDTH, change)
+
+    @inline
+    def none_hidden(registers):
+        """No bias of this lane is -inf."""
+        if FLOAT32:
+            least = f32(0)
+            for e in range(FIRST_MASK):
+                least = ptx.minimum(least, ptx.as_float32(registers[e]))
+            return least != f32(NEG_INF)
+        words = u32(0)
+        for e in range(FIRST_MASK):
+            words = minima(words, registers[e])
+        lower, upper = u32(words << u32(16)), u32(words & u32(0xFFFF0000))
+        return lower != u32(HIDDEN << 16) and upper != u32(HIDDEN << 16)
+
+    @inline
+    def all_small(s, parameters):
+        """No score of this lane needs more than `capped_small`."""
+        largest = f32(0)
+        for e in range(COUNT * WIDTH):
+            largest = ptx.maximum(largest, abs(s[e]))
+        return largest * f32(parameters.scale) < f32(parameters.softcap) * f32(SMALL)
 
     @inline
     def hide(number, t):
@@ -141,13 +192,19 @@ def build_modify(dtype, options, runs, slopes=False):
         if SLOPES:
             t.slope[e] = f32(0) if hidden else t.slope[e]
 
-    change_all = ptx.repeated(COUNT * WIDTH, change)
+    change_all, change_all_small = build_change(bend), build_change(bend_small)
+    change_all_finite = build_change(bend, add_bias)
     hide_all = ptx.repeated(COUNT * WIDTH, hide)
 
     @inline
     def modify(s, slope, registers, query, key, region, at, whole, parameters):
-        if CHANGES or not whole:
-            change_all(Scores(s, slope, registers, query, key, region, at, parameters))
+        t = Scores(s, slope, registers, query, key, region, at, parameters)
+        if CAPPED and all_small(s, parameters):
+            change_all_small(t)
+        elif OFTEN_FINITE and none_hidden(registers):
+            change_all_finite(t)
+        elif CHANGES or not whole:
+            change_all(t)
         i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
         inside = i1 <= region.rows and j1 <= region.cols
         clear = inside and mask.all_visible(query, i1, key, j1, region.low, region.high)

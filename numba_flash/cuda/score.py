@@ -58,16 +58,18 @@ class Region(NamedTuple):
     high: int
 
 
+class Capped(NamedTuple):
+    """A score under a softcap, and what share of the cap it is."""
+
+    score: float
+    unit: float
+
+
 def hides(options) -> bool:
     """True if single terms may be absent in any tile, not only in those that the band or an end
     cuts.
     """
     return bool(options.score_mod or options.bias or options.mask or options.dropout)
-
-
-def bends(options) -> bool:
-    """True if the derivative of the score is not 1."""
-    return bool(options.softcap or options.score_mod)
 
 
 @once
@@ -76,21 +78,20 @@ def build_bend(dtype, options, compile=device, capped=None):
     a bias is added, and its derivative with respect to ``scale * raw``.
 
     compile : what makes a device function of the user's function.
-    capped : ``capped(x, softcap)``, the tanh of x / softcap.
+    capped : ``capped(x, softcap)``, the `Capped` score.
     """
     ACC, CAPPED, MODIFIED = ACCUMULATOR[dtype], bool(options.softcap), options.score_mod is not None
     DIFFERENTIABLE = MODIFIED and options.score_mod.gradient is not None
     score_mod = compile(options.score_mod.function) if MODIFIED else None
     score_mod_grad = compile(options.score_mod.gradient) if DIFFERENTIABLE else None
-    unit_of = capped or _capped
+    capped = capped or _capped
 
     @compile
     def bend(raw, i, j, at, parameters):
         x, slope = raw * ACC(parameters.scale), ACC(1)
         if CAPPED:
             cap = ACC(parameters.softcap)
-            unit = unit_of(x, cap)
-            x = cap * unit
+            x, unit = capped(x, cap)
             slope = ACC(1) - unit * unit
         if MODIFIED:
             if DIFFERENTIABLE:
@@ -103,7 +104,8 @@ def build_bend(dtype, options, compile=device, capped=None):
 
 @device
 def _capped(x, softcap):
-    return math.tanh(x / softcap)
+    unit = math.tanh(x / softcap)
+    return Capped(softcap * unit, unit)
 
 
 @once

@@ -185,6 +185,24 @@ def test_dropped_weights(fragments):
     np.testing.assert_array_equal(kept, np.where(wanted, 1, -1))
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+@pytest.mark.parametrize("hidden", [0.0, 0.1])
+def test_scores_that_a_bias_hides(hidden, kind):
+    """Whatever they are; and where it hides none, a lane adds it alone."""
+    fragments, nq, nk = SHAPES[1], 50, 80
+    bias = DRAWN.standard_normal((nq, nk)).astype(kind)
+    bias[DRAWN.random(bias.shape) < hidden] = -np.inf
+    raw = DRAWN.standard_normal((32, fragments.m_tiles * fragments.columns // 2)).astype(np.float32)
+    queries, keys = np.broadcast_arrays(*fragments.places(8, 16))
+    inside = (queries < nq) & (keys < nk)
+    unseen = np.zeros(raw.shape, bool)
+    unseen[inside] = bias[queries[inside], keys[inside]] == -np.inf
+    assert unseen.any() == (hidden > 0)
+    s, _, _, _ = executed(fragments, np.where(unseen, np.nan, raw), nq, nk, 8, 16, scale=0.7, bias=bias)
+    wanted, _ = expected(fragments, raw, nq, nk, 8, 16, scale=0.7, bias=bias)
+    np.testing.assert_allclose(s, wanted, rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize("softcap", [1e-30, 3.0, 1e4, 1e30])
 def test_a_cap_of_any_size(softcap):
     """Small scores, of which tanh is the number itself, and large ones, of which it is 1."""
@@ -195,6 +213,9 @@ def test_a_cap_of_any_size(softcap):
     unit = np.tanh(raw.astype(np.float64) / softcap)
     np.testing.assert_allclose(s, softcap * unit, rtol=5e-7)
     np.testing.assert_allclose(slope, 1 - np.square(unit), atol=5e-7)
+    few = np.where(np.abs(raw) < 0.5 * softcap, raw, 0)  # no lane has a large one
+    again, _, _, _ = executed(fragments, few, 16, 32, 0, 0, softcap=softcap, scale=1.0)
+    np.testing.assert_array_equal(again, np.where(few == raw, s, 0))
 
 
 def test_what_is_read_in_vectors():

@@ -156,6 +156,15 @@ from numba_flash.cuda.ptx.scalar import (
     maximum as maximum,
 )
 from numba_flash.cuda.ptx.scalar import (
+    minima_bfloat16 as minima_bfloat16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    minima_float16 as minima_float16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    minimum as minimum,
+)
+from numba_flash.cuda.ptx.scalar import (
     mul_wide as mul_wide,
 )
 from numba_flash.cuda.ptx.scalar import (

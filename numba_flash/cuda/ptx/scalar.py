@@ -9,6 +9,13 @@ ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
 rcp = instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 maximum = instruction("maximum", "max.f32 $0, $1, $2;", f32, f32, f32, memory=False)
+minimum = instruction("minimum", "min.f32 $0, $1, $2;", f32, f32, f32, memory=False)
+minima_float16 = instruction(  # of two pairs, since Ampere
+    "minima_float16", "min.f16x2 $0, $1, $2;", u32, u32, u32, memory=False
+)
+minima_bfloat16 = instruction(
+    "minima_bfloat16", "min.bf16x2 $0, $1, $2;", u32, u32, u32, memory=False
+)
 
 add_product = instruction(  # $1 + $2 $3, but $1 where $2 is 0, whatever $3 is
     "add_product",

@@ -48,7 +48,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, max(COLS_K, COLS_V) * THREADS_N
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
-    MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), score.bends(options)
+    MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
     SEQUENCES, PACKED, DROPOUT = options.sequences, options.packed, bool(options.dropout)
     absent_p, absent_ds = "band", "band"
     if MODIFIED:
@@ -160,7 +160,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, COLS_K * THREADS_N
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
-    MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), score.bends(options)
+    MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
     SEQUENCES, PACKED = options.sequences, options.packed
     row_block_of = build_row_block(options, False, BLOCK_M)
     sequence_of = build_sequence(options)

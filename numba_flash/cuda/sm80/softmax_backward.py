@@ -6,7 +6,7 @@ called sT, pT, dpT and dsT.
 from typing import Any, NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, ptx, score, softmax
+from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import f32, i32, inline, once, u32
 from numba_flash.cuda.modify import build_drop, build_modify
@@ -56,11 +56,12 @@ def build(dtype, options, vectors, m_tiles, columns, kind):
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
-    SLOPES = score.bends(options)
+    SLOPES = options.bends
     runs = fragment.runs_of_keys(m_tiles, columns)
     hide_row = softmax.build_hide(COUNT, True)
     read = build_fetch(options, runs, vectors)
-    modify, drop = build_modify(dtype, options, runs, True), build_drop(options, runs, True)
+    modify = build_modify(dtype, options, runs, True, kind.turing)
+    drop = build_drop(options, runs, True)
     pack, pack2 = fragment.build_pack(PAIRS, *kind)
 
     @inline
