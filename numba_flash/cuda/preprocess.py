@@ -15,7 +15,17 @@ CHUNK = 8  # elements of 16 bits that a thread loads at a time
 
 
 def build(
-    dtype, head_dim_v, has_dlse, block_m, sum_bytes, ordered, chunked, base_2, options, threads
+    dtype,
+    head_dim_v,
+    has_dlse,
+    block_m,
+    sum_bytes,
+    ordered,
+    chunked,
+    base_2,
+    options,
+    threads,
+    copies=False,
 ):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
@@ -23,8 +33,8 @@ def build(
     lse2 = lse log2(e), or lse unless in `base_2`, but +inf for a row that saw nothing or does not
     exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
-    and flags = 0, one per row block and one more, if `ordered`, else dq_sum = 0, `sum_bytes` of
-    each row block; neither if that is 0.
+    and flags = 0, one per row block, or as many for each with `copies`, and one more, if `ordered`,
+    else dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
     do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
     lse, dlse : float32 (b0, b1, heads, nq).
@@ -32,7 +42,7 @@ def build(
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
     """
     BLOCK_M, HAS_DLSE, THREADS, CHUNKED = block_m, has_dlse, threads, chunked
-    FLAGS, ZEROS = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered
+    FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
     CHUNKS = head_dim_v // CHUNK
     FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
@@ -78,11 +88,16 @@ def build(
                 ptx.store_global(u64(lse2_address + offset), (shift,))
                 ptx.store_global(u64(delta_address + offset), (delta,))
         if FLAGS:
-            if cuda.threadIdx.x == 0:
-                address = ptx.global_address(flags)
-                ptx.store_global(u64(address + u64(number * 4)), (u32(0),))
-                if number == 0:
-                    ptx.store_global(u64(address + u64(4 * cuda.gridDim.x)), (u32(0),))
+            address, each, last = ptx.global_address(flags), i64(1), i64(cuda.gridDim.x)
+            if COPIES:
+                last = i64(flags.shape[0] - 1)
+                each = i64(u32(last) // u32(cuda.gridDim.x))
+            if cuda.threadIdx.x < each:
+                own = i64(number * each + cuda.threadIdx.x)
+                ptx.store_global(u64(address + u64(own * 4)), (u32(0),))
+            if number == 0:
+                if cuda.threadIdx.x == 0:
+                    ptx.store_global(u64(address + u64(last * 4)), (u32(0),))
         if ZEROS:
             zero = f32(0)
             sum_address = ptx.global_address(dq_sum) + u64(number * SUM_BYTES)

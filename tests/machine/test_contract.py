@@ -21,6 +21,7 @@ from naive import compare, run
 
 import numba_flash
 from numba_flash import reference
+from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward
 
 pytestmark = pytest.mark.machine
@@ -241,7 +242,7 @@ def check(run, name: str, full: bool) -> None:
                 results = run(group, arrays, **shape.options)
             compare(results, *arrays, **shape.options)
             if number == 0 and name in AGAIN:
-                with machine(seed=number + 100, multiprocessors=3, capability=group.capability):
+                with machine(seed=number + 100, capability=group.capability):
                     again = run(group, arrays, **shape.options)
                 for key, x in results.items():
                     assert same_bits(x, again[key]), f"{key} depends on the order of warps, copies or blocks"
@@ -300,6 +301,34 @@ def test_gradients_of_lse_in_any_order(backend):
         with machine(seed=3):
             results = backward(Group(backend, "bfloat16", 64, 64, ()), arrays, deterministic=deterministic, **options)
         compare(results, *arrays, **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("d", "capability", "causal"), [(64, AMPERE, True), (128, AMPERE, False), (256, HOPPER, True)])
+def test_few_rows_have_small_blocks(d, capability, causal):
+    """Three blocks of 64 rows of each head, where two of 128 would leave multiprocessors idle."""
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=300, d=d, dtype="float16")
+    with machine(seed=2, multiprocessors=6, capability=capability):
+        results = forward(Group(SM80, "float16", d, d, ()), arrays, causal=causal)
+    compare(results, *arrays, causal=causal)
+
+
+@pytest.mark.parametrize("copies", [pytest.param(n, marks=() if n == 2 else pytest.mark.full) for n in (1, 2, 4)])
+def test_sums_of_dq_in_copies(copies, monkeypatch):
+    """Blocks of keys that add to different copies wait for nobody; which keys a query sees begins anywhere. The same in any order."""
+    monkeypatch.setattr(prepare_backward_sm80, "copies_of_sums", lambda *problem: copies)
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=700, d=64, dtype="bfloat16")
+    group, first = SINCE_TURING["bfloat16 64 causal"], None
+    for seed, resident in ((0, None), (1, 1)):
+        with machine(seed, resident=resident, capability=AMPERE):
+            results = backward(group, arrays, causal=True)
+        compare(results, *arrays, causal=True)
+        first = first or results
+        assert all(same_bits(x, first[name]) for name, x in results.items())
+    for q_start in (0, 400):
+        with machine(capability=AMPERE):
+            results = backward(group, arrays, causal=True, q_start=q_start)
+        compare(results, *arrays, causal=True, q_start=q_start)
 
 
 @pytest.mark.full

@@ -49,6 +49,8 @@ class Sizes(NamedTuple):
         Heads whose blocks of keys are handed out together.
     b0 : int
         The first of the leading sizes.
+    doublings : int
+        Of the sums of dq, of which there are so many times two copies.
     """
 
     low: int
@@ -57,6 +59,7 @@ class Sizes(NamedTuple):
     group: int
     section: int
     b0: int
+    doublings: int
 
 
 def chunked(*layouts) -> bool:

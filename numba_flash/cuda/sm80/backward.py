@@ -48,11 +48,11 @@ def build(dtype, shape, ordered, options, tile):
     K, V, Q, DO, DS, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.ds, SMEM.rows
     PITCH_K, PITCH_V, PITCH_DS = SMEM.pitch_k, SMEM.pitch_v, SMEM.pitch_ds
     Q_BYTES, DO_BYTES, DS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, BLOCK_N * PITCH_DS
-    ROWS_BYTES, LSE_BYTES = 8 * BLOCK_M, 4 * BLOCK_M
+    ROWS_BYTES, LSE_BYTES, PARTS = 8 * BLOCK_M, 4 * BLOCK_M, BLOCK_M // COLUMNS
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
-    MASKED = options.mask
+    MASKED, AHEAD = options.mask, bool(options.bias)
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
@@ -71,7 +71,7 @@ def build(dtype, shape, ordered, options, tile):
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
-    add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, options, tile)
+    sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -95,14 +95,17 @@ def build(dtype, shape, ordered, options, tile):
         v_warp = u32(smem + u32(V) + u32(warp * WARP_KEYS * PITCH_V))
         ds_warp = u32(ds + u32(warp * WARP_KEYS * PITCH_DS))
         key = i32(item.row0 + warp * WARP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
-        tiles = left(walk, item, sizes)
-        this = sum_of(item, walk, walk, extras)
+        tiles, heads, batch1 = left(walk, item, sizes), q.shape[2], q.shape[1]
+        this = sum_of(item, walk, walk, sizes, extras)
         done = this
         zero_k(dk_acc)
         zero_v(dv_acc)
         if tiles > 0:
             load_keys(smem, k, v, item)
             load_tile(smem, u32(0), do, q, rows, item, walk)
+            if AHEAD:
+                row0 = i32(walk.at * BLOCK_M)
+                fetch(bias_mask, tile_of(row0, key, item, walk, heads, batch1), extras)
 
         n = i32(0)
         while n < tiles:
@@ -113,7 +116,7 @@ def build(dtype, shape, ordered, options, tile):
             if n > 1:
                 release(flags, done)
             walk = next_tile(here, item, rows, extras, sizes)
-            done, this = this, sum_of(item, here, walk, extras)
+            done, this = this, sum_of(item, here, walk, sizes, extras)
             if MASKED:
                 tiles = i32(n + 1 + left(walk, item, sizes))
             if STAGES > 1:
@@ -122,21 +125,28 @@ def build(dtype, shape, ordered, options, tile):
                     load_tile(smem, other, do, q, rows, item, walk)
                 if n > 0:
                     # (7) dQ = dQ + dS K of the tile before
-                    add_dq(u32(ds + other * u32(DS_BYTES)), k_tile, dq_sum, flags, done)
-            for part in range(BLOCK_M // COLUMNS):
+                    wait(flags, done)
+                    add_dq(u32(ds + other * u32(DS_BYTES)), k_tile, dq_sum, done)
+            for part in range(PARTS):
                 q_tile = u32(smem + u32(Q) + slot * u32(Q_BYTES) + u32(part * COLUMNS * PITCH_K))
                 do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(part * COLUMNS * PITCH_V))
                 lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32(part * COLUMNS * 4))
                 lse += u32(fragment.first_column() * 4)
                 row0 = i32(here.at * BLOCK_M + part * COLUMNS)
-                tile = tile_of(row0, key, item, here, q.shape[2], q.shape[1])
-                fetch(bias_mask, tile, extras)
+                tile = tile_of(row0, key, item, here, heads, batch1)
+                if not AHEAD:
+                    fetch(bias_mask, tile, extras)
                 # (1) S^T = K Q^T
                 k_qt(sT, k_warp, q_tile)
                 # (4) dP^T = V dO^T
                 v_dot(dpT, v_warp, do_tile)
                 # (2) P^T = exp(S^T - lse)
                 recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
+                row0, ahead = i32(row0 + COLUMNS), here
+                if part + 1 == PARTS:
+                    row0, ahead = i32(walk.at * BLOCK_M), walk
+                if AHEAD and (part + 1 < PARTS or n + 1 < tiles):
+                    fetch(bias_mask, tile_of(row0, key, item, ahead, heads, batch1), extras)
                 # (3) dV = dV + P^T dO
                 pack_weights(p, sT)
                 p_do(dv_acc, p, do_tile)
@@ -151,15 +161,16 @@ def build(dtype, shape, ordered, options, tile):
                 if n + 1 < tiles:
                     load_tile(smem, u32(0), do, q, rows, item, walk)
                 # (7) dQ = dQ + dS K
-                add_dq(ds, k_tile, dq_sum, flags, this)
+                wait(flags, this)
+                add_dq(ds, k_tile, dq_sum, this)
             n = i32(n + 1)
 
         cuda.syncthreads()  # the last dS^T is there
         if tiles > 1:
             release(flags, done)
         if STAGES > 1 and tiles > 0:
-            slot = u32((tiles - 1) % STAGES)
-            add_dq(u32(ds + slot * u32(DS_BYTES)), k_tile, dq_sum, flags, this)
+            wait(flags, this)
+            add_dq(u32(ds + u32((tiles - 1) % STAGES) * u32(DS_BYTES)), k_tile, dq_sum, this)
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if tiles > 0:
             release(flags, this)

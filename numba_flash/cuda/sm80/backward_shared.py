@@ -34,6 +34,7 @@ def build(dtype, shape, ordered, options, tile):
     OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
     MASKED = options.mask
+    AHEAD, LAST = bool(options.bias), tile.warps - 1
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
@@ -50,7 +51,7 @@ def build(dtype, shape, ordered, options, tile):
     put_p = products.build_put_words(M_TILES, COLUMNS, PITCH_P)
     put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
-    add_dq, release, sum_of = sum_dq.build(kind, shape, ordered, options, tile)
+    sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
 
     @inline
     def key_of_part(row):
@@ -84,13 +85,16 @@ def build(dtype, shape, ordered, options, tile):
         ds_group = u32(ds + u32(group * GROUP_KEYS * PITCH_P))
         p_group = u32(smem + u32(P) + u32(group * GROUP_KEYS * PITCH_P))
         key = i32(item.row0 + group * GROUP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
-        tiles = left(walk, item, sizes)
-        this = sum_of(item, walk, walk, extras)
+        tiles, heads, batch1 = left(walk, item, sizes), q.shape[2], q.shape[1]
+        this = sum_of(item, walk, walk, sizes, extras)
         zero_k(dk_acc)
         zero_v(dv_acc)
         if tiles > 0:
             load_keys(smem, k, v, item)
             load_tile(smem, u32(0), do, q, rows, item, walk)
+            row0 = i32(walk.at * BLOCK_M + column)
+            if AHEAD:
+                fetch(bias_mask, tile_of(row0, key, item, walk, heads, batch1), extras)
 
         n = i32(0)
         while n < tiles:
@@ -100,9 +104,11 @@ def build(dtype, shape, ordered, options, tile):
             slot, row0 = u32(n % STAGES), i32(walk.at * BLOCK_M + column)
             if n > 0:
                 release(flags, this)
-            tile = tile_of(row0, key, item, walk, q.shape[2], q.shape[1])
+            tile = tile_of(row0, key, item, walk, heads, batch1)
             here, walk = walk, next_tile(walk, item, rows, extras, sizes)
-            this = sum_of(item, here, walk, extras)
+            this = sum_of(item, here, walk, sizes, extras)
+            if warp == LAST:
+                wait(flags, this)  # by the next barrier everybody has
             if MASKED:
                 tiles = i32(n + 1 + left(walk, item, sizes))
             if STAGES > 1:
@@ -112,13 +118,17 @@ def build(dtype, shape, ordered, options, tile):
             do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES))
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
             lse += u32((column + fragment.first_column()) * 4)
-            fetch(bias_mask, tile, extras)
+            if not AHEAD:
+                fetch(bias_mask, tile, extras)
             # (1) S^T = K Q^T
             k_qt(sT, k_group, u32(q_tile + u32(column * PITCH_K)))
             # (4) dP^T = V dO^T
             v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)))
             # (2) P^T = exp(S^T - lse)
             recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
+            if AHEAD and n + 1 < tiles:
+                ahead = i32(walk.at * BLOCK_M + column)
+                fetch(bias_mask, tile_of(ahead, key, item, walk, heads, batch1), extras)
             pack_weights(p, sT)
             put_p(u32(p_group + u32(column * 2)), p)
             # (5) dS^T = P^T * (dP^T - delta)
@@ -131,7 +141,7 @@ def build(dtype, shape, ordered, options, tile):
             # (6) dK = dK + dS^T Q
             ds_q(dk_acc, ds_group, u32(q_tile + u32(part * (2 * COLUMNS_K))))
             # (7) dQ = dQ + dS K
-            add_dq(ds, k_tile, dq_sum, flags, this)
+            add_dq(ds, k_tile, dq_sum, this)
             if STAGES == 1:
                 cuda.syncthreads()  # this tile has been read
                 if n + 1 < tiles:

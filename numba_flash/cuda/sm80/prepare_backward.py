@@ -17,11 +17,14 @@ from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 LOG2E = math.log2(math.e)
-ROW_THREADS = 256  # of the kernel before the main one
+ROW_THREADS = 256  # of the kernel before the main one, and no more copies than that
 # Bytes of sums of dq that blocks at work at the same time add to: they stay in the L2 cache.
 SUMS_AT_WORK = 2**25
-# Blocks of keys of one head wait for each other at their first tiles, LAG and those that share a
-# flag each; that may take 1 / PATIENCE of their time.
+SUMS_OF_COPIES = 2**27  # bytes of all copies, if there are several
+# Blocks of keys of one head are behind each other by LAG tiles and those that share a flag. Under a
+# band, where some have fewer tiles than others, waiting for that may take 1 / PATIENCE of their
+# time. Without one, sums in the cache gain more (H200, bfloat16, D = 256, over FlashAttention-2 for
+# N = 512, 1k, 2k, 4k: 1.24, 1.13, 1.03, 0.96; by PATIENCE 1.12, 0.94, 0.93, 0.98).
 LAG, PATIENCE = 2, 8
 
 
@@ -32,10 +35,11 @@ class Temporaries(NamedTuple):
     ----------
     rows : float32 (2, b0, b1, heads, rows)
         The lse and delta, as kernels number rows.
-    dq_sum : float32 (b0, b1, heads, row blocks, BLOCK_M * D)
+    dq_sum : float32 (b0, b1, heads, row blocks, copies * BLOCK_M * D)
         Sums of dQ, in the order of fragments.
     flags : int32
-        How many blocks of keys have added to each row block, and the number of the next work item.
+        How many blocks of keys have added to each row block's copies, and the number of the next
+        work item.
     """
 
     rows: Layout
@@ -61,6 +65,7 @@ class Pass(NamedTuple):
     inputs: BackwardInputs
     results: BackwardResults
     temporaries: Temporaries
+    copies: int
     lists: Extras
 
     @property
@@ -95,9 +100,12 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         fours=gpu.capability >= (9, 0),
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
     )
+    copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
-    this = Pass(p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile), lists)
+    this = Pass(
+        p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile, copies), copies, lists
+    )
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
     dbias = None
     if results.dbias is not None:
@@ -125,27 +133,43 @@ def _heads_first(p, inputs):
     return inputs._replace(do=do, q=q, k=k, v=v, o=o)
 
 
-def _temporaries(p, tile) -> Temporaries:
+def copies_of_sums(p, tile, multiprocessors: int) -> int:
+    """Copies of the sums of dq, of a deterministic pass: a power of two, as many as blocks of keys
+    of one head are at work at the same time, unless that is too much memory. Lists of a mask know
+    of one alone.
+    """
+    if p.options.mask:
+        return 1
+    blocks = grid.blocks(p, p.nk, tile.block_n)
+    heads = max(1, grid.items(p, p.nk, p.hk, tile.block_n) // max(1, blocks))
+    together = min(heads, section(p, tile, multiprocessors, True))
+    at_work = -(-multiprocessors * tile.min_blocks // together)
+    size = math.prod(_temporaries(p, tile, 1).dq_sum.shape) * 4
+    most = min(SUMS_OF_COPIES // max(1, size), 2 * min(blocks, at_work) - 1, ROW_THREADS)
+    return 1 << max(1, most).bit_length() - 1
+
+
+def _temporaries(p, tile, copies: int) -> Temporaries:
     batch = (1, 1) if p.options.packed else p.batch
     blocks = (*batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
     return Temporaries(
         rows=Layout.compact((2, *blocks[:3], blocks[3] * tile.block_m), "float32"),
-        dq_sum=Layout.compact((*blocks, tile.block_m * tile.padded(p.d)), "float32"),
-        flags=Layout.compact((math.prod(blocks) + 1,), "int32"),
+        dq_sum=Layout.compact((*blocks, copies * tile.block_m * tile.padded(p.d)), "float32"),
+        flags=Layout.compact((math.prod(blocks) * copies + 1,), "int32"),
     )
 
 
 def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
-    sum_bytes = 4 * there.dq_sum.shape[-1]
+    sum_bytes = 4 * tile.block_m * tile.padded(p.d)
     whole = chunked(x.do, x.o)
     return Launch(
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
             not p.options.changes,
-            *(p.options.arrays, ROW_THREADS),
+            *(p.options.arrays, ROW_THREADS, this.ordered),
         ),
         this.gpu,
         grid=this.row_blocks,
@@ -170,6 +194,7 @@ def _main(this: Pass):
         group=p.hq // p.hk,
         section=section(p, tile, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
+        doublings=this.copies.bit_length() - 1,
     )
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
@@ -193,18 +218,18 @@ def _main(this: Pass):
 def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     """Heads of k whose blocks of keys are handed out together.
 
-    So many that few blocks of one head are at work at the same time, if they wait for each other;
-    else, without a band, no more than have their sums in the cache.
+    Without a band no more than have their sums in the cache; but if blocks wait for each other, so
+    many that few of one head are at work at the same time.
     """
     even = grid.even_section(max(1, grid.blocks(p, p.nk, tile.block_n)), multiprocessors)
-    tiles = -(-p.nq // tile.block_m)
-    if ordered:
-        at_work = multiprocessors * tile.min_blocks
-        return max(1, min(at_work, PATIENCE * at_work * (LAG + tile.share) // max(1, tiles)))
-    if p.band != "none":
-        return even
-    sums_of_a_head = 4 * tile.block_m * tile.padded(p.d) * tiles
-    return max(1, min(even, SUMS_AT_WORK // max(1, sums_of_a_head)))
+    tiles = max(1, -(-p.nq // tile.block_m))
+    in_cache = SUMS_AT_WORK // (4 * tile.block_m * tile.padded(p.d) * tiles)
+    if not ordered:
+        return even if p.band != "none" else max(1, min(even, in_cache))
+    at_work = multiprocessors * tile.min_blocks
+    lag = at_work * (LAG + tile.share)
+    most = PATIENCE * lag // tiles if p.band != "none" else max(in_cache, lag // tiles)
+    return max(1, min(at_work, most))
 
 
 def _postprocess(this: Pass) -> Launch:

@@ -8,7 +8,8 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import in_vectors, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
-from numba_flash.cuda.sm80.tiles import dbias_tile, hardware
+from numba_flash.cuda.sm80.dbias_tiles import dbias_tile
+from numba_flash.cuda.sm80.tiles import hardware
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 SUM_THREADS = 128

@@ -11,7 +11,7 @@ from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, chunked
-from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware
+from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, small_tile
 from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
@@ -24,7 +24,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     dropout.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    tile = forward_tile(p, hardware(gpu.capability))
+    tile = _tile(p, gpu)
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
@@ -37,6 +37,13 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         forward(q, k, v, o, results.lse, extras=extras.of(inputs), numbers=given)
 
     return Prepared(run, (*extras.launches, forward))
+
+
+def _tile(p, gpu) -> Tile:
+    there = hardware(gpu.capability)
+    tile = forward_tile(p, there)
+    few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
+    return small_tile(p, there, few) or tile
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:

@@ -17,7 +17,7 @@ def takes_numpy() -> bool:
 
 
 def tiles_of(problem) -> tuple:
-    """Rows and columns of the score tiles, on a GPU with the most shared memory."""
+    """Rows and columns of the score tiles of large problems, with the most shared memory."""
     tile = forward_tile(problem, hardware((9, 0)))
     return (("forward", (tile.block_m, tile.block_n)),)
 

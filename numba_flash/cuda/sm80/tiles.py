@@ -177,6 +177,17 @@ def hardware(capability: tuple[int, int]) -> Hardware:
     return Hardware(capability < (8, 0), SHARED_LIMIT.get(capability, 99 * KB))
 
 
+class SmallRow(NamedTuple):
+    """The tile for small problems of head dimensions up to `d`, where a block may have `shared`
+    bytes, and for fewer than `keys` keys under a band.
+    """
+
+    d: int
+    shared: int
+    tile: Tile
+    keys: int
+
+
 class Row(NamedTuple):
     """The tile that serves head dimensions up to `d`, where a block may have `shared` bytes."""
 
@@ -189,6 +200,8 @@ class Row(NamedTuple):
 # those of another tile (FlashAttention-2: 293, 276 with D = 64; 350, 299; 320, 276). Two blocks run
 # on a multiprocessor, or one of 8 warps. The other rows are chosen for room and registers.
 FORWARD_TILES = (
+    # with D = 32 233, 215 (FlashAttention-2: 207, 172), with two blocks 220, 201
+    Row(32, 163 * KB, Tile(4, 2, 64, 2, True, 3)),
     # 334, 314; Tile(4, 2, 128, 2, False, 2), which spills, 345, 316
     Row(64, 163 * KB, Tile(4, 2, 64, 2, True, 2)),
     Row(64, 64 * KB, Tile(4, 2, 64, 1, False, 2)),  # 306, 297
@@ -196,154 +209,91 @@ FORWARD_TILES = (
     Row(128, 163 * KB, Tile(4, 2, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 2, 32, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
-    # 304, 270; Tile(8, 1, 64, 1, False, 1) 307, 270, but 177 instead of 193 with N = 512, causal
-    Row(256, 227 * KB, Tile(4, 1, 64, 1, False, 2)),
+    # 317, 273; Tile(8, 1, 64, 1, False, 1) 311, 267
+    Row(256, 227 * KB, Tile(8, 1, 128, 1, False, 1)),
     Row(256, 163 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(256, 99 * KB, Tile(4, 1, 32, 1, False, 1)),
     Row(256, 64 * KB, Tile(2, 1, 32, 1, False, 1)),
 )
 
 
-# With options that change scores or weights, which take registers; none was measured. Assembled for
-# Hopper, 64 scores of a lane and 32 columns with D = 128 fit; for other GPUs they spill.
+# With fewer blocks of rows than multiprocessors, or a band over so few keys: time on an H200, and
+# that of the tile above and FlashAttention-2. The band is that of causal attention.
+SMALL_TILES = (
+    # 2 heads of 1024: 12 us, 14, 11; 8 heads of 256: 5.9, 7.6, 8.3
+    SmallRow(64, 99 * KB, Tile(4, 1, 64, 2, True, 3), 0),
+    # 16 heads of 512: 14 us, 29, 21; 8 heads of 1024: 23, 36, 27
+    SmallRow(128, 99 * KB, Tile(4, 1, 128, 1, False, 2), 0),
+    # 4 heads of 2048: 74 us, 89, 69; causal, 8 heads of 512, 32 times: 0.194 ms, 0.211, 0.190
+    SmallRow(256, 227 * KB, Tile(4, 1, 64, 1, False, 2), 4096),
+)
+
+
+# With options that change scores or weights, which take registers. Assembled for Hopper, 64 scores
+# of a lane and 32 columns with D = 128 fit; for other GPUs they spill.
 MODIFIED_TILES = (
+    # triangle attention: 122; Tile(4, 2, 64, 2, True, 2) 116 (FlexAttention: 133)
+    Row(32, 163 * KB, Tile(4, 2, 32, 2, True, 3)),
+    # a bias, N = 2048: 226; Tile(4, 1, 64, 2, True, 3) 185
     Row(64, 227 * KB, Tile(4, 2, 64, 2, False, 2)),
     Row(64, 64 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(128, 227 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(128, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
-    *(row for row in FORWARD_TILES if row.d == 256),
+    Row(256, 227 * KB, Tile(4, 1, 64, 1, False, 2)),
+    *(row for row in FORWARD_TILES if row.d == 256 and row.shared < 227 * KB),
 )
+
+
+def _first(rows, d: int, hardware: Hardware):
+    """The first row that serves these head dimensions and fits, or None."""
+    return next((row for row in rows if d <= row.d and row.shared <= hardware.shared_limit), None)
 
 
 def forward_tile(problem, hardware: Hardware) -> Tile:
     """The first that serves these head dimensions and fits."""
-    d = max(problem.d, problem.dv)
     tiles = MODIFIED_TILES if problem.options.modifies else FORWARD_TILES
-    return next(row.tile for row in tiles if d <= row.d and row.shared <= hardware.shared_limit)
+    return _first(tiles, max(problem.d, problem.dv), hardware).tile
 
 
+def small_tile(problem, hardware: Hardware, few: bool) -> Tile | None:
+    """That for a small problem, with `few` blocks of rows or keys; None for any other."""
+    p, row = problem, _first(SMALL_TILES, max(problem.d, problem.dv), hardware)
+    if row is None or p.options.modifies:
+        return None
+    return row.tile if few or (p.band != "none" and p.nk < row.keys) else None
+
+
+# In the deterministic order, over FlashAttention-2, N = 4096 and 16384: D = 64 1.13, 1.05, D = 128
+# 1.07, 1.01, D = 256 0.98, 0.91. With a flag for each four row blocks D = 128 0.99, 0.94.
 BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2, 4)),
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
     Row(64, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4)),
-    Row(128, 227 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 2, 1, 4, 2)),
-    Row(128, 163 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 1, 1, 4, 2)),
+    Row(128, 227 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 2, 1, 1, 2)),
+    Row(128, 163 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 1, 1, 1, 2)),
     Row(128, 99 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4, 2)),
     Row(128, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4, 2)),
-    Row(256, 227 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 2, 1, 2, 4)),
-    Row(256, 163 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 1, 1, 2, 4)),
+    Row(256, 227 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 2, 1, 1, 4)),
+    Row(256, 163 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 1, 1, 1, 4)),
     Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
     Row(256, 64 * KB, BackwardTile(2, 1, 32, 16, (1, 2), 1, 1, 2, 2, 2)),
 )
 
 
-# With options that change scores or weights: fewer scores at a time, for registers.
-MODIFIED_BACKWARD_TILES = (
+# With options that bend scores: fewer of them at a time, or fewer columns, for registers.
+BENT_BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 2, 2, 4)),
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 1, 2, 4)),
     Row(64, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4)),
     Row(128, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, 4)),
     Row(128, 163 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4)),
-    Row(128, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4, 2)),
-    *BACKWARD_TILES[7:],
+    *BACKWARD_TILES[5:],
 )
 
 
 def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
-    d = max(problem.d, problem.dv)
-    tiles = MODIFIED_BACKWARD_TILES if problem.options.modifies else BACKWARD_TILES
-    return next(row.tile for row in tiles if d <= row.d and row.shared <= hardware.shared_limit)
-
-
-class DbiasLayout(NamedTuple):
-    """Where a block of the gradient of the bias keeps what in shared memory, in bytes: Q, dO, the
-    lse and delta of queries, K, V; and what there is in all.
-    """
-
-    q: int
-    do: int
-    rows: int
-    k: int
-    v: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class DbiasTile:
-    """Shape of a block of the gradient of the bias.
-
-    Attributes
-    ----------
-    warps_m, warps_n, m_tiles : int
-        Warps along queries and along keys; times 16, the queries of each.
-    parts : int
-        Times 32, the keys of a warp; it has scores of 32 of them in registers at a time.
-    stages : int
-        Tiles of Q, K, V and dO that there is room for.
-    min_blocks : int
-        Blocks per multiprocessor that the register allocation must allow.
-    """
-
-    warps_m: int
-    warps_n: int
-    m_tiles: int
-    parts: int
-    stages: int
-    min_blocks: int
-
-    @property
-    def block_m(self) -> int:
-        return ROWS * self.m_tiles * self.warps_m
-
-    @property
-    def block_n(self) -> int:
-        return KEYS * self.parts * self.warps_n
-
-    @property
-    def threads(self) -> int:
-        return WARP * self.warps_m * self.warps_n
-
-    def layout(self, d: int, dv: int) -> DbiasLayout:
-        of_queries, of_keys = self.stages * self.block_m, self.stages * self.block_n
-        sizes = (
-            *(of_queries * pitch(d), of_queries * pitch(dv), of_queries * 8),
-            *(of_keys * pitch(d), of_keys * pitch(dv)),
-        )
-        return DbiasLayout(*accumulate(sizes, initial=0))
-
-
-class DbiasRow(NamedTuple):
-    """The tile that serves head dimensions up to `d` and a bias of `bias` bytes an element, where a
-    block may have `shared` bytes.
-    """
-
-    d: int
-    bias: int
-    shared: int
-    tile: DbiasTile
-
-
-DBIAS_TILES = (
-    DbiasRow(32, 2, 99 * KB, DbiasTile(4, 2, 2, 2, 2, 1)),
-    DbiasRow(64, 2, 163 * KB, DbiasTile(4, 2, 2, 2, 2, 1)),
-    DbiasRow(64, 4, 64 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
-    DbiasRow(128, 4, 163 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
-    DbiasRow(128, 4, 99 * KB, DbiasTile(4, 2, 1, 1, 1, 1)),
-    DbiasRow(128, 4, 64 * KB, DbiasTile(2, 1, 2, 1, 1, 1)),
-    DbiasRow(256, 4, 163 * KB, DbiasTile(2, 2, 2, 1, 1, 1)),
-    DbiasRow(256, 4, 99 * KB, DbiasTile(2, 1, 1, 1, 1, 1)),
-    DbiasRow(256, 4, 64 * KB, DbiasTile(1, 1, 1, 1, 1, 1)),
-)
-
-
-def dbias_tile(problem, hardware: Hardware) -> DbiasTile:
-    """The first that serves these head dimensions and this bias, and fits."""
-    d, size = max(problem.d, problem.dv), 4 if problem.options.bias == "float32" else 2
-    return next(
-        row.tile
-        for row in DBIAS_TILES
-        if d <= row.d and size <= row.bias and row.shared <= hardware.shared_limit
-    )
+    tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES
+    return _first(tiles, max(problem.d, problem.dv), hardware).tile

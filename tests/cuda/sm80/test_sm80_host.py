@@ -215,3 +215,43 @@ def test_what_is_read_and_written_in_whole_chunks(kind):
         assert shape_of(A100, (result,)).asynchronous
         assert not shape_of(T4).asynchronous
         assert shape_of(T4).turing
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "rows", "keys"),
+    [
+        ({"nq": 256, "d": 64}, {}, 64, 64),
+        ({"nq": 5000, "d": 64}, {}, 128, 64),
+        ({"nq": 256, "d": 128}, {"causal": True}, 64, 128),
+        ({"nq": 5000, "d": 128}, {"causal": True}, 128, 64),
+        ({"nq": 5000, "nk": 5000, "d": 256}, {"causal": True}, 128, 128),
+        ({"nq": 5000, "nk": 4000, "d": 256}, {"causal": True}, 64, 64),
+        ({"nq": 5000, "nk": 4000, "d": 256}, {}, 128, 128),
+        ({"nq": 256, "d": 256}, {}, 64, 64),
+    ],
+)
+def test_small_problems_have_small_blocks(sizes, options, rows, keys):
+    """Fewer than 132 blocks of 128 rows leave multiprocessors idle."""
+    tile = main_launch("forward", problem(options, hq=4, batch=(1,), **sizes), H200, inputs_of(hq=4, batch=(1,), **sizes)).config[-1]
+    assert (tile.block_m, tile.block_n) == (rows, keys)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "copies"),
+    [
+        ({"nq": 1000, "nk": 1024}, {}, 8),  # all blocks of keys are at work at the same time
+        ({"nq": 1000, "nk": 1025, "hq": 4, "hk": 2}, {"causal": True}, 16),
+        ({"nq": 1000, "nk": 1024, "batch": (120,)}, {}, 4),  # 120 heads, so 2.2 blocks of each
+        ({"nq": 1000, "nk": 128}, {}, 1),
+        ({"nq": 20000, "nk": 20000, "hq": 8, "hk": 8}, {}, 1),  # there is no room for two
+        ({"nq": 6000, "nk": 20000, "hq": 8, "hk": 8}, {}, 4),
+        ({"nq": 1000, "nk": 1024}, {"mask": np.ones((1000, 1024), bool)}, 1),
+        ({"nq": 0, "nk": 1024}, {}, 1),
+    ],
+)
+def test_copies_of_the_sums_of_dq(sizes, options, copies):
+    """As many as blocks of keys of a head that are at work at the same time, while there is room."""
+    sizes = {"batch": (2,), "hq": 1, "hk": 1} | sizes
+    inputs = inputs_of(**sizes)._replace(mask=options.get("mask"))
+    main = main_launch("backward", problem(options, **sizes), H200, inputs)
+    assert 2 ** main.numbers[0].doublings == copies
