@@ -95,8 +95,7 @@ def build(
             if cuda.threadIdx.x < each:
                 own = i64(number * each + cuda.threadIdx.x)
                 ptx.store_global(u64(address + u64(own * 4)), (u32(0),))
-            if number == 0:
-                if cuda.threadIdx.x == 0:
+                if own == 0:
                     ptx.store_global(u64(address + u64(last * 4)), (u32(0),))
         if ZEROS:
             zero = f32(0)

@@ -171,7 +171,7 @@ MUTANTS = (
         "ptx.bulk_wait_read()\n            ptx.add",
         "gradients",
     ),
-    Mutant("a counter that nobody sets", BEFORE, "if number == 0:", "if number < 0:", "gradients"),
+    Mutant("a counter that nobody sets", BEFORE, "if own == 0:", "if own < 0:", "gradients"),
     Mutant(
         "a work item is read after its release",
         DQ,

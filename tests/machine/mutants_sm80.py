@@ -142,6 +142,29 @@ MUTANTS_SM80 = (
     Mutant("a turn that is not awaited", SUM, "begins=at == last or", "begins=at == last and", "mma, gradients, long"),
     Mutant("a sum that replaces the one before", SUM, "if ORDERED and to.first:", "if ORDERED:", "mma, gradients"),
     Mutant(
+        "blocks before that add to another copy",
+        SUM,
+        "before=i32(blocks_before(item, i32(shared * SHARE)) >> doublings),",
+        "before=i32(blocks_before(item, i32(shared * SHARE))),",
+        "mma, gradients, copies",
+    ),
+    Mutant(
+        "the first block of one copy alone",
+        SUM,
+        "first=i32(blocks_before(item, at) >> doublings) == 0",
+        "first=blocks_before(item, at) == 0",
+        "mma, gradients, copies",
+    ),
+    Mutant("copies from the first of all", SUM, "u64((block + n) % copies)", "u64(n)", "mma, gradients, copies"),
+    Mutant(
+        "all warps but one go on",
+        SHARED,
+        "            cuda.syncthreads()  # P^T and dS^T are there\n",
+        "            cuda.syncwarp()\n",
+        "mma, gradients, D128, long",
+    ),
+    Mutant("dQ out of its turn where one warp waits", SHARED, "if warp == LAST:", "if warp > LAST:", "mma, gradients, D128, long"),
+    Mutant(
         "sums that nobody has written", SUM, "some = row0 < queries and start < stop", "some = row0 < queries", "mma, gradients, causal"
     ),
     Mutant(

@@ -24,6 +24,7 @@ from support import random_inputs
 
 import numba_flash
 from numba_flash.cuda import compile
+from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward
 
 CAUGHT = 3
@@ -45,6 +46,8 @@ class Problem(NamedTuple):
         Of the call. Where there are lengths, what lies beyond is NaN.
     key_blocks : int
         Of how many blocks of keys dS is made at a time, where it is kept.
+    copies : int
+        Of the sums of dQ that `sm80` keeps.
     resident : int, optional
         How many blocks there is room for; all, by default.
     tier : str
@@ -63,6 +66,7 @@ class Problem(NamedTuple):
     multiprocessors: int = 1
     options: dict = {}  # noqa: RUF012
     key_blocks: int = 8
+    copies: int = 1
     resident: int | None = None
     tier: str = "sm90"
     capability: tuple[int, int] = kernels.HOPPER
@@ -145,7 +149,7 @@ PROBLEMS |= {
     "mma, D128": mma(d=128, nk=150),
     "mma, D13": mma(d=13, nk=100),
     "mma, Turing": mma(nk=70, capability=(7, 5)),
-    "mma, causal": mma(nk=100, options={"causal": True}),
+    "mma, causal": mma(nk=100, hq=2, hk=2, options={"causal": True}),  # more blocks of 32 rows a warp than multiprocessors
     "mma, causal lengths": mma(options=LENGTHS | {"causal": True}),
     "mma, lengths": mma(options=LENGTHS),
     "mma, parts": mma(nq=3, nk=700, multiprocessors=8),
@@ -154,12 +158,14 @@ PROBLEMS |= {
     "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
+    "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),
     "mma, gradients, Turing": mma_gradients(d=136, nq=40, nk=40, capability=(7, 5)),
     "mma, bias gradient": mma_gradients(nq=150, nk=100, options=bias_of(100) | {"bias_grad": True}),
     "mma, gradients, heads": mma_gradients(nq=70, nk=100, hq=4, hk=2),
     "mma, gradients, causal": mma_gradients(nq=200, nk=70, options={"causal": True}),
     "mma, gradients, little memory": mma_gradients(nk=100, capability=(8, 6)),
     "mma, gradients, D128": mma_gradients(d=128, nq=70, nk=100),
+    "mma, gradients, D128, long": mma_gradients(d=128, nk=300),
     "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
     "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
 }
@@ -173,6 +179,7 @@ def run(problem: Problem, seed: int) -> None:
         for x in [arrays[i] for i in (first, *others)] if name in p.options else ():
             for b, length in enumerate(p.options[name]):
                 x[b, :, length:] = np.nan
+    prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
     prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 

@@ -313,12 +313,13 @@ def test_few_rows_have_small_blocks(d, capability, causal):
     compare(results, *arrays, causal=causal)
 
 
-@pytest.mark.parametrize("copies", [pytest.param(n, marks=() if n == 2 else pytest.mark.full) for n in (1, 2, 4)])
-def test_sums_of_dq_in_copies(copies, monkeypatch):
+@pytest.mark.full
+@pytest.mark.parametrize(("copies", "d"), [(1, 64), (2, 64), (4, 64), (2, 128)])
+def test_sums_of_dq_in_copies(copies, d, monkeypatch):
     """Blocks of keys that add to different copies wait for nobody; which keys a query sees begins anywhere. The same in any order."""
     monkeypatch.setattr(prepare_backward_sm80, "copies_of_sums", lambda *problem: copies)
-    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=700, d=64, dtype="bfloat16")
-    group, first = SINCE_TURING["bfloat16 64 causal"], None
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=100, nk=600, d=d, dtype="bfloat16")
+    group, first = SINCE_TURING["bfloat16 64 causal"]._replace(d=d, dv=d), None
     for seed, resident in ((0, None), (1, 1)):
         with machine(seed, resident=resident, capability=AMPERE):
             results = backward(group, arrays, causal=True)
