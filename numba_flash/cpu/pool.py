@@ -180,7 +180,8 @@ class Runner:
     """Runs kernels on all cores, one call at a time.
 
     A call within a call of the same thread, from a signal handler or a finalizer, cannot wait for that: it runs in its thread alone. As it
-    must not touch any lock that its thread may hold, of threadpoolctl's either, it takes BLAS as it finds it: held but for moments.
+    must not touch any lock that its thread may hold, of threadpoolctl's either, it takes BLAS as it finds it: held but for moments, in which
+    sums are rounded otherwise.
     """
 
     def __init__(self):
