@@ -128,13 +128,14 @@ class Blas:
     """BLAS libraries, held to one thread while a call runs.
 
     Their numbers of threads belong to the whole process, and whoever sets one with threadpoolctl puts back what it found, later. So other
-    threads are told the number outside of calls while one runs, and a number that they set meanwhile is left alone.
+    threads are told the number outside of calls while one runs, and a number that they set meanwhile is left alone. Nobody forks while it
+    changes: OpenBLAS then holds a lock of its own, which in the child no one would open.
     """
 
     def __init__(self):
         everything = ThreadpoolController()
         self.libraries = [everything.select(filepath=x.filepath) for x in everything.select(user_api="blas").lib_controllers]
-        self.held, self.outside, self.holder = [], {}, None
+        self.held, self.outside, self.holder, self.changing = [], {}, None, threading.RLock()
         for kind in {type(x) for library in self.libraries for x in library.lib_controllers}:
             kind.get_num_threads = self._as_outside(kind.get_num_threads)
 
@@ -153,8 +154,9 @@ class Blas:
         try:
             self.outside = {x.filepath: x.num_threads for library in self.libraries for x in library.lib_controllers}
             self.holder = threading.get_ident()
-            for library in self.libraries:
-                self.held.append(Held(library, library.limit(limits=1)))
+            with self.changing:
+                for library in self.libraries:
+                    self.held.append(Held(library, library.limit(limits=1)))
             passes()
         finally:
             try:
@@ -164,10 +166,11 @@ class Blas:
 
     def release(self) -> None:
         """What was there before, unless somebody else has set another number meanwhile."""
-        for library, limiter in self.held:
-            changed = library.lib_controllers[0].num_threads != 1
-            with library.limit() if changed else nullcontext(), limiter:
-                pass  # to leave a limiter is to put back what was there when it was made
+        with self.changing:
+            for library, limiter in self.held:
+                changed = library.lib_controllers[0].num_threads != 1
+                with library.limit() if changed else nullcontext(), limiter:
+                    pass  # to leave a limiter is to put back what was there when it was made
         self.held, self.outside, self.holder = [], {}, None
 
     def after_fork(self) -> None:
@@ -180,8 +183,8 @@ class Runner:
     """Runs kernels on all cores, one call at a time.
 
     A call within a call of the same thread, from a signal handler or a finalizer, cannot wait for that: it runs in its thread alone. As it
-    must not touch any lock that its thread may hold, of threadpoolctl's either, it takes BLAS as it finds it: held but for moments, in which
-    sums are rounded otherwise.
+    must not touch any lock that its thread may hold, of threadpoolctl's either, it takes BLAS as it finds it: held but for moments,
+    in which sums are rounded otherwise.
     """
 
     def __init__(self):
@@ -196,6 +199,7 @@ class Runner:
         self._renew()
         if not _depth.value:
             self.blas.after_fork()
+        self.blas.changing.release()
 
     def call(self, passes) -> None:
         """``passes()``, which run this object on one kernel after the other."""
@@ -219,4 +223,5 @@ class Runner:
 
 runner = Runner()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=runner.after_fork)
+    changing = runner.blas.changing
+    os.register_at_fork(before=changing.acquire, after_in_parent=changing.release, after_in_child=runner.after_fork)

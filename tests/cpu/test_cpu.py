@@ -110,6 +110,34 @@ print([c.exitcode for c in children])
     assert python(code).strip() == "[0, 0, 0]"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_nobody_forks_while_blas_changes_its_threads(cache):
+    """OpenBLAS holds a lock of its own meanwhile, which nobody would open in the child."""
+    code = """
+import os, threading, time
+from threadpoolctl import ThreadpoolController
+blas, begun, done = pool.runner.blas, threading.Event(), []
+limit = ThreadpoolController.limit
+def slowly(self, **numbers):
+    begun.set()
+    time.sleep(0.3)
+    done.append(numbers)
+    return limit(self, **numbers)
+ThreadpoolController.limit = slowly
+p = problem(40)
+x = inputs(p)
+caller = threading.Thread(target=lambda: run(p, *x))
+caller.start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    os._exit(2 * (not done) + (not blas.changing.acquire(blocking=False)))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+caller.join()
+"""
+    assert python(code).strip() == "0"
+
+
 def test_second_process_starts_from_the_cache(cache):
     code = """
 run(p := problem(40), *inputs(p))
