@@ -29,6 +29,9 @@ class CudaArray(Protocol):
 Array: TypeAlias = DLPackArray | CudaArray
 """NumPy or CuPy array, or an object with ``__dlpack__`` or ``__cuda_array_interface__``."""
 
+State: TypeAlias = tuple[int, int] | tuple[int, int, int, int]
+"""Of the dropout's generator: seed, offset, and the first query and key of a part of the matrix."""
+
 T = TypeVar("T", bound=np.generic)
 """Element of q, and so of the results, where it is a NumPy array. For CuPy and foreign arrays, results are `Any`."""
 
@@ -42,7 +45,7 @@ class PackedOptions(TypedDict, total=False):
     q_start: int | None
     softcap: float | None
     dropout: float
-    rng: tuple[int, int] | None
+    rng: State | None
     score_mod: Callable[..., Any] | None
     score_mod_grad: Callable[..., Any] | None
     backend: Backend | None

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 from numpy.typing import NDArray
 
 from numba_flash import call, checks
-from numba_flash.annotations import Array, BackwardOptions, Options, T
+from numba_flash.annotations import Array, BackwardOptions, Options, State, T
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend, Plan, choose
 from numba_flash.problem import (
@@ -47,7 +47,7 @@ def forward(
     kv_lengths: Array | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
@@ -98,8 +98,8 @@ def forward(
         Caps scores smoothly, positive.
     dropout : float
         Probability in [0, 1) that a probability is dropped.
-    rng : (int, int), optional
-        Seed in [0, 2**64) and offset in [0, 2**32) of the dropout, see `dropout_mask`; needed if dropout > 0.
+    rng : (int, int) or (int, int, int, int), optional
+        Seed and offset of the dropout, with those of a part its first query and key, see `dropout_mask`; needed if dropout > 0.
     score_mod : callable, optional
         ``f(score, b, h, i, j)`` returns the score of query i and key j in query head h of batch element b (leading dimensions counted
         together); compiled by Numba into the kernel. What it captures is a constant. -inf hides.
@@ -205,7 +205,7 @@ def backward(
     kv_lengths: Array | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
     dlse: Array | None = None,
@@ -280,7 +280,7 @@ def plan(
     kv_lengths: Array | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
     backend: Backend | None = None,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from numba_flash import arrays, scoremod
 from numba_flash.arrays import Layout
-from numba_flash.options import MAX_OFFSET
+from numba_flash.options import is_state
 from numba_flash.plan import choose, tier
 from numba_flash.problem import Prepared, Problem, check_lengths, check_out_layout, check_out_memory
 
@@ -42,7 +42,7 @@ def find(kind: str, inputs: tuple, outs: tuple, given: Given, others: tuple):
     Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions of the user are part of it
     with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
-    if _is_state(given.rng):
+    if is_state(given.rng):
         given = given._replace(rng=_STATE)
     prepared = _prepared
     try:
@@ -54,11 +54,6 @@ def find(kind: str, inputs: tuple, outs: tuple, given: Given, others: tuple):
         return key, prepared.get(key)
     except (AttributeError, TypeError):
         return None, None
-
-
-def _is_state(rng) -> bool:
-    """True for what `options.bind_dropout` accepts as a tuple (seed, offset)."""
-    return type(rng) is tuple and [*map(type, rng)] == [int, int] and 0 <= rng[0] < 2**64 and 0 <= rng[1] < MAX_OFFSET
 
 
 def remember(key, call):
@@ -127,11 +122,11 @@ class _Call:
         on_gpu = arrays.library(inputs.q) == "cupy"
         self._host_lengths = [name for name in lengths if on_gpu and arrays.library(getattr(inputs, name)) == "numpy"]
 
-    def __call__(self, inputs, outs: tuple, rng: tuple[int, int] | None):
+    def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
         if self.problem.options.sequences:
             inputs = self._check_lengths(inputs)
         results = self._allocate(inputs, outs)
-        self._execute(inputs, results, ((int(rng[0]), int(rng[1])),) if self.problem.options.dropout else ())
+        self._execute(inputs, results, (tuple(map(int, rng)),) if self.problem.options.dropout else ())
         return results
 
     def _check_lengths(self, inputs):

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_flash import arrays, checks, options
+from numba_flash.annotations import State
 
 
-def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]) -> NDArray[np.bool_]:
+def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArray[np.bool_]:
     """Which probabilities `forward` and `backward` keep: the same bits on every backend, tile size and device.
 
     The bit of query i, key j in head h of batch element b is a pure function of ``(seed, offset; b * Hq + h, i, j)``: Philox4x32-10
@@ -20,8 +21,9 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]
         (..., Hq, Nq, Nk): that of the matrix of scores. Leading dimensions are counted together as b, in C order.
     dropout : float
         Probability to be dropped, in [0, 1).
-    rng : (int, int)
-        Seed in [0, 2**64) and offset in [0, 2**32).
+    rng : (int, int) or (int, int, int, int)
+        Seed in [0, 2**64) and offset in [0, 2**32); and which query and which key are the first, below 2**30, the key a multiple of 4:
+        ``dropout_mask((h, m, n), rng=(s, o, i, j))`` is ``dropout_mask((h, i + m, j + n), rng=(s, o))[:, i:, j:]``.
 
     Returns
     -------
@@ -40,7 +42,7 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]
     sizes = tuple(checks.integer(f"shape[{axis}]", n) for axis, n in enumerate(shape))
     if min(sizes) < 0:
         raise ValueError(f"shape must hold sizes >= 0; got {shape!r}")
-    probability, seed, offset = options.bind_dropout(dropout, rng)
+    probability, state = options.bind_dropout(dropout, rng)
     arrays.check_size("keep", None, sizes, "bool")
     with arrays.named("keep", sizes, "bool"):
         if probability == 0:
@@ -48,4 +50,4 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: tuple[int, int]
         from numba_flash import rng as generator
 
         heads = np.arange(math.prod(sizes[:-2])).reshape(sizes[:-2])
-        return generator.keep_all(seed, offset, probability, heads, *sizes[-2:])
+        return generator.keep_all(state, probability, heads, *sizes[-2:])

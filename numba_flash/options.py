@@ -1,13 +1,16 @@
 """What may be done to scores and probabilities beyond scale and band: the frozen `Options`, and the checks of the arguments behind it."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from numba_flash import arrays, checks
 from numba_flash.scoremod import ScoreMod
 
-MAX_OFFSET = 2**32  # exclusive: the offset is one word of Philox's counter
+WORDS = 4  # of a counter of Philox, for neighbouring keys
+# Of the dropout's state, exclusive: the key has two words, the offset is one of the counter's, positions are below `problem.MAX_LENGTH`.
+STATE_ENDS = {"seed": 2**64, "offset": 2**32, "first query": 2**30, "first key": 2**30}
 
 
 # What a tier that lacks an option says that it does not know.
@@ -20,6 +23,26 @@ NAMES = {
     "kv_lengths": "lengths of sequences",
     "dropout": "dropout",
 }
+
+
+class Generator(NamedTuple):
+    """State of the dropout's generator.
+
+    Attributes
+    ----------
+    seed, offset : int
+        Key and one word of the counter.
+    first_query, first_key : int
+        Where query 0 and key 0 stand in the matrix whose bits they are; `first_key` is a multiple of `WORDS`.
+    """
+
+    seed: int = 0
+    offset: int = 0
+    first_query: int = 0
+    first_key: int = 0
+
+
+SEEDLESS = Generator()
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class Options:
         The band is aligned at the end of each sequence, not of the longest possible one (no `q_start` was given).
     dropout : float
         Probability that a probability is dropped.
-    seed, offset : int
+    generator : Generator
         State of the dropout's generator.
     """
 
@@ -57,8 +80,7 @@ class Options:
     packed: bool = False
     follows: bool = False
     dropout: float = 0.0
-    seed: int = 0
-    offset: int = 0
+    generator: Generator = SEEDLESS
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -88,7 +110,7 @@ class Options:
     @property
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
-        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, seed=0, offset=0)
+        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, generator=SEEDLESS)
 
     @property
     def arrays(self) -> "Options":
@@ -121,7 +143,7 @@ def bind(q, scores: tuple[int, ...], given: dict) -> Options:
         if given[name] is not None:
             check(name, given[name], q, scores)
             dtype[name] = given[name].dtype.name
-    probability, seed, offset = bind_dropout(given["dropout"], given["rng"])
+    probability, generator = bind_dropout(given["dropout"], given["rng"])
     return Options(
         softcap=_bind_softcap(given["softcap"], q.dtype.name),
         score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name, scores[-3] if len(scores) > 2 else 1),
@@ -130,8 +152,7 @@ def bind(q, scores: tuple[int, ...], given: dict) -> Options:
         q_lengths=dtype.get("q_lengths"),
         kv_lengths=dtype.get("kv_lengths"),
         dropout=probability,
-        seed=seed,
-        offset=offset,
+        generator=generator,
     )
 
 
@@ -207,20 +228,28 @@ def _bind_softcap(softcap, dtype: str) -> float:
     return number
 
 
-def bind_dropout(dropout, rng) -> tuple[float, int, int]:
-    """Probability, seed and offset; without dropout the generator's state is irrelevant, but still checked."""
+def is_state(rng) -> bool:
+    """True for what `bind_dropout` accepts as a tuple of Python's integers."""
+    if type(rng) is not tuple or len(rng) not in (2, 4) or {*map(type, rng)} != {int}:
+        return False
+    return all(0 <= x < end for x, end in zip(rng, STATE_ENDS.values(), strict=False)) and (len(rng) == 2 or rng[3] % WORDS == 0)
+
+
+def bind_dropout(dropout, rng) -> tuple[float, Generator]:
+    """Probability and state; without dropout the generator's state is irrelevant, but still checked."""
     probability = checks.real("dropout", dropout)
     if not 0 <= probability < 1:
         raise ValueError(f"dropout must be in [0, 1); got {dropout!r}")
     if rng is None:
         if probability > 0:
             raise ValueError(f"rng must be a tuple (seed, offset) when dropout > 0; got rng=None with dropout={dropout!r}")
-        return 0.0, 0, 0
-    if not isinstance(rng, tuple) or len(rng) != 2:
-        raise TypeError(f"rng must be a tuple (seed, offset); got {rng!r}")
-    seed, offset = checks.integer("rng[0]", rng[0]), checks.integer("rng[1]", rng[1])
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"rng[0] (the seed) must be in [0, 2**64); got {seed}")
-    if not 0 <= offset < MAX_OFFSET:
-        raise ValueError(f"rng[1] (the offset) must be in [0, 2**32); got {offset}")
-    return (probability, seed, offset) if probability > 0 else (0.0, 0, 0)
+        return 0.0, SEEDLESS
+    if not isinstance(rng, tuple) or len(rng) not in (2, 4):
+        raise TypeError(f"rng must be a tuple (seed, offset) or (seed, offset, first query, first key); got {rng!r}")
+    state = Generator(*(checks.integer(f"rng[{i}]", x) for i, x in enumerate(rng)))
+    for i, (name, x, end) in enumerate(zip(STATE_ENDS, state, STATE_ENDS.values(), strict=True)):
+        if not 0 <= x < end:
+            raise ValueError(f"rng[{i}] (the {name}) must be in [0, 2**{end.bit_length() - 1}); got {x}")
+    if state.first_key % WORDS:
+        raise ValueError(f"rng[3] (the first key) must be a multiple of {WORDS}, as many keys share a counter; got {state.first_key}")
+    return (probability, state) if probability > 0 else (0.0, SEEDLESS)

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 from numpy.typing import NDArray
 
 from numba_flash import call, checks
-from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, T
+from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, State, T
 from numba_flash.api import adopted, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
@@ -57,7 +57,7 @@ def forward_packed(
     q_start: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
@@ -150,7 +150,7 @@ def backward_packed(
     q_start: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
     dlse: Array | None = None,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from numba_flash import arrays, checks, options
-from numba_flash.options import PLAIN, Options
+from numba_flash.options import PLAIN, Generator, Options
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -114,9 +114,9 @@ class Problem:
     def lse_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
 
-    def with_state(self, rng: tuple[int, int] | None) -> "Problem":
-        """The same with the generator of dropout in the state (seed, offset), unless that is None."""
-        return self if rng is None else replace(self, options=replace(self.options, seed=rng[0], offset=rng[1]))
+    def with_state(self, rng: tuple[int, ...] | None) -> "Problem":
+        """The same with the generator of dropout in the state `rng`, unless that is None."""
+        return self if rng is None else replace(self, options=replace(self.options, generator=Generator(*rng)))
 
 
 def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, **given) -> Problem:

@@ -72,7 +72,7 @@ def _probabilities(problem, given, q, k):
         from numba_flash import rng
 
         heads = np.arange(np.prod(p.shape[:3])).reshape(p.shape[:3])
-        factor = rng.keep_all(options.seed, options.offset, options.dropout, heads, *p.shape[3:]) / (1 - options.dropout)
+        factor = rng.keep_all(options.generator, options.dropout, heads, *p.shape[3:]) / (1 - options.dropout)
     return p, factor, (m + np.log(l))[..., 0], slope, visible
 
 

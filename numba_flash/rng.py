@@ -7,7 +7,7 @@ arrays) NumPy run the same statements.
 import numpy as np
 from numba import njit
 
-from numba_flash.options import dropout_threshold
+from numba_flash.options import Generator, dropout_threshold
 
 ROUNDS = 10
 MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -44,11 +44,12 @@ def keep(seed, offset, threshold, head, i, j):
     return word(seed, offset, head, i, j) >= np.uint64(threshold)
 
 
-def keep_all(seed: int, offset: int, dropout: float, heads: np.ndarray, nq: int, nk: int) -> np.ndarray:
-    """`keep` for every position: boolean array ``(*heads.shape, nq, nk)`` by NumPy."""
+def keep_all(state: Generator, dropout: float, heads: np.ndarray, nq: int, nk: int) -> np.ndarray:
+    """`keep` for every position from the first of `state` on: boolean array ``(*heads.shape, nq, nk)`` by NumPy."""
     head = heads.astype(np.uint64)[..., None, None]
     i, j = np.arange(nq, dtype=np.uint64)[:, None], np.arange(-(-nk // 4), dtype=np.uint64)
-    numbers = [np.uint64(x) for x in (offset, seed & 0xFFFFFFFF, seed >> 32)]
+    i, j = i + np.uint64(state.first_query), j + np.uint64(state.first_key // 4)
+    numbers = [np.uint64(x) for x in (state.offset, state.seed & 0xFFFFFFFF, state.seed >> 32)]
     words = np.broadcast_arrays(*philox4x32.py_func(j, i, head, *numbers))
     shape = (*heads.shape, nq, 4 * j.size)
     return np.stack(words, axis=-1).reshape(shape)[..., :nk] >= np.uint64(dropout_threshold(dropout))

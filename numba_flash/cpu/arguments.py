@@ -18,6 +18,8 @@ class Parameters(NamedTuple):
         ``1 / (1 - dropout)``.
     seed, offset, threshold : uint64
         State of the dropout's generator, and the random word below which it drops.
+    first_query, first_key : int
+        Of the matrix whose random words these are, in the place of query 0 and key 0.
     batch0, query0 : int
         Batch elements and queries before the first in the arrays.
     """
@@ -28,6 +30,8 @@ class Parameters(NamedTuple):
     seed: int
     offset: int
     threshold: int
+    first_query: int
+    first_key: int
     batch0: int
     query0: int
 

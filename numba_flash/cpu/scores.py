@@ -120,10 +120,11 @@ def drop_row(row, factor, span, parameters):
     """``row = factor * row`` where dropout keeps the probabilities of the `arguments.Span`, -0.0 where it drops them."""
     at = span.at
     head = np.uint64((parameters.batch0 + at.batch) * at.heads + at.head)
-    i = np.uint64(parameters.query0 + span.i)
+    i = np.uint64(parameters.first_query + parameters.query0 + span.i)
+    first = parameters.first_key // 4
     low, high = parameters.seed & rng.WORD, parameters.seed >> rng.HALF
     for four in range(span.j0 // 4, (span.j0 + row.size + 3) // 4):  # keys that share a counter (`rng.word`)
-        words = rng.philox4x32(np.uint64(four), i, head, parameters.offset, low, high)
+        words = rng.philox4x32(np.uint64(first + four), i, head, parameters.offset, low, high)
         for lane in range(4):
             c = 4 * four + lane - span.j0
             if 0 <= c < row.size:

@@ -171,9 +171,11 @@ def _extras(piece, bias, mask) -> Extras | tuple[()]:
         softcap=float(o.softcap),
         score_mod=0 if o.score_mod is None else row_function_address(o.score_mod, number),
         keep_scale=1 / (1 - o.dropout),
-        seed=np.uint64(o.seed),
-        offset=np.uint64(o.offset),
+        seed=np.uint64(o.generator.seed),
+        offset=np.uint64(o.generator.offset),
         threshold=np.uint64(dropout_threshold(o.dropout)),
+        first_query=o.generator.first_query,
+        first_key=o.generator.first_key,
         batch0=piece.number,
         query0=0,
     )

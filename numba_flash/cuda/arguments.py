@@ -27,6 +27,8 @@ class Parameters(NamedTuple):
         ``1 / (1 - dropout)``.
     seed, offset, threshold : uint64
         State of the dropout's generator, and the random word below which it drops.
+    first_query, first_key : uint64
+        Of the matrix whose random words these are, in the place of query 0 and key 0.
     """
 
     scale: float
@@ -35,6 +37,8 @@ class Parameters(NamedTuple):
     seed: int
     offset: int
     threshold: int
+    first_query: int
+    first_key: int
 
 
 class Vectors(NamedTuple):
@@ -95,8 +99,9 @@ def parameters_of(problem, rng=None) -> tuple:
     o = problem.with_state(rng).options
     if not o.modifies:
         return ()
-    words = map(np.uint64, (o.seed, o.offset, dropout_threshold(o.dropout)))
-    return Parameters(problem.scale, o.softcap, 1 / (1 - o.dropout), *words)
+    seed, offset, *first = o.generator
+    words = (seed, offset, dropout_threshold(o.dropout), *first)
+    return Parameters(problem.scale, o.softcap, 1 / (1 - o.dropout), *map(np.uint64, words))
 
 
 def extras_type(options, of_mask=()):
@@ -124,4 +129,4 @@ def parameters_type(options):
 
     if not options.modifies:
         return types.Tuple(())
-    return named(Parameters, *[types.float64] * 3, *[types.uint64] * 3)
+    return named(Parameters, *[types.float64] * 3, *[types.uint64] * 5)

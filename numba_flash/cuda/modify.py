@@ -284,6 +284,8 @@ def build_drop(options, runs, negate=False):
         head, offset = u32(at.batch * at.heads + at.head), u32(parameters.offset)
         k0, k1 = u32(parameters.seed), u32(parameters.seed >> u64(32))
         threshold = u32(parameters.threshold)
-        drop_all(Weights(p, query, key, head, offset, k0, k1, threshold))
+        i = i32(query + i32(parameters.first_query))
+        j = i32(key + i32(parameters.first_key))
+        drop_all(Weights(p, i, j, head, offset, k0, k1, threshold))
 
     return drop

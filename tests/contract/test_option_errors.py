@@ -92,8 +92,10 @@ BAD = {
         ValueError,
         r"^rng must be a tuple \(seed, offset\) when dropout > 0; got rng=None with dropout=0\.1",
     ),
-    "rng: a number": ({"dropout": 0.1, "rng": 3}, TypeError, r"^rng must be a tuple \(seed, offset\); got 3"),
-    "rng: three": ({"rng": (1, 2, 3)}, TypeError, r"^rng must be a tuple \(seed, offset\); got \(1, 2, 3\)"),
+    "rng: a number": ({"dropout": 0.1, "rng": 3}, TypeError, r"^rng must be a tuple \(seed, offset\) or \(.*\); got 3"),
+    "rng: three": ({"rng": (1, 2, 3)}, TypeError, r"^rng must be a tuple \(seed, offset\) or .*; got \(1, 2, 3\)"),
+    "rng: first query": ({"rng": (1, 2, 2**30, 0)}, ValueError, r"^rng\[2\] \(the first query\) must be in \[0, 2\*\*30\); got 1073741824"),
+    "rng: first key": ({"rng": (1, 2, 3, 6)}, ValueError, r"^rng\[3\] \(the first key\) must be a multiple of 4, .*; got 6"),
     "rng: float": ({"rng": (1.0, 2)}, TypeError, r"^rng\[0\] must be an integer; got 1\.0"),
     "rng: negative": ({"rng": (-1, 2)}, ValueError, r"^rng\[0\] \(the seed\) must be in \[0, 2\*\*64\); got -1"),
     "rng: offset": ({"rng": (1, 2**32)}, ValueError, r"^rng\[1\] \(the offset\) must be in \[0, 2\*\*32\); got 4294967296"),
@@ -288,7 +290,7 @@ def test_relative_position(shape):
 
 def test_every_option_can_be_refused_by_name():
     """A tier refuses the options that it does not serve by what they are called: one that were not would be ignored."""
-    how = {"packed", "follows", "seed", "offset"}  # parts of others
+    how = {"packed", "follows", "generator"}  # parts of others
     assert {field.name for field in fields(Options)} - how == set(NAMES)
     assert set(Options(softcap=1.0, mask=True, kv_lengths="int64").used) == {"softcap", "mask", "kv_lengths"}
     assert PLAIN.used == ()

@@ -10,7 +10,7 @@ from support import DTYPES, SIMULATED, random_inputs, same_bits
 
 import numba_flash
 from numba_flash import call, reference, rng
-from numba_flash.options import dropout_threshold
+from numba_flash.options import Generator, dropout_threshold
 
 simulator = pytest.mark.simulator
 NQ, NK = (3, 5) if SIMULATED else (140, 270)
@@ -346,6 +346,20 @@ def test_dropout_keeps_the_same_bits_everywhere(backend):
         np.testing.assert_allclose(o[bits], plain[bits] / 0.6, rtol=1e-5)
 
 
+@simulator
+@pytest.mark.parametrize("dtype", ["float32"] if SIMULATED else ["float32", "float16"])
+def test_dropout_of_a_part_has_the_bits_of_the_whole(backend, dtype):
+    """Results over parts of the keys, put together, are those over all of them; so are sums of gradients."""
+    n, parts = (8, [(3, 4)]) if SIMULATED else (96, [(0, 64), (37, 0), (37, 64)])
+    inputs, dropout, state = problem(nq=n, nk=n, d=4 if SIMULATED else 16, dtype=dtype), 0.4, (5, 6)
+    mask = numba_flash.dropout_mask((2, 2, n, n), dropout=dropout, rng=state)
+    for i, j in parts:
+        bits = numba_flash.dropout_mask((2, 2, n - i, n - j), dropout=dropout, rng=(*state, i, j))
+        np.testing.assert_array_equal(bits, mask[..., i:, j:])
+        q, k, v, do = (x[..., at:, :] for x, at in zip(inputs, (i, j, j, i), strict=True))
+        check(backend, q, k, v, do, dropout=dropout, rng=(*state, i, j))
+
+
 def test_no_dropout_is_no_dropout(backend):
     inputs = problem()
     plain, none = run(backend, *inputs), run(backend, *inputs, dropout=0.0, rng=(1, 2))
@@ -399,7 +413,7 @@ def test_philox_known_answers(counter, key, words, how):
 def test_the_bit_of_a_position():
     """`keep`, which kernels call, says what `keep_all` says, which `dropout_mask` and the oracle use."""
     heads, seed, offset = np.array([[0, 1], [2, 2**31 + 5]]), 2**64 - 3, 12345
-    bits = rng.keep_all(seed, offset, 0.3, heads, 3, 9)
+    bits = rng.keep_all(Generator(seed, offset), 0.3, heads, 3, 9)
     generator = tuple(map(np.uint64, (seed, offset, round(0.3 * 2**32))))
     for at in np.ndindex(bits.shape):
         assert rng.keep(*generator, heads[at[:2]], at[2], at[3]) == bits[at]

@@ -25,6 +25,7 @@ from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import Head, Region
+from numba_flash.options import Generator
 from numba_flash.problem import ForwardInputs, bind
 
 LANES, HEADS = np.arange(32), 2
@@ -178,10 +179,10 @@ def test_of_a_whole_tile_no_mask_is_read(bias):
 def test_dropped_weights(fragments):
     """The contract's bits, which the CPU computes with numbers of 64 bits: head 1 of batch element 1 is the fourth."""
     raw = np.zeros((32, fragments.m_tiles * fragments.columns // 2), np.float32)
-    seed, offset, dropout, nq, nk = 2**63 + 2**31 + 12345, 2**32 - 2, 0.4, 100, 300
-    _, _, kept, _ = executed(fragments, raw, nq, nk, 16, 64, dropout=dropout, rng=(seed, offset))
+    state, dropout, nq, nk = (2**63 + 2**31 + 12345, 2**32 - 2, 1001, 2**29 + 12), 0.4, 100, 300
+    _, _, kept, _ = executed(fragments, raw, nq, nk, 16, 64, dropout=dropout, rng=state)
     queries, keys = np.broadcast_arrays(*fragments.places(16, 64))
-    wanted = rng.keep_all(seed, offset, dropout, np.arange(4), nq, nk)[3][queries, keys]
+    wanted = rng.keep_all(Generator(*state), dropout, np.arange(4), nq, nk)[3][queries, keys]
     np.testing.assert_array_equal(kept, np.where(wanted, 1, -1))
 
 

@@ -68,13 +68,14 @@ def build_drop(dtype, options, tile, transposed, negate):
         if DROPOUT:
             tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
             seed, offset, threshold = parameters.seed, parameters.offset, parameters.threshold
+            i0, j0 = types.int64(parameters.first_query), types.int64(parameters.first_key)
             head = at.batch * at.heads + at.head
             for c in range(COLS):
                 for r in range(ROWS):
                     m, n = ty * ROWS + r, column(tx, c)
                     row, col = region.row0 + m, region.col0 + n
                     i, j = (col, row) if TRANSPOSED else (row, col)
-                    if not rng.keep(seed, offset, threshold, head, i, j):
+                    if not rng.keep(seed, offset, threshold, head, i0 + i, j0 + j):
                         w = w_smem[index(n), index(m)]
                         w_smem[index(n), index(m)] = -abs(w) if NEGATE else ACC(-0.0)
 
