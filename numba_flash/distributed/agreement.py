@@ -1,0 +1,236 @@
+"""What all processes must say alike, told to all of them before anything is computed or sent."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.distributed import layouts
+from numba_flash.distributed.communicators import Communicator, share
+from numba_flash.distributed.layouts import Chunk
+from numba_flash.options import WORDS
+from numba_flash.problem import Problem, bind, bind_backward, check_lengths
+
+REFUSED = {
+    "bias": "each process would need its rows of all columns; numba_flash.dask takes one in blocks",
+    "mask": "each process would need its rows of all columns; numba_flash.dask takes one in blocks",
+    "score_mod": "it gets the numbers of queries and keys, which a part does not know",
+    "score_mod_grad": "there is no score_mod",
+    "bias_grad": "there is no bias",
+    "out": "results are made of parts in arrays of their own",
+}
+ALGORITHMS = ("ring", "gather")
+ROWS, COLUMNS, LOG_SUMS = ("do", "q", "o"), ("k", "v"), ("lse", "dlse")
+
+
+class Call(NamedTuple):
+    """A call that all processes make together.
+
+    Attributes
+    ----------
+    comm : Communicator
+        The processes.
+    problem : Problem
+        What is computed on the whole sequences.
+    options : dict
+        Of each part of it, except `q_start`, lengths and the dropout's state.
+    q_start : int
+        The position of query 0 among the keys.
+    rows, columns : tuples
+        The chunks of queries, and of keys, that each process has.
+    lengths : dict
+        q_lengths and kv_lengths on the host, of whole sequences, as far as there are.
+    algorithm : str or None
+        As the user gave it.
+    """
+
+    comm: Communicator
+    problem: Problem
+    options: dict
+    q_start: int
+    rows: tuple[tuple[Chunk, ...], ...]
+    columns: tuple[tuple[Chunk, ...], ...]
+    lengths: dict
+    algorithm: str | None
+
+
+def agree(kind: str, comm: Communicator, named: dict, given: dict, others: dict) -> Call:
+    """The call, if all processes make the same one.
+
+    Parameters
+    ----------
+    kind : str
+        The function.
+    named : dict
+        The arrays of this process; None where absent.
+    given : dict
+        Its options.
+    others : dict
+        Arguments that are no options of this package.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        The arguments of this process are wrong, or not those of the others.
+    RuntimeError
+        Another process cannot take part.
+    """
+    sizes = _together(comm, lambda: _Said(kind, *_described(comm, named, given, others)))
+    return _bound(comm, named, given, sizes)
+
+
+def agree_on_parts(comm: Communicator, x: Any, layout: str, axis: int) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of each process, if all have parts of the same array."""
+
+    def described():
+        check_choice("layout", layout, layouts.LAYOUTS)
+        shape = [*x.shape]
+        shape[axis] = "N"
+        return _Said("unshard", {"x": f"{x.dtype.name} ({', '.join(map(str, shape))})", "layout": layout, "axis": axis}, x.shape[axis])
+
+    sizes = _together(comm, described)
+    return _chunks("x", layout, sizes, sum(sizes))
+
+
+def check_choice(name: str, value: Any, known: tuple) -> None:
+    """Raise unless an argument is one of some."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
+
+
+def _together(comm: Communicator, describe: Callable[[], "_Said"]) -> list:
+    """The sizes that processes say, if all else is the same; an error here is raised here, and told to the others."""
+    try:
+        mine = describe()
+    except Exception as error:
+        share(comm, _Failed(f"{type(error).__name__}: {error}"))
+        raise
+    every = share(comm, mine)
+    for number, said in enumerate(every):
+        if isinstance(said, _Failed):
+            raise RuntimeError(f"process {number} cannot take part: {said.why}")
+    for number, said in enumerate(every):
+        for name, here, there in said.differences(every[0]):
+            raise ValueError(f"{name} must be the same in all processes; got {there} in process 0 and {here} in process {number}")
+    return [said.sizes for said in every]
+
+
+class _Failed(NamedTuple):
+    """Why a process cannot take part."""
+
+    why: str
+
+
+class _Said(NamedTuple):
+    """What a process says about its call: its function, what must be the same, and the sizes of its parts."""
+
+    function: str
+    same: dict
+    sizes: Any
+
+    def differences(self, other: "_Said"):
+        """Names of what is not the same, with its values here and there."""
+        if self.function != other.function:
+            yield "the function", self.function, other.function
+        for name in self.same | other.same:
+            if self.same.get(name) != other.same.get(name):
+                yield name, self.same.get(name), other.same.get(name)
+
+
+def _described(comm: Communicator, named: dict, given: dict, others: dict):
+    """What must be the same in all processes, and the sizes of this one."""
+    for name in others:
+        if name in REFUSED:
+            raise NotImplementedError(f"numba_flash.distributed does not take {name}: {REFUSED[name]}")
+        raise TypeError(f"{name} is not an option of numba_flash.distributed")
+    check_choice("layout", given["layout"], layouts.LAYOUTS)
+    check_choice("algorithm", given["algorithm"], (*ALGORITHMS, None))
+    _problem(named, given, {}, {name: x for name, x in _lengths(given).items() if x is not None})
+    if not comm.takes(arrays.library(named["q"])):
+        raise NotImplementedError(f"comm carries no {arrays.library(named['q'])} arrays")
+    same = {name: value for name, value in given.items() if "lengths" not in name}
+    same |= {name: None if x is None else x.tolist() for name, x in _lengths(given).items()}
+    for name, x in named.items():
+        if x is not None:
+            axis = x.ndim - (1 if name in LOG_SUMS else 2)
+            shape = ", ".join("N" if i == axis else str(n) for i, n in enumerate(x.shape))
+            same[name] = f"{x.dtype.name} ({shape})"
+    return same, (named["q"].shape[-2], named["k"].shape[-2])
+
+
+def _bound(comm: Communicator, named: dict, given: dict, sizes: list[tuple[int, int]]) -> Call:
+    """The call on whole sequences, of which processes have parts of these sizes."""
+    of_q, of_k = zip(*sizes, strict=True)
+    whole = {"q": sum(of_q), "k": sum(of_k)}
+    lengths = {name: x for name, x in _lengths(given).items() if x is not None}
+    problem = _problem(named, given, whole, lengths)
+    start = _start(given["q_start"], problem, lengths)
+    rows, columns = (_chunks(name, given["layout"], [*own], whole[name]) for name, own in (("q", of_q), ("k", of_k)))
+    if problem.options.dropout:
+        _check_starts(columns)
+    return Call(
+        comm,
+        _problem(named, given | {"q_start": start}, whole, lengths),
+        {"scale": problem.scale} | {name: given[name] for name in ("causal", "window", "softcap", "dropout", "backend")},
+        start,
+        rows,
+        columns,
+        lengths,
+        given["algorithm"],
+    )
+
+
+def _problem(named: dict, given: dict, whole: dict, lengths: dict) -> Problem:
+    """What is asked of arrays with the numbers of queries and keys in `whole`, or of those of this process alone."""
+
+    def on_paper(name, x):
+        if x is None or not whole:
+            return x
+        n = whole["k" if name in COLUMNS else "q"]
+        shape = (*x.shape[:-1], n) if name in LOG_SUMS else (*x.shape[:-2], n, x.shape[-1])
+        return np.broadcast_to(np.empty((), x.dtype), shape)
+
+    paper = {name: on_paper(name, x) for name, x in named.items()}
+    options = {name: given[name] for name in ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng")}
+    problem = (bind_backward if "do" in paper else bind)(**paper, **options, **lengths)
+    if whole:
+        check_lengths(problem, lengths.get("q_lengths"), lengths.get("kv_lengths"))
+    return problem
+
+
+def _chunks(name: str, layout: str, sizes: list[int], whole: int) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of processes that have so many rows of an array."""
+    if layout == "contiguous":
+        return layouts.contiguous(sizes)
+    chunks = layouts.even(whole, len(sizes), layout)
+    expected = [*map(layouts.count, chunks)]
+    if sizes != expected:
+        raise ValueError(f"{name}: the sizes of the parts of a zigzag must be {expected}, as shard makes them; got {sizes}")
+    return chunks
+
+
+def _check_starts(columns: tuple[tuple[Chunk, ...], ...]) -> None:
+    """Raise if a chunk of keys begins within the four that share a counter of dropout's generator."""
+    starts = sorted(chunk.start for chunks in columns for chunk in chunks)
+    if any(start % WORDS for start in starts):
+        raise ValueError(f"dropout needs parts of k that begin at multiples of {WORDS}; they begin at {starts}")
+
+
+def _lengths(given: dict) -> dict:
+    """Lengths on the host, as far as there are."""
+    return {name: None if given[name] is None else np.asarray(given[name]) for name in ("q_lengths", "kv_lengths")}
+
+
+def _start(q_start: int | None, problem: Problem, lengths: dict) -> int:
+    """The position of query 0 among the keys."""
+    if q_start is not None:
+        return q_start
+    ends = lengths.get("kv_lengths", problem.nk) - lengths.get("q_lengths", problem.nq)
+    starts = np.unique(ends)
+    if starts.size > 1 and problem.band != "none":
+        raise NotImplementedError(
+            "numba_flash.distributed aligns all sequences alike: kv_lengths - q_lengths must be the same for all, or q_start given;"
+            f" got {starts.tolist()}"
+        )
+    return int(starts[0]) if starts.size else 0

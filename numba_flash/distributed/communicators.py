@@ -1,0 +1,117 @@
+"""What processes say to each other, whoever carries it: the protocol, and MPI."""
+
+import pickle
+import time
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+TIMEOUT = 300.0  # seconds
+TAG = 31415
+LONGEST_NAP = 1e-3  # seconds between two looks at what has arrived
+
+
+class Message(NamedTuple):
+    """A contiguous array that goes to, or comes from, the process `peer`."""
+
+    peer: int
+    array: Any
+
+
+class Transfer(Protocol):
+    """Messages on their way."""
+
+    def wait(self) -> None:
+        """Until all that is to be received is there, and what was sent may be overwritten."""
+
+
+class Communicator(Protocol):
+    """A group of processes, each of which calls the same functions in the same order.
+
+    Attributes
+    ----------
+    rank, size : int
+        The number of this process, and how many there are.
+    """
+
+    rank: int
+    size: int
+
+    def takes(self, library: str) -> bool:
+        """True if it carries arrays of that library, "numpy" or "cupy"."""
+
+    def exchange(self, sent: list[Message], received: list[Message], what: str) -> Transfer:
+        """Begin to send arrays and to receive others of known shapes; `what` they are is for errors."""
+
+
+def adopt(comm: Any, timeout: float = TIMEOUT) -> Communicator:
+    """What a user gave as `comm`: a `Communicator`, or an mpi4py communicator in the adapter for it."""
+    return Mpi(comm, timeout) if hasattr(comm, "Isend") and hasattr(comm, "Get_rank") else comm
+
+
+def share(comm: Communicator, mine: Any) -> list:
+    """What each process says, by its number; any object that can be pickled."""
+    text = np.frombuffer(pickle.dumps(mine), np.uint8)
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    sizes = {peer: np.empty(1, np.int64) for peer in others}
+    own = np.array([text.size])
+    what = "the call that all processes make together"
+    comm.exchange([Message(peer, own) for peer in others], [Message(*item) for item in sizes.items()], what).wait()
+    texts = {peer: np.empty(int(n[0]), np.uint8) for peer, n in sizes.items()}
+    comm.exchange([Message(peer, text) for peer in others], [Message(*item) for item in texts.items()], what).wait()
+    return [mine if peer == comm.rank else pickle.loads(texts[peer].tobytes()) for peer in range(comm.size)]
+
+
+class Mpi:
+    """NumPy arrays by mpi4py.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        The processes.
+    timeout : float
+        Seconds after which a process gives up waiting for another.
+    """
+
+    def __init__(self, comm: Any, timeout: float = TIMEOUT):
+        self._comm, self.timeout = comm, timeout
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def takes(self, library: str) -> bool:
+        return library == "numpy"
+
+    def exchange(self, sent: list[Message], received: list[Message], what: str) -> "Requests":
+        begun = [(x.peer, self._comm.Irecv(_bytes(x.array), x.peer, TAG)) for x in received]
+        begun += [(x.peer, self._comm.Isend(_bytes(x.array), x.peer, TAG)) for x in sent]
+        return Requests(begun, self, what)
+
+
+class Requests:
+    """Messages on their way by MPI."""
+
+    def __init__(self, begun: list[tuple[int, Any]], comm: Mpi, what: str):
+        self._open, self._comm, self._what = begun, comm, what
+
+    def wait(self) -> None:
+        """Until all is there; TimeoutError if it does not come."""
+        begin = time.monotonic()
+        while self._open:
+            self._open = [(peer, request) for peer, request in self._open if not request.Test()]
+            waited = time.monotonic() - begin
+            if self._open and waited > self._comm.timeout:
+                self._give_up(waited)
+            if self._open:
+                time.sleep(min(LONGEST_NAP, waited / 10))
+
+    def _give_up(self, waited: float) -> None:
+        for _, request in self._open:
+            request.Cancel()
+        silent = ", ".join(map(str, sorted({peer for peer, _ in self._open})))
+        raise TimeoutError(
+            f"process {self._comm.rank} of {self._comm.size} has waited {waited:.0f} s for process {silent} ({self._what});"
+            " it has died, or is not in the same call"
+        )
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1).view(np.uint8)

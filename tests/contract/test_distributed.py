@@ -1,0 +1,315 @@
+"""`numba_flash.distributed`: who has which part is nothing but a way to compute the same."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import SIMULATED, random_inputs, same_bits
+
+if SIMULATED:
+    pytest.skip("parts are computed as anywhere", allow_module_level=True)
+
+from thread_group import together
+
+import numba_flash
+import numba_flash.distributed as nd
+from numba_flash import api
+from numba_flash.distributed import layouts
+
+LAYOUTS, ALGORITHMS = layouts.LAYOUTS, ("ring", "gather")
+LENGTHS = np.array([25, 40])
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True, "scale": 0.3},
+    "window": {"window": (5, 3), "q_start": -4},
+    "causal window": {"window": (9, 0), "q_start": 2},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "lengths": {"kv_lengths": LENGTHS, "q_lengths": LENGTHS, "causal": True},
+    "lengths of keys": {"kv_lengths": LENGTHS, "window": (8, 8), "q_start": 0},
+}
+
+
+def parts_of(comm, layout, algorithm, inputs, dlse=None, **options):
+    """o, lse, dq, dk, dv of one process."""
+    given = {"comm": comm, "layout": layout}
+    do, q, k, v = (nd.shard(x, **given) for x in inputs)
+    dlse = None if dlse is None else nd.shard(dlse, axis=-1, **given)
+    given |= {"algorithm": algorithm, **options}
+    o, lse = nd.forward(q, k, v, return_lse=True, **given)
+    return (o, lse, *nd.backward(do, q, k, v, o, lse, dlse=dlse, **given))
+
+
+def whole(comm, layout, results):
+    """The same of all."""
+    return [nd.unshard(x, comm=comm, layout=layout, axis=-1 if x.ndim == 3 else -2) for x in results]
+
+
+def problem(nq=40, nk=40, dtype="float64", seed=0):
+    q, k, v, do = random_inputs(batch=(2,), hq=4, hk=2, nq=nq, nk=nk, d=8, dtype=dtype, seed=seed)
+    return do, q, k, v
+
+
+def alone(inputs, dlse=None, **options):
+    """The same in one process."""
+    do, q, k, v = inputs
+    o, lse = numba_flash.forward(q, k, v, return_lse=True, **options)
+    return [o, lse, *numba_flash.backward(do, q, k, v, o, lse, dlse=dlse, **options)]
+
+
+def check(size, layout, algorithm, inputs, **options):
+    expected = alone(inputs, **options)
+    results = together(size, lambda comm: whole(comm, layout, parts_of(comm, layout, algorithm, inputs, **options)))
+    for of_process in results:
+        if isinstance(of_process, Exception):
+            raise of_process
+        for x, y in zip(of_process, expected, strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_processes_compute_what_one_does(layout, algorithm, options):
+    check(3, layout, algorithm, problem(), **OPTIONS[options])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(1, 6), layout=st.sampled_from(LAYOUTS), algorithm=st.sampled_from((*ALGORITHMS, None)),
+    nq=st.integers(0, 70), nk=st.integers(0, 70), causal=st.booleans(), left=st.integers(-1, 40), right=st.integers(-1, 40),
+    q_start=st.none() | st.integers(-50, 50),
+)  # fmt: skip
+def test_any_sizes(size, layout, algorithm, nq, nk, causal, left, right, q_start):
+    inputs = problem(nq, nk, seed=nq)
+    dlse = np.random.default_rng(nk).standard_normal(inputs[0].shape[:-1])
+    check(size, layout, algorithm, inputs, dlse=dlse, causal=causal, window=(left, right), q_start=q_start)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("state", [(3, 4), (3, 4, 5, 8)])
+def test_dropout_has_the_bits_of_one_process(layout, algorithm, state):
+    check(2, layout, algorithm, problem(36, 48), dropout=0.4, rng=state, window=(30, -1))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_contiguous_parts_of_any_sizes(algorithm):
+    inputs, cuts = problem(40, 40), ([0, 3, 30, 40], [0, 20, 20, 40])
+    expected = alone(inputs, causal=True)
+
+    def run(comm):
+        own = [x[..., cut[comm.rank] : cut[comm.rank + 1], :] for x, cut in zip(inputs, (cuts[0], cuts[0], cuts[1], cuts[1]), strict=True)]
+        o, lse = nd.forward(*own[1:], comm=comm, algorithm=algorithm, causal=True, return_lse=True)
+        return whole(comm, "contiguous", (o, lse, *nd.backward(*own, o, lse, comm=comm, algorithm=algorithm, causal=True)))
+
+    for results in together(3, run):
+        for x, y in zip(results, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_equal_calls_give_equal_bits(algorithm):
+    inputs = problem(dtype="float32")
+    first, second = (together(4, lambda comm: parts_of(comm, "zigzag", algorithm, inputs, causal=True)) for _ in range(2))
+    assert all(same_bits(x, y) for a, b in zip(first, second, strict=True) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "more"), [("float16", 1.05), ("float32", 1.25)])
+def test_parts_are_merged_unrounded(dtype, more):
+    """Results of eight processes are as good as those of one."""
+    inputs = problem(64, 512, dtype)
+    exact = alone([x.astype(np.float64) for x in inputs])[0]
+    error = lambda o: np.sqrt(np.mean((o.astype(np.float64) - exact) ** 2))
+    spread = together(8, lambda comm: whole(comm, "contiguous", parts_of(comm, "contiguous", "ring", inputs)))[0][0]
+    assert spread.dtype == dtype
+    assert error(spread) <= more * error(alone(inputs)[0])
+
+
+# ---- who has what, and who does what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 64, 101])
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_position_belongs_to_one_process(n, size, layout):
+    own = together(size, lambda comm: nd.positions(n, comm=comm, layout=layout))
+    assert sorted(np.concatenate(own).tolist()) == [*range(n)]
+    assert max(map(len, own)) - min(map(len, own)) <= (7 if layout == "contiguous" else 14)
+    x = np.random.default_rng(n).standard_normal((3, n, 2))
+    for axis, y in ((-2, x), (0, x.swapaxes(0, 1)), (2, x.swapaxes(1, 2))):
+        parts = together(size, lambda comm, axis=axis, y=y: nd.shard(y, comm=comm, layout=layout, axis=axis))
+        assert all(np.array_equal(part, y.take(at, axis)) for part, at in zip(parts, own, strict=True))
+        again = together(size, lambda comm, axis=axis, parts=parts: nd.unshard(parts[comm.rank], comm=comm, layout=layout, axis=axis))
+        assert all(np.array_equal(z, y) for z in again)
+
+
+def test_a_zigzag_balances_causal_work():
+    seen = together(4, lambda comm: int((nd.positions(800, comm=comm, layout="zigzag") + 1).sum()))
+    assert max(seen) == min(seen)
+    alone = together(4, lambda comm: int((nd.positions(800, comm=comm, layout="contiguous") + 1).sum()))
+    assert max(alone) > 6 * min(alone)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "calls"),
+    [
+        ("contiguous", {}, [4, 4, 4, 4]),
+        ("contiguous", {"causal": True}, [1, 2, 3, 4]),
+        ("contiguous", {"window": (10, 0)}, [1, 2, 2, 2]),  # a part has 16 rows
+        ("zigzag", {}, [4, 4, 4, 4]),
+        ("zigzag", {"causal": True}, [6, 6, 6, 6]),  # three of its own keys, one of each other process's
+    ],
+)
+def test_what_is_hidden_is_not_computed(layout, options, calls, monkeypatch):
+    forward, made = api.forward, Counter()
+
+    def counted(*x, **given):
+        made[threading.current_thread().name] += 1
+        return forward(*x, **given)
+
+    monkeypatch.setattr(api, "forward", counted)
+    together(4, lambda comm: parts_of(comm, layout, "ring", problem(64, 64), **options))
+    assert [made[f"process {rank}"] for rank in range(4)] == calls
+
+
+def test_keys_go_no_further_than_they_are_seen():
+    """With a window of less than a part each process sends K and V to the next one, and a gradient comes back."""
+    inputs, members = problem(64, 64), []
+    run = lambda comm, **options: (members.append(comm), parts_of(comm, "contiguous", "ring", inputs, **options))
+    together(4, lambda comm: run(comm, window=(10, 0)))
+    together(4, run)
+    near, far = (sum(comm.sent for comm in some) for some in (members[:4], members[4:]))
+    assert near < far / 2
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------------------------
+
+
+def errors(size, call) -> list:
+    """What each process raises."""
+    results = together(size, call)
+    assert all(isinstance(x, Exception) for x in results), results
+    return results
+
+
+DIFFERENT = {
+    "k.shape": (
+        lambda x, rank: x | ({"k": x["k"][..., :7], "q": x["q"][..., :7]} if rank else {}),
+        "q must be the same .* float64 .2, 4, N, 8.* in",
+    ),
+    "dtype": (lambda x, rank: {name: y.astype("float32") for name, y in x.items()} if rank == 2 else x, "in process 2"),
+    "causal": (
+        lambda x, rank: x | {"causal": rank == 1},
+        "causal must be the same in all processes; got False in process 0 and True in process 1",
+    ),
+    "lengths": (lambda x, rank: x | {"kv_lengths": [np.array([3, 3 + rank])][0]}, "kv_lengths must be the same"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_processes_that_differ(case):
+    change, message = DIFFERENT[case]
+
+    def call(comm):
+        q, k, v = (nd.shard(x, comm=comm) for x in problem()[1:])
+        return nd.forward(**change({"q": q, "k": k, "v": v}, comm.rank), comm=comm)
+
+    for error in errors(3, call):
+        assert isinstance(error, ValueError), error
+        assert re.search(message, str(error)), error
+
+
+WRONG = {
+    "an array": ({"v": 3}, TypeError, "^v must be a NumPy or CuPy array"),
+    "a layout": ({"layout": "ring"}, ValueError, "^layout must be one of 'contiguous', 'zigzag'; got 'ring'"),
+    "an algorithm": ({"algorithm": "tree"}, ValueError, "^algorithm must be one of 'ring', 'gather', None; got 'tree'"),
+    "a mask": ({"mask": np.ones((40, 40), bool)}, NotImplementedError, "^numba_flash.distributed does not take mask: each process"),
+    "no option": ({"colour": 1}, TypeError, "^colour is not an option of numba_flash.distributed"),
+    "lengths": ({"kv_lengths": np.array([1])}, ValueError, "^kv_lengths"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_process_that_is_wrong_tells_the_others(case):
+    given, kind, message = WRONG[case]
+
+    def call(comm):
+        q, k, v = (nd.shard(x, comm=comm) for x in problem()[1:])
+        return nd.forward(**{"q": q, "k": k, "v": v} | (given if comm.rank == 1 else {}), comm=comm)
+
+    for rank, error in enumerate(errors(3, call)):
+        assert isinstance(error, kind if rank == 1 else RuntimeError), error
+        assert re.search(message if rank == 1 else f"^process 1 cannot take part: {kind.__name__}: {message[1:]}", str(error)), error
+
+
+def test_other_functions_and_sizes():
+    do, q, k, v = problem()
+    o, lse = numba_flash.forward(q, k, v, return_lse=True)
+    mixed = lambda comm: nd.backward(do, q, k, v, o, lse, comm=comm) if comm.rank else nd.forward(q, k, v, comm=comm)
+    for error in errors(2, mixed):
+        assert re.search("^the function must be the same in all processes; got forward in process 0 and backward in process 1", str(error))
+    uneven = lambda comm: nd.forward(*(x[..., comm.rank :, :] for x in (q, k, v)), comm=comm, layout="zigzag")
+    for error in errors(2, uneven):
+        message = r"^q: the sizes of the parts of a zigzag must be \[39, 40\], as shard makes them; got \[40, 39\]"
+        assert re.search(message, str(error)), error
+    uneven = lambda comm: nd.unshard(q[..., : 3 + 9 * comm.rank, :], comm=comm, layout="zigzag")
+    for error in errors(2, uneven):
+        assert re.search(r"^x: the sizes of the parts of a zigzag must be \[7, 8\], as shard makes them; got \[3, 12\]", str(error)), error
+
+
+def test_what_whole_sequences_do_not_allow():
+    _, q, k, v = problem(40, 42)
+    halves = lambda comm: [x[..., 21 * comm.rank : 21 * comm.rank + 21, :] for x in (q, k, v)]
+    for error in errors(2, lambda comm: nd.forward(*halves(comm), comm=comm, dropout=0.1, rng=(1, 2))):
+        assert re.search(r"^dropout needs parts of k that begin at multiples of 4; they begin at \[0, 21\]", str(error)), error
+    lengths = {"kv_lengths": np.array([7, 9]), "causal": True}
+    for error in errors(2, lambda comm: nd.forward(*(nd.shard(x, comm=comm) for x in (q, k, v)), comm=comm, **lengths)):
+        assert isinstance(error, NotImplementedError)
+        assert re.search(r"must be the same for all, or q_start given; got \[-33, -31\]", str(error)), error
+
+
+# ---- MPI -------------------------------------------------------------------------------------------------------------------------------
+
+
+PROCESSES = support.TESTS / "mpi_processes.py"
+
+
+def mpi(size: int, *program, options=()):
+    """A program in so many processes."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    command = [mpiexec, *options, "-n", str(size), sys.executable, "-m", "mpi4py", *program]
+    environment = os.environ | {"PYTHONPATH": str(support.ROOT), "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4, 8))])
+def test_processes(size):
+    done = mpi(size, PROCESSES, "right")
+    assert done.returncode == 0, done.stderr
+    assert all(f"process {rank} is right" in done.stdout for rank in range(size)), done.stdout
+
+
+def test_the_program_of_the_documentation(tmp_path):
+    (program,) = re.findall(r"```python\n(# spread.py.*?)```", (support.ROOT / "docs/howto/distributed.md").read_text(), re.DOTALL)
+    (tmp_path / "spread.py").write_text(program)
+    assert mpi(2, tmp_path / "spread.py").stdout == "True\n"
+
+
+def test_a_process_that_dies():
+    """The others end with a message that names it; so would they without the option, which keeps MPI from ending them first."""
+    done = mpi(3, PROCESSES, "dies", options=["-disable-auto-cleanup"])
+    assert done.returncode != 0
+    for rank in (0, 2):
+        assert f"process {rank} of 3 has waited 1 s for process 1 (the call that all processes make together)" in done.stdout, done.stdout

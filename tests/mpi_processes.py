@@ -1,0 +1,51 @@
+"""`numba_flash.distributed` on MPI's processes: all right ("right"), and one that dies ("dies")."""
+
+import os
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+import numba_flash
+import numba_flash.distributed as nd
+
+DIED = 3
+
+
+def right() -> None:
+    """Both passes of both layouts by both algorithms, as in one process."""
+    comm, rng, lengths = MPI.COMM_WORLD, np.random.default_rng(0), np.array([70, 132])
+    q, do = (rng.standard_normal((2, 4, 132, 16)) for _ in range(2))
+    k, v = (rng.standard_normal((2, 2, 132, 16)) for _ in range(2))
+    for options in ({"causal": True}, {"window": (20, 5), "softcap": 2.0}, {"dropout": 0.3, "rng": (1, 2)}, {"kv_lengths": lengths}):
+        o, lse = numba_flash.forward(q, k, v, return_lse=True, **options)
+        expected = (o, *numba_flash.backward(do, q, k, v, o, lse, **options))
+        for layout in ("contiguous", "zigzag"):
+            for algorithm in ("ring", "gather"):
+                own = [nd.shard(x, comm=comm, layout=layout) for x in (q, k, v, do)]
+                given = options | {"comm": comm, "layout": layout, "algorithm": algorithm}
+                o, lse = nd.forward(*own[:3], return_lse=True, **given)
+                results = (o, *nd.backward(own[3], *own[:3], o, lse, **given))
+                for x, all_of_x in zip(results, expected, strict=True):
+                    whole = nd.unshard(x, comm=comm, layout=layout)
+                    np.testing.assert_allclose(whole, all_of_x, rtol=1e-9, atol=1e-11, err_msg=f"{layout}, {algorithm}, {options}")
+    comm.Barrier()
+    print(f"process {comm.Get_rank()} is right", flush=True)
+
+
+def dies() -> None:
+    """Process 1 ends between the passes; the others say so, and end."""
+    comm = nd.Mpi(MPI.COMM_WORLD, timeout=1)
+    x = np.ones((1, 64, 8))
+    o, lse = nd.forward(x, x, x, comm=comm, algorithm="ring", return_lse=True)
+    if comm.rank == 1:
+        os._exit(DIED)
+    try:
+        nd.backward(x, x, x, x, o, lse, comm=comm)
+    except TimeoutError as error:
+        print(error, flush=True)
+        os._exit(DIED)  # MPI's own end would wait for process 1
+
+
+if __name__ == "__main__":
+    {"right": right, "dies": dies}[sys.argv[1]]()
