@@ -12,9 +12,9 @@ import numpy as np
 
 from numba_flash import checks
 from numba_flash.distributed import layouts, loops
-from numba_flash.distributed.agreement import agree, agree_on_parts, check_choice
+from numba_flash.distributed.agreement import adopted, agree, agree_on_parts, check_choice, communicator
 from numba_flash.distributed.carriers import compact, gather
-from numba_flash.distributed.communicators import Communicator, Message, Mpi, Transfer, adopt
+from numba_flash.distributed.communicators import Communicator, Message, Mpi, Transfer
 
 __all__ = ["Communicator", "Message", "Mpi", "Transfer", "backward", "forward", "positions", "shard", "unshard"]
 
@@ -77,7 +77,7 @@ def forward(
     RuntimeError
         Another process has raised such an error.
     TimeoutError
-        A process has not answered, for 300 seconds or those of `Mpi`.
+        A process has not answered for half an hour, or the seconds of `Mpi`.
 
     Examples
     --------
@@ -91,14 +91,11 @@ def forward(
         o = distributed.forward(*own, **spread, causal=True)
         everything = distributed.unshard(o, **spread)
     """
-    return_lse = checks.flag("return_lse", return_lse)
     given = {"layout": layout, "algorithm": algorithm, "scale": scale, "causal": causal, "window": window, "q_start": q_start}
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
     given |= {"dropout": dropout, "rng": rng}
-    named = {name: checks.adopt(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    call = agree("forward", adopt(comm), named, given, others)
-    o, lse = loops.forward(call, **named)
-    o = o.astype(named["q"].dtype, copy=False)
+    given |= {"return_lse": return_lse}
+    o, lse = loops.forward(agree("forward", comm, {"q": q, "k": k, "v": v}, given, others))
     return (o, lse) if return_lse else o
 
 
@@ -158,10 +155,7 @@ def backward(
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
     given |= {"dropout": dropout, "rng": rng}
     arguments = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-    named = {name: checks.adopt(name, x) for name, x in arguments.items()}
-    call = agree("backward", adopt(comm), named, given, others)
-    gradients = loops.backward(call, named)
-    return tuple(x.astype(named["q"].dtype, copy=False) for x in gradients)
+    return loops.backward(agree("backward", comm, arguments, given, others))
 
 
 def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> Any:
@@ -184,7 +178,7 @@ def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> A
     part : array
         A copy. Pieces begin at multiples of 4, as dropout needs, so that sizes differ by up to 7 in a contiguous layout, 14 in a zigzag.
     """
-    x = checks.adopt("x", x)
+    x = adopted("x", x)
     own = positions(x.shape[axis], comm=comm, layout=layout)
     return x.take(own, axis)
 
@@ -209,9 +203,9 @@ def unshard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) ->
     ValueError
         Parts have other shapes or dtypes than each other, or other sizes than `shard` makes.
     """
-    comm, x = adopt(comm), checks.adopt("x", x)
-    chunks = agree_on_parts(comm, x, layout, axis)
-    rows = compact(x.swapaxes(0, axis))
+    comm = communicator(comm)
+    part, chunks = agree_on_parts(comm, x, layout, axis)
+    rows = compact(part.swapaxes(0, axis))
     (whole,) = gather(comm, [rows.reshape(len(rows), math.prod(rows.shape[1:]))], chunks, "all of x")
     return whole.reshape(len(whole), *rows.shape[1:]).swapaxes(0, axis)
 
@@ -231,7 +225,7 @@ def positions(n: int, *, comm: Any, layout: str = "contiguous") -> Any:
     positions : numpy.ndarray of int64
         For embeddings of positions, and for data that processes read themselves.
     """
-    comm = adopt(comm)
+    comm = communicator(comm)
     check_choice("layout", layout, layouts.LAYOUTS)
     chunks = layouts.even(checks.integer("n", n), comm.size, layout)[comm.rank]
     return np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
+from numba_flash import arrays, checks
 from numba_flash.distributed import layouts
-from numba_flash.distributed.communicators import Communicator, share
+from numba_flash.distributed.communicators import Communicator, Mpi, share
 from numba_flash.distributed.layouts import Chunk
 from numba_flash.options import WORDS
 from numba_flash.problem import Problem, bind, bind_backward, check_lengths
@@ -21,7 +21,7 @@ REFUSED = {
     "out": "results are made of parts in arrays of their own",
 }
 ALGORITHMS = ("ring", "gather")
-ROWS, COLUMNS, LOG_SUMS = ("do", "q", "o"), ("k", "v"), ("lse", "dlse")
+COLUMNS, LOG_SUMS = ("k", "v"), ("lse", "dlse")
 
 
 class Call(NamedTuple):
@@ -31,6 +31,8 @@ class Call(NamedTuple):
     ----------
     comm : Communicator
         The processes.
+    arrays : dict
+        Those of this process, by name; None where absent.
     problem : Problem
         What is computed on the whole sequences.
     options : dict
@@ -46,6 +48,7 @@ class Call(NamedTuple):
     """
 
     comm: Communicator
+    arrays: dict
     problem: Problem
     options: dict
     q_start: int
@@ -55,14 +58,16 @@ class Call(NamedTuple):
     algorithm: str | None
 
 
-def agree(kind: str, comm: Communicator, named: dict, given: dict, others: dict) -> Call:
+def agree(kind: str, comm: Any, arguments: dict, given: dict, others: dict) -> Call:
     """The call, if all processes make the same one.
 
     Parameters
     ----------
     kind : str
         The function.
-    named : dict
+    comm : object
+        The processes, as the user gave them.
+    arguments : dict
         The arrays of this process; None where absent.
     given : dict
         Its options.
@@ -76,21 +81,37 @@ def agree(kind: str, comm: Communicator, named: dict, given: dict, others: dict)
     RuntimeError
         Another process cannot take part.
     """
-    sizes = _together(comm, lambda: _Said(kind, *_described(comm, named, given, others)))
+    comm = communicator(comm)
+    named, sizes = _together(comm, lambda: _described(kind, comm, arguments, given, others))
     return _bound(comm, named, given, sizes)
 
 
-def agree_on_parts(comm: Communicator, x: Any, layout: str, axis: int) -> tuple[tuple[Chunk, ...], ...]:
-    """The chunks of each process, if all have parts of the same array."""
+def agree_on_parts(comm: Communicator, x: Any, layout: str, axis: int) -> tuple[Any, tuple[tuple[Chunk, ...], ...]]:
+    """The part of this process as an array, and the chunks of each, if all have parts of the same whole."""
 
     def described():
+        part = adopted("x", x)
         check_choice("layout", layout, layouts.LAYOUTS)
-        shape = [*x.shape]
-        shape[axis] = "N"
-        return _Said("unshard", {"x": f"{x.dtype.name} ({', '.join(map(str, shape))})", "layout": layout, "axis": axis}, x.shape[axis])
+        return part, _Said("unshard", {"x": _without(part, axis), "layout": layout, "axis": axis}, part.shape[axis])
 
-    sizes = _together(comm, described)
-    return _chunks("x", layout, sizes, sum(sizes))
+    part, sizes = _together(comm, described)
+    return part, _chunks("x", layout, sizes, sum(sizes))
+
+
+def communicator(comm: Any) -> Communicator:
+    """What the user gave as `comm`: a `Communicator`, or the adapter for an mpi4py communicator."""
+    if hasattr(comm, "Isend") and hasattr(comm, "Get_rank"):
+        return Mpi(comm)
+    if not hasattr(comm, "exchange"):
+        raise TypeError(f"comm must be an mpi4py communicator, or a numba_flash.distributed.Communicator; got {type(comm).__name__}")
+    return comm
+
+
+def adopted(name: str, x: Any) -> Any:
+    """A plain array on the memory of `x`."""
+    x = checks.adopt(name, x)
+    checks.layout(name, x)
+    return x
 
 
 def check_choice(name: str, value: Any, known: tuple) -> None:
@@ -99,10 +120,10 @@ def check_choice(name: str, value: Any, known: tuple) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
 
 
-def _together(comm: Communicator, describe: Callable[[], "_Said"]) -> list:
-    """The sizes that processes say, if all else is the same; an error here is raised here, and told to the others."""
+def _together(comm: Communicator, describe: Callable[[], tuple[Any, "_Said"]]) -> tuple[Any, list]:
+    """What `describe` returns beside a `_Said`, and the sizes that all say, if all else is the same; its error is told to the others."""
     try:
-        mine = describe()
+        own, mine = describe()
     except Exception as error:
         share(comm, _Failed(f"{type(error).__name__}: {error}"))
         raise
@@ -113,7 +134,7 @@ def _together(comm: Communicator, describe: Callable[[], "_Said"]) -> list:
     for number, said in enumerate(every):
         for name, here, there in said.differences(every[0]):
             raise ValueError(f"{name} must be the same in all processes; got {there} in process 0 and {here} in process {number}")
-    return [said.sizes for said in every]
+    return own, [said.sizes for said in every]
 
 
 class _Failed(NamedTuple):
@@ -138,12 +159,14 @@ class _Said(NamedTuple):
                 yield name, self.same.get(name), other.same.get(name)
 
 
-def _described(comm: Communicator, named: dict, given: dict, others: dict):
-    """What must be the same in all processes, and the sizes of this one."""
+def _described(kind: str, comm: Communicator, arguments: dict, given: dict, others: dict) -> tuple[dict, _Said]:
+    """The arrays of this process, and what it says of them."""
+    named = {name: None if x is None else adopted(name, x) for name, x in arguments.items()}
     for name in others:
         if name in REFUSED:
             raise NotImplementedError(f"numba_flash.distributed does not take {name}: {REFUSED[name]}")
         raise TypeError(f"{name} is not an option of numba_flash.distributed")
+    checks.flag("return_lse", given.get("return_lse", False))
     check_choice("layout", given["layout"], layouts.LAYOUTS)
     check_choice("algorithm", given["algorithm"], (*ALGORITHMS, None))
     _problem(named, given, {}, {name: x for name, x in _lengths(given).items() if x is not None})
@@ -151,12 +174,15 @@ def _described(comm: Communicator, named: dict, given: dict, others: dict):
         raise NotImplementedError(f"comm carries no {arrays.library(named['q'])} arrays")
     same = {name: value for name, value in given.items() if "lengths" not in name}
     same |= {name: None if x is None else x.tolist() for name, x in _lengths(given).items()}
-    for name, x in named.items():
-        if x is not None:
-            axis = x.ndim - (1 if name in LOG_SUMS else 2)
-            shape = ", ".join("N" if i == axis else str(n) for i, n in enumerate(x.shape))
-            same[name] = f"{x.dtype.name} ({shape})"
-    return same, (named["q"].shape[-2], named["k"].shape[-2])
+    same |= {name: _without(x, -1 if name in LOG_SUMS else -2) for name, x in named.items() if x is not None}
+    return named, _Said(kind, same, (named["q"].shape[-2], named["k"].shape[-2]))
+
+
+def _without(x: Any, axis: int) -> str:
+    """Dtype and shape of an array, without the size of the axis along which processes have parts."""
+    shape = [str(n) for n in x.shape]
+    shape[axis] = "N"
+    return f"{x.dtype.name} ({', '.join(shape)})"
 
 
 def _bound(comm: Communicator, named: dict, given: dict, sizes: list[tuple[int, int]]) -> Call:
@@ -171,6 +197,7 @@ def _bound(comm: Communicator, named: dict, given: dict, sizes: list[tuple[int, 
         _check_starts(columns)
     return Call(
         comm,
+        named,
         _problem(named, given | {"q_start": start}, whole, lengths),
         {"scale": problem.scale} | {name: given[name] for name in ("causal", "window", "softcap", "dropout", "backend")},
         start,

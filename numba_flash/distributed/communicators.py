@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-TIMEOUT = 300.0  # seconds
+TIMEOUT = 1800.0  # seconds; a process waits as long as another computes
 TAG = 31415
 LONGEST_NAP = 1e-3  # seconds between two looks at what has arrived
 
@@ -41,12 +41,10 @@ class Communicator(Protocol):
         """True if it carries arrays of that library, "numpy" or "cupy"."""
 
     def exchange(self, sent: list[Message], received: list[Message], what: str) -> Transfer:
-        """Begin to send arrays and to receive others of known shapes; `what` they are is for errors."""
+        """Begin to send arrays and to receive others of known shapes; `what` they are is for errors.
 
-
-def adopt(comm: Any, timeout: float = TIMEOUT) -> Communicator:
-    """What a user gave as `comm`: a `Communicator`, or an mpi4py communicator in the adapter for it."""
-    return Mpi(comm, timeout) if hasattr(comm, "Isend") and hasattr(comm, "Get_rank") else comm
+        All processes begin exchanges in the same order, and several may be on their way: each is matched with the same one of the others.
+        """
 
 
 def share(comm: Communicator, mine: Any) -> list:

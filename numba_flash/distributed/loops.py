@@ -9,8 +9,9 @@ from numba_flash.distributed.pieces import pieces
 from numba_flash.merge import merge
 
 
-def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """o in float32 or float64, and lse, of the queries of this process."""
+def forward(call: Call) -> tuple[Any, Any]:
+    """o and lse of the queries of this process."""
+    q, k, v = (call.arrays[name] for name in "qkv")
     o = _zeros("o", q, (*q.shape[:-1], v.shape[-1]))
     lse = _zeros("lse", q, q.shape[:-1])
     lse[...] = float("-inf")
@@ -27,11 +28,12 @@ def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             if not first:
                 here[...], log_sums = merge(here, lse[..., rows], part, log_sums)
             lse[..., rows] = log_sums
-    return o, lse
+    return o.astype(q.dtype, copy=False), lse
 
 
-def backward(call: Call, named: dict) -> tuple[Any, Any, Any]:
-    """dq, dk and dv of this process, in float32 or float64."""
+def backward(call: Call) -> tuple[Any, Any, Any]:
+    """dq, dk and dv of this process."""
+    named = {name: x for name, x in call.arrays.items() if x is not None}
     q, k, v = (named[name] for name in "qkv")
     dq = _zeros("dq", q, q.shape)
     way = carrier(call, k, v)
@@ -39,13 +41,14 @@ def backward(call: Call, named: dict) -> tuple[Any, Any, Any]:
         dk, dv = _zeros("dk", visit.k, visit.k.shape), _zeros("dv", visit.v, visit.v.shape)
         for piece in pieces(call, visit.columns):
             rows, columns = piece.of_rows, piece.of_columns
-            own = {name: x[..., rows] if name in ("lse", "dlse") else x[..., rows, :] for name, x in named.items() if x is not None}
+            own = {name: x[..., rows] if name in ("lse", "dlse") else x[..., rows, :] for name, x in named.items()}
             own |= {"k": visit.k[..., columns, :], "v": visit.v[..., columns, :]}
             parts = api.backward(**own, **piece.options(call))
             for total, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                 total[..., place, :] += part
         way.give(step, dk, dv)
-    return (dq, *way.end())
+    dk, dv = way.end()
+    return dq.astype(q.dtype, copy=False), dk.astype(q.dtype, copy=False), dv.astype(q.dtype, copy=False)
 
 
 def _zeros(name: str, like: Any, shape: tuple[int, ...]) -> Any:

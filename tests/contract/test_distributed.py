@@ -14,7 +14,7 @@ import pytest
 import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import SIMULATED, random_inputs, same_bits
+from support import SIMULATED, named, random_inputs, same_bits
 
 if SIMULATED:
     pytest.skip("parts are computed as anywhere", allow_module_level=True)
@@ -79,12 +79,12 @@ def check(size, layout, algorithm, inputs, **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", named(OPTIONS, ("causal", "lengths")))
 def test_processes_compute_what_one_does(layout, algorithm, options):
     check(3, layout, algorithm, problem(), **OPTIONS[options])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     size=st.integers(1, 6), layout=st.sampled_from(LAYOUTS), algorithm=st.sampled_from((*ALGORITHMS, None)),
     nq=st.integers(0, 70), nk=st.integers(0, 70), causal=st.booleans(), left=st.integers(-1, 40), right=st.integers(-1, 40),
@@ -125,6 +125,7 @@ def test_equal_calls_give_equal_bits(algorithm):
     assert all(same_bits(x, y) for a, b in zip(first, second, strict=True) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "more"), [("float16", 1.05), ("float32", 1.25)])
 def test_parts_are_merged_unrounded(dtype, more):
     """Results of eight processes are as good as those of one."""
@@ -235,6 +236,12 @@ WRONG = {
     "a layout": ({"layout": "ring"}, ValueError, "^layout must be one of 'contiguous', 'zigzag'; got 'ring'"),
     "an algorithm": ({"algorithm": "tree"}, ValueError, "^algorithm must be one of 'ring', 'gather', None; got 'tree'"),
     "a mask": ({"mask": np.ones((40, 40), bool)}, NotImplementedError, "^numba_flash.distributed does not take mask: each process"),
+    "a flag": ({"return_lse": 1}, TypeError, "^return_lse must be True or False"),
+    "a tracer": (
+        {"q": type("Tracer", (), {"__dlpack__": lambda *x, **y: 1 / 0, "__dlpack_device__": lambda x: (1, 0)})()},
+        TypeError,
+        "^q cannot",
+    ),
     "no option": ({"colour": 1}, TypeError, "^colour is not an option of numba_flash.distributed"),
     "lengths": ({"kv_lengths": np.array([1])}, ValueError, "^kv_lengths"),
 }
@@ -251,6 +258,13 @@ def test_a_process_that_is_wrong_tells_the_others(case):
     for rank, error in enumerate(errors(3, call)):
         assert isinstance(error, kind if rank == 1 else RuntimeError), error
         assert re.search(message if rank == 1 else f"^process 1 cannot take part: {kind.__name__}: {message[1:]}", str(error)), error
+
+
+def test_what_is_no_communicator():
+    _, q, k, v = problem()
+    for call in (lambda: nd.forward(q, k, v, comm=3), lambda: nd.unshard(q, comm=3), lambda: nd.positions(5, comm=3)):
+        with pytest.raises(TypeError, match=r"^comm must be an mpi4py communicator, or a numba_flash\.distributed\.Communicator; got int"):
+            call()
 
 
 def test_other_functions_and_sizes():
