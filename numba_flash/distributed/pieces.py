@@ -55,13 +55,9 @@ def pieces(call: Call, columns: tuple[Chunk, ...]) -> Iterator[Piece]:
         for column in filter(_any, columns):
             every = all_visible.py_func(row.start, row.stop, column.start, column.stop, call.problem.low, call.problem.high)
             if every and not call.problem.options.dropout:  # whose bits depend on the places of chunks
-                run = (*run, column)
-                continue
-            if sees(call, row, column):
+                run = (*run, column)  # neighbours: no process has more than two
+            elif sees(call, row, column):
                 yield Piece((row,), (column,), every)
-            if run:
-                clear.setdefault(run, []).append(row)
-            run = ()
         if run:
             clear.setdefault(run, []).append(row)
     for run, rows in clear.items():
