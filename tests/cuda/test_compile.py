@@ -29,7 +29,7 @@ from simt_kernels import CHOSEN, KERNELS, kernel, name_of
 import numba_flash
 from numba_flash.cuda import compile
 from numba_flash.cuda.simt import tier as simt
-from numba_flash.options import Options
+from numba_flash.options import Generator, Options
 from numba_flash.scoremod import ScoreMod
 
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
@@ -147,7 +147,10 @@ def test_functions_of_a_module_that_a_function_calls():
 
 
 def test_one_kernel_serves_all_values_of_an_option():
-    values = Options(softcap=3.0, dropout=0.1, seed=7, offset=9), Options(softcap=50.0, dropout=0.9, seed=1, offset=2)
+    values = (
+        Options(softcap=3.0, dropout=0.1, generator=Generator(7, 9)),
+        Options(softcap=50.0, dropout=0.9, generator=Generator(1, 2, 3, 4)),
+    )
     assert len({options.structure for options in values}) == 1
     assert values[0].structure != Options(dropout=0.1).structure
 
