@@ -180,7 +180,7 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
         largest = f32(0)
         for e in range(COUNT * WIDTH):
             largest = ptx.maximum(largest, abs(s[e]))
-        return largest * f32(parameters.scale) < f32(parameters.softcap) * f32(SMALL)
+        return largest * abs(f32(parameters.scale)) < f32(parameters.softcap) * f32(SMALL)
 
     @inline
     def hide(number, t):

@@ -204,18 +204,18 @@ def test_scores_that_a_bias_hides(hidden, kind):
     np.testing.assert_allclose(s, wanted, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize("softcap", [1e-30, 3.0, 1e4, 1e30])
-def test_a_cap_of_any_size(softcap):
+@pytest.mark.parametrize(("softcap", "scale"), [(1e-30, 1.0), (3.0, 1.0), (3.0, -1.0), (1e4, 1.0), (1e30, 1.0)])
+def test_a_cap_of_any_size(softcap, scale):
     """Small scores, of which tanh is the number itself, and large ones, of which it is 1."""
     fragments = SHAPES[0]
     size = np.float32(2.0) ** DRAWN.uniform(-20, 20, (32, 16)) * (1 if softcap < 1e20 else softcap * 2.0**-16)
     raw = (size * DRAWN.choice([-1, 1], size.shape)).astype(np.float32)
-    s, slope, _, _ = executed(fragments, raw, 16, 32, 0, 0, softcap=softcap, scale=1.0)
-    unit = np.tanh(raw.astype(np.float64) / softcap)
+    s, slope, _, _ = executed(fragments, raw, 16, 32, 0, 0, softcap=softcap, scale=scale)
+    unit = np.tanh(scale * raw.astype(np.float64) / softcap)
     np.testing.assert_allclose(s, softcap * unit, rtol=5e-7)
     np.testing.assert_allclose(slope, 1 - np.square(unit), atol=5e-7)
     few = np.where(np.abs(raw) < 0.5 * softcap, raw, 0)  # no lane has a large one
-    again, _, _, _ = executed(fragments, few, 16, 32, 0, 0, softcap=softcap, scale=1.0)
+    again, _, _, _ = executed(fragments, few, 16, 32, 0, 0, softcap=softcap, scale=scale)
     np.testing.assert_array_equal(again, np.where(few == raw, s, 0))
 
 
