@@ -4,6 +4,7 @@ CELL is a `numba_flash.bench.cases.Cell` as JSON; what was measured is printed a
 """
 
 import ctypes
+import gc
 import json
 import re
 import sys
@@ -73,7 +74,8 @@ def growth_during(run, clock) -> int:
     The pool is a new one: one that has been used finds room in what it already has, also in what is left of blocks that are in use.
     """
     if clock.place == "cpu":
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed, or it would be used again unseen
+        gc.collect()  # or what is collected meanwhile would be used again unseen
+        ctypes.CDLL(None).malloc_trim(0)  # so would what was freed
         RESET_PEAK.write_text("5")
         before = _status("VmRSS")
         run()

@@ -72,7 +72,7 @@ def test_scaling(tmp_path):
     assert list(rows) == [(n, who) for n in (70, 2048) for who in ("numba_flash", "NumPy")]
     assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows.values())
     matrix = 2048**2 * 4
-    assert rows[2048, "NumPy"]["bytes"] > 2 * matrix  # P, and dS
+    assert rows[2048, "NumPy"]["bytes"] > 1.5 * matrix  # P, and dS, but for pages that the process had already
     assert rows[2048, "numba_flash"]["bytes"] < matrix / 2
     assert results["memory_gb"] == 4
 
