@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-from numba_flash import arrays, scoremod
+from numba_flash import arrays, plan, scoremod
 from numba_flash.arrays import Layout
 from numba_flash.options import is_state
 from numba_flash.plan import choose, tier
@@ -91,7 +91,7 @@ def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **
         if what is not None:
             arrays.check_size(name, getattr(inputs, what.like), what.shape, what.dtype)
     module = tier(chosen)
-    bound = partial(getattr(module, f"prepare_{kind}"), problem, **settings)
+    bound = partial(plan.prepare, chosen, kind, problem, **settings)
     through_gpu = arrays.library(inputs.q) == "numpy" and not module.takes_numpy()
     return (_CallThroughGpu if through_gpu else _Call)(bound, problem, inputs, wanted)
 

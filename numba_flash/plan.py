@@ -4,10 +4,11 @@ import importlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from numba_flash.problem import Problem
+from numba_flash.problem import Prepared, Problem
 
 Backend: TypeAlias = Literal["sm90", "sm80", "simt", "cpu"]  # fastest first
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+LEFT_TO: Backend = "simt"  # knows every number
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,3 +84,28 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
             return Plan(name, problem, tier(name).tiles_of(problem), tuple(refused))
         refused.append((name, reason))
     raise NotImplementedError("; ".join(f"backend {name}: {reason}" for name, reason in refused))
+
+
+def prepare(backend: Backend, kind: str, problem: Problem, inputs, results, **settings) -> Prepared:
+    """What a tier makes of a problem and layouts; the heads that it leaves, which it knows when it has run, are computed by `LEFT_TO`.
+
+    Parameters
+    ----------
+    backend, kind
+        As `choose` says.
+    problem : Problem
+        What is to be computed.
+    inputs, results : named tuples of Layout
+        Of the arrays.
+    **settings
+        What the tier's ``prepare_forward`` or ``prepare_backward`` takes besides.
+    """
+    first = getattr(tier(backend), f"prepare_{kind}")(problem, inputs, results, **settings)
+    if first.left is None:
+        return first
+    rest = getattr(tier(LEFT_TO), f"prepare_{kind}")(problem, inputs, results, left=first.left, **settings)
+
+    def run(inputs, results, *state):
+        rest.run(inputs, results, *state, left=first.run(inputs, results, *state))
+
+    return Prepared(run, (*first.launches, *rest.launches))

@@ -64,10 +64,13 @@ class Prepared(NamedTuple):
         ``run(inputs, results)`` on arrays of these layouts, with dropout ``run(inputs, results, rng)``.
     launches : tuple
         The kernels that it launches, each with its `builder` and `config`; they are loaded when they first run.
+    left : Layout or None
+        Of what `run` returns if another tier has to compute some heads: int32 (b0, b1, heads), not 0 for those.
     """
 
     run: Any
     launches: tuple = ()
+    left: Any = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from numba_flash.bench.progress import track
 from numba_flash.cuda import compile, launch
 from numba_flash.cuda.launch import Gpu, gpu
 from numba_flash.options import PLAIN
-from numba_flash.plan import choose, tier
+from numba_flash.plan import choose, prepare
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
 ABSENT_MULTIPROCESSORS = 132  # of a GPU that is not here: an H100 SXM's; how many there are decides whether keys are split into parts
@@ -204,10 +204,9 @@ def kernels_of(cell: Cell, backend: str | None, gpu: Gpu) -> list[tuple[str, tup
     lse = np.empty(q.shape[:-1], problem.lse_dtype)
 
     def launches(kind, inputs, results):
-        chosen = tier(choose(problem, inputs, backend, kind, gpu=gpu).backend)
-        prepare = getattr(chosen, f"prepare_{kind}")
+        chosen = choose(problem, inputs, backend, kind, gpu=gpu).backend
         on_paper = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
-        return [(launch.builder, launch.config) for launch in prepare(problem, *on_paper, gpu=gpu).launches]
+        return [(launch.builder, launch.config) for launch in prepare(chosen, kind, problem, *on_paper, gpu=gpu).launches]
 
     forward = ForwardInputs(q, k, k)
     if cell.direction == "forward":

@@ -14,6 +14,8 @@ from numba_flash.options import dropout_threshold
 
 VECTOR_BYTES = 16  # the most that one load brings
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
+SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where float32 is split
+FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
 
 
 class Parameters(NamedTuple):
@@ -76,12 +78,12 @@ def _extras(names: tuple[str, ...]):
     return namedtuple("Extras", names)
 
 
-def extras_class(options, of_mask=()):
+def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
-    that a kernel wants: "tiles", "order", "bits" (`numba_flash.cuda.tile_lists`).
+    that a kernel wants: "tiles", "order", "bits" (`numba_flash.cuda.tile_lists`); and with `more`.
     """
     names = tuple(name for name in EXTRAS if getattr(options, name))
-    return _extras((*names, *of_mask) if options.mask else names)
+    return _extras((*names, *(of_mask if options.mask else ()), *more))
 
 
 def build_extras(options):
@@ -104,8 +106,8 @@ def parameters_of(problem, rng=None) -> tuple:
     return Parameters(problem.scale, o.softcap, 1 / (1 - o.dropout), *map(np.uint64, words))
 
 
-def extras_type(options, of_mask=()):
-    """Numba's type of `extras`; `of_mask` as in `extras_class`."""
+def extras_type(options, of_mask=(), more=()):
+    """Numba's type of `extras`; `of_mask` and `more` as in `extras_class`."""
     from numba_flash.cuda.lang import types
     from numba_flash.cuda.number import array
 
@@ -118,8 +120,12 @@ def extras_type(options, of_mask=()):
         "tiles": array(types.int32, 5),
         "order": array(types.int32, 5),
         "bits": array(types.uint32, 5),
+        "factors": array(types.float32, 4),
+        "shifts": array(types.float32, 4),
+        "centres": array(types.float32, 5),
+        "flags": array(types.int32, 3),
     }
-    cls = extras_class(options, of_mask)
+    cls = extras_class(options, of_mask, more)
     return types.NamedTuple([kinds[name] for name in cls._fields], cls)
 
 

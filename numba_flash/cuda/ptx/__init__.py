@@ -135,16 +135,25 @@ from numba_flash.cuda.ptx.mma import (
     Matrices as Matrices,
 )
 from numba_flash.cuda.ptx.mma import (
+    Planes as Planes,
+)
+from numba_flash.cuda.ptx.mma import (
     load_matrices as load_matrices,
 )
 from numba_flash.cuda.ptx.mma import (
     product as product,
+)
+from numba_flash.cuda.ptx.mma import (
+    split_product as split_product,
 )
 from numba_flash.cuda.ptx.scalar import (
     add_product as add_product,
 )
 from numba_flash.cuda.ptx.scalar import (
     as_float32 as as_float32,
+)
+from numba_flash.cuda.ptx.scalar import (
+    as_uint32 as as_uint32,
 )
 from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,

@@ -120,3 +120,77 @@ def load_matrices(m_tiles, steps, a):
         return types.void(fragments, u32), codegen
 
     return load
+
+
+class Planes(NamedTuple):
+    """Of an operand that is a sum of two, high and low, where the low one lies.
+
+    Attributes
+    ----------
+    a, b : int
+        Bytes from the high one in shared memory; of registers, how many come before.
+    """
+
+    a: int
+    b: int
+
+
+def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False):
+    """Function ``multiply(acc, left, right)`` of kernels: ``acc += A B`` of float32 A and B that
+    are sums of two of float16 each, without the product of the low ones; for the rest as `product`.
+
+    Tensor cores cut their sums off, so no sum stays there for longer than this product: they begin
+    with 0, the products with low ones in registers of their own, where little is cut off, and are
+    rounded to nearest when they are added. `at_once` tiles of columns are summed at the same time.
+    """
+
+    def fragments(builder, held, address, operand, tile, step, low):
+        if operand is None:
+            first = 4 * (tile * steps + step) + low
+            return held[first:][:4]
+        at = tile * operand.tile + step * operand.step + low
+        return _load(builder, address, at, operand.transposed)
+
+    def one_step(builder, main, more, held, values, first, step):
+        left, right = values
+        high, low = (
+            [fragments(builder, held, left, a, m, step, plane) for m in range(m_tiles)]
+            for plane in (0, planes.a)
+        )
+        for n in range(at_once):
+            b_high, b_low = (
+                fragments(builder, None, right, b, first + n, step, x) for x in (0, planes.b)
+            )
+            for m in range(m_tiles):
+                for half in range(2):
+                    i, pair = (m * at_once + n) * 2 + half, slice(2 * half, 2 * half + 2)
+                    more[i] = _mma(builder, "f16", 1, more[i], low[m], b_high[pair])
+                    more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[pair])
+                    main[i] = _mma(builder, "f16", 1, main[i], high[m], b_high[pair])
+
+    @intrinsic
+    def multiply(context, acc, left, right):
+        def codegen(context, builder, signature, values):
+            count = 8 * m_tiles * n_tiles
+            registers = pointers(context, builder, acc, values[0], count)
+            held = []
+            if a is None:
+                words = pointers(context, builder, left, values[1], 8 * m_tiles * steps)
+                held = [builder.load(x) for x in words]
+            for first in range(0, n_tiles, at_once):
+                sums = [[[ir.Constant(F32, 0)] * 4] * (2 * m_tiles * at_once) for _ in range(2)]
+                for step in range(steps):
+                    one_step(builder, *sums, held, values[1:], first, step)
+                for i, (main, more) in enumerate(zip(*sums, strict=True)):
+                    m, rest = divmod(i, 2 * at_once)
+                    for e in range(4):
+                        pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
+                        total = builder.fadd(main[e], more[e])
+                        if not fresh:
+                            total = builder.fadd(builder.load(pointer), total)
+                        builder.store(total, pointer)
+            return context.get_dummy_value()
+
+        return types.void(acc, left, right), codegen
+
+    return multiply

@@ -46,6 +46,7 @@ unpack_float16_high = instruction(
     f32, u32, memory=False,
 )  # fmt: skip
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
+as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)
 
 

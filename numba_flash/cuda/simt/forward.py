@@ -6,7 +6,7 @@ import math
 
 from numba_flash import mask
 from numba_flash.cuda import score
-from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
 from numba_flash.cuda.schedule import build_row_block
@@ -16,7 +16,7 @@ from numba_flash.cuda.simt import modify as options_of_tile
 from numba_flash.cuda.simt import tiles
 
 
-def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
+def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flagged=False):
     """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its
     signature and compile options.
 
@@ -26,6 +26,8 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     scale_log2 : ``scale * log2(e)``: scores are kept in base 2. With options in base e, and then it
         is 1: they get the scale among the `parameters`.
     low, high : the band.
+
+    With `flagged`, heads (b0, b1, head) alone are computed whose ``extras.flags`` are not 0.
     """
     BLOCK_M, BLOCK_N, THREADS_N = tile.block_m, tile.block_n, tile.threads_n
     ROWS, COLS, COLS_O = tile.rows, tile.cols, tile.head_cols(head_dim_v)
@@ -34,7 +36,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     WRITE_LSE, MODIFIED, HIDES = write_lse, options.modifies, score.hides(options)
-    SEQUENCES, PACKED = options.sequences, options.packed
+    SEQUENCES, PACKED, FLAGGED = options.sequences, options.packed, flagged
     ACC, NEG_INF, NAN = ACCUMULATOR[dtype], -math.inf, math.nan
     row_block_of = build_row_block(options, False, BLOCK_M)
     sequence_of = build_sequence(options)
@@ -69,6 +71,8 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
         rows, invalid = nq, False
         if PACKED:
             b1 = 0
+        if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
+            return
         kv_head = h // (heads // k.shape[2])
         q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
         lse_head = lse[b0, b1, h]
@@ -171,7 +175,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
         *[array(dtype, 5)] * 3,
         array(out_dtype, 5),
         array(ACC, 4),
-        extras_type(options),
+        extras_type(options, more=FLAGS if flagged else ()),
         *(types.float64, i64, i64),
         parameters_type(options),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import build_extras, parameters_of
+from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.problem import Prepared
 
@@ -134,9 +134,9 @@ def takes_numpy() -> bool:
     return launch.simulated()
 
 
-def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
-    dropout.
+def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
+    """``run(inputs, results, rng, left)`` on arrays like these layouts; `rng` is left out if there
+    is no dropout, and `left` if all heads are to be computed (`numba_flash.problem.Prepared`).
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     tile = tile_for("forward", p.dtype, max(p.d, p.dv))
@@ -145,20 +145,25 @@ def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
     forward = Launch(
         "simt.forward.build",
-        (p.dtype, o.dtype.name, p.d, p.dv, results.lse is not None, p.options.structure, tile),
+        (
+            *(p.dtype, o.dtype.name, p.d, p.dv, results.lse is not None),
+            *(p.options.structure, tile, left is not None),
+        ),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),
         threads=tile.threads,
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (results.lse, 4)),
-        extras=grid.extras_layouts(p, inputs),
+        extras=grid.extras_layouts(p, inputs) + (() if left is None else ((left, 3),)),
         numbers=numbers(),
     )
 
-    extras_of = build_extras(p.options)
+    extras_of, with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
 
-    def run(inputs, results, rng=None):
+    def run(inputs, results, rng=None, left=None):
         q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
         extras = extras_of(inputs)
+        if left is not None:
+            extras = with_flags(*extras, left)
         forward(
             q, k, v, o, results.lse, extras=extras, numbers=None if rng is None else numbers(rng)
         )

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from numba_flash.cuda.arguments import Vectors
+from numba_flash.cuda.sm80.tiles import padded
 
 
 class Shape(NamedTuple):
@@ -18,6 +19,8 @@ class Shape(NamedTuple):
         Rows of what is read lie at multiples of 16 bytes.
     wide : bool
         And those of what is written.
+    split : bool
+        Float32, which is read in planes of float16 (`numba_flash.cuda.split`).
     fours : bool
         Four float32 can be added to memory at a time.
     vectors : Vectors
@@ -29,8 +32,16 @@ class Shape(NamedTuple):
     turing: bool
     asynchronous: bool
     wide: bool
+    split: bool = False
     fours: bool = False
     vectors: Vectors = Vectors()
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of 16 bits, of the rows of k and v as they are read."""
+        if not self.split:
+            return self.head_dim, self.head_dim_v
+        return 2 * padded(self.head_dim), 2 * padded(self.head_dim_v)
 
 
 class Sizes(NamedTuple):

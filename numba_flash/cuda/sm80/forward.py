@@ -12,22 +12,66 @@ pass took 5 % longer with D = 64, 11 % with D = 128.)
 """
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax, tile_lists
+from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.schedule import build_query_block
-from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.prepare_split import Centred
+from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import padded, pitch
+
+# P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
+RAISED_P = 13
+
+
+class Products(NamedTuple):
+    """Functions of kernels, as the loop calls them.
+
+    Attributes
+    ----------
+    scores, more_scores : function
+        ``scores(s, q, k)``: S of the first columns of Q and K; with those of the others.
+    pack : function
+        ``pack(p, s)``: P as `values` takes it.
+    values : function
+        ``values(acc, p, v)``: O += P V.
+    """
+
+    scores: Any
+    more_scores: Any
+    pack: Any
+    values: Any
+
+
+def build_products(dtype, shape, tile, begin):
+    """`Products` of a tile; of `begin` columns first."""
+    m_tiles, block_n, (d, dv) = tile.m_tiles, tile.block_n, map(padded, shape[:2])
+    pitch_k, pitch_v = map(pitch, shape.columns)
+    pairs = m_tiles * block_n // 4
+    if shape.split:
+        planes = ptx.Planes(2 * d, 2 * d)
+        scores = products.build_split_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
+        planes = ptx.Planes(pairs, 2 * dv)
+        values = products.build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
+        return Products(scores, None, fragment.build_split(pairs), values)
+    kind = products.Kind(dtype == "bfloat16", shape.turing)
+    build_nt = partial(products.build_nt, kind, m_tiles, block_n)
+    scores = build_nt(begin, pitch_k, pitch_k, tile.q_registers)
+    more_scores = build_nt(d - begin, pitch_k, pitch_k, False, fresh=False)
+    values = products.build_nn(kind, m_tiles, dv, block_n, pitch_v)
+    pack, _ = fragment.build_pack(pairs, dtype == "bfloat16", shape.turing)
+    return Products(scores, more_scores, pack, values)
 
 
 class Tiles(NamedTuple):
@@ -47,43 +91,41 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
     ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
-    PITCH_K, PITCH_V = pitch(shape.head_dim), pitch(shape.head_dim_v)
+    SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split, shape.columns  # of a row of a tile
+    PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(COLUMNS_V)
     K_SMEM = BLOCK_M * max(PITCH_K, PITCH_V)
     V_SMEM = K_SMEM + STAGES * BLOCK_N * PITCH_K
     # columns of Q and K after which V is loaded, if there is no room for that before
-    BEGIN = D if STAGES > 1 or Q_REGISTERS else padded(D // 4)
+    BEGIN = D if STAGES > 1 or Q_REGISTERS or SPLIT else padded(D // 4)
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     SCORES, OUTPUTS = BLOCK_N // 2, DV // 2  # registers of a tile of 16 rows
-    ALL_SCORES, ALL_PAIRS, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * SCORES // 2, M_TILES * OUTPUTS
+    ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
+    P_WORDS = ALL_SCORES if SPLIT else ALL_SCORES // 2
     Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
-    BFLOAT16, NEG_INF, NAN, LN2 = dtype == "bfloat16", -math.inf, math.nan, math.log(2.0)
-    WRITE_LSE, PARTS, BANDED, MASKED = write_lse, parts, band != "none", options.mask
-    SEQUENCES, PACKED, ASYNCHRONOUS = options.sequences, options.packed, shape.asynchronous
+    NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
+    RAISED, CENTRED = (RAISED_P, Centred.of(options)) if SPLIT else (0, Centred(False, False))
+    SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
+    WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask
+    SEQUENCES, ASYNCHRONOUS = options.sequences, shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
-    query_block_of = build_query_block(options, BANDED, BLOCK_M, 2 * (D + DV))
+    key_bytes = 2 * (D + DV) * (2 if SPLIT else 1)
+    block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
     runs = fragment.runs_of_queries(M_TILES, BLOCK_N)
     HELD = max(1, held(options, runs).words)
-    sequence_of = build_sequence(options)
-    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
-    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place_of_key, shape.asynchronous)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place_of_key, shape.asynchronous)
-    kind = products.Kind(BFLOAT16, shape.turing)
-    scores = products.build_nt(kind, M_TILES, BLOCK_N, BEGIN, PITCH_K, PITCH_K, Q_REGISTERS)
-    more_scores = products.build_nt(
-        kind, M_TILES, BLOCK_N, D - BEGIN, PITCH_K, PITCH_K, False, fresh=False
-    )
-    values = products.build_nn(kind, M_TILES, DV, BLOCK_N, PITCH_V)
+    load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
+    load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS)
+    load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS)
+    scores, more_scores, pack, values = build_products(dtype, shape, tile, BEGIN)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
-    pack, _ = fragment.build_pack(ALL_PAIRS, BFLOAT16, shape.turing)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES)
-    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, False, shape.turing)
     list_of, listed = tile_lists.build_access(options.mask)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
-    put = products.build_put(M_TILES, DV, PITCH_V, *kind)
-    store_floats = build_store_floats(M_TILES, shape.head_dim_v)
+    put = products.build_put(M_TILES, DV, PITCH_V, dtype == "bfloat16", shape.turing)
+    store_floats = build_store_floats(M_TILES, shape.head_dim_v, CENTRED.values)
     store = build_store(WARP_ROWS, shape.head_dim_v, shape.wide)
 
     @inline
@@ -97,10 +139,16 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 hide_row(s, r, i32(i32(start) - column), i32(i32(stop) - column))
 
     @inline
+    def times(s, factor):
+        for e in range(ALL_SCORES):
+            s[e] *= factor
+
+    @inline
     def log_sum(m, l, scale_log2):
+        power = ptx.lg2(l) - f32(RAISED)
         if CHANGES:  # scores are in base e
-            return m + ptx.lg2(l) * f32(LN2)
-        return (m * scale_log2 + ptx.lg2(l)) * f32(LN2)
+            return m + power * f32(LN2)
+        return (m * scale_log2 + power) * f32(LN2)
 
     @inline
     def load_keys(smem, slot, k_head, col0, keys):
@@ -127,27 +175,32 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         return Tiles(first, count)
 
     @inline
-    def finish(m_i, l_i, inverse, lse, row, queries, rows, invalid, scale_log2, parameters):
+    def finish(m_i, l_i, inverse, row, x, scale_log2, extras, parameters):
         """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf."""
         for r in range(ROWS):
             l, i = fragment.row_sum(l_i[r]), i32(row + (r // 2 * 16 + r % 2 * 8))
-            if SEQUENCES and i >= queries:
+            if SEQUENCES and i >= x.queries:
                 l = f32(0)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
             value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
+            if SPLIT:
+                inverse[r] *= extras.factors[index(x.at.b0), index(x.b1), index(x.at.head), 1]
+            if SHIFTED and i < x.queries:
+                shifts = extras.shifts[index(x.at.b0), index(x.b1), index(x.at.head)]
+                value += shifts[index(x.q0 + i)]
             if DROPOUT:
                 inverse[r] *= f32(parameters.keep_scale)
-            if SEQUENCES and invalid:
+            if SEQUENCES and x.invalid:
                 inverse[r] = f32(NAN)
                 value = f32(NAN)
-            if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
-                lse[index(i)] = value
+            if WRITE_LSE and i < x.rows and cuda.threadIdx.x % 4 == 0:
+                x.lse[index(i)] = value
 
     def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
         # registers of each thread
         s = cuda.local.array(ALL_SCORES, f32)  # fragment of S, then of P
-        p = cuda.local.array(ALL_PAIRS, u32)  # of P, two elements of 16 bits each
+        p = cuda.local.array(P_WORDS, u32)  # of P, two elements of 16 bits each
         q_words = cuda.local.array(Q_WORDS, u32)  # of Q
         acc = cuda.local.array(ALL_OUTPUTS, f32)  # of O
         bias_mask = cuda.local.array(HELD, u32)  # of the tile
@@ -156,34 +209,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         inverse = cuda.local.array(ROWS, f32)  # what their O has to be multiplied by in the end
 
         warp = i32(cuda.threadIdx.x // 32)
-        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
-        number, part = i32(cuda.blockIdx.x), i32(0)
-        if PARTS:
-            number, part = i32(number // parts), i32(number % parts)
-        b0, b1, h, block = query_block_of(number, extras, q.shape, nk)
-        at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
-        invalid, rows = False, nq
-        if SEQUENCES:
-            sequence = sequence_of(extras, b0, b1, nq, nk)
-        if PACKED:
-            b1 = 0
-        kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
-        q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
-        o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
-        row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
-        if SEQUENCES:
-            nq, nk = i32(sequence.queries), i32(sequence.keys)
-            q_head = q_head[sequence.q0 : sequence.q0 + nq]
-            k_head = k_head[sequence.k0 : sequence.k0 + nk]
-            v_head = v_head[sequence.k0 : sequence.k0 + nk]
-            low, high = i32(low + sequence.shift), i32(high + sequence.shift)
-            invalid = sequence.invalid
-            if PACKED:
-                rows = nq
-                o_head = o_head[sequence.q0 : sequence.q0 + nq]
-                lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
-        seen = list_of(extras, b0, b1, h, block)
-        first, count = tiles_of(row0, nq, nk, low, high, part, parts, seen)
+        x = block_of(q, k, v, o, lse, extras, low, high, parts)
+        at, row0, nq, nk, low, high = x.at, x.row0, x.queries, x.keys, x.low, x.high
+        seen = list_of(extras, at.b0, at.b1, at.head, i32(row0 // BLOCK_M))
+        first, count = tiles_of(row0, nq, nk, low, high, x.part, parts, seen)
         last, whole = listed(seen, i32(first + count - 1))
         next_whole = whole
 
@@ -195,13 +224,16 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         col0 = i32(last * BLOCK_N)
         column = i32(col0 + fragment.first_key())
         slot = u32(0)
+        if SPLIT:
+            factor = extras.factors[index(at.b0), index(x.b1), index(at.head), 0]
+            scale_log2 = scale_log2 if CHANGES else scale_log2 * factor
         zero(acc)
         reset(m_i, l_i)
         if count > 0:
-            load_q(smem, q_head, row0, nq)
-            load_keys(smem, u32(0), k_head, col0, nk)
+            load_q(smem, x.q, row0, nq)
+            load_keys(smem, u32(0), x.k, col0, nk)
             if STAGES > 1:
-                load_values(smem, u32(0), v_head, col0, nk)
+                load_values(smem, u32(0), x.v, col0, nk)
             if MODIFIED:
                 region = Region(row0, col0, nq, nk, low, high)
                 fetch(bias_mask, row, column, region, at, whole, extras)
@@ -223,16 +255,18 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 next0 = i32(following * BLOCK_N)
             keys = i32(nk) if count > 0 else i32(-BLOCK_N)  # none before the first tile
             if STAGES == 1:
-                load_values(smem, slot, v_head, col0, nk)
+                load_values(smem, slot, x.v, col0, nk)
                 if BEGIN < D:
                     more_scores(s, u32(q_warp + u32(2 * BEGIN)), u32(k_tile + u32(2 * BEGIN)))
                 if ASYNCHRONOUS:
                     ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
-                load_keys(smem, slot, k_head, next0, keys)
+                load_keys(smem, slot, x.k, next0, keys)
             else:
-                load_keys(smem, slot ^ u32(1), k_head, next0, keys)
-                load_values(smem, slot ^ u32(1), v_head, next0, keys)
+                load_keys(smem, slot ^ u32(1), x.k, next0, keys)
+                load_values(smem, slot ^ u32(1), x.v, next0, keys)
+            if SPLIT and CHANGES:
+                times(s, factor)
             if MODIFIED:  # the options, on S
                 region = Region(row0, col0, nq, nk, low, high)
                 modify(s, s, bias_mask, row, column, region, at, whole, parameters)
@@ -254,21 +288,24 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 slot = slot ^ u32(1)
             col0, column, whole = next0, i32(next0 + fragment.first_key()), next_whole
 
-        finish(m_i, l_i, inverse, lse_head, row, nq, rows, invalid, scale_log2, parameters)
-        if PARTS:
-            store_floats(o_head, acc, inverse, row, rows)
+        finish(m_i, l_i, inverse, row, x, scale_log2, extras, parameters)
+        if FLOATS:
+            centre = x.lse  # nobody reads it
+            if SPLIT:
+                centre = extras.centres[1, index(at.b0), index(x.b1), index(x.kv_head)]
+            store_floats(x.o, acc, inverse, row, x.rows, centre)
         else:
             o_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_V))
             cuda.syncthreads()  # Q has been read
             put(o_warp, acc, inverse)
             cuda.syncwarp()  # all of the warp's rows are there
-            store(o_warp, o_head, i32(row0 + warp * WARP_ROWS), rows)
+            store(o_warp, x.o, i32(row0 + warp * WARP_ROWS), x.rows)
 
     signature = types.void(
-        *[array(types.uint16, 5)] * 3,
-        array(f32 if parts else types.uint16, 5),
+        *[array(u32 if SPLIT else types.uint16, 5)] * 3,
+        array(f32 if FLOATS else types.uint16, 5),
         array(f32, 4),
-        extras_type(options, ("tiles",)),
+        extras_type(options, ("tiles",), SPLIT_EXTRAS if SPLIT else ()),
         *(f32, i64, i64, i64),
         parameters_type(options),
     )

@@ -1,14 +1,16 @@
 """The forward pass of the `sm80` tier from the host: which kernels run with which grid."""
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import parameters_of, vectors_of
+from numba_flash.cuda.arguments import SPLIT, extras_class, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, chunked
 from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, small_tile
@@ -28,15 +30,72 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
-    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
-    forward, numbers = _forward(p, inputs, results, gpu, tile, 1, extras)
+    operands = Operands(p, gpu, inputs, tile)
+    forward, numbers = _forward(p, operands, results, gpu, tile, 1)
 
     def run(inputs, results, rng=None):
-        q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+        x = operands.of(inputs)
+        (o,) = grid.heads_first(p, results.o)
         given = None if rng is None else numbers(rng)
-        forward(q, k, v, o, results.lse, extras=extras.of(inputs), numbers=given)
+        forward(x.q, x.k, x.v, o, results.lse, extras=x.extras, numbers=given)
+        return x.flags
 
-    return Prepared(run, (*extras.launches, forward))
+    return Prepared(run, (*operands.launches, forward), operands.layouts.flags)
+
+
+class Read(NamedTuple):
+    """What the attention kernel reads: arrays with heads first, or their layouts.
+
+    Attributes
+    ----------
+    flags : array or None
+        Heads that are left to another tier are not 0.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    extras: tuple
+    flags: Any
+
+
+class Operands:
+    """The arrays of a call as the attention kernel reads them: float32 in planes of float16, and
+    lists of the mask's tiles among the `extras`.
+
+    Attributes
+    ----------
+    layouts : Read
+        Of what is read.
+    launches : tuple of Launch
+        What makes planes and lists.
+    vectors : Vectors
+        Of bias and mask.
+    """
+
+    def __init__(self, p, gpu, inputs, tile: Tile):
+        self._p, self._splitter = p, None
+        self.vectors = vectors_of(p, inputs, KEYS_OF_RUN)
+        self._extras = extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
+        self.launches = extras.launches
+        if p.dtype != "float32":
+            x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
+            self.layouts = Read(*x, extras.layouts, None)
+            return
+        self._splitter = splitter = Splitter(p, gpu, inputs)
+        self.launches += splitter.launches
+        made = splitter.made
+        more = ((made.factors, 4), (made.shifts, 4), (made.centres, 5))
+        self.layouts = Read(made.q, made.k, made.v, (*extras.layouts, *more), made.flags)
+        self._class = extras_class(p.options, ("tiles",), SPLIT)
+
+    def of(self, inputs) -> Read:
+        """Those of a call."""
+        extras = self._extras.of(inputs)
+        if self._splitter is None:
+            return Read(*grid.heads_first(self._p, inputs.q, inputs.k, inputs.v), extras, None)
+        made = self._splitter.of(inputs)
+        return Read(made.q, made.k, made.v, self._class(*extras, *made.extras), made.flags)
 
 
 def _tile(p, gpu) -> Tile:
@@ -52,8 +111,8 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     partial = ForwardResults(
         Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
     )
-    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
-    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts, extras)
+    operands = Operands(p, gpu, inputs, tile)
+    forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
     combine = Launch(
         "combine.build",
         (results.o.dtype.name, p.dv, results.lse is not None, parts, COMBINE_ROWS),
@@ -69,26 +128,28 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
             for x, y in partial._asdict().items()
         )
         given = None if rng is None else numbers(rng)
-        own = extras.of(inputs)
-        forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=own, numbers=given)
+        x = operands.of(inputs)
+        forward(x.q, x.k, x.v, o_parts, lse_parts, extras=x.extras, numbers=given)
         combine(o_parts, lse_parts, results.o, results.lse)
+        return x.flags
 
-    return Prepared(run, (*extras.launches, forward, combine))
+    return Prepared(run, (*operands.launches, forward, combine), operands.layouts.flags)
 
 
-def _forward(p, inputs, results, gpu, tile: Tile, parts: int, extras: Extras):
+def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
     """The attention kernel, on results of the problem or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
-    q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
-    there = hardware(gpu.capability)
+    (o,), x = grid.heads_first(p, results.o), operands.layouts
+    there, split = hardware(gpu.capability), p.dtype == "float32"
     shape = Shape(
         head_dim=p.d,
         head_dim_v=p.dv,
         turing=there.turing,
-        asynchronous=not there.turing and chunked(q, k, v),
+        asynchronous=not there.turing and chunked(x.q, x.k, x.v),
         wide=chunked(o),
-        vectors=vectors_of(p, inputs, KEYS_OF_RUN),
+        split=split,
+        vectors=operands.vectors,
     )
     numbers = lambda rng=None: (
         np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
@@ -100,13 +161,13 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int, extras: Extras):
     write_lse = results.lse is not None
     forward = Launch(
         "sm80.forward.build",
-        (p.dtype, shape, write_lse, p.band, o.dtype.name == "float32", p.options.structure, tile),
+        (p.dtype, shape, write_lse, p.band, parts > 1, p.options.structure, tile),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,
-        shared_bytes=tile.shared_bytes(p.d, p.dv),
-        operands=((q, 5), (k, 5), (v, 5), (o, 5), (results.lse, 4)),
-        extras=extras.layouts,
+        shared_bytes=tile.shared_bytes(*shape.columns),
+        operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),
+        extras=x.extras,
         numbers=numbers(),
     )
     return forward, numbers

@@ -10,6 +10,8 @@ from numba_flash.cuda.fragment import build_pack
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.ptx import Matrices
 
+MORE = 32  # registers of a lane for sums of products with low planes
+
 
 class Kind(NamedTuple):
     """Of a product's operands.
@@ -113,6 +115,39 @@ def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch):
     @inline
     def product(acc, a, b):
         multiply(acc, below(a), beside(b))
+
+    return product
+
+
+@once
+def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16."""
+    a, b = Matrices(16 * a_pitch, 32, False), Matrices(16 * b_pitch, 32, False)
+    n_tiles = columns // 16
+    at_once = min(n_tiles, MORE // (8 * m_tiles))
+    multiply = ptx.split_product(m_tiles, n_tiles, depth // 16, a, b, planes, at_once, True)
+    beside, _ = build_lane(a_pitch)
+    _, below = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, beside(a), below(b))
+
+    return product
+
+
+@once
+def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
+    """``product(acc, a, b)``: acc += A B likewise, with A in registers; 16 columns at a time, for
+    registers.
+    """
+    b = Matrices(32, 16 * b_pitch, True)
+    multiply = ptx.split_product(m_tiles, columns // 16, depth // 16, None, b, planes, 1)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, beside(b))
 
     return product
 

@@ -9,6 +9,7 @@ from numba_flash.cuda.sm80.tiles import forward_tile, hardware
 
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
+LEAST_SHARED_FLOAT32 = 163 * 1024
 
 
 def takes_numpy() -> bool:
@@ -36,8 +37,12 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"serves float16 and bfloat16; q.dtype is {problem.dtype}"
+    if problem.dtype == "float64":
+        return f"serves float16, bfloat16 and float32; q.dtype is {problem.dtype}"
+    if problem.dtype == "float32":
+        reason = _why_not_float32(kind, demanded, gpu.capability)
+        if reason is not None:
+            return reason
     if problem.dtype == "bfloat16" and hardware(gpu.capability).turing:
         return (
             "needs a GPU of compute capability 8.0 or later for bfloat16;"
@@ -45,4 +50,21 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         )
     if not 0 < problem.scale < math.inf:
         return f"needs a positive, finite scale; got {problem.scale}"
+    return None
+
+
+def _why_not_float32(kind: str, demanded: bool, capability: tuple[int, int]) -> str | None:
+    """Three products of float16 for one pay where tensor cores add float32 at their full rate;
+    those of GPUs with little shared memory do not.
+    """
+    if kind == "backward":
+        return "has no backward pass of float32"
+    if hardware(capability).shared_limit < LEAST_SHARED_FLOAT32:
+        major, minor = capability
+        return (
+            "serves float32 where a block may have 163 KB of shared memory;"
+            f" a GPU of compute capability {major}.{minor} has less"
+        )
+    if not demanded:
+        return "serves float32 on demand only (backend='sm80'): its speed is not known yet"
     return None

@@ -246,6 +246,21 @@ MODIFIED_TILES = (
 )
 
 
+# Of float32, whose tiles have twice the columns: high and low. None was timed.
+SPLIT_TILES = (
+    Row(32, 163 * KB, Tile(4, 2, 64, 2, False, 2)),
+    Row(64, 163 * KB, Tile(4, 2, 32, 2, False, 2)),
+    Row(128, 227 * KB, Tile(4, 1, 32, 2, False, 2)),
+    Row(128, 163 * KB, Tile(8, 1, 32, 1, False, 1)),
+    Row(256, 163 * KB, Tile(4, 1, 32, 1, False, 1)),
+)
+MODIFIED_SPLIT_TILES = (
+    Row(32, 163 * KB, Tile(4, 1, 64, 2, False, 2)),
+    Row(64, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
+    *(row for row in SPLIT_TILES if row.d > 64),
+)
+
+
 def _first(rows, d: int, hardware: Hardware):
     """The first row that serves these head dimensions and fits, or None."""
     return next((row for row in rows if d <= row.d and row.shared <= hardware.shared_limit), None)
@@ -254,13 +269,15 @@ def _first(rows, d: int, hardware: Hardware):
 def forward_tile(problem, hardware: Hardware) -> Tile:
     """The first that serves these head dimensions and fits."""
     tiles = MODIFIED_TILES if problem.options.modifies else FORWARD_TILES
+    if problem.dtype == "float32":
+        tiles = MODIFIED_SPLIT_TILES if problem.options.modifies else SPLIT_TILES
     return _first(tiles, max(problem.d, problem.dv), hardware).tile
 
 
 def small_tile(problem, hardware: Hardware, few: bool) -> Tile | None:
     """That for a small problem, with `few` blocks of rows or keys; None for any other."""
     p, row = problem, _first(SMALL_TILES, max(problem.d, problem.dv), hardware)
-    if row is None or p.options.modifies:
+    if row is None or p.options.modifies or p.dtype == "float32":
         return None
     return row.tile if few or (p.band != "none" and p.nk < row.keys) else None
 

@@ -1,0 +1,145 @@
+"""Float32 arrays in planes of float16 for tensor cores, from the host: see
+`numba_flash.cuda.split`. Numba is not imported here.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.launch import Launch
+
+THREADS, ROWS = 256, 64  # of a block, and the rows that it writes
+MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
+STEP = 16  # columns of a product; a word has two
+
+
+class Centred(NamedTuple):
+    """Which operands have their centre taken out."""
+
+    keys: bool
+    values: bool
+
+    @classmethod
+    def of(cls, options) -> "Centred":
+        """What a constant in all scores of a row, or in all values, does not change: no function of
+        a score, and no dropped weights.
+        """
+        return cls(not options.bends, not options.dropout)
+
+
+class Words(NamedTuple):
+    """Words of a row of a plane of q and k, and of v; a word has two columns."""
+
+    k: int
+    v: int
+
+
+class Split(NamedTuple):
+    """What the kernels get in the place of a call's arrays; of a `Splitter`, layouts.
+
+    Attributes
+    ----------
+    q, k, v : uint32 (b0, b1, heads, n, words)
+        Planes.
+    factors, shifts, centres, flags
+        As in `numba_flash.cuda.split`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    factors: Any
+    shifts: Any
+    centres: Any
+    flags: Any
+
+    @property
+    def extras(self) -> tuple:
+        """What the main kernel gets besides the planes."""
+        return (self.factors, self.shifts, self.centres)
+
+
+class Splitter:
+    """Two launches: one reads all numbers, the other writes their planes.
+
+    Parameters
+    ----------
+    problem, gpu
+        What it is prepared for.
+    inputs : ForwardInputs
+        Layouts.
+
+    Attributes
+    ----------
+    made : Split
+        Layouts.
+    launches : tuple of Launch
+        In their order.
+    """
+
+    def __init__(self, problem, gpu, inputs):
+        p, centred = problem, Centred.of(problem.options)
+        x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
+        words = Words(*(-(-d // STEP) * STEP // 2 for d in (p.d, p.dv)))
+        batch = (1, 1) if p.options.packed else p.batch
+        queries, keys = (*batch, p.hq, p.nq), (*batch, p.hk, p.nk)
+        parts = math.prod(batch) * (p.hq + 2 * p.hk)
+        longest = max(p.nq, p.nk)
+        chunks = max(1, min(MOST_CHUNKS, longest // CHUNK_ROWS))
+        self.made = Split(
+            q=Layout.compact((*queries, 2 * words.k), "uint32"),
+            k=Layout.compact((*keys, 2 * words.k), "uint32"),
+            v=Layout.compact((*keys, 2 * words.v), "uint32"),
+            factors=Layout.compact((*queries[:3], 2), "float32"),
+            shifts=Layout.compact(queries, "float32"),
+            centres=Layout.compact((2, *keys[:3], max(p.d, p.dv)), "float32"),
+            flags=Layout.compact(queries[:3], "int32"),
+        )
+        self._extremes = Layout.compact((parts, chunks, 2), "int32")
+        self._p, self._extras_of = p, build_extras(p.options)
+        made, given = self.made, tuple((each, 5) for each in x)
+        extras = grid.extras_layouts(p, inputs)
+        statistics = Launch(
+            "split.build_statistics",
+            (p.options.arrays, p.d, p.dv, centred),
+            gpu,
+            grid=parts * chunks,
+            threads=THREADS,
+            operands=(*given, (self._extremes, 3), (made.centres, 5)),
+            extras=extras,
+        )
+        split = Launch(
+            "split.build",
+            (p.options.arrays, p.d, p.dv, words, centred),
+            gpu,
+            grid=parts * -(-longest // ROWS),
+            threads=THREADS,
+            operands=(
+                *(*given, (self._extremes, 3), (made.centres, 5)),
+                *((made.q, 5), (made.k, 5), (made.v, 5)),
+                *((made.factors, 4), (made.shifts, 4), (made.flags, 3)),
+            ),
+            extras=extras,
+            numbers=(np.float32(p.scale),),
+        )
+        self.launches = (statistics, split)
+
+    def of(self, inputs) -> Split:
+        """The arrays of a call; what is in them is made."""
+        x = grid.heads_first(self._p, inputs.q, inputs.k, inputs.v)
+        named = {**self.made._asdict(), "extremes": self._extremes}
+        made = {
+            name: arrays.compact(f"float16 planes: {name}", inputs.q, y.shape, y.dtype)
+            for name, y in named.items()
+        }
+        extremes, extras = made.pop("extremes"), self._extras_of(inputs)
+        y = Split(**made)
+        statistics, split = self.launches
+        statistics(*x, extremes, y.centres, extras=extras)
+        split(*x, extremes, y.centres, *y[:3], y.factors, y.shifts, y.flags, extras=extras)
+        return y

@@ -1,0 +1,102 @@
+"""What a block of threads of the forward pass works on: its rows of queries, their head, and what
+they may see of its keys.
+"""
+
+from typing import Any, NamedTuple
+
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.schedule import build_query_block
+from numba_flash.cuda.score import Head
+from numba_flash.cuda.sequence import build_sequence
+
+
+class Block(NamedTuple):
+    """Of queries.
+
+    Attributes
+    ----------
+    at : Head
+        Of the scores.
+    b1, kv_head : int
+        The second index of the arrays, the first being ``at.b0``, and the head of k and v.
+    q, k, v, o, lse : arrays
+        Of the head, (n, head_dim) and (n,); of a packed sequence, where it lies.
+    row0 : int
+        The first query.
+    queries, keys : int
+        How many there are in the sequence.
+    rows : int
+        Of the results: queries beyond those of the sequence have results too, unless it is packed.
+    low, high : int
+        The band, for key - query.
+    invalid : bool
+        The lengths are impossible.
+    q0 : int
+        First query of the sequence in the arrays.
+    part : int
+        Of the keys.
+    """
+
+    at: Head
+    b1: int
+    kv_head: int
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    row0: int
+    queries: int
+    keys: int
+    rows: int
+    low: int
+    high: int
+    invalid: bool
+    q0: int
+    part: int
+
+
+@once
+def build_block(options, banded, block_m, key_bytes, parts):
+    """``block_of(q, k, v, o, lse, extras, low, high, parts)``: the `Block` of this block of
+    threads; `key_bytes` are those of a key and its value. With `parts`, several share its keys.
+    """
+    BLOCK_M, PARTS, SEQUENCES, PACKED = block_m, parts, options.sequences, options.packed
+    query_block_of = build_query_block(options, banded, block_m, key_bytes)
+    sequence_of = build_sequence(options)
+
+    @inline
+    def block_of(q, k, v, o, lse, extras, low, high, parts):
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        number, part = i32(cuda.blockIdx.x), i32(0)
+        if PARTS:
+            number, part = i32(number // parts), i32(number % parts)
+        b0, b1, h, block = query_block_of(number, extras, q.shape, nk)
+        at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
+        invalid, rows, q0 = False, nq, i32(0)
+        if SEQUENCES:
+            sequence = sequence_of(extras, b0, b1, nq, nk)
+        if PACKED:
+            b1 = 0
+        kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
+        q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
+        o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
+        row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
+        if SEQUENCES:
+            nq, nk, q0 = i32(sequence.queries), i32(sequence.keys), i32(sequence.q0)
+            q_head = q_head[sequence.q0 : sequence.q0 + nq]
+            k_head = k_head[sequence.k0 : sequence.k0 + nk]
+            v_head = v_head[sequence.k0 : sequence.k0 + nk]
+            low, high = i32(low + sequence.shift), i32(high + sequence.shift)
+            invalid = sequence.invalid
+            if PACKED:
+                rows = nq
+                o_head = o_head[sequence.q0 : sequence.q0 + nq]
+                lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
+        heads_of = (q_head, k_head, v_head)
+        return Block(
+            at, b1, kv_head, *heads_of, o_head, lse_head, row0, nq, nk, rows, low, high, invalid,
+            q0, part,
+        )  # fmt: skip
+
+    return block_of
