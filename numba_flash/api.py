@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
+from numba_flash.arguments import adopted, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend, Plan, choose
 from numba_flash.problem import (
     BackwardInputs,
-    BackwardResults,
     ForwardInputs,
     ForwardResults,
     bind,
@@ -21,7 +21,6 @@ from numba_flash.problem import (
 
 FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
-OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
 
 @overload
@@ -301,26 +300,6 @@ def plan(
     return choose(problem, inputs, backend)
 
 
-def adopted(cls, names: tuple[str, ...], inputs: tuple):
-    """`ForwardInputs` or `BackwardInputs` of plain arrays; errors call them `names`."""
-    return cls(*map(checks.adopt, names, inputs))
-
-
-def outs_of(out, names: tuple[str, ...]) -> tuple:
-    """The four places for gradients of `backward`, as arrays that kernels can write."""
-    if out is None:
-        out = (None,) * len(names)
-    elif not isinstance(out, tuple) or len(out) != len(names):
-        got = f"{len(out)} of them" if isinstance(out, tuple) else type(out).__name__
-        raise TypeError(f"out must be a tuple ({', '.join(names)}); got {got}")
-    return (*map(checks.adopt, OUTS, out), *[None] * (4 - len(out)))
-
-
-def returned(results: tuple, out: tuple | None) -> tuple:
-    """The results, in the place of those that the user gave the very objects."""
-    return results if out is None else tuple(x if given is None else given for x, given in zip(results, out, strict=True))
-
-
 def _options(inputs, given: Given) -> dict:
     """Keyword arguments for `problem.bind`."""
     return given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
@@ -332,16 +311,6 @@ def _prepare_forward(inputs: ForwardInputs, out, given: Given, return_lse: bool,
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(out, "dtype", None) == problem.lse_dtype else None)
     return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
-
-
-def gradients(inputs: BackwardInputs, bias_grad: bool) -> BackwardResults:
-    """What `backward` wants: arrays like q, k, v, and the bias."""
-    return BackwardResults(
-        Wanted("q", inputs.q.shape),
-        Wanted("k", inputs.k.shape),
-        Wanted("v", inputs.v.shape),
-        Wanted("bias", inputs.bias.shape) if bias_grad else None,
-    )
 
 
 def _prepare_backward(inputs: BackwardInputs, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, State, T
-from numba_flash.api import adopted, gradients, outs_of, returned
+from numba_flash.arguments import adopted, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
 from numba_flash.problem import BackwardInputs, ForwardInputs, ForwardResults, bind_packed, bind_packed_backward

@@ -30,7 +30,7 @@ TIERS = {name.removesuffix("/tier.py").replace("/", ".") for name in FILES if na
 # From the top: a module imports from its own layer and from those below. What flows down through them is a problem on arrays.
 LAYERS = (
     "__main__ warmup bench dask distributed",
-    "__init__ diagnose packed api annotations merge dropout reference",
+    "__init__ diagnose packed api arguments annotations merge dropout reference",
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
@@ -153,8 +153,8 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 
 
 def test_errors_about_arguments_are_raised_in_one_place():
-    """Beside `problem` and what it is made of, only `plan` (backend=), `api` (the tuple out=) and functions of their own say so."""
-    speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "api.py", "dropout.py", "merge.py"}
+    """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
+    speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py"}
     for name, tree in TREES.items():
         raised = {
