@@ -13,7 +13,7 @@ LEFT_TO: Backend = "simt"  # knows every number
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The backend that will run, and the reason of each faster one that will not; shown as a few readable lines.
+    """The backend that will run, how it computes, and the reason of each faster one that will not; shown as a few readable lines.
 
     Attributes
     ----------
@@ -21,6 +21,8 @@ class Plan:
         One of `BACKENDS`.
     problem : Problem
         The canonical problem.
+    algorithm : str
+        How products and sums are computed: a short phrase.
     tiles : tuple of (str, (int, int))
         Kernel, and rows x columns of the score matrix that it computes at a time.
     refused : tuple of (str, str)
@@ -29,14 +31,14 @@ class Plan:
 
     backend: Backend
     problem: Problem
+    algorithm: str
     tiles: tuple[tuple[str, tuple[int, int]], ...]
     refused: tuple[tuple[str, str], ...]
 
     def __repr__(self) -> str:
         tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in self.tiles)
-        return "\n".join(
-            [f"runs on {self.backend} in tiles of {tiles}", *(f"  not {backend}: {reason}" for backend, reason in self.refused)]
-        )
+        runs = f"runs on {self.backend} in tiles of {tiles}: {self.algorithm}"
+        return "\n".join([runs, *(f"  not {backend}: {reason}" for backend, reason in self.refused)])
 
 
 MODULES = {
@@ -81,7 +83,7 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
     for name in BACKENDS if backend is None else (backend,):
         reason = tier(name).why_not(kind, problem, inputs, backend is not None, **place)
         if reason is None:
-            return Plan(name, problem, tier(name).tiles_of(problem), tuple(refused))
+            return Plan(name, problem, tier(name).algorithm(problem), tier(name).tiles_of(problem), tuple(refused))
         refused.append((name, reason))
     raise NotImplementedError("; ".join(f"backend {name}: {reason}" for name, reason in refused))
 

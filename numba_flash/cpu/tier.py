@@ -95,6 +95,13 @@ def tiles_of(problem) -> tuple:
     return ("forward", (BLOCK_M, BLOCK_N)), ("backward", (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N))
 
 
+def algorithm(problem) -> str:
+    """How products and sums are computed: 16-bit floats become float32, exactly, before that."""
+    if problem.dtype in ("float32", "float64"):
+        return "IEEE products and sums"
+    return "products and sums in float32"
+
+
 def takes_numpy() -> bool:
     """True: kernels read NumPy arrays in place."""
     return True

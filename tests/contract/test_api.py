@@ -55,7 +55,7 @@ def test_plan_says_what_runs_and_why_nothing_faster():
     text = str(plan)
     assert plan.tiles[0][0] == "forward"
     tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in plan.tiles)
-    assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}"
+    assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}: IEEE products and sums"
     assert text.splitlines()[1:] == [f"  not {backend}: {reason}" for backend, reason in plan.refused]
     assert repr(plan) == text
 

@@ -129,6 +129,13 @@ def tiles_of(problem) -> tuple:
     return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles.items())
 
 
+def algorithm(problem) -> str:
+    """How products and sums are computed: 16-bit floats become float32, exactly, before that."""
+    if problem.dtype in ("float32", "float64"):
+        return "IEEE products and sums"
+    return "products and sums in float32"
+
+
 def takes_numpy() -> bool:
     """True if kernels read NumPy arrays in place: in the simulator."""
     return launch.simulated()

@@ -23,6 +23,11 @@ def tiles_of(problem) -> tuple:
     return (("forward", (tile.block_m, tile.block_n)),)
 
 
+def algorithm(problem) -> str:
+    """How products and sums are computed."""
+    return "tensor cores, sums in float32"
+
+
 def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     """Reason why these kernels cannot run `problem` (None: anything) on such arrays, or None."""
     if launch.simulated():
