@@ -6,6 +6,7 @@ from numba_flash.diagnose import show_config
 from numba_flash.dropout import dropout_mask
 from numba_flash.merge import merge
 from numba_flash.packed import backward_packed, forward_packed
+from numba_flash.precisions import set_precision, use_precision
 from numba_flash.scoremod import alibi, relative_position
 
 __version__ = "0.1.0"
@@ -20,7 +21,9 @@ __all__ = [
     "plan",
     "reference",
     "relative_position",
+    "set_precision",
     "show_config",
+    "use_precision",
 ]
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from numba_flash.plan import Backend
+from numba_flash.precisions import Precision
 
 
 class DLPackArray(Protocol):
@@ -48,6 +49,7 @@ class PackedOptions(TypedDict, total=False):
     rng: State | None
     score_mod: Callable[..., Any] | None
     score_mod_grad: Callable[..., Any] | None
+    precision: Precision | None
     backend: Backend | None
 
 

@@ -10,6 +10,7 @@ from numba_flash.annotations import Array, BackwardOptions, Options, State, T
 from numba_flash.arguments import adopted, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend, Plan, choose
+from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import (
     BackwardInputs,
     ForwardInputs,
@@ -51,6 +52,7 @@ def forward(
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T + mask) v`` without the N x N matrix.
@@ -109,6 +111,10 @@ def forward(
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
         Written in place and returned; must not overlap an input. For 16 bits it may be float32: o unrounded, for `merge`.
+    precision : str, optional
+        How accurate float32 has to be at least; other dtypes ignore it. "float32": as IEEE float32 is, by whatever algorithm. "ieee": IEEE
+        products and sums, no tensor cores. "tf32": products of numbers of 11 bits are enough. Default: that of `use_precision` or
+        `set_precision`, which is "float32" at first.
     backend : str, optional
         Demand "sm90", "sm80", "simt" or "cpu" instead of the fastest that can run.
 
@@ -148,7 +154,7 @@ def forward(
     return_lse = checks.flag("return_lse", return_lse)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, own, given, return_lse, backend))
@@ -211,6 +217,7 @@ def backward(
     bias_grad: bool = False,
     deterministic: bool = True,
     out: tuple[Array | None, ...] | None = None,
+    precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
     """Gradients of attention; the probabilities are recomputed, tile by tile, from q, k and lse.
@@ -221,7 +228,9 @@ def backward(
     ----------
     do : array, shape (..., Hq, Nq, Dv)
         Gradient with respect to o, in q's dtype.
-    q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths, softcap, dropout, rng, score_mod, score_mod_grad, backend
+    q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths
+        As given to `forward`.
+    softcap, dropout, rng, score_mod, score_mod_grad, precision, backend
         As given to `forward`.
     o, lse : array
         As returned by `forward` with ``return_lse=True``.
@@ -257,7 +266,7 @@ def backward(
     bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
     inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
     if run is None:
         run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
@@ -282,6 +291,7 @@ def plan(
     rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
+    precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Plan:
     """Which backend `forward` will use for these arguments, and why every faster one was refused.
@@ -294,7 +304,7 @@ def plan(
         Prints as a few readable lines.
     """
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
     check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
     return choose(problem, inputs, backend)

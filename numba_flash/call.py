@@ -15,7 +15,7 @@ _STATE = object()  # in the place of a state of the generator, which prepared ca
 
 
 class Given(NamedTuple):
-    """Arguments of a call that are not arrays, as the user gave them."""
+    """Arguments of a call that are not arrays, as the user gave them; but `precision` is `precisions.resolved`."""
 
     scale: Any
     causal: Any
@@ -26,6 +26,7 @@ class Given(NamedTuple):
     rng: Any
     score_mod: Any
     score_mod_grad: Any
+    precision: Any
 
 
 class Wanted(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import numpy as np
 
-from numba_flash import reference
+from numba_flash import precisions, reference
 from numba_flash.api import backward, forward
 from numba_flash.plan import BACKENDS, tier
 from numba_flash.problem import ForwardInputs
@@ -39,8 +39,16 @@ def _device_lines() -> list[str]:
     return lines
 
 
+def _precision() -> str:
+    """That of calls that give none; the error that they raise where the environment names none that there is."""
+    try:
+        return precisions.default()
+    except ValueError as error:
+        return str(error)
+
+
 def show_config(file: TextIO | None = None) -> None:
-    """Print versions, devices, backends (and why one cannot run) and where compiled kernels are kept.
+    """Print versions, devices, backends (and why one cannot run), the default precision and where compiled kernels are kept.
 
     Parameters
     ----------
@@ -53,6 +61,7 @@ def show_config(file: TextIO | None = None) -> None:
     show = lambda *parts: print(*parts, file=file or sys.stdout)
     show(f"numba_flash {__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU threads")
     show("packages:", ", ".join(f"{package} {_version(package)}" for package in PACKAGES))
+    show("precision of float32:", _precision())
     show("cubin cache:", cache_directory() or "none: there is no home directory, and NUMBA_FLASH_CACHE_DIR names no other")
     for backend in BACKENDS:
         reason = _why_not(backend)

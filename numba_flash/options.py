@@ -136,7 +136,7 @@ def bind(q, scores: tuple[int, ...], given: dict) -> Options:
     """Check the arguments `given`, some of `DEFAULTS`, against q and the shape (..., Hq, Nq, Nk) of the `scores`."""
     unknown = sorted(given.keys() - DEFAULTS.keys())
     if unknown:
-        raise TypeError(f"{unknown[0]} is not an option; the options are scale, causal, window, q_start, {', '.join(DEFAULTS)}")
+        raise TypeError(f"{unknown[0]} is not an option; the options are scale, causal, window, q_start, precision, {', '.join(DEFAULTS)}")
     given = DEFAULTS | given
     dtype = {}
     for name, check in (("bias", _check_bias), ("mask", _check_mask), ("q_lengths", _check_lengths), ("kv_lengths", _check_lengths)):

@@ -10,6 +10,7 @@ from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions,
 from numba_flash.arguments import adopted, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
+from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import BackwardInputs, ForwardInputs, ForwardResults, bind_packed, bind_packed_backward
 
 # What the user calls the inputs: kernels find offsets where lengths are otherwise.
@@ -62,6 +63,7 @@ def forward_packed(
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """`forward` for packed sequences: sequence b has the queries ``q_offsets[b] : q_offsets[b + 1]`` and its own keys.
@@ -77,7 +79,7 @@ def forward_packed(
     q_offsets, k_offsets : array of integers, shape (sequences + 1,)
         Where each sequence begins, and the total; from 0, not decreasing. NumPy, or CuPy if q is: values on a GPU cannot be checked
         without waiting for it; a sequence that does not fit is left out, and its rows of the results are not written.
-    scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, backend
+    scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, precision, backend
         As in `forward`, for each sequence alone: i, j count from its first query and key, b is the number of the sequence.
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward_packed` needs.
@@ -99,7 +101,7 @@ def forward_packed(
     return_lse = checks.flag("return_lse", return_lse)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, None, None, q_offsets, k_offsets))
     own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     key, run = call.find("forward_packed", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
@@ -156,6 +158,7 @@ def backward_packed(
     dlse: Array | None = None,
     deterministic: bool = True,
     out: tuple[Array | None, Array | None, Array | None] | None = None,
+    precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, Array, Array]:
     """`backward` for packed sequences.
@@ -168,7 +171,7 @@ def backward_packed(
         As given to `forward_packed`.
     o, lse : array
         As returned by `forward_packed` with ``return_lse=True``.
-    scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, backend
+    scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, precision, backend
         As given to `forward_packed`.
     dlse : array, shape (Hq, total queries), optional
         Gradient with respect to lse, in lse's dtype.
@@ -190,7 +193,7 @@ def backward_packed(
     deterministic = checks.flag("deterministic", deterministic)
     inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, None, None, q_offsets, k_offsets))
     own = outs_of(out, ("dq", "dk", "dv"))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad)
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     key, run = call.find("backward_packed", inputs, own, given, (backend, deterministic))
     if run is None:
         run = call.remember(key, _prepare_backward(inputs, given, deterministic, backend))

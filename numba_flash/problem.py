@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from numba_flash import arrays, checks, options
+from numba_flash import arrays, checks, options, precisions
 from numba_flash.options import PLAIN, Generator, Options
+from numba_flash.precisions import Precision
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
@@ -93,6 +94,8 @@ class Problem:
         Query i sees key j iff ``low <= j - i <= high``; within ``[-nq, nk]`` (see `numba_flash.mask`).
     options : Options
         Everything else; `options.PLAIN` for plain attention.
+    precision : str
+        How accurate products of float32 arrays have to be at least, one of `precisions.PRECISIONS`; `precisions.USUAL` for other dtypes.
     """
 
     batch: tuple[int, int]
@@ -107,6 +110,7 @@ class Problem:
     low: int
     high: int
     options: Options = PLAIN
+    precision: Precision = precisions.USUAL
 
     @property
     def band(self) -> str:
@@ -122,7 +126,7 @@ class Problem:
         return self if rng is None else replace(self, options=replace(self.options, generator=Generator(*rng)))
 
 
-def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, **given) -> Problem:
+def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, precision=None, **given) -> Problem:
     """Check the inputs of a forward pass and fold the options into a `Problem`.
 
     Raises
@@ -158,7 +162,9 @@ def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, **give
     scale = d**-0.5 if scale is None else checks.real("scale", scale)
     more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
     more = replace(more, follows=q_start is None) if more.sequences else more
-    return Problem((1,) * (2 - len(batch)) + tuple(batch), hq, hk, nq, nk, d, dv, q.dtype.name, scale, low, high, more)
+    precision = precisions.checked("precision", precisions.resolved(precision), ", or None")
+    precision = precision if q.dtype.name == "float32" else precisions.USUAL
+    return Problem((1,) * (2 - len(batch)) + tuple(batch), hq, hk, nq, nk, d, dv, q.dtype.name, scale, low, high, more, precision)
 
 
 def bind_backward(do, q, k, v, o, lse, *, dlse=None, bias_grad=False, **given) -> Problem:

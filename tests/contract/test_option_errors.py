@@ -240,7 +240,7 @@ def test_packed_lse_has_heads_first():
 
 def test_an_option_that_there_is_not():
     q, k, v = (good()[name] for name in "qkv")
-    with pytest.raises(TypeError, match=r"^softkap is not an option; the options are scale, causal, window, q_start, bias, mask"):
+    with pytest.raises(TypeError, match=r"^softkap is not an option; the options are scale, causal, window, q_start, precision, bias, "):
         bind(q, k, v, softkap=3.0)
 
 

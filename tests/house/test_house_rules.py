@@ -39,7 +39,7 @@ LAYERS = (
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists cuda.arguments",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng",
-    "arrays checks mask numeric disk notice fingerprint",
+    "arrays checks precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.tiles|(\w+\.)?prepare_\w+)")
@@ -155,7 +155,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
-    speakers |= {"dask/arguments.py", "distributed/agreement.py"}
+    speakers |= {"precisions.py", "dask/arguments.py", "distributed/agreement.py"}
     for name, tree in TREES.items():
         raised = {
             node.exc.func.id

@@ -50,6 +50,9 @@ def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[
     assert_type(numba_flash.merge(o, lse, o, lse), tuple[NDArray[Any], NDArray[Any]])
     assert_type(numba_flash.dropout_mask((2, 3), dropout=0.5, rng=(1, 2)), NDArray[np.bool_])
     assert_type(numba_flash.show_config(), None)
+    assert_type(numba_flash.set_precision("tf32"), None)
+    with numba_flash.use_precision("ieee"):
+        numba_flash.forward_packed(x, x, x, lengths, lengths, precision="float32")
     chosen = numba_flash.plan(x, x, x, dropout=0.1, rng=(1, 2))
     assert_type(chosen, Plan)
     assert_type(chosen.backend, Literal["sm90", "sm80", "simt", "cpu"])
@@ -103,6 +106,10 @@ f, g = numba_flash.backward_packed(x, x, x, x, x, x, lengths, lengths)  # misc: 
 numba_flash.merge(x, x)  # call-overload: No overload variant of "merge"
 numba_flash.dropout_mask([3, 4], dropout=0.5, rng=(1, 2))  # arg-type: "list[int]"; expected "tuple[int, ...]"
 numba_flash.plan(x, x, x, backend="gpu")  # arg-type: expected "Literal['sm90', 'sm80', 'simt', 'cpu'] | None"
+numba_flash.forward(x, x, x, precision="tf16")  # call-overload: "str"
+numba_flash.set_precision("tf16")  # arg-type: expected "Literal['float32', 'ieee', 'tf32']"
+with numba_flash.use_precision(None):  # arg-type: "None"; expected "Literal['float32', 'ieee', 'tf32']"
+    pass
 numba_flash.show_config("config.txt")  # arg-type: "str"; expected "TextIO
 numba_flash.forwrd  # attr-defined: maybe "forward"
 """
@@ -129,7 +136,7 @@ def test_a_right_script_has_no_errors(complaints):
 @run_once
 def test_a_wrong_script_has_the_errors_that_it_should(complaints):
     expected = [(n, *re.search(r"# ([\w-]+): (.*)$", line).groups()) for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line]
-    assert len(expected) == 19
+    assert len(expected) == 22
     assert sorted({(line, code) for line, code, _ in complaints["wrong"]}) == sorted((line, code) for line, code, _ in expected)
     for line, _, text in expected:
         assert any(text in message for at, _, message in complaints["wrong"] if at == line), (line, text)
