@@ -16,6 +16,7 @@ from numba_flash.dask.arguments import adopted, on_paper, refuse
 from numba_flash.dask.blocks import Grid
 from numba_flash.dask.graph import Graph
 from numba_flash.dask.tasks import added, attend, differentiate, log_sum, merged, nothing, rounded, rounded_o, zeros
+from numba_flash.precisions import Precision
 from numba_flash.problem import bind, bind_backward
 
 __all__ = ["backward", "forward"]
@@ -34,6 +35,7 @@ def forward(
     mask: Any = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    precision: Precision | None = None,
     backend: str | None = None,
     **others: Any,
 ) -> Any:
@@ -48,8 +50,9 @@ def forward(
         all of them have in common; a chunk of heads holds whole groups of query heads.
     bias, mask : array, broadcastable to (..., Hq, Nq, Nk), optional
         Dask arrays, or arrays as `numba_flash.forward` takes them.
-    scale, causal, window, q_start, softcap, return_lse, backend
-        As `numba_flash.forward` takes them, of the whole sequences.
+    scale, causal, window, q_start, softcap, return_lse, precision, backend
+        As `numba_flash.forward` takes them, of the whole sequences. The default of `precision` is that of this call, not of the time
+        and place of a task.
 
     Returns
     -------
@@ -78,11 +81,12 @@ def forward(
     dask.array<o, shape=(8, 4000, 64), dtype=float32, chunksize=(4, 1000, 64), chunktype=numpy.ndarray>
     """
     refuse(others)
-    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
+    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap, "precision": precision}
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     paper = {name: on_paper(name, x) for name, x in {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}.items()}
     problem = bind(**paper, **given)
-    grid = Grid(problem, {"q": q}, {"k": k, "v": v}, {"bias": bias, "mask": mask}, given | {"backend": backend})
+    given |= {"precision": problem.precision, "backend": backend}
+    grid = Grid(problem, {"q": q}, {"k": k, "v": v}, {"bias": bias, "mask": mask}, given)
     graph = Graph("attention", grid)
     o, lse = {}, {}
     for at in grid.blocks("q"):
@@ -111,6 +115,7 @@ def backward(
     softcap: float | None = None,
     dlse: da.Array | None = None,
     bias_grad: bool = False,
+    precision: Precision | None = None,
     backend: str | None = None,
     **others: Any,
 ) -> tuple[da.Array, ...]:
@@ -126,7 +131,7 @@ def backward(
         Gradient with respect to lse.
     bias_grad : bool
         Also return the gradient with respect to the bias.
-    q, k, v, scale, causal, window, q_start, bias, mask, softcap, backend
+    q, k, v, scale, causal, window, q_start, bias, mask, softcap, precision, backend
         As given to `forward`.
 
     Returns
@@ -146,12 +151,13 @@ def backward(
     The part of a gradient that belongs to one pair of blocks is rounded to its dtype; parts are added in float32, in a fixed order.
     """
     refuse(others)
-    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
+    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap, "precision": precision}
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     rows = {"do": do, "q": q, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     paper = {name: on_paper(name, x) for name, x in (rows | {"k": k, "v": v, "bias": bias, "mask": mask}).items()}
     problem = bind_backward(**paper, bias_grad=bias_grad, **given)
-    grid = Grid(problem, rows, {"k": k, "v": v}, {"bias": bias, "mask": mask}, given | {"backend": backend, "bias_grad": bias_grad})
+    given |= {"precision": problem.precision, "backend": backend, "bias_grad": bias_grad}
+    grid = Grid(problem, rows, {"k": k, "v": v}, {"bias": bias, "mask": mask}, given)
     graph = Graph("gradients", grid)
     wanted = ("q", "k", "v", "bias") if bias_grad else ("q", "k", "v")
     shares: dict[str, dict] = {name: {at: [] for at in grid.blocks(name)} for name in wanted}

@@ -15,6 +15,7 @@ from numba_flash.distributed import layouts, loops
 from numba_flash.distributed.agreement import adopted, agree, agree_on_parts, check_choice, communicator
 from numba_flash.distributed.carriers import compact, gather
 from numba_flash.distributed.communicators import Communicator, Message, Mpi, Transfer
+from numba_flash.precisions import Precision
 
 __all__ = ["Communicator", "Message", "Mpi", "Transfer", "backward", "forward", "positions", "shard", "unshard"]
 
@@ -37,6 +38,7 @@ def forward(
     rng: tuple[int, int] | None = None,
     return_lse: bool = False,
     algorithm: str | None = None,
+    precision: Precision | None = None,
     backend: str | None = None,
     **others: Any,
 ) -> Any:
@@ -60,8 +62,8 @@ def forward(
     algorithm : str, optional
         "ring": a process holds two parts of K and V at a time. "gather": it holds all. By default, the second where all K and V have no
         more than 1 MiB.
-    backend : str, optional
-        As `numba_flash.forward` takes it.
+    precision, backend : str, optional
+        As `numba_flash.forward` takes them. The precision of float32 is the same in all processes, also where it is their default.
 
     Returns
     -------
@@ -93,7 +95,7 @@ def forward(
     """
     given = {"layout": layout, "algorithm": algorithm, "scale": scale, "causal": causal, "window": window, "q_start": q_start}
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
-    given |= {"dropout": dropout, "rng": rng}
+    given |= {"dropout": dropout, "rng": rng, "precision": precision}
     given |= {"return_lse": return_lse}
     o, lse = loops.forward(agree("forward", comm, {"q": q, "k": k, "v": v}, given, others))
     return (o, lse) if return_lse else o
@@ -120,6 +122,7 @@ def backward(
     rng: tuple[int, int] | None = None,
     dlse: Any = None,
     algorithm: str | None = None,
+    precision: Precision | None = None,
     backend: str | None = None,
     **others: Any,
 ) -> tuple[Any, Any, Any]:
@@ -133,7 +136,7 @@ def backward(
         As `forward` returned it with ``return_lse=True``.
     dlse : array, shape (..., Hq, N of this process), optional
         Gradient with respect to lse.
-    q, k, v, comm, layout, scale, causal, window, q_start, q_lengths, kv_lengths, softcap, dropout, rng, algorithm, backend
+    q, k, v, comm, layout, scale, causal, window, q_start, q_lengths, kv_lengths, softcap, dropout, rng, algorithm, precision, backend
         As given to `forward`.
 
     Returns
@@ -153,7 +156,7 @@ def backward(
     """
     given = {"layout": layout, "algorithm": algorithm, "scale": scale, "causal": causal, "window": window, "q_start": q_start}
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
-    given |= {"dropout": dropout, "rng": rng}
+    given |= {"dropout": dropout, "rng": rng, "precision": precision}
     arguments = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
     return loops.backward(agree("backward", comm, arguments, given, others))
 

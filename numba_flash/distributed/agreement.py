@@ -82,8 +82,8 @@ def agree(kind: str, comm: Any, arguments: dict, given: dict, others: dict) -> C
         Another process cannot take part.
     """
     comm = communicator(comm)
-    named, sizes = _together(comm, lambda: _described(kind, comm, arguments, given, others))
-    return _bound(comm, named, given, sizes)
+    own, sizes = _together(comm, lambda: _described(kind, comm, arguments, given, others))
+    return _bound(comm, own.arrays, own.given, sizes)
 
 
 def agree_on_parts(comm: Communicator, x: Any, layout: str, axis: int) -> tuple[Any, tuple[tuple[Chunk, ...], ...]]:
@@ -143,6 +143,13 @@ class _Failed(NamedTuple):
     why: str
 
 
+class _Own(NamedTuple):
+    """The arrays of this process, and its options with the precision that it computes in."""
+
+    arrays: dict
+    given: dict
+
+
 class _Said(NamedTuple):
     """What a process says about its call: its function, what must be the same, and the sizes of its parts."""
 
@@ -159,8 +166,8 @@ class _Said(NamedTuple):
                 yield name, self.same.get(name), other.same.get(name)
 
 
-def _described(kind: str, comm: Communicator, arguments: dict, given: dict, others: dict) -> tuple[dict, _Said]:
-    """The arrays of this process, and what it says of them."""
+def _described(kind: str, comm: Communicator, arguments: dict, given: dict, others: dict) -> tuple[_Own, _Said]:
+    """What this process computes with, and what it says of that."""
     named = {name: None if x is None else adopted(name, x) for name, x in arguments.items()}
     for name in others:
         if name in REFUSED:
@@ -169,13 +176,14 @@ def _described(kind: str, comm: Communicator, arguments: dict, given: dict, othe
     checks.flag("return_lse", given.get("return_lse", False))
     check_choice("layout", given["layout"], layouts.LAYOUTS)
     check_choice("algorithm", given["algorithm"], (*ALGORITHMS, None))
-    _problem(named, given, {}, {name: x for name, x in _lengths(given).items() if x is not None})
+    problem = _problem(named, given, {}, {name: x for name, x in _lengths(given).items() if x is not None})
+    given = given | {"precision": problem.precision}
     if not comm.takes(arrays.library(named["q"])):
         raise NotImplementedError(f"comm carries no {arrays.library(named['q'])} arrays")
     same = {name: value for name, value in given.items() if "lengths" not in name}
     same |= {name: None if x is None else x.tolist() for name, x in _lengths(given).items()}
     same |= {name: _without(x, -1 if name in LOG_SUMS else -2) for name, x in named.items() if x is not None}
-    return named, _Said(kind, same, (named["q"].shape[-2], named["k"].shape[-2]))
+    return _Own(named, given), _Said(kind, same, (named["q"].shape[-2], named["k"].shape[-2]))
 
 
 def _without(x: Any, axis: int) -> str:
@@ -199,7 +207,7 @@ def _bound(comm: Communicator, named: dict, given: dict, sizes: list[tuple[int, 
         comm,
         named,
         _problem(named, given | {"q_start": start}, whole, lengths),
-        {"scale": problem.scale} | {name: given[name] for name in ("causal", "window", "softcap", "dropout", "backend")},
+        {"scale": problem.scale} | {name: given[name] for name in ("causal", "window", "softcap", "dropout", "precision", "backend")},
         start,
         rows,
         columns,
@@ -219,7 +227,7 @@ def _problem(named: dict, given: dict, whole: dict, lengths: dict) -> Problem:
         return np.broadcast_to(np.empty((), x.dtype), shape)
 
     paper = {name: on_paper(name, x) for name, x in named.items()}
-    options = {name: given[name] for name in ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng")}
+    options = {name: given[name] for name in ("scale", "causal", "window", "q_start", "softcap", "dropout", "rng", "precision")}
     problem = (bind_backward if "do" in paper else bind)(**paper, **options, **lengths)
     if whole:
         check_lengths(problem, lengths.get("q_lengths"), lengths.get("kv_lengths"))

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from support import DTYPES, compare, random_inputs, readable, run, same_bits
+from support import DTYPES, SIMULATED, compare, random_inputs, readable, run, same_bits
 
 import numba_flash
 from numba_flash import call, precisions
@@ -323,6 +323,87 @@ def test_a_plan_shows_the_algorithm(backend, dtype):
     chosen = numba_flash.plan(q, k, v, backend=backend.name)
     assert chosen.algorithm == ALGORITHMS[backend.name][dtype]
     assert repr(chosen).splitlines()[0].endswith(f": {chosen.algorithm}")
+
+
+# ---- blocks of dask, and processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(SIMULATED, reason="blocks are computed as anywhere")
+def test_tasks_of_dask_have_the_default_of_their_call(ran):
+    da = pytest.importorskip("dask.array", reason="dask is not installed")
+    import numba_flash.dask as nd
+
+    x = da.ones((1, 8, 4), chunks=(1, 4, 4), dtype=np.float32)
+    for precision in (None, "ieee"):
+        ran.clear()
+        with numba_flash.use_precision("tf32"):
+            o, lse = nd.forward(x, x, x, return_lse=True, precision=precision)
+            gradients = nd.backward(x, x, x, x, o, lse, precision=precision)
+        o.compute(scheduler="threads")
+        assert ran == 4 * [precision or "tf32"]
+        gradients[0].compute(scheduler="threads")
+        assert ran == 12 * [precision or "tf32"]
+    assert nd.forward(x, x, x).name != nd.forward(x, x, x, precision="tf32").name
+    for function, arguments in ((nd.forward, (x, x, x)), (nd.backward, (x, x, x, x, x, x[..., 0]))):
+        with pytest.raises(ValueError, match=r"^precision must be one of float32, ieee, tf32, or None; got 'tf16'"):
+            function(*arguments, precision="tf16")
+
+
+def spread(call, dtype=np.float32) -> list:
+    """What becomes of ``call(numba_flash.distributed, array, comm)`` in each of two processes."""
+    from thread_group import together
+
+    import numba_flash.distributed as nd
+
+    x = ones(1, 4, 4, dtype=dtype)
+    results = together(2, lambda comm: call(nd, x, comm))
+    return [str(x) if isinstance(x, Exception) else "computed" for x in results]
+
+
+def forward_of(options):
+    """A forward pass of each process with options of its own."""
+    return lambda nd, x, comm: nd.forward(x, x, x, comm=comm, **options(comm.rank))
+
+
+def backward_of(options):
+    """A backward pass likewise."""
+    return lambda nd, x, comm: nd.backward(x, x, x, x, x, x[..., 0], comm=comm, **options(comm.rank))
+
+
+@pytest.mark.parametrize("function", [forward_of, backward_of])
+def test_processes_that_differ(function, ran):
+    message = "precision must be the same in all processes; got float32 in process 0 and tf32 in process 1"
+    assert spread(function(lambda rank: {"precision": ("float32", "tf32")[rank]})) == 2 * [message]
+    assert spread(function(lambda rank: {"precision": (None, "tf32")[rank]})) == 2 * [message]
+    assert ran == []
+
+
+def test_processes_whose_defaults_differ(ran):
+    def call(nd, x, comm):
+        with numba_flash.use_precision(("float32", "tf32")[comm.rank]):
+            return nd.forward(x, x, x, comm=comm)
+
+    message = "precision must be the same in all processes; got float32 in process 0 and tf32 in process 1"
+    assert spread(call) == 2 * [message]
+    assert ran == []
+    assert spread(call, np.float64) == 2 * ["computed"]
+
+
+@pytest.mark.parametrize("function", [forward_of, backward_of])
+def test_processes_that_agree(function, ran):
+    """One says what is the other's default; all parts are computed so."""
+    numba_flash.set_precision("tf32")
+    assert spread(function(lambda rank: {"precision": (None, "tf32")[rank]})) == 2 * ["computed"]
+    assert set(ran) == {"tf32"}
+    ran.clear()
+    assert spread(function(lambda rank: {"precision": "ieee"})) == 2 * ["computed"]
+    assert set(ran) == {"ieee"}
+
+
+def test_a_process_with_another_name_tells_the_others():
+    expected = "precision must be one of float32, ieee, tf32, or None; got 'tf16'"
+    results = spread(forward_of(lambda rank: {"precision": (None, "tf16")[rank]}))
+    assert results == [f"process 1 cannot take part: ValueError: {expected}", expected]
 
 
 # ---- documentation ---------------------------------------------------------------------------------------------------------------------
