@@ -25,6 +25,8 @@ def tiles_of(problem) -> tuple:
 
 def algorithm(problem) -> str:
     """How products and sums are computed."""
+    if problem.dtype == "float32":
+        return "float32 as the sum of two float16: three products on tensor cores, sums in float32"
     return "tensor cores, sums in float32"
 
 
@@ -45,7 +47,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     if problem.dtype == "float64":
         return f"serves float16, bfloat16 and float32; q.dtype is {problem.dtype}"
     if problem.dtype == "float32":
-        reason = _why_not_float32(kind, demanded, gpu.capability)
+        reason = _why_not_float32(kind, problem, demanded, gpu.capability)
         if reason is not None:
             return reason
     if problem.dtype == "bfloat16" and hardware(gpu.capability).turing:
@@ -58,10 +60,12 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     return None
 
 
-def _why_not_float32(kind: str, demanded: bool, capability: tuple[int, int]) -> str | None:
+def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, int]) -> str | None:
     """Three products of float16 for one pay where tensor cores add float32 at their full rate;
     those of GPUs with little shared memory do not.
     """
+    if problem.precision == "ieee":
+        return "computes no IEEE products (precision='ieee')"
     if kind == "backward":
         return "has no backward pass of float32"
     if hardware(capability).shared_limit < LEAST_SHARED_FLOAT32:
