@@ -15,6 +15,8 @@ from numba_flash.options import dropout_threshold
 VECTOR_BYTES = 16  # the most that one load brings
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where float32 is split
+FACTORS = SPLIT[:1]
+OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
 FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
 
 
@@ -124,6 +126,8 @@ def extras_type(options, of_mask=(), more=()):
         "shifts": array(types.float32, 4),
         "centres": array(types.float32, 5),
         "flags": array(types.int32, 3),
+        "rows": array(types.float32, 5),
+        "dlse": array(types.float32, 4),
     }
     cls = extras_class(options, of_mask, more)
     return types.NamedTuple([kinds[name] for name in cls._fields], cls)

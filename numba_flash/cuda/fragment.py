@@ -174,18 +174,23 @@ def build_pack(count, bfloat16, turing=False):
 @once
 def build_split(count):
     """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, whose sum
-    is x but for its last bits; the low words come after all `count` high ones.
+    is x but for its last bits; the low words come after all `count` high ones. ``split_pair(p, j,
+    x, y)`` for one pair.
 
     The high one is cut off, not rounded, which takes one instruction and a bit of the 22.
     """
     COUNT, KEPT = count, 0xFFFFE000
 
     @inline
+    def split_pair(p, j, x, y):
+        high_x = ptx.as_float32(ptx.as_uint32(x) & u32(KEPT))
+        high_y = ptx.as_float32(ptx.as_uint32(y) & u32(KEPT))
+        p[j] = ptx.pack_float16(high_x, high_y)
+        p[COUNT + j] = ptx.pack_float16(x - high_x, y - high_y)
+
+    @inline
     def split(p, x):
         for j in range(COUNT):
-            one = ptx.as_float32(ptx.as_uint32(x[2 * j]) & u32(KEPT))
-            other = ptx.as_float32(ptx.as_uint32(x[2 * j + 1]) & u32(KEPT))
-            p[j] = ptx.pack_float16(one, other)
-            p[COUNT + j] = ptx.pack_float16(x[2 * j] - one, x[2 * j + 1] - other)
+            split_pair(p, j, x[2 * j], x[2 * j + 1])
 
-    return split
+    return split, split_pair

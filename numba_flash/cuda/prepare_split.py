@@ -15,7 +15,6 @@ from numba_flash.cuda.launch import Launch
 
 THREADS, ROWS = 256, 64  # of a block, and the rows that it writes
 MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
-STEP = 16  # columns of a product; a word has two
 
 
 class Centred(NamedTuple):
@@ -44,8 +43,8 @@ class Split(NamedTuple):
 
     Attributes
     ----------
-    q, k, v : uint32 (b0, b1, heads, n, words)
-        Planes.
+    q, k, v, do : uint32 (b0, b1, heads, n, words)
+        Planes; do None in a forward pass.
     factors, shifts, centres, flags
         As in `numba_flash.cuda.split`.
     """
@@ -53,6 +52,7 @@ class Split(NamedTuple):
     q: Any
     k: Any
     v: Any
+    do: Any
     factors: Any
     shifts: Any
     centres: Any
@@ -71,8 +71,10 @@ class Splitter:
     ----------
     problem, gpu
         What it is prepared for.
-    inputs : ForwardInputs
+    inputs : ForwardInputs or BackwardInputs
         Layouts.
+    columns : tuple of two ints
+        Of tiles of k and of v.
 
     Attributes
     ----------
@@ -82,26 +84,27 @@ class Splitter:
         In their order.
     """
 
-    def __init__(self, problem, gpu, inputs):
+    def __init__(self, problem, gpu, inputs, columns: tuple[int, int]):
         p, centred = problem, Centred.of(problem.options)
-        x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
-        words = Words(*(-(-d // STEP) * STEP // 2 for d in (p.d, p.dv)))
+        self._p, self._extras_of = p, build_extras(p.options)
+        x = self._given(inputs)
+        words, of_do = Words(*(d // 2 for d in columns)), x[3] is not None
         batch = (1, 1) if p.options.packed else p.batch
         queries, keys = (*batch, p.hq, p.nq), (*batch, p.hk, p.nk)
-        parts = math.prod(batch) * (p.hq + 2 * p.hk)
+        parts = math.prod(batch) * (p.hq * (2 if of_do else 1) + 2 * p.hk)
         longest = max(p.nq, p.nk)
         chunks = max(1, min(MOST_CHUNKS, longest // CHUNK_ROWS))
         self.made = Split(
             q=Layout.compact((*queries, 2 * words.k), "uint32"),
             k=Layout.compact((*keys, 2 * words.k), "uint32"),
             v=Layout.compact((*keys, 2 * words.v), "uint32"),
-            factors=Layout.compact((*queries[:3], 2), "float32"),
+            do=Layout.compact((*queries, 2 * words.v), "uint32") if of_do else None,
+            factors=Layout.compact((*keys[:3], 4), "float32"),
             shifts=Layout.compact(queries, "float32"),
             centres=Layout.compact((2, *keys[:3], max(p.d, p.dv)), "float32"),
             flags=Layout.compact(queries[:3], "int32"),
         )
         self._extremes = Layout.compact((parts, chunks, 2), "int32")
-        self._p, self._extras_of = p, build_extras(p.options)
         made, given = self.made, tuple((each, 5) for each in x)
         extras = grid.extras_layouts(p, inputs)
         statistics = Launch(
@@ -121,7 +124,7 @@ class Splitter:
             threads=THREADS,
             operands=(
                 *(*given, (self._extremes, 3), (made.centres, 5)),
-                *((made.q, 5), (made.k, 5), (made.v, 5)),
+                *((made.q, 5), (made.k, 5), (made.v, 5), (made.do, 5)),
                 *((made.factors, 4), (made.shifts, 4), (made.flags, 3)),
             ),
             extras=extras,
@@ -131,15 +134,20 @@ class Splitter:
 
     def of(self, inputs) -> Split:
         """The arrays of a call; what is in them is made."""
-        x = grid.heads_first(self._p, inputs.q, inputs.k, inputs.v)
+        x = self._given(inputs)
         named = {**self.made._asdict(), "extremes": self._extremes}
         made = {
-            name: arrays.compact(f"float16 planes: {name}", inputs.q, y.shape, y.dtype)
+            name: y and arrays.compact(f"float16 planes: {name}", inputs.q, y.shape, y.dtype)
             for name, y in named.items()
         }
         extremes, extras = made.pop("extremes"), self._extras_of(inputs)
         y = Split(**made)
         statistics, split = self.launches
         statistics(*x, extremes, y.centres, extras=extras)
-        split(*x, extremes, y.centres, *y[:3], y.factors, y.shifts, y.flags, extras=extras)
+        split(*x, extremes, y.centres, *y[:4], y.factors, y.shifts, y.flags, extras=extras)
         return y
+
+    def _given(self, inputs) -> tuple:
+        """q, k, v, and do or None."""
+        do = getattr(inputs, "do", None)
+        return grid.heads_first(self._p, inputs.q, inputs.k, inputs.v, do)

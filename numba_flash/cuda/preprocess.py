@@ -5,6 +5,7 @@ line 4).
 import math
 
 from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, device, f32, i32, i64, types, u32, u64
@@ -12,6 +13,7 @@ from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
+RAISED = 14  # P of split float32 is so many powers of two larger: 1 is near the end of float16
 
 
 def build(
@@ -36,12 +38,18 @@ def build(
     and flags = 0, one per row block, or as many for each with `copies`, and one more, if `ordered`,
     else dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
+    Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, and
+    RAISED less in base 2, o is without that of the values, and delta is in units of the products of
+    planes.
+
     do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
     lse, dlse : float32 (b0, b1, heads, nq).
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
     """
     BLOCK_M, HAS_DLSE, THREADS, CHUNKED = block_m, has_dlse, threads, chunked
+    SPLIT, ELEMENT = dtype == "float32", f32 if dtype == "float32" else types.uint16
+    LOWERED = 0.0 if not SPLIT else RAISED if base_2 else RAISED / LOG2E
     FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
     CHUNKS = head_dim_v // CHUNK
     FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
@@ -61,6 +69,9 @@ def build(
         at = rows_of(number, extras, lse.shape, nk)
         b0, b1, h, first_row = at.b0, at.b1, at.head, at.memory_row
         lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
+        if SPLIT:
+            kv_head = h // (lse.shape[2] // extras.factors.shape[2])
+            factors, centre = extras.factors[b0, b1, kv_head], extras.centres[1, b0, b1, kv_head]
         lse2_address = ptx.global_address(rows)
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
@@ -68,7 +79,10 @@ def build(
             if there and not CHUNKED:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 for d in range(lane, HEAD_DIM_V, LANES):
-                    total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
+                    if SPLIT:
+                        total += do_row[index(d)] * (o_row[index(d)] - centre[index(d)])
+                    else:
+                        total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
             if there and CHUNKED and lane < CHUNKS:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 mine = u64(2 * CHUNK * lane)
@@ -81,9 +95,15 @@ def build(
             if lane == 0:
                 shift, delta = f32(INF), f32(0)
                 if there and lse[b0, b1, h, first_row + r] != f32(-INF):
-                    shift, delta = lse[b0, b1, h, first_row + r] * f32(UNIT), total
+                    shift, delta = lse[b0, b1, h, first_row + r], total
                     if HAS_DLSE:
                         delta -= dlse[b0, b1, h, first_row + r]
+                    if SPLIT:
+                        shift -= extras.shifts[b0, b1, h, first_row + r]
+                        delta /= factors[2] * factors[3]
+                    shift = shift * f32(UNIT)
+                    if SPLIT:
+                        shift -= f32(LOWERED)
                 offset = u64((number * BLOCK_M + r) * 4)
                 ptx.store_global(u64(lse2_address + offset), (shift,))
                 ptx.store_global(u64(delta_address + offset), (delta,))
@@ -104,11 +124,11 @@ def build(
                 ptx.store_global(u64(sum_address + u64(i)), (zero, zero, zero, zero))
 
     signature = types.void(
-        *[array(types.uint16, 5)] * 2,
+        *[array(ELEMENT, 5)] * 2,
         *[array(f32, 4)] * 2,
         *[array(f32, 5)] * 2,
         array(i32, 1),
-        extras_type(options),
+        extras_type(options, more=SPLIT_EXTRAS if SPLIT else ()),
         i64,
     )
     return preprocess, signature, {"launch_bounds": (threads, 2)}

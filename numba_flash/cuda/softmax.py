@@ -16,10 +16,11 @@ FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAtt
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import ALL_LANES, row_maximum
-from numba_flash.cuda.lang import cuda, f32, inline, once
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 
 LAZY = 2.0
 NEG_INF = -math.inf
@@ -177,6 +178,33 @@ def build_exponentials(count, tiles, careful=False, raised=0):
             l_i[r] += l
 
     return exponentials
+
+
+class Power(NamedTuple):
+    """Powers of two of a warp: `up` brings its numbers near the end of float16, `down` back."""
+
+    up: float
+    down: float
+
+
+@once
+def build_power(count):
+    """``power_of(x)``: the `Power` for `count` numbers of each lane of a warp, all finite."""
+    COUNT, TOP, EXPONENT, LEAST = count, 14, 0x7F800000, 40
+
+    @inline
+    def power_of(x):
+        largest = f32(0)
+        for e in range(COUNT):
+            largest = ptx.maximum(largest, abs(x[e]))
+        for fold in range(5):
+            largest = ptx.maximum(largest, cuda.shfl_xor_sync(ALL_LANES, largest, 1 << fold))
+        exponent = i32(u32(ptx.as_uint32(largest) & u32(EXPONENT)) >> u32(23))
+        exponent = max(exponent, i32(LEAST))  # its powers are normal numbers, too
+        up = ptx.as_float32(u32(u32(254 + TOP - exponent) << u32(23)))
+        return Power(up, ptx.as_float32(u32(u32(exponent - TOP) << u32(23))))
+
+    return power_of
 
 
 @once

@@ -2,10 +2,11 @@
 which have 22 bits together, and the products high high + high low + low high lose nothing that
 float32 would have kept (Ootomo and Yokota, arXiv:2203.03341).
 
-The power 2^e, one for each head, is exact, and brings the largest number near the end of float16:
-small ones keep what is left of them below it. The centre c, of a column of K and of V, takes out
-what all keys share, as kelvin or coordinates far from the origin do: scores change by one number
-per row, which the softmax does not notice, and O by the centre itself.
+The power 2^e, one for each head of k and what belongs to it, is exact, and brings the largest
+number near the end of float16: small ones keep what is left of them below it. The centre c, of a
+column of K and of V, takes out what all keys share, as kelvin or coordinates far from the origin
+do: scores change by one number per row, which the softmax does not notice, and O by the centre
+itself; dS does not change, since its rows sum to 0.
 
     q . k = q . (k - c) + q . c      softmax(S + a 1^T) = softmax(S)      P (V - 1 c^T) = P V - c
 
@@ -27,22 +28,24 @@ SAMPLES = 32  # rows that a centre is made of
 ROWS = 64  # that a block of `split` writes
 TOP = 13  # the largest number of a head is at least 2^13, and below 2^15 with its centre taken out
 # Exponents of the largest number of a head, and how far below it that of a row may be.
-FARTHEST, WIDEST = 60, 24
+FARTHEST, WIDEST = 50, 24
 INFINITE, SIGN = 0x7F800000, 0x80000000
-QUERIES, KEYS, VALUES = range(3)
+QUERIES, KEYS, VALUES, GRADIENTS = range(4)
 
 
 class Part(NamedTuple):
-    """Of q, k or v: one head.
+    """Of q, k, v or do: one head.
 
     Attributes
     ----------
     x : array
         (n, columns).
     kind : int
-        QUERIES, KEYS or VALUES.
-    b0, b1, head, columns : int
-        Where it is, and how long its rows are.
+        QUERIES, KEYS, VALUES or GRADIENTS.
+    b0, b1, head, kv_head, columns : int
+        Where it is, the head of k that it belongs to, and how long its rows are.
+    of_head, count : int
+        The number of the first part that has the same power, and how many there are.
     first, stop : int
         Its rows that count: others are not read.
     """
@@ -52,13 +55,16 @@ class Part(NamedTuple):
     b0: int
     b1: int
     head: int
+    kv_head: int
     columns: int
+    of_head: int
+    count: int
     first: int
     stop: int
 
 
 class Summary(NamedTuple):
-    """Of a head: the exponent e of its power, and whether it is flagged (1, else 0)."""
+    """Of some parts: the exponent e of their power, and whether they are flagged (1, else 0)."""
 
     exponent: int
     flagged: int
@@ -66,36 +72,41 @@ class Summary(NamedTuple):
 
 @once
 def build_part(options, head_dim, head_dim_v):
-    """``part_of(number, q, k, v, extras)``: the `Part` of that number; all heads of q come first,
-    then those of k, then those of v.
+    """``part_of(number, q, k, v, do, extras)``: the `Part` of that number; all heads of q come
+    first, then those of k, then those of v, then those of do, if they are wanted.
     """
     D, DV, PACKED = head_dim, head_dim_v, options.packed
     HAS_Q, HAS_KV = options.q_lengths is not None, options.kv_lengths is not None
 
     @device
-    def part_of(number, q, k, v, extras):
+    def part_of(number, q, k, v, do, extras):
         heads_q = q.shape[0] * q.shape[1] * q.shape[2]
         heads_k = k.shape[0] * k.shape[1] * k.shape[2]
-        x, kind, columns = q, i64(QUERIES), i64(D)
-        if number >= heads_q:
-            x, kind, number = k, i64(KEYS), number - heads_q
-            if number >= heads_k:
-                x, kind, number, columns = v, i64(VALUES), number - heads_k, i64(DV)
-        head, number = number % x.shape[2], number // x.shape[2]
-        b0, b1 = number // x.shape[1], number % x.shape[1]
+        x, kind, columns, start = q, i64(QUERIES), i64(D), i64(0)
+        if number >= heads_q + 2 * heads_k:
+            x, kind, columns, start = do, i64(GRADIENTS), i64(DV), heads_q + 2 * heads_k
+        elif number >= heads_q + heads_k:
+            x, kind, columns, start = v, i64(VALUES), i64(DV), heads_q + heads_k
+        elif number >= heads_q:
+            x, kind, columns, start = k, i64(KEYS), i64(D), heads_q
+        of_queries = kind == QUERIES or kind == GRADIENTS
+        head, pair = (number - start) % x.shape[2], (number - start) // x.shape[2]
+        b0, b1 = pair // x.shape[1], pair % x.shape[1]
+        count = x.shape[2] // k.shape[2]
         first, stop = i64(0), i64(x.shape[3])
         if PACKED:
             last = extras.q_lengths.shape[0] - 1
             first, stop = i64(extras.kv_lengths[0]), i64(extras.kv_lengths[index(last)])
-            if kind == QUERIES:
+            if of_queries:
                 first, stop = i64(extras.q_lengths[0]), i64(extras.q_lengths[index(last)])
         else:
-            if HAS_Q and kind == QUERIES:
+            if HAS_Q and of_queries:
                 stop = i64(extras.q_lengths[index(b0), index(b1)])
-            if HAS_KV and kind != QUERIES:
+            if HAS_KV and not of_queries:
                 stop = i64(extras.kv_lengths[index(b0), index(b1)])
         first, stop = max(first, i64(0)), min(stop, i64(x.shape[3]))
-        return Part(x[b0, b1, head], kind, b0, b1, head, columns, first, stop)
+        own, kv_head, of_head = x[b0, b1, head], head // count, number - head % count
+        return Part(own, kind, b0, b1, head, kv_head, columns, of_head, count, first, stop)
 
     return part_of
 
@@ -127,10 +138,10 @@ def centre_of(samples, column):
 
 
 def build_statistics(options, head_dim, head_dim_v, centred):
-    """Kernel ``statistics(q, k, v, extremes, centres, extras)``: a block of threads for each of
+    """Kernel ``statistics(q, k, v, do, extremes, centres, extras)``: a block of threads for each of
     `chunks` pieces of the rows of each `Part`.
 
-    q, k, v : float32 (b0, b1, heads, n, columns).
+    q, k, v, do : float32 (b0, b1, heads, n, columns); do without elements if there is none.
     extremes : int32 (parts, chunks, 2), the bits of the largest number of a piece, and of that row
         whose largest is least, but not 0.
     centres : float32 (2, b0, b1, heads, columns), of k and of v.
@@ -139,13 +150,13 @@ def build_statistics(options, head_dim, head_dim_v, centred):
     COLUMNS, OF_KEYS, OF_VALUES = max(head_dim, head_dim_v), centred.keys, centred.values
     part_of = build_part(options, head_dim, head_dim_v)
 
-    def statistics(q, k, v, extremes, centres, extras):
+    def statistics(q, k, v, do, extremes, centres, extras):
         samples_smem = cuda.shared.array((SAMPLES, COLUMNS), f32)  # evenly spaced rows of k or v
         extremes_smem = cuda.shared.array((2, WARPS), i32)  # of each warp's rows
         lane, warp = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
         chunks = extremes.shape[1]
         number, chunk = i64(cuda.blockIdx.x // chunks), i64(cuda.blockIdx.x % chunks)
-        part = part_of(number, q, k, v, extras)
+        part = part_of(number, q, k, v, do, extras)
         count = max(part.stop - part.first, i64(0))
         size = (count + chunks - 1) // chunks
         begin = part.first + chunk * size
@@ -170,7 +181,8 @@ def build_statistics(options, head_dim, head_dim_v, centred):
             extremes[index(number), index(chunk), 0] = most
             extremes[index(number), index(chunk), 1] = least
         d = i64(cuda.threadIdx.x)
-        if chunk == 0 and part.kind != QUERIES and d < part.columns:
+        of_keys = part.kind == KEYS or part.kind == VALUES
+        if chunk == 0 and of_keys and d < part.columns:
             centre = f32(0)
             wanted = OF_KEYS if part.kind == KEYS else OF_VALUES
             if wanted and count > 0:
@@ -182,19 +194,20 @@ def build_statistics(options, head_dim, head_dim_v, centred):
             centres[kind, index(part.b0), index(part.b1), index(part.head), index(d)] = centre
 
     signature = types.void(
-        *[array(f32, 5)] * 3, array(i32, 3), array(f32, 5), extras_type(options.arrays)
+        *[array(f32, 5)] * 4, array(i32, 3), array(f32, 5), extras_type(options.arrays)
     )
     return statistics, signature, {"launch_bounds": (THREADS, 2)}
 
 
 @device
-def summarise(extremes, number):
-    """The `Summary` of a part, for each lane of a warp."""
+def summarise(extremes, first, count):
+    """The `Summary` of `count` parts from the `first` on, for each lane of a warp."""
     lane = i64(cuda.threadIdx.x % LANES)
     most, least = i32(0), i32(-INFINITE)
     if lane < extremes.shape[1]:
-        most = extremes[index(number), index(lane), 0]
-        least = i32(-extremes[index(number), index(lane), 1])
+        for number in range(first, first + count):
+            most = max(most, extremes[index(number), index(lane), 0])
+            least = max(least, i32(-extremes[index(number), index(lane), 1]))
     most, least = warp_maximum(most), i32(-warp_maximum(least))
     exponent, range_ = i32((most >> 23) - 127), i32((most >> 23) - (least >> 23))
     if most == 0:
@@ -210,85 +223,96 @@ def power_of_two(exponent):
 
 
 def build(options, head_dim, head_dim_v, words, centred):
-    """Kernel ``split(q, k, v, extremes, centres, q_planes, k_planes, v_planes, factors, shifts,
-    flags, extras, scale)``: a block of threads for each ROWS rows of each `Part`.
+    """Kernel ``split(q, k, v, do, extremes, centres, q_planes, k_planes, v_planes, do_planes,
+    factors, shifts, flags, extras, scale)``: a block of threads for each ROWS rows of each `Part`.
 
-    q, k, v, extremes, centres : as in `build_statistics`.
-    q_planes, k_planes, v_planes : uint32 (b0, b1, heads, n, 2 words), pairs of float16, in each row
-        all high ones, then all low ones; `words` of q and k, and of v, as a `Words`.
-    factors : float32 (b0, b1, heads of q, 2), what undoes the powers of q . k, and of v.
-    shifts : float32 (b0, b1, heads of q, nq), ``scale q . c``, by which the lse is too small; not
-        written if keys are not `centred`.
-    flags : int32 (b0, b1, heads of q), 1 where one of the head's parts is flagged, else 0.
+    q, k, v, do, extremes, centres : as in `build_statistics`.
+    q_planes, and so on : uint32 (b0, b1, heads, n, 2 words), pairs of float16, in each row all high
+        ones, then all low ones; `words` of q and k, and of v and do, as a `Words`.
+    factors : float32 (b0, b1, heads of k, 4), 2^-e of q, k, v and do, of all heads of q together.
+    shifts : float32 (b0, b1, heads of q, nq), ``scale q . c``, by which the lse is too small; 0 if
+        keys are not `centred`.
+    flags : int32 (b0, b1, heads of q), 1 where one of the parts of its head of k is flagged.
     """
     WORDS_K, WORDS_V, CENTRED_KEYS = words.k, words.v, centred.keys
     part_of = build_part(options, head_dim, head_dim_v)
 
     @device
-    def element(x, i, d, columns):
-        return x[index(i), index(d)] if d < columns else f32(0)
+    def write_head(part, k, do, extremes, factors, flags):
+        """What others want to know of a head of k."""
+        group, heads_k = flags.shape[2] // k.shape[2], k.shape[0] * k.shape[1] * k.shape[2]
+        number = (part.b0 * k.shape[1] + part.b1) * k.shape[2] + part.kv_head
+        heads_q = heads_k * group
+        at_q, at_k, at_v = number * group, heads_q + number, heads_q + heads_k + number
+        queries, keys = summarise(extremes, at_q, group), summarise(extremes, at_k, 1)
+        values, flagged = summarise(extremes, at_v, 1), i32(0)
+        gradients = Summary(i32(0), i32(0))
+        if do.shape[2] > 0:
+            gradients = summarise(extremes, heads_q + 2 * heads_k + number * group, group)
+        flagged = queries.flagged | keys.flagged | values.flagged | gradients.flagged
+        if cuda.threadIdx.x % LANES == 0:
+            own = factors[part.b0, part.b1, part.kv_head]
+            own[0], own[1] = power_of_two(i32(-queries.exponent)), power_of_two(i32(-keys.exponent))
+            own[2], own[3] = (
+                power_of_two(i32(-values.exponent)),
+                power_of_two(i32(-gradients.exponent)),
+            )
+            for h in range(part.kv_head * group, (part.kv_head + 1) * group):
+                flags[index(part.b0), index(part.b1), index(h)] = flagged
 
     @device
-    def write_heads(part, heads_q, k, extremes, factors, flags, own):
-        """What the main kernel wants to know of a head of q."""
-        heads_k = k.shape[0] * k.shape[1] * k.shape[2]
-        kv_head = part.head // (factors.shape[2] // k.shape[2])
-        number = heads_q + (part.b0 * k.shape[1] + part.b1) * k.shape[2] + kv_head
-        keys, values = summarise(extremes, number), summarise(extremes, number + heads_k)
-        at = index(part.b0), index(part.b1), index(part.head)
-        if cuda.threadIdx.x % LANES == 0:
-            factors[at[0], at[1], at[2], 0] = power_of_two(i32(-own.exponent - keys.exponent))
-            factors[at[0], at[1], at[2], 1] = power_of_two(i32(-values.exponent))
-            flags[at[0], at[1], at[2]] = i32(own.flagged | keys.flagged | values.flagged)
+    def element(x, d, columns):
+        return x[index(d)] if d < columns else f32(0)
 
     def split(
-        q, k, v, extremes, centres, q_planes, k_planes, v_planes, factors, shifts, flags, extras,
-        scale,
+        q, k, v, do, extremes, centres, q_planes, k_planes, v_planes, do_planes, factors, shifts,
+        flags, extras, scale,
     ):  # fmt: skip
         lane, warp = i64(cuda.threadIdx.x % LANES), i64(cuda.threadIdx.x // LANES)
         blocks = (max(q.shape[3], k.shape[3]) + ROWS - 1) // ROWS
         number, block = i64(cuda.blockIdx.x // blocks), i64(cuda.blockIdx.x % blocks)
-        part, own = part_of(number, q, k, v, extras), summarise(extremes, number)
-        b0, b1, head = index(part.b0), index(part.b1), index(part.head)
-        words = i64(WORDS_V if part.kind == VALUES else WORDS_K)
-        planes = q_planes[b0, b1, head] if part.kind == QUERIES else k_planes[b0, b1, 0]
-        centre = centres[0, b0, b1, 0]
-        if part.kind == QUERIES:
-            centre = centres[0, b0, b1, part.head // (q.shape[2] // k.shape[2])]
-            if block == 0 and warp == 0:
-                heads_q = q.shape[0] * q.shape[1] * q.shape[2]
-                write_heads(part, heads_q, k, extremes, factors, flags, own)
-        elif part.kind == KEYS:
-            planes, centre = k_planes[b0, b1, head], centres[0, b0, b1, head]
-        else:
-            planes, centre = v_planes[b0, b1, head], centres[1, b0, b1, head]
-        power, taken = power_of_two(own.exponent), f32(0 if part.kind == QUERIES else 1)
+        part = part_of(number, q, k, v, do, extras)
+        own = summarise(extremes, part.of_head, part.count)
+        b0, b1, head, kv_head = part.b0, part.b1, part.head, part.kv_head
+        if part.kind == KEYS and block == 0 and warp == 0:
+            write_head(part, k, do, extremes, factors, flags)
+        words, of_values = i64(WORDS_K), part.kind == VALUES or part.kind == GRADIENTS
+        planes, centre = q_planes, centres[0, b0, b1, kv_head]
+        if of_values:
+            words, planes, centre = i64(WORDS_V), do_planes, centres[1, b0, b1, kv_head]
+        if part.kind == KEYS:
+            planes = k_planes
+        if part.kind == VALUES:
+            planes = v_planes
+        planes_head = planes[b0, b1, head]
+        power = power_of_two(own.exponent)
+        taken = f32(1 if part.kind == KEYS or part.kind == VALUES else 0)
         stop = min(part.first + (block + 1) * ROWS, part.stop)
         for i in range(part.first + block * ROWS + warp, stop, WARPS):
-            row = u64(ptx.global_address(planes) + u64(i * planes.strides[0]))
-            shift = f32(0)
+            row = u64(ptx.global_address(planes_head) + u64(i * planes_head.strides[0]))
+            x_row, shift = part.x[i], f32(0)
             for w in range(lane, words, LANES):
-                x = element(part.x, i, 2 * w, part.columns)
-                y = element(part.x, i, 2 * w + 1, part.columns)
-                c_x = centre[index(2 * w)] if 2 * w < part.columns else f32(0)
-                c_y = centre[index(2 * w + 1)] if 2 * w + 1 < part.columns else f32(0)
+                x, c_x = element(x_row, 2 * w, part.columns), element(centre, 2 * w, part.columns)
+                y = element(x_row, 2 * w + 1, part.columns)
+                c_y = element(centre, 2 * w + 1, part.columns)
                 shift += x * c_x + y * c_y
                 x, y = (x - taken * c_x) * power, (y - taken * c_y) * power
                 high = ptx.pack_float16(x, y)
                 x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
                 ptx.store_global(u64(row + u64(4 * w)), (high,))
                 ptx.store_global(u64(row + u64(4 * (w + words))), (ptx.pack_float16(x, y),))
-            if CENTRED_KEYS and part.kind == QUERIES:
+            if part.kind == QUERIES:
                 for fold in range(5):
                     shift += cuda.shfl_xor_sync(ALL_LANES, shift, 1 << fold)
                 if lane == 0:
-                    shifts[b0, b1, head, index(i)] = f32(scale) * shift
+                    own_shift = f32(scale) * shift if CENTRED_KEYS else f32(0)
+                    shifts[index(b0), index(b1), index(head), index(i)] = own_shift
 
     signature = types.void(
-        *[array(f32, 5)] * 3,
+        *[array(f32, 5)] * 4,
         array(i32, 3),
         array(f32, 5),
-        *[array(u32, 5)] * 3,
+        *[array(u32, 5)] * 4,
         array(f32, 4),
         array(f32, 4),
         array(i32, 3),

@@ -135,13 +135,15 @@ class Planes(NamedTuple):
     b: int
 
 
-def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False):
-    """Function ``multiply(acc, left, right)`` of kernels: ``acc += A B`` of float32 A and B that
-    are sums of two of float16 each, without the product of the low ones; for the rest as `product`.
+def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=0):
+    """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
+    B that are sums of two of float16 each, without the product of the low ones; else as `product`.
 
-    Tensor cores cut their sums off, so no sum stays there for longer than this product: they begin
-    with 0, the products with low ones in registers of their own, where little is cut off, and are
-    rounded to nearest when they are added. `at_once` tiles of columns are summed at the same time.
+    Tensor cores cut their sums off, so no sum stays there for longer than this product, or one of
+    its `groups` of steps: they begin with 0, the products with low ones in registers of their own,
+    where little is cut off, and are rounded to nearest when they are added, each group times its
+    factor, an element of an array; `groups` 0 is one without a factor. `at_once` tiles of columns
+    are summed at the same time.
     """
 
     def fragments(builder, held, address, operand, tile, step, low):
@@ -168,29 +170,41 @@ def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False):
                     more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[pair])
                     main[i] = _mma(builder, "f16", 1, main[i], high[m], b_high[pair])
 
+    def empty(builder, registers, main, more, first, factor, begin):
+        """Add sums to their registers, or store them there if they `begin`."""
+        for i in range(len(main)):
+            m, rest = divmod(i, 2 * at_once)
+            for e in range(4):
+                pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
+                total = builder.fadd(main[i][e], more[i][e])
+                old = ir.Constant(F32, 0) if begin else builder.load(pointer)
+                if factor is not None:
+                    total = builder.fma(total, factor, old)
+                elif not begin:
+                    total = builder.fadd(old, total)
+                builder.store(total, pointer)
+
     @intrinsic
-    def multiply(context, acc, left, right):
+    def multiply(context, acc, left, right, factors):
         def codegen(context, builder, signature, values):
-            count = 8 * m_tiles * n_tiles
-            registers = pointers(context, builder, acc, values[0], count)
-            held = []
+            registers = pointers(context, builder, acc, values[0], 8 * m_tiles * n_tiles)
+            held, factor = [], [None]
             if a is None:
                 words = pointers(context, builder, left, values[1], 8 * m_tiles * steps)
                 held = [builder.load(x) for x in words]
+            if groups:
+                given = pointers(context, builder, factors, values[3], groups)
+                factor = [builder.load(x) for x in given]
+            size = steps // len(factor)
             for first in range(0, n_tiles, at_once):
-                sums = [[[ir.Constant(F32, 0)] * 4] * (2 * m_tiles * at_once) for _ in range(2)]
-                for step in range(steps):
-                    one_step(builder, *sums, held, values[1:], first, step)
-                for i, (main, more) in enumerate(zip(*sums, strict=True)):
-                    m, rest = divmod(i, 2 * at_once)
-                    for e in range(4):
-                        pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
-                        total = builder.fadd(main[e], more[e])
-                        if not fresh:
-                            total = builder.fadd(builder.load(pointer), total)
-                        builder.store(total, pointer)
+                for group, own in enumerate(factor):
+                    zeros = [ir.Constant(F32, 0)] * 4
+                    main, more = ([zeros] * (2 * m_tiles * at_once) for _ in range(2))
+                    for step in range(group * size, (group + 1) * size):
+                        one_step(builder, main, more, held, values[1:3], first, step)
+                    empty(builder, registers, main, more, first, own, fresh and group == 0)
             return context.get_dummy_value()
 
-        return types.void(acc, left, right), codegen
+        return types.void(acc, left, right, factors), codegen
 
     return multiply

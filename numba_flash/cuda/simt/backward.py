@@ -15,9 +15,9 @@ import math
 
 from numba_flash import mask
 from numba_flash.cuda import score
-from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
-from numba_flash.cuda.number import ACCUMULATOR, array
+from numba_flash.cuda.number import ACCUMULATOR, array, index
 from numba_flash.cuda.schedule import build_row_block
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -26,15 +26,15 @@ from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
 
 
-def _signature(dtype, tensors, options):
+def _signature(dtype, tensors, options, flagged):
     """Of a kernel of so many arrays like q, and two like lse."""
     ACC = ACCUMULATOR[dtype]
     numbers = types.float64, i64, i64
-    more = extras_type(options), *numbers, parameters_type(options)
+    more = extras_type(options, more=FLAGS if flagged else ()), *numbers, parameters_type(options)
     return types.void(*[array(dtype, 5)] * tensors, array(ACC, 4), array(ACC, 4), *more)
 
 
-def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
+def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     """Kernel ``dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters)``,
     its signature and compile options.
 
@@ -50,6 +50,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
     SEQUENCES, PACKED, DROPOUT = options.sequences, options.packed, bool(options.dropout)
+    FLAGGED = flagged
     absent_p, absent_ds = "band", "band"
     if MODIFIED:
         absent_p, absent_ds = "negative" if DROPOUT else "zero", "zero"
@@ -85,6 +86,9 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
         batch, batch1, invalid = b0 * k.shape[1] + b1, b1, False
         if PACKED:
             b1 = 0
+        first = kv_head * (heads // k.shape[2])  # of q; all of them have the same flag
+        if FLAGGED and extras.flags[index(b0), index(b1), index(first)] == 0:
+            return
         k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
         row0 = block * BLOCK_M
         if SEQUENCES:
@@ -146,10 +150,10 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile):
         write_dv(dv_head, row0, dv_acc, NAN if invalid else keep_scale)
 
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return dkdv_simt, _signature(dtype, 6, options), options_of_compiler
+    return dkdv_simt, _signature(dtype, 6, options, flagged), options_of_compiler
 
 
-def build_dq(dtype, head_dim, head_dim_v, options, tile):
+def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     """Kernel ``dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters)``, its
     signature and compile options.
     """
@@ -161,7 +165,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
-    SEQUENCES, PACKED = options.sequences, options.packed
+    SEQUENCES, PACKED, FLAGGED = options.sequences, options.packed, flagged
     row_block_of = build_row_block(options, False, BLOCK_M)
     sequence_of = build_sequence(options)
     inner_q = tiles.build_inner(dtype, tile, head_dim)
@@ -190,6 +194,8 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
         at, invalid = Head(b0, b1, b0 * q.shape[1] + b1, h, heads), False
         if PACKED:
             b1 = 0
+        if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
+            return
         kv_head = h // (heads // k.shape[2])
         q_head, do_head = q[b0, b1, h], do[b0, b1, h]
         k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
@@ -237,4 +243,4 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile):
         write_dq(dq_head, row0, dq_acc, NAN if invalid else scale)
 
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return dq_simt, _signature(dtype, 5, options), options_of_compiler
+    return dq_simt, _signature(dtype, 5, options, flagged), options_of_compiler

@@ -178,8 +178,10 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
     return Prepared(run, (forward,))
 
 
-def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` likewise; always `deterministic`."""
+def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, left=None) -> Prepared:
+    """``run(inputs, results, rng, left)`` likewise, always `deterministic`; the gradient of a bias
+    is that of all heads.
+    """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     x, delta = _heads_first(p, inputs), Layout.compact(inputs.lse.shape, inputs.lse.dtype)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
@@ -193,45 +195,48 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> 
     )
     tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
+    flagged = left is not None
+    with_flags = (*extras, (left, 3)) if flagged else extras
     numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng))
     numbers_dq = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
     tile = tile_for("dkdv", p.dtype, max(p.d, p.dv))
     dkdv_launch = Launch(
         "simt.backward.build_dkdv",
-        (*config, tile),
+        (*config, tile, flagged),
         gpu,
         grid=grid.items(p, p.nk, p.hk, tile.block_m),
         threads=tile.threads,
         operands=(*tensors, (dk, 5), (dv, 5), *rows),
-        extras=extras,
+        extras=with_flags,
         numbers=numbers_dkdv(),
     )
     tile = tile_for("dq", p.dtype, max(p.d, p.dv))
     dq_launch = Launch(
         "simt.backward.build_dq",
-        (*config, tile),
+        (*config, tile, flagged),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),
         threads=tile.threads,
         operands=(*tensors, (dq, 5), *rows),
-        extras=extras,
+        extras=with_flags,
         numbers=numbers_dq(),
     )
     dbias = None
     if results.dbias is not None:
         dbias = _Dbias(p, gpu, tensors, rows, extras, numbers_dq, results.dbias)
 
-    extras_of = build_extras(p.options)
+    extras_of, class_with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
 
-    def run(inputs, results, rng=None):
+    def run(inputs, results, rng=None, left=None):
         x, extras = _heads_first(p, inputs), extras_of(inputs)
+        own = extras if left is None else class_with_flags(*extras, left)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
         preprocess(x.do, x.o, x.dlse, delta)
         others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
-        dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=extras, **others)
+        dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=own, **others)
         others = {} if rng is None else {"numbers": numbers_dq(rng)}
-        dq_launch(x.do, x.q, x.k, x.v, dq, x.lse, delta, extras=extras, **others)
+        dq_launch(x.do, x.q, x.k, x.v, dq, x.lse, delta, extras=own, **others)
         if dbias is not None:
             dbias.run(x, delta, results.dbias, extras, others)
 

@@ -126,7 +126,7 @@ def build(dtype, shape, ordered, options, tile):
                 if n > 0:
                     # (7) dQ = dQ + dS K of the tile before
                     wait(flags, done)
-                    add_dq(u32(ds + other * u32(DS_BYTES)), k_tile, dq_sum, done)
+                    add_dq(u32(ds + other * u32(DS_BYTES)), k_tile, dq_sum, done, u32(0))
             for part in range(PARTS):
                 q_tile = u32(smem + u32(Q) + slot * u32(Q_BYTES) + u32(part * COLUMNS * PITCH_K))
                 do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(part * COLUMNS * PITCH_V))
@@ -162,7 +162,7 @@ def build(dtype, shape, ordered, options, tile):
                     load_tile(smem, u32(0), do, q, rows, item, walk)
                 # (7) dQ = dQ + dS K
                 wait(flags, this)
-                add_dq(ds, k_tile, dq_sum, this)
+                add_dq(ds, k_tile, dq_sum, this, u32(0))
             n = i32(n + 1)
 
         cuda.syncthreads()  # the last dS^T is there
@@ -170,7 +170,9 @@ def build(dtype, shape, ordered, options, tile):
             release(flags, done)
         if STAGES > 1 and tiles > 0:
             wait(flags, this)
-            add_dq(u32(ds + u32((tiles - 1) % STAGES) * u32(DS_BYTES)), k_tile, dq_sum, this)
+            add_dq(
+                u32(ds + u32((tiles - 1) % STAGES) * u32(DS_BYTES)), k_tile, dq_sum, this, u32(0)
+            )
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if tiles > 0:
             release(flags, this)

@@ -141,7 +141,7 @@ def build(dtype, shape, ordered, options, tile):
             # (6) dK = dK + dS^T Q
             ds_q(dk_acc, ds_group, u32(q_tile + u32(part * (2 * COLUMNS_K))))
             # (7) dQ = dQ + dS K
-            add_dq(ds, k_tile, dq_sum, this)
+            add_dq(ds, k_tile, dq_sum, this, u32(0))
             if STAGES == 1:
                 cuda.syncthreads()  # this tile has been read
                 if n + 1 < tiles:

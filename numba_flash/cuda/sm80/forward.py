@@ -63,8 +63,9 @@ def build_products(dtype, shape, tile, begin):
         planes = ptx.Planes(2 * d, 2 * d)
         scores = products.build_split_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
         planes = ptx.Planes(pairs, 2 * dv)
-        values = products.build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
-        return Products(scores, None, fragment.build_split(pairs), values)
+        values, _ = products.build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
+        pack, _ = fragment.build_split(pairs)
+        return Products(scores, None, pack, values)
     kind = products.Kind(dtype == "bfloat16", shape.turing)
     build_nt = partial(products.build_nt, kind, m_tiles, block_n)
     scores = build_nt(begin, pitch_k, pitch_k, tile.q_registers)
@@ -125,7 +126,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     list_of, listed = tile_lists.build_access(options.mask)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     put = products.build_put(M_TILES, DV, PITCH_V, dtype == "bfloat16", shape.turing)
-    store_floats = build_store_floats(M_TILES, shape.head_dim_v, CENTRED.values)
+    store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
     store = build_store(WARP_ROWS, shape.head_dim_v, shape.wide)
 
     @inline
@@ -184,7 +185,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
             value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
             if SPLIT:
-                inverse[r] *= extras.factors[index(x.at.b0), index(x.b1), index(x.at.head), 1]
+                inverse[r] *= extras.factors[index(x.at.b0), index(x.b1), index(x.kv_head), 2]
             if SHIFTED and i < x.queries:
                 shifts = extras.shifts[index(x.at.b0), index(x.b1), index(x.at.head)]
                 value += shifts[index(x.q0 + i)]
@@ -225,7 +226,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         column = i32(col0 + fragment.first_key())
         slot = u32(0)
         if SPLIT:
-            factor = extras.factors[index(at.b0), index(x.b1), index(at.head), 0]
+            of_head = extras.factors[index(at.b0), index(x.b1), index(x.kv_head)]
+            factor = of_head[0] * of_head[1]
             scale_log2 = scale_log2 if CHANGES else scale_log2 * factor
         zero(acc)
         reset(m_i, l_i)
@@ -293,7 +295,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             centre = x.lse  # nobody reads it
             if SPLIT:
                 centre = extras.centres[1, index(at.b0), index(x.b1), index(x.kv_head)]
-            store_floats(x.o, acc, inverse, row, x.rows, centre)
+                for r in range(ROWS):
+                    m_i[r] = f32(0 if inverse[r] == f32(0) else 1)
+            store_floats(x.o, acc, inverse, row, x.rows, centre, m_i)
         else:
             o_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_V))
             cuda.syncthreads()  # Q has been read

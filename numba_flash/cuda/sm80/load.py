@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import first_column
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
 
@@ -128,32 +128,36 @@ class Floats(NamedTuple):
     row: int
     stop: int
     centre: Any
+    weight: Any
 
 
 @once
-def build_store_floats(m_tiles, head_dim, centred=False):
-    """``store(x, acc, factor, row, stop, centre)``: this thread's part of a warp's rows, each times
-    its factor, to x (n, head_dim) in float32, rows before `stop`; its first is `row`.
+def build_store_floats(m_tiles, columns, centred=False, neighbours=False):
+    """``store(x, acc, factor, row, stop, centre, weight)``: this thread's part of a warp's rows,
+    each times its factor, to x (n, columns or fewer) in float32, rows before `stop`; its first is
+    `row`.
 
-    centred : the `centre` (head_dim) is added where the factor is not 0.
+    centred : the `centre` (columns) is added, times each row's `weight`.
+    neighbours : a lane's rows are (`numba_flash.cuda.fragment.build_key_rows`).
     """
-    ROWS, HEAD_DIM, GROUPS, CENTRED = 2 * m_tiles, head_dim, padded(head_dim) // 8, centred
+    ROWS, GROUPS, CENTRED, NEIGHBOURS = 2 * m_tiles, columns // 8, centred, neighbours
 
     @inline
     def put(number, rows):
         r, c, j = number % ROWS, number // ROWS % 2, number // ROWS // 2
-        i, column = rows.row + r // 2 * 16 + r % 2 * 8, 8 * j + first_column() + c
-        if i < rows.stop and column < HEAD_DIM:
+        i = rows.row + (r if NEIGHBOURS else r // 2 * 16 + r % 2 * 8)
+        column = 8 * j + first_column() + c
+        if i < rows.stop and column < rows.x.shape[1]:
             value = rows.acc[(r // 2 * GROUPS + j) * 4 + 2 * (r % 2) + c] * rows.factor[r]
-            if CENTRED and rows.factor[r] != f32(0):
-                value += rows.centre[index(column)]
+            if CENTRED:
+                value += rows.weight[r] * rows.centre[index(column)]
             at = u64(i64(i) * rows.x.strides[0] + i64(column) * rows.x.strides[1])
             ptx.store_global(u64(ptx.global_address(rows.x) + at), (value,))
 
     put_all = ptx.repeated(2 * GROUPS * ROWS, put)
 
     @inline
-    def store(x, acc, factor, row, stop, centre):
-        put_all(Floats(x, acc, factor, row, stop, centre))
+    def store(x, acc, factor, row, stop, centre, weight):
+        put_all(Floats(x, acc, factor, row, stop, centre, weight))
 
     return store

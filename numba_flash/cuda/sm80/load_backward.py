@@ -56,10 +56,13 @@ def build(shape, ordered, options, tile, place):
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     list_of, in_list = tile_lists.build_access(MASKED)
-    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, place, shape.asynchronous, D)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place, shape.asynchronous, DV)
-    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous, D)
-    load_do = build_load(BLOCK_M, shape.head_dim_v, THREADS, None, shape.asynchronous, DV)
+    memory, columns = (shape.head_dim, shape.head_dim_v), (D, DV)  # of rows there, and in a tile
+    if shape.split:
+        memory = columns = 2 * D, 2 * DV
+    load_k = build_load(BLOCK_N, memory[0], THREADS, place, shape.asynchronous, columns[0])
+    load_v = build_load(BLOCK_N, memory[1], THREADS, place, shape.asynchronous, columns[1])
+    load_q = build_load(BLOCK_M, memory[0], THREADS, None, shape.asynchronous, columns[0])
+    load_do = build_load(BLOCK_M, memory[1], THREADS, None, shape.asynchronous, columns[1])
 
     @inline
     def begin(smem, flags, shape, extras, sizes):

@@ -8,8 +8,17 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
+from numba_flash.cuda.arguments import (
+    FACTORS,
+    OF_DLSE,
+    SPLIT,
+    build_extras,
+    extras_class,
+    parameters_of,
+    vectors_of,
+)
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.prepare_split import Centred, Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
@@ -67,6 +76,32 @@ class Pass(NamedTuple):
     temporaries: Temporaries
     copies: int
     lists: Extras
+    splitter: Splitter | None
+
+    @property
+    def split(self) -> bool:
+        """The arrays are float32, which kernels read as planes of float16."""
+        return self.splitter is not None
+
+    def more_extras(self, names: tuple[str, ...]) -> tuple:
+        """Layouts of what kernels read beside the optional arrays, if it is `split`."""
+        if not self.split:
+            return ()
+        made, there, x = self.splitter.made, self.temporaries, self.inputs
+        views = {
+            "factors": (made.factors, 4),
+            "shifts": (made.shifts, 4),
+            "centres": (made.centres, 5),
+            "rows": (there.rows, 5),
+            "dlse": (x.dlse, 4),
+        }
+        return tuple(views[name] for name in names)
+
+    @property
+    def of_dlse(self) -> tuple[str, ...]:
+        """Names of what the last kernel reads so."""
+        wanted = self.inputs.dlse is not None and Centred.of(self.p.options).keys
+        return OF_DLSE if wanted else FACTORS
 
     @property
     def row_blocks(self) -> int:
@@ -84,7 +119,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     deterministic = deterministic and p.nq > 0  # without rows nobody sets the flags to 0
     there = hardware(gpu.capability)
-    tile = backward_tile(p, there)
+    tile, split = backward_tile(p, there), p.dtype == "float32"
     x, y = (
         _heads_first(p, inputs),
         results._replace(
@@ -95,20 +130,22 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         head_dim=p.d,
         head_dim_v=p.dv,
         turing=there.turing,
-        asynchronous=not there.turing and chunked(x.do, x.q, x.k, x.v),
+        asynchronous=not there.turing and (split or chunked(x.do, x.q, x.k, x.v)),
         wide=chunked(y.dq, y.dk, y.dv),
+        split=split,
         fours=gpu.capability >= (9, 0),
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
     )
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
-    this = Pass(
-        p, gpu, tile, shape, deterministic, x, y, _temporaries(p, tile, copies), copies, lists
-    )
+    columns = tile.padded(p.d), tile.padded(p.dv)
+    splitter = Splitter(p, gpu, inputs, columns) if split else None
+    there = _temporaries(p, tile, copies)
+    this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
     dbias = None
-    if results.dbias is not None:
+    if results.dbias is not None and not split:
         dbias = Dbias(p, gpu, shape, x, results.dbias, this.temporaries.rows)
     extras_of = build_extras(p.options)
 
@@ -124,7 +161,30 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
             dbias.run(x, rows, results.dbias, rng)
 
     launches = () if dbias is None else dbias.launches
-    return Prepared(run, (*lists.launches, preprocess, main, postprocess, *launches))
+    made = (*lists.launches, preprocess, main, postprocess, *launches)
+    if not split:
+        return Prepared(run, made)
+    wanted = ("tiles", "order") if deterministic else ("tiles",)
+    of_preprocess = extras_class(p.options, more=SPLIT)
+    of_main = extras_class(p.options, wanted, FACTORS)
+    of_postprocess = extras_class(p.options, wanted, this.of_dlse)
+
+    def run_split(inputs, results, rng=None):
+        x, extras, own = _heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
+        dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
+        rows, dq_sum, flags = this.temporaries.allocate(inputs.q)
+        y = splitter.of(inputs)
+        own_split = of_preprocess(*extras, *y.extras)
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=own_split)
+        given = None if rng is None else numbers(rng)
+        own_split = of_main(*own, y.factors)
+        main(y.do, y.q, y.k, y.v, dk, dv, rows, dq_sum, flags, extras=own_split, numbers=given)
+        named = {"factors": y.factors, "centres": y.centres, "rows": rows, "dlse": x.dlse}
+        own_split = of_postprocess(*own, *[named[name] for name in this.of_dlse])
+        postprocess(dq_sum, dq, extras=own_split)
+        return y.flags
+
+    return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
 
 
 def _heads_first(p, inputs):
@@ -163,7 +223,7 @@ def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
     sum_bytes = 4 * tile.block_m * tile.padded(p.d)
-    whole = chunked(x.do, x.o)
+    whole = chunked(x.do, x.o) and not this.split
     return Launch(
         "preprocess.build",
         (
@@ -178,7 +238,7 @@ def _preprocess(this: Pass) -> Launch:
             *((x.do, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
             *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
         ),
-        extras=this.extras,
+        extras=this.extras + this.more_extras(SPLIT),
         numbers=(p.nk,),
     )
 
@@ -186,7 +246,9 @@ def _preprocess(this: Pass) -> Launch:
 def _main(this: Pass):
     """The main kernel, and its numbers as a function of the generator's state."""
     p, x, y, there, tile = this.p, this.inputs, this.results, this.temporaries, this.tile
-    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    items, read = grid.items(p, p.nk, p.hk, tile.block_n), x
+    if this.split:
+        read = this.splitter.made
     sizes = Sizes(
         low=-p.high,
         high=-p.low,
@@ -206,10 +268,10 @@ def _main(this: Pass):
         threads=tile.threads,
         shared_bytes=tile.layout(p.d, p.dv).bytes,
         operands=(
-            *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (y.dk, 5), (y.dv, 5)),
+            *((read.do, 5), (read.q, 5), (read.k, 5), (read.v, 5), (y.dk, 5), (y.dv, 5)),
             *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
         ),
-        extras=this.lists.layouts,
+        extras=this.lists.layouts + this.more_extras(FACTORS),
         numbers=numbers(),
     )
     return main, numbers
@@ -237,11 +299,14 @@ def _postprocess(this: Pass) -> Launch:
     p, there = this.p, this.temporaries
     return Launch(
         "sm80.sum_dq.build_postprocess",
-        (p.dtype, this.shape, this.ordered and p.options.mask, p.options.arrays, this.tile),
+        (
+            *(p.dtype, this.shape, this.ordered and p.options.mask, p.options.arrays, this.tile),
+            this.split and this.of_dlse is OF_DLSE,
+        ),
         this.gpu,
         grid=this.row_blocks,
         threads=this.tile.threads,
         operands=((there.dq_sum, 5), (this.results.dq, 5)),
-        extras=this.lists.layouts,
+        extras=this.lists.layouts + this.more_extras(this.of_dlse),
         numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
     )

@@ -13,7 +13,7 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, chunked
-from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, small_tile
+from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
 from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
@@ -82,7 +82,7 @@ class Operands:
             x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
             self.layouts = Read(*x, extras.layouts, None)
             return
-        self._splitter = splitter = Splitter(p, gpu, inputs)
+        self._splitter = splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
         self.launches += splitter.launches
         made = splitter.made
         more = ((made.factors, 4), (made.shifts, 4), (made.centres, 5))

@@ -3,6 +3,7 @@
 ``nt``: A B^T, rows of both run along the sum. ``nn``: A B. ``tn``: A^T B.
 """
 
+import math
 from typing import NamedTuple
 
 from numba_flash.cuda import ptx
@@ -124,14 +125,14 @@ def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes):
     """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16."""
     a, b = Matrices(16 * a_pitch, 32, False), Matrices(16 * b_pitch, 32, False)
     n_tiles = columns // 16
-    at_once = min(n_tiles, MORE // (8 * m_tiles))
+    at_once = math.gcd(n_tiles, MORE // (8 * m_tiles))
     multiply = ptx.split_product(m_tiles, n_tiles, depth // 16, a, b, planes, at_once, True)
     beside, _ = build_lane(a_pitch)
     _, below = build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
-        multiply(acc, beside(a), below(b))
+        multiply(acc, beside(a), below(b), u32(0))
 
     return product
 
@@ -139,25 +140,51 @@ def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes):
 @once
 def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
     """``product(acc, a, b)``: acc += A B likewise, with A in registers; 16 columns at a time, for
-    registers.
+    registers. ``times(acc, a, b, factor)``: acc += factor A B.
     """
     b = Matrices(32, 16 * b_pitch, True)
-    multiply = ptx.split_product(m_tiles, columns // 16, depth // 16, None, b, planes, 1)
+    sizes = m_tiles, columns // 16, depth // 16
+    multiply = ptx.split_product(*sizes, None, b, planes, 1)
+    multiply_times = ptx.split_product(*sizes, None, b, planes, 1, groups=1)
     beside, _ = build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
-        multiply(acc, a, beside(b))
+        multiply(acc, a, beside(b), u32(0))
+
+    @inline
+    def times(acc, a, b, factor):
+        multiply_times(acc, a, beside(b), factor)
+
+    return product, times
+
+
+@once
+def build_split_tn(m_tiles, columns, depth, a_pitch, b_pitch, planes, groups):
+    """``product(acc, a, b, factors)``: acc = A^T B likewise, both stored along the sum row by row,
+    whose `groups` have a factor each.
+    """
+    a, b = Matrices(32, 16 * a_pitch, True), Matrices(32, 16 * b_pitch, True)
+    n_tiles = columns // 16
+    at_once = math.gcd(n_tiles, max(1, MORE // (8 * m_tiles)))
+    sizes = m_tiles, n_tiles, depth // 16
+    multiply = ptx.split_product(*sizes, a, b, planes, at_once, True, groups)
+    _, below = build_lane(a_pitch)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b, factors):
+        multiply(acc, below(a), beside(b), factors)
 
     return product
 
 
 @once
-def build_put_words(m_tiles, columns, pitch):
+def build_put_words(m_tiles, columns, pitch, first=0):
     """``put(tile, words)``: a warp's rows, as packed by `numba_flash.cuda.fragment.build_pack`, to
-    shared memory.
+    shared memory, from the `first` word on.
     """
-    M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch
+    M_TILES, GROUPS, PITCH, FIRST = m_tiles, columns // 8, pitch, first
 
     @inline
     def put(tile, words):
@@ -167,7 +194,7 @@ def build_put_words(m_tiles, columns, pitch):
             for j in range(GROUPS):
                 for r in range(2):
                     at = u32(mine + u32((16 * m + 8 * r) * PITCH + 16 * j))
-                    ptx.store_shared(at, i32(words[(m * GROUPS + j) * 2 + r]))
+                    ptx.store_shared(at, i32(words[FIRST + (m * GROUPS + j) * 2 + r]))
 
     return put
 

@@ -51,8 +51,10 @@ class SoftmaxBackward(NamedTuple):
 
 
 @once
-def build(dtype, options, vectors, m_tiles, columns, kind):
-    """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries."""
+def build(dtype, options, vectors, m_tiles, columns, kind, split=False):
+    """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; with `split`, weights
+    become operands of high and low numbers.
+    """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
@@ -63,6 +65,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind):
     modify = build_modify(dtype, options, runs, True, kind.turing)
     drop = build_drop(options, runs, True)
     pack, pack2 = fragment.build_pack(PAIRS, *kind)
+    SPLIT, (split_all, split_pair) = split, fragment.build_split(PAIRS)
 
     @inline
     def tile_of(row0, key, item, walk, heads, batch1):
@@ -120,7 +123,13 @@ def build(dtype, options, vectors, m_tiles, columns, kind):
         """Weights as operands, without those that are dropped."""
         if DROPOUT:
             for j in range(PAIRS):
-                p[j] = pack2(kept(pT[2 * j]), kept(pT[2 * j + 1]))
+                x, y = kept(pT[2 * j]), kept(pT[2 * j + 1])
+                if SPLIT:
+                    split_pair(p, j, x, y)
+                else:
+                    p[j] = pack2(x, y)
+        elif SPLIT:
+            split_all(p, pT)
         else:
             pack(p, pT)
 

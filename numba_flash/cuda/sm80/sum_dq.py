@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import ptx, schedule, softmax, tile_lists
-from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.arguments import FACTORS, OF_DLSE, extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
+from numba_flash.cuda.preprocess import RAISED
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.load import build_store
+from numba_flash.cuda.sm80.load import build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import pitch
 
 
@@ -82,7 +83,8 @@ def build(kind, shape, ordered, options, tile):
         in the cache (H200, D = 128, 16k keys: 1.008 of FlashAttention-2's speed, 0.948 if all warps
         wait before they add). Where they are short (D = 64), all warps wait, as late as they can: 1
         to 4 % faster, and under a mask that hides 90 % of the tiles 25 %.
-    ``add(ds, k, dq_sum, to)``: dQ = dQ + dS K, from tiles of dS^T and K in shared memory.
+    ``add(ds, k, dq_sum, to, factors)``: dQ = dQ + dS K, from tiles of dS^T and K in shared memory;
+        of float32, each warp's keys of each part of the queries with the factor they have there.
     ``release(flags, to)``: say that this block has, after everybody has.
 
     dq_sum : float32 (b0, b1, heads, row blocks, copies * BLOCK_M * D): neighbouring blocks of keys
@@ -96,7 +98,13 @@ def build(kind, shape, ordered, options, tile):
     COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
-    product = products.build_tn(kind, ROWS // 16, COLUMNS, BLOCK_N, pitch(BLOCK_M), pitch(D))
+    SPLIT, WARPS, PART = shape.split, tile.warps, tile.columns
+    SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
+    sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
+    product = products.build_tn(kind, *sizes) if not SPLIT else None
+    if SPLIT:
+        planes = ptx.Planes(2 * BLOCK_M, 2 * D)
+        product_times = products.build_split_tn(*sizes, planes, WARPS)
     place = build_place(tile, FOURS)
 
     @inline
@@ -149,14 +157,22 @@ def build(kind, shape, ordered, options, tile):
                 pass
 
     @inline
-    def add(ds, k, dq_sum, to):
+    def add(ds, k, dq_sum, to, factors):
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
+        factor = cuda.local.array(WARPS, f32)
         warp = i32(cuda.threadIdx.x // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
+        if SPLIT:
+            for w in range(WARPS):
+                at = u32(factors + u32(4 * (row // PART * WARPS + w)))
+                factor[w] = ptx.as_float32(u32(ptx.load_shared(at)))
         for part in range(PARTS):
             k_part = u32(k + u32((column + part * COLUMNS) * 2))
-            product(acc, u32(ds + u32(row * 2)), k_part)
+            if SPLIT:
+                product_times(acc, u32(ds + u32(row * 2)), k_part, factor)
+            else:
+                product(acc, u32(ds + u32(row * 2)), k_part)
             for e in range(0, COUNT, 4):
                 target = u64(sums + place(i32(part * COUNT + e)))
                 if ORDERED and to.first:
@@ -180,11 +196,12 @@ def build(kind, shape, ordered, options, tile):
     return Sums(sum_of, wait, add, release)
 
 
-def build_postprocess(dtype, shape, ordered, options, tile):
+def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
     """Kernel ``postprocess_sm80(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, out of
     the order of fragments, rounded.
 
-    Row blocks that see no key get 0: nobody has written their sum.
+    Row blocks that see no key get 0: nobody has written their sum. Of split float32, whose keys
+    have lost their centre c, dQ = scale (dQ + dlse c), as rows of dS sum to dlse, if it `has_dlse`.
     """
     D, BLOCK_M, BLOCK_N = tile.padded(shape.head_dim), tile.block_m, tile.block_n
     WARPS_M, WARPS_N = tile.dq_warps
@@ -196,9 +213,12 @@ def build_postprocess(dtype, shape, ordered, options, tile):
         BLOCK_M * PITCH,
         4 * BLOCK_M * D,
     )
-    FACTORS, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
+    ROWS_HELD, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
     IN_ORDER, SHARE = ordered and options.mask, tile.share
-    WARP_ROWS = BLOCK_M // tile.warps
+    WARP_ROWS, SPLIT, HAS_DLSE, INF = BLOCK_M // tile.warps, shape.split, has_dlse, math.inf
+    LOWERED = 2.0**-RAISED
+    store_floats = build_store_floats(ROWS // 16, COLUMNS, has_dlse)
+    more = () if not SPLIT else OF_DLSE if has_dlse else FACTORS
     put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16", shape.turing)
     store = build_store(WARP_ROWS, shape.head_dim, shape.wide, None, D)
     zero, _ = softmax.build_zero(COUNT)
@@ -208,7 +228,8 @@ def build_postprocess(dtype, shape, ordered, options, tile):
     def postprocess_sm80(dq_sum, dq, extras, nk, low, high, scale):
         smem = ptx.shared_address(cuda.shared.array(ROOM, types.uint8, 16))  # a tile of dQ
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
-        factor = cuda.local.array(FACTORS, f32)
+        factor = cuda.local.array(ROWS_HELD, f32)
+        weight = cuda.local.array(ROWS_HELD, f32)  # of the centre of the keys
         number = i64(cuda.blockIdx.x)
         rows = rows_of(number, extras, dq.shape, nk)
         row0, queries = i32(rows.row0), i32(rows.queries)
@@ -225,10 +246,31 @@ def build_postprocess(dtype, shape, ordered, options, tile):
         if some:
             summed = min(copies, u32(u32(stop - 1) // u32(BLOCK_N) - block + u32(1)))
         sums = u64(ptx.global_address(dq_sum) + u64(number * DQ_BYTES) * u64(copies))
-        for r in range(FACTORS):
+        for r in range(ROWS_HELD):
             factor[r] = f32(NAN) if rows.invalid else scale
         warp = i32(cuda.threadIdx.x // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
+        dq_head, last = dq[rows.b0, rows.b1, rows.head], i32(dq.shape[3])
+        if PACKED:
+            dq_head, last = dq_head[rows.memory_row - rows.row0 :], queries
+        if SPLIT:
+            kv_head = rows.head // (dq.shape[2] // extras.factors.shape[2])
+            of_head = extras.factors[rows.b0, rows.b1, kv_head]
+            centre = of_head  # nobody reads it
+            for r in range(ROWS_HELD):
+                factor[r] *= f32(LOWERED) * of_head[1]
+        if HAS_DLSE:
+            centre = extras.centres[0, rows.b0, rows.b1, kv_head]
+            for r in range(ROWS_HELD):
+                at = row + cuda.threadIdx.x % 32 // 4 + 8 * r
+                weight[r] = f32(0)
+                if row0 + at < queries:
+                    there = ptx.load_global_one(
+                        u64(ptx.global_address(extras.rows) + u64((number * BLOCK_M + at) * 4))
+                    )
+                    if there != f32(INF):
+                        dlse = extras.dlse[rows.b0, rows.b1, rows.head]
+                        weight[r] = scale * dlse[index(rows.memory_row + at)]
         for part in range(PARTS):
             zero(acc)
             for n in range(summed):
@@ -242,17 +284,24 @@ def build_postprocess(dtype, shape, ordered, options, tile):
                     else:
                         for i in range(4):
                             acc[e + i] += ptx.load_global_one(u64(at + u64(i * STRIDE)))
-            place_in_tile = row * PITCH + (column + part * COLUMNS) * 2
-            put(u32(smem + u32(place_in_tile)), acc, factor)
-        cuda.syncthreads()  # all rows are there
-        dq_head, last = dq[rows.b0, rows.b1, rows.head], i32(dq.shape[3])
-        if PACKED:
-            dq_head, last = dq_head[rows.memory_row - rows.row0 :], queries
-        first = i32(warp * WARP_ROWS)
-        store(u32(smem + u32(first * PITCH)), dq_head, i32(row0 + first), last)
+            if SPLIT:
+                for e in range(COUNT):
+                    acc[e] *= of_head[2] * of_head[3]
+                own, mine = i32(column + part * COLUMNS), row0 + row + cuda.threadIdx.x % 32 // 4
+                store_floats(dq_head[:, own:], acc, factor, mine, last, centre[own:], weight)
+            else:
+                place_in_tile = row * PITCH + (column + part * COLUMNS) * 2
+                put(u32(smem + u32(place_in_tile)), acc, factor)
+        if not SPLIT:
+            cuda.syncthreads()  # all rows are there
+            first = i32(warp * WARP_ROWS)
+            store(u32(smem + u32(first * PITCH)), dq_head, i32(row0 + first), last)
 
     numbers = i64, i64, i64, f32
     signature = types.void(
-        array(f32, 5), array(types.uint16, 5), extras_type(options, lists_of(ordered)), *numbers
+        array(f32, 5),
+        array(f32 if SPLIT else types.uint16, 5),
+        extras_type(options, lists_of(ordered), more),
+        *numbers,
     )
     return postprocess_sm80, signature, {"launch_bounds": (tile.threads, 1)}

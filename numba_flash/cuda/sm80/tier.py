@@ -9,7 +9,7 @@ from numba_flash.cuda.sm80.tiles import forward_tile, hardware
 
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
-LEAST_SHARED_FLOAT32 = 163 * 1024
+LEAST_SHARED_FLOAT32, MOST_FLOAT32_BACKWARD = 163 * 1024, 128
 
 
 def takes_numpy() -> bool:
@@ -66,8 +66,8 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
     """
     if problem.precision == "ieee":
         return "computes no IEEE products (precision='ieee')"
-    if kind == "backward":
-        return "has no backward pass of float32"
+    if kind == "backward" and max(problem.d, problem.dv) > MOST_FLOAT32_BACKWARD:
+        return f"has no backward pass of float32 beyond head dimension {MOST_FLOAT32_BACKWARD}"
     if hardware(capability).shared_limit < LEAST_SHARED_FLOAT32:
         major, minor = capability
         return (

@@ -64,7 +64,8 @@ class Tile:
 
 class BackwardLayout(NamedTuple):
     """Where a block of the backward pass keeps what in shared memory, in bytes: tiles of K, V, Q,
-    dO, dS^T, P^T, the lse and delta of queries; what there is in all; and pitches.
+    dO, dS^T, P^T, the lse and delta of queries, factors of parts of dS^T; what there is in all; and
+    pitches.
     """
 
     k: int
@@ -74,6 +75,7 @@ class BackwardLayout(NamedTuple):
     ds: int
     p: int
     rows: int
+    factors: int
     bytes: int
     pitch_k: int
     pitch_v: int
@@ -103,6 +105,8 @@ class BackwardTile:
         and dV; P and dS then go through shared memory (`numba_flash.cuda.sm80.backward_shared`).
     dq_parts : int
         A warp makes so many parts of its columns of dQ one after the other.
+    split : bool
+        Of float32, whose rows have high and low numbers of 16 bits.
     """
 
     warps: int
@@ -116,9 +120,13 @@ class BackwardTile:
     ways: int = 1
     dq_parts: int = 1
 
+    split: bool = False
+
     @property
     def kernel(self) -> str:
         """What builds the main kernel."""
+        if self.split:
+            return "sm80.backward_split.build"
         return "sm80.backward.build" if self.ways == 1 else "sm80.backward_shared.build"
 
     @property
@@ -135,14 +143,16 @@ class BackwardTile:
         return -(-head_dim // unit) * unit
 
     def layout(self, d: int, dv: int) -> BackwardLayout:
-        pitch_k, pitch_v = pitch(self.padded(d)), pitch(self.padded(dv))
-        pitch_ds = pitch(self.block_m)
+        planes = 2 if self.split else 1
+        pitch_k, pitch_v = pitch(planes * self.padded(d)), pitch(planes * self.padded(dv))
+        pitch_ds = pitch(planes * self.block_m)
         p = self.block_n * pitch_ds
         sizes = (
             *(self.block_n * pitch_k, self.block_n * pitch_v),
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
             *((p, p) if self.ways > 1 else (self.stages * p, 0)),
             self.stages * 2 * 4 * self.block_m,
+            4 * self.warps * self.block_m // self.columns if self.split else 0,
         )
         starts = accumulate(sizes, initial=0)
         return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
@@ -310,7 +320,16 @@ BENT_BACKWARD_TILES = (
 )
 
 
+# Of float32. None was timed. Rows of dQ of a warp are of one part of the scores.
+SPLIT_BACKWARD_TILES = (
+    Row(64, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4, split=True)),
+    Row(128, 163 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 2, 4, split=True)),
+)
+
+
 def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
+    if problem.dtype == "float32":
+        return _first(SPLIT_BACKWARD_TILES, max(problem.d, problem.dv), hardware).tile
     tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES
     return _first(tiles, max(problem.d, problem.dv), hardware).tile
