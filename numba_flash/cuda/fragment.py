@@ -172,21 +172,25 @@ def build_pack(count, bfloat16, turing=False):
 
 
 @once
-def build_split(count):
+def build_split(count, planes=2):
     """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, whose sum
     is x but for its last bits; the low words come after all `count` high ones. ``split_pair(p, j,
     x, y)`` for one pair.
 
-    The high one is cut off, not rounded, which takes one instruction and a bit of the 22.
+    The high one is cut off, not rounded, which takes one instruction and a bit of the 22; but
+    without low ones, of one of the `planes`, it is rounded.
     """
-    COUNT, KEPT = count, 0xFFFFE000
+    COUNT, KEPT, LOW = count, 0xFFFFE000, planes > 1
 
     @inline
     def split_pair(p, j, x, y):
-        high_x = ptx.as_float32(ptx.as_uint32(x) & u32(KEPT))
-        high_y = ptx.as_float32(ptx.as_uint32(y) & u32(KEPT))
-        p[j] = ptx.pack_float16(high_x, high_y)
-        p[COUNT + j] = ptx.pack_float16(x - high_x, y - high_y)
+        if LOW:
+            high_x = ptx.as_float32(ptx.as_uint32(x) & u32(KEPT))
+            high_y = ptx.as_float32(ptx.as_uint32(y) & u32(KEPT))
+            p[j] = ptx.pack_float16(high_x, high_y)
+            p[COUNT + j] = ptx.pack_float16(x - high_x, y - high_y)
+        else:
+            p[j] = ptx.pack_float16(x, y)
 
     @inline
     def split(p, x):

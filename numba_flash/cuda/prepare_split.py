@@ -17,6 +17,15 @@ THREADS, ROWS = 256, 64  # of a block, and the rows that it writes
 MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
 
 
+def planes_of(problem) -> int:
+    """Float16 numbers for each of a problem's arrays that the kernels read; 0 if these are not
+    float32. One has 11 bits, as TF32 has.
+    """
+    if problem.dtype != "float32":
+        return 0
+    return 1 if problem.precision == "tf32" else 2
+
+
 class Centred(NamedTuple):
     """Which operands have their centre taken out."""
 
@@ -89,16 +98,17 @@ class Splitter:
         self._p, self._extras_of = p, build_extras(p.options)
         x = self._given(inputs)
         words, of_do = Words(*(d // 2 for d in columns)), x[3] is not None
+        planes = planes_of(p)
         batch = (1, 1) if p.options.packed else p.batch
         queries, keys = (*batch, p.hq, p.nq), (*batch, p.hk, p.nk)
         parts = math.prod(batch) * (p.hq * (2 if of_do else 1) + 2 * p.hk)
         longest = max(p.nq, p.nk)
         chunks = max(1, min(MOST_CHUNKS, longest // CHUNK_ROWS))
         self.made = Split(
-            q=Layout.compact((*queries, 2 * words.k), "uint32"),
-            k=Layout.compact((*keys, 2 * words.k), "uint32"),
-            v=Layout.compact((*keys, 2 * words.v), "uint32"),
-            do=Layout.compact((*queries, 2 * words.v), "uint32") if of_do else None,
+            q=Layout.compact((*queries, planes * words.k), "uint32"),
+            k=Layout.compact((*keys, planes * words.k), "uint32"),
+            v=Layout.compact((*keys, planes * words.v), "uint32"),
+            do=Layout.compact((*queries, planes * words.v), "uint32") if of_do else None,
             factors=Layout.compact((*keys[:3], 4), "float32"),
             shifts=Layout.compact(queries, "float32"),
             centres=Layout.compact((2, *keys[:3], max(p.d, p.dv)), "float32"),
@@ -118,7 +128,7 @@ class Splitter:
         )
         split = Launch(
             "split.build",
-            (p.options.arrays, p.d, p.dv, words, centred),
+            (p.options.arrays, p.d, p.dv, words, planes, centred),
             gpu,
             grid=parts * -(-longest // ROWS),
             threads=THREADS,

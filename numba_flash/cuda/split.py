@@ -222,19 +222,20 @@ def power_of_two(exponent):
     return ptx.as_float32(u32(u32(127 + exponent) << u32(23)))
 
 
-def build(options, head_dim, head_dim_v, words, centred):
+def build(options, head_dim, head_dim_v, words, planes, centred):
     """Kernel ``split(q, k, v, do, extremes, centres, q_planes, k_planes, v_planes, do_planes,
     factors, shifts, flags, extras, scale)``: a block of threads for each ROWS rows of each `Part`.
 
     q, k, v, do, extremes, centres : as in `build_statistics`.
-    q_planes, and so on : uint32 (b0, b1, heads, n, 2 words), pairs of float16, in each row all high
-        ones, then all low ones; `words` of q and k, and of v and do, as a `Words`.
+    q_planes, and so on : uint32 (b0, b1, heads, n, planes * words), pairs of float16, in each row
+        all high ones, then, of two planes, all low ones; `words` of q and k, and of v and do, as a
+        `Words`.
     factors : float32 (b0, b1, heads of k, 4), 2^-e of q, k, v and do, of all heads of q together.
     shifts : float32 (b0, b1, heads of q, nq), ``scale q . c``, by which the lse is too small; 0 if
         keys are not `centred`.
     flags : int32 (b0, b1, heads of q), 1 where one of the parts of its head of k is flagged.
     """
-    WORDS_K, WORDS_V, CENTRED_KEYS = words.k, words.v, centred.keys
+    WORDS_K, WORDS_V, CENTRED_KEYS, LOW = words.k, words.v, centred.keys, planes > 1
     part_of = build_part(options, head_dim, head_dim_v)
 
     @device
@@ -298,9 +299,11 @@ def build(options, head_dim, head_dim_v, words, centred):
                 shift += x * c_x + y * c_y
                 x, y = (x - taken * c_x) * power, (y - taken * c_y) * power
                 high = ptx.pack_float16(x, y)
-                x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
                 ptx.store_global(u64(row + u64(4 * w)), (high,))
-                ptx.store_global(u64(row + u64(4 * (w + words))), (ptx.pack_float16(x, y),))
+                if LOW:
+                    x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
+                    low = ptx.pack_float16(x, y)
+                    ptx.store_global(u64(row + u64(4 * (w + words))), (low,))
             if part.kind == QUERIES:
                 for fold in range(5):
                     shift += cuda.shfl_xor_sync(ALL_LANES, shift, 1 << fold)
@@ -319,4 +322,4 @@ def build(options, head_dim, head_dim_v, words, centred):
         extras_type(options.arrays),
         f32,
     )
-    return split, signature, {"launch_bounds": (THREADS, 2)}
+    return split, signature, {"launch_bounds": (THREADS, 1)}

@@ -137,7 +137,8 @@ class Planes(NamedTuple):
 
 def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=0):
     """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
-    B that are sums of two of float16 each, without the product of the low ones; else as `product`.
+    B that are sums of two of float16 each, without the product of the low ones, or of one each if
+    `planes` is None; else as `product`.
 
     Tensor cores cut their sums off, so no sum stays there for longer than this product, or one of
     its `groups` of steps: they begin with 0, the products with low ones in registers of their own,
@@ -155,19 +156,21 @@ def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, g
 
     def one_step(builder, main, more, held, values, first, step):
         left, right = values
-        high, low = (
+        high, *low = (
             [fragments(builder, held, left, a, m, step, plane) for m in range(m_tiles)]
-            for plane in (0, planes.a)
+            for plane in ((0, planes.a) if planes else (0,))
         )
         for n in range(at_once):
-            b_high, b_low = (
-                fragments(builder, None, right, b, first + n, step, x) for x in (0, planes.b)
+            b_high, *b_low = (
+                fragments(builder, None, right, b, first + n, step, plane)
+                for plane in ((0, planes.b) if planes else (0,))
             )
             for m in range(m_tiles):
                 for half in range(2):
                     i, pair = (m * at_once + n) * 2 + half, slice(2 * half, 2 * half + 2)
-                    more[i] = _mma(builder, "f16", 1, more[i], low[m], b_high[pair])
-                    more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[pair])
+                    if planes:
+                        more[i] = _mma(builder, "f16", 1, more[i], low[0][m], b_high[pair])
+                        more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[0][pair])
                     main[i] = _mma(builder, "f16", 1, main[i], high[m], b_high[pair])
 
     def empty(builder, registers, main, more, first, factor, begin):
@@ -176,7 +179,7 @@ def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, g
             m, rest = divmod(i, 2 * at_once)
             for e in range(4):
                 pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
-                total = builder.fadd(main[i][e], more[i][e])
+                total = builder.fadd(main[i][e], more[i][e]) if planes else main[i][e]
                 old = ir.Constant(F32, 0) if begin else builder.load(pointer)
                 if factor is not None:
                     total = builder.fma(total, factor, old)

@@ -19,8 +19,8 @@ class Shape(NamedTuple):
         Rows of what is read lie at multiples of 16 bytes.
     wide : bool
         And those of what is written.
-    split : bool
-        Float32, which is read in planes of float16 (`numba_flash.cuda.split`).
+    split : int
+        Of float32, how many planes of float16 are read (`numba_flash.cuda.split`); else 0.
     fours : bool
         Four float32 can be added to memory at a time.
     vectors : Vectors
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     turing: bool
     asynchronous: bool
     wide: bool
-    split: bool = False
+    split: int = 0
     fours: bool = False
     vectors: Vectors = Vectors()
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
         """Of 16 bits, of the rows of k and v as they are read."""
         if not self.split:
             return self.head_dim, self.head_dim_v
-        return 2 * padded(self.head_dim), 2 * padded(self.head_dim_v)
+        return self.split * padded(self.head_dim), self.split * padded(self.head_dim_v)
 
 
 class Sizes(NamedTuple):

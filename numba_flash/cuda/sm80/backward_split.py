@@ -46,20 +46,23 @@ def build(dtype, shape, ordered, options, tile):
     place, _ = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
-    planes_k, planes_v = ptx.Planes(2 * D, 2 * D), ptx.Planes(2 * DV, 2 * DV)
+    LOW, planes_k, planes_v = shape.split > 1, None, None
+    if LOW:
+        planes_k, planes_v = ptx.Planes(2 * D, 2 * D), ptx.Planes(2 * DV, 2 * DV)
     k_qt = products.build_split_nt(M_TILES, COLUMNS, D, PITCH_K, PITCH_K, planes_k)
     v_dot = products.build_split_nt(M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, planes_v)
-    planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
+    if LOW:
+        planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
     p_do, _ = products.build_split_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
     _, ds_q = products.build_split_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     kind = products.Kind(False, False)
     softmax_of = softmax_backward.build(
-        dtype, options, shape.vectors, M_TILES, COLUMNS, kind, split=True
+        dtype, options, shape.vectors, M_TILES, COLUMNS, kind, shape.split
     )
     tile_of, fetch, recompute_p, split_weights, differentiate, SLOPES, WORDS = softmax_of
-    power_of, (split, _) = softmax.build_power(SCORES), fragment.build_split(PAIRS)
+    power_of, (split, _) = softmax.build_power(SCORES), fragment.build_split(PAIRS, shape.split)
     put_high = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_low = products.build_put_words(M_TILES, COLUMNS, PITCH_DS, PAIRS)
     store_dk = build_store_floats(M_TILES, D, neighbours=True)
@@ -148,7 +151,8 @@ def build(dtype, shape, ordered, options, tile):
                 # (6) dK = dK + dS^T Q
                 split(p, dpT)
                 put_high(u32(ds_warp + u32(part * COLUMNS * 2)), p)
-                put_low(u32(ds_warp + u32((BLOCK_M + part * COLUMNS) * 2)), p)
+                if LOW:
+                    put_low(u32(ds_warp + u32((BLOCK_M + part * COLUMNS) * 2)), p)
                 factor[0] = power.down
                 ds_q(dk_acc, p, q_tile, factor)
                 if cuda.threadIdx.x % 32 == 0:

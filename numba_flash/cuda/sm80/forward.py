@@ -60,11 +60,11 @@ def build_products(dtype, shape, tile, begin):
     pitch_k, pitch_v = map(pitch, shape.columns)
     pairs = m_tiles * block_n // 4
     if shape.split:
-        planes = ptx.Planes(2 * d, 2 * d)
+        planes = ptx.Planes(2 * d, 2 * d) if shape.split > 1 else None
         scores = products.build_split_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
-        planes = ptx.Planes(pairs, 2 * dv)
+        planes = ptx.Planes(pairs, 2 * dv) if shape.split > 1 else None
         values, _ = products.build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
-        pack, _ = fragment.build_split(pairs)
+        pack, _ = fragment.build_split(pairs, shape.split)
         return Products(scores, None, pack, values)
     kind = products.Kind(dtype == "bfloat16", shape.turing)
     build_nt = partial(products.build_nt, kind, m_tiles, block_n)
@@ -92,7 +92,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
     ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
-    SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split, shape.columns  # of a row of a tile
+    SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split > 0, shape.columns  # of a row of a tile
     PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(COLUMNS_V)
     K_SMEM = BLOCK_M * max(PITCH_K, PITCH_V)
     V_SMEM = K_SMEM + STAGES * BLOCK_N * PITCH_K
@@ -109,7 +109,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask
     SEQUENCES, ASYNCHRONOUS = options.sequences, shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
-    key_bytes = 2 * (D + DV) * (2 if SPLIT else 1)
+    key_bytes = 2 * (D + DV) * max(1, shape.split)
     block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
     runs = fragment.runs_of_queries(M_TILES, BLOCK_N)
     HELD = max(1, held(options, runs).words)

@@ -58,7 +58,7 @@ def build(shape, ordered, options, tile, place):
     list_of, in_list = tile_lists.build_access(MASKED)
     memory, columns = (shape.head_dim, shape.head_dim_v), (D, DV)  # of rows there, and in a tile
     if shape.split:
-        memory = columns = 2 * D, 2 * DV
+        memory = columns = shape.split * D, shape.split * DV
     load_k = build_load(BLOCK_N, memory[0], THREADS, place, shape.asynchronous, columns[0])
     load_v = build_load(BLOCK_N, memory[1], THREADS, place, shape.asynchronous, columns[1])
     load_q = build_load(BLOCK_M, memory[0], THREADS, None, shape.asynchronous, columns[0])

@@ -119,7 +119,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     deterministic = deterministic and p.nq > 0  # without rows nobody sets the flags to 0
     there = hardware(gpu.capability)
-    tile, split = backward_tile(p, there), p.dtype == "float32"
+    tile = backward_tile(p, there)
+    split = tile.split > 0
     x, y = (
         _heads_first(p, inputs),
         results._replace(
@@ -132,7 +133,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         turing=there.turing,
         asynchronous=not there.turing and (split or chunked(x.do, x.q, x.k, x.v)),
         wide=chunked(y.dq, y.dk, y.dv),
-        split=split,
+        split=tile.split,
         fours=gpu.capability >= (9, 0),
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
     )

@@ -10,7 +10,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import SPLIT, extras_class, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.cuda.prepare_split import Splitter, planes_of
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, chunked
 from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
@@ -141,14 +141,14 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
     as a function of the generator's state.
     """
     (o,), x = grid.heads_first(p, results.o), operands.layouts
-    there, split = hardware(gpu.capability), p.dtype == "float32"
+    there = hardware(gpu.capability)
     shape = Shape(
         head_dim=p.d,
         head_dim_v=p.dv,
         turing=there.turing,
         asynchronous=not there.turing and chunked(x.q, x.k, x.v),
         wide=chunked(o),
-        split=split,
+        split=planes_of(p),
         vectors=operands.vectors,
     )
     numbers = lambda rng=None: (

@@ -51,9 +51,9 @@ class SoftmaxBackward(NamedTuple):
 
 
 @once
-def build(dtype, options, vectors, m_tiles, columns, kind, split=False):
-    """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; with `split`, weights
-    become operands of high and low numbers.
+def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
+    """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; weights become
+    operands of so many planes, if they are `split`.
     """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
@@ -65,7 +65,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=False):
     modify = build_modify(dtype, options, runs, True, kind.turing)
     drop = build_drop(options, runs, True)
     pack, pack2 = fragment.build_pack(PAIRS, *kind)
-    SPLIT, (split_all, split_pair) = split, fragment.build_split(PAIRS)
+    SPLIT, (split_all, split_pair) = split > 0, fragment.build_split(PAIRS, split)
 
     @inline
     def tile_of(row0, key, item, walk, heads, batch1):

@@ -98,12 +98,12 @@ def build(kind, shape, ordered, options, tile):
     COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
-    SPLIT, WARPS, PART = shape.split, tile.warps, tile.columns
+    SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
     product = products.build_tn(kind, *sizes) if not SPLIT else None
     if SPLIT:
-        planes = ptx.Planes(2 * BLOCK_M, 2 * D)
+        planes = ptx.Planes(2 * BLOCK_M, 2 * D) if shape.split > 1 else None
         product_times = products.build_split_tn(*sizes, planes, WARPS)
     place = build_place(tile, FOURS)
 
@@ -215,7 +215,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
     )
     ROWS_HELD, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
     IN_ORDER, SHARE = ordered and options.mask, tile.share
-    WARP_ROWS, SPLIT, HAS_DLSE, INF = BLOCK_M // tile.warps, shape.split, has_dlse, math.inf
+    WARP_ROWS, SPLIT, HAS_DLSE, INF = BLOCK_M // tile.warps, shape.split > 0, has_dlse, math.inf
     LOWERED = 2.0**-RAISED
     store_floats = build_store_floats(ROWS // 16, COLUMNS, has_dlse)
     more = () if not SPLIT else OF_DLSE if has_dlse else FACTORS

@@ -3,6 +3,7 @@
 import math
 
 from numba_flash.cuda import launch
+from numba_flash.cuda.prepare_split import planes_of
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
 from numba_flash.cuda.sm80.tiles import forward_tile, hardware
@@ -25,7 +26,9 @@ def tiles_of(problem) -> tuple:
 
 def algorithm(problem) -> str:
     """How products and sums are computed."""
-    if problem.dtype == "float32":
+    if planes_of(problem) == 1:
+        return "float32 as scaled float16: one product on tensor cores, sums in float32"
+    if planes_of(problem) == 2:
         return "float32 as the sum of two float16: three products on tensor cores, sums in float32"
     return "tensor cores, sums in float32"
 

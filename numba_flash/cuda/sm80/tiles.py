@@ -2,9 +2,11 @@
 imported here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
+
+from numba_flash.cuda.prepare_split import planes_of
 
 CHUNK = 8  # elements of 16 bits that are copied at a time
 WARP, ROWS = 32, 16  # threads of a warp; rows of one of its products
@@ -105,8 +107,8 @@ class BackwardTile:
         and dV; P and dS then go through shared memory (`numba_flash.cuda.sm80.backward_shared`).
     dq_parts : int
         A warp makes so many parts of its columns of dQ one after the other.
-    split : bool
-        Of float32, whose rows have high and low numbers of 16 bits.
+    split : int
+        Of float32, how many numbers of 16 bits each has in its place.
     """
 
     warps: int
@@ -120,7 +122,7 @@ class BackwardTile:
     ways: int = 1
     dq_parts: int = 1
 
-    split: bool = False
+    split: int = 0
 
     @property
     def kernel(self) -> str:
@@ -143,7 +145,7 @@ class BackwardTile:
         return -(-head_dim // unit) * unit
 
     def layout(self, d: int, dv: int) -> BackwardLayout:
-        planes = 2 if self.split else 1
+        planes = max(1, self.split)
         pitch_k, pitch_v = pitch(planes * self.padded(d)), pitch(planes * self.padded(dv))
         pitch_ds = pitch(planes * self.block_m)
         p = self.block_n * pitch_ds
@@ -322,14 +324,16 @@ BENT_BACKWARD_TILES = (
 
 # Of float32. None was timed. Rows of dQ of a warp are of one part of the scores.
 SPLIT_BACKWARD_TILES = (
-    Row(64, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4, split=True)),
-    Row(128, 163 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 2, 4, split=True)),
+    Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4)),
+    Row(64, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4, dq_parts=2)),
+    Row(128, 163 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 2, 4)),
 )
 
 
 def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
     if problem.dtype == "float32":
-        return _first(SPLIT_BACKWARD_TILES, max(problem.d, problem.dv), hardware).tile
+        tile = _first(SPLIT_BACKWARD_TILES, max(problem.d, problem.dv), hardware).tile
+        return replace(tile, split=planes_of(problem))
     tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES
     return _first(tiles, max(problem.d, problem.dv), hardware).tile
