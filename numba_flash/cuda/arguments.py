@@ -45,6 +45,36 @@ class Parameters(NamedTuple):
     first_key: int
 
 
+def planes_of(problem) -> int:
+    """Float16 numbers for each of a problem's arrays that the kernels read; 0 if these are not
+    float32. One has 11 bits, as TF32 has.
+    """
+    if problem.dtype != "float32":
+        return 0
+    return 1 if problem.precision == "tf32" else 2
+
+
+class Centred(NamedTuple):
+    """Which operands have their centre taken out."""
+
+    keys: bool
+    values: bool
+
+    @classmethod
+    def of(cls, options) -> "Centred":
+        """What a constant in all scores of a row, or in all values, does not change: no function of
+        a score, and no dropped weights.
+        """
+        return cls(not options.bends, not options.dropout)
+
+
+class Words(NamedTuple):
+    """Words of a row of a plane of q and k, and of v; a word has two columns."""
+
+    k: int
+    v: int
+
+
 class Vectors(NamedTuple):
     """Which arrays that go with scores can be read by so many neighbouring keys at once: these lie
     at multiples of their size, and there are whole groups of them.

@@ -10,41 +10,11 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
-from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.arguments import Centred, Words, build_extras, planes_of
 from numba_flash.cuda.launch import Launch
 
 THREADS, ROWS = 256, 64  # of a block, and the rows that it writes
 MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
-
-
-def planes_of(problem) -> int:
-    """Float16 numbers for each of a problem's arrays that the kernels read; 0 if these are not
-    float32. One has 11 bits, as TF32 has.
-    """
-    if problem.dtype != "float32":
-        return 0
-    return 1 if problem.precision == "tf32" else 2
-
-
-class Centred(NamedTuple):
-    """Which operands have their centre taken out."""
-
-    keys: bool
-    values: bool
-
-    @classmethod
-    def of(cls, options) -> "Centred":
-        """What a constant in all scores of a row, or in all values, does not change: no function of
-        a score, and no dropped weights.
-        """
-        return cls(not options.bends, not options.dropout)
-
-
-class Words(NamedTuple):
-    """Words of a row of a plane of q and k, and of v; a word has two columns."""
-
-    k: int
-    v: int
 
 
 class Split(NamedTuple):

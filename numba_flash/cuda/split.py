@@ -219,6 +219,7 @@ def summarise(extremes, first, count):
 
 @device
 def power_of_two(exponent):
+    """2 to it."""
     return ptx.as_float32(u32(u32(127 + exponent) << u32(23)))
 
 

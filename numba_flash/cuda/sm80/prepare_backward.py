@@ -12,13 +12,14 @@ from numba_flash.cuda.arguments import (
     FACTORS,
     OF_DLSE,
     SPLIT,
+    Centred,
     build_extras,
     extras_class,
     parameters_of,
     vectors_of,
 )
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.prepare_split import Centred, Splitter
+from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
 from numba_flash.cuda.sm80.prepare_dbias import Dbias

@@ -3,7 +3,7 @@
 import math
 
 from numba_flash.cuda import launch
-from numba_flash.cuda.prepare_split import planes_of
+from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
 from numba_flash.cuda.sm80.tiles import forward_tile, hardware

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda.prepare_split import planes_of
+from numba_flash.cuda.arguments import planes_of
 
 CHUNK = 8  # elements of 16 bits that are copied at a time
 WARP, ROWS = 32, 16  # threads of a warp; rows of one of its products
