@@ -13,7 +13,6 @@ from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
 CHUNK = 8  # elements of 16 bits that a thread loads at a time
-RAISED = 14  # P of split float32 is so many powers of two larger: 1 is near the end of float16
 
 
 def build(
@@ -38,9 +37,8 @@ def build(
     and flags = 0, one per row block, or as many for each with `copies`, and one more, if `ordered`,
     else dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
-    Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, and
-    RAISED less in base 2, o is without that of the values, and delta is in units of the products of
-    planes.
+    Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, o is
+    without that of the values, and delta is in units of the products of planes.
 
     do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
     lse, dlse : float32 (b0, b1, heads, nq).
@@ -49,7 +47,6 @@ def build(
     """
     BLOCK_M, HAS_DLSE, THREADS, CHUNKED = block_m, has_dlse, threads, chunked
     SPLIT, ELEMENT = dtype == "float32", f32 if dtype == "float32" else types.uint16
-    LOWERED = 0.0 if not SPLIT else RAISED if base_2 else RAISED / LOG2E
     FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
     CHUNKS = head_dim_v // CHUNK
     FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
@@ -102,8 +99,6 @@ def build(
                         shift -= extras.shifts[b0, b1, h, first_row + r]
                         delta /= factors[2] * factors[3]
                     shift = shift * f32(UNIT)
-                    if SPLIT:
-                        shift -= f32(LOWERED)
                 offset = u64((number * BLOCK_M + r) * 4)
                 ptx.store_global(u64(lse2_address + offset), (shift,))
                 ptx.store_global(u64(delta_address + offset), (delta,))

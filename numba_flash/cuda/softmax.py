@@ -149,18 +149,19 @@ def build_exponentials(count, tiles, careful=False, raised=0):
 
     careful : no score is multiplied, only how far it lies below its row's maximum, so that one near
         the end of float32, as of a bias that is meant to hide, does not become Inf.
-    raised : P and l are so many powers of two larger, into the range of float16's normal numbers.
+    raised : P and l are so many powers of two larger, into the range of float16's normal numbers;
+        not by way of the exponent, which would lose digits.
     """
     ROWS, COUNT, GROUPS, ACC, CAREFUL = 2 * tiles, count, count // 4, f32, careful
-    RAISED = float(raised)
+    RAISED = 2.0**raised
 
     @inline
     def power(x, shift, scale_log2):
         if CAREFUL:
-            if RAISED:
-                return ptx.ex2((x - shift) * scale_log2 + ACC(RAISED))
-            return ptx.ex2((x - shift) * scale_log2)
-        return ptx.ex2(x * scale_log2 - shift)
+            p = ptx.ex2((x - shift) * scale_log2)
+        else:
+            p = ptx.ex2(x * scale_log2 - shift)
+        return p * ACC(RAISED) if RAISED > 1 else p
 
     @inline
     def exponentials(s, m_i, l_i, scale_log2):
@@ -169,7 +170,7 @@ def build_exponentials(count, tiles, careful=False, raised=0):
             # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
             shift = m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)
             if not CAREFUL:
-                shift = shift * scale_log2 - ACC(RAISED) if RAISED else shift * scale_log2
+                shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
                 s[4 * j + e] = power(s[4 * j + e], shift, scale_log2)

@@ -135,16 +135,18 @@ class Planes(NamedTuple):
     b: int
 
 
-def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=0):
+def split_product(
+    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False
+):
     """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
     B that are sums of two of float16 each, without the product of the low ones, or of one each if
     `planes` is None; else as `product`.
 
     Tensor cores cut their sums off, so no sum stays there for longer than this product, or one of
     its `groups` of steps: they begin with 0, the products with low ones in registers of their own,
-    where little is cut off, and are rounded to nearest when they are added, each group times its
-    factor, an element of an array; `groups` 0 is one without a factor. `at_once` tiles of columns
-    are summed at the same time.
+    where little is cut off, and are rounded to nearest when they are added; if they are `scaled`,
+    each group times its element of the array `factors`. `at_once` tiles of columns are summed at
+    the same time.
     """
 
     def fragments(builder, held, address, operand, tile, step, low):
@@ -191,14 +193,14 @@ def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, g
     def multiply(context, acc, left, right, factors):
         def codegen(context, builder, signature, values):
             registers = pointers(context, builder, acc, values[0], 8 * m_tiles * n_tiles)
-            held, factor = [], [None]
+            held, factor = [], [None] * groups
             if a is None:
                 words = pointers(context, builder, left, values[1], 8 * m_tiles * steps)
                 held = [builder.load(x) for x in words]
-            if groups:
+            if scaled:
                 given = pointers(context, builder, factors, values[3], groups)
                 factor = [builder.load(x) for x in given]
-            size = steps // len(factor)
+            size = steps // groups
             for first in range(0, n_tiles, at_once):
                 for group, own in enumerate(factor):
                     zeros = [ir.Constant(F32, 0)] * 4

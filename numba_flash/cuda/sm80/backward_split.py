@@ -14,10 +14,10 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
-from numba_flash.cuda.preprocess import RAISED
 from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.load import build_store_floats
+from numba_flash.cuda.sm80.softmax_backward import RAISED
 
 
 def build(dtype, shape, ordered, options, tile):

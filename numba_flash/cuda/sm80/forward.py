@@ -104,6 +104,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
     RAISED, CENTRED = (RAISED_P, Centred.of(options)) if SPLIT else (0, Centred(False, False))
+    LOWERED = 2.0**-RAISED
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask
     SEQUENCES, ASYNCHRONOUS = options.sequences, shape.asynchronous
@@ -145,7 +146,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
 
     @inline
     def log_sum(m, l, scale_log2):
-        power = ptx.lg2(l) - f32(RAISED)
+        power = ptx.lg2(l * f32(LOWERED)) if SPLIT else ptx.lg2(l)
         if CHANGES:  # scores are in base e
             return m + power * f32(LN2)
         return (m * scale_log2 + power) * f32(LN2)

@@ -126,7 +126,8 @@ def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes):
     a, b = Matrices(16 * a_pitch, 32, False), Matrices(16 * b_pitch, 32, False)
     n_tiles = columns // 16
     at_once = math.gcd(n_tiles, MORE // (8 * m_tiles))
-    multiply = ptx.split_product(m_tiles, n_tiles, depth // 16, a, b, planes, at_once, True)
+    steps = depth // 16
+    multiply = ptx.split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, True, steps)
     beside, _ = build_lane(a_pitch)
     _, below = build_lane(b_pitch)
 
@@ -145,7 +146,7 @@ def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
     b = Matrices(32, 16 * b_pitch, True)
     sizes = m_tiles, columns // 16, depth // 16
     multiply = ptx.split_product(*sizes, None, b, planes, 1)
-    multiply_times = ptx.split_product(*sizes, None, b, planes, 1, groups=1)
+    multiply_times = ptx.split_product(*sizes, None, b, planes, 1, scaled=True)
     beside, _ = build_lane(b_pitch)
 
     @inline
@@ -168,7 +169,7 @@ def build_split_tn(m_tiles, columns, depth, a_pitch, b_pitch, planes, groups):
     n_tiles = columns // 16
     at_once = math.gcd(n_tiles, max(1, MORE // (8 * m_tiles)))
     sizes = m_tiles, n_tiles, depth // 16
-    multiply = ptx.split_product(*sizes, a, b, planes, at_once, True, groups)
+    multiply = ptx.split_product(*sizes, a, b, planes, at_once, True, groups, True)
     _, below = build_lane(a_pitch)
     beside, _ = build_lane(b_pitch)
 

@@ -12,6 +12,8 @@ from numba_flash.cuda.lang import f32, i32, inline, once, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.score import Head, Region
 
+RAISED = 14  # P of split float32 is so many powers of two larger: 1 is near the end of float16
+
 
 class Tile(NamedTuple):
     """A warp's part of a tile of scores.
@@ -53,7 +55,7 @@ class SoftmaxBackward(NamedTuple):
 @once
 def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; weights become
-    operands of so many planes, if they are `split`.
+    operands of so many planes, if they are `split`, and are 2^RAISED larger.
     """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
@@ -66,6 +68,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     drop = build_drop(options, runs, True)
     pack, pack2 = fragment.build_pack(PAIRS, *kind)
     SPLIT, (split_all, split_pair) = split > 0, fragment.build_split(PAIRS, split)
+    LARGEST = 2.0**RAISED
 
     @inline
     def tile_of(row0, key, item, walk, heads, batch1):
@@ -111,6 +114,8 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
                         sT[e] = ptx.ex2((sT[e] - shift[c]) * scale_log2)
                     else:
                         sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
+                    if SPLIT:
+                        sT[e] *= f32(LARGEST)
         if DROPOUT:
             drop(sT, tile.query, tile.key, tile.at, parameters)
 

@@ -11,9 +11,9 @@ from numba_flash.cuda import ptx, schedule, softmax, tile_lists
 from numba_flash.cuda.arguments import FACTORS, OF_DLSE, extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.preprocess import RAISED
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_store, build_store_floats
+from numba_flash.cuda.sm80.softmax_backward import RAISED
 from numba_flash.cuda.sm80.tiles import pitch
 
 
