@@ -13,7 +13,7 @@ of columns, once they are packed: P need not move between threads.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 
 ROWS = 2  # of a thread, 8 apart
 ALL_LANES = 0xFFFFFFFF
@@ -173,22 +173,22 @@ def build_pack(count, bfloat16, turing=False):
 
 @once
 def build_split(count, planes=2):
-    """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, whose sum
-    is x but for its last bits; the low words come after all `count` high ones. ``split_pair(p, j,
-    x, y)`` for one pair.
+    """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, of which x
+    is ``high + low / LOW`` but for its last bits; the low words come after all `count` high ones.
+    ``split_pair(p, j, x, y)`` for one pair.
 
     The high one is cut off, not rounded, which takes one instruction and a bit of the 22; but
     without low ones, of one of the `planes`, it is rounded.
     """
-    COUNT, KEPT, LOW = count, 0xFFFFE000, planes > 1
+    COUNT, KEPT, LOW, TWO = count, 0xFFFFE000, ptx.LOW, planes > 1
 
     @inline
     def split_pair(p, j, x, y):
-        if LOW:
+        if TWO:
             high_x = ptx.as_float32(ptx.as_uint32(x) & u32(KEPT))
             high_y = ptx.as_float32(ptx.as_uint32(y) & u32(KEPT))
             p[j] = ptx.pack_float16(high_x, high_y)
-            p[COUNT + j] = ptx.pack_float16(x - high_x, y - high_y)
+            p[COUNT + j] = ptx.pack_float16((x - high_x) * f32(LOW), (y - high_y) * f32(LOW))
         else:
             p[j] = ptx.pack_float16(x, y)
 

@@ -1,12 +1,12 @@
-"""Float32 for tensor cores: each number of a head is ``c + 2^-e (high + low)`` with two of float16,
-which have 22 bits together, and the products high high + high low + low high lose nothing that
-float32 would have kept (Ootomo and Yokota, arXiv:2203.03341).
+"""Float32 for tensor cores: each number of a head is ``c + 2^-e (high + low / LOW)``, with two of
+float16, which have 22 bits together, and the products high high + high low + low high lose nothing
+that float32 would have kept (Ootomo and Yokota, arXiv:2203.03341).
 
 The power 2^e, one for each head of k and what belongs to it, is exact, and brings the largest
-number near the end of float16: small ones keep what is left of them below it. The centre c, of a
-column of K and of V, takes out what all keys share, as kelvin or coordinates far from the origin
-do: scores change by one number per row, which the softmax does not notice, and O by the centre
-itself; dS does not change, since its rows sum to 0.
+number near the end of float16; low ones are LOW times larger, so that numbers down to 2^-27 of the
+largest have their 22 bits. The centre c, of a column of K and of V, takes out what all keys share,
+as kelvin or coordinates far from the origin do: scores change by one number per row, which the
+softmax does not notice, and O by the centre itself; dS does not change, since its rows sum to 0.
 
     q . k = q . (k - c) + q . c      softmax(S + a 1^T) = softmax(S)      P (V - 1 c^T) = P V - c
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import ptx
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, device, f32, i32, i64, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 WARPS, LANES = 8, 32
@@ -27,7 +27,8 @@ THREADS = WARPS * LANES
 SAMPLES = 32  # rows that a centre is made of
 ROWS = 64  # that a block of `split` writes
 TOP = 13  # the largest number of a head is at least 2^13, and below 2^15 with its centre taken out
-# Exponents of the largest number of a head, and how far below it that of a row may be.
+# Exponents of the largest number of a head, so far that what undoes two powers is a float32 still,
+# 2^(-2 (TOP + FARTHEST)); and how far below it that of a row may be.
 FARTHEST, WIDEST = 50, 24
 INFINITE, SIGN = 0x7F800000, 0x80000000
 QUERIES, KEYS, VALUES, GRADIENTS = range(4)
@@ -219,7 +220,7 @@ def summarise(extremes, first, count):
 
 @device
 def power_of_two(exponent):
-    """2 to it."""
+    """As float32, from -126 to 127."""
     return ptx.as_float32(u32(u32(127 + exponent) << u32(23)))
 
 
@@ -236,7 +237,8 @@ def build(options, head_dim, head_dim_v, words, planes, centred):
         keys are not `centred`.
     flags : int32 (b0, b1, heads of q), 1 where one of the parts of its head of k is flagged.
     """
-    WORDS_K, WORDS_V, CENTRED_KEYS, LOW = words.k, words.v, centred.keys, planes > 1
+    WORDS_K, WORDS_V, CENTRED_KEYS, LOW = words.k, words.v, centred.keys, ptx.LOW
+    TWO = planes > 1
     part_of = build_part(options, head_dim, head_dim_v)
 
     @device
@@ -292,24 +294,26 @@ def build(options, head_dim, head_dim_v, words, planes, centred):
         stop = min(part.first + (block + 1) * ROWS, part.stop)
         for i in range(part.first + block * ROWS + warp, stop, WARPS):
             row = u64(ptx.global_address(planes_head) + u64(i * planes_head.strides[0]))
-            x_row, shift = part.x[i], f32(0)
+            x_row = part.x[i]
+            shift = f64(0)  # of all scores of the row: no average makes its error smaller
             for w in range(lane, words, LANES):
                 x, c_x = element(x_row, 2 * w, part.columns), element(centre, 2 * w, part.columns)
                 y = element(x_row, 2 * w + 1, part.columns)
                 c_y = element(centre, 2 * w + 1, part.columns)
-                shift += x * c_x + y * c_y
+                shift += f64(x) * f64(c_x) + f64(y) * f64(c_y)
                 x, y = (x - taken * c_x) * power, (y - taken * c_y) * power
                 high = ptx.pack_float16(x, y)
                 ptx.store_global(u64(row + u64(4 * w)), (high,))
-                if LOW:
-                    x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
+                if TWO:
+                    x = (x - ptx.unpack_float16(high)) * f32(LOW)
+                    y = (y - ptx.unpack_float16_high(high)) * f32(LOW)
                     low = ptx.pack_float16(x, y)
                     ptx.store_global(u64(row + u64(4 * (w + words))), (low,))
             if part.kind == QUERIES:
                 for fold in range(5):
                     shift += cuda.shfl_xor_sync(ALL_LANES, shift, 1 << fold)
                 if lane == 0:
-                    own_shift = f32(scale) * shift if CENTRED_KEYS else f32(0)
+                    own_shift = f32(f64(scale) * shift) if CENTRED_KEYS else f32(0)
                     shifts[index(b0), index(b1), index(head), index(i)] = own_shift
 
     signature = types.void(

@@ -94,7 +94,7 @@ def build(dtype, shape, ordered, options, tile):
         of_head = extras.factors[b0, b1, item.head]
         q_factor, k_factor, v_factor, do_factor = of_head[0], of_head[1], of_head[2], of_head[3]
         if not CHANGES:
-            scale_log2 *= q_factor * k_factor
+            scale_log2 = scale * q_factor * k_factor
         k_tile, ds, factors = u32(smem + u32(K)), u32(smem + u32(DS)), u32(smem + u32(FACTOR))
         warp = i32(cuda.threadIdx.x // 32)
         k_warp = u32(k_tile + u32(warp * WARP_KEYS * PITCH_K))

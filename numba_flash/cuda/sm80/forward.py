@@ -120,7 +120,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES)
-    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES, RAISED)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES or SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, False, shape.turing)
     list_of, listed = tile_lists.build_access(options.mask)

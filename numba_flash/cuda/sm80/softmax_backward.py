@@ -3,6 +3,7 @@ columns (FlashAttention-2, Algorithm 2, lines 11 to 14). Fragments of S^T, P^T, 
 called sT, pT, dpT and dsT.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from numba_flash import mask
@@ -55,7 +56,8 @@ class SoftmaxBackward(NamedTuple):
 @once
 def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; weights become
-    operands of so many planes, if they are `split`, and are 2^RAISED larger.
+    operands of so many planes, if they are `split`, and are 2^RAISED larger; `scale_log2` and the
+    lse then are in base e.
     """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
@@ -68,7 +70,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     drop = build_drop(options, runs, True)
     pack, pack2 = fragment.build_pack(PAIRS, *kind)
     SPLIT, (split_all, split_pair) = split > 0, fragment.build_split(PAIRS, split)
-    LARGEST = 2.0**RAISED
+    LARGEST, LOG2E = 2.0**RAISED, math.log2(math.e)
 
     @inline
     def tile_of(row0, key, item, walk, heads, batch1):
@@ -112,6 +114,8 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
                     if CHANGES:
                         sT[e] = ptx.ex2((sT[e] - shift[c]) * scale_log2)
+                    elif SPLIT:  # the difference of large numbers loses no digits
+                        sT[e] = ptx.ex2((sT[e] * scale_log2 - shift[c]) * f32(LOG2E))
                     else:
                         sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
                     if SPLIT:
