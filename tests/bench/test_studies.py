@@ -224,6 +224,16 @@ def test_accuracy(tmp_path):
         assert all(name in row or row["reason"] for row in rows.values() for name in ("o", "dq", "dk", "dv"))
 
 
+def test_float32(tmp_path):
+    """Numbers of N(0, 1) lose little, those far from the origin much; who cannot run says why."""
+    results = run("float32", "--length", "96", "--head-dims", "16", file=tmp_path / "float32.json")
+    rows = {(row["distribution"], row["who"]): row for row in results["rows"]}
+    assert all(0 < rows["normal", who][name] < 1e-6 for who in ("naive", "cpu") for name in ("o", "dq", "dk", "dv"))
+    assert all(rows["kelvin", who]["dq"] > 1e-5 > rows["units", who]["dq"] for who in ("naive", "cpu"))
+    assert {who for _, who in rows} >= {"sm80 float32", "sm80 tf32", "sm90", "simt", "cpu", "naive"}
+    assert all("o" in row or row["reason"] for row in rows.values())
+
+
 @pytest.mark.gpu
 def test_situations_beside_pytorch(tmp_path):
     """Every peer of a small problem is checked and timed."""
