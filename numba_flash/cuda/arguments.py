@@ -18,6 +18,20 @@ SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where f
 FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
 
 
+class Centred(NamedTuple):
+    """Which operands of split float32 have their centre taken out."""
+
+    keys: bool
+    values: bool
+
+    @classmethod
+    def of(cls, options) -> "Centred":
+        """What a constant in all scores of a row, or in all values, does not change: no function of
+        a score, and no dropped weights.
+        """
+        return cls(not options.bends, not options.dropout)
+
+
 class Parameters(NamedTuple):
     """Numbers of the options.
 

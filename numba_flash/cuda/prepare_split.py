@@ -10,26 +10,12 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
-from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.arguments import Centred, build_extras
 from numba_flash.cuda.launch import Launch
 
 THREADS, ROWS = 256, 64  # of a block, and the rows that it writes
 MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
 STEP = 16  # columns of a product; a word has two
-
-
-class Centred(NamedTuple):
-    """Which operands have their centre taken out."""
-
-    keys: bool
-    values: bool
-
-    @classmethod
-    def of(cls, options) -> "Centred":
-        """What a constant in all scores of a row, or in all values, does not change: no function of
-        a score, and no dropped weights.
-        """
-        return cls(not options.bends, not options.dropout)
 
 
 class Words(NamedTuple):

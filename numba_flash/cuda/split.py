@@ -206,6 +206,7 @@ def summarise(extremes, number):
 
 @device
 def power_of_two(exponent):
+    """As float32, from -126 to 127."""
     return ptx.as_float32(u32(u32(127 + exponent) << u32(23)))
 
 

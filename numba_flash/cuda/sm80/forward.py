@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax, tile_lists
 from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
-from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.arguments import Centred, extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.prepare_split import Centred
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.block import build_block
