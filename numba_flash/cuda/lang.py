@@ -13,6 +13,7 @@ __all__ = [
     "cuda",
     "device",
     "f32",
+    "f64",
     "i32",
     "i64",
     "inline",
@@ -30,7 +31,8 @@ inline = device if SIMULATED else cuda.jit(device=True, forceinline=True)
 # What makes device functions makes them once for all kernels of a process that want the same: to
 # type and lower them is most of the time of compiling a kernel.
 once = cache
-f32, i32, i64, u32, u64 = types.float32, types.int32, types.int64, types.uint32, types.uint64
+f32, f64 = types.float32, types.float64
+i32, i64, u32, u64 = types.int32, types.int64, types.uint32, types.uint64
 
 
 def named(cls, *kinds):

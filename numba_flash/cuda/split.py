@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import ptx
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, device, f32, i32, i64, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 WARPS, LANES = 8, 32
@@ -26,8 +26,9 @@ THREADS = WARPS * LANES
 SAMPLES = 32  # rows that a centre is made of
 ROWS = 64  # that a block of `split` writes
 TOP = 13  # the largest number of a head is at least 2^13, and below 2^15 with its centre taken out
-# Exponents of the largest number of a head, and how far below it that of a row may be.
-FARTHEST, WIDEST = 60, 24
+# Exponents of the largest number of a head, so far that what undoes two powers is a float32 still,
+# 2^(-2 (TOP + FARTHEST)); and how far below it that of a row may be.
+FARTHEST, WIDEST = 50, 24
 INFINITE, SIGN = 0x7F800000, 0x80000000
 QUERIES, KEYS, VALUES = range(3)
 
@@ -267,13 +268,13 @@ def build(options, head_dim, head_dim_v, words, centred):
         stop = min(part.first + (block + 1) * ROWS, part.stop)
         for i in range(part.first + block * ROWS + warp, stop, WARPS):
             row = u64(ptx.global_address(planes) + u64(i * planes.strides[0]))
-            shift = f32(0)
+            shift = f64(0)  # of all scores of the row: no average makes its error smaller
             for w in range(lane, words, LANES):
                 x = element(part.x, i, 2 * w, part.columns)
                 y = element(part.x, i, 2 * w + 1, part.columns)
                 c_x = centre[index(2 * w)] if 2 * w < part.columns else f32(0)
                 c_y = centre[index(2 * w + 1)] if 2 * w + 1 < part.columns else f32(0)
-                shift += x * c_x + y * c_y
+                shift += f64(x) * f64(c_x) + f64(y) * f64(c_y)
                 x, y = (x - taken * c_x) * power, (y - taken * c_y) * power
                 high = ptx.pack_float16(x, y)
                 x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
@@ -283,7 +284,7 @@ def build(options, head_dim, head_dim_v, words, centred):
                 for fold in range(5):
                     shift += cuda.shfl_xor_sync(ALL_LANES, shift, 1 << fold)
                 if lane == 0:
-                    shifts[b0, b1, head, index(i)] = f32(scale) * shift
+                    shifts[b0, b1, head, index(i)] = f32(f64(scale) * shift)
 
     signature = types.void(
         *[array(f32, 5)] * 3,
