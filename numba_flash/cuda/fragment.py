@@ -13,7 +13,7 @@ of columns, once they are packed: P need not move between threads.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 
 ROWS = 2  # of a thread, 8 apart
 ALL_LANES = 0xFFFFFFFF
@@ -173,12 +173,12 @@ def build_pack(count, bfloat16, turing=False):
 
 @once
 def build_split(count):
-    """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, whose sum
-    is x but for its last bits; the low words come after all `count` high ones.
+    """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, of which x
+    is ``high + low / LOW`` but for its last bits; the low words come after all `count` high ones.
 
     The high one is cut off, not rounded, which takes one instruction and a bit of the 22.
     """
-    COUNT, KEPT = count, 0xFFFFE000
+    COUNT, KEPT, LOW = count, 0xFFFFE000, ptx.LOW
 
     @inline
     def split(p, x):
@@ -186,6 +186,7 @@ def build_split(count):
             one = ptx.as_float32(ptx.as_uint32(x[2 * j]) & u32(KEPT))
             other = ptx.as_float32(ptx.as_uint32(x[2 * j + 1]) & u32(KEPT))
             p[j] = ptx.pack_float16(one, other)
-            p[COUNT + j] = ptx.pack_float16(x[2 * j] - one, x[2 * j + 1] - other)
+            low, other_low = (x[2 * j] - one) * f32(LOW), (x[2 * j + 1] - other) * f32(LOW)
+            p[COUNT + j] = ptx.pack_float16(low, other_low)
 
     return split

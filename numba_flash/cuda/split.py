@@ -1,11 +1,12 @@
-"""Float32 for tensor cores: each number of a head is ``c + 2^-e (high + low)`` with two of float16,
-which have 22 bits together, and the products high high + high low + low high lose nothing that
-float32 would have kept (Ootomo and Yokota, arXiv:2203.03341).
+"""Float32 for tensor cores: each number of a head is ``c + 2^-e (high + low / LOW)``, with two of
+float16, which have 22 bits together, and the products high high + high low + low high lose nothing
+that float32 would have kept (Ootomo and Yokota, arXiv:2203.03341).
 
-The power 2^e, one for each head, is exact, and brings the largest number near the end of float16:
-small ones keep what is left of them below it. The centre c, of a column of K and of V, takes out
-what all keys share, as kelvin or coordinates far from the origin do: scores change by one number
-per row, which the softmax does not notice, and O by the centre itself.
+The power 2^e, one for each head, is exact, and brings the largest number near the end of float16;
+low ones are LOW times larger, so that numbers down to 2^-27 of the largest have their 22 bits. The
+centre c, of a column of K and of V, takes out what all keys share, as kelvin or coordinates far
+from the origin do: scores change by one number per row, which the softmax does not notice, and O by
+the centre itself.
 
     q . k = q . (k - c) + q . c      softmax(S + a 1^T) = softmax(S)      P (V - 1 c^T) = P V - c
 
@@ -223,7 +224,7 @@ def build(options, head_dim, head_dim_v, words, centred):
         written if keys are not `centred`.
     flags : int32 (b0, b1, heads of q), 1 where one of the head's parts is flagged, else 0.
     """
-    WORDS_K, WORDS_V, CENTRED_KEYS = words.k, words.v, centred.keys
+    WORDS_K, WORDS_V, CENTRED_KEYS, LOW = words.k, words.v, centred.keys, ptx.LOW
     part_of = build_part(options, head_dim, head_dim_v)
 
     @device
@@ -277,7 +278,8 @@ def build(options, head_dim, head_dim_v, words, centred):
                 shift += f64(x) * f64(c_x) + f64(y) * f64(c_y)
                 x, y = (x - taken * c_x) * power, (y - taken * c_y) * power
                 high = ptx.pack_float16(x, y)
-                x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
+                x = (x - ptx.unpack_float16(high)) * f32(LOW)
+                y = (y - ptx.unpack_float16_high(high)) * f32(LOW)
                 ptx.store_global(u64(row + u64(4 * w)), (high,))
                 ptx.store_global(u64(row + u64(4 * (w + words))), (ptx.pack_float16(x, y),))
             if CENTRED_KEYS and part.kind == QUERIES:

@@ -132,6 +132,9 @@ from numba_flash.cuda.ptx.memory import (
     store_shared_zero16 as store_shared_zero16,
 )
 from numba_flash.cuda.ptx.mma import (
+    LOW as LOW,
+)
+from numba_flash.cuda.ptx.mma import (
     Matrices as Matrices,
 )
 from numba_flash.cuda.ptx.mma import (

@@ -13,6 +13,9 @@ from numba.cuda.extending import intrinsic
 from numba_flash.cuda.lang import types, u32
 from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
 
+# Low ones of split float32 are so many times larger: those of small numbers, too, are normal.
+LOW = 2.0**11
+
 
 class Matrices(NamedTuple):
     """How an operand lies in shared memory, seen from a lane's address.
@@ -123,7 +126,7 @@ def load_matrices(m_tiles, steps, a):
 
 
 class Planes(NamedTuple):
-    """Of an operand that is a sum of two, high and low, where the low one lies.
+    """Of operands that are ``high + low / LOW``, where the low ones lie.
 
     Attributes
     ----------
@@ -137,7 +140,8 @@ class Planes(NamedTuple):
 
 def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False):
     """Function ``multiply(acc, left, right)`` of kernels: ``acc += A B`` of float32 A and B that
-    are sums of two of float16 each, without the product of the low ones; for the rest as `product`.
+    are ``high + low / LOW`` with float16, without the product of the low ones; for the rest as
+    `product`.
 
     Tensor cores cut their sums off, so no sum stays there for longer than this product: they begin
     with 0, the products with low ones in registers of their own, where little is cut off, and are
@@ -185,7 +189,7 @@ def split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False):
                     m, rest = divmod(i, 2 * at_once)
                     for e in range(4):
                         pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
-                        total = builder.fadd(main[e], more[e])
+                        total = builder.fma(more[e], ir.Constant(F32, 1 / LOW), main[e])
                         if not fresh:
                             total = builder.fadd(builder.load(pointer), total)
                         builder.store(total, pointer)
