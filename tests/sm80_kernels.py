@@ -22,7 +22,13 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
-AROUND = ("backward", "backward, any strides", "backward 64 lengths")  # cases whose kernels around the loop are compiled, too
+AROUND = (
+    "backward",
+    "backward, any strides",
+    "backward 64 lengths",
+    "forward float32 64 for 9.0",
+    "forward float32 64 everything",
+)  # cases whose kernels around the loop are compiled, too
 
 
 class Case(NamedTuple):
@@ -135,7 +141,26 @@ OTHERS = {
     "backward, any strides": Case("backward", "float16", 128, 128, aligned=False),
     **{f"{kind} {d} {name}": Case(kind, "float16", d, d, options=OPTIONS[name]) for (kind, d), names in CHOSEN.items() for name in names},
 }
-CASES = TILES | OTHERS
+# Float32 as pairs of float16, forward; where it is refused there is no kernel.
+OF_FLOAT32 = {"causal": OPTIONS["causal"], "bias": OPTIONS["bias of float32"]}
+OF_FLOAT32["everything"] = OPTIONS["everything"] | {"bias": on_paper(SCORES, np.float32)}
+FLOAT32 = {
+    f"forward float32 {d} for {name_of(capability)}": Case("forward", "float32", d, d, capability)
+    for capability in ARCHITECTURES
+    for d in (32, 64, 128, 256)
+}
+FLOAT32 |= {
+    f"forward float32 {d} {name}": Case("forward", "float32", d, d, options=options)
+    for d in (32, 64, 128, 256)
+    for name, options in OF_FLOAT32.items()
+    if name == "everything" or d in (64, 128)
+}
+FLOAT32 |= {
+    "forward float32 13, 40": Case("forward", "float32", 13, 40, options=OPTIONS["window"]),
+    "forward float32 64 lengths": Case("forward", "float32", 64, 64, HOPPER, options=OPTIONS["lengths"]),
+    "forward float32 128 everything for 9.0": Case("forward", "float32", 128, 128, HOPPER, options=OF_FLOAT32["everything"]),
+}
+CASES = TILES | OTHERS | FLOAT32
 
 
 @cache

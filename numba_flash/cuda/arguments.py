@@ -55,7 +55,7 @@ def planes_of(problem) -> int:
 
 
 class Centred(NamedTuple):
-    """Which operands have their centre taken out."""
+    """Which operands of split float32 have their centre taken out."""
 
     keys: bool
     values: bool

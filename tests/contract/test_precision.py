@@ -304,7 +304,8 @@ def test_a_score_mod_notices_another_default(ran):
 IEEE, WIDENED, TENSOR_CORES = "IEEE products and sums", "products and sums in float32", "tensor cores, sums in float32"
 OF_ANY = {"float16": WIDENED, "bfloat16": WIDENED, "float32": IEEE, "float64": IEEE}
 OF_TENSOR_CORES = {"float16": TENSOR_CORES, "bfloat16": TENSOR_CORES}
-ALGORITHMS = {"sm90": OF_TENSOR_CORES, "sm80": OF_TENSOR_CORES, "simt": OF_ANY, "cpu": OF_ANY}
+SPLIT = "float32 as the sum of two float16: three products on tensor cores, sums in float32"
+ALGORITHMS = {"sm90": OF_TENSOR_CORES, "sm80": OF_TENSOR_CORES | {"float32": SPLIT}, "simt": OF_ANY, "cpu": OF_ANY}
 
 
 def test_every_backend_names_its_algorithm():

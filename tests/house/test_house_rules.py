@@ -35,7 +35,8 @@ LAYERS = (
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
     "cuda.launch cuda.compile cuda.grid cuda.tensor_maps",
-    " ".join([*TIERS, "cuda.delta", "cuda.preprocess", "cuda.split", "cuda.combine", "cuda.sum_shares"]),  # kernels, and what only they have
+    # kernels, and what only they have
+    " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "sum_shares", "split"))]),
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists cuda.arguments",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng",

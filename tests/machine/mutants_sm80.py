@@ -7,7 +7,8 @@ LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "c
 PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
-LISTS = "cuda/tile_lists.py"
+LISTS, BLOCK = "cuda/tile_lists.py", "cuda/sm80/block.py"
+SPLIT, FRAGMENT, ARGUMENTS = "cuda/split.py", "cuda/fragment.py", "cuda/arguments.py"
 
 MUTANTS_SM80 = (
     # ---- who may touch which shared memory when
@@ -32,8 +33,8 @@ MUTANTS_SM80 = (
     Mutant(
         "values in the order of their keys",
         FORWARD,
-        "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, place_of_key,",
-        "load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, None,",
+        "load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, place_of_key,",
+        "load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, None,",
         "mma",
     ),
     Mutant("what follows the last key", LOAD, "u32(2 * CHUNK) if there else u32(0)", "u32(2 * CHUNK)", "mma, lengths"),
@@ -44,7 +45,11 @@ MUTANTS_SM80 = (
     ),
     Mutant("eight columns exchanged with their neighbours", MMA, "right[2 * half :][:2]", "right[2 * (1 - half) :][:2]", "mma"),
     Mutant(
-        "V that is not transposed", PRODUCTS, "    b = Matrices(32, 16 * b_pitch, True)", "    b = Matrices(32, 16 * b_pitch, False)", "mma"
+        "V that is not transposed",
+        PRODUCTS,
+        "    b = Matrices(32, 16 * b_pitch, True)\n    multiply = ptx.product",
+        "    b = Matrices(32, 16 * b_pitch, False)\n    multiply = ptx.product",
+        "mma",
     ),
     Mutant("the same eight columns twice", MMA, "a[step * 4 // steps :][: 4 // steps]", "a[: 4 // steps]", "mma, Turing"),
     # ---- softmax and the mask
@@ -60,7 +65,7 @@ MUTANTS_SM80 = (
         "a tile that the end cuts", "mask.py", "min(nk, i0 + high + 1) - n + 1", "min(nk, i0 + high + 1) - n + 2", "mma, one key missing"
     ),
     Mutant(
-        "lengths do not move the band", FORWARD, "i32(low + sequence.shift), i32(high + sequence.shift)", "low, high", "mma, causal lengths"
+        "lengths do not move the band", BLOCK, "i32(low + sequence.shift), i32(high + sequence.shift)", "low, high", "mma, causal lengths"
     ),
     Mutant("parts that leave out a tile of keys", FORWARD, "share = (count + parts - 1) // parts", "share = count // parts", "mma, parts"),
     # ---- options
@@ -108,6 +113,49 @@ MUTANTS_SM80 = (
         "first=tile_lists.is_first(order, 0)",
         "mma, gradients, tiles of a mask",
     ),
+    # ---- float32 as pairs of float16
+    Mutant(
+        "no low plane of K and V",
+        MMA,
+        '                    more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[pair])\n',
+        "",
+        "split",
+    ),
+    Mutant(
+        "no low plane of Q and P",
+        MMA,
+        '                    more[i] = _mma(builder, "f16", 1, more[i], low[m], b_high[pair])\n',
+        "",
+        "split",
+    ),
+    Mutant("low planes as large as they are kept", MMA, "ir.Constant(F32, 1 / LOW)", "ir.Constant(F32, 1)", "split"),
+    Mutant(
+        "columns of V of the tile before",
+        MMA,
+        "registers[((m * n_tiles + first) * 2 + rest)",
+        "registers[(m * n_tiles * 2 + rest)",
+        "split, D128",
+    ),
+    Mutant("low words of P that are none", FRAGMENT, "p[COUNT + j] = ptx.pack_float16(low, other_low)", "p[COUNT + j] = u32(0)", "split"),
+    Mutant("P rounded up where it is cut off", FRAGMENT, "0xFFFFE000, ptx.LOW", "0xFFFFF000, ptx.LOW", "split"),
+    Mutant("powers of two that stay in the lse", FORWARD, "power = ptx.lg2(l) - f32(RAISED)", "power = ptx.lg2(l)", "split"),
+    Mutant("scores with their powers", FORWARD, "if CHANGES else scale_log2 * factor", "if CHANGES else scale_log2", "split"),
+    Mutant("O with the power of V", FORWARD, "inverse[r] *= extras.factors", "inverse[r] += 0 * extras.factors", "split"),
+    Mutant("O without the centre of V", FORWARD, "shape.head_dim_v, CENTRED.values)", "shape.head_dim_v, False)", "split, offset"),
+    Mutant("an lse without its shift", FORWARD, "value += shifts[", "value += 0 * shifts[", "split, offset"),
+    Mutant("a shift without its scale", SPLIT, "f32(f64(scale) * shift)", "f32(shift)", "split, offset"),
+    Mutant("the centre of half a word", SPLIT, "(y - taken * c_y) * power", "(y - taken * c_x) * power", "split, offset"),
+    Mutant("scores of a softcap without their centre", ARGUMENTS, "cls(not options.bends,", "cls(True,", "split, softcap"),
+    Mutant("dropped values without their centre", ARGUMENTS, "not options.dropout)", "True)", "split, dropout"),
+    Mutant(
+        "the power of another head of K",
+        SPLIT,
+        "kv_head = part.head // (factors.shape[2] // k.shape[2])",
+        "kv_head = part.head % k.shape[2]",
+        "split, heads",
+    ),
+    Mutant("flags of q and k alone", SPLIT, " | keys.flagged | values.flagged", " | keys.flagged", "split, a NaN"),
+    Mutant("a NaN that is no large number", SPLIT, "u32(SIGN - 1))", "u32(INFINITE - 1))", "split, a NaN"),
     # ---- backward
     Mutant(
         "no barrier between tiles of queries",

@@ -54,6 +54,10 @@ class Problem(NamedTuple):
         The backend.
     capability : tuple of two ints
         What its kernels are compiled for.
+    dtype : str
+        Of the arrays.
+    made : function
+        What is made of N(0, 1) for q, k, v and do.
     """
 
     run: Callable
@@ -70,6 +74,8 @@ class Problem(NamedTuple):
     resident: int | None = None
     tier: str = "sm90"
     capability: tuple[int, int] = kernels.HOPPER
+    dtype: str = "float16"
+    made: Callable = lambda *arrays: arrays
 
 
 class Watched(Machine):
@@ -140,7 +146,24 @@ MASKED = {"mask": RNG.random((NQ, NK)) < 0.7}
 TILES = {"mask": RNG.random((300, 300)) < 0.9}
 TILES["mask"][:256, :128] = TILES["mask"][:64, 128:256] = False
 TILES["mask"][128:256, 128:256] = True
+
+
+def offset(q, k, v, do):
+    return q, k + 30, v + 30, do
+
+
+def units(q, k, v, do):
+    """Heads in units of their own."""
+    return q, *(x * np.array([1, 1e-3])[:, None, None] for x in (k, v)), do
+
+
+def not_a_number(q, k, v, do):
+    v[0, 0, 30, 3] = np.nan
+    return q, k, v, do
+
+
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
+split = partial(mma, dtype="float32")
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 PROBLEMS |= {
     "mma": mma(),
@@ -156,6 +179,13 @@ PROBLEMS |= {
     "mma, bias": mma(nk=88, options=bias_of(NQ, 88)),
     "mma, mask and dropout": mma(nk=NK, options=MASKED | DROPOUT),
     "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
+    "split": split(),
+    "split, D128": split(d=128, nk=70),
+    "split, offset": split(made=offset),
+    "split, softcap": split(nk=NK, made=offset, options={"softcap": 2.0}),
+    "split, dropout": split(nk=NK, made=offset, options=DROPOUT),
+    "split, heads": split(nk=NK, hq=4, hk=2, made=units),
+    "split, a NaN": split(nk=NK, made=not_a_number),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),
@@ -174,7 +204,8 @@ PROBLEMS |= {
 def run(problem: Problem, seed: int) -> None:
     """A problem, in the order of that seed."""
     p = problem
-    arrays = random_inputs(batch=(p.batch,), hq=p.hq, hk=p.hk, nq=p.nq, nk=p.nk, d=p.d, dtype="float16")
+    drawn = random_inputs(batch=(p.batch,), hq=p.hq, hk=p.hk, nq=p.nq, nk=p.nk, d=p.d, dtype=p.dtype)
+    arrays = [x.astype(p.dtype) for x in p.made(*drawn)]
     for name, (first, *others) in {"q_lengths": (0, 3), "kv_lengths": (1, 2)}.items():
         for x in [arrays[i] for i in (first, *others)] if name in p.options else ():
             for b, length in enumerate(p.options[name]):

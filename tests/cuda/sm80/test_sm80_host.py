@@ -36,10 +36,11 @@ def problem(options=None, **sizes) -> Problem:
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------------------
 
+B200, A10, L40, RTX5090 = (Gpu(0, capability, 100) for capability in ((10, 0), (8, 6), (8, 9), (12, 0)))
 KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
 REFUSED = {
-    "float32": ({"dtype": "float32"}, {}, "serves float16 and bfloat16; q.dtype is float32"),
-    "float64": ({"dtype": "float64"}, {}, "serves float16 and bfloat16; q.dtype is float64"),
+    "float64": ({"dtype": "float64"}, {}, "serves float16, bfloat16 and float32; q.dtype is float64"),
+    "IEEE products": ({"dtype": "float32"}, {"precision": "ieee"}, "computes no IEEE products (precision='ieee')"),
     "scale 0": ({}, {"scale": 0.0}, "needs a positive, finite scale; got 0.0"),
     "scale < 0": ({}, {"scale": -0.5}, "needs a positive, finite scale; got -0.5"),
 }
@@ -67,6 +68,25 @@ def test_problems_that_are_refused(kind, sizes, options, sentence):
 def test_problems_that_are_served(kind, sizes, options):
     for demanded in (False, True):
         assert tier.why_not(kind, problem(options, **sizes), inputs_of(**sizes), demanded, A100) is None
+
+
+@pytest.mark.parametrize("gpu", [A100, H200, B200], ids=["A100", "H200", "B200"])
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_float32_is_served_forward_on_demand(gpu, precision):
+    p, inputs = problem({"precision": precision}, dtype="float32"), inputs_of(dtype="float32")
+    assert tier.why_not("forward", p, inputs, True, gpu) is None
+    sentence = "serves float32 on demand only (backend='sm80'): its speed is not known yet"
+    assert tier.why_not("forward", p, inputs, False, gpu) == sentence
+    for demanded in (False, True):
+        assert tier.why_not("backward", p, inputs, demanded, gpu) == "has no backward pass of float32"
+
+
+@pytest.mark.parametrize("gpu", [T4, A10, L40, RTX5090], ids=["T4", "A10", "L40", "RTX 5090"])
+def test_float32_is_refused_where_blocks_have_little_memory(gpu):
+    p, inputs = problem(dtype="float32"), inputs_of(dtype="float32")
+    sentence = "serves float32 where a block may have 163 KB of shared memory; a GPU of compute capability {}.{} has less"
+    for demanded in (False, True):
+        assert tier.why_not("forward", p, inputs, demanded, gpu) == sentence.format(*gpu.capability)
 
 
 def test_gpus_that_are_refused(monkeypatch):

@@ -1,0 +1,342 @@
+"""Float32 as pairs of float16: the pre-pass by itself, heads that are left to IEEE arithmetic, and what centres must not touch."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from support import SIMULATED, random_inputs, same_bits
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+
+from kernels import HOPPER, machine
+
+import numba_flash
+from numba_flash import reference
+from numba_flash.arrays import Layout
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.problem import ForwardInputs, bind, bind_packed
+
+pytestmark = pytest.mark.machine
+
+AMPERE = (8, 0)
+TOP, SAMPLES, LOW = 13, 32, 2.0**11  # exponent of a head's largest number; rows that a centre is made of; how much larger low planes are
+NOT_WRITTEN = np.uint32(2**30 + 1)
+
+
+# ---- the pre-pass by itself --------------------------------------------------------------------------------------------------------------
+
+
+def made_of(q, k, v, offsets=(), **options):
+    """What the pre-pass makes of a call's arrays."""
+    arrays = {name: options[name] for name in ("q_lengths", "kv_lengths", "bias", "mask") if name in options}
+    problem = bind_packed(q, k, v, *offsets, **options) if offsets else bind(q, k, v, **options)
+    if offsets:
+        arrays = {"q_lengths": offsets[0], "kv_lengths": offsets[1]}
+    inputs = ForwardInputs(q, k, v, **arrays)
+    with machine(), np.errstate(all="ignore"):
+        return Splitter(problem, Gpu(0, HOPPER, 2), ForwardInputs(*map(Layout.of, inputs))).of(inputs)
+
+
+def exponent_of(x: np.ndarray) -> int:
+    """Of the power of two that a head is multiplied by."""
+    most = np.abs(x).max(initial=0)
+    return TOP - (int(np.frexp(most)[1]) - 1) if most else 0
+
+
+def numbers_of(planes: np.ndarray, columns: int, exponent: int) -> np.ndarray:
+    """(n, columns) float64, of one head; columns beyond are 0."""
+    high, low = (np.ascontiguousarray(x).view(np.float16).astype(np.float64) for x in np.split(planes, 2, axis=-1))
+    x = (high + low / LOW) * 2.0**-exponent
+    assert (x[:, columns:] == 0).all()
+    return x[:, :columns]
+
+
+def centre_of(x: np.ndarray) -> np.ndarray:
+    """Of each column: the median of evenly spaced rows if all are on one side of 0, else 0."""
+    samples = np.sort(x[np.arange(SAMPLES) * len(x) // SAMPLES], axis=0)
+    return np.where((samples[0] > 0) | (samples[-1] < 0), samples[SAMPLES // 2], 0)
+
+
+def check_planes(planes: np.ndarray, x: np.ndarray, centre: np.ndarray) -> None:
+    """Those of one head say ``x - c`` to 2^-22 of each number that is not far below the largest, and to 2^-49 of that."""
+    exact, largest = x.astype(np.float64) - centre, np.abs(x).max(initial=0).astype(np.float64)
+    error = np.abs(numbers_of(planes, x.shape[1], exponent_of(x)) - exact)
+    assert (error <= 2.0**-22 * np.abs(exact) + 2.0**-48 * largest).all(), (error / largest).max()
+
+
+class Given(NamedTuple):
+    """Of a call: what is made of N(0, 1) for q, k and v, and which centres are expected."""
+
+    q: object
+    k: object
+    v: object
+    centred: bool = False
+
+
+same = lambda x: x
+around_300 = lambda x: 300 + 10 * x
+below = lambda x: -300 + 10 * x
+units = lambda *powers: lambda x: x * np.reshape([10.0**p for p in powers], (-1, 1, 1, 1))
+columns = lambda x: x * np.logspace(-3, 3, x.shape[-1])
+GIVEN = {
+    "normal": Given(same, same, same),
+    "offset": Given(same, around_300, below, True),
+    "in units of their own": Given(units(-12, 8), units(8, -14), units(-12, 8)),
+    "columns in units of their own": Given(columns, lambda x: x / np.logspace(-3, 3, x.shape[-1]), columns),
+    "rows far below others": Given(lambda x: np.where(np.arange(x.shape[2])[:, None] % 3, x * 1e-6, x), same, same),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "offset" else pytest.mark.full) for x in GIVEN])
+def test_planes_are_the_numbers_without_their_centres(name):
+    """With powers of two that are exact, and what undoes them for each head of q."""
+    given = GIVEN[name]
+    q, k, v, _ = random_inputs(batch=(2,), hq=2, hk=1, nq=21, nk=70, d=13, dv=6, dtype="float64")
+    q, k, v = (make(x).astype(np.float32) for make, x in zip(given[:3], (q, k, v), strict=True))
+    made = made_of(q, k, v)
+    assert not made.flags.any()
+    for b, h in np.ndindex(2, 2):
+        g = 0
+        for planes, x, centres in ((made.k, k, made.centres[0]), (made.v, v, made.centres[1])):
+            centre, n = centres[0, b, g], x.shape[-1]  # a batch of one dimension is the second of two
+            assert same_bits(centre[:n], centre_of(x[b, g]).astype(np.float32))
+            assert (centre[:n] != 0).all() == (centre[:n] != 0).any() == given.centred
+            check_planes(planes[0, b, g], x[b, g], centre[:n])
+        check_planes(made.q[0, b, h], q[b, h], np.zeros(13))
+        powers = [exponent_of(x) for x in (q[b, h], k[b, g], v[b, g])]
+        assert made.factors[0, b, h].tolist() == [2.0 ** -(powers[0] + powers[1]), 2.0 ** -powers[2]]
+        exact = 13**-0.5 * (q[b, h].astype(np.float64) @ made.centres[0, 0, b, g, :13].astype(np.float64))
+        np.testing.assert_allclose(made.shifts[0, b, h], exact, rtol=2.0**-22)
+
+
+def later(score, b, h, i, j):
+    return score + i
+
+
+DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
+CENTRED = {
+    "plain": ({}, True, True),
+    "softcap": ({"softcap": 2.0}, False, True),
+    "score_mod": ({"score_mod": later}, False, True),
+    "dropout": (DROPOUT, True, False),
+    "softcap and dropout": ({"softcap": 2.0} | DROPOUT, False, False),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ("softcap", "dropout") else pytest.mark.full) for x in CENTRED])
+def test_centres_are_taken_out_where_nothing_notices(name):
+    """A function of a score sees its constant; weights of which some are dropped do not sum to 1."""
+    options, keys, values = CENTRED[name]
+    q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=3, nk=40, d=8, draw=lambda rng, shape: 300 + 10 * rng.standard_normal(shape))
+    made = made_of(q, k, v, **options)
+    for x, taken, planes, centre in ((k, keys, made.k, made.centres[0, 0, 0, 0]), (v, values, made.v, made.centres[1, 0, 0, 0])):
+        assert (np.abs(centre - 300) < 10).all() if taken else (centre == 0).all()
+        check_planes(planes[0, 0, 0], x[0, 0], centre)
+
+
+def test_what_lies_beyond_lengths_and_outside_sequences_is_not_read():
+    """Nor does it flag a head, and its planes are not written."""
+    n, lengths = 90, np.array([70, 0])
+    q, k, v, _ = random_inputs(batch=(2,), hq=2, hk=1, nq=n, nk=n, d=8, draw=lambda rng, shape: 300 + rng.standard_normal(shape))
+    for x in (q, k, v):
+        x[0, :, 70:] = x[1] = np.nan
+    made = made_of(q, k, v, q_lengths=lengths, kv_lengths=lengths)
+    assert not made.flags.any()
+    assert (made.centres[:, 0, 1] == 0).all()
+    for planes, x in ((made.q, q), (made.k, k), (made.v, v)):
+        assert (planes[0, 0, :, 70:] == NOT_WRITTEN).all()
+        assert (planes[0, 1] == NOT_WRITTEN).all()
+        centre = made.centres[1 if x is v else 0, 0, 0, 0] if x is not q else np.zeros(8)
+        check_planes(planes[0, 0, 0, :70], x[0, 0, :70], centre)
+    q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v))
+    for x in (q, k, v):
+        x[:5] = np.nan
+    offsets = np.array([5, 5, 31, 70])
+    made = made_of(q, k, v, (offsets, offsets))
+    assert not made.flags.any()
+    for planes, x in ((made.q, q), (made.k, k), (made.v, v)):
+        assert (np.delete(planes[0, 0, 0], slice(5, 70), axis=0) == NOT_WRITTEN).all()
+        centre = made.centres[1 if x is v else 0, 0, 0, 0] if x is not q else np.zeros(8)
+        check_planes(planes[0, 0, 0, 5:70], x[5:70, 0], centre)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (65, 31), pytest.param(2, 600, marks=pytest.mark.full)])
+def test_any_number_of_rows(nq, nk):
+    """One, one beyond a block of them, and several chunks that no number of rows fills."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=nq, nk=nk, d=5, dv=1)
+    k[..., 0] = np.abs(k[..., 0]) + 1
+    made = made_of(q, k, v)
+    assert not made.flags.any()
+    check_planes(made.q[0, 0, 0], q[0, 0], np.zeros(5))
+    for planes, x, centres in ((made.k, k, made.centres[0]), (made.v, v, made.centres[1])):
+        check_planes(planes[0, 0, 0], x[0, 0], centres[0, 0, 0, : x.shape[-1]])
+
+
+@pytest.mark.parametrize("what", ["q", *(pytest.param(x, marks=pytest.mark.full) for x in "kv")])
+def test_zeros_are_no_numbers_far_away(what):
+    """A head of zeros, and rows of zeros among others."""
+    arrays = dict(zip("qkv", random_inputs(batch=(1,), hq=2, hk=2, nq=50, nk=50, d=8)[:3], strict=True))
+    arrays[what][0, 0] = 0
+    arrays[what][0, 1, 7:20] = 0
+    made = made_of(**arrays)
+    assert not made.flags.any()
+    assert (getattr(made, what)[0, 0, 0] == 0).all()
+    check_planes(getattr(made, what)[0, 0, 1], arrays[what][0, 1], made.centres[1 if what == "v" else 0, 0, 0, 1])
+
+
+# ---- heads that are left to others -------------------------------------------------------------------------------------------------------
+
+
+def spoilt(what: str, value: float, head: int, row: int = 11):
+    """A function that puts a number in one place of one head of q, k or v."""
+
+    def put(arrays):
+        arrays[what][0, head, row, 3] = value
+
+    return put
+
+
+def times(what: str, factor: float, head: int, rows=slice(None)):
+    def multiply(arrays):
+        arrays[what][0, head, rows] *= np.float32(factor)
+
+    return multiply
+
+
+# What is done to q of four heads, or to k and v of two; and the heads of q that are flagged by it.
+SPOILT = {
+    "NaN in q": (spoilt("q", np.nan, 2), {2}),
+    "Inf in q": (spoilt("q", -np.inf, 0, 69), {0}),
+    "NaN in k": (spoilt("k", np.nan, 1), {2, 3}),
+    "Inf in k": (spoilt("k", np.inf, 0), {0, 1}),
+    "NaN in v": (spoilt("v", np.nan, 0, 89), {0, 1}),
+    "Inf in v": (spoilt("v", -np.inf, 1), {2, 3}),
+    "a row of k far below": (times("k", 2.0**-30, 0, 5), {0, 1}),
+    "a row of q far below": (times("q", 2.0**-30, 3, 5), {3}),
+    "a row of v far above": (times("v", 2.0**30, 1, 5), {2, 3}),
+    "q near the end of float32": (times("q", 1e37, 1), {1}),
+    "v near the end of float32": (times("v", 1e37, 0), {0, 1}),
+    "k near 0": (times("k", 1e-30, 1), {2, 3}),
+    "subnormal v": (times("v", 1e-40, 1), {2, 3}),
+    "what can be split still": (times("k", 2.0**-20, 0, 5), set()),
+    "q and k so small that their product is none": (lambda x: (times("q", 4e-15, 0)(x), times("k", 4e-15, 0)(x)), set()),
+    "q so small, and k": (lambda x: (times("q", 1e-17, 0)(x), times("k", 1e-17, 1)(x)), {0, 2, 3}),
+}
+NQ, NK = 70, 90
+BIAS = np.random.default_rng(0).standard_normal((NQ, NK)).astype(np.float32)
+
+
+def on_machine(arrays, backend, capability=AMPERE, **options):
+    with machine(capability=capability), np.errstate(all="ignore"):
+        return numba_flash.forward(*arrays.values(), backend=backend, return_lse=True, **options)
+
+
+def plain_arrays() -> dict:
+    return dict(zip("qkv", random_inputs(batch=(1,), hq=4, hk=2, nq=NQ, nk=NK, d=16)[:3], strict=True))
+
+
+def check_spoilt(name: str, **options) -> None:
+    spoil, heads = SPOILT[name]
+    arrays = plain_arrays()
+    before = on_machine(arrays, "sm80", **options)
+    spoil(arrays)
+    after, by_simt = on_machine(arrays, "sm80", **options), on_machine(arrays, "simt", **options)
+    with np.errstate(all="ignore"):
+        refs = reference.forward(*arrays.values(), **options)
+    changed = [(x != y).any(axis=(0, 2, 3)) for x, y in zip(arrays.values(), plain_arrays().values(), strict=True)]
+    touched = {h for h in range(4) for x in changed if x[h * len(x) // 4]}
+    assert heads <= touched
+    for x, unspoilt, simt, ref in zip(after, before, by_simt, refs, strict=True):
+        for h in range(4):
+            assert same_bits(x[0, h], simt[0, h]) == (h in heads), f"head {h}"
+            assert h in touched or same_bits(x[0, h], unspoilt[0, h]), f"head {h}"
+        if "end of float32" not in name:
+            assert (np.isnan(x) == np.isnan(ref)).all()
+            assert (np.isinf(x) == np.isinf(ref)).all()
+        finite = np.isfinite(x) & np.isfinite(ref)
+        np.testing.assert_allclose(x[finite], ref[finite], rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "NaN in k" else pytest.mark.full) for x in SPOILT])
+def test_heads_that_cannot_be_split_are_those_of_simt(name):
+    """Bit by bit, and others are what they were; NaN and Inf are where the oracle has them."""
+    check_spoilt(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 3.0}, {"bias": BIAS}], ids=list)
+@pytest.mark.parametrize("name", ["NaN in k", "Inf in v"])
+def test_the_same_with_options(name, options):
+    check_spoilt(name, **options)
+
+
+@pytest.mark.full
+def test_flagged_heads_of_packed_sequences():
+    """Heads of all sequences together: what one has of NaN is computed by others in all, with the same bits."""
+    offsets = np.array([0, 40, 40, 110])
+    q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in random_inputs(batch=(1,), hq=2, hk=2, nq=110, nk=110, d=16)[:3])
+    k[17, 1, 2] = np.nan
+    results = {}
+    for backend in ("sm80", "simt"):
+        with machine(capability=AMPERE), np.errstate(all="ignore"):
+            results[backend] = numba_flash.forward_packed(q, k, v, offsets, offsets, backend=backend, return_lse=True)
+    (o, lse), (o_simt, lse_simt) = results.values()
+    assert same_bits(o[:, 1], o_simt[:, 1])
+    assert same_bits(lse[1], lse_simt[1])
+    assert np.isnan(o[:40, 1]).all()
+    assert np.isfinite(o[40:]).all()
+    assert not same_bits(o[:, 0], o_simt[:, 0])
+    for first, stop in pairwise(offsets):
+        ref, ref_lse = reference.forward(*(x[first:stop, 0] for x in (q, k, v)))
+        np.testing.assert_allclose(o[first:stop, 0], ref, atol=2e-6)
+        np.testing.assert_allclose(lse[0, first:stop], ref_lse, atol=4e-6)
+
+
+# ---- what centres must not touch ---------------------------------------------------------------------------------------------------------
+
+hidden = np.ones((NQ, NK), bool)
+hidden[[3, 69]] = False
+UNSEEN = {
+    "causal": ({"causal": True, "q_start": -20}, range(20)),
+    "a mask": ({"mask": hidden}, [3, 69]),
+    "no keys": ({"kv_lengths": np.array([0])}, range(NQ)),
+    "beyond the queries": ({"q_lengths": np.array([33]), "q_start": 0}, range(33, NQ)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("multiprocessors", [2, 60], ids=["whole", "in parts"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_rows_that_see_nothing_are_zero(name, multiprocessors):
+    """O = 0 and lse = -inf exactly, not the centre and not the shift."""
+    options, rows = UNSEEN[name]
+    q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=NQ, nk=NK, d=16, draw=lambda rng, shape: 300 + 10 * rng.standard_normal(shape))
+    with machine(multiprocessors=multiprocessors, capability=AMPERE):
+        o, lse = numba_flash.forward(q / 300, k, v, backend="sm80", return_lse=True, **options)
+    ref, ref_lse = reference.forward(q / 300, k, v, **options)
+    assert (o[0, 0, rows] == 0).all()
+    assert (lse[0, 0, rows] == -np.inf).all()
+    np.testing.assert_allclose(o, ref, rtol=2e-6)
+    np.testing.assert_allclose(lse, ref_lse, rtol=2e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("nq", "nk", "multiprocessors"), [(70, 90, 2), (3, 700, 8)], ids=["whole", "in parts"])
+def test_out_and_the_order_of_warps(nq, nk, multiprocessors):
+    """`out=` gets the same bits, with any strides, and so does another order."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=2, hk=1, nq=nq, nk=nk, d=64, draw=lambda rng, shape: 3 + rng.standard_normal(shape))
+    out = np.full((1, 2, nq, 128), np.nan, np.float32)[..., ::-2]
+    with machine(0, multiprocessors, capability=AMPERE):
+        first = numba_flash.forward(q, k, v, backend="sm80", return_lse=True)
+    with machine(1, multiprocessors, resident=1, capability=AMPERE):
+        o, lse = numba_flash.forward(q, k, v, backend="sm80", return_lse=True, out=out)
+    assert o is out
+    assert same_bits(np.ascontiguousarray(out), first[0])
+    assert same_bits(lse, first[1])
+    ref, ref_lse = reference.forward(q, k, v)
+    np.testing.assert_allclose(out, ref, atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(lse, ref_lse, atol=4e-6, rtol=1e-6)
