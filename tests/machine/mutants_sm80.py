@@ -8,6 +8,7 @@ PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
 LISTS, BLOCK = "cuda/tile_lists.py", "cuda/sm80/block.py"
+BACKWARD_SPLIT, BEFORE = "cuda/sm80/backward_split.py", "cuda/preprocess.py"
 SPLIT, FRAGMENT, ARGUMENTS = "cuda/split.py", "cuda/fragment.py", "cuda/arguments.py"
 
 MUTANTS_SM80 = (
@@ -117,14 +118,14 @@ MUTANTS_SM80 = (
     Mutant(
         "no low plane of K and V",
         MMA,
-        '                    more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[pair])\n',
+        '                        more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[0][pair])\n',
         "",
         "split",
     ),
     Mutant(
         "no low plane of Q and P",
         MMA,
-        '                    more[i] = _mma(builder, "f16", 1, more[i], low[m], b_high[pair])\n',
+        '                        more[i] = _mma(builder, "f16", 1, more[i], low[0][m], b_high[pair])\n',
         "",
         "split",
     ),
@@ -136,12 +137,12 @@ MUTANTS_SM80 = (
         "registers[(m * n_tiles * 2 + rest)",
         "split, D128",
     ),
-    Mutant("low words of P that are none", FRAGMENT, "p[COUNT + j] = ptx.pack_float16(low, other_low)", "p[COUNT + j] = u32(0)", "split"),
+    Mutant("low numbers of P that are none", FRAGMENT, "pack_float16((x - high_x) * f32(LOW),", "pack_float16(f32(0),", "split"),
     Mutant("P rounded up where it is cut off", FRAGMENT, "0xFFFFE000, ptx.LOW", "0xFFFFF000, ptx.LOW", "split"),
-    Mutant("powers of two that stay in the lse", FORWARD, "power = ptx.lg2(l) - f32(RAISED)", "power = ptx.lg2(l)", "split"),
+    Mutant("powers of two that stay in the lse", FORWARD, "ptx.lg2(l * f32(LOWERED)) if", "ptx.lg2(l) if", "split"),
     Mutant("scores with their powers", FORWARD, "if CHANGES else scale_log2 * factor", "if CHANGES else scale_log2", "split"),
     Mutant("O with the power of V", FORWARD, "inverse[r] *= extras.factors", "inverse[r] += 0 * extras.factors", "split"),
-    Mutant("O without the centre of V", FORWARD, "shape.head_dim_v, CENTRED.values)", "shape.head_dim_v, False)", "split, offset"),
+    Mutant("O without the centre of V", FORWARD, "M_TILES, DV, CENTRED.values)", "M_TILES, DV, False)", "split, offset"),
     Mutant("an lse without its shift", FORWARD, "value += shifts[", "value += 0 * shifts[", "split, offset"),
     Mutant("a shift without its scale", SPLIT, "f32(f64(scale) * shift)", "f32(shift)", "split, offset"),
     Mutant("the centre of half a word", SPLIT, "(y - taken * c_y) * power", "(y - taken * c_x) * power", "split, offset"),
@@ -150,12 +151,39 @@ MUTANTS_SM80 = (
     Mutant(
         "the power of another head of K",
         SPLIT,
-        "kv_head = part.head // (factors.shape[2] // k.shape[2])",
-        "kv_head = part.head % k.shape[2]",
+        "x[b0, b1, head], head // count, number - head % count",
+        "x[b0, b1, head], head % k.shape[2], number - head % count",
         "split, heads",
     ),
     Mutant("flags of q and k alone", SPLIT, " | keys.flagged | values.flagged", " | keys.flagged", "split, a NaN"),
     Mutant("a NaN that is no large number", SPLIT, "u32(SIGN - 1))", "u32(INFINITE - 1))", "split, a NaN"),
+    Mutant("numbers of dS that are not raised", BACKWARD_SPLIT, "times(dpT, power.up)", "times(dpT, f32(1))", "split, gradients"),
+    Mutant("the power of the first warp", BACKWARD_SPLIT, "4 * (part * WARPS + warp)", "4 * (part * WARPS)", "split, gradients"),
+    Mutant("the powers of the first queries", SUM, "4 * (row // PART * WARPS + w)", "4 * w", "split, gradients"),
+    Mutant(
+        "no low numbers of dS",
+        BACKWARD_SPLIT,
+        "put_low = products.build_put_words(M_TILES, COLUMNS, PITCH_DS, PAIRS)",
+        "put_low = put_high",
+        "split, gradients",
+    ),
+    Mutant("no barrier before dQ", BACKWARD_SPLIT, "cuda.syncthreads()  # dS^T is there;", "#", "split, gradients"),
+    Mutant("dK with the power of Q", BACKWARD_SPLIT, "f32(LOWERED) * q_factor", "f32(LOWERED)", "split, gradients"),
+    Mutant("dV with the power of dO", BACKWARD_SPLIT, "keep_scale * do_factor", "keep_scale", "split, gradients"),
+    Mutant("dQ with the power of K", SUM, "f32(LOWERED) * of_head[1]", "f32(LOWERED)", "split, gradients"),
+    Mutant("delta without the power of dO", BEFORE, "delta /= factors[2] * factors[3]", "delta /= factors[2]", "split, gradients"),
+    Mutant("delta of O with its centre", BEFORE, "(o_row[index(d)] - centre[index(d)])", "o_row[index(d)]", "split, gradients"),
+    Mutant("the lse of keys with their centre", BEFORE, "shift -= extras.shifts[", "shift -= f32(0) * extras.shifts[", "split, gradients"),
+    Mutant(
+        "scores of a backward pass with their powers", BACKWARD_SPLIT, "scale * q_factor * k_factor", "scale * q_factor", "split, gradients"
+    ),
+    Mutant(
+        "gradients of heads that are not flagged",
+        "cuda/simt/backward.py",
+        "index(b1), index(h)] == 0",
+        "index(b1), index(h)] != 0",
+        "split, gradients, a NaN",
+    ),
     # ---- backward
     Mutant(
         "no barrier between tiles of queries",
@@ -218,8 +246,8 @@ MUTANTS_SM80 = (
     Mutant(
         "the same columns of K for all parts of dQ",
         SUM,
-        "(column + part * COLUMNS) * 2))\n            product",
-        "column * 2))\n            product",
+        "(column + part * COLUMNS) * 2))\n            if SPLIT",
+        "column * 2))\n            if SPLIT",
         "mma, gradients, Turing",
     ),
     Mutant(

@@ -165,6 +165,7 @@ def not_a_number(q, k, v, do):
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 split = partial(mma, dtype="float32")
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
+split_gradients = partial(mma_gradients, dtype="float32")
 PROBLEMS |= {
     "mma": mma(),
     "mma, steep": mma(nk=500, options=STEEP),
@@ -186,6 +187,8 @@ PROBLEMS |= {
     "split, dropout": split(nk=NK, made=offset, options=DROPOUT),
     "split, heads": split(nk=NK, hq=4, hk=2, made=units),
     "split, a NaN": split(nk=NK, made=not_a_number),
+    "split, gradients": split_gradients(nq=70, nk=100, made=offset),
+    "split, gradients, a NaN": split_gradients(nq=40, nk=40, hq=2, hk=2, made=not_a_number),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),
