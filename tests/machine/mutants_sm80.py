@@ -156,7 +156,6 @@ MUTANTS_SM80 = (
         "split, heads",
     ),
     Mutant("flags of q and k alone", SPLIT, " | keys.flagged | values.flagged", " | keys.flagged", "split, a NaN"),
-    Mutant("a NaN that is no large number", SPLIT, "u32(SIGN - 1))", "u32(INFINITE - 1))", "split, a NaN"),
     Mutant("numbers of dS that are not raised", BACKWARD_SPLIT, "times(dpT, power.up)", "times(dpT, f32(1))", "split, gradients"),
     Mutant("the power of the first warp", BACKWARD_SPLIT, "4 * (part * WARPS + warp)", "4 * (part * WARPS)", "split, gradients"),
     Mutant("the powers of the first queries", SUM, "4 * (row // PART * WARPS + w)", "4 * w", "split, gradients"),
