@@ -141,7 +141,7 @@ OTHERS = {
     "backward, any strides": Case("backward", "float16", 128, 128, aligned=False),
     **{f"{kind} {d} {name}": Case(kind, "float16", d, d, options=OPTIONS[name]) for (kind, d), names in CHOSEN.items() for name in names},
 }
-# Float32 as pairs of float16, forward; where it is refused there is no kernel.
+# Float32 as pairs of float16; where it is refused there is no kernel.
 OF_FLOAT32 = {"causal": OPTIONS["causal"], "bias": OPTIONS["bias of float32"]}
 OF_FLOAT32["everything"] = OPTIONS["everything"] | {"bias": on_paper(SCORES, np.float32)}
 FLOAT32 = {
@@ -159,6 +159,17 @@ FLOAT32 |= {
     "forward float32 13, 40": Case("forward", "float32", 13, 40, options=OPTIONS["window"]),
     "forward float32 64 lengths": Case("forward", "float32", 64, 64, HOPPER, options=OPTIONS["lengths"]),
     "forward float32 128 everything for 9.0": Case("forward", "float32", 128, 128, HOPPER, options=OF_FLOAT32["everything"]),
+}
+FLOAT32 |= {
+    f"backward float32 {d} for {name_of(capability)}": Case("backward", "float32", d, d, capability)
+    for capability in ARCHITECTURES
+    for d in (32, 64, 128)
+}
+FLOAT32 |= {
+    "backward float32 100, 40": Case("backward", "float32", 100, 40, options=OPTIONS["causal"]),
+    "backward float32 64 mask": Case("backward", "float32", 64, 64, options=OPTIONS["mask"]),
+    "backward float32 64 everything": Case("backward", "float32", 64, 64, HOPPER, options=OF_FLOAT32["everything"]),
+    "backward float32 128 bias": Case("backward", "float32", 128, 128, options=OF_FLOAT32["bias"]),
 }
 CASES = TILES | OTHERS | FLOAT32
 

@@ -232,7 +232,7 @@ SPOILT = {
     "k near 0": (times("k", 1e-30, 1), {2, 3}),
     "subnormal v": (times("v", 1e-40, 1), {2, 3}),
     "what can be split still": (times("k", 2.0**-20, 0, 5), set()),
-    "q and k so small that their product is none": (lambda x: (times("q", 4e-15, 0)(x), times("k", 4e-15, 0)(x)), set()),
+    "q and k so small that their product is none": (lambda x: (times("q", 4e-15, slice(2))(x), times("k", 4e-15, 0)(x)), set()),
     "q so small, and k": (lambda x: (times("q", 1e-17, 0)(x), times("k", 1e-17, 1)(x)), {0, 1, 2, 3}),
 }
 NQ, NK = 70, 90
@@ -352,7 +352,7 @@ def test_the_gradient_of_a_bias_is_that_of_simt():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 5.0}], ids=["plain", "causal", "softcap"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["plain", "causal"])
 def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
     """Rows of dS sum to dlse, not to 0: dq has that times the centre."""
     draw = lambda rng, shape: 30 + 3 * rng.standard_normal(shape)
