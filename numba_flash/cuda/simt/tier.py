@@ -154,7 +154,7 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
         "simt.forward.build",
         (
             *(p.dtype, o.dtype.name, p.d, p.dv, results.lse is not None),
-            *(p.options.structure, tile, left is not None),
+            *(p.options.structure, tile, *(() if left is None else (True,))),
         ),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),
@@ -195,14 +195,15 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged = left is not None
-    with_flags = (*extras, (left, 3)) if flagged else extras
+    flagged, with_flags = (), extras
+    if left is not None:
+        flagged, with_flags = (True,), (*extras, (left, 3))
     numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng))
     numbers_dq = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
     tile = tile_for("dkdv", p.dtype, max(p.d, p.dv))
     dkdv_launch = Launch(
         "simt.backward.build_dkdv",
-        (*config, tile, flagged),
+        (*config, tile, *flagged),
         gpu,
         grid=grid.items(p, p.nk, p.hk, tile.block_m),
         threads=tile.threads,
@@ -213,7 +214,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     tile = tile_for("dq", p.dtype, max(p.d, p.dv))
     dq_launch = Launch(
         "simt.backward.build_dq",
-        (*config, tile, flagged),
+        (*config, tile, *flagged),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),
         threads=tile.threads,

@@ -72,13 +72,17 @@ def test_problems_that_are_served(kind, sizes, options):
 
 @pytest.mark.parametrize("gpu", [A100, H200, B200], ids=["A100", "H200", "B200"])
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
-def test_float32_is_served_forward_on_demand(gpu, precision):
+def test_float32_is_served_on_demand(gpu, precision):
+    """Backward up to head dimension 128."""
     p, inputs = problem({"precision": precision}, dtype="float32"), inputs_of(dtype="float32")
-    assert tier.why_not("forward", p, inputs, True, gpu) is None
     sentence = "serves float32 on demand only (backend='sm80'): its speed is not known yet"
-    assert tier.why_not("forward", p, inputs, False, gpu) == sentence
-    for demanded in (False, True):
-        assert tier.why_not("backward", p, inputs, demanded, gpu) == "has no backward pass of float32"
+    for kind in ("forward", "backward"):
+        assert tier.why_not(kind, p, inputs, True, gpu) is None
+        assert tier.why_not(kind, p, inputs, False, gpu) == sentence
+    for wide in ({"d": 136}, {"dv": 129}):
+        p, inputs = problem({"precision": precision}, dtype="float32", **wide), inputs_of(dtype="float32", **wide)
+        assert tier.why_not("forward", p, inputs, True, gpu) is None
+        assert tier.why_not("backward", p, inputs, True, gpu) == "has no backward pass of float32 beyond head dimension 128"
 
 
 @pytest.mark.parametrize("gpu", [T4, A10, L40, RTX5090], ids=["T4", "A10", "L40", "RTX 5090"])
