@@ -51,15 +51,11 @@ everywhere = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.fixture(autouse=True)
 def nothing_is_computed(monkeypatch):
     """No backend is reached."""
-    tier = call.tier
 
-    def guarded(backend):
-        def prepare(*_, **__):
-            raise AssertionError(f"backend {backend} was reached")
+    def prepare(backend, *_, **__):
+        raise AssertionError(f"backend {backend} was reached")
 
-        return SimpleNamespace(prepare_forward=prepare, prepare_backward=prepare, takes_numpy=tier(backend).takes_numpy)
-
-    monkeypatch.setattr(call, "tier", guarded)
+    monkeypatch.setattr(call.plan, "prepare", prepare)
     monkeypatch.setattr(call, "_prepared", {})
 
 
