@@ -421,16 +421,18 @@ def test_nan_stays_out_of_rows_that_do_not_see_it(backend, which, options):
 def test_nan_seen_by_nobody_is_harmless(backend, dtype):
     """Keys and values after the last query's, or before the first query's window.
 
-    On tensor cores keys, and only forward: as in every kernel for them, what a band hides gets the weight 0, and 0 * NaN is NaN.
+    On tensor cores keys, and only forward: as in every kernel for them, what a band hides gets the weight 0, and 0 * NaN is NaN. Heads
+    of float32 with a NaN are left to others.
     """
+    products = backend.tensor_cores and dtype != "float32"
     inputs = random_inputs(batch=(), nq=90, nk=200, dtype=dtype, seed=23)
     options = {"causal": True, "window": (20, 0), "q_start": 40}  # keys 20 to 129 are seen
     visible = dense_visible(90, 200, **options).any(axis=0)
     assert visible.sum() == 110
     dirty = [x.copy() for x in inputs]
-    for x in dirty[1 : 2 if backend.tensor_cores else 3]:
+    for x in dirty[1 : 2 if products else 3]:
         x[:, ~visible] = np.nan
-    if backend.tensor_cores:
+    if products:
         ours, clean = (backend.forward(*map(backend.to_device, x[:3]), return_lse=True, **options) for x in (dirty, inputs))
         for x, y in zip(ours, clean, strict=True):
             assert backend.to_host(x).tobytes() == backend.to_host(y).tobytes()

@@ -159,9 +159,10 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         parameters_of(p, rng),
     )
     write_lse = results.lse is not None
+    in_parts = parts > 1 or o.dtype.name != p.dtype  # float32, as those of parts
     forward = Launch(
         "sm80.forward.build",
-        (p.dtype, shape, write_lse, p.band, parts > 1, p.options.structure, tile),
+        (p.dtype, shape, write_lse, p.band, in_parts, p.options.structure, tile),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,
