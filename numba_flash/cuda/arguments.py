@@ -6,7 +6,7 @@ Plain attention has neither, and its kernels nothing more than if there were no 
 
 from collections import namedtuple
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,17 @@ SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where f
 FACTORS = SPLIT[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
 FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
+
+
+class Flagged(NamedTuple):
+    """What a kernel that reads no optional array gets of heads that are flagged.
+
+    Attributes
+    ----------
+    flags : int32 (b0, b1, heads)
+    """
+
+    flags: Any
 
 
 class Parameters(NamedTuple):
@@ -103,6 +114,18 @@ def in_vectors(problem, x, width: int) -> bool:
     size = min(width * x.dtype.itemsize, VECTOR_BYTES)
     *strides, last = (s if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True))
     return last == x.dtype.itemsize and not x.offset % size and not any(s % size for s in strides)
+
+
+def chunked(*layouts) -> bool:
+    """True if rows of all these arrays are whole chunks of 16 bytes at multiples of that."""
+    return all(_chunked(x) for x in layouts)
+
+
+def _chunked(x) -> bool:
+    *strides, last = (s if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True))
+    neighbours = x.shape[-1] == 1 or last == x.dtype.itemsize
+    whole = x.shape[-1] * x.dtype.itemsize % 16 == 0
+    return neighbours and whole and not x.offset and not any(s % 16 for s in strides)
 
 
 @cache

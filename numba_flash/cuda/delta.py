@@ -3,19 +3,22 @@ Algorithm 2, line 4).
 """
 
 from numba_flash.cuda import schedule
-from numba_flash.cuda.lang import cuda, types
+from numba_flash.cuda.arguments import Flagged
+from numba_flash.cuda.lang import cuda, i32, named, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
 
 
-def build(dtype, head_dim_v, has_dlse, lanes, rows):
+def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
     """Kernel ``delta_kernel(do, o, dlse, delta, extras)``: `lanes` threads add up each of `rows`
     rows of a block.
 
     do, o : (b0, b1, heads, n, head_dim_v).
     dlse, delta : (b0, b1, heads, n), in the accumulation dtype; dlse is not read unless the kernel
         `has_dlse`.
+    flagged : only of heads (b0, b1, head) whose ``extras.flags`` are not 0.
     """
     HEAD_DIM_V, LANES, ROWS, HAS_DLSE = head_dim_v, lanes, rows, has_dlse
+    FLAGGED = flagged
     ACC = ACCUMULATOR[dtype]
     load, _ = build_convert(dtype)
 
@@ -24,6 +27,8 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows):
         lane, row = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
         blocks = (o.shape[3] + ROWS - 1) // ROWS
         b0, b1, h, block = schedule.row_block(cuda.blockIdx.x, blocks, o.shape[2], o.shape[1])
+        if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
+            return
         do_head, o_head, delta_head = do[b0, b1, h], o[b0, b1, h], delta[b0, b1, h]
         i = block * ROWS + row
         partial = ACC(0)
@@ -40,5 +45,6 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows):
                 total -= dlse[index(b0), index(b1), index(h), index(i)]
             delta_head[index(i)] = total
 
-    signature = types.void(*[array(dtype, 5)] * 2, *[array(ACC, 4)] * 2, types.Tuple(()))
+    extras = named(Flagged, array(i32, 3)) if flagged else types.Tuple(())
+    signature = types.void(*[array(dtype, 5)] * 2, *[array(ACC, 4)] * 2, extras)
     return delta_kernel, signature, {"launch_bounds": (lanes * rows, 1)}

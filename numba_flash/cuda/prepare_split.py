@@ -10,10 +10,10 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
-from numba_flash.cuda.arguments import Centred, Words, build_extras, planes_of
+from numba_flash.cuda.arguments import Centred, Words, build_extras, chunked, planes_of
 from numba_flash.cuda.launch import Launch
 
-THREADS, ROWS = 256, 64  # of a block, and the rows that it writes
+THREADS, ROWS = 256, 128  # of a block, and the rows that it writes
 MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
 
 
@@ -86,10 +86,11 @@ class Splitter:
         )
         self._extremes = Layout.compact((parts, chunks, 2), "int32")
         made, given = self.made, tuple((each, 5) for each in x)
+        wide = chunked(*(each for each in x if each is not None))
         extras = grid.extras_layouts(p, inputs)
         statistics = Launch(
             "split.build_statistics",
-            (p.options.arrays, p.d, p.dv, centred),
+            (p.options.arrays, p.d, p.dv, centred, wide),
             gpu,
             grid=parts * chunks,
             threads=THREADS,
@@ -98,7 +99,7 @@ class Splitter:
         )
         split = Launch(
             "split.build",
-            (p.options.arrays, p.d, p.dv, words, planes, centred),
+            (p.options.arrays, p.d, p.dv, words, planes, centred, wide),
             gpu,
             grid=parts * -(-longest // ROWS),
             threads=THREADS,

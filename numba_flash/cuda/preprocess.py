@@ -12,7 +12,7 @@ from numba_flash.cuda.lang import cuda, device, f32, i32, i64, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
-CHUNK = 8  # elements of 16 bits that a thread loads at a time
+CHUNK_BYTES = 16  # that a thread loads at a time
 
 
 def build(
@@ -40,7 +40,8 @@ def build(
     Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, o is
     without that of the values, and delta is in units of the products of planes.
 
-    do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
+    do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes,
+        no more than a warp has threads.
     lse, dlse : float32 (b0, b1, heads, nq).
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
@@ -48,11 +49,13 @@ def build(
     BLOCK_M, HAS_DLSE, THREADS, CHUNKED = block_m, has_dlse, threads, chunked
     SPLIT, ELEMENT = dtype == "float32", f32 if dtype == "float32" else types.uint16
     FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
+    CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
     CHUNKS = head_dim_v // CHUNK
     FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
     SUM_BYTES, ROWS_BYTES, UNIT = sum_bytes, 4 * block_m, LOG2E if base_2 else 1.0
     rows_of = schedule.build_rows(options, block_m)
+    load = ptx.load_global_four if SPLIT else ptx.load_global_words
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 
     @device
@@ -69,6 +72,10 @@ def build(
         if SPLIT:
             kv_head = h // (lse.shape[2] // extras.factors.shape[2])
             factors, centre = extras.factors[b0, b1, kv_head], extras.centres[1, b0, b1, kv_head]
+            own_centre = cuda.local.array(CHUNK, f32)  # of the columns of this thread's chunk
+            if CHUNKED and lane < CHUNKS:
+                for e in range(CHUNK):
+                    own_centre[e] = centre[index(lane * CHUNK + e)]
         lse2_address = ptx.global_address(rows)
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
@@ -82,11 +89,11 @@ def build(
                         total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
             if there and CHUNKED and lane < CHUNKS:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
-                mine = u64(2 * CHUNK * lane)
-                x = ptx.load_global_words(u64(ptx.global_address(do_row) + mine))
-                y = ptx.load_global_words(u64(ptx.global_address(o_row) + mine))
-                for i in range(CHUNK // 2):
-                    total += product(x[i], y[i])
+                mine = u64(CHUNK_BYTES * lane)
+                x = load(u64(ptx.global_address(do_row) + mine))
+                y = load(u64(ptx.global_address(o_row) + mine))
+                for i in range(4):
+                    total += x[i] * (y[i] - own_centre[i]) if SPLIT else product(x[i], y[i])
             for fold in range(FOLDS):
                 total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
             if lane == 0:

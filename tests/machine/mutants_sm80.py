@@ -145,14 +145,14 @@ MUTANTS_SM80 = (
     Mutant("O without the centre of V", FORWARD, "M_TILES, DV, CENTRED.values)", "M_TILES, DV, False)", "split, offset"),
     Mutant("an lse without its shift", FORWARD, "value += shifts[", "value += 0 * shifts[", "split, offset"),
     Mutant("a shift without its scale", SPLIT, "f32(f64(scale) * shift)", "f32(shift)", "split, offset"),
-    Mutant("the centre of half a word", SPLIT, "(y - taken * c_y) * power", "(y - taken * c_x) * power", "split, offset"),
+    Mutant("the centre of half a word", SPLIT, "x, y = x - c_x, y - c_y", "x, y = x - c_x, y - c_x", "split, offset"),
     Mutant("scores of a softcap without their centre", ARGUMENTS, "cls(not options.bends,", "cls(True,", "split, softcap"),
     Mutant("dropped values without their centre", ARGUMENTS, "not options.dropout)", "True)", "split, dropout"),
     Mutant(
         "the power of another head of K",
-        SPLIT,
-        "x[b0, b1, head], head // count, number - head % count",
-        "x[b0, b1, head], head % k.shape[2], number - head % count",
+        "cuda/split_rows.py",
+        "i32(u32(head) // u32(count))",
+        "i32(u32(head) % u32(k.shape[2]))",
         "split, heads",
     ),
     Mutant("flags of q and k alone", SPLIT, " | keys.flagged | values.flagged", " | keys.flagged", "split, a NaN"),
@@ -171,7 +171,7 @@ MUTANTS_SM80 = (
     Mutant("dV with the power of dO", BACKWARD_SPLIT, "keep_scale * do_factor", "keep_scale", "split, gradients"),
     Mutant("dQ with the power of K", SUM, "f32(LOWERED) * of_head[1]", "f32(LOWERED)", "split, gradients"),
     Mutant("delta without the power of dO", BEFORE, "delta /= factors[2] * factors[3]", "delta /= factors[2]", "split, gradients"),
-    Mutant("delta of O with its centre", BEFORE, "(o_row[index(d)] - centre[index(d)])", "o_row[index(d)]", "split, gradients"),
+    Mutant("delta of O with its centre", BEFORE, "(y[i] - own_centre[i])", "y[i]", "split, gradients"),
     Mutant("the lse of keys with their centre", BEFORE, "shift -= extras.shifts[", "shift -= f32(0) * extras.shifts[", "split, gradients"),
     Mutant(
         "scores of a backward pass with their powers", BACKWARD_SPLIT, "scale * q_factor * k_factor", "scale * q_factor", "split, gradients"

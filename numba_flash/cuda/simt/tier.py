@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
+from numba_flash.cuda.arguments import FLAGS, Flagged, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.problem import Prepared
 
@@ -185,19 +185,22 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     x, delta = _heads_first(p, inputs), Layout.compact(inputs.lse.shape, inputs.lse.dtype)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
+    config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
+    flagged, with_flags, of_delta = (), extras, ()
+    if left is not None:
+        flagged, with_flags = (True,), (*extras, (left, 3))
+        of_delta = ((left, 3),) if results.dbias is None else ()  # which wants all heads
+    own = (True,) if of_delta else ()
     preprocess = Launch(
         "delta.build",
-        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS),
+        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *own),
         gpu,
         grid=-(-inputs.lse.shape[-1] // DELTA_ROWS) * math.prod(inputs.lse.shape[:-1]),
         threads=DELTA_LANES * DELTA_ROWS,
         operands=((x.do, 5), (x.o, 5), (x.dlse, 4), (delta, 4)),
+        extras=of_delta,
     )
     tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
-    config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged, with_flags = (), extras
-    if left is not None:
-        flagged, with_flags = (True,), (*extras, (left, 3))
     numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng))
     numbers_dq = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
     tile = tile_for("dkdv", p.dtype, max(p.d, p.dv))
@@ -233,7 +236,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         own = extras if left is None else class_with_flags(*extras, left)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
-        preprocess(x.do, x.o, x.dlse, delta)
+        preprocess(x.do, x.o, x.dlse, delta, extras=Flagged(left) if of_delta else ())
         others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
         dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=own, **others)
         others = {} if rng is None else {"numbers": numbers_dq(rng)}

@@ -71,15 +71,3 @@ class Sizes(NamedTuple):
     section: int
     b0: int
     doublings: int
-
-
-def chunked(*layouts) -> bool:
-    """True if rows of all these arrays are whole chunks of 16 bytes at multiples of that."""
-    return all(_chunked(x) for x in layouts)
-
-
-def _chunked(x) -> bool:
-    *strides, last = (s if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True))
-    neighbours = x.shape[-1] == 1 or last == x.dtype.itemsize
-    whole = x.shape[-1] * x.dtype.itemsize % 16 == 0
-    return neighbours and whole and not x.offset and not any(s % 16 for s in strides)

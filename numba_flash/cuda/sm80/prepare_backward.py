@@ -14,6 +14,7 @@ from numba_flash.cuda.arguments import (
     SPLIT,
     Centred,
     build_extras,
+    chunked,
     extras_class,
     parameters_of,
     vectors_of,
@@ -21,12 +22,13 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
-from numba_flash.cuda.sm80.arguments import Shape, Sizes, chunked
+from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 LOG2E = math.log2(math.e)
+CHUNK_BYTES, MOST_CHUNKS = 16, 32  # of a row, one for each thread of a warp
 ROW_THREADS = 256  # of the kernel before the main one, and no more copies than that
 # Bytes of sums of dq that blocks at work at the same time add to: they stay in the L2 cache.
 SUMS_AT_WORK = 2**25
@@ -225,7 +227,7 @@ def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
     sum_bytes = 4 * tile.block_m * tile.padded(p.d)
-    whole = chunked(x.do, x.o) and not this.split
+    whole = chunked(x.do, x.o) and p.dv * x.o.dtype.itemsize <= MOST_CHUNKS * CHUNK_BYTES
     return Launch(
         "preprocess.build",
         (

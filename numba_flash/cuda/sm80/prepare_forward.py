@@ -8,11 +8,18 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import SPLIT, extras_class, parameters_of, planes_of, vectors_of
+from numba_flash.cuda.arguments import (
+    SPLIT,
+    chunked,
+    extras_class,
+    parameters_of,
+    planes_of,
+    vectors_of,
+)
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
-from numba_flash.cuda.sm80.arguments import Shape, chunked
+from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
 from numba_flash.problem import ForwardResults, Prepared
 

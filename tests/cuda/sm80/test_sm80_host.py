@@ -14,9 +14,9 @@ if SIMULATED:
 
 from numba_flash.arrays import Layout
 from numba_flash.cuda import launch
+from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
-from numba_flash.cuda.sm80.arguments import chunked
 from numba_flash.cuda.sm80.tiles import hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
