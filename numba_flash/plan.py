@@ -103,7 +103,7 @@ def prepare(backend: Backend, kind: str, problem: Problem, inputs, results, **se
         What the tier's ``prepare_forward`` or ``prepare_backward`` takes besides.
     """
     first = getattr(tier(backend), f"prepare_{kind}")(problem, inputs, results, **settings)
-    if first.left is None:
+    if first.left is None or 0 in first.left.shape:
         return first
     rest = getattr(tier(LEFT_TO), f"prepare_{kind}")(problem, inputs, results, left=first.left, **settings)
 

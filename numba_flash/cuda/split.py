@@ -60,6 +60,14 @@ def warp_maximum(x):
 
 
 @device
+def warp_minimum(x):
+    """Likewise."""
+    for fold in range(5):
+        x = min(x, cuda.shfl_xor_sync(ALL_LANES, x, 1 << fold))
+    return x
+
+
+@device
 def centre_of(samples, column):
     """The median of a column's samples, if all are on one side of 0, else 0: of numbers around 0
     the centre is not worth its rounding.
@@ -119,7 +127,7 @@ def build_statistics(options, head_dim, head_dim_v, centred, wide):
                 largest = max(largest, cuda.shfl_xor_sync(ALL_LANES, largest, 1 << fold))
             most = max(most, largest)
             least = min(least, largest) if largest > 0 else least
-        most, least = warp_maximum(most), i32(-warp_maximum(i32(-least)))
+        most, least = warp_maximum(most), warp_minimum(least)
         if lane == 0:
             extremes_smem[0, index(warp)] = most
             extremes_smem[1, index(warp)] = least
@@ -153,12 +161,12 @@ def build_statistics(options, head_dim, head_dim_v, centred, wide):
 def summarise(extremes, first, count):
     """The `Summary` of `count` parts from the `first` on, for each lane of a warp."""
     lane = i32(cuda.threadIdx.x % WARP)
-    most, least = i32(0), i32(-INFINITE)
+    most, least = i32(0), i32(INFINITE)
     if lane < extremes.shape[1]:
         for number in range(first, first + count):
             most = max(most, extremes[index(number), index(lane), 0])
-            least = max(least, i32(-extremes[index(number), index(lane), 1]))
-    most, least = warp_maximum(most), i32(-warp_maximum(least))
+            least = min(least, extremes[index(number), index(lane), 1])
+    most, least = warp_maximum(most), warp_minimum(least)
     exponent, range_ = i32((most >> 23) - 127), i32((most >> 23) - (least >> 23))
     if most == 0:
         return Summary(i32(0), i32(0))

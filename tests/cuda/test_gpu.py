@@ -8,6 +8,8 @@ from support import no_gpu
 
 import numba_flash
 from numba_flash import reference
+from numba_flash.plan import tier
+from numba_flash.problem import BackwardInputs, bind
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +47,21 @@ def test_work_goes_onto_the_current_stream_and_is_not_waited_for(cp):
         assert cp.array_equal(o, expected)
         assert cp.array_equal(dq, expected_dq)
     del kept
+
+
+@pytest.mark.parametrize("d", [13, 64, 128])
+def test_float32_is_left_to_others_where_it_cannot_be_split_alone(cp, d):
+    """What the GPU's compiler makes of the pre-pass, too, flags the head with a NaN, and no other."""
+    q, k, v, do = (normal(cp, 1, 3, 300, d, seed=i) for i in range(4))
+    k[0, 1, 7, 3] = cp.nan
+    reason = tier("sm80").why_not("backward", bind(q, k, v), BackwardInputs(do, q, k, v, do, q[..., 0]), True)
+    if reason is not None:
+        pytest.skip(reason)
+    (o, lse), (other, _) = (numba_flash.forward(q, k, v, return_lse=True, backend=name) for name in ("sm80", "simt"))
+    gradients, others = (numba_flash.backward(do, q, k, v, o, lse, backend=name) for name in ("sm80", "simt"))
+    for x, y in zip((o, *gradients), (other, *others), strict=True):
+        equal = [x[0, h].get().tobytes() == y[0, h].get().tobytes() for h in range(3)]
+        assert equal == [False, True, False]
 
 
 def test_results_stay_on_the_gpu(cp):

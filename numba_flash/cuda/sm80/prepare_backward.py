@@ -257,7 +257,7 @@ def _main(this: Pass):
         low=-p.high,
         high=-p.low,
         columns=p.nq,
-        group=p.hq // p.hk,
+        group=p.hq // max(1, p.hk),
         section=section(p, tile, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
         doublings=this.copies.bit_length() - 1,
