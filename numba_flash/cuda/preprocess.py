@@ -40,8 +40,8 @@ def build(
     Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, o is
     without that of the values, and delta is in units of the products of planes.
 
-    do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes,
-        no more than a warp has threads.
+    do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
+        A warp has a thread for each chunk.
     lse, dlse : float32 (b0, b1, heads, nq).
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
@@ -50,8 +50,8 @@ def build(
     SPLIT, ELEMENT = dtype == "float32", f32 if dtype == "float32" else types.uint16
     FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
     CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
-    CHUNKS = head_dim_v // CHUNK
-    FOLDS = (CHUNKS - 1).bit_length() if chunked else 5
+    CHUNKS = -(-head_dim_v // CHUNK)
+    FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
     SUM_BYTES, ROWS_BYTES, UNIT = sum_bytes, 4 * block_m, LOG2E if base_2 else 1.0
     rows_of = schedule.build_rows(options, block_m)
@@ -73,19 +73,22 @@ def build(
             kv_head = h // (lse.shape[2] // extras.factors.shape[2])
             factors, centre = extras.factors[b0, b1, kv_head], extras.centres[1, b0, b1, kv_head]
             own_centre = cuda.local.array(CHUNK, f32)  # of the columns of this thread's chunk
-            if CHUNKED and lane < CHUNKS:
-                for e in range(CHUNK):
-                    own_centre[e] = centre[index(lane * CHUNK + e)]
+            for e in range(CHUNK):
+                d = lane * CHUNK + e
+                own_centre[e] = centre[index(d)] if d < HEAD_DIM_V else f32(0)
         lse2_address = ptx.global_address(rows)
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
             there, total = at.row0 + r < at.queries, f32(0)
             if there and not CHUNKED:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
-                for d in range(lane, HEAD_DIM_V, LANES):
-                    if SPLIT:
-                        total += do_row[index(d)] * (o_row[index(d)] - centre[index(d)])
-                    else:
+                if SPLIT:  # in the same order
+                    for e in range(CHUNK):
+                        d = lane * CHUNK + e
+                        if d < HEAD_DIM_V:
+                            total += do_row[index(d)] * (o_row[index(d)] - own_centre[e])
+                else:
+                    for d in range(lane, HEAD_DIM_V, LANES):
                         total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
             if there and CHUNKED and lane < CHUNKS:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]

@@ -85,7 +85,7 @@ LENGTHS = (
 also = lambda shape, **options: shape._replace(options=shape.options | options)
 CAUSAL_LENGTHS = (also(LENGTHS[0], causal=True),)
 SOFT = Shape(PAIR, 100, 150)
-NOTHING = (Shape(ONE, 5, 0), Shape(PAIR, 0, 5), Shape((0, 1, 1), 5, 5))
+NOTHING = (Shape(ONE, 5, 0), Shape(PAIR, 0, 5), Shape((0, 1, 1), 5, 5), Shape((1, 0, 2), 5, 5))
 
 hopper = partial(Group, SM90)
 ON_HOPPER = {

@@ -28,7 +28,6 @@ from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 LOG2E = math.log2(math.e)
-CHUNK_BYTES, MOST_CHUNKS = 16, 32  # of a row, one for each thread of a warp
 ROW_THREADS = 256  # of the kernel before the main one, and no more copies than that
 # Bytes of sums of dq that blocks at work at the same time add to: they stay in the L2 cache.
 SUMS_AT_WORK = 2**25
@@ -120,7 +119,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     dropout. The same bits in every run if `deterministic`.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    deterministic = deterministic and p.nq > 0  # without rows nobody sets the flags to 0
+    deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0
     there = hardware(gpu.capability)
     tile = backward_tile(p, there)
     split = tile.split > 0
@@ -227,7 +226,7 @@ def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
     sum_bytes = 4 * tile.block_m * tile.padded(p.d)
-    whole = chunked(x.do, x.o) and p.dv * x.o.dtype.itemsize <= MOST_CHUNKS * CHUNK_BYTES
+    whole = chunked(x.do, x.o)
     return Launch(
         "preprocess.build",
         (
