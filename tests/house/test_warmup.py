@@ -61,12 +61,19 @@ def test_few_queries_take_the_kernels_for_keys_in_parts():
     assert combine == "combine.build"
 
 
-@pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, H200), ("bfloat16", None, T4), ("bfloat16", "simt", H200)])
+@pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, T4), ("bfloat16", None, T4), ("bfloat16", "simt", H200)])
 def test_where_tensor_cores_cannot_serve_or_are_not_wanted(dtype, backend, gpu):
     kernels = warmup.kernels_of(cell("backward", dtype=dtype), backend, gpu)
     builders = ["simt.forward.build", "delta.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
     assert [builder for builder, _ in kernels] == builders
     assert kernels[-1][1][-1] == tile_for("dq", dtype, 64)
+
+
+def test_float32_on_tensor_cores_comes_with_what_it_leaves_to_others():
+    builders = [builder for builder, _ in warmup.kernels_of(cell(dtype="float32"), None, H200)]
+    assert builders == ["split.build_statistics", "split.build", "sm80.forward.build", "simt.forward.build"]
+    left = [builder for builder, _ in warmup.kernels_of(cell("backward", dtype="float32"), None, A100) if builder.startswith("simt")]
+    assert left == ["simt.forward.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
 
 
 @pytest.mark.parametrize(("dtype", "backend", "gpu"), [("bfloat16", None, A100), ("float16", None, T4), ("float16", "sm80", H200)])

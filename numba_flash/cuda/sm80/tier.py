@@ -11,6 +11,10 @@ from numba_flash.cuda.sm80.tiles import forward_tile, hardware
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
 LEAST_SHARED_FLOAT32, MOST_FLOAT32_BACKWARD = 163 * 1024, 128
+# Multiplications of a forward pass of float32 below which the launches of the pre-pass take longer
+# than they save. Time on an H200 over that of IEEE loops, D = 64, forward and backward: 8 heads of
+# 256 (2^26) 2.8, 1.8; 8 heads of 1024 (2^30) 0.69, 0.49.
+LEAST_FLOAT32 = 2**29
 
 
 def takes_numpy() -> bool:
@@ -77,6 +81,9 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
             "serves float32 where a block may have 163 KB of shared memory;"
             f" a GPU of compute capability {major}.{minor} has less"
         )
-    if not demanded:
-        return "serves float32 on demand only (backend='sm80'): its speed is not known yet"
+    p = problem
+    if not demanded and math.prod(p.batch) * p.hq * p.nq * p.nk * (p.d + p.dv) < LEAST_FLOAT32:
+        return (
+            "serves so few products of float32 on demand only (backend='sm80'): others are faster"
+        )
     return None

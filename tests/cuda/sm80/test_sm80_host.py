@@ -72,13 +72,16 @@ def test_problems_that_are_served(kind, sizes, options):
 
 @pytest.mark.parametrize("gpu", [A100, H200, B200], ids=["A100", "H200", "B200"])
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
-def test_float32_is_served_on_demand(gpu, precision):
-    """Backward up to head dimension 128."""
+def test_float32_is_served(gpu, precision):
+    """Small problems on demand; backward up to head dimension 128."""
     p, inputs = problem({"precision": precision}, dtype="float32"), inputs_of(dtype="float32")
-    sentence = "serves float32 on demand only (backend='sm80'): its speed is not known yet"
+    sentence = "serves so few products of float32 on demand only (backend='sm80'): others are faster"
     for kind in ("forward", "backward"):
         assert tier.why_not(kind, p, inputs, True, gpu) is None
         assert tier.why_not(kind, p, inputs, False, gpu) == sentence
+        more = replace(p, batch=(1, 1), hq=8, hk=8, nq=1024, nk=512, d=64, dv=64)
+        assert tier.why_not(kind, more, inputs, False, gpu) is None
+        assert tier.why_not(kind, replace(more, nq=1023), inputs, False, gpu) == sentence
     for wide in ({"d": 136}, {"dv": 129}):
         p, inputs = problem({"precision": precision}, dtype="float32", **wide), inputs_of(dtype="float32", **wide)
         assert tier.why_not("forward", p, inputs, True, gpu) is None
