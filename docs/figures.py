@@ -36,7 +36,10 @@ STYLES = {
     "NumPy": ("#000000", "X", (0, (1, 1))),
     "torch CPU": ("#0072B2", "p", "--"),
     "torch efficient": ("#666666", "*", (0, (5, 2, 1, 2))),
+    "sm80 float32": ("#D55E00", "d", "-"),
+    "sm80 tf32": ("#D55E00", "1", "-"),
 }
+RESULTS = ("o", "dq", "dk", "dv")
 SETTINGS = {"svg.hashsalt": "numba_flash", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
 SETTINGS |= {"grid.color": "#DDDDDD", "grid.linewidth": 0.6, "lines.linewidth": 1.5, "lines.markersize": 5, "legend.frameon": False}
 
@@ -166,6 +169,26 @@ def accuracy(figure, *machines: dict) -> None:
     legend(figure, axes)
 
 
+def float32(figure, results: dict) -> None:
+    """Error against time of float32, on normal data; and errors of everything on data in kelvin."""
+    figure.set_size_inches(10, 3.6)
+    axes = figure.subplots(1, 3)
+    rows = {(row["who"], row["distribution"]): row for row in results["rows"] if row["head_dim"] == 128 and "o" in row}
+    times = {(row["who"], row["direction"]): row["ms"] for row in results["times"] if row["head_dim"] == 128}
+    names = [name for name in STYLES if (name, "normal") in rows]
+    for axis, (direction, result) in zip(axes, (("forward", "o"), ("backward", "dq")), strict=False):
+        for who in (name for name in names if (name, direction) in times):
+            axis.plot(times[who, direction], rows[who, "normal"][result], **style(who) | {"linestyle": "none"})
+        axis.set(xscale="log", yscale="log", xlabel="ms", title=f"{direction}: error of {result}")
+    for number, who in enumerate(names):
+        places = [i + 0.6 * ((number + 0.5) / len(names) - 0.5) for i in range(len(RESULTS))]
+        axes[-1].plot(places, [rows[who, "kelvin"][x] for x in RESULTS], **style(who) | {"linestyle": "none"})
+    axes[-1].set_yscale("log")
+    axes[-1].set_xticks(range(len(RESULTS)), RESULTS)
+    axes[-1].set_title("keys and values of 300 K, 10 K wide")
+    legend(figure, axes)
+
+
 @dataclass(frozen=True)
 class Figure:
     """A file in docs/figures.
@@ -196,6 +219,7 @@ ALL = {
     "scaling-h200": Figure(scaling, ("h200/scaling",), "scaling-h200", "time and memory against N on an H200"),
     "scaling-cpu": Figure(scaling, ("2-core-cpu/scaling",), "scaling-cpu", "time and memory against N on a CPU"),
     "tiles": Figure(tiles, ("h200/tiles",), "tiles", "time with each tile"),
+    "float32": Figure(float32, ("h200/float32",), "float32", "errors of float32 against time, and on data in kelvin"),
     "accuracy": Figure(accuracy, tables.BLOCKS["accuracy"].sources, "accuracy", "root mean square errors by dtype"),
 }
 

@@ -272,6 +272,20 @@ def accuracy(*machines: dict) -> str:
     return table(["device", "dtype", "", *names], rows)
 
 
+def float32(results: dict) -> str:
+    """Relative errors of o / dq / dk / dv of float32 on each kind of data at D = 128, and how fast everyone is."""
+    found = [row for row in results["rows"] if row["head_dim"] == 128 and "o" in row]
+    names = list(dict.fromkeys(row["who"] for row in found))
+    of = {(row["distribution"], row["who"]): row for row in found}
+    entry = lambda row: " / ".join(f"{row[x]:.0e}" for x in ("o", "dq", "dk", "dv")) if row else ""
+    rows = [[kind, *(entry(of.get((kind, who))) for who in names)] for kind in dict.fromkeys(row["distribution"] for row in found)]
+    speeds = {(row["who"], row["direction"]): row["tflops"] for row in results["times"] if row["head_dim"] == 128}
+    speed = lambda who: " / ".join(_three(speeds[who, d]) if (who, d) in speeds else "none" for d in ("forward", "backward"))
+    rows.append(["TFLOP/s, forward / backward", *map(speed, names)])
+    note = f"{results['device']}, N = {results['length']}, D = 128; relative errors (root mean square) of o / dq / dk / dv:\n\n"
+    return note + table(["", *names], rows)
+
+
 def training(results: dict) -> str:
     """A step of training by length, with both kinds of attention."""
     rows = {(row["length"], row["attention"]): row for row in results["rows"]}
@@ -321,6 +335,7 @@ BLOCKS = {
     "traffic": Block(traffic, ("h200/traffic",), _study("traffic", "h200")),
     "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
     "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),
+    "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),
     "options-cpu": Block(printed, ("2-core-cpu/options",)),

@@ -34,7 +34,8 @@ def inputs(distribution: str, dtype: str, length: int, head_dim: int) -> list[np
 
 def case_of(q, k, v, do, direction: str, xp) -> Case:
     """A case of the bench with these arrays, whose gradient is checked and not only in some rows."""
-    case = Case(Cell(direction, "full", q.dtype.name, 1, HEADS, HEADS, *q.shape[-2:]), xp)
+    heads = q.shape[1]
+    case = Case(Cell(direction, "full", q.dtype.name, 1, heads, heads, *q.shape[-2:]), xp)
     case.arrays = tuple(map(xp.asarray, (q, k, v)))
     case.do = case.sparse_do = xp.asarray(do)
     return case

@@ -1,5 +1,5 @@
 """Errors of float32 against float64 on data of many kinds, by backend and precision, beside peers: relative root mean square errors of o,
-dq, dk and dv.
+dq, dk and dv; and how long they take.
 
 The kinds of data are those on which ways to compute float32 on tensor cores differ: outliers, large scores, rows or columns of different
 scale, other units, all of one sign, and far from the origin. The reference is the float64 oracle on the same float32 numbers.
@@ -8,7 +8,9 @@ scale, other units, all of one sign, and far from the origin. The reference is t
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import accuracy
 import common
@@ -16,9 +18,12 @@ import numpy as np
 
 import numba_flash
 from numba_flash import reference
+from numba_flash.bench import peers, timing
+from numba_flash.bench.cases import Case, Cell
 from numba_flash.precisions import PRECISIONS
 
 HEADS, SEED = 1, 0
+PEERS = ("torch efficient", "torch CPU", "NumPy")
 
 
 def powers(rng, low: float, high: float, *shape: int) -> np.ndarray:
@@ -82,17 +87,28 @@ def relative_errors(results, expected) -> dict[str, float]:
     return {name: norm(x - ref) / norm(ref) for name, x, ref in zip(accuracy.RESULTS, results, expected, strict=True)}
 
 
-def within(precision: str, function, arrays):
-    """What a function computes where that precision is the default."""
-    with numba_flash.use_precision(precision):
-        return function(arrays=arrays)
+def within(precision: str, contender: peers.Contender, case: Case) -> peers.Bound:
+    """A contender, where that precision is the default."""
+
+    def call(function, *arguments):
+        with numba_flash.use_precision(precision):
+            return function(*arguments)
+
+    bound = call(contender.bind, case)
+    return peers.Bound(partial(call, bound.repeat), partial(call, bound.results))
 
 
-def everyone(clock) -> dict:
-    """Who computes, by name: a function of the arrays. Our backends that are not always IEEE do so with each precision that they have."""
-    functions = accuracy.everyone("float32", clock)
-    split = functions.pop("sm80")
-    return {f"sm80 {name}": partial(within, name, split) for name in PRECISIONS if name != "ieee"} | functions
+def everyone(clock) -> dict[str, peers.Contender]:
+    """Who computes, by name. Our backends that are not always IEEE do so with each precision that they have."""
+    everyone = {}
+    for backend in ("cpu",) if clock.place == "cpu" else ("sm80", "simt"):
+        ours = peers.contenders(backend)[0]
+        for precision in PRECISIONS if backend == "sm80" else ("ieee",):
+            if (backend, precision) != ("sm80", "ieee"):
+                name = f"sm80 {precision}" if backend == "sm80" else backend
+                everyone[name] = replace(ours, name=name, bind=partial(within, precision, ours))
+    others = peers.contenders(None)[1:]
+    return everyone | {peer.name: peer for peer in others if peer.name in PEERS and peer.why_not(clock.place, "float32") is None}
 
 
 def rows_of(distribution: str, head_dim: int, length: int, clock) -> list[dict]:
@@ -101,13 +117,34 @@ def rows_of(distribution: str, head_dim: int, length: int, clock) -> list[dict]:
     q, k, v, do = (x[0] for x in arrays)
     expected = (reference.forward(q, k, v)[0], *reference.backward(do, q, k, v))
     rows = []
-    for name, function in everyone(clock).items():
+    for name, contender in everyone(clock).items():
         row = {"distribution": distribution, "head_dim": head_dim, "who": name}
         try:
-            rows.append(row | relative_errors(function(arrays=arrays), expected))
+            rows.append(row | relative_errors(accuracy.computed(contender, arrays, clock.xp), expected))
         except Exception as error:  # whatever it is, it is the reason
-            rows.append(row | {"reason": accuracy.peers.sentence(error)})
+            rows.append(row | {"reason": peers.sentence(error)})
         print(rows[-1], flush=True)
+    return rows
+
+
+def times(head_dim: int, options, clock) -> list[dict]:
+    """A row for everyone and each direction: milliseconds and TFLOP/s on normal data; none for whoever cannot compute that."""
+    heads, rows = options.width // head_dim, []
+    for direction in ("forward", "backward"):
+        cell = Cell(direction, "full", "float32", options.tokens // options.length, heads, heads, options.length, head_dim)
+        case, bound = Case(cell, clock.xp), {}
+        for name, contender in everyone(clock).items():
+            try:
+                bound[name] = contender.bind(case)
+                bound[name].repeat(1)
+            except NotImplementedError as error:
+                print(f"{name}, {direction}, D = {head_dim}: {error}", flush=True)
+                bound.pop(name, None)
+        for name, ms in timing.take_turns(bound, clock, common.repeats(options, clock.place)).items():
+            time = median(ms)
+            row = {"direction": direction, "head_dim": head_dim, "who": name, "ms": time, "tflops": cell.flops / time / 1e9}
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 
@@ -115,14 +152,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     parser = common.parser(__doc__)
     parser.add_argument("--length", type=int, default=4096, help="default 4096")
+    parser.add_argument("--tokens", type=int, default=16384, help="of all batch elements that are timed; default 16384")
+    parser.add_argument("--width", type=int, default=2048, help="of all heads that are timed; default 2048")
     parser.add_argument("--head-dims", type=common.numbers, default=[64, 128], metavar="D,...", help="default 64,128")
     options = parser.parse_args(arguments)
-    clock, rows = common.clock(), []
+    clock, rows, timed = common.clock(), [], []
     with clock.current():
         for d in options.head_dims:
+            timed += times(d, options, clock)
             for name in DISTRIBUTIONS:
                 rows += rows_of(name, d, options.length, clock)
-    common.write(options, "float32", clock.place, rows, length=options.length, heads=HEADS)
+    common.write(options, "float32", clock.place, rows, length=options.length, heads=HEADS, times=timed)
 
 
 if __name__ == "__main__":

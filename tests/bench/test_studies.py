@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,14 +225,21 @@ def test_accuracy(tmp_path):
         assert all(name in row or row["reason"] for row in rows.values() for name in ("o", "dq", "dk", "dv"))
 
 
-def test_float32(tmp_path):
-    """Numbers of N(0, 1) lose little, those far from the origin much; who cannot run says why."""
-    results = run("float32", "--length", "96", "--head-dims", "16", file=tmp_path / "float32.json")
+def test_float32(module, monkeypatch, tmp_path):
+    """Numbers of N(0, 1) lose little, those far from the origin much; who cannot run says why. Everyone is timed."""
+    sizes = ("--length", "96", "--head-dims", "16", "--tokens", "96", "--width", "32", "--repeats", "1")
+    results = run("float32", *sizes, file=tmp_path / "float32.json")
     rows = {(row["distribution"], row["who"]): row for row in results["rows"]}
-    assert all(0 < rows["normal", who][name] < 1e-6 for who in ("naive", "cpu") for name in ("o", "dq", "dk", "dv"))
-    assert all(rows["kelvin", who]["dq"] > 1e-5 > rows["units", who]["dq"] for who in ("naive", "cpu"))
-    assert {who for _, who in rows} >= {"sm80 float32", "sm80 tf32", "sm90", "simt", "cpu", "naive"}
-    assert all("o" in row or row["reason"] for row in rows.values())
+    assert all(0 < rows["normal", who][name] < 1e-6 for who in ("NumPy", "cpu") for name in ("o", "dq", "dk", "dv"))
+    assert all(rows["kelvin", who]["dq"] > 1e-5 > rows["units", who]["dq"] for who in ("NumPy", "cpu"))
+    timed = {(row["direction"], row["who"]) for row in results["times"]}
+    assert timed >= {(direction, who) for direction in ("forward", "backward") for who in ("NumPy", "cpu")}
+    assert all(row["ms"] > 0 and row["tflops"] > 0 for row in results["times"])
+    study = module("float32")
+    clock = SimpleNamespace(place="gpu", xp=np)
+    assert list(study.everyone(clock))[:3] == ["sm80 float32", "sm80 tf32", "simt"]
+    row = study.rows_of("normal", 8, 4, clock)[0]
+    assert row["reason"].startswith("NotImplementedError: backend sm80: ")
 
 
 @pytest.mark.gpu

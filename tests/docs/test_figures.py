@@ -82,6 +82,19 @@ RESULTS = {
         "rows": [errors("float16", d, who, error) for d in ("normal", "outliers") for who, error in (("naive", 2e-4), ("sm90", 1e-4))]
         + [errors("float64", d, who, 1e-16) for d in ("normal", "outliers") for who in ("naive", "simt")],
     },
+    "h200/float32": {
+        "device": "H",
+        "length": 4096,
+        "rows": [
+            *(errors("float32", d, who, 1e-7) for d in ("normal", "kelvin") for who in ("sm80 float32", "simt")),
+            {"distribution": "normal", "head_dim": 128, "who": "torch efficient", "reason": "no"},
+        ],
+        "times": [
+            {"direction": "forward", "head_dim": 128, "who": "sm80 float32", "ms": 1.0, "tflops": 100.0},
+            {"direction": "backward", "head_dim": 128, "who": "sm80 float32", "ms": 2.0, "tflops": 90.0},
+            {"direction": "forward", "head_dim": 128, "who": "simt", "ms": 4.0, "tflops": 25.0},
+        ],
+    },
     "h200/training": {
         "rows": [
             {"length": 1024, "attention": "flash", "seconds": 0.01, "bytes": 1e8},
@@ -130,6 +143,12 @@ EXPECTED = {
     ],
     "tiles": ["| sm90 forward, bfloat16, D = 64 | 128 x 128, stages 2 | 0.500 | 2.00 | 128 x 96, stages 3 | 0.800 | 1.25 |"],
     "accuracy": ["| H | float16 | sm90 | 1.0e-04 / 1.0e-04 |", "| H | float64 | simt |"],
+    "float32": [
+        "H, N = 4096, D = 128;",
+        "|  | sm80 float32 | simt |\n",
+        "| kelvin | 1e-07 / 1e-07 / 1e-07 / 1e-07 | 1e-07 /",
+        "| TFLOP/s, forward / backward | 100 / 90.0 | 25.0 / none |",
+    ],
     "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
     "torch-cpu": ["| forward | 1.25 to 2.00 |"],
     "limits": [
