@@ -48,6 +48,13 @@ def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
     assert_is_a_picture(png, 400, 1500)
 
 
+def test_kelvin_costs_digits_that_degrees_celsius_keep():
+    printed = run("kelvin", "--stations", "200", "--days", "16")
+    assert "IEEE products" in printed
+    default, ieee, celsius = (float(x) for x in re.findall(r"relative error of dq, .*: (\S+)", printed))
+    assert default == ieee > 1e-5 > 10 * celsius > 1e-7
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
