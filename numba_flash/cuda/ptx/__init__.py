@@ -147,6 +147,9 @@ from numba_flash.cuda.ptx.mma import (
     product as product,
 )
 from numba_flash.cuda.ptx.mma import (
+    product_float64 as product_float64,
+)
+from numba_flash.cuda.ptx.mma import (
     split_product as split_product,
 )
 from numba_flash.cuda.ptx.scalar import (

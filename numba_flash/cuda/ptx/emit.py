@@ -9,7 +9,7 @@ from numba.cuda.extending import intrinsic
 
 from numba_flash.cuda.lang import types
 
-I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 LLVM = {
     types.float32: F32,
     types.uint32: I32,
@@ -17,7 +17,7 @@ LLVM = {
     types.uint64: I64,
     types.void: ir.VoidType(),
 }
-LETTER = {F32: "f", I32: "r", I64: "l"}  # of a register, in a constraint
+LETTER = {F32: "f", F64: "d", I32: "r", I64: "l"}  # of a register, in a constraint
 
 
 def emit(builder, text: str, operands=(), results=(), tied=(), memory=True, pure=False) -> list:

@@ -41,11 +41,11 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     Arguments are those of `numba_flash.cuda.simt.forward.build`'s kernel; low and high bound query
     - key.
     """
-    BLOCK_M, BLOCK_N, THREADS_N = tile.block_m, tile.block_n, tile.threads_n
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     COLS_K, COLS_V = tile.head_cols(head_dim), tile.head_cols(head_dim_v)
     SCORES, OUTPUTS_K, OUTPUTS_V = tile.rows * tile.cols, tile.rows * COLS_K, tile.rows * COLS_V
-    PAD, ALIGNMENT = tiles.pad(dtype), tiles.ALIGNMENT
-    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, max(COLS_K, COLS_V) * THREADS_N
+    PITCH_M, PITCH_N, PITCH_X = tiles.pitches(dtype, tile, max(COLS_K, COLS_V))
+    ALIGNMENT = tiles.ALIGNMENT
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
@@ -157,11 +157,10 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     """Kernel ``dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters)``, its
     signature and compile options.
     """
-    BLOCK_M, BLOCK_N, THREADS_N = tile.block_m, tile.block_n, tile.threads_n
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     COLS_K = tile.head_cols(head_dim)
     SCORES, OUTPUTS = tile.rows * tile.cols, tile.rows * COLS_K
-    PAD, ALIGNMENT = tiles.pad(dtype), tiles.ALIGNMENT
-    PITCH_M, PITCH_N, PITCH_X = BLOCK_M + PAD, BLOCK_N + PAD, COLS_K * THREADS_N
+    (PITCH_M, PITCH_N, PITCH_X), ALIGNMENT = tiles.pitches(dtype, tile, COLS_K), tiles.ALIGNMENT
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends

@@ -87,8 +87,7 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SCORES, DEPTH = tile.rows * tile.cols, tile.depth
-    PAD, ALIGNMENT = tiles.pad(dtype), tiles.ALIGNMENT
-    PITCH_M, PITCH_N = BLOCK_M + PAD, BLOCK_N + PAD
+    (PITCH_M, PITCH_N, _), ALIGNMENT = tiles.pitches(dtype, tile, 0), tiles.ALIGNMENT
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     inner_q = tiles.build_inner(dtype, tile, head_dim)

@@ -31,8 +31,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
     """
     BLOCK_M, BLOCK_N, THREADS_N = tile.block_m, tile.block_n, tile.threads_n
     ROWS, COLS, COLS_O = tile.rows, tile.cols, tile.head_cols(head_dim_v)
-    PAD, ALIGNMENT = tiles.pad(dtype), tiles.ALIGNMENT
-    PITCH_M, PITCH_N, PITCH_O = BLOCK_M + PAD, BLOCK_N + PAD, COLS_O * THREADS_N
+    (PITCH_M, PITCH_N, PITCH_O), ALIGNMENT = tiles.pitches(dtype, tile, COLS_O), tiles.ALIGNMENT
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     WRITE_LSE, MODIFIED, HIDES = write_lse, options.modifies, score.hides(options)

@@ -3,7 +3,7 @@ imported here, so cached kernels start fast.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout
@@ -32,6 +32,8 @@ class Tile:
         Length of the staged chunks along the head dimension, and along the second product's sum.
     min_blocks : int
         Blocks per multiprocessor that the register allocation must allow.
+    product : int
+        Tensor cores multiply float64, and take so many terms of a sum at once; 0 if they do not.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Tile:
     depth: int
     depth_outer: int
     min_blocks: int
+    product: int = 0
 
     @property
     def block_m(self) -> int:
@@ -55,10 +58,12 @@ class Tile:
         return self.threads_m * self.threads_n
 
     def head_cols(self, head_dim: int) -> int:
-        """Columns per thread of a (rows, head_dim) accumulator; beyond two, padded to whole groups
-        of four for vector loads.
+        """Columns per thread of a (rows, head_dim) accumulator; beyond two, and on tensor cores,
+        padded to whole groups of four for vector loads.
         """
         cols = -(-head_dim // self.threads_n)
+        if self.product:
+            return -(-cols // 4) * 4
         return cols if cols <= 2 else -(-cols // 4) * 4
 
 
@@ -96,15 +101,27 @@ TILES = {
         (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 10.7; Tile(2, 4, 8, 16, 16, 4, 1) 6.6
     ),
 }
+# Likewise, where tensor cores multiply float64, and how many terms of a sum they take at once: on
+# other GPUs they are as slow as everything else in float64, or slower. None was timed.
+PRODUCTS = {(8, 0): 4, (9, 0): 8, (10, 0): 8}
+PRODUCT_TILES = {
+    "forward": ((64, Tile(2, 8, 32, 4, 16, 16, 2)), (128, Tile(2, 8, 32, 4, 16, 8, 2))),
+    "dkdv": ((64, Tile(2, 8, 32, 4, 16, 8, 2)),),
+    "dq": ((64, Tile(2, 8, 32, 4, 16, 16, 2)), (128, Tile(2, 8, 32, 4, 16, 8, 2))),
+}
 SIMULATOR_TILE = Tile(2, 2, 2, 2, 4, 2, 1)
 
 
-def tile_for(kernel: str, dtype: str, head_dim: int) -> Tile:
+def tile_for(kernel: str, dtype: str, head_dim: int, capability=(7, 0)) -> Tile:
     """Tile of one kernel (``"forward"``, ``"dkdv"`` or ``"dq"``) for the wider of the two head
-    dimensions.
+    dimensions, on a GPU of that compute capability.
     """
     if launch.simulated():
         return SIMULATOR_TILE
+    if dtype == "float64" and capability in PRODUCTS:
+        for limit, tile in PRODUCT_TILES[kernel]:
+            if head_dim <= limit:
+                return replace(tile, product=PRODUCTS[capability])
     if kernel == "forward" and dtype == "bfloat16" and head_dim > 128:
         # LLVM does not unroll the wider tile's rounding store: accumulators would be local memory
         return Tile(4, 4, 8, 16, 16, 8, 2)
@@ -146,7 +163,7 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
     is no dropout, and `left` if all heads are to be computed (`numba_flash.problem.Prepared`).
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    tile = tile_for("forward", p.dtype, max(p.d, p.dv))
+    tile = tile_for("forward", p.dtype, max(p.d, p.dv), gpu.capability)
     scale_log2 = 1.0 if p.options.modifies else p.scale * LOG2E
     numbers = lambda rng=None: (scale_log2, p.low, p.high, parameters_of(p, rng))
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
@@ -203,7 +220,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
     numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng))
     numbers_dq = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
-    tile = tile_for("dkdv", p.dtype, max(p.d, p.dv))
+    tile = tile_for("dkdv", p.dtype, max(p.d, p.dv), gpu.capability)
     dkdv_launch = Launch(
         "simt.backward.build_dkdv",
         (*config, tile, *flagged),
@@ -214,7 +231,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         extras=with_flags,
         numbers=numbers_dkdv(),
     )
-    tile = tile_for("dq", p.dtype, max(p.d, p.dv))
+    tile = tile_for("dq", p.dtype, max(p.d, p.dv), gpu.capability)
     dq_launch = Launch(
         "simt.backward.build_dq",
         (*config, tile, *flagged),
@@ -263,7 +280,8 @@ class _Dbias:
     """
 
     def __init__(self, problem, gpu, tensors, rows, extras, numbers, dbias):
-        p, tile = problem, tile_for("dq", problem.dtype, max(problem.d, problem.dv))
+        p = problem
+        tile = tile_for("dq", p.dtype, max(p.d, p.dv), gpu.capability)
         this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
         shares = max(1, min(this.walk, DBIAS_BLOCKS // max(this.tiles, 1)))
         shape = (1,) * (5 - dbias.ndim) + dbias.shape

@@ -8,13 +8,21 @@ consecutive ones, so that shared-memory reads fuse into vector loads:
     row(ty, r) = ty * rows + r            column(tx, c) = (c // V) * THREADS_N * V + tx * V + c % V
 
 There are no shuffles, so the same source runs in Numba's CUDA simulator.
+
+Where tensor cores multiply float64 (`Tile.product`), they may do so: with four threads along the
+columns, what a thread keeps is just what it has of their products of 16 x 8, if rows 2 i and 2 i +
+1 of each thread are those that lie 8 apart there.
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda.lang import SIMULATED, cuda, device, once
+from numba_flash.cuda import ptx
+from numba_flash.cuda.lang import SIMULATED, cuda, device, f64, inline, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
+
+TERMS = 8  # of a sum, in one product on tensor cores
 
 # Of shared arrays, for vector loads; the simulator refuses the argument.
 ALIGNMENT = None if SIMULATED else 16
@@ -29,11 +37,26 @@ def cuts(region, block_m, block_n):
     )
 
 
-def pad(dtype):
-    """Elements (16 bytes) between staged rows: a half warp that stores transposed then hits
-    different banks, and vectors stay aligned.
+class Pitches(NamedTuple):
+    """Elements from one row of a shared array to the next: of those that lie along a tile's rows,
+    of those along its columns, and of the second product's right operand.
     """
-    return 128 // ACCUMULATOR[dtype].bitwidth
+
+    m: int
+    n: int
+    x: int
+
+
+def pitches(dtype, tile, columns) -> Pitches:
+    """A half warp that stores transposed then hits different banks, and vectors stay aligned; on
+    tensor cores a half warp that reads four rows of an operand hits different banks.
+
+    `columns` of each thread are the second product's.
+    """
+    if tile.product:
+        return Pitches(tile.block_m + 1, tile.block_n + 4, columns * tile.threads_n + 4)
+    padding = 128 // ACCUMULATOR[dtype].bitwidth
+    return Pitches(tile.block_m + padding, tile.block_n + padding, columns * tile.threads_n)
 
 
 def vector(cols, dtype):
@@ -88,6 +111,27 @@ def build_column(dtype, threads_n, cols):
 
 
 @once
+def build_product(tile, cols):
+    """``product(acc, a_smem, b_smem, a0, b0, tx, ty)``: acc[r, c] += sum_k a_smem[a0 + k, row] *
+    b_smem[b0 + k, column], TERMS terms on tensor cores, with `cols` columns of each thread.
+    """
+    ROWS, COLS, HELD = tile.rows, cols, 2 * tile.rows
+    multiply = ptx.product_float64(ROWS, COLS, tile.product == TERMS)
+
+    @inline
+    def product(acc, a_smem, b_smem, a0, b0, tx, ty):
+        a, b = cuda.local.array(HELD, f64), cuda.local.array(COLS, f64)
+        for k in range(2):
+            for r in range(ROWS):
+                a[ROWS * k + r] = a_smem[index(a0 + tx + 4 * k), index(ty * ROWS + r)]
+            for j in range(COLS // 2):
+                b[2 * j + k] = b_smem[index(b0 + tx + 4 * k), index(8 * j + ty % 8)]
+        multiply(acc, a, b)
+
+    return product
+
+
+@once
 def build_inner(dtype, tile, head_dim):
     """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T,
 
@@ -103,6 +147,9 @@ def build_inner(dtype, tile, head_dim):
     ACC = ACCUMULATOR[dtype]
     column = build_column(dtype, tile.threads_n, tile.cols)
     fetch_rows = build_fetch_rows(dtype, head_dim, -(-head_dim // DEPTH) * DEPTH, ROW_STEP)
+    PRODUCT, product = tile.product > 0, None
+    if PRODUCT:
+        product = build_product(tile, tile.cols)
 
     @device
     def rank_one(acc, a_smem, b_smem, d, tx, ty):
@@ -131,11 +178,15 @@ def build_inner(dtype, tile, head_dim):
             for i in range(STEPS_N):
                 b_smem[index(lane), index(first + i * ROW_STEP)] = b_regs[i]
             cuda.syncthreads()  # the chunk is complete
-            for d in range(0, DEPTH, 4):
-                rank_one(acc, a_smem, b_smem, d, tx, ty)
-                rank_one(acc, a_smem, b_smem, d + 1, tx, ty)
-                rank_one(acc, a_smem, b_smem, d + 2, tx, ty)
-                rank_one(acc, a_smem, b_smem, d + 3, tx, ty)
+            if PRODUCT:
+                for d in range(0, DEPTH, TERMS):
+                    product(acc, a_smem, b_smem, d, d, tx, ty)
+            else:
+                for d in range(0, DEPTH, 4):
+                    rank_one(acc, a_smem, b_smem, d, tx, ty)
+                    rank_one(acc, a_smem, b_smem, d + 1, tx, ty)
+                    rank_one(acc, a_smem, b_smem, d + 2, tx, ty)
+                    rank_one(acc, a_smem, b_smem, d + 3, tx, ty)
 
     return inner
 
@@ -159,6 +210,9 @@ def build_outer(dtype, tile, head_dim, absent="band"):
     SLICES = WIDTH // LANES
     FETCHES = SLICES * STEPS
     MARKED, NEGATIVE = absent != "band", absent == "negative"
+    PRODUCT, product = tile.product > 0, None
+    if PRODUCT:
+        product = build_product(tile, COLS)
     fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
     column = build_column(dtype, tile.threads_n, COLS)
 
@@ -213,6 +267,10 @@ def build_outer(dtype, tile, head_dim, absent="band"):
             diagonal, stop = x0 + j0 - region.row0, x.shape[0] - x0 - j0
             if edge:
                 multiply(acc, w_smem, j0, x_smem, diagonal, stop, True, region)
+            elif PRODUCT:
+                tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
+                for j in range(0, DEPTH, TERMS):
+                    product(acc, w_smem, x_smem, j0 + j, j, tx, ty)
             else:
                 multiply(acc, w_smem, j0, x_smem, diagonal, stop, False, region)
 
