@@ -16,7 +16,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import HOPPER, SM80, SM90, machine
+from kernels import HOPPER, SIMT, SM80, SM90, machine
 from naive import compare, run
 
 import numba_flash
@@ -208,7 +208,15 @@ FLOAT32 = {
     ),
 }
 
-TIERS = {"sm90": ON_HOPPER, "sm80": SINCE_TURING | FLOAT32}
+ieee = partial(Group, SIMT, "float64")
+FLOAT64 = {  # products of float64 on tensor cores; edges of tiles and options without them
+    "float64 64": ieee(64, 64, (AROUND[0], BANDS[3])),
+    "float64 64 on Ampere": ieee(64, 64, (AROUND[3],), capability=AMPERE),
+    "float64 13, 40 causal": ieee(13, 40, BANDS[:1]),
+    "float64 128": ieee(128, 128, (Shape(ONE, 65, 170),)),
+    "float64 64 bias for all": ieee(64, 64, (also(ODD, causal=True, **bias(ODD, "float64", 0, 1)),)),
+}
+TIERS = {"sm90": ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
 QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run without --full
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
@@ -249,7 +257,8 @@ def backward(group: Group, arrays, **options) -> dict:
         *arrays[:3], **{name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")}
     )
     q, k, v, do = (laid_out(group.backend, x, layout) for x, layout in zip(arrays, group.layouts, strict=True))
-    gradients = group.backend.backward(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), **options)
+    kept = lse.astype(np.float64 if group.dtype == "float64" else np.float32)
+    gradients = group.backend.backward(do, q, k, v, o.astype(q.dtype), kept, **options)
     return dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))
 
 
