@@ -66,8 +66,8 @@ class Prepared(NamedTuple):
     launches : tuple
         The kernels that it launches, each with its `builder` and `config`; they are loaded when they first run.
     left : Layout or None
-        Of what `run` returns if another tier has to compute some heads, and the gradient of a bias if one is wanted: int32 (b0, b1,
-        heads of q), not 0 for those, the same for all that belong to one head of k.
+        Of what `run` returns if another tier has to compute some heads, and add what they make of the gradient of a bias if one is
+        wanted: int32 (b0, b1, heads of q), not 0 for those, the same for all that belong to one head of k.
     """
 
     run: Any

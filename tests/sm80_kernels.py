@@ -169,7 +169,15 @@ FLOAT32 |= {
     "backward float32 100, 40": Case("backward", "float32", 100, 40, options=OPTIONS["causal"]),
     "backward float32 64 mask": Case("backward", "float32", 64, 64, options=OPTIONS["mask"]),
     "backward float32 64 everything": Case("backward", "float32", 64, 64, HOPPER, options=OF_FLOAT32["everything"]),
-    "backward float32 128 bias": Case("backward", "float32", 128, 128, options=OF_FLOAT32["bias"]),
+    "backward float32 64 everything for 8.0": Case("backward", "float32", 64, 64, options=OF_FLOAT32["everything"]),
+    "backward float32 128 everything for 9.0": Case("backward", "float32", 128, 128, HOPPER, options=OF_FLOAT32["everything"]),
+    "backward float32 100, 40 bias": Case("backward", "float32", 100, 40, options=OF_FLOAT32["bias"]),
+    "backward float32 64 tf32": Case("backward", "float32", 64, 64, options=OF_FLOAT32["bias"] | {"precision": "tf32"}),
+}
+FLOAT32 |= {
+    f"backward float32 {d} bias for {name_of(capability)}": Case("backward", "float32", d, d, capability, options=OF_FLOAT32["bias"])
+    for capability in (AMPERE, HOPPER)
+    for d in (32, 64, 128)
 }
 CASES = TILES | OTHERS | FLOAT32
 

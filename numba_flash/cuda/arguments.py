@@ -17,6 +17,7 @@ EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where float32 is split
 FACTORS = SPLIT[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
+OF_DBIAS = ("factors", "flags")  # for the gradient of a bias, which leaves flagged heads out
 FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
 
 

@@ -7,6 +7,7 @@ LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "c
 PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
+WALK_DBIAS, SIMT_DBIAS = "cuda/sm80/walk_dbias.py", "cuda/simt/dbias.py"
 LISTS, BLOCK = "cuda/tile_lists.py", "cuda/sm80/block.py"
 BACKWARD_SPLIT, BEFORE = "cuda/sm80/backward_split.py", "cuda/preprocess.py"
 SPLIT, FRAGMENT, ARGUMENTS = "cuda/split.py", "cuda/fragment.py", "cuda/arguments.py"
@@ -277,6 +278,31 @@ MUTANTS_SM80 = (
         "cuda.syncthreads()  # all parts of all sums are there\n",
         "pass\n",
         "mma, bias gradient",
+    ),
+    Mutant("scores with their powers, and their bias", DBIAS, "s[e] *= factor\n", "s[e] *= f32(1)\n", "split, bias gradient"),
+    Mutant("dS with its powers", DBIAS, "slope *= factor", "slope *= f32(1)", "split, bias gradient"),
+    Mutant("the power of one of two", DBIAS, "of_head[first] * of_head[first + 1]", "of_head[first]", "split, bias gradient"),
+    Mutant("the powers of the block's own head", DBIAS, "index(at.b1), index(kv_head)]", "index(at.b1), 0]", "split, bias gradient"),
+    Mutant(
+        "flagged heads are summed, too",
+        WALK_DBIAS,
+        "index(at.head)] != 0",
+        "index(at.head)] > 1",
+        "split, bias gradient, a row far below",
+    ),
+    Mutant(
+        "flagged heads in the place of the others",
+        SIMT_DBIAS,
+        "x += load(out[index(i), index(j)])",
+        "pass",
+        "split, bias gradient, a row far below",
+    ),
+    Mutant(
+        "heads that are not flagged a second time",
+        SIMT_DBIAS,
+        "index(h)] == 0:\n                continue",
+        "index(h)] != 0:\n                continue",
+        "split, bias gradient, a row far below",
     ),
     Mutant("a sum over half of the rows", STORE_DBIAS, "            x += cuda.shfl_xor_sync(ALL_LANES, x, 16)\n", "", "mma, bias gradient"),
 )

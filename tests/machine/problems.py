@@ -163,6 +163,17 @@ def not_a_number(q, k, v, do):
     return q, k, v, do
 
 
+def far_below(q, k, v, do):
+    """A row of one head, which cannot be split beside the others."""
+    do[0, 1, 5] *= 2.0**-30
+    return q, k, v, do
+
+
+def bias_gradient(*shape):
+    """Of a bias of float32."""
+    return {"bias": np.random.default_rng(8).standard_normal(shape).astype(np.float32), "bias_grad": True}
+
+
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 split = partial(mma, dtype="float32")
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
@@ -190,6 +201,8 @@ PROBLEMS |= {
     "split, a NaN": split(nk=NK, made=not_a_number),
     "split, gradients": split_gradients(nq=70, nk=100, made=offset),
     "split, gradients, a NaN": split_gradients(nq=40, nk=40, hq=2, hk=2, made=not_a_number),
+    "split, bias gradient": split_gradients(nq=40, nk=40, hq=4, hk=2, made=units, options=bias_gradient(40, 40)),
+    "split, bias gradient, a row far below": split_gradients(nq=40, nk=40, hq=2, hk=2, made=far_below, options=bias_gradient(40, 40)),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),

@@ -200,6 +200,10 @@ FLOAT32 = {
     "float32 64 bias for all on Hopper": ampere(
         "float32", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),), capability=HOPPER
     ),
+    "float32 32 bias of keys": ampere("float32", 32, 32, (also(ODD, **bias(ODD, "float32", 1, 2)),)),
+    "float32 40, 72 bias of heads": ampere("float32", 40, 72, (also(NEAR, window=(30, 20), **bias(NEAR, "float32", 0, 1)),)),
+    "float32 128 bias of queries on Hopper": ampere("float32", 128, 128, (also(NEAR, **bias(NEAR, "float32", 3)),), capability=HOPPER),
+    "float32 64 bias and lengths": ampere("float32", 64, 64, (also(CAUSAL_LENGTHS[0], **bias(LENGTHS[0], "float32", 0)),)),
     "float32 64 tiles of a mask": ampere("float32", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(PAIR, 0, 5, EMPTY))),
     "float32 64 dropout": ampere("float32", 64, 64, (also(NEAR, **DROPOUT), also(ODD, **DROPOUT))),
     "float32 128 alibi": ampere("float32", 128, 128, (also(NEAR, score_mod=ALIBI, score_mod_grad=ALIBI.score_mod_grad, causal=True),)),

@@ -309,7 +309,7 @@ def test_flagged_heads_of_packed_sequences():
 
 
 def gradients_on_machine(arrays, backend, **options):
-    forward = {name: x for name, x in options.items() if name != "bias_grad"}
+    forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse")}
     with np.errstate(all="ignore"):
         o, lse = reference.forward(arrays["q"], arrays["k"], arrays["v"], **forward)
     inputs = *arrays.values(), o.astype(np.float32), lse.astype(np.float32)
@@ -343,13 +343,49 @@ def test_gradients_of_heads_that_cannot_be_split_are_those_of_simt(name):
 
 
 @pytest.mark.full
-def test_the_gradient_of_a_bias_is_that_of_simt():
-    """It is IEEE's, of all heads."""
-    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=NQ, nk=NK, d=16)
+def test_the_gradient_of_a_bias_of_each_head_is_that_of_simt_where_it_is_flagged():
+    """And what it was, where it is not."""
+    q, k, v, do = random_inputs(batch=(1,), hq=4, hk=2, nq=50, nk=70, d=16)
     arrays = {"do": do, "q": q, "k": k, "v": v}
-    ours, simt = (gradients_on_machine(arrays, backend, bias=BIAS, bias_grad=True) for backend in ("sm80", "simt"))
-    assert same_bits(ours[3], simt[3])
-    assert not same_bits(ours[0], simt[0])
+    options = {"bias": np.random.default_rng(1).standard_normal((1, 4, 50, 70)).astype(np.float32), "bias_grad": True}
+    before = gradients_on_machine(arrays, "sm80", **options)[3]
+    spoilt("do", np.nan, 3)(arrays)
+    after, by_simt = (gradients_on_machine(arrays, backend, **options)[3] for backend in ("sm80", "simt"))
+    assert same_bits(after[0, 2:], by_simt[0, 2:])
+    assert same_bits(after[0, :2], before[0, :2])
+    assert not same_bits(after[0, :2], by_simt[0, :2])
+    assert np.isnan(after[0, 3, 11]).all()
+    assert np.isfinite(after[0, :3]).all()
+
+
+DLSE = np.random.default_rng(5).standard_normal((2, 4, 50)).astype(np.float32)  # without it rows of dS sum to 0
+SHARED_BIAS = {
+    "NaN in do": (spoilt("do", np.nan, 1), {}, ()),
+    "a row of do far below": (times("do", 2.0**-30, 2, 5), {"causal": True}, ()),
+    "all heads of a batch element": (times("k", 2.0**-30, slice(None), 5), {"causal": True, "kv_lengths": np.array([70, 33])}, ()),
+    "bias of keys": (times("q", 2.0**-30, 1, 5), {}, (2,)),
+    "bias of queries": (times("do", 2.0**-30, 2, 5), {"dlse": DLSE}, (3,)),
+    "one number": (times("do", 2.0**-30, 2, 5), {"dlse": DLSE}, (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "NaN in do" else pytest.mark.full) for x in SHARED_BIAS])
+def test_the_gradient_of_a_bias_that_flagged_heads_share_with_others(name):
+    """It is the oracle's sum of both; where the oracle has NaN, NaN."""
+    spoil, options, ones = SHARED_BIAS[name]
+    q, k, v, do = random_inputs(batch=(2,), hq=4, hk=2, nq=50, nk=70, d=16)
+    arrays = {"do": do, "q": q, "k": k, "v": v}
+    spoil(arrays)
+    shape = [1 if axis in ones else n for axis, n in enumerate((1, 1, 50, 70))]
+    options = options | {"bias": np.random.default_rng(1).standard_normal(shape).astype(np.float32), "bias_grad": True}
+    ours = gradients_on_machine(arrays, "sm80", **options)[3]
+    with np.errstate(all="ignore"):
+        ref = reference.backward(do, q, k, v, **options)[3]
+    finite = np.isfinite(ref)
+    assert (np.isnan(ours) == ~finite).all()
+    assert finite.any()
+    assert finite.all() == ("NaN" not in name)
+    np.testing.assert_allclose(ours[finite], ref[finite], rtol=1e-5, atol=4e-6 * np.abs(ref[finite]).max())
 
 
 @pytest.mark.full
@@ -370,7 +406,9 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("d", "options"), [(64, {}), (128, {"causal": True}), (40, {"softcap": 3.0})], ids=["64", "128", "40"])
+@pytest.mark.parametrize(
+    ("d", "options"), [(64, {}), (128, {"causal": True}), (40, {"softcap": 3.0}), (64, {"bias": BIAS})], ids=["64", "128", "40", "bias"]
+)
 def test_tf32(d, options):
     """Errors are those of 11 bits, and not of 22."""
     q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=90, d=d)
@@ -378,6 +416,7 @@ def test_tf32(d, options):
     with machine(capability=AMPERE):
         ours = numba_flash.forward(q, k, v, backend="sm80", precision="tf32", **options)
         inputs = do, q, k, v, o.astype(np.float32), lse.astype(np.float32)
+        options = options | {"bias_grad": "bias" in options}
         gradients = numba_flash.backward(*inputs, backend="sm80", precision="tf32", **options)
     for x, ref in zip((ours, *gradients), (o, *reference.backward(do, q, k, v, **options)), strict=True):
         assert 1e-5 < np.linalg.norm(x - ref) / np.linalg.norm(ref) < 1.5e-3

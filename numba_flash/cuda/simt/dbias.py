@@ -10,9 +10,9 @@ that walk, which `numba_flash.cuda.sum_shares` adds in their order.
 import math
 
 from numba_flash import mask
-from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
-from numba_flash.cuda.lang import cuda, device, i32, i64, types
+from numba_flash.cuda.lang import cuda, device, i32, i64, once, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -21,20 +21,22 @@ from numba_flash.cuda.simt.modify import build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
 
 
-def build_reduce(dtype, out_dtype, summed, tile):
+def build_reduce(dtype, out_dtype, summed, tile, adds=False):
     """``reduce(out, row0, col0, acc, w_smem)``: the tile acc[r, c], summed over its rows and
-    columns if they are `summed`, to out[i, j].
+    columns if they are `summed`, to out[i, j], or to what is there already, if it `adds`.
     """
     ROWS, COLS, THREADS_N, THREADS = tile.rows, tile.cols, tile.threads_n, tile.threads
     BLOCK_M, BLOCK_N, (SUM_I, SUM_J) = tile.block_m, tile.block_n, summed[3:]
-    ACC = ACCUMULATOR[dtype]
-    _, store = build_convert(out_dtype)
+    ACC, ADDS = ACCUMULATOR[dtype], adds
+    load, store = build_convert(out_dtype)
     put_weights, _ = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
 
     @device
     def write(out, i, j, x):
         if i < out.shape[0] and j < out.shape[1]:
+            if ADDS:
+                x += load(out[index(i), index(j)])
             out[index(i), index(j)] = store(x)
 
     @device
@@ -78,22 +80,47 @@ def build_reduce(dtype, out_dtype, summed, tile):
     return reduce
 
 
-def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
+@once
+def build_any_flagged(summed, threads):
+    """``any_flagged(flags, own, sizes)``: whether one of the heads is, over which the block walks
+    that owns `own`; all of its threads take part.
+    """
+    THREADS, (SUM_0, SUM_1, SUM_H, *_) = threads, summed
+    _, walked, _ = build_coordinates((*summed[:3], False, False))
+
+    @device
+    def any_flagged(flags, own, sizes):
+        found = i32(0)
+        heads = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1)
+        heads *= sizes.head if SUM_H else 1
+        for number in range(cuda.threadIdx.x, heads, THREADS):
+            walk = walked(i32(number), sizes)
+            b0, b1, h = own.b0 + walk.b0, own.b1 + walk.b1, own.head + walk.head
+            found |= flags[index(b0), index(b1), index(h)]
+        return cuda.syncthreads_or(found) != 0
+
+    return any_flagged
+
+
+def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile, flagged=False):
     """Kernel ``dbias_simt(do, q, k, v, lse, delta, out, extras, scale, low, high, parameters)``
     with its signature and compile options.
 
     out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags).
+    flagged : only heads (b0, b1, head) whose ``extras.flags`` are not 0 are summed, and what they
+        make is added to `out`, which has one share; where there are none, it is not touched.
     The others are those of `numba_flash.cuda.simt.backward.build_dq`'s kernel.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SCORES, DEPTH = tile.rows * tile.cols, tile.depth
     (PITCH_M, PITCH_N, _), ALIGNMENT = tiles.pitches(dtype, tile, 0), tiles.ALIGNMENT
-    ACC, NAN = ACCUMULATOR[dtype], math.nan
+    ACC, NAN, FLAGGED = ACCUMULATOR[dtype], math.nan, flagged
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     inner_q = tiles.build_inner(dtype, tile, head_dim)
     inner_do = tiles.build_inner(dtype, tile, head_dim_v)
     recompute_p, differentiate = build_recompute(dtype, options, tile, False, False)
-    reduce = build_reduce(dtype, out_dtype, summed, tile)
+    reduce = build_reduce(dtype, out_dtype, summed, tile, flagged)
+    any_flagged = build_any_flagged(summed, tile.threads)
     owned, walked, _ = build_coordinates(summed)
     sequence_of, seen = build_sequence(options), build_seen(options, tile, False)
 
@@ -113,12 +140,16 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
         own, share = owned(cuda.blockIdx.x, sizes)
         steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
         steps *= (row_blocks if SUM_I else 1) * (column_blocks if SUM_J else 1)
+        if FLAGGED and not any_flagged(extras.flags, own, sizes):
+            return
         for n in range(SCORES):
             acc[n] = ACC(0)
 
         for step in range(steps * share // out.shape[0], steps * (share + 1) // out.shape[0]):
             walk = walked(i32(step), sizes)
             b0, b1, h = own.b0 + walk.b0, own.b1 + walk.b1, own.head + walk.head
+            if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
+                continue
             row0, col0 = (own.i + walk.i) * BLOCK_M, (own.j + walk.j) * BLOCK_N
             at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
             sequence = sequence_of(extras, b0, b1, rows, columns)
@@ -152,7 +183,7 @@ def build(dtype, head_dim, head_dim_v, options, out_dtype, summed, tile):
         *[array(dtype, 5)] * 4,
         *[array(ACC, 4)] * 2,
         array(out_dtype, 6),
-        extras_type(options),
+        extras_type(options, more=FLAGS if flagged else ()),
         *(types.float64, i64, i64),
         parameters_type(options),
     )

@@ -196,21 +196,20 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
 
 
 def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, left=None) -> Prepared:
-    """``run(inputs, results, rng, left)`` likewise, always `deterministic`; the gradient of a bias
-    is that of all heads.
+    """``run(inputs, results, rng, left)`` likewise, always `deterministic`; what heads that are
+    `left` make of the gradient of a bias is added to that of the others, which is there.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     x, delta = _heads_first(p, inputs), Layout.compact(inputs.lse.shape, inputs.lse.dtype)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged, with_flags, of_delta = (), extras, ()
+    flagged, of_delta = (), ()
     if left is not None:
-        flagged, with_flags = (True,), (*extras, (left, 3))
-        of_delta = ((left, 3),) if results.dbias is None else ()  # which wants all heads
-    own = (True,) if of_delta else ()
+        flagged, of_delta = (True,), ((left, 3),)
+    with_flags = extras + of_delta
     preprocess = Launch(
         "delta.build",
-        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *own),
+        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *flagged),
         gpu,
         grid=-(-inputs.lse.shape[-1] // DELTA_ROWS) * math.prod(inputs.lse.shape[:-1]),
         threads=DELTA_LANES * DELTA_ROWS,
@@ -244,7 +243,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     dbias = None
     if results.dbias is not None:
-        dbias = _Dbias(p, gpu, tensors, rows, extras, numbers_dq, results.dbias)
+        dbias = _Dbias(p, gpu, tensors, rows, with_flags, numbers_dq, results.dbias, flagged)
 
     extras_of, class_with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
 
@@ -253,13 +252,13 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         own = extras if left is None else class_with_flags(*extras, left)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
-        preprocess(x.do, x.o, x.dlse, delta, extras=Flagged(left) if of_delta else ())
+        preprocess(x.do, x.o, x.dlse, delta, extras=() if left is None else Flagged(left))
         others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
         dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=own, **others)
         others = {} if rng is None else {"numbers": numbers_dq(rng)}
         dq_launch(x.do, x.q, x.k, x.v, dq, x.lse, delta, extras=own, **others)
         if dbias is not None:
-            dbias.run(x, delta, results.dbias, extras, others)
+            dbias.run(x, delta, results.dbias, own, others)
 
     return Prepared(
         run, (preprocess, dkdv_launch, dq_launch, *(dbias.launches if dbias is not None else ()))
@@ -276,14 +275,15 @@ def _heads_first(problem, inputs):
 
 class _Dbias:
     """Gradient of the bias: one launch, or two where the walk over what the bias broadcasts is
-    split into shares.
+    split into shares. If only heads that are `flagged` are summed, there are none.
     """
 
-    def __init__(self, problem, gpu, tensors, rows, extras, numbers, dbias):
+    def __init__(self, problem, gpu, tensors, rows, extras, numbers, dbias, flagged):
         p = problem
         tile = tile_for("dq", p.dtype, max(p.d, p.dv), gpu.capability)
         this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
         shares = max(1, min(this.walk, DBIAS_BLOCKS // max(this.tiles, 1)))
+        shares = 1 if flagged else shares
         shape = (1,) * (5 - dbias.ndim) + dbias.shape
         self._shares = Layout.compact(
             (shares, *shape), "float64" if p.dtype == "float64" else "float32"
@@ -291,7 +291,7 @@ class _Dbias:
         out = dbias if shares == 1 else self._shares
         self._sum = Launch(
             "simt.dbias.build",
-            (p.dtype, p.d, p.dv, p.options.structure, out.dtype.name, this.summed, tile),
+            (p.dtype, p.d, p.dv, p.options.structure, out.dtype.name, this.summed, tile, *flagged),
             gpu,
             grid=this.tiles * shares,
             threads=tile.threads,

@@ -8,18 +8,21 @@ walk, which `numba_flash.cuda.sum_shares` adds in their order.
 
 Where there is room for two tiles of Q, K, V and dO, the next ones are copied during the work on
 this one. Else V and dO are copied during Q K^T, and the next Q and K during dO V^T.
+
+Float32 arrays are planes of float16 (`numba_flash.cuda.split`), whose powers of two differ from one
+head of k to the next: S gets them back before anything else is done to it, dS before it is added.
 """
 
 import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.arguments import OF_DBIAS, extras_type, parameters_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
-from numba_flash.cuda.number import array
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.store_dbias import build_store
@@ -56,12 +59,29 @@ class Work(NamedTuple):
 
 
 @once
-def build_softmax(options, m_tiles):
+def build_products(dtype, shape, m_tiles, depths, pitches):
+    """``q_kt(s, q, k)`` and ``do_vt(dp, do, v)``, of 16 `m_tiles` queries and KEYS keys; of planes,
+    if the shape is `split`.
+    """
+    kind = products.Kind(dtype == "bfloat16", shape.turing)
+
+    def product(depth, bytes_):
+        if not shape.split:
+            return products.build_nt(kind, m_tiles, KEYS, depth, bytes_, bytes_, False)
+        planes = ptx.Planes(2 * depth, 2 * depth) if shape.split > 1 else None
+        return products.build_split_nt(m_tiles, KEYS, depth, bytes_, bytes_, planes)
+
+    return tuple(map(product, depths, pitches))
+
+
+@once
+def build_softmax(options, m_tiles, split):
     """``recompute_p(s, lse)``: scores become P = exp(S - lse); ``differentiate(acc, p, dp, delta,
-    parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped. The lse and delta
-    of this lane's rows are in shared memory.
+    factor, parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped, and times
+    the factor if products are `split`. The lse and delta of this lane's rows are in shared memory.
     """
     DROPOUT, ROWS_OF_LANE, COUNT = bool(options.dropout), 2 * m_tiles, KEYS // 2
+    SPLIT = split
 
     @inline
     def of_row(address, r):
@@ -77,7 +97,7 @@ def build_softmax(options, m_tiles):
                     s[e] = ptx.ex2((s[e] - shift) * f32(LOG2E))
 
     @inline
-    def differentiate(acc, p, dp, delta, parameters):
+    def differentiate(acc, p, dp, delta, factor, parameters):
         for r in range(ROWS_OF_LANE):
             row_delta = of_row(delta, r)
             for j in range(COUNT // 4):
@@ -88,7 +108,10 @@ def build_softmax(options, m_tiles):
                         kept = slope * f32(parameters.keep_scale)
                         slope = f32(0) if weight < f32(0) else kept
                         weight = abs(weight)
-                    acc[e] = ptx.add_product(acc[e], weight, slope - row_delta)
+                    slope -= row_delta
+                    if SPLIT:
+                        slope *= factor
+                    acc[e] = ptx.add_product(acc[e], weight, slope)
 
     return recompute_p, differentiate
 
@@ -97,7 +120,8 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     """Kernel ``dbias_sm80(do, q, k, v, rows, out, extras, low, high, parameters)`` with its
     signature and compile options.
 
-    do, q, k, v : (b0, b1, heads, n, head_dim), 16 bits.
+    do, q, k, v : (b0, b1, heads, n, head_dim), 16 bits; or planes, whose factors and flags are
+        among the `extras`: heads that are flagged are left out.
     rows : (2, b0, b1, heads, at least n): the lse and delta of each query, as
         `numba_flash.cuda.preprocess` writes them.
     out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags).
@@ -105,31 +129,29 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
     M_TILES, WARPS_N, PARTS, STAGES = tile.m_tiles, tile.warps_n, tile.parts, tile.stages
     WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS
-    D, DV, PITCH_K, PITCH_V = *map(padded, shape[:2]), *map(pitch, shape[:2])
-    SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
+    SMEM, (PITCH_K, PITCH_V) = tile.layout(*shape.columns), map(pitch, shape.columns)
     Q, DO, ROWS, K, V = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, 8 * BLOCK_M
     K_BYTES, V_BYTES, LSE_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V, 4 * BLOCK_M
     K_PART, V_PART = KEYS * PITCH_K, KEYS * PITCH_V
     SCORES, DROPOUT, MASKED = M_TILES * KEYS // 2, bool(options.dropout), options.mask
     ALL_SCORES = PARTS * SCORES
-    TWO_STAGES, TURING, NAN = STAGES > 1, shape.turing, math.nan
+    TWO_STAGES, TURING, NAN, SPLIT = STAGES > 1, shape.turing, math.nan, shape.split > 0
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     runs = fragment.runs_of_queries(M_TILES, KEYS)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
-    kind = products.Kind(dtype == "bfloat16", shape.turing)
     load_qk, load_dov = build_loads(shape, tile)
-    q_kt = products.build_nt(kind, M_TILES, KEYS, D, PITCH_K, PITCH_K, False)
-    do_vt = products.build_nt(kind, M_TILES, KEYS, DV, PITCH_V, PITCH_V, False)
+    depths, pitches = tuple(map(padded, shape[:2])), (PITCH_K, PITCH_V)
+    q_kt, do_vt = build_products(dtype, shape, M_TILES, depths, pitches)
     zero, _ = softmax.build_zero(ALL_SCORES)
     fetch_bias = build_fetch(options, runs, shape.vectors, ("bias",))
     fetch_mask = build_fetch(options, runs, shape.vectors, ("mask",))
     modify = build_modify(dtype, options, runs, False, shape.turing)
     drop = build_drop(options, runs, negate=True)
-    recompute_p, differentiate = build_softmax(options, M_TILES)
+    recompute_p, differentiate = build_softmax(options, M_TILES, SPLIT)
     owned, walked, _ = build_coordinates(summed)
-    place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N)
+    place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N, SPLIT)
     store = build_store(out_dtype, shape, runs, summed, tile)
 
     @inline
@@ -149,6 +171,13 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     def rows_of_lane(t, warp):
         """Where the lse of this lane's rows is."""
         return u32(t.smem + u32(ROWS) + t.slot * u32(ROWS_BYTES) + u32(first_row(warp) * 4))
+
+    @inline
+    def factor_of(first, t):
+        """What undoes the powers of two of products of q and k (0), or v and do (2)."""
+        at, kv_head, _, _ = place_of(t.step.walk, t.space, t.extras)
+        of_head = t.extras.factors[index(at.b0), index(at.b1), index(kv_head)]
+        return of_head[first] * of_head[first + 1]
 
     @inline
     def fetch_part(part, t):
@@ -182,6 +211,10 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
                 load_qk(t.smem, other, t.tensors, following)
                 load_dov(t.smem, other, t.tensors, following)
         # (2) P = exp(S - lse)
+        if SPLIT:
+            factor = factor_of(0, t)
+            for e in range(SCORES):
+                s[e] *= factor
         modify(s, s, bias_mask, row, column, region, at, whole, t.parameters)
         recompute_p(s, rows_of_lane(t, warp))
         if DROPOUT:
@@ -199,7 +232,10 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
         do_vt(t.dp, do_rows, keys)
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
         acc, p, delta = t.acc[part * SCORES :], t.s[part * SCORES :], rows_of_lane(t, warp)
-        differentiate(acc, p, t.dp, u32(delta + u32(LSE_BYTES)), t.parameters)
+        factor = f32(1)
+        if SPLIT:
+            factor = factor_of(2, t)
+        differentiate(acc, p, t.dp, u32(delta + u32(LSE_BYTES)), factor, t.parameters)
 
     @inline
     def weigh_and_add(part, t):
@@ -272,10 +308,10 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
         store(out[share, own.b0, own.b1, own.head], acc, smem, region.row0, region.col0)
 
     signature = types.void(
-        *[array(types.uint16, 5)] * 4,
+        *[array(u32 if SPLIT else types.uint16, 5)] * 4,
         array(f32, 5),
         array(f32 if out_dtype == "float32" else types.uint16, 6),
-        extras_type(options, ("bits",)),
+        extras_type(options, ("bits",), OF_DBIAS if SPLIT else ()),
         *(i64, i64),
         parameters_type(options),
     )

@@ -20,17 +20,18 @@ def in_order(row):
 
 
 @once
-def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
+def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compact=False):
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on, into shared memory.
 
     place : where a row is stored: None in its order, or a function like `place_of_key`.
     asynchronous : by copies that go on; rows lie at multiples of 16 bytes.
     columns : of the tile, zeros beyond the head dimension.
+    compact : rows follow each other; nothing is computed from their stride, which takes registers.
     """
     columns = columns or padded(head_dim)
     ROWS, HEAD_DIM, THREADS = rows, head_dim, threads
-    ASYNCHRONOUS, PITCH = asynchronous, pitch(columns)
+    ASYNCHRONOUS, PITCH, COMPACT, ROW_BYTES = asynchronous, pitch(columns), compact, 2 * head_dim
     CHUNKS = columns // CHUNK
     TOTAL = rows * CHUNKS
     STEP = threads // CHUNKS  # rows that are loaded at the same time
@@ -58,22 +59,23 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None):
     @inline
     def load(tile, x, first, stop):
         thread = i32(cuda.threadIdx.x)
-        base = u64(ptx.global_address(x) + u64(i64(first) * x.strides[0]))
+        stride = i64(ROW_BYTES) if COMPACT else i64(x.strides[0])
+        base = u64(ptx.global_address(x) + u64(i64(first) * stride))
         rest = i32(stop - first)
         if REGULAR:
             row0, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
-            source = u64(base + u64(i64(row0) * x.strides[0] + i64(chunk * (2 * CHUNK))))
+            source = u64(base + u64(i64(row0) * stride + i64(chunk * (2 * CHUNK))))
             target = u32(tile + u32(place(row0) * PITCH + chunk * (2 * CHUNK)))
             rest = i32(rest - row0)
             for step in range(ROWS // STEP):
                 at = u32(target + u32(place(i32(step * STEP)) * PITCH))
                 i = i32(first + row0 + step * STEP)
                 one(at, x, source, i, chunk, rest > i32(step * STEP))
-                source = u64(source + u64(i64(STEP) * x.strides[0]))
+                source = u64(source + u64(i64(STEP) * stride))
         else:
             for number in range(thread, TOTAL, THREADS):
                 row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
-                source = u64(base + u64(i64(row) * x.strides[0] + i64(chunk * (2 * CHUNK))))
+                source = u64(base + u64(i64(row) * stride + i64(chunk * (2 * CHUNK))))
                 target = u32(tile + u32(place(row) * PITCH + chunk * (2 * CHUNK)))
                 one(target, x, source, i32(first + row), chunk, rest > row)
 

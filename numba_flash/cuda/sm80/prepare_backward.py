@@ -148,8 +148,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
     dbias = None
-    if results.dbias is not None and not split:
-        dbias = Dbias(p, gpu, shape, x, results.dbias, this.temporaries.rows)
+    if results.dbias is not None:
+        dbias = _dbias(this)
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
@@ -185,6 +185,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         named = {"factors": y.factors, "centres": y.centres, "rows": rows, "dlse": x.dlse}
         own_split = of_postprocess(*own, *[named[name] for name in this.of_dlse])
         postprocess(dq_sum, dq, extras=own_split)
+        if dbias is not None:
+            dbias.run(x, rows, results.dbias, rng, y)
         return y.flags
 
     return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
@@ -295,6 +297,16 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     lag = at_work * (LAG + tile.share)
     most = PATIENCE * lag // tiles if p.band != "none" else max(in_cache, lag // tiles)
     return max(1, min(at_work, most))
+
+
+def _dbias(this: Pass) -> Dbias:
+    """The gradient of the bias; its tiles of planes have as many columns as those of dq, dk, dv."""
+    shape, planes = this.shape, None
+    if this.split:
+        d, dv = map(this.tile.padded, shape[:2])
+        shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.splitter.made
+    rows = this.temporaries.rows
+    return Dbias(this.p, this.gpu, shape, this.inputs, this.results.dbias, rows, planes)
 
 
 def _postprocess(this: Pass) -> Launch:

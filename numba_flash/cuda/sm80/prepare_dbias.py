@@ -5,7 +5,13 @@ import math
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
-from numba_flash.cuda.arguments import in_vectors, parameters_of, vectors_of
+from numba_flash.cuda.arguments import (
+    OF_DBIAS,
+    extras_class,
+    in_vectors,
+    parameters_of,
+    vectors_of,
+)
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.dbias_tiles import dbias_tile
@@ -17,21 +23,24 @@ MOST_SHARES, SHARE_COST = 32, 4  # of a walk; in steps of it
 
 
 class Dbias:
-    """One launch, or two where the walk over what the bias broadcasts is split into shares.
+    """One launch, or two where the walk over what the bias broadcasts is split into shares. Of
+    float32, heads that are flagged are left out (`numba_flash.cuda.split`).
 
     Parameters
     ----------
     problem, gpu
         What it is prepared for.
     shape : Shape
-        Of the backward pass.
+        Of the backward pass; its head dimensions are those of planes, if there are some.
     inputs : BackwardInputs
         Layouts.
     dbias, rows : Layout
         The result; the lse and delta, as `numba_flash.cuda.preprocess` writes them.
+    planes : Split, optional
+        Of float32: layouts of what is read in the place of q, k, v and do.
     """
 
-    def __init__(self, problem, gpu, shape, inputs, dbias, rows):
+    def __init__(self, problem, gpu, shape, inputs, dbias, rows, planes=None):
         p, x, there = problem, inputs, hardware(gpu.capability)
         tile = dbias_tile(p, there)
         this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
@@ -44,6 +53,10 @@ class Dbias:
             vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
         )
         self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
+        read, more = x, ()
+        if planes is not None:
+            read, more = planes, ((planes.factors, 4), (planes.flags, 3))
+        self._with_planes = extras_class(p.options, ("bits",), OF_DBIAS)
         self._numbers = lambda rng=None: (p.low, p.high, parameters_of(p, rng))
         self._sum = Launch(
             "sm80.dbias.build",
@@ -54,9 +67,9 @@ class Dbias:
             gpu,
             grid=this.tiles * shares,
             threads=tile.threads,
-            shared_bytes=tile.layout(p.d, p.dv).bytes,
-            operands=((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (rows, 5), (out, 6)),
-            extras=self._extras.layouts,
+            shared_bytes=tile.layout(*shape.columns).bytes,
+            operands=((read.do, 5), (read.q, 5), (read.k, 5), (read.v, 5), (rows, 5), (out, 6)),
+            extras=self._extras.layouts + more,
             numbers=self._numbers(),
         )
         self.launches = (*self._extras.launches, self._sum)
@@ -71,13 +84,17 @@ class Dbias:
             )
             self.launches = (*self.launches, self._sum_shares)
 
-    def run(self, x, rows, dbias, rng) -> None:
-        """Launch them, with the generator in the state `rng` if there is one."""
+    def run(self, x, rows, dbias, rng, planes=None) -> None:
+        """Launch them, with the generator in the state `rng` if there is one; `planes` of this call
+        if they were prepared for some.
+        """
         split, out, shares = self._shares.shape[0] > 1, dbias, self._shares
         if split:
             out = arrays.compact("dbias's shares", dbias, shares.shape, shares.dtype)
         numbers = None if rng is None else self._numbers(rng)
-        extras = self._extras.of(x)
-        self._sum(x.do, x.q, x.k, x.v, rows, out, extras=extras, numbers=numbers)
+        read, extras = x, self._extras.of(x)
+        if planes is not None:
+            read, extras = planes, self._with_planes(*extras, planes.factors, planes.flags)
+        self._sum(read.do, read.q, read.k, read.v, rows, out, extras=extras, numbers=numbers)
         if split:
             self._sum_shares(out, dbias)

@@ -61,13 +61,16 @@ class Tensors(NamedTuple):
 
 
 @once
-def build_places(options, banded, summed, block_m, block_n):
+def build_places(options, banded, summed, block_m, block_n, flagged=False):
     """``place_of(walk, space, extras)``: the `Place` of coordinates; ``find(step, space, extras)``:
     the first `Step` from this one on that has something visible; ``proceed(step, space, extras)``:
     the first after it. All have, unless there are lengths or a mask, or the problem is `banded`.
+
+    flagged : heads whose ``extras.flags`` are not 0 are left out.
     """
     BLOCK_M, BLOCK_N, SUM_H, MASKED = block_m, block_n, summed[2], options.mask
-    HIDES = banded or options.sequences or options.mask
+    FLAGGED = flagged
+    HIDES = banded or options.sequences or options.mask or flagged
     _, _, following = build_coordinates(summed)
     sequence_of = build_sequence(options)
 
@@ -95,6 +98,9 @@ def build_places(options, banded, summed, block_m, block_n):
             start, stop = mask.kv_range(r.row0, last, r.cols, r.low, r.high)
             hidden = r.row0 >= r.rows or r.col0 >= stop or i32(r.col0 + BLOCK_N) <= start
             invalid = invalid or place.invalid
+            if FLAGGED:
+                at = place.at
+                hidden = hidden or extras.flags[index(at.b0), index(at.b1), index(at.head)] != 0
             if MASKED and not hidden:
                 at, block = place.at, i32(u32(r.row0) // u32(BLOCK_M))
                 bits = extras.bits[index(at.b0), index(at.b1), index(at.head), index(block)]
@@ -117,16 +123,17 @@ def build_loads(shape, tile):
     ``load_dov``: dO, its rows' delta, and V.
     """
     BLOCK_M, BLOCK_N, THREADS, TURING = tile.block_m, tile.block_n, tile.threads, shape.turing
-    PITCH_K, PITCH_V = pitch(shape.head_dim), pitch(shape.head_dim_v)
-    SMEM, CHUNKS = tile.layout(shape.head_dim, shape.head_dim_v), tile.block_m // 4
+    (COLUMNS_K, COLUMNS_V), CHUNKS = shape.columns, tile.block_m // 4
+    PITCH_K, PITCH_V, SMEM = pitch(COLUMNS_K), pitch(COLUMNS_V), tile.layout(*shape.columns)
     Q, DO, ROWS, K, V = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, 8 * BLOCK_M
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     order = fragment.place_of_key
-    load_q = build_load(BLOCK_M, shape.head_dim, THREADS, None, shape.asynchronous)
-    load_do = build_load(BLOCK_M, shape.head_dim_v, THREADS, None, shape.asynchronous)
-    load_k = build_load(BLOCK_N, shape.head_dim, THREADS, order, shape.asynchronous)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, THREADS, order, shape.asynchronous)
+    others = shape.asynchronous, None, shape.split > 0  # planes are compact
+    load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, *others)
+    load_do = build_load(BLOCK_M, COLUMNS_V, THREADS, None, *others)
+    load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, order, *others)
+    load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, order, *others)
     assert CHUNKS <= THREADS
 
     @inline
