@@ -173,8 +173,9 @@ def float32(figure, results: dict) -> None:
     """Error against time of float32, on normal data; and errors of everything on data in kelvin."""
     figure.set_size_inches(10, 3.6)
     axes = figure.subplots(1, 3)
-    rows = {(row["who"], row["distribution"]): row for row in results["rows"] if row["head_dim"] == 128 and "o" in row}
-    times = {(row["who"], row["direction"]): row["ms"] for row in results["times"] if row["head_dim"] == 128}
+    d = results["rows"][0]["head_dim"]
+    rows = {(row["who"], row["distribution"]): row for row in results["rows"] if row["head_dim"] == d and "o" in row}
+    times = {(row["who"], row["direction"]): row["ms"] for row in results["times"] if row["head_dim"] == d}
     names = [name for name in STYLES if (name, "normal") in rows]
     for axis, (direction, result) in zip(axes, (("forward", "o"), ("backward", "dq")), strict=False):
         for who in (name for name in names if (name, direction) in times):

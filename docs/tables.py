@@ -273,16 +273,17 @@ def accuracy(*machines: dict) -> str:
 
 
 def float32(results: dict) -> str:
-    """Relative errors of o / dq / dk / dv of float32 on each kind of data at D = 128, and how fast everyone is."""
-    found = [row for row in results["rows"] if row["head_dim"] == 128 and "o" in row]
+    """Relative errors of o / dq / dk / dv of float32 on each kind of data at the first head dimension, and how fast everyone is."""
+    d = results["rows"][0]["head_dim"]
+    found = [row for row in results["rows"] if row["head_dim"] == d and "o" in row]
     names = list(dict.fromkeys(row["who"] for row in found))
     of = {(row["distribution"], row["who"]): row for row in found}
     entry = lambda row: " / ".join(f"{row[x]:.0e}" for x in ("o", "dq", "dk", "dv")) if row else ""
     rows = [[kind, *(entry(of.get((kind, who))) for who in names)] for kind in dict.fromkeys(row["distribution"] for row in found)]
-    speeds = {(row["who"], row["direction"]): row["tflops"] for row in results["times"] if row["head_dim"] == 128}
+    speeds = {(row["who"], row["direction"]): row["tflops"] for row in results["times"] if row["head_dim"] == d}
     speed = lambda who: " / ".join(_three(speeds[who, d]) if (who, d) in speeds else "none" for d in ("forward", "backward"))
     rows.append(["TFLOP/s, forward / backward", *map(speed, names)])
-    note = f"{results['device']}, N = {results['length']}, D = 128; relative errors (root mean square) of o / dq / dk / dv:\n\n"
+    note = f"{results['device']}, N = {results['length']}, D = {d}; relative errors (root mean square) of o / dq / dk / dv:\n\n"
     return note + table(["", *names], rows)
 
 
