@@ -180,7 +180,8 @@ def float32(figure, results: dict) -> None:
     for axis, (direction, result) in zip(axes, (("forward", "o"), ("backward", "dq")), strict=False):
         for who in (name for name in names if (name, direction) in times):
             axis.plot(times[who, direction], rows[who, "normal"][result], **style(who) | {"linestyle": "none"})
-        axis.set(xscale="log", yscale="log", xlabel="ms", title=f"{direction}: error of {result}")
+        axis.set(yscale="log", xlabel="ms", title=f"{direction}: error of {result}")
+        axis.set_xlim(left=0)
     for number, who in enumerate(names):
         places = [i + 0.6 * ((number + 0.5) / len(names) - 0.5) for i in range(len(RESULTS))]
         axes[-1].plot(places, [rows[who, "kelvin"][x] for x in RESULTS], **style(who) | {"linestyle": "none"})
