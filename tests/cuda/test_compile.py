@@ -69,6 +69,32 @@ def test_instructions_and_resources(chosen):
     assert 0 <= used["shared_bytes"] - shared_bytes(text) <= 1024  # one kilobyte per block is the system's, and counted
 
 
+PRODUCTS = [("forward", 64), ("forward", 128), ("dkdv", 64), ("dq", 64), ("dq", 128)]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(("name", "d"), [PRODUCTS[0], *(pytest.param(*each, marks=pytest.mark.full) for each in PRODUCTS[1:])])
+def test_float64_is_multiplied_on_tensor_cores(name, d, capability):
+    """With all that it keeps in registers; what spills belongs to tiles that the band cuts, whose products have other loops."""
+    chosen = kernel(name, "float64", d, d)
+    tile = simt.tile_for(name, "float64", d, capability)
+    text = compile.intermediate(chosen.builder, (*chosen.config[:-1], tile), capability)
+    shape = "m8n8k4" if capability < (9, 0) else "m16n8k8"
+    assert f"mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64" in text
+    assert "__local_depot" not in text
+    assert 0 < shared_bytes(text) <= STATIC_SHARED_LIMIT
+    assert compile.resources(text, capability)["stack_bytes"] <= SPILL_LIMIT
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 6), (8, 9), (12, 0)])
+def test_float64_is_multiplied_elsewhere_where_tensor_cores_do_not(capability):
+    for name in ("forward", "dkdv", "dq"):
+        assert simt.tile_for(name, "float64", 64, capability) == simt.tile_for(name, "float64", 64)
+        for dtype in ("float16", "bfloat16", "float32"):
+            assert not simt.tile_for(name, dtype, 64, (9, 0)).product
+        assert not simt.tile_for(name, "float64", 256, (9, 0)).product
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ class OnMachine(Backend):
 
 SM90, SM80, SIMT = OnMachine("sm90", "numpy"), OnMachine("sm80", "numpy", refuses=True), OnMachine("simt", "numpy")
 
-UNITS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+UNITS = {"float64": 1e-13, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 def forward_pass(backend, arrays, seed, multiprocessors=2, resident=None, capability=HOPPER, **options) -> ForwardResults:
@@ -157,7 +157,7 @@ def backward_pass(backend, arrays, seed, multiprocessors=2, resident=None, capab
     """The same backward, from the oracle's o and lse."""
     q, k, v, do = arrays
     o, lse = reference.forward(q, k, v, **{name: x for name, x in options.items() if name != "bias_grad"})
-    inputs = do, q, k, v, o.astype(q.dtype), lse.astype(np.float32)
+    inputs = do, q, k, v, o.astype(q.dtype), lse.astype(np.result_type(q.dtype, np.float32))
     with machine(seed, multiprocessors, resident, capability=capability):
         gradients = numba_flash.backward(*inputs, backend=backend, **options)
     unit = 4 * UNITS[q.dtype.name]

@@ -305,4 +305,11 @@ MUTANTS_SM80 = (
         "split, bias gradient, a row far below",
     ),
     Mutant("a sum over half of the rows", STORE_DBIAS, "            x += cuda.shfl_xor_sync(ALL_LANES, x, 16)\n", "", "mma, bias gradient"),
+    # ---- float64
+    Mutant(
+        "terms of the other half", "cuda/simt/tiles.py", "a_smem[index(a0 + tx + 4 * k)", "a_smem[index(a0 + tx + 4 - 4 * k)", "float64"
+    ),
+    Mutant("the columns of the first lanes", "cuda/simt/tiles.py", "index(8 * j + ty % 8)", "index(8 * j)", "float64, gradients"),
+    Mutant("rows of the other half", MMA, "[a[2 * k + row]], [b[k]]", "[a[2 * k + 1 - row]], [b[k]]", "float64, Ampere"),
+    Mutant("terms of the first half twice", "cuda/simt/tiles.py", "b_smem[index(b0 + tx + 4 * k)", "b_smem[index(b0 + tx)", "float64"),
 )

@@ -176,6 +176,7 @@ def bias_gradient(*shape):
 
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 split = partial(mma, dtype="float32")
+float64 = partial(Problem, nq=64, nk=64, tier="simt", dtype="float64")
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 split_gradients = partial(mma_gradients, dtype="float32")
 PROBLEMS |= {
@@ -203,6 +204,9 @@ PROBLEMS |= {
     "split, gradients, a NaN": split_gradients(nq=40, nk=40, hq=2, hk=2, made=not_a_number),
     "split, bias gradient": split_gradients(nq=40, nk=40, hq=4, hk=2, made=units, options=bias_gradient(40, 40)),
     "split, bias gradient, a row far below": split_gradients(nq=40, nk=40, hq=2, hk=2, made=far_below, options=bias_gradient(40, 40)),
+    "float64": float64(forward_pass),
+    "float64, Ampere": float64(forward_pass, capability=(8, 0)),
+    "float64, gradients": float64(backward_pass),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),

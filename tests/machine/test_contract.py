@@ -261,7 +261,7 @@ def backward(group: Group, arrays, **options) -> dict:
         *arrays[:3], **{name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")}
     )
     q, k, v, do = (laid_out(group.backend, x, layout) for x, layout in zip(arrays, group.layouts, strict=True))
-    kept = lse.astype(np.float64 if group.dtype == "float64" else np.float32)
+    kept = lse.astype(np.result_type(q.dtype, np.float32))
     gradients = group.backend.backward(do, q, k, v, o.astype(q.dtype), kept, **options)
     return dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))
 

@@ -339,10 +339,19 @@ SPLIT_BACKWARD_TILES = (
 )
 
 
+# With options, that tile's registers go to memory: another, not timed.
+MODIFIED_SPLIT_BACKWARD_TILES = (
+    Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4)),
+    *SPLIT_BACKWARD_TILES[1:],
+)
+
+
 def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
     if problem.dtype == "float32":
-        tile = _first(SPLIT_BACKWARD_TILES, max(problem.d, problem.dv), hardware).tile
+        modified = problem.options.modifies
+        tiles = MODIFIED_SPLIT_BACKWARD_TILES if modified else SPLIT_BACKWARD_TILES
+        tile = _first(tiles, max(problem.d, problem.dv), hardware).tile
         return replace(tile, split=planes_of(problem))
     tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES
     return _first(tiles, max(problem.d, problem.dv), hardware).tile
