@@ -154,6 +154,7 @@ def offset(q, k, v, do):
 
 def units(q, k, v, do):
     """Heads in units of their own."""
+    q = q * np.logspace(0, -1, q.shape[1])[:, None, None]
     return q, *(x * np.array([1, 1e-3])[:, None, None] for x in (k, v)), do
 
 
