@@ -100,7 +100,7 @@ def test_the_gradient_of_a_bias_is_deterministic(backend, shape):
 
 @pytest.mark.parametrize("shape", [(4096,), (4096, 1)])
 def test_the_gradient_of_a_broadcast_bias_stores_no_matrix(backend, shape):
-    """N = 4096: a matrix of the scores would take 64 MiB."""
+    """N = 4096: a matrix of the scores would take 64 MiB. `sm80` keeps 32 MiB of sums of dq."""
     q, k, v, do = (backend.to_device(x) for x in problem(batch=(), hq=1, nq=4096, nk=4096))
     bias = backend.to_device(normal(*shape))
     o, lse = backend.forward(q, k, v, bias=bias, return_lse=True)
@@ -116,7 +116,7 @@ def test_the_gradient_of_a_broadcast_bias_stores_no_matrix(backend, shape):
         before = pool.total_bytes()
         backward()
         peak = pool.total_bytes() - before
-    assert peak < 16 * 2**20
+    assert peak < (40 if backend.name == "sm80" else 16) * 2**20
 
 
 # ---- mask ------------------------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def fails_beyond_the_limit(score, b, h, i, j):
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_without_a_visible_pair_are_skipped(backend, masked):
     """A function that raises there is never asked; without the mask it is, and what it raises reaches the caller."""
-    if backend.name == "simt" and not SIMULATED:
+    if backend.name in ("simt", "sm80") and not SIMULATED:
         pytest.skip("a function cannot raise on a GPU; the same kernels run in the simulator")
     q, k, v, do = problem(nk=2 * LIMIT)
     options = {"score_mod": fails_beyond_the_limit, "score_mod_grad": one}
