@@ -121,7 +121,6 @@ class BackwardTile:
     share: int = 4
     ways: int = 1
     dq_parts: int = 1
-
     split: int = 0
 
     @property
@@ -228,7 +227,6 @@ FORWARD_TILES = (
     Row(256, 64 * KB, Tile(2, 1, 32, 1, False, 1)),
 )
 
-
 # With fewer blocks of rows than multiprocessors, or a band over so few keys: time on an H200, and
 # that of the tile above and FlashAttention-2. The band is that of causal attention.
 SMALL_TILES = (
@@ -239,7 +237,6 @@ SMALL_TILES = (
     # 4 heads of 2048: 74 us, 89, 69; causal, 8 heads of 512, 32 times: 0.194 ms, 0.211, 0.190
     SmallRow(256, 227 * KB, Tile(4, 1, 64, 1, False, 2), 4096),
 )
-
 
 # With options that change scores or weights, which take registers. Assembled for Hopper, 64 scores
 # of a lane and 32 columns with D = 128 fit; for other GPUs they spill.
@@ -256,7 +253,6 @@ MODIFIED_TILES = (
     Row(256, 227 * KB, Tile(4, 1, 64, 1, False, 2)),
     *(row for row in FORWARD_TILES if row.d == 256 and row.shared < 227 * KB),
 )
-
 
 # Of float32, whose tiles have twice the columns: high and low. By each row that was measured:
 # float32 TFLOP/s on an H200 with N = 4096, and those of other tiles.
@@ -314,7 +310,6 @@ BACKWARD_TILES = (
     Row(256, 64 * KB, BackwardTile(2, 1, 32, 16, (1, 2), 1, 1, 2, 2, 2)),
 )
 
-
 # With options that bend scores: fewer of them at a time, or fewer columns, for registers.
 BENT_BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 2, 2, 4)),
@@ -325,32 +320,27 @@ BENT_BACKWARD_TILES = (
     *BACKWARD_TILES[5:],
 )
 
-
 # Of float32, likewise. Rows of dQ of a warp are of one part of the scores.
 SPLIT_BACKWARD_TILES = (
     # 76.1; BackwardTile(4, 1, 64, 32, (2, 2), 1, 3, 4) 71.5
     Row(32, 163 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
-    # 79.7; BackwardTile(4, 1, 32, 32, (2, 2), 1, 3, 4) 79.9,
-    # BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, 4) 77.0
+    # 79.7; BackwardTile(4, 1, 32, 32, (2, 2), 1, 3, 4) 79.9
     Row(64, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4)),
     # 86.8; BackwardTile(4, 1, 32, 32, (2, 2), 1, 2, 4) 83.9
     Row(128, 227 * KB, BackwardTile(8, 1, 32, 32, (2, 4), 1, 1, 4)),
     Row(128, 163 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 1, 4)),
 )
 
-
-# With options, that tile's registers go to memory: another, not timed.
-MODIFIED_SPLIT_BACKWARD_TILES = (
-    Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4)),
-    *SPLIT_BACKWARD_TILES[1:],
-)
+# Where options take the registers of the first. Not timed.
+MODIFIED_SPLIT_BACKWARD_TILE = Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4))
 
 
 def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
     if problem.dtype == "float32":
-        modified = problem.options.modifies
-        tiles = MODIFIED_SPLIT_BACKWARD_TILES if modified else SPLIT_BACKWARD_TILES
+        tiles = SPLIT_BACKWARD_TILES
+        if problem.options.modifies:
+            tiles = (MODIFIED_SPLIT_BACKWARD_TILE, *tiles[1:])
         tile = _first(tiles, max(problem.d, problem.dv), hardware).tile
         return replace(tile, split=planes_of(problem))
     tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES

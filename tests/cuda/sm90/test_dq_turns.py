@@ -198,7 +198,7 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, tile):
     address, stored = 10_000_000, []
     no_rows = SimpleNamespace(build_rows=lambda *_: lambda *_: Rows(0, 0, 0, 0, 0, 0, 0, 0, False))
     ptx = SimpleNamespace(
-        **dict.fromkeys(("unpack_float16", "unpack_bfloat16")),
+        **dict.fromkeys(("unpack_float16", "unpack_bfloat16", "load_global_words", "load_global_four")),
         global_address=lambda array: address if array == "flags" else 0,
         store_global=lambda *what: stored.append(what),
     )
