@@ -136,7 +136,8 @@ CENTRED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ("softcap", "dropout") else pytest.mark.full) for x in CENTRED])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CENTRED)
 def test_centres_are_taken_out_where_nothing_notices(name):
     """A function of a score sees its constant; weights of which some are dropped do not sum to 1."""
     options, keys, values = CENTRED[name]
@@ -325,7 +326,8 @@ SPOILT_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "NaN in do" else pytest.mark.full) for x in SPOILT_BACKWARD])
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPOILT_BACKWARD)
 def test_gradients_of_heads_that_cannot_be_split_are_those_of_simt(name):
     """Of one head of k and all that belongs to it; the others are what they were."""
     spoil, flagged = SPOILT_BACKWARD[name]
@@ -369,7 +371,8 @@ SHARED_BIAS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "NaN in do" else pytest.mark.full) for x in SHARED_BIAS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHARED_BIAS)
 def test_the_gradient_of_a_bias_that_flagged_heads_share_with_others(name):
     """It is the oracle's sum of both; where the oracle has NaN, NaN."""
     spoil, options, ones = SHARED_BIAS[name]
