@@ -189,24 +189,17 @@ SINCE_TURING = {
 }
 
 FLOAT32 = {
-    "float32 64": ampere("float32", 64, 64, (AROUND[0], AROUND[3])),
+    "float32 64": ampere("float32", 64, 64, AROUND[:1]),
     "float32 64 causal on Hopper": ampere("float32", 64, 64, BANDS, capability=HOPPER),
-    "float32 64 lengths on Hopper": ampere("float32", 64, 64, LENGTHS, capability=HOPPER),
     "float32 64 of nothing": ampere("float32", 64, 64, NOTHING),
-    "float32 64, any strides": ampere("float32", 64, 64, AROUND[:1], layouts=("strided", "reversed", "transposed", "heads last")),
-    "float32 13, 40": ampere("float32", 13, 40, (AROUND[0], WINDOWS[2])),
     "float32 128": ampere("float32", 128, 128, (AROUND[0], Shape(ONE, 65, 170))),
-    "float32 256 causal": ampere("float32", 256, 256, (Shape(ONE, 129, 70, {"causal": True}),)),
     "float32 64 bias for all on Hopper": ampere(
         "float32", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),), capability=HOPPER
     ),
     "float32 32 bias of keys": ampere("float32", 32, 32, (also(ODD, **bias(ODD, "float32", 1, 2)),)),
-    "float32 40, 72 bias of heads": ampere("float32", 40, 72, (also(NEAR, window=(30, 20), **bias(NEAR, "float32", 0, 1)),)),
-    "float32 128 bias of queries on Hopper": ampere("float32", 128, 128, (also(NEAR, **bias(NEAR, "float32", 3)),), capability=HOPPER),
     "float32 64 bias and lengths": ampere("float32", 64, 64, (also(CAUSAL_LENGTHS[0], **bias(LENGTHS[0], "float32", 0)),)),
     "float32 64 tiles of a mask": ampere("float32", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(PAIR, 0, 5, EMPTY))),
-    "float32 64 dropout": ampere("float32", 64, 64, (also(NEAR, **DROPOUT), also(ODD, **DROPOUT))),
-    "float32 128 alibi": ampere("float32", 128, 128, (also(NEAR, score_mod=ALIBI, score_mod_grad=ALIBI.score_mod_grad, causal=True),)),
+    "float32 64 dropout": ampere("float32", 64, 64, (also(ODD, **DROPOUT),)),
     "float32 64 everything": ampere(
         "float32", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **(EVERYTHING | bias(LONE, "float32"))),)
     ),
@@ -214,11 +207,9 @@ FLOAT32 = {
 
 ieee = partial(Group, SIMT, "float64")
 FLOAT64 = {  # products of float64 on tensor cores; edges of tiles and options without them
-    "float64 64": ieee(64, 64, (AROUND[0], BANDS[3])),
-    "float64 64 on Ampere": ieee(64, 64, (AROUND[3],), capability=AMPERE),
+    "float64 64": ieee(64, 64, AROUND[:1]),
+    "float64 64 on Ampere": ieee(64, 64, (Shape(ONE, 65, 70),), capability=AMPERE),
     "float64 13, 40 causal": ieee(13, 40, BANDS[:1]),
-    "float64 128": ieee(128, 128, (Shape(ONE, 65, 170),)),
-    "float64 64 bias for all": ieee(64, 64, (also(ODD, causal=True, **bias(ODD, "float64", 0, 1)),)),
 }
 TIERS = {"sm90": ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}

@@ -219,19 +219,12 @@ def times(what: str, factor: float, head: int, rows=slice(None)):
 
 # What is done to q of four heads, or to k and v of two; and the heads of q that are flagged by it: all that belong to one of k.
 SPOILT = {
-    "NaN in q": (spoilt("q", np.nan, 2), {2, 3}),
-    "Inf in q": (spoilt("q", -np.inf, 0, 69), {0, 1}),
     "NaN in k": (spoilt("k", np.nan, 1), {2, 3}),
     "Inf in k": (spoilt("k", np.inf, 0), {0, 1}),
-    "NaN in v": (spoilt("v", np.nan, 0, 89), {0, 1}),
     "Inf in v": (spoilt("v", -np.inf, 1), {2, 3}),
     "a row of k far below": (times("k", 2.0**-30, 0, 5), {0, 1}),
-    "a row of q far below": (times("q", 2.0**-30, 3, 5), {2, 3}),
-    "a row of v far above": (times("v", 2.0**30, 1, 5), {2, 3}),
     "q near the end of float32": (times("q", 1e37, 1), {0, 1}),
-    "v near the end of float32": (times("v", 1e35, 0), {0, 1}),
     "k near 0": (times("k", 1e-30, 1), {2, 3}),
-    "subnormal v": (times("v", 1e-40, 1), {2, 3}),
     "what can be split still": (times("k", 2.0**-20, 0, 5), set()),
     "q and k so small that their product is none": (lambda x: (times("q", 4e-15, slice(2))(x), times("k", 4e-15, 0)(x)), set()),
     "q so small, and k": (lambda x: (times("q", 1e-17, 0)(x), times("k", 1e-17, 1)(x)), {0, 1, 2, 3}),
@@ -320,7 +313,6 @@ def gradients_on_machine(arrays, backend, **options):
 
 SPOILT_BACKWARD = {
     "NaN in do": (spoilt("do", np.nan, 1), 0),
-    "Inf in v": (spoilt("v", np.inf, 1), 1),
     "a row of do far below": (times("do", 2.0**-30, 2, 5), 1),
     "q near the end of float32": (times("q", 1e30, 0), 0),
 }
@@ -366,7 +358,6 @@ SHARED_BIAS = {
     "a row of do far below": (times("do", 2.0**-30, 2, 5), {"causal": True}, ()),
     "all heads of a batch element": (times("k", 2.0**-30, slice(None), 5), {"causal": True, "kv_lengths": np.array([70, 33])}, ()),
     "bias of keys": (times("q", 2.0**-30, 1, 5), {}, (2,)),
-    "bias of queries": (times("do", 2.0**-30, 2, 5), {"dlse": DLSE}, (3,)),
     "one number": (times("do", 2.0**-30, 2, 5), {"dlse": DLSE}, (2, 3)),
 }
 
