@@ -6,7 +6,7 @@ a pattern of D anomalies, the stations where the weather was like that, and aver
     dq = scale * dS k,        where each row of dS sums to 0,
 
 so that the 288 K which all keys share cancel: what is left are the anomalies, some kelvin. Ordinary sums of float32 round at the size of
-288 K, not at that of the anomalies, and lose three digits or more. Degrees Celsius help, if somebody thinks of them. On GPUs whose tensor
+288 K, not at that of the anomalies, and lose two digits or more. Degrees Celsius help, if somebody thinks of them. On GPUs whose tensor
 cores compute float32, this library takes out what the keys have in common before it multiplies (docs/numerics.md).
 
     python kelvin.py [--stations 2048] [--days 64] [--backend cpu]

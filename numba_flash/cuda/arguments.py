@@ -6,7 +6,7 @@ Plain attention has neither, and its kernels nothing more than if there were no 
 
 from collections import namedtuple
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,17 +19,6 @@ FACTORS = SPLIT[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
 OF_DBIAS = ("factors", "flags")  # for the gradient of a bias, which leaves flagged heads out
 FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
-
-
-class Flagged(NamedTuple):
-    """What a kernel that reads no optional array gets of heads that are flagged.
-
-    Attributes
-    ----------
-    flags : int32 (b0, b1, heads)
-    """
-
-    flags: Any
 
 
 class Parameters(NamedTuple):

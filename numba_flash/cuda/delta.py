@@ -3,9 +3,10 @@ Algorithm 2, line 4).
 """
 
 from numba_flash.cuda import schedule
-from numba_flash.cuda.arguments import Flagged
-from numba_flash.cuda.lang import cuda, i32, named, types
+from numba_flash.cuda.arguments import FLAGS, extras_type
+from numba_flash.cuda.lang import cuda, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
+from numba_flash.options import PLAIN
 
 
 def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
@@ -45,6 +46,6 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
                 total -= dlse[index(b0), index(b1), index(h), index(i)]
             delta_head[index(i)] = total
 
-    extras = named(Flagged, array(i32, 3)) if flagged else types.Tuple(())
+    extras = extras_type(PLAIN, more=FLAGS if flagged else ())
     signature = types.void(*[array(dtype, 5)] * 2, *[array(ACC, 4)] * 2, extras)
     return delta_kernel, signature, {"launch_bounds": (lanes * rows, 1)}

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from numba_flash import arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
-from numba_flash.cuda.arguments import FLAGS, Flagged, build_extras, extras_class, parameters_of
+from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.options import PLAIN
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
@@ -252,13 +253,14 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         dbias = _Dbias(p, gpu, tensors, rows, with_flags, numbers_dq, results.dbias, flagged)
 
     extras_of, class_with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
+    flags_alone = extras_class(PLAIN, more=FLAGS)
 
     def run(inputs, results, rng=None, left=None):
         x, extras = _heads_first(p, inputs), extras_of(inputs)
         own = extras if left is None else class_with_flags(*extras, left)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
-        preprocess(x.do, x.o, x.dlse, delta, extras=() if left is None else Flagged(left))
+        preprocess(x.do, x.o, x.dlse, delta, extras=() if left is None else flags_alone(left))
         others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
         dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=own, **others)
         others = {} if rng is None else {"numbers": numbers_dq(rng)}
