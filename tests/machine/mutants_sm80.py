@@ -39,7 +39,7 @@ MUTANTS_SM80 = (
         "load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, None,",
         "mma",
     ),
-    Mutant("what follows the last key", LOAD, "u32(2 * CHUNK) if there else u32(0)", "u32(2 * CHUNK)", "mma, lengths"),
+    Mutant("what follows the last key", LOAD, "u32(1) if there else u32(0)", "u32(1)", "mma, lengths"),
     Mutant("columns beyond the head dimension", LOAD, "if there and column < HEAD_DIM:", "if there:", "mma, D13"),
     Mutant("the upper half of a word", LOAD, "<< u32(16 * half)", "<< u32(0)", "mma, D13"),
     Mutant(

@@ -153,9 +153,6 @@ from numba_flash.cuda.ptx.mma import (
     split_product as split_product,
 )
 from numba_flash.cuda.ptx.scalar import (
-    add_product as add_product,
-)
-from numba_flash.cuda.ptx.scalar import (
     as_float32 as as_float32,
 )
 from numba_flash.cuda.ptx.scalar import (
@@ -193,6 +190,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,
+)
+from numba_flash.cuda.ptx.scalar import (
+    thread_here as thread_here,
 )
 from numba_flash.cuda.ptx.scalar import (
     unpack_bfloat16 as unpack_bfloat16,

@@ -8,10 +8,14 @@ from numba_flash.cuda.ptx.emit import instruction
 
 _void = types.void
 
-# Of threads (PTX ISA 9.7.9.25.3): 16 bytes, the first $2 of them from memory, the others zero.
+# Of threads (PTX ISA 9.7.9.25.3): 16 bytes from memory; zeros if $2 is 0. (A count of bytes that is
+# 16 or 0 would become two instructions, one for each.)
 copy16 = instruction(
-    "copy16", "cp.async.cg.shared.global [$0], [$1], 16, $2;", _void, u32, u64, u32
-)
+    "copy16",
+    "{ .reg .pred ignored; setp.eq.u32 ignored, $2, 0;"
+    " cp.async.cg.shared.global [$0], [$1], 16, ignored; }",
+    _void, u32, u64, u32,
+)  # fmt: skip
 copy_wait = instruction("copy_wait", "cp.async.wait_all;", _void)
 
 # Tensor copies (PTX ISA 9.7.9.27): a box of a tensor map of five dimensions.

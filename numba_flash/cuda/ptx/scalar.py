@@ -17,13 +17,6 @@ minima_bfloat16 = instruction(
     "minima_bfloat16", "min.bf16x2 $0, $1, $2;", u32, u32, u32, memory=False
 )
 
-add_product = instruction(  # $1 + $2 $3, but $1 where $2 is 0, whatever $3 is
-    "add_product",
-    "{ .reg .pred some; setp.neu.f32 some, $2, 0f00000000; mov.b32 $0, $1;"
-    " @some fma.rn.f32 $0, $2, $3, $0; }",
-    f32, f32, f32, f32, memory=False,
-)  # fmt: skip
-
 pack_float16 = instruction(
     "pack_float16", "cvt.rn.f16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
 )
@@ -45,6 +38,9 @@ unpack_float16_high = instruction(
     "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
     f32, u32, memory=False,
 )  # fmt: skip
+# The number of the thread, read here: what is computed from it is not kept in registers, or even in
+# memory, from one turn of a loop to the next.
+thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)

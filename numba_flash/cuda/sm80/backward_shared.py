@@ -33,8 +33,7 @@ def build(dtype, shape, ordered, options, tile):
     COLUMNS_K, COLUMNS_V = D // tile.ways, DV // tile.ways  # of a warp's dK and dV
     OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
-    MASKED = options.mask
-    AHEAD, LAST = bool(options.bias), tile.warps - 1
+    MASKED, LAST = options.mask, tile.warps - 1
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
@@ -92,9 +91,6 @@ def build(dtype, shape, ordered, options, tile):
         if tiles > 0:
             load_keys(smem, k, v, item)
             load_tile(smem, u32(0), do, q, rows, item, walk)
-            row0 = i32(walk.at * BLOCK_M + column)
-            if AHEAD:
-                fetch(bias_mask, tile_of(row0, key, item, walk, heads, batch1), extras)
 
         n = i32(0)
         while n < tiles:
@@ -118,17 +114,13 @@ def build(dtype, shape, ordered, options, tile):
             do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES))
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
             lse += u32((column + fragment.first_column()) * 4)
-            if not AHEAD:
-                fetch(bias_mask, tile, extras)
+            fetch(bias_mask, tile, extras)
             # (1) S^T = K Q^T
             k_qt(sT, k_group, u32(q_tile + u32(column * PITCH_K)))
             # (4) dP^T = V dO^T
             v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)))
             # (2) P^T = exp(S^T - lse)
             recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
-            if AHEAD and n + 1 < tiles:
-                ahead = i32(walk.at * BLOCK_M + column)
-                fetch(bias_mask, tile_of(ahead, key, item, walk, heads, batch1), extras)
             pack_weights(p, sT)
             put_p(u32(p_group + u32(column * 2)), p)
             # (5) dS^T = P^T * (dP^T - delta)

@@ -111,7 +111,7 @@ def build_softmax(options, m_tiles, split):
                     slope -= row_delta
                     if SPLIT:
                         slope *= factor
-                    acc[e] = ptx.add_product(acc[e], weight, slope)
+                    acc[e] += weight * slope
 
     return recompute_p, differentiate
 

@@ -81,7 +81,8 @@ DBIAS_TILES = (
     DbiasRow(32, 2, 99 * KB, DbiasTile(4, 2, 2, 2, 2, 1)),
     DbiasRow(64, 2, 163 * KB, DbiasTile(4, 2, 2, 2, 2, 1)),
     DbiasRow(64, 4, 64 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
-    DbiasRow(128, 4, 163 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
+    # a bias of 16 heads, N = 2048, 4 in a batch: 0.90 ms; DbiasTile(4, 2, 2, 1, 1, 1) 0.97
+    DbiasRow(128, 4, 163 * KB, DbiasTile(2, 2, 2, 1, 1, 2)),
     DbiasRow(128, 4, 99 * KB, DbiasTile(4, 2, 1, 1, 1, 1)),
     DbiasRow(128, 4, 64 * KB, DbiasTile(2, 1, 2, 1, 1, 1)),
     DbiasRow(256, 4, 163 * KB, DbiasTile(2, 2, 2, 1, 1, 1)),

@@ -20,7 +20,9 @@ def in_order(row):
 
 
 @once
-def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compact=False):
+def build_load(
+    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False
+):
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on, into shared memory.
 
@@ -28,6 +30,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compa
     asynchronous : by copies that go on; rows lie at multiples of 16 bytes.
     columns : of the tile, zeros beyond the head dimension.
     compact : rows follow each other; nothing is computed from their stride, which takes registers.
+    again : in every call a thread computes anew which rows are its own, for registers.
     """
     columns = columns or padded(head_dim)
     ROWS, HEAD_DIM, THREADS = rows, head_dim, threads
@@ -36,7 +39,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compa
     TOTAL = rows * CHUNKS
     STEP = threads // CHUNKS  # rows that are loaded at the same time
     REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
-    WHOLE = head_dim == columns
+    WHOLE, AGAIN = head_dim == columns, again
     place = place or in_order
 
     @inline
@@ -45,7 +48,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compa
         if ASYNCHRONOUS:
             if not WHOLE:
                 there = there and chunk * CHUNK < HEAD_DIM
-            ptx.copy16(target, source, u32(2 * CHUNK) if there else u32(0))
+            ptx.copy16(target, source, u32(1) if there else u32(0))
         else:
             words = cuda.local.array(4, u32)
             for w in range(4):
@@ -58,7 +61,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compa
 
     @inline
     def load(tile, x, first, stop):
-        thread = i32(cuda.threadIdx.x)
+        thread = ptx.thread_here() if AGAIN else i32(cuda.threadIdx.x)
         stride = i64(ROW_BYTES) if COMPACT else i64(x.strides[0])
         base = u64(ptx.global_address(x) + u64(i64(first) * stride))
         rest = i32(stop - first)

@@ -1,5 +1,6 @@
 """How the backward kernels get their work and their tiles."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, schedule, tile_lists
@@ -52,7 +53,7 @@ def build(shape, ordered, options, tile, place):
     K, V, Q, DO, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.rows
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 8 * BLOCK_M
     ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.mask
-    SHARE = tile.share
+    SHARE, AGAIN = tile.share, options.modifies  # whose bias and mask take registers
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     list_of, in_list = tile_lists.build_access(MASKED)
@@ -61,8 +62,9 @@ def build(shape, ordered, options, tile, place):
         memory = columns = shape.split * D, shape.split * DV
     load_k = build_load(BLOCK_N, memory[0], THREADS, place, shape.asynchronous, columns[0])
     load_v = build_load(BLOCK_N, memory[1], THREADS, place, shape.asynchronous, columns[1])
-    load_q = build_load(BLOCK_M, memory[0], THREADS, None, shape.asynchronous, columns[0])
-    load_do = build_load(BLOCK_M, memory[1], THREADS, None, shape.asynchronous, columns[1])
+    build_q = partial(build_load, BLOCK_M, threads=THREADS, place=None, again=AGAIN)
+    load_q = build_q(memory[0], asynchronous=shape.asynchronous, columns=columns[0])
+    load_do = build_q(memory[1], asynchronous=shape.asynchronous, columns=columns[1])
 
     @inline
     def begin(smem, flags, shape, extras, sizes):
@@ -138,7 +140,7 @@ def build(shape, ordered, options, tile, place):
     @inline
     def load_rows(target, rows, number):
         """The lse and delta of a row block."""
-        thread = i32(cuda.threadIdx.x)
+        thread = ptx.thread_here() if AGAIN else i32(cuda.threadIdx.x)
         if thread < BLOCK_M // 2:
             which, chunk = i32(thread // (BLOCK_M // 4)), i32(thread % (BLOCK_M // 4))
             at = u64(i64(number) * (4 * BLOCK_M) + chunk * 16)
@@ -147,7 +149,7 @@ def build(shape, ordered, options, tile, place):
             if TURING:
                 ptx.store_shared_vector(to, ptx.load_global_words(source))
             else:
-                ptx.copy16(to, source, u32(16))
+                ptx.copy16(to, source, u32(1))
 
     @inline
     def load_tile(smem, slot, do, q, rows, item, walk):

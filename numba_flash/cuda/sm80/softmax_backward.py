@@ -146,8 +146,8 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     def ds_of(w, dp, delta, parameters):
         if DROPOUT:
             dp = f32(0) if w < f32(0) else dp * f32(parameters.keep_scale)
-            return abs(w) * (dp - delta) if w != f32(0) else f32(0)
-        return w * (dp - delta) if w != f32(0) else f32(0)  # 0, whatever dP of a hidden term is
+            w = abs(w)
+        return w * (dp - delta)
 
     @inline
     def differentiate(dpT, pT, slope, delta, parameters):

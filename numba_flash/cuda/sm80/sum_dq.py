@@ -57,15 +57,16 @@ def lists_of(ordered) -> tuple[str, ...]:
 
 
 @once
-def build_place(tile, fours):
+def build_place(tile, fours, again=False):
     """``place(e)``: bytes from a tile's sums to those of this thread's registers e to e + 3, of
-    which neighbours are 16 bytes apart with `fours`, else each register's are on their own.
+    which neighbours are 16 bytes apart with `fours`, else each register's are on their own; from
+    the number of the thread, which is read `again` in every call, for registers.
     """
-    THREADS, FOURS = tile.threads, fours
+    THREADS, FOURS, AGAIN = tile.threads, fours, again
 
     @inline
     def place(e):
-        thread = i64(cuda.threadIdx.x)
+        thread = i64(ptx.thread_here() if AGAIN else cuda.threadIdx.x)
         return u64((i64(e) * THREADS + (4 * thread if FOURS else thread)) * 4)
 
     return place
@@ -99,6 +100,7 @@ def build(kind, shape, ordered, options, tile):
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
     SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
+    AGAIN = options.modifies  # whose bias and mask take registers
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
     product = products.build_tn(kind, *sizes) if not SPLIT else None
@@ -160,7 +162,7 @@ def build(kind, shape, ordered, options, tile):
     def add(ds, k, dq_sum, to, factors):
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
         factor = cuda.local.array(WARPS, f32)
-        warp = i32(cuda.threadIdx.x // 32)
+        warp = i32((ptx.thread_here() if AGAIN else cuda.threadIdx.x) // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
         if SPLIT:
