@@ -59,7 +59,7 @@ MODS = {
 
 def drawn(structure: Structure, rng) -> tuple[tuple, dict]:
     """q, k, v, do, and options."""
-    s, size = structure, lambda: int(round(math.exp(rng.uniform(0, math.log(MOST)))))
+    s, size = structure, lambda: round(math.exp(rng.uniform(0, math.log(MOST))))
     batch, hk = ((), (2,), (3, 1))[rng.integers(3)], int(rng.integers(1, 3))
     hq, nq, nk = hk * int(rng.integers(1, 4)), size(), size()
     if MODS.keys() & set(s.options):
@@ -88,7 +88,8 @@ def drawn(structure: Structure, rng) -> tuple[tuple, dict]:
         options |= {name: rng.integers(0, n + 1, batch, np.int32).reshape(batch) for name, n in (("q_lengths", nq), ("kv_lengths", nk))}
     if "dropout" in s.options:
         options |= {"dropout": float(rng.choice([0.1, 0.5])), "rng": (int(rng.integers(2**63)), int(rng.integers(2**32)))}
-    options |= {"score_mod": mod for name, mod in MODS.items() if name in s.options}
+    for name in MODS.keys() & set(s.options):
+        options["score_mod"] = MODS[name]
     return inputs, options
 
 
