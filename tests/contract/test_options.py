@@ -345,7 +345,7 @@ def test_dropout_keeps_the_same_bits_everywhere(backend):
         bits = numba_flash.dropout_mask((2, 2, n, n), dropout=0.4, rng=state)
         o = backend.to_host(backend.forward(*map(backend.to_device, (q, k, v)), dropout=0.4, rng=state, scale=0.1))
         np.testing.assert_array_equal(o != 0, bits)
-        np.testing.assert_allclose(o[bits], plain[bits] / (1 - 26214 / 65536), rtol=1e-6)
+        np.testing.assert_allclose(o[bits], plain[bits] / (1 - 26214 / 65536), rtol=4e-6)
 
 
 @simulator
@@ -445,7 +445,7 @@ def test_known_answers_of_the_paper(rounds):
     assert [philox_of_the_paper(*each, rounds) for each in zip(COUNTERS, KEYS, strict=True)] == KNOWN[rounds]
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), zip(COUNTERS, KEYS, KNOWN[7], strict=True))
+@pytest.mark.parametrize(("counter", "key", "words"), [*zip(COUNTERS, KEYS, KNOWN[7], strict=True)])
 @pytest.mark.parametrize("how", ["compiled", "NumPy"])
 def test_philox_known_answers(counter, key, words, how):
     philox = rng.philox4x32 if how == "compiled" else rng.philox4x32.py_func
