@@ -28,7 +28,7 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArr
     Returns
     -------
     keep : numpy.ndarray of bool
-        True where ``P / (1 - dropout)`` is used, of the rounded dropout, False where 0 is. It takes one byte per score: keep the shape small.
+        True where ``P / (1 - dropout)`` is used, False where 0 is. It takes one byte per score: keep the shape small.
 
     Raises
     ------

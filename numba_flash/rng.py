@@ -16,6 +16,7 @@ MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 WORD, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 BITS, OF_SCORE = np.uint64(16), np.uint64(0xFFFF)
+NO_WORDS = (np.uint64(0),) * 4
 
 
 @njit
@@ -39,11 +40,16 @@ def bits_of(words, j):
 
 
 @njit
-def bits(seed, offset, head, i, j):
-    """Random bits of the score (i, j) of a head: those of key j of the counter ``(j // 8, i, head, offset)`` under the key `seed`."""
-    eight = np.uint64(j) >> np.uint64(3)
+def words_of(seed, offset, head, i, eight):
+    """The words of query i and keys ``8 eight`` to ``8 eight + 7`` of a head: the counter ``(eight, i, head, offset)``, the key `seed`."""
     low, high = np.uint64(seed) & WORD, np.uint64(seed) >> HALF
-    return bits_of(philox4x32(eight, np.uint64(i) & WORD, np.uint64(head) & WORD, np.uint64(offset), low, high), j)
+    return philox4x32(np.uint64(eight), np.uint64(i) & WORD, np.uint64(head) & WORD, np.uint64(offset), low, high)
+
+
+@njit
+def bits(seed, offset, head, i, j):
+    """Random bits of the score (i, j) of a head."""
+    return bits_of(words_of(seed, offset, head, i, np.uint64(j) >> np.uint64(3)), j)
 
 
 @njit

@@ -123,9 +123,8 @@ def drop_row(row, factor, span, parameters):
     head = np.uint64((parameters.batch0 + at.batch) * at.heads + at.head)
     i = np.uint64(parameters.first_query + parameters.query0 + span.i)
     first = parameters.first_key // SHARING
-    low, high = parameters.seed & rng.WORD, parameters.seed >> rng.HALF
     for eight in range(span.j0 // SHARING, (span.j0 + row.size + SHARING - 1) // SHARING):  # keys that share a counter (`rng.bits`)
-        words = rng.philox4x32(np.uint64(first + eight), i, head, parameters.offset, low, high)
+        words = rng.words_of(parameters.seed, parameters.offset, head, i, first + eight)
         for lane in range(SHARING):
             c = SHARING * eight + lane - span.j0
             if 0 <= c < row.size:

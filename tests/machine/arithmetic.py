@@ -214,7 +214,8 @@ ELEMENTWISE = {
     **FLOATING,
     "add": _either(_simple(np.add)), "sub": _either(_simple(np.subtract)), "neg": _either(_simple(np.negative)),
     "abs": _either(_simple(np.abs)), "min": _either(_simple(np.minimum)), "max": _either(_simple(np.maximum)),
-    "mul": _either(_mul), "mad": _either(_mad), "dp2a": _two_products, "div": _either(_divide), "rem": _divide, "shl": _shift, "shr": _shift,
+    "mul": _either(_mul), "mad": _either(_mad), "dp2a": _two_products, "div": _either(_divide), "rem": _divide,
+    "shl": _shift, "shr": _shift,
     "and": _logical(np.bitwise_and), "or": _logical(np.bitwise_or), "xor": _logical(np.bitwise_xor), "not": _logical(np.invert),
     "setp": _compare, "set": _set, "selp": _select, **CONVERSIONS, **BITS, **EXCHANGE,
 }  # fmt: skip
