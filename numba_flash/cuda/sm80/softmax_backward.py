@@ -128,8 +128,9 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
 
     @inline
     def ds_of(w, dp, delta, parameters):
-        if DROPOUT:  # P is w where it is kept, and -w where it is dropped, where dP is 0
-            return w * (dp * f32(parameters.keep_scale) - delta if w > f32(0) else delta)
+        if DROPOUT:  # dP is 0 where w is -P; where P is 0, nobody knows it
+            dp = dp if w > f32(0) else f32(0)
+            return abs(w) * (dp * f32(parameters.keep_scale) - delta)
         return w * (dp - delta) if w != f32(0) else f32(0)  # 0, whatever dP of a hidden term is
 
     @inline
