@@ -235,9 +235,10 @@ class Weights(NamedTuple):
 
 
 @inline
-def exchange(x, y, second, lanes):
-    """Of two lanes, so far from each other, the first one gets both x, the `second` both y."""
-    other = u32(cuda.shfl_xor_sync(ALL_LANES, i32(x if second else y), lanes))
+def exchange(x, y, distance):
+    """Of two lanes, a power of two from each other, the first gets both x, the second both y."""
+    second = (cuda.threadIdx.x & distance) != 0
+    other = u32(cuda.shfl_xor_sync(ALL_LANES, i32(x if second else y), distance))
     return other if second else x, y if second else other
 
 
@@ -246,8 +247,9 @@ def build_drop(options, runs):
     """``drop(p, query, key, at, parameters)``: weights that dropout drops change their sign;
     `query` and `key` are the lane's first ones.
 
-    A counter has the bits of eight neighbouring keys. Where a lane has fewer, two or four lanes
-    share each counter: one computes it, and they exchange words, so that each has its own of all.
+    A counter has the bits of eight neighbouring keys. Where a lane has fewer, two or four lanes,
+    each 4 from the next, share counters: each computes one, and they exchange words, so that each
+    has those of its own keys from all.
     """
     COUNT, WIDTH, SHARED = runs.count, runs.width, SHARING // runs.width
     register, query_of, key_of = runs.register, runs.query, runs.key
@@ -278,10 +280,10 @@ def build_drop(options, runs):
 
     @inline
     def four(number, w):
-        n, second = 2 * number, (w.key & 4) != 0
+        n = 2 * number
         words = words_of(w, n)
-        x0, y0 = exchange(words.w0, words.w2, second, 4)
-        x1, y1 = exchange(words.w1, words.w3, second, 4)
+        x0, y0 = exchange(words.w0, words.w2, 4)
+        x1, y1 = exchange(words.w1, words.w3, 4)
         choose(w, x0, n, 0)
         choose(w, x1, n, 2)
         choose(w, y0, n + 1, 0)
@@ -289,14 +291,14 @@ def build_drop(options, runs):
 
     @inline
     def two(number, w):
-        n, upper, second = 4 * number, (w.key & 4) != 0, (w.key & 2) != 0
+        n = 4 * number
         words = words_of(w, n)
-        x0, y0 = exchange(words.w0, words.w2, upper, 8)
-        x1, y1 = exchange(words.w1, words.w3, upper, 8)
-        first, other = exchange(x0, x1, second, 4)
+        x0, y0 = exchange(words.w0, words.w2, 8)
+        x1, y1 = exchange(words.w1, words.w3, 8)
+        first, other = exchange(x0, x1, 4)
         choose(w, first, n, 0)
         choose(w, other, n + 1, 0)
-        first, other = exchange(y0, y1, second, 4)
+        first, other = exchange(y0, y1, 4)
         choose(w, first, n + 2, 0)
         choose(w, other, n + 3, 0)
 
@@ -309,10 +311,10 @@ def build_drop(options, runs):
         less = u32(u32(0) - u32(parameters.threshold))
         i = i32(query + i32(parameters.first_query))
         j = i32(key + i32(parameters.first_key))
-        if SHARED > 1:  # the run that this lane computes
-            i += i32(query_of(1)) if (j & WIDTH) != 0 else i32(0)
+        if SHARED > 1:  # the run whose words this lane computes
+            i += i32(query_of(1)) if (cuda.threadIdx.x & 4) != 0 else i32(0)
         if SHARED > 2:
-            i += i32(query_of(2)) if (j & (2 * WIDTH)) != 0 else i32(0)
+            i += i32(query_of(2)) if (cuda.threadIdx.x & 8) != 0 else i32(0)
         drop_all(Weights(p, i, j, head, offset, k0, k1, less))
 
     return drop
