@@ -146,7 +146,7 @@ MUTANTS_SM80 = (
         "registers[(m * n_tiles * 2 + rest)",
         "split, D128",
     ),
-    Mutant("low numbers of P that are none", FRAGMENT, "pack_float16((x - high_x) * f32(LOW),", "pack_float16(f32(0),", "split"),
+    Mutant("low numbers of P that are none", FRAGMENT, "pack((x - high_x) * f32(LOW),", "pack(f32(0),", "split"),
     Mutant("P rounded up where it is cut off", FRAGMENT, "0xFFFFE000, ptx.LOW", "0xFFFFF000, ptx.LOW", "split"),
     Mutant("powers of two that stay in the lse", FORWARD, "ptx.lg2(l * f32(LOWERED)) if", "ptx.lg2(l) if", "split"),
     Mutant("scores with their powers", FORWARD, "if CHANGES else scale_log2 * factor", "if CHANGES else scale_log2", "split"),
