@@ -71,7 +71,7 @@ unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32
 @intrinsic
 def mul_wide(context, x, y):
     """Function ``mul_wide(x, y)`` of kernels: the lower and the upper word of a product of u32."""
-    text = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+    text = "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }"
 
     def codegen(context, builder, signature, values):
         words = emit(builder, text, values, [I32, I32], memory=False, pure=True)
