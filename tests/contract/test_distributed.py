@@ -156,9 +156,9 @@ def test_every_position_belongs_to_one_process(n, size, layout):
 
 
 def test_a_zigzag_balances_causal_work():
-    seen = together(4, lambda comm: int((nd.positions(800, comm=comm, layout="zigzag") + 1).sum()))
+    seen = together(4, lambda comm: int((nd.positions(832, comm=comm, layout="zigzag") + 1).sum()))
     assert max(seen) == min(seen)
-    alone = together(4, lambda comm: int((nd.positions(800, comm=comm, layout="contiguous") + 1).sum()))
+    alone = together(4, lambda comm: int((nd.positions(832, comm=comm, layout="contiguous") + 1).sum()))
     assert max(alone) > 6 * min(alone)
 
 

@@ -103,10 +103,12 @@ def build_softmax(options, m_tiles, split):
             for j in range(COUNT // 4):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    weight, slope = p[e], dp[e] - row_delta
-                    if DROPOUT:  # P is the weight where it is kept, and less it where it is dropped
-                        kept = dp[e] * f32(parameters.keep_scale) - row_delta
-                        slope = kept if weight > f32(0) else row_delta
+                    weight, slope = p[e], dp[e]
+                    if DROPOUT:  # dP is 0 where the weight is -P
+                        slope = slope if weight > f32(0) else f32(0)
+                        slope *= f32(parameters.keep_scale)
+                        weight = abs(weight)
+                    slope -= row_delta
                     if SPLIT:
                         slope *= factor
                     acc[e] = ptx.add_product(acc[e], weight, slope)
