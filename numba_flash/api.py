@@ -98,7 +98,7 @@ def forward(
     softcap : float, optional
         Caps scores smoothly, positive.
     dropout : float
-        Probability in [0, 1) that a probability is dropped.
+        Probability in [0, 1) that a probability is dropped, rounded to the nearest multiple of 2**-16 below 1, also in the formula.
     rng : (int, int) or (int, int, int, int), optional
         Seed and offset of the dropout, with those of a part its first query and key, see `dropout_mask`; needed if dropout > 0.
     score_mod : callable, optional

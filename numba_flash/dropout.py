@@ -12,17 +12,17 @@ from numba_flash.annotations import State
 def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArray[np.bool_]:
     """Which probabilities `forward` and `backward` keep: the same bits on every backend, tile size and device.
 
-    The bit of query i, key j in head h of batch element b is a pure function of ``(seed, offset; b * Hq + h, i, j)``: Philox4x32-10
-    (Salmon et al., SC'11), see `numba_flash.rng.word`.
+    The bit of query i, key j in head h of batch element b is a pure function of ``(seed, offset; b * Hq + h, i, j)``: Philox4x32-7
+    (Salmon et al., SC'11), see `numba_flash.rng.bits`.
 
     Parameters
     ----------
     shape : tuple of ints
         (..., Hq, Nq, Nk): that of the matrix of scores. Leading dimensions are counted together as b, in C order.
     dropout : float
-        Probability to be dropped, in [0, 1).
+        Probability to be dropped, in [0, 1), rounded as `forward` does.
     rng : (int, int) or (int, int, int, int)
-        Seed in [0, 2**64) and offset in [0, 2**32); and which query and which key are the first, below 2**30, the key a multiple of 4:
+        Seed in [0, 2**64) and offset in [0, 2**32); and which query and which key are the first, below 2**30, the key a multiple of 8:
         ``dropout_mask((h, m, n), rng=(s, o, i, j))`` is ``dropout_mask((h, i + m, j + n), rng=(s, o))[:, i:, j:]``.
 
     Returns
@@ -35,7 +35,7 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArr
     TypeError, ValueError
         An argument is of the wrong kind or value.
     MemoryError
-        There is no room for `keep`, or for the random words behind it, 8 bytes per score.
+        There is no room for `keep`, or for the random words behind it, 4 bytes per score.
     """
     if not isinstance(shape, tuple) or len(shape) < 2:
         raise TypeError(f"shape must be a tuple (..., Hq, Nq, Nk) of at least two sizes; got {shape!r}")

@@ -8,7 +8,8 @@ import numpy as np
 from numba_flash import arrays, checks
 from numba_flash.scoremod import ScoreMod
 
-WORDS = 4  # of a counter of Philox, for neighbouring keys
+SHARING = 8  # neighbouring keys that share a counter of Philox, which has 128 bits
+CHANCES = 2**16  # values of the random bits of a score
 # Of the dropout's state, exclusive: the key has two words, the offset is one of the counter's, positions are below `problem.MAX_LENGTH`.
 STATE_ENDS = {"seed": 2**64, "offset": 2**32, "first query": 2**30, "first key": 2**30}
 
@@ -33,7 +34,7 @@ class Generator(NamedTuple):
     seed, offset : int
         Key and one word of the counter.
     first_query, first_key : int
-        Where query 0 and key 0 stand in the matrix whose bits they are; `first_key` is a multiple of `WORDS`.
+        Where query 0 and key 0 stand in the matrix whose bits they are; `first_key` is a multiple of `SHARING`.
     """
 
     seed: int = 0
@@ -66,7 +67,7 @@ class Options:
     follows : bool
         The band is aligned at the end of each sequence, not of the longest possible one (no `q_start` was given).
     dropout : float
-        Probability that a probability is dropped.
+        Probability that a probability is dropped, a multiple of ``1 / CHANCES``.
     generator : Generator
         State of the dropout's generator.
     """
@@ -122,8 +123,8 @@ PLAIN = Options()
 
 
 def dropout_threshold(dropout: float) -> int:
-    """Random words (uint32) below it drop: `dropout` in units of 2**-32, to the nearest."""
-    return min(round(dropout * 2**32), 2**32 - 1)
+    """Random bits (uint16) below it drop: `dropout` in units of ``1 / CHANCES``, to the nearest, but not all of them."""
+    return min(round(dropout * CHANCES), CHANCES - 1)
 
 
 DEFAULTS = {
@@ -232,11 +233,11 @@ def is_state(rng) -> bool:
     """True for what `bind_dropout` accepts as a tuple of Python's integers."""
     if type(rng) is not tuple or len(rng) not in (2, 4) or {*map(type, rng)} != {int}:
         return False
-    return all(0 <= x < end for x, end in zip(rng, STATE_ENDS.values(), strict=False)) and (len(rng) == 2 or rng[3] % WORDS == 0)
+    return all(0 <= x < end for x, end in zip(rng, STATE_ENDS.values(), strict=False)) and (len(rng) == 2 or rng[3] % SHARING == 0)
 
 
 def bind_dropout(dropout, rng) -> tuple[float, Generator]:
-    """Probability and state; without dropout the generator's state is irrelevant, but still checked."""
+    """Probability as the random bits have it, and state; without dropout the generator's state is irrelevant, but still checked."""
     probability = checks.real("dropout", dropout)
     if not 0 <= probability < 1:
         raise ValueError(f"dropout must be in [0, 1); got {dropout!r}")
@@ -250,6 +251,7 @@ def bind_dropout(dropout, rng) -> tuple[float, Generator]:
     for i, (name, x, end) in enumerate(zip(STATE_ENDS, state, STATE_ENDS.values(), strict=True)):
         if not 0 <= x < end:
             raise ValueError(f"rng[{i}] (the {name}) must be in [0, 2**{end.bit_length() - 1}); got {x}")
-    if state.first_key % WORDS:
-        raise ValueError(f"rng[3] (the first key) must be a multiple of {WORDS}, as many keys share a counter; got {state.first_key}")
-    return (probability, state) if probability > 0 else (0.0, SEEDLESS)
+    if state.first_key % SHARING:
+        raise ValueError(f"rng[3] (the first key) must be a multiple of {SHARING}, as many keys share a counter; got {state.first_key}")
+    threshold = dropout_threshold(probability)
+    return (threshold / CHANCES, state) if threshold else (0.0, SEEDLESS)

@@ -10,6 +10,7 @@ from support import Backend, allowed_error, assert_within, dense_visible, laid_o
 
 import numba_flash
 from numba_flash import reference
+from numba_flash.options import CHANCES, dropout_threshold
 
 BAND = ("causal", "window", "q_start")
 
@@ -62,7 +63,7 @@ def attention(q, k, v, do, *, rounded, b=0, hq=1, dlse=None, bias=None, mask=Non
     if options.get("dropout"):
         shape = (b * hq + h + 1, *s.shape)
         keep = numba_flash.dropout_mask(shape, dropout=options["dropout"], rng=options["rng"])[-1]
-        factor = (keep / (1 - options["dropout"])).astype(dtype)
+        factor = (keep / (1 - dropout_threshold(options["dropout"]) / CHANCES)).astype(dtype)
     o = rounded((factor * p) @ v)
     dp = rounded(factor * (do @ v.T))
     delta = (do * o).sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[:, None])

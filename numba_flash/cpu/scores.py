@@ -21,6 +21,7 @@ from numba_flash import numeric, rng
 from numba_flash.cpu.arguments import is_plain
 from numba_flash.cpu.cache import cached
 from numba_flash.cpu.tiles import MINUS_INF, as_contiguous
+from numba_flash.options import SHARING
 from numba_flash.scoremod import UNWRAPPED
 
 
@@ -121,14 +122,13 @@ def drop_row(row, factor, span, parameters):
     at = span.at
     head = np.uint64((parameters.batch0 + at.batch) * at.heads + at.head)
     i = np.uint64(parameters.first_query + parameters.query0 + span.i)
-    first = parameters.first_key // 4
-    low, high = parameters.seed & rng.WORD, parameters.seed >> rng.HALF
-    for four in range(span.j0 // 4, (span.j0 + row.size + 3) // 4):  # keys that share a counter (`rng.word`)
-        words = rng.philox4x32(np.uint64(first + four), i, head, parameters.offset, low, high)
-        for lane in range(4):
-            c = 4 * four + lane - span.j0
+    first = parameters.first_key // SHARING
+    for eight in range(span.j0 // SHARING, (span.j0 + row.size + SHARING - 1) // SHARING):  # keys that share a counter (`rng.bits`)
+        words = rng.words_of(parameters.seed, parameters.offset, head, i, first + eight)
+        for lane in range(SHARING):
+            c = SHARING * eight + lane - span.j0
             if 0 <= c < row.size:
-                row[c] = row[c] * factor if words[lane] >= parameters.threshold else -0.0
+                row[c] = row[c] * factor if rng.bits_of(words, lane) >= parameters.threshold else -0.0
 
 
 @njit

@@ -31,9 +31,9 @@ class Parameters(NamedTuple):
     keep_scale : float
         ``1 / (1 - dropout)``.
     seed, offset, threshold : uint64
-        State of the dropout's generator, and the random word below which it drops.
+        State of the dropout's generator, and the random bits below which it drops.
     first_query, first_key : uint64
-        Of the matrix whose random words these are, in the place of query 0 and key 0.
+        Of the matrix whose random bits these are, in the place of query 0 and key 0.
     """
 
     scale: float

@@ -149,18 +149,22 @@ def runs_of_keys(m_tiles, queries):
 
 
 @once
-def build_pack(count, bfloat16, turing=False):
+def build_pack(count, bfloat16, turing=False, positive=False):
     """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;
-    ``pack2`` for one pair.
+    ``pack2`` for one pair. Negative ones become 0 if only `positive` ones count.
     """
-    COUNT, BFLOAT16, TURING = count, bfloat16, turing
+    COUNT, BFLOAT16, TURING, POSITIVE = count, bfloat16, turing, positive
 
     @inline
     def pack2(x, y):
         if BFLOAT16:
-            return ptx.pack_bfloat16(x, y)
+            return ptx.pack_positive_bfloat16(x, y) if POSITIVE else ptx.pack_bfloat16(x, y)
+        if TURING and POSITIVE:
+            return ptx.pack_positive_float16_on_turing(x, y)
         if TURING:
             return ptx.pack_float16_on_turing(x, y)
+        if POSITIVE:
+            return ptx.pack_positive_float16(x, y)
         return ptx.pack_float16(x, y)
 
     @inline
@@ -172,25 +176,26 @@ def build_pack(count, bfloat16, turing=False):
 
 
 @once
-def build_split(count, planes=2):
+def build_split(count, planes=2, positive=False):
     """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, of which x
     is ``high + low / LOW`` but for its last bits; the low words come after all `count` high ones.
-    ``split_pair(p, j, x, y)`` for one pair.
+    ``split_pair(p, j, x, y)`` for one pair. Negative ones become 0 if only `positive` ones count.
 
     The high one is cut off, not rounded, which takes one instruction and a bit of the 22; but
     without low ones, of one of the `planes`, it is rounded.
     """
     COUNT, KEPT, LOW, TWO = count, 0xFFFFE000, ptx.LOW, planes > 1
+    pack = ptx.pack_positive_float16 if positive else ptx.pack_float16
 
     @inline
     def split_pair(p, j, x, y):
         if TWO:
             high_x = ptx.as_float32(ptx.as_uint32(x) & u32(KEPT))
             high_y = ptx.as_float32(ptx.as_uint32(y) & u32(KEPT))
-            p[j] = ptx.pack_float16(high_x, high_y)
-            p[COUNT + j] = ptx.pack_float16((x - high_x) * f32(LOW), (y - high_y) * f32(LOW))
+            p[j] = pack(high_x, high_y)
+            p[COUNT + j] = pack((x - high_x) * f32(LOW), (y - high_y) * f32(LOW))
         else:
-            p[j] = ptx.pack_float16(x, y)
+            p[j] = pack(x, y)
 
     @inline
     def split(p, x):

@@ -15,9 +15,11 @@ from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.philox import philox4x32
 from numba_flash.cuda.score import Capped
+from numba_flash.options import SHARING
 
 NEG_INF, LOG2E = -math.inf, math.log2(math.e)
 FAR = 2**20  # further than a tile is long
+SIGN = 0x80000000
 # tanh(x) / x as a polynomial in x^2, off by less than 2^-23 of it up to SMALL: for most scores,
 # as caps are meant for the few that are large, a third of the instructions that others take.
 SMALL = 0.55
@@ -218,8 +220,8 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
 
 
 class Weights(NamedTuple):
-    """A lane's registers, and where their random words are; see `build_drop`. Words of counter and
-    key are uint32.
+    """A lane's registers, and where their random bits are; see `build_drop`. Words of counter and
+    key are uint32, as is what is added to the bits of a score.
     """
 
     p: Any
@@ -229,63 +231,90 @@ class Weights(NamedTuple):
     offset: int
     k0: int
     k1: int
-    threshold: int
+    less: int
+
+
+@inline
+def exchange(x, y, distance):
+    """Of two lanes, a power of two from each other, the first gets both x, the second both y."""
+    second = (cuda.threadIdx.x & distance) != 0
+    other = u32(cuda.shfl_xor_sync(ALL_LANES, i32(x if second else y), distance))
+    return other if second else x, y if second else other
 
 
 @once
-def build_drop(options, runs, negate=False):
-    """``drop(p, query, key, at, parameters)``: weights that dropout drops become 0, or change their
-    sign if `negate`; `query` and `key` are the lane's first ones.
+def build_drop(options, runs):
+    """``drop(p, query, key, at, parameters)``: weights that dropout drops change their sign;
+    `query` and `key` are the lane's first ones.
 
-    A counter has the words of four neighbouring keys. Where a lane has two, its neighbour four
-    lanes away has the others: each computes every other counter, and they exchange halves.
+    A counter has the bits of eight neighbouring keys. Where a lane has fewer, two or four lanes,
+    each 4 from the next, share counters: each computes one, and they exchange words, so that each
+    has those of its own keys from all.
     """
-    COUNT, QUADS, NEGATE = runs.count, runs.width // 4, negate
+    COUNT, WIDTH, SHARED = runs.count, runs.width, SHARING // runs.width
     register, query_of, key_of = runs.register, runs.query, runs.key
+    assert COUNT % SHARED == 0
 
     @inline
-    def words_of(w, i, j):
-        return philox4x32(u32(j) >> u32(2), u32(i), w.head, w.offset, w.k0, w.k1)
+    def words_of(w, n):
+        """Of run n; of one of SHARED runs from n on, where so many lanes share a counter."""
+        i, j = i32(w.query + query_of(n)), i32(w.key + key_of(n))
+        return philox4x32(u32(j) >> u32(3), u32(i), w.head, w.offset, w.k0, w.k1)
 
     @inline
     def choose(w, word, n, x):
-        e = register(n, x)
-        if word < w.threshold:
-            w.p[e] = -w.p[e] if NEGATE else f32(0)
+        """Of a word, two keys of run n from x on: the sign is that of the bits less threshold."""
+        lower, upper = register(n, x), register(n, x + 1)
+        sign = ptx.add_lower(word, w.less) & u32(SIGN)
+        w.p[lower] = ptx.as_float32(ptx.as_uint32(w.p[lower]) ^ sign)
+        sign = ptx.add_upper(word, w.less) & u32(SIGN)
+        w.p[upper] = ptx.as_float32(ptx.as_uint32(w.p[upper]) ^ sign)
+
+    @inline
+    def eight(n, w):
+        words = words_of(w, n)
+        choose(w, words.w0, n, 0)
+        choose(w, words.w1, n, 2)
+        choose(w, words.w2, n, 4)
+        choose(w, words.w3, n, 6)
 
     @inline
     def four(number, w):
-        n, x = number // QUADS, number % QUADS * 4
-        words = words_of(w, i32(w.query + query_of(n)), i32(w.key + key_of(n) + x))
-        choose(w, words.w0, n, x)
-        choose(w, words.w1, n, x + 1)
-        choose(w, words.w2, n, x + 2)
-        choose(w, words.w3, n, x + 3)
+        n = 2 * number
+        words = words_of(w, n)
+        x0, y0 = exchange(words.w0, words.w2, 4)
+        x1, y1 = exchange(words.w1, words.w3, 4)
+        choose(w, x0, n, 0)
+        choose(w, x1, n, 2)
+        choose(w, y0, n + 1, 0)
+        choose(w, y1, n + 1, 2)
 
     @inline
     def two(number, w):
-        n = 2 * number
-        second = (w.key & 2) != 0  # the lane has the upper half of each counter
-        i = i32(w.query + (query_of(n + 1) if second else query_of(n)))
-        words = words_of(w, i, i32(w.key + key_of(n)))
-        here0, here1 = words.w2 if second else words.w0, words.w3 if second else words.w1
-        there0, there1 = words.w0 if second else words.w2, words.w1 if second else words.w3
-        from0 = u32(cuda.shfl_xor_sync(ALL_LANES, i32(there0), 4))
-        from1 = u32(cuda.shfl_xor_sync(ALL_LANES, i32(there1), 4))
-        choose(w, from0 if second else here0, n, 0)
-        choose(w, from1 if second else here1, n, 1)
-        choose(w, here0 if second else from0, n + 1, 0)
-        choose(w, here1 if second else from1, n + 1, 1)
+        n = 4 * number
+        words = words_of(w, n)
+        x0, y0 = exchange(words.w0, words.w2, 8)
+        x1, y1 = exchange(words.w1, words.w3, 8)
+        first, other = exchange(x0, x1, 4)
+        choose(w, first, n, 0)
+        choose(w, other, n + 1, 0)
+        first, other = exchange(y0, y1, 4)
+        choose(w, first, n + 2, 0)
+        choose(w, other, n + 3, 0)
 
-    drop_all = ptx.repeated(COUNT * QUADS, four) if QUADS else ptx.repeated(COUNT // 2, two)
+    drop_all = ptx.repeated(COUNT // SHARED, {8: eight, 4: four, 2: two}[WIDTH])
 
     @inline
     def drop(p, query, key, at, parameters):
         head, offset = u32(at.batch * at.heads + at.head), u32(parameters.offset)
         k0, k1 = u32(parameters.seed), u32(parameters.seed >> u64(32))
-        threshold = u32(parameters.threshold)
+        less = u32(u32(0) - u32(parameters.threshold))
         i = i32(query + i32(parameters.first_query))
         j = i32(key + i32(parameters.first_key))
-        drop_all(Weights(p, i, j, head, offset, k0, k1, threshold))
+        if SHARED > 1:  # the run whose words this lane computes
+            i += i32(query_of(1)) if (cuda.threadIdx.x & 4) != 0 else i32(0)
+        if SHARED > 2:
+            i += i32(query_of(2)) if (cuda.threadIdx.x & 8) != 0 else i32(0)
+        drop_all(Weights(p, i, j, head, offset, k0, k1, less))
 
     return drop

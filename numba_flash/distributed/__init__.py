@@ -56,7 +56,7 @@ def forward(
         Whose are which positions, see `shard`: "contiguous" or "zigzag". Contiguous parts may be of any sizes.
     scale, causal, window, q_start, q_lengths, kv_lengths, softcap, dropout, rng
         As `numba_flash.forward` takes them, of the whole sequences; the same in all processes. Dropout has the bits of the whole, and needs
-        parts of k that begin at multiples of 4.
+        parts of k that begin at multiples of 8.
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     algorithm : str, optional
@@ -179,7 +179,7 @@ def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> A
     Returns
     -------
     part : array
-        A copy. Pieces begin at multiples of 4, as dropout needs, so that sizes differ by up to 7 in a contiguous layout, 14 in a zigzag.
+        A copy. Pieces begin at multiples of 8, as dropout needs, so that sizes differ by up to 15 in a contiguous layout, 30 in a zigzag.
     """
     x = adopted("x", x)
     own = positions(x.shape[axis], comm=comm, layout=layout)

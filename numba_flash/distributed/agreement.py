@@ -9,7 +9,7 @@ from numba_flash import arrays, checks
 from numba_flash.distributed import layouts
 from numba_flash.distributed.communicators import Communicator, Mpi, share
 from numba_flash.distributed.layouts import Chunk
-from numba_flash.options import WORDS
+from numba_flash.options import SHARING
 from numba_flash.problem import Problem, bind, bind_backward, check_lengths
 
 REFUSED = {
@@ -246,10 +246,10 @@ def _chunks(name: str, layout: str, sizes: list[int], whole: int) -> tuple[tuple
 
 
 def _check_starts(columns: tuple[tuple[Chunk, ...], ...]) -> None:
-    """Raise if a chunk of keys begins within the four that share a counter of dropout's generator."""
+    """Raise if a chunk of keys begins within the eight that share a counter of dropout's generator."""
     starts = sorted(chunk.start for chunks in columns for chunk in chunks)
-    if any(start % WORDS for start in starts):
-        raise ValueError(f"dropout needs parts of k that begin at multiples of {WORDS}; they begin at {starts}")
+    if any(start % SHARING for start in starts):
+        raise ValueError(f"dropout needs parts of k that begin at multiples of {SHARING}; they begin at {starts}")
 
 
 def _lengths(given: dict) -> dict:

@@ -3,7 +3,7 @@
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from numba_flash.options import WORDS
+from numba_flash.options import SHARING
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -27,7 +27,7 @@ def even(n: int, size: int, layout: str) -> tuple[tuple[Chunk, ...], ...]:
     the piece r from the back: under a causal mask all have the same work. Pieces begin where a counter of dropout's generator does.
     """
     count = size if layout == "contiguous" else 2 * size
-    pieces = [*pairwise([n * i // (count * WORDS) * WORDS for i in range(count)] + [n])]
+    pieces = [*pairwise([n * i // (count * SHARING) * SHARING for i in range(count)] + [n])]
     return tuple(_placed([pieces[r]] if layout == "contiguous" else [pieces[r], pieces[-1 - r]]) for r in range(size))
 
 

@@ -156,9 +156,9 @@ def test_every_position_belongs_to_one_process(n, size, layout):
 
 
 def test_a_zigzag_balances_causal_work():
-    seen = together(4, lambda comm: int((nd.positions(800, comm=comm, layout="zigzag") + 1).sum()))
+    seen = together(4, lambda comm: int((nd.positions(832, comm=comm, layout="zigzag") + 1).sum()))
     assert max(seen) == min(seen)
-    alone = together(4, lambda comm: int((nd.positions(800, comm=comm, layout="contiguous") + 1).sum()))
+    alone = together(4, lambda comm: int((nd.positions(832, comm=comm, layout="contiguous") + 1).sum()))
     assert max(alone) > 6 * min(alone)
 
 
@@ -286,7 +286,7 @@ def test_what_whole_sequences_do_not_allow():
     _, q, k, v = problem(40, 42)
     halves = lambda comm: [x[..., 21 * comm.rank : 21 * comm.rank + 21, :] for x in (q, k, v)]
     for error in errors(2, lambda comm: nd.forward(*halves(comm), comm=comm, dropout=0.1, rng=(1, 2))):
-        assert re.search(r"^dropout needs parts of k that begin at multiples of 4; they begin at \[0, 21\]", str(error)), error
+        assert re.search(r"^dropout needs parts of k that begin at multiples of 8; they begin at \[0, 21\]", str(error)), error
     lengths = {"kv_lengths": np.array([7, 9]), "causal": True}
     for error in errors(2, lambda comm: nd.forward(*(nd.shard(x, comm=comm) for x in (q, k, v)), comm=comm, **lengths)):
         assert isinstance(error, NotImplementedError)

@@ -95,7 +95,7 @@ BAD = {
     "rng: a number": ({"dropout": 0.1, "rng": 3}, TypeError, r"^rng must be a tuple \(seed, offset\) or \(.*\); got 3"),
     "rng: three": ({"rng": (1, 2, 3)}, TypeError, r"^rng must be a tuple \(seed, offset\) or .*; got \(1, 2, 3\)"),
     "rng: first query": ({"rng": (1, 2, 2**30, 0)}, ValueError, r"^rng\[2\] \(the first query\) must be in \[0, 2\*\*30\); got 1073741824"),
-    "rng: first key": ({"rng": (1, 2, 3, 6)}, ValueError, r"^rng\[3\] \(the first key\) must be a multiple of 4, .*; got 6"),
+    "rng: first key": ({"rng": (1, 2, 3, 12)}, ValueError, r"^rng\[3\] \(the first key\) must be a multiple of 8, .*; got 12"),
     "rng: float": ({"rng": (1.0, 2)}, TypeError, r"^rng\[0\] must be an integer; got 1\.0"),
     "rng: negative": ({"rng": (-1, 2)}, ValueError, r"^rng\[0\] \(the seed\) must be in \[0, 2\*\*64\); got -1"),
     "rng: offset": ({"rng": (1, 2**32)}, ValueError, r"^rng\[1\] \(the offset\) must be in \[0, 2\*\*32\); got 4294967296"),

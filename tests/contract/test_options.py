@@ -11,6 +11,7 @@ from support import DTYPES, SIMULATED, random_inputs, same_bits
 import numba_flash
 from numba_flash import call, reference, rng
 from numba_flash.options import Generator, dropout_threshold
+from numba_flash.problem import bind
 
 simulator = pytest.mark.simulator
 NQ, NK = (3, 5) if SIMULATED else (140, 270)
@@ -344,14 +345,14 @@ def test_dropout_keeps_the_same_bits_everywhere(backend):
         bits = numba_flash.dropout_mask((2, 2, n, n), dropout=0.4, rng=state)
         o = backend.to_host(backend.forward(*map(backend.to_device, (q, k, v)), dropout=0.4, rng=state, scale=0.1))
         np.testing.assert_array_equal(o != 0, bits)
-        np.testing.assert_allclose(o[bits], plain[bits] / 0.6, rtol=1e-5)
+        np.testing.assert_allclose(o[bits], plain[bits] / (1 - 26214 / 65536), rtol=4e-6)
 
 
 @simulator
 @pytest.mark.parametrize("dtype", ["float32"] if SIMULATED else ["float32", "float16"])
 def test_dropout_of_a_part_has_the_bits_of_the_whole(backend, dtype):
     """Results over parts of the keys, put together, are those over all of them; so are sums of gradients."""
-    n, parts = (8, [(3, 4)]) if SIMULATED else (96, [(0, 64), (37, 0), (37, 64)])
+    n, parts = (16, [(3, 8)]) if SIMULATED else (96, [(0, 64), (37, 0), (37, 64)])
     inputs, dropout, state = problem(nq=n, nk=n, d=4 if SIMULATED else 16, dtype=dtype), 0.4, (5, 6)
     mask = numba_flash.dropout_mask((2, 2, n, n), dropout=dropout, rng=state)
     for i, j in parts:
@@ -382,10 +383,26 @@ def test_the_share_that_dropout_keeps():
     ).all()
 
 
-def test_a_threshold_of_dropout_is_a_word():
-    """To the nearest, but one of the random words, which all lie below 2**32: that would drop everything."""
-    assert [dropout_threshold(dropout) for dropout in (0.0, 0.5, 0.3, 1 - 2**-32)] == [0, 2**31, round(0.3 * 2**32), 2**32 - 1]
-    assert dropout_threshold(1 - 2**-40) == 2**32 - 1
+def test_a_threshold_of_dropout_is_a_half_word():
+    """To the nearest, but one of the random bits, which all lie below 2**16: that would drop everything."""
+    assert [dropout_threshold(dropout) for dropout in (0.0, 0.5, 0.3, 1 - 2**-16)] == [0, 2**15, 19661, 2**16 - 1]
+    assert [dropout_threshold(dropout) for dropout in (2**-18, 2**-17 * 1.01, 1 - 2**-40)] == [0, 1, 2**16 - 1]
+
+
+@pytest.mark.parametrize(("dropout", "used"), [(0.3, 19661 / 65536), (1e-5, 1 / 65536), (1 - 2**-40, 65535 / 65536)])
+def test_the_probability_that_is_used(backend, dropout, used):
+    """The nearest multiple of 2**-16 below 1: what is kept is divided by 1 minus that, so that expectations are exact."""
+    q, k, v, do = problem()
+    assert bind(q, k, v, dropout=dropout, rng=(11, 3)).options.dropout == used
+    rounded, given = run(backend, q, k, v, do, dropout=used, rng=(11, 3)), run(backend, q, k, v, do, dropout=dropout, rng=(11, 3))
+    assert all(same_bits(rounded[name], given[name]) for name in given)
+
+
+def test_a_tiny_dropout_is_none(backend):
+    inputs = problem()
+    plain, tiny = run(backend, *inputs), run(backend, *inputs, dropout=2**-18, rng=(1, 2))
+    assert all(same_bits(plain[name], tiny[name]) for name in plain)
+    assert numba_flash.dropout_mask((2, 300), dropout=2**-18, rng=(1, 2)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -396,15 +413,39 @@ def test_gradient_through_lse(backend, dtype):
 
 # ---- Philox ----------------------------------------------------------------------------------------------------------------------------
 
-# Known answers of Random123 (kat_vectors, philox4x32-10): counter, key, words.
-KNOWN = [
-    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
-]
+COUNTERS = [(0,) * 4, (0xFFFFFFFF,) * 4, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+KEYS = [(0,) * 2, (0xFFFFFFFF,) * 2, (0xA4093822, 0x299F31D0)]
+# Known answers of Random123 (kat_vectors, philox4x32) to these, by rounds.
+KNOWN = {
+    7: [
+        (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
+        (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+    ],
+    10: [
+        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ],
+}
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def philox_of_the_paper(counter, key, rounds: int) -> tuple[int, ...]:
+    """As Salmon et al. write it down, with Python's integers."""
+    (x0, x1, x2, x3), (k0, k1) = counter, key
+    for _ in range(rounds):
+        (high0, low0), (high1, low1) = divmod(0xD2511F53 * x0, 2**32), divmod(0xCD9E8D57 * x2, 2**32)
+        x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return x0, x1, x2, x3
+
+
+@pytest.mark.parametrize("rounds", KNOWN)
+def test_known_answers_of_the_paper(rounds):
+    assert [philox_of_the_paper(*each, rounds) for each in zip(COUNTERS, KEYS, strict=True)] == KNOWN[rounds]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), [*zip(COUNTERS, KEYS, KNOWN[7], strict=True)])
 @pytest.mark.parametrize("how", ["compiled", "NumPy"])
 def test_philox_known_answers(counter, key, words, how):
     philox = rng.philox4x32 if how == "compiled" else rng.philox4x32.py_func
@@ -414,10 +455,19 @@ def test_philox_known_answers(counter, key, words, how):
 def test_the_bit_of_a_position():
     """`keep`, which kernels call, says what `keep_all` says, which `dropout_mask` and the oracle use."""
     heads, seed, offset = np.array([[0, 1], [2, 2**31 + 5]]), 2**64 - 3, 12345
-    bits = rng.keep_all(Generator(seed, offset), 0.3, heads, 3, 9)
-    generator = tuple(map(np.uint64, (seed, offset, round(0.3 * 2**32))))
+    bits = rng.keep_all(Generator(seed, offset), 0.3, heads, 3, 19)
+    generator = tuple(map(np.uint64, (seed, offset, round(0.3 * 2**16))))
     for at in np.ndindex(bits.shape):
         assert rng.keep(*generator, heads[at[:2]], at[2], at[3]) == bits[at]
+
+
+def test_halves_of_words_belong_to_neighbouring_keys():
+    """Eight keys share a counter; the lower half of a word is that of the first of two."""
+    seed, offset, head, i = 2**63 + 77, 2**32 - 5, 9, 2**30 - 1
+    for j in (0, 8, 2**29 + 16):
+        words = philox_of_the_paper((j // 8, i, head, offset), (seed % 2**32, seed // 2**32), 7)
+        state = (np.uint64(seed), np.uint64(offset), head, i)
+        assert [int(rng.bits(*state, j + x)) for x in range(8)] == [words[x // 2] >> 16 * (x % 2) & 0xFFFF for x in range(8)]
 
 
 # ---- score_mod -------------------------------------------------------------------------------------------------------------------------

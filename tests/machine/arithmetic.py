@@ -72,6 +72,21 @@ def _mad(machine, each, parts):
     return lambda warp: warp.write(each.operands[0], np.asarray(product(a(warp), b(warp)) + c(warp), wide))
 
 
+def _two_products(machine, each, parts):
+    """d = c + a0 b0 + a1 b1 of the halves of a and the two lower, or upper, bytes of b (PTX ISA 9.7.1.24)."""
+    if parts[1] not in ("lo", "hi") or parts[2:] != ["u32", "u32"]:
+        raise ValueError(parts)
+    get, first = [reader(machine, text, np.uint32) for text in each.operands[1:]], 0 if parts[1] == "lo" else 16
+
+    def run(warp):
+        a, b, c = (spread(g(warp)).astype(np.uint64) for g in get)
+        byte = lambda i: b >> np.uint64(first + 8 * i) & np.uint64(0xFF)
+        half = lambda i: a >> np.uint64(16 * i) & np.uint64(0xFFFF)
+        warp.write(each.operands[0], (c + half(0) * byte(0) + half(1) * byte(1)).astype(np.uint32))
+
+    return run
+
+
 def _divide(machine, each, parts):
     kind, destination = KINDS[parts[-1]], each.operands[0]
     a, b = (reader(machine, text, kind) for text in each.operands[1:])
@@ -199,7 +214,8 @@ ELEMENTWISE = {
     **FLOATING,
     "add": _either(_simple(np.add)), "sub": _either(_simple(np.subtract)), "neg": _either(_simple(np.negative)),
     "abs": _either(_simple(np.abs)), "min": _either(_simple(np.minimum)), "max": _either(_simple(np.maximum)),
-    "mul": _either(_mul), "mad": _either(_mad), "div": _either(_divide), "rem": _divide, "shl": _shift, "shr": _shift,
+    "mul": _either(_mul), "mad": _either(_mad), "dp2a": _two_products, "div": _either(_divide), "rem": _divide,
+    "shl": _shift, "shr": _shift,
     "and": _logical(np.bitwise_and), "or": _logical(np.bitwise_or), "xor": _logical(np.bitwise_xor), "not": _logical(np.invert),
     "setp": _compare, "set": _set, "selp": _select, **CONVERSIONS, **BITS, **EXCHANGE,
 }  # fmt: skip

@@ -10,6 +10,7 @@ DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
 WALK_DBIAS, SIMT_DBIAS = "cuda/sm80/walk_dbias.py", "cuda/simt/dbias.py"
 LISTS, BLOCK = "cuda/tile_lists.py", "cuda/sm80/block.py"
 BACKWARD_SPLIT, BEFORE = "cuda/sm80/backward_split.py", "cuda/preprocess.py"
+SOFTMAX_BACKWARD = "cuda/sm80/softmax_backward.py"
 SPLIT, FRAGMENT, ARGUMENTS = "cuda/split.py", "cuda/fragment.py", "cuda/arguments.py"
 
 MUTANTS_SM80 = (
@@ -80,11 +81,18 @@ MUTANTS_SM80 = (
     ),
     Mutant("the mask of another key", MODIFY, "u32(0xFF << (x % 4 * 8))", "u32(0xFF << (x % 2 * 8))", "mma, mask and dropout"),
     Mutant("a key more under a bias", MODIFY, "j >= stop\n", "j > stop\n", "mma, bias"),
-    Mutant("random words of other keys", MODIFY, "u32(j) >> u32(2)", "u32(j)", "mma, mask and dropout"),
+    Mutant("random words of other keys", MODIFY, "u32(j) >> u32(3)", "u32(j)", "mma, mask and dropout"),
+    Mutant("the lower half for both keys", MODIFY, "ptx.add_upper(word, w.less)", "ptx.add_lower(word, w.less)", "mma, mask and dropout"),
+    Mutant("words of a counter in another order", MODIFY, "words.w1, n, 2)", "words.w2, n, 2)", "mma, mask and dropout"),
+    Mutant("dropped weights that count", FORWARD, "tile, BEGIN, DROPOUT)", "tile, BEGIN, False)", "mma, mask and dropout"),
     Mutant(
         "weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, mask and dropout"
     ),
-    Mutant("half of a counter's words", MODIFY, "(w.key & 2) != 0", "(w.key & 4) != 0", "mma, gradients, dropout"),
+    Mutant("half of a counter's words", MODIFY, "words.w1, words.w3, 8)", "words.w1, words.w3, 4)", "mma, gradients, dropout"),
+    Mutant("words that are not exchanged", MODIFY, "return other if second else x, y if", "return x, y if", "mma, gradients, dropout"),
+    Mutant("words from another lane", MODIFY, "exchange(y0, y1, 4)", "exchange(y0, y1, 8)", "mma, gradients, dropout"),
+    Mutant("the counter of another query", MODIFY, "(cuda.threadIdx.x & 8) != 0", "(cuda.threadIdx.x & 4) != 0", "mma, gradients, dropout"),
+    Mutant("dP of what is dropped", SOFTMAX_BACKWARD, "dp if w > f32(0) else f32(0)", "dp", "mma, gradients, dropout"),
     # ---- tiles of a mask
     Mutant("a tile that only the band leaves alone", LISTS, "if every and clear else", "if clear else", "mma, tiles of a mask"),
     Mutant(
@@ -138,7 +146,7 @@ MUTANTS_SM80 = (
         "registers[(m * n_tiles * 2 + rest)",
         "split, D128",
     ),
-    Mutant("low numbers of P that are none", FRAGMENT, "pack_float16((x - high_x) * f32(LOW),", "pack_float16(f32(0),", "split"),
+    Mutant("low numbers of P that are none", FRAGMENT, "pack((x - high_x) * f32(LOW),", "pack(f32(0),", "split"),
     Mutant("P rounded up where it is cut off", FRAGMENT, "0xFFFFE000, ptx.LOW", "0xFFFFF000, ptx.LOW", "split"),
     Mutant("powers of two that stay in the lse", FORWARD, "ptx.lg2(l * f32(LOWERED)) if", "ptx.lg2(l) if", "split"),
     Mutant("scores with their powers", FORWARD, "if CHANGES else scale_log2 * factor", "if CHANGES else scale_log2", "split"),

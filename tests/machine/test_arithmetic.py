@@ -104,6 +104,9 @@ def test_products_of_integers():
     one_by_one("mul.hi.u32 %y0, %x0, %x1;", lambda a, b, c: a * b >> 32)
     signed = lambda x: x - 2**32 * (x >> 31)
     one_by_one("mul.hi.s32 %y0, %x0, %x1;", lambda a, b, c: signed(a) * signed(b) >> 32)
+    for half, byte in (("lo", 0), ("hi", 16)):
+        products = lambda a, b, byte=byte: (a & 0xFFFF) * (b >> byte & 255) + (a >> 16) * (b >> byte + 8 & 255)
+        one_by_one(f"dp2a.{half}.u32.u32 %y0, %x0, %x1, %x2;", lambda a, b, c, products=products: products(a, b) + c)
 
 
 # ---- between lanes -----------------------------------------------------------------------------------------------------------------------

@@ -153,6 +153,12 @@ from numba_flash.cuda.ptx.mma import (
     split_product as split_product,
 )
 from numba_flash.cuda.ptx.scalar import (
+    add_lower as add_lower,
+)
+from numba_flash.cuda.ptx.scalar import (
+    add_upper as add_upper,
+)
+from numba_flash.cuda.ptx.scalar import (
     as_float32 as as_float32,
 )
 from numba_flash.cuda.ptx.scalar import (
@@ -187,6 +193,15 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     pack_float16_on_turing as pack_float16_on_turing,
+)
+from numba_flash.cuda.ptx.scalar import (
+    pack_positive_bfloat16 as pack_positive_bfloat16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    pack_positive_float16 as pack_positive_float16,
+)
+from numba_flash.cuda.ptx.scalar import (
+    pack_positive_float16_on_turing as pack_positive_float16_on_turing,
 )
 from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,

@@ -25,6 +25,18 @@ pack_float16_on_turing = instruction(  # which converts one at a time
     "{ .reg .b16 l, h; cvt.rn.f16.f32 l, $1; cvt.rn.f16.f32 h, $2; mov.b32 $0, {l, h}; }",
     u32, f32, f32, memory=False,
 )  # fmt: skip
+pack_positive_float16 = instruction(  # negative numbers become 0
+    "pack_positive_float16", "cvt.rn.relu.f16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
+)
+pack_positive_float16_on_turing = instruction(  # without halves whose sign is set
+    "pack_positive_float16_on_turing",
+    "{ .reg .b16 l, h; .reg .b32 x, y; cvt.rn.f16.f32 l, $1; cvt.rn.f16.f32 h, $2;"
+    " mov.b32 x, {l, h}; prmt.b32 y, x, x, 0xBB99; not.b32 y, y; and.b32 $0, x, y; }",
+    u32, f32, f32, memory=False,
+)  # fmt: skip
+pack_positive_bfloat16 = instruction(
+    "pack_positive_bfloat16", "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
+)
 pack_bfloat16 = instruction(
     "pack_bfloat16", "cvt.rn.bf16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False
 )
@@ -43,13 +55,19 @@ unpack_float16_high = instruction(
 thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
+add_lower = instruction(  # the lower 16 bits of $1 and $2
+    "add_lower", "dp2a.lo.u32.u32 $0, $1, 1, $2;", u32, u32, u32, memory=False
+)
+add_upper = instruction(
+    "add_upper", "dp2a.lo.u32.u32 $0, $1, 256, $2;", u32, u32, u32, memory=False
+)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)
 
 
 @intrinsic
 def mul_wide(context, x, y):
     """Function ``mul_wide(x, y)`` of kernels: the lower and the upper word of a product of u32."""
-    text = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
+    text = "{ .reg .b64 both; mul.wide.u32 both, $2, $3; mov.b64 {$0, $1}, both; }"
 
     def codegen(context, builder, signature, values):
         words = emit(builder, text, values, [I32, I32], memory=False, pure=True)

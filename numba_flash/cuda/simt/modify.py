@@ -9,6 +9,7 @@ from numba_flash.cuda.lang import cuda, device, once, types
 from numba_flash.cuda.number import ACCUMULATOR, index
 from numba_flash.cuda.score import build_score
 from numba_flash.cuda.simt.tiles import build_column, build_weights
+from numba_flash.options import SHARING
 
 
 @once
@@ -58,8 +59,8 @@ def build_drop(dtype, options, tile, transposed, negate):
 
     They change their sign instead if `negate`, so that `score.build_gradient` can still read them.
     """
-    ROWS, COLS, THREADS_N = tile.rows, tile.cols, tile.threads_n
-    TRANSPOSED, NEGATE = transposed, negate
+    LINES, KEYS = (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols)
+    ROWS, THREADS_N, TRANSPOSED, NEGATE = tile.rows, tile.threads_n, transposed, negate
     ACC, DROPOUT = ACCUMULATOR[dtype], bool(options.dropout)
     column = build_column(dtype, tile.threads_n, tile.cols)
 
@@ -70,12 +71,17 @@ def build_drop(dtype, options, tile, transposed, negate):
             seed, offset, threshold = parameters.seed, parameters.offset, parameters.threshold
             i0, j0 = types.int64(parameters.first_query), types.int64(parameters.first_key)
             head = at.batch * at.heads + at.head
-            for c in range(COLS):
-                for r in range(ROWS):
+            for line in range(LINES):
+                words, before = rng.NO_WORDS, types.int64(-1)
+                for x in range(KEYS):
+                    r, c = (x, line) if TRANSPOSED else (line, x)
                     m, n = ty * ROWS + r, column(tx, c)
                     row, col = region.row0 + m, region.col0 + n
-                    i, j = (col, row) if TRANSPOSED else (row, col)
-                    if not rng.keep(seed, offset, threshold, head, i0 + i, j0 + j):
+                    i, j = (i0 + col, j0 + row) if TRANSPOSED else (i0 + row, j0 + col)
+                    if j // SHARING != before:  # most neighbours have the same
+                        before = j // SHARING
+                        words = rng.words_of(seed, offset, head, i, before)
+                    if rng.bits_of(words, j) < threshold:
                         w = w_smem[index(n), index(m)]
                         w_smem[index(n), index(m)] = -abs(w) if NEGATE else ACC(-0.0)
 

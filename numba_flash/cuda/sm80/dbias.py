@@ -104,9 +104,9 @@ def build_softmax(options, m_tiles, split):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
                     weight, slope = p[e], dp[e]
-                    if DROPOUT:
-                        kept = slope * f32(parameters.keep_scale)
-                        slope = f32(0) if weight < f32(0) else kept
+                    if DROPOUT:  # dP is 0 where the weight is -P
+                        slope = slope if weight > f32(0) else f32(0)
+                        slope *= f32(parameters.keep_scale)
                         weight = abs(weight)
                     slope -= row_delta
                     if SPLIT:
@@ -148,7 +148,7 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     fetch_bias = build_fetch(options, runs, shape.vectors, ("bias",))
     fetch_mask = build_fetch(options, runs, shape.vectors, ("mask",))
     modify = build_modify(dtype, options, runs, False, shape.turing)
-    drop = build_drop(options, runs, negate=True)
+    drop = build_drop(options, runs)
     recompute_p, differentiate = build_softmax(options, M_TILES, SPLIT)
     owned, walked, _ = build_coordinates(summed)
     place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N, SPLIT)

@@ -53,8 +53,8 @@ class Products(NamedTuple):
     values: Any
 
 
-def build_products(dtype, shape, tile, begin):
-    """`Products` of a tile; of `begin` columns first."""
+def build_products(dtype, shape, tile, begin, positive):
+    """`Products` of a tile; of `begin` columns first. Of P, if only `positive` weights count."""
     m_tiles, block_n, (d, dv) = tile.m_tiles, tile.block_n, map(padded, shape[:2])
     pitch_k, pitch_v = map(pitch, shape.columns)
     pairs = m_tiles * block_n // 4
@@ -63,14 +63,14 @@ def build_products(dtype, shape, tile, begin):
         scores = products.build_split_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
         planes = ptx.Planes(pairs, 2 * dv) if shape.split > 1 else None
         values, _ = products.build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
-        pack, _ = fragment.build_split(pairs, shape.split)
+        pack, _ = fragment.build_split(pairs, shape.split, positive)
         return Products(scores, None, pack, values)
     kind = products.Kind(dtype == "bfloat16", shape.turing)
     build_nt = partial(products.build_nt, kind, m_tiles, block_n)
     scores = build_nt(begin, pitch_k, pitch_k, tile.q_registers)
     more_scores = build_nt(d - begin, pitch_k, pitch_k, False, fresh=False)
     values = products.build_nn(kind, m_tiles, dv, block_n, pitch_v)
-    pack, _ = fragment.build_pack(pairs, dtype == "bfloat16", shape.turing)
+    pack, _ = fragment.build_pack(pairs, *kind, positive)
     return Products(scores, more_scores, pack, values)
 
 
@@ -116,7 +116,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS)
     load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS)
-    scores, more_scores, pack, values = build_products(dtype, shape, tile, BEGIN)
+    scores, more_scores, pack, values = build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES)

@@ -67,9 +67,12 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     hide_row = softmax.build_hide(COUNT, True)
     read = build_fetch(options, runs, vectors)
     modify = build_modify(dtype, options, runs, True, kind.turing)
-    drop = build_drop(options, runs, True)
-    pack, pack2 = fragment.build_pack(PAIRS, *kind)
-    SPLIT, (split_all, split_pair) = split > 0, fragment.build_split(PAIRS, split)
+    drop = build_drop(options, runs)
+    SPLIT = split > 0
+    if split:
+        pack_weights, _ = fragment.build_split(PAIRS, split, DROPOUT)
+    else:
+        pack_weights, _ = fragment.build_pack(PAIRS, *kind, DROPOUT)
     LARGEST, LOG2E = 2.0**RAISED, math.log2(math.e)
 
     @inline
@@ -124,29 +127,10 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
             drop(sT, tile.query, tile.key, tile.at, parameters)
 
     @inline
-    def kept(w):
-        return f32(0) if w < f32(0) else w
-
-    @inline
-    def pack_weights(p, pT):
-        """Weights as operands, without those that are dropped."""
-        if DROPOUT:
-            for j in range(PAIRS):
-                x, y = kept(pT[2 * j]), kept(pT[2 * j + 1])
-                if SPLIT:
-                    split_pair(p, j, x, y)
-                else:
-                    p[j] = pack2(x, y)
-        elif SPLIT:
-            split_all(p, pT)
-        else:
-            pack(p, pT)
-
-    @inline
     def ds_of(w, dp, delta, parameters):
-        if DROPOUT:
-            dp = f32(0) if w < f32(0) else dp * f32(parameters.keep_scale)
-            w = abs(w)
+        if DROPOUT:  # dP is 0 where w is -P
+            dp = dp if w > f32(0) else f32(0)
+            return abs(w) * (dp * f32(parameters.keep_scale) - delta)
         return w * (dp - delta)
 
     @inline
