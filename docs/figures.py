@@ -36,8 +36,10 @@ STYLES = {
     "NumPy": ("#000000", "X", (0, (1, 1))),
     "torch CPU": ("#0072B2", "p", "--"),
     "torch efficient": ("#666666", "*", (0, (5, 2, 1, 2))),
-    "sm80 float32": ("#D55E00", "d", "-"),
-    "sm80 tf32": ("#D55E00", "1", "-"),
+    "sm90 float32": ("#D55E00", "d", "-"),
+    "sm90 tf32": ("#D55E00", "1", "-"),
+    "sm80 float32": ("#882255", "d", "-"),
+    "sm80 tf32": ("#882255", "1", "-"),
 }
 RESULTS = ("o", "dq", "dk", "dv")
 SETTINGS = {"svg.hashsalt": "numba_flash", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}

@@ -20,10 +20,10 @@ import numba_flash
 from numba_flash import reference
 from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
-from numba_flash.precisions import PRECISIONS
 
 HEADS, SEED = 1, 0
 PEERS = ("torch efficient", "torch CPU", "NumPy")
+SPLIT = ("sm90", "sm80")  # whose float32 is not IEEE's
 
 
 def powers(rng, low: float, high: float, *shape: int) -> np.ndarray:
@@ -101,22 +101,33 @@ def within(precision: str, contender: peers.Contender, case: Case) -> peers.Boun
 def everyone(clock) -> dict[str, peers.Contender]:
     """Who computes, by name. Our backends that are not always IEEE do so with each precision that they have."""
     everyone = {}
-    for backend in ("cpu",) if clock.place == "cpu" else ("sm80", "simt"):
+    for backend in ("cpu",) if clock.place == "cpu" else ("sm90", "sm80", "simt"):
         ours = peers.contenders(backend)[0]
-        for precision in PRECISIONS if backend == "sm80" else ("ieee",):
-            if (backend, precision) != ("sm80", "ieee"):
-                name = f"sm80 {precision}" if backend == "sm80" else backend
-                everyone[name] = replace(ours, name=name, bind=partial(within, precision, ours))
+        for precision in ("float32", "tf32") if backend in SPLIT else ("ieee",):
+            name = f"{backend} {precision}" if backend in SPLIT else backend
+            everyone[name] = replace(ours, name=name, bind=partial(within, precision, ours))
     others = peers.contenders(None)[1:]
     return everyone | {peer.name: peer for peer in others if peer.name in PEERS and peer.why_not(clock.place, "float32") is None}
+
+
+def expected_of(q, k, v, do, xp) -> list[np.ndarray]:
+    """o, dq, dk and dv of float32 arrays (1, H, N, D) by the oracle; on a GPU, as that takes long, in float64 with whole matrices."""
+    if xp is np:
+        return [reference.forward(q, k, v)[0], *reference.backward(do, q, k, v)]
+    q, k, v, do = (xp.asarray(x, np.float64) for x in (q, k, v, do))
+    turned, scale = lambda x: x.swapaxes(-2, -1), q.shape[-1] ** -0.5
+    p = scale * (q @ turned(k))
+    p = xp.exp(p - p.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    o, dp = p @ v, do @ turned(v)
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    return [x.get() for x in (o, ds @ k, turned(ds) @ q, turned(p) @ do)]
 
 
 def rows_of(distribution: str, head_dim: int, length: int, clock) -> list[dict]:
     """A row for everyone: errors, or why there are none."""
     arrays = inputs(distribution, length, head_dim)
-    q, k, v, do = (x[0] for x in arrays)
-    expected = (reference.forward(q, k, v)[0], *reference.backward(do, q, k, v))
-    rows = []
+    expected, rows = [x[0] for x in expected_of(*arrays, clock.xp)], []
     for name, contender in everyone(clock).items():
         row = {"distribution": distribution, "head_dim": head_dim, "who": name}
         try:
@@ -127,7 +138,7 @@ def rows_of(distribution: str, head_dim: int, length: int, clock) -> list[dict]:
     return rows
 
 
-def times(head_dim: int, options, clock) -> list[dict]:
+def timed_rows(head_dim: int, options, clock) -> list[dict]:
     """A row for everyone and each direction: milliseconds and TFLOP/s on normal data; none for whoever cannot compute that."""
     heads, rows = options.width // head_dim, []
     for direction in ("forward", "backward"):
@@ -159,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     clock, rows, timed = common.clock(), [], []
     with clock.current():
         for d in options.head_dims:
-            timed += times(d, options, clock)
+            timed += timed_rows(d, options, clock)
             for name in DISTRIBUTIONS:
                 rows += rows_of(name, d, options.length, clock)
     common.write(options, "float32", clock.place, rows, length=options.length, heads=HEADS, times=timed)

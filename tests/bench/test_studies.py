@@ -237,9 +237,23 @@ def test_float32(module, monkeypatch, tmp_path):
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in results["times"])
     study = module("float32")
     clock = SimpleNamespace(place="gpu", xp=np)
-    assert list(study.everyone(clock))[:3] == ["sm80 float32", "sm80 tf32", "simt"]
+    assert list(study.everyone(clock))[:5] == ["sm90 float32", "sm90 tf32", "sm80 float32", "sm80 tf32", "simt"]
     row = study.rows_of("normal", 8, 4, clock)[0]
-    assert row["reason"].startswith("NotImplementedError: backend sm80: ")
+    assert row["reason"].startswith("NotImplementedError: backend sm90: ")
+
+
+class OfAGpu(np.ndarray):
+    """What CuPy's arrays have besides."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+def test_what_float32_is_compared_with_on_a_gpu_is_the_oracle(module):
+    study, arrays = module("float32"), [x.view(OfAGpu) for x in module("float32").inputs("normal", 40, 8)]
+    gpu = SimpleNamespace(asarray=np.asanyarray, exp=np.exp)
+    for x, ref in zip(study.expected_of(*arrays, gpu), study.expected_of(*arrays, np), strict=True):
+        np.testing.assert_allclose(x, ref, rtol=0, atol=1e-14)
 
 
 @pytest.mark.gpu
