@@ -53,7 +53,7 @@ def build(shape, ordered, options, tile, place):
     K, V, Q, DO, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.rows
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 8 * BLOCK_M
     ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.mask
-    SHARE, AGAIN = tile.share, options.modifies  # whose bias and mask take registers
+    SHARE, AGAIN = tile.share, bool(options.bias) and not shape.split  # a bias takes registers
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     list_of, in_list = tile_lists.build_access(MASKED)

@@ -100,7 +100,7 @@ def build(kind, shape, ordered, options, tile):
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
     SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
-    AGAIN = options.modifies  # whose bias and mask take registers
+    AGAIN = bool(options.bias) and not SPLIT  # a bias takes registers
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
     product = products.build_tn(kind, *sizes) if not SPLIT else None

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, tile_lists
 from numba_flash.cuda.broadcast import Walk, build_coordinates
-from numba_flash.cuda.lang import i32, inline, once, u32, u64
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -129,17 +129,19 @@ def build_loads(shape, tile):
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, 8 * BLOCK_M
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     order = fragment.place_of_key
-    others = shape.asynchronous, None, shape.split > 0, True  # planes are compact
+    # planes are compact; 16 bits spill nothing if threads find their rows again
+    others = shape.asynchronous, None, shape.split > 0, not shape.split
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, *others)
     load_do = build_load(BLOCK_M, COLUMNS_V, THREADS, None, *others)
     load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, order, *others)
     load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, order, *others)
+    SPLIT = shape.split > 0
     assert CHUNKS <= THREADS
 
     @inline
     def load_row_values(target, values, place):
         """Zeros beyond what there is."""
-        thread = ptx.thread_here()
+        thread = i32(cuda.threadIdx.x) if SPLIT else ptx.thread_here()
         if thread < CHUNKS:
             at, row = place.at, i32(place.region.row0 + thread * 4)
             head = values[index(at.b0), index(at.b1), index(at.head)]
