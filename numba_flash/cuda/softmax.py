@@ -23,6 +23,8 @@ from numba_flash.cuda.fragment import ALL_LANES, row_maximum
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 
 LAZY = 2.0
+# P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
+RAISED_P = 13
 NEG_INF = -math.inf
 
 

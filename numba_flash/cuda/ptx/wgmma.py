@@ -107,6 +107,82 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
 
 
 @intrinsic
+def wgmma_split_shared(
+    context, high, low, a, b, N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE
+):
+    """``high = A B^T`` of the high planes of two matrices of float16, and of two PLANES ``low = A
+    Bl^T + Al B^T`` with their low ones, committed as one group: A is 64 x 16 STEPS, B is N x 16
+    STEPS.
+
+    Panels are those of `wgmma_shared`; a low plane lies an A_PLANE or B_PLANE behind its high one,
+    in units of 16 bytes.
+    """  # fmt: skip
+    given = literals(N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
+    if given is None:
+        return None
+    n, steps, planes, a_panel, b_panel, a_plane, b_plane = given
+
+    def codegen(context, builder, signature, values):
+        count = n // 2
+        at = planes * count
+        lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
+        for first, a_first, b_first, add in _split_terms(planes, count, a_plane, b_plane):
+            for step in range(steps):
+                a_at = a_first + step // 4 * a_panel + step % 4 * 2
+                b_at = b_first + step // 4 * b_panel + step % 4 * 2
+                lines += [_descriptor("a", at, a_at), _descriptor("b", at + 1, b_at)]
+                acc, fresh = registers(first, count), not add and step == 0
+                lines.append(_mma(n, False, acc, "a", "b", int(not fresh), "0, 0"))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, high, values[0], count)
+        updated += pointers(context, builder, low, values[1], at - count)
+        _on_registers(builder, "\n".join(lines), updated, values[2:4], True)
+        return context.get_dummy_value()
+
+    more = (N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
+    return types.void(high, low, types.uint32, types.uint32, *more), codegen
+
+
+@intrinsic
+def wgmma_split_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
+    """``high = A B`` and ``low = A Bl + Al B`` likewise: A is 64 x 16 STEPS in registers, the high
+    plane's first, B is 16 STEPS x N in shared memory.
+    """
+    given = literals(N, STEPS, PLANES, B_PLANE)
+    if given is None:
+        return None
+    n, steps, planes, b_plane = given
+
+    def codegen(context, builder, signature, values):
+        count, words = n // 2, 4 * steps
+        at = planes * count
+        lines = ["{ .reg .b32 low; .reg .b64 b; wgmma.fence.sync.aligned;"]
+        for first, a_first, b_first, add in _split_terms(planes, count, words, b_plane):
+            for step in range(steps):
+                a_at = f"{{{registers(at + a_first + 4 * step, 4)}}}"
+                lines.append(_descriptor("b", at + planes * words, b_first + ROWS_16 * step))
+                acc, fresh = registers(first, count), not add and step == 0
+                lines.append(_mma(n, False, acc, a_at, "b", int(not fresh), "1"))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, high, values[0], count)
+        updated += pointers(context, builder, low, values[1], at - count)
+        fragments = pointers(context, builder, a, values[2], planes * words)
+        read = [builder.load(pointer) for pointer in fragments]
+        _on_registers(builder, "\n".join(lines), updated, [*read, values[3]], True)
+        return context.get_dummy_value()
+
+    return types.void(high, low, a, types.uint32, N, STEPS, PLANES, B_PLANE), codegen
+
+
+def _split_terms(planes, count, a_plane, b_plane):
+    """Of a product of planes: the first register of its sum, which planes are multiplied, and
+    whether the sum has begun. Low ones have a sum of their own.
+    """
+    high, low = (0, 0, 0, False), ((count, 0, b_plane, False), (count, a_plane, 0, True))
+    return (high, *low) if planes > 1 else (high,)
+
+
+@intrinsic
 def wgmma_wait(context, acc, other, PENDING, COUNT, COUNT_OTHER):
     """Wait until at most PENDING groups run; `acc` and `other`, COUNT and COUNT_OTHER registers,
     stay on their side of the wait.

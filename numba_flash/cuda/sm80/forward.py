@@ -30,9 +30,6 @@ from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import padded, pitch
 
-# P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
-RAISED_P = 13
-
 
 class Products(NamedTuple):
     """Functions of kernels, as the loop calls them.
@@ -103,7 +100,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     P_WORDS = ALL_SCORES if SPLIT else ALL_SCORES // 2
     Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
-    RAISED, CENTRED = (RAISED_P, Centred.of(options)) if SPLIT else (0, Centred(False, False))
+    RAISED = softmax.RAISED_P if SPLIT else 0
+    CENTRED = Centred.of(options) if SPLIT else Centred(False, False)
     LOWERED = 2.0**-RAISED
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask

@@ -79,6 +79,7 @@ class Tile:
     stages: int
     o_panels: int
     ping_pong: bool
+    planes: ClassVar[int] = 1  # of each of q, k and v
 
     @property
     def consumers(self) -> int:

@@ -6,8 +6,8 @@ Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment o
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
-from numba_flash.cuda.swizzle import panel_bytes
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
 
 UNIT = 16  # bytes, of what descriptors count
 
@@ -88,3 +88,74 @@ def build_wait(block_n, head_dim_v):
         ptx.wgmma_wait(acc, s, NONE, OUTPUTS, SCORES)
 
     return wait_scores, wait_all
+
+
+# ---- float32 in planes of float16, see `numba_flash.cuda.split`
+
+
+@once
+def build_split_scores(block_n, columns, block_m, planes):
+    """``scores(s, low, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group,
+    products with low planes in a sum of their own; ``wait(s, low)`` for both, ``add(s, low)`` them.
+    """
+    BLOCK_N, STEPS, PLANES = block_n, columns // 16, planes
+    Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(block_n) // UNIT
+    Q_PLANE, K_PLANE = panels(columns) * Q_PANEL, panels(columns) * K_PANEL
+    COUNT, NONE, LOWERED = block_n // 2, 0, 1 / ptx.LOW
+    COUNT_LOW = COUNT if planes > 1 else 0
+
+    @inline
+    def scores(s, low, q_descriptor, k_descriptor):
+        ptx.wgmma_split_shared(
+            s, low, q_descriptor, k_descriptor,
+            BLOCK_N, STEPS, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
+        )  # fmt: skip
+
+    @inline
+    def wait(s, low):
+        ptx.wgmma_wait(s, low, NONE, COUNT, COUNT_LOW)
+
+    @inline
+    def add(s, low):
+        for e in range(COUNT_LOW):
+            s[e] += low[e] * f32(LOWERED)
+
+    return scores, wait, add
+
+
+@once
+def build_split_values(block_n, columns, planes):
+    """``values(acc, high, low, p, v_tile)``: O += P V, one panel of V after the other; their sums
+    leave the tensor cores before they are added to O. The caller may hand over `high` and `low`,
+    registers for a panel.
+
+    `v_tile` is the address of a tile, in panels, all high ones first.
+    """
+    PANEL_BYTES = panel_bytes(block_n)
+    V_PLANE = panels(columns) * PANEL_BYTES // UNIT
+
+    def build_panel(panel, rest):
+        N, STEPS, PLANES = min(PANEL, columns - panel * PANEL), block_n // 16, planes
+        AT, FIRST, LOWERED = panel * PANEL_BYTES, panel * PANEL // 2, 1 / ptx.LOW
+        COUNT, COUNT_LOW, NONE = N // 2, N // 2 if planes > 1 else 0, 0
+
+        @inline
+        def one(acc, high, low, p, v_tile):
+            v_descriptor = descriptor(u32(v_tile + u32(AT)), u32(PANEL_BYTES))
+            ptx.wgmma_split_registers(high, low, p, v_descriptor, N, STEPS, PLANES, V_PLANE)
+            ptx.wgmma_wait(high, low, NONE, COUNT, COUNT_LOW)
+            for e in range(COUNT_LOW):
+                high[e] += low[e] * f32(LOWERED)
+            for e in range(COUNT):
+                acc[FIRST + e] += high[e]
+            rest(acc, high, low, p, v_tile)
+
+        return one
+
+    @inline
+    def values(acc, high, low, p, v_tile):
+        pass
+
+    for panel in reversed(range(panels(columns))):
+        values = build_panel(panel, values)
+    return values
