@@ -195,6 +195,9 @@ from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,
 )
 from numba_flash.cuda.ptx.scalar import (
+    thread_here as thread_here,
+)
+from numba_flash.cuda.ptx.scalar import (
     unpack_bfloat16 as unpack_bfloat16,
 )
 from numba_flash.cuda.ptx.scalar import (

@@ -45,6 +45,7 @@ unpack_float16_high = instruction(
     "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
     f32, u32, memory=False,
 )  # fmt: skip
+thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)

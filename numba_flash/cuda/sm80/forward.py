@@ -29,6 +29,7 @@ from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import padded, pitch
+from numba_flash.cuda.softmax import RAISED_P
 
 
 class Products(NamedTuple):
@@ -100,8 +101,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     P_WORDS = ALL_SCORES if SPLIT else ALL_SCORES // 2
     Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
-    RAISED = softmax.RAISED_P if SPLIT else 0
-    CENTRED = Centred.of(options) if SPLIT else Centred(False, False)
+    RAISED, CENTRED = (RAISED_P, Centred.of(options)) if SPLIT else (0, Centred(False, False))
     LOWERED = 2.0**-RAISED
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask

@@ -58,7 +58,7 @@ def build_load(rows, head_dim, threads, place, asynchronous, columns=None, compa
 
     @inline
     def load(tile, x, first, stop):
-        thread = i32(cuda.threadIdx.x)
+        thread = ptx.thread_here()
         stride = i64(ROW_BYTES) if COMPACT else i64(x.strides[0])
         base = u64(ptx.global_address(x) + u64(i64(first) * stride))
         rest = i32(stop - first)

@@ -138,7 +138,7 @@ def build(shape, ordered, options, tile, place):
     @inline
     def load_rows(target, rows, number):
         """The lse and delta of a row block."""
-        thread = i32(cuda.threadIdx.x)
+        thread = ptx.thread_here()
         if thread < BLOCK_M // 2:
             which, chunk = i32(thread // (BLOCK_M // 4)), i32(thread % (BLOCK_M // 4))
             at = u64(i64(number) * (4 * BLOCK_M) + chunk * 16)
