@@ -233,7 +233,8 @@ NQ, NK = 70, 90
 BIAS = np.random.default_rng(0).standard_normal((NQ, NK)).astype(np.float32)
 
 
-def on_machine(arrays, backend, capability=AMPERE, **options):
+def on_machine(arrays, backend, **options):
+    capability = HOPPER if backend == "sm90" else AMPERE
     with machine(capability=capability), np.errstate(all="ignore"):
         return numba_flash.forward(*arrays.values(), backend=backend, return_lse=True, **options)
 
@@ -242,12 +243,12 @@ def plain_arrays() -> dict:
     return dict(zip("qkv", random_inputs(batch=(1,), hq=4, hk=2, nq=NQ, nk=NK, d=16)[:3], strict=True))
 
 
-def check_spoilt(name: str, **options) -> None:
+def check_spoilt(name: str, backend: str = "sm80", **options) -> None:
     spoil, heads = SPOILT[name]
     arrays = plain_arrays()
-    before = on_machine(arrays, "sm80", **options)
+    before = on_machine(arrays, backend, **options)
     spoil(arrays)
-    after, by_simt = on_machine(arrays, "sm80", **options), on_machine(arrays, "simt", **options)
+    after, by_simt = on_machine(arrays, backend, **options), on_machine(arrays, "simt", **options)
     with np.errstate(all="ignore"):
         refs = reference.forward(*arrays.values(), **options)
     changed = [(x != y).any(axis=(0, 2, 3)) for x, y in zip(arrays.values(), plain_arrays().values(), strict=True)]
@@ -271,6 +272,13 @@ def test_heads_that_cannot_be_split_are_those_of_simt(name):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["plain", "causal"])
+@pytest.mark.parametrize("name", ["NaN in k", "Inf in v", "what can be split still"])
+def test_the_same_on_hopper(name, options):
+    check_spoilt(name, "sm90", **options)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 3.0}, {"bias": BIAS}], ids=list)
 @pytest.mark.parametrize("name", ["NaN in k", "Inf in v"])
 def test_the_same_with_options(name, options):
@@ -278,15 +286,16 @@ def test_the_same_with_options(name, options):
 
 
 @pytest.mark.full
-def test_flagged_heads_of_packed_sequences():
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_flagged_heads_of_packed_sequences(backend):
     """Heads of all sequences together: what one has of NaN is computed by others in all, with the same bits."""
     offsets = np.array([0, 40, 40, 110])
     q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in random_inputs(batch=(1,), hq=2, hk=2, nq=110, nk=110, d=16)[:3])
     k[17, 1, 2] = np.nan
     results = {}
-    for backend in ("sm80", "simt"):
-        with machine(capability=AMPERE), np.errstate(all="ignore"):
-            results[backend] = numba_flash.forward_packed(q, k, v, offsets, offsets, backend=backend, return_lse=True)
+    for name in (backend, "simt"):
+        with machine(capability=HOPPER if backend == "sm90" else AMPERE), np.errstate(all="ignore"):
+            results[name] = numba_flash.forward_packed(q, k, v, offsets, offsets, backend=name, return_lse=True)
     (o, lse), (o_simt, lse_simt) = results.values()
     assert same_bits(o[:, 1], o_simt[:, 1])
     assert same_bits(lse[1], lse_simt[1])
@@ -400,6 +409,17 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("d", [64, 128])
+def test_tf32_on_hopper(d):
+    """Likewise, of a forward pass."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=90, d=d)
+    with machine():
+        ours = numba_flash.forward(q, k, v, backend="sm90", precision="tf32")
+    ref, _ = reference.forward(q, k, v)
+    assert 1e-5 < np.linalg.norm(ours - ref) / np.linalg.norm(ref) < 1.5e-3
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("d", "options"), [(64, {}), (128, {"causal": True}), (40, {"softcap": 3.0}), (64, {"bias": BIAS})], ids=["64", "128", "40", "bias"]
 )
@@ -430,13 +450,15 @@ UNSEEN = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("multiprocessors", [2, 60], ids=["whole", "in parts"])
-@pytest.mark.parametrize("name", UNSEEN)
-def test_rows_that_see_nothing_are_zero(name, multiprocessors):
+@pytest.mark.parametrize(
+    ("backend", "name"), [*(("sm80", name) for name in UNSEEN), *(("sm90", name) for name in UNSEEN if name != "a mask")]
+)
+def test_rows_that_see_nothing_are_zero(backend, name, multiprocessors):
     """O = 0 and lse = -inf exactly, not the centre and not the shift."""
     options, rows = UNSEEN[name]
     q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=NQ, nk=NK, d=16, draw=lambda rng, shape: 300 + 10 * rng.standard_normal(shape))
-    with machine(multiprocessors=multiprocessors, capability=AMPERE):
-        o, lse = numba_flash.forward(q / 300, k, v, backend="sm80", return_lse=True, **options)
+    with machine(multiprocessors=multiprocessors, capability=HOPPER if backend == "sm90" else AMPERE):
+        o, lse = numba_flash.forward(q / 300, k, v, backend=backend, return_lse=True, **options)
     ref, ref_lse = reference.forward(q / 300, k, v, **options)
     assert (o[0, 0, rows] == 0).all()
     assert (lse[0, 0, rows] == -np.inf).all()
@@ -445,15 +467,16 @@ def test_rows_that_see_nothing_are_zero(name, multiprocessors):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("nq", "nk", "multiprocessors"), [(70, 90, 2), (3, 700, 8)], ids=["whole", "in parts"])
-def test_out_and_the_order_of_warps(nq, nk, multiprocessors):
+@pytest.mark.parametrize(("backend", "capability"), [("sm80", AMPERE), ("sm90", HOPPER)], ids=["sm80", "sm90"])
+@pytest.mark.parametrize(("nq", "nk", "multiprocessors"), [(70, 90, 2), (3, 1100, 8)], ids=["whole", "in parts"])
+def test_out_and_the_order_of_warps(backend, capability, nq, nk, multiprocessors):
     """`out=` gets the same bits, with any strides, and so does another order."""
     q, k, v, _ = random_inputs(batch=(1,), hq=2, hk=1, nq=nq, nk=nk, d=64, draw=lambda rng, shape: 3 + rng.standard_normal(shape))
     out = np.full((1, 2, nq, 128), np.nan, np.float32)[..., ::-2]
-    with machine(0, multiprocessors, capability=AMPERE):
-        first = numba_flash.forward(q, k, v, backend="sm80", return_lse=True)
-    with machine(1, multiprocessors, resident=1, capability=AMPERE):
-        o, lse = numba_flash.forward(q, k, v, backend="sm80", return_lse=True, out=out)
+    with machine(0, multiprocessors, capability=capability):
+        first = numba_flash.forward(q, k, v, backend=backend, return_lse=True)
+    with machine(1, multiprocessors, resident=1, capability=capability):
+        o, lse = numba_flash.forward(q, k, v, backend=backend, return_lse=True, out=out)
     assert o is out
     assert same_bits(np.ascontiguousarray(out), first[0])
     assert same_bits(lse, first[1])
