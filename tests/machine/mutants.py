@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 
 
 PIPELINE, WGMMA, STORE = "cuda/sm90/pipeline.py", "cuda/sm90/wgmma.py", "cuda/sm90/store.py"
+FORWARD_SPLIT = "cuda/sm90/forward_split.py"
 FORWARD, LOAD, ROWS = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py", "cuda/sm90/rows.py"
 BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"

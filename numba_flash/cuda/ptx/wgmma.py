@@ -156,7 +156,7 @@ def wgmma_split_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
     def codegen(context, builder, signature, values):
         count, words = n // 2, 4 * steps
         at = planes * count
-        lines = ["{ .reg .b32 low; .reg .b64 b; wgmma.fence.sync.aligned;"]
+        lines = ["{ .reg .b64 b; .reg .b32 low; wgmma.fence.sync.aligned;"]
         for first, a_first, b_first, add in _split_terms(planes, count, words, b_plane):
             for step in range(steps):
                 a_at = f"{{{registers(at + a_first + 4 * step, 4)}}}"
