@@ -1,9 +1,12 @@
 """The `sm90` kernels that are compiled to machine code without a GPU, by name."""
 
+from dataclasses import replace
+
 from compiled import Kernel
 
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
+from numba_flash.cuda.sm90.split_tiles import SplitTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
 
@@ -44,6 +47,17 @@ FORWARD = {
     "packed, 128": ("float16", 128, 128, True, "none", "words", PACKED, tile_of(128, 128)),
     "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
     "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
+}
+
+# Head dimensions, lse, band, parts, options, tile.
+SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
+FORWARD_SPLIT = {
+    "float32 64": (64, 64, True, "none", False, PLAIN, SPLIT_64),
+    "float32 64, causal": (64, 64, True, "above", False, PLAIN, SPLIT_64),
+    "float32 128": (128, 128, True, "none", False, PLAIN, SPLIT_128),
+    "float32 128, window, lengths, parts": (128, 128, True, "both", True, LENGTHS, SPLIT_128),
+    "float32 72, 40, packed": (72, 40, False, "above", False, PACKED, SPLIT_128),
+    "float32 64, less accurate": (64, 64, True, "none", False, PLAIN, replace(SPLIT_64, planes=1)),
 }
 
 # dtype, head dimensions, banded, stored through maps, ordered, options
@@ -93,6 +107,7 @@ COMBINE = {
 
 KERNELS = {
     **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
+    **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
