@@ -30,6 +30,11 @@ def _descriptor(name, operand, offset):
     return f"add.u32 low, ${operand}, {offset}; mov.b64 {name}, {{low, {DESCRIPTOR_HIGH}}};"
 
 
+def _step_offset(panel, step):
+    """Of 16 more along the sum: after every 64 columns on by a panel, or rows, if that is 0."""
+    return step // 4 * panel + step % 4 * 2 if panel else ROWS_16 * step
+
+
 def _on_registers(builder, text, updated, read, results_only=False):
     """Emit `text` on the values behind the pointers `updated`, results and inputs, and then the
     values `read`.
@@ -55,17 +60,14 @@ def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFL
         return None
     n, steps, a_panel, b_panel, accumulate, bfloat16 = given
 
-    def offset(panel, step):
-        return step // 4 * panel + step % 4 * 2 if panel else ROWS_16 * step
-
     def codegen(context, builder, signature, values):
         count = n // 2
         at = count * (2 if accumulate else 1)
         transpose = f"{int(not a_panel)}, {int(not b_panel)}"
         lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
-            a_at = _descriptor("a", at, offset(a_panel, step))
-            b_at = _descriptor("b", at + 1, offset(b_panel, step))
+            a_at = _descriptor("a", at, _step_offset(a_panel, step))
+            b_at = _descriptor("b", at + 1, _step_offset(b_panel, step))
             add = int(accumulate or step > 0)
             lines.append(a_at + b_at)
             lines.append(_mma(n, bfloat16, registers(0, count), "a", "b", add, transpose))
@@ -121,6 +123,7 @@ def wgmma_split_shared(
     if given is None:
         return None
     n, steps, planes, a_panel, b_panel, a_plane, b_plane = given
+    transpose = f"{int(not a_panel)}, {int(not b_panel)}"
 
     def codegen(context, builder, signature, values):
         count = n // 2
@@ -128,11 +131,11 @@ def wgmma_split_shared(
         lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for first, a_first, b_first, add in _split_terms(planes, count, a_plane, b_plane):
             for step in range(steps):
-                a_at = a_first + step // 4 * a_panel + step % 4 * 2
-                b_at = b_first + step // 4 * b_panel + step % 4 * 2
+                a_at = a_first + _step_offset(a_panel, step)
+                b_at = b_first + _step_offset(b_panel, step)
                 lines += [_descriptor("a", at, a_at), _descriptor("b", at + 1, b_at)]
                 acc, fresh = registers(first, count), not add and step == 0
-                lines.append(_mma(n, False, acc, "a", "b", int(not fresh), "0, 0"))
+                lines.append(_mma(n, False, acc, "a", "b", int(not fresh), transpose))
         lines.append("wgmma.commit_group.sync.aligned; }")
         updated = pointers(context, builder, high, values[0], count)
         updated += pointers(context, builder, low, values[1], at - count)

@@ -73,10 +73,10 @@ def _forward(p, inputs, splitter: Splitter, results, gpu, tile: SplitTile, parts
             *((made.factors, 4), (made.shifts, 4), (made.centres, 5)),
         ),
         numbers=(sizes, scales(p)),
-        maps=tuple((_as_float16(x), n) for x, n in rows),
+        maps=tuple((as_float16(x), n) for x, n in rows),
     )
 
 
-def _as_float16(words: Layout) -> Layout:
+def as_float16(words: Layout) -> Layout:
     """The same bytes as elements, two of each word."""
     return Layout.compact((*words.shape[:-1], 2 * words.shape[-1]), "float16")

@@ -4,13 +4,21 @@ in shared memory. Numba is not imported here.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 from numba_flash.cuda.arguments import planes_of
-from numba_flash.cuda.sm90.tiles import REGISTERS, WARP_GROUP, WORK_BYTES, WORK_SLOTS, lay_out
+from numba_flash.cuda.sm90.tiles import (
+    REGISTERS,
+    WARP_GROUP,
+    WORK_BYTES,
+    WORK_SLOTS,
+    BackwardTile,
+    lay_out,
+)
 from numba_flash.cuda.swizzle import panel_bytes, panels
 
 STEP = 16  # columns that a product takes at a time; a plane has a multiple of that
-MOST = 128  # head dimension
+MOST, MOST_BACKWARD = 128, 64  # head dimension
 
 
 def padded(head_dim: int) -> int:
@@ -75,3 +83,25 @@ def split_tile(problem) -> SplitTile:
     if max(problem.d, problem.dv) <= 64:
         return SplitTile(128, 128, 1, 2, True, planes_of(problem))
     return SplitTile(128, 64, 1, 2, True, planes_of(problem))
+
+
+class SplitBackwardTile(BackwardTile):
+    """Shape of a block's work in the backward pass, with head dimensions up to 64.
+
+    Attributes and shared memory are those of a `BackwardTile`, where the two slots of dS^T are its
+    planes. A consumer computes dQ from its own keys.
+    """
+
+    planes: ClassVar[int] = 2
+    kernel: ClassVar[str] = "sm90.backward_split.build"
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """And ``largest``: a float32 for each warp of the consumers, behind the bounds."""
+        layout = super().layout(head_dim, head_dim_v)
+        layout.largest = layout.bounds + 16 * self.consumers
+        return layout
+
+
+def split_backward_tile(problem) -> SplitBackwardTile:
+    """Tile of the main kernel of the backward pass."""
+    return SplitBackwardTile(64, 2, 2, False)

@@ -80,6 +80,25 @@ def build_put_row(head_dim_v, float32, bfloat16):
 
 
 @once
+def build_put_words(columns, rows):
+    """``put_words(tile, words, first)``: 64 rows of words of two elements, as a fragment is packed,
+    from the `first` word on, into a tile of one panel of `rows` rows.
+    """
+    CHUNKS = columns // 8
+
+    @inline
+    def put_words(tile, words, first):
+        lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
+        row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
+        for j in range(0, CHUNKS, 2):
+            at = u32(tile + u32(row * ROW_BYTES + ((j + right) ^ (row % 8)) * 16))
+            w = first + 2 * j
+            ptx.stmatrix(at, words[w], words[w + 1], words[w + 2], words[w + 3])
+
+    return put_words
+
+
+@once
 def build_put_floats(head_dim_v, centred):
     """``put_floats(address, acc, factor, r, centre)``: this thread's columns of row r of O times
     its factor, to memory; and plus a `centre` if `centred`, unless the factor is 0: the row saw

@@ -7,14 +7,13 @@ from numba_flash.cuda import launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm90 import prepare_backward as backward
+from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
-from numba_flash.cuda.sm90.split_tiles import MOST, split_tile
+from numba_flash.cuda.sm90.split_tiles import MOST, MOST_BACKWARD, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
 from numba_flash.problem import Prepared
-
-prepare_backward = backward.prepare
 
 SERVED = {"softcap", "q_lengths", "kv_lengths"}  # options that the kernels know
 SERVED_FLOAT32 = SERVED - {"softcap"}
@@ -27,6 +26,12 @@ def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
     of = forward_split if planes_of(problem) else forward
     return of.prepare(problem, inputs, results, gpu)
+
+
+def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """The same for gradients."""
+    of = backward_split if planes_of(problem) else backward
+    return of.prepare(problem, inputs, results, deterministic, gpu)
 
 
 def takes_numpy() -> bool:
@@ -60,16 +65,21 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     if problem is None:
         return None
     if problem.dtype == "float32":
-        return _why_not_float32(kind, problem, demanded) or _why_not_problem(problem)
+        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
     return _why_not_problem(problem) or next(filter(None, reasons), None)
 
 
-def _why_not_float32(kind: str, p, demanded: bool) -> str | None:
+def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
     """Any strides will do: planes are read in the place of the arrays."""
     if kind == "backward":
-        return "has no backward pass of float32"
+        if max(p.d, p.dv) > MOST_BACKWARD:
+            return f"has no backward pass of float32 beyond head dimension {MOST_BACKWARD}"
+        if p.precision == "tf32":
+            return "has no backward pass of one product for three (precision='tf32')"
+        if inputs.dlse is not None:
+            return "does not know gradients of the lse with float32"
     if max(p.d, p.dv) > MOST:
         return f"serves float32 up to head dimension {MOST}"
     return prepare_split.why_not(p, demanded, "sm90")

@@ -159,3 +159,58 @@ def build_split_values(block_n, columns, planes):
     for panel in reversed(range(panels(columns))):
         values = build_panel(panel, values)
     return values
+
+
+@once
+def build_split_rows(columns, depth, b_rows, planes):
+    """``start(high, low, a, b_tile)``: start A B, A in registers, `columns` of B, which are no more
+    than a panel, as `depth` of the `b_rows` rows of its planes.
+    """
+    N, STEPS, PLANES, B_PLANE = columns, depth // 16, planes, panel_bytes(b_rows) // UNIT
+
+    @inline
+    def start(high, low, a, b_tile):
+        b_descriptor = descriptor(b_tile, u32(0))
+        ptx.wgmma_split_registers(high, low, a, b_descriptor, N, STEPS, PLANES, B_PLANE)
+
+    return start
+
+
+@once
+def build_split_columns(columns, depth, a_plane, b_plane, planes):
+    """``start(high, low, a_tile, b_tile)``: start A B of 64 rows of A, both as rows along the sum,
+    of which there are `depth`; low planes lie so many bytes behind high ones.
+    """
+    N, STEPS, PLANES, ALONG = columns, depth // 16, planes, 0
+    A_PLANE, B_PLANE = a_plane // UNIT, b_plane // UNIT
+
+    @inline
+    def start(high, low, a_tile, b_tile):
+        ptx.wgmma_split_shared(
+            high, low, descriptor(a_tile, u32(0)), descriptor(b_tile, u32(0)),
+            N, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
+        )  # fmt: skip
+
+    return start
+
+
+@once
+def build_split_sum(columns, planes, pending=0):
+    """``join(high, low)``: wait for a product, but not for so many after it, and add its low sums
+    to the high ones; ``add(acc, high, factor)``: acc += high factor.
+    """
+    COUNT, PENDING, LOWERED = columns // 2, pending, 1 / ptx.LOW
+    COUNT_LOW = COUNT if planes > 1 else 0
+
+    @inline
+    def join(high, low):
+        ptx.wgmma_wait(high, low, PENDING, COUNT, COUNT_LOW)
+        for e in range(COUNT_LOW):
+            high[e] += low[e] * f32(LOWERED)
+
+    @inline
+    def add(acc, high, factor):
+        for e in range(COUNT):
+            acc[e] += high[e] * factor
+
+    return join, add
