@@ -40,6 +40,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
     SMEM, (FEWEST, REGISTERS) = tile.layout(D, DV), tile.registers
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     ALIGNMENT, SCORES, OUTPUTS = SMEM.ALIGNMENT, BLOCK_N // 2, DV // 2
+    ALL_SCORES = -(-D // wgmma.CHAIN) * SCORES  # of as many sums as a score has
     LOW_SCORES, OF_PANEL = SCORES if planes > 1 else 1, min(DV, PANEL) // 2
     LOW_OF_PANEL, P_WORDS = OF_PANEL if planes > 1 else 1, planes * BLOCK_N // 4
     BANDED, PARTS, WRITE_LSE = band != "none", parts, write_lse
@@ -129,7 +130,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
         tile first.
         """
         # registers of each thread
-        s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
+        s = cuda.local.array(ALL_SCORES, f32)  # fragment of S, then of P, and sums of S behind
         s_low = cuda.local.array(LOW_SCORES, f32)  # of its products with low planes
         p = cuda.local.array(P_WORDS, u32)  # of P, two elements of 16 bits each
         acc = cuda.local.array(OUTPUTS, f32)  # of O

@@ -93,30 +93,38 @@ def build_wait(block_n, head_dim_v):
 # ---- float32 in planes of float16, see `numba_flash.cuda.split`
 
 
+CHAIN = 64  # columns of Q and K for which a sum of S stays in the tensor cores
+
+
 @once
 def build_split_scores(block_n, columns, block_m, planes):
     """``scores(s, low, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group,
-    products with low planes in a sum of their own; ``wait(s, low)`` for both, ``add(s, low)`` them.
+    in several sums after each other, and products with low planes in one of their own; ``wait(s,
+    low)`` for all, ``add(s, low)`` them.
     """
-    BLOCK_N, STEPS, PLANES = block_n, columns // 16, planes
+    BLOCK_N, STEPS, PLANES, OF_CHAIN = block_n, columns // 16, planes, CHAIN // 16
     Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(block_n) // UNIT
     Q_PLANE, K_PLANE = panels(columns) * Q_PANEL, panels(columns) * K_PANEL
     COUNT, NONE, LOWERED = block_n // 2, 0, 1 / ptx.LOW
-    COUNT_LOW = COUNT if planes > 1 else 0
+    COUNT_LOW, SUMS = COUNT if planes > 1 else 0, -(-columns // CHAIN)
+    COUNT_ALL = SUMS * COUNT
 
     @inline
     def scores(s, low, q_descriptor, k_descriptor):
         ptx.wgmma_split_shared(
             s, low, q_descriptor, k_descriptor,
-            BLOCK_N, STEPS, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
+            BLOCK_N, STEPS, OF_CHAIN, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
         )  # fmt: skip
 
     @inline
     def wait(s, low):
-        ptx.wgmma_wait(s, low, NONE, COUNT, COUNT_LOW)
+        ptx.wgmma_wait(s, low, NONE, COUNT_ALL, COUNT_LOW)
 
     @inline
     def add(s, low):
+        for e in range(COUNT):
+            for n in range(1, SUMS):
+                s[e] += s[n * COUNT + e]
         for e in range(COUNT_LOW):
             s[e] += low[e] * f32(LOWERED)
 
@@ -188,7 +196,7 @@ def build_split_columns(columns, depth, a_plane, b_plane, planes):
     def start(high, low, a_tile, b_tile):
         ptx.wgmma_split_shared(
             high, low, descriptor(a_tile, u32(0)), descriptor(b_tile, u32(0)),
-            N, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
+            N, STEPS, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
         )  # fmt: skip
 
     return start
