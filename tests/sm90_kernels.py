@@ -6,7 +6,7 @@ from compiled import Kernel
 
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
-from numba_flash.cuda.sm90.split_tiles import SplitTile
+from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
 
@@ -100,6 +100,15 @@ DQ = {
 }
 DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
 
+BACKWARD_SPLIT = {  # head dimensions, banded, ordered, options, tile
+    "backward float32 64": (64, 64, False, True, PLAIN, SplitBackwardTile(64, 2, 2, False)),
+    "backward float32 40, 64, packed": (40, 64, True, False, PACKED, SplitBackwardTile(64, 2, 2, False)),
+}
+AROUND |= {
+    "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SplitBackwardTile(64, 2, 2, False))),
+    "preprocess float32": Kernel("preprocess.build", ("float32", 64, False, 64, 8 * DQ_PART, True, True, False, PLAIN, ROW_THREADS)),
+}
+
 COMBINE = {
     "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, COMBINE_ROWS)),
     "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, COMBINE_ROWS)),
@@ -109,6 +118,7 @@ KERNELS = {
     **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
     **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
+    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
     **COMBINE,

@@ -311,12 +311,12 @@ def test_flagged_heads_of_packed_sequences(backend):
 # ---- the same of a backward pass ---------------------------------------------------------------------------------------------------------
 
 
-def gradients_on_machine(arrays, backend, **options):
+def gradients_on_machine(arrays, backend, capability=AMPERE, **options):
     forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse")}
     with np.errstate(all="ignore"):
         o, lse = reference.forward(arrays["q"], arrays["k"], arrays["v"], **forward)
     inputs = *arrays.values(), o.astype(np.float32), lse.astype(np.float32)
-    with machine(capability=AMPERE), np.errstate(all="ignore"):
+    with machine(capability=capability), np.errstate(all="ignore"):
         return numba_flash.backward(*inputs, backend=backend, **options)
 
 
@@ -328,15 +328,17 @@ SPOILT_BACKWARD = {
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", SPOILT_BACKWARD)
-def test_gradients_of_heads_that_cannot_be_split_are_those_of_simt(name):
+def test_gradients_of_heads_that_cannot_be_split_are_those_of_simt(name, backend):
     """Of one head of k and all that belongs to it; the others are what they were."""
     spoil, flagged = SPOILT_BACKWARD[name]
     q, k, v, do = random_inputs(batch=(1,), hq=4, hk=2, nq=50, nk=70, d=16)
     arrays = {"do": do, "q": q, "k": k, "v": v}
-    before = gradients_on_machine(arrays, "sm80")
+    capability = HOPPER if backend == "sm90" else AMPERE
+    before = gradients_on_machine(arrays, backend, capability)
     spoil(arrays)
-    after, by_simt = (gradients_on_machine(arrays, backend) for backend in ("sm80", "simt"))
+    after, by_simt = (gradients_on_machine(arrays, name, capability) for name in (backend, "simt"))
     for x, unspoilt, simt in zip(after, before, by_simt, strict=True):
         for of_head in np.split(np.arange(x.shape[1]), 2)[flagged]:
             assert same_bits(x[0, of_head], simt[0, of_head])
@@ -403,6 +405,25 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
         ours = numba_flash.backward(do, q, k, v, o.astype(np.float32), lse.astype(np.float32), dlse=dlse, backend="sm80", **options)
     for x, ref in zip(ours, reference.backward(do, q, k, v, dlse=dlse, **options), strict=True):
         assert np.linalg.norm(x - ref) < 3e-5 * np.linalg.norm(ref)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_of_packed_sequences_on_hopper(deterministic):
+    """Each as if it were alone, one of them empty; centres of keys and values are those of all together."""
+    q_offsets, k_offsets = np.array([0, 70, 70, 150]), np.array([0, 50, 120, 121])
+    draw = lambda rng, shape: 3 + rng.standard_normal(shape)
+    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=121, d=16, draw=draw)
+    q, k, v, do = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v, do - 3))
+    with machine(seed=1):
+        o, lse = numba_flash.forward_packed(q, k, v, q_offsets, k_offsets, backend="sm90", return_lse=True, causal=True)
+        ours = numba_flash.backward_packed(
+            do, q, k, v, o, lse, q_offsets, k_offsets, backend="sm90", causal=True, deterministic=deterministic
+        )
+    for (i, j), (m, n) in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True):
+        alone = [x.swapaxes(0, 1) for x in (do[i:j], q[i:j], k[m:n], v[m:n])]
+        for x, ref in zip((ours[0][i:j], ours[1][m:n], ours[2][m:n]), reference.backward(*alone, causal=True), strict=True):
+            np.testing.assert_allclose(x.swapaxes(0, 1), ref, atol=1e-5 * max(1, np.abs(ref).max(initial=0)))
 
 
 # ---- one product instead of three --------------------------------------------------------------------------------------------------------

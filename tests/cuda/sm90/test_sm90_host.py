@@ -98,7 +98,12 @@ def test_problems_that_are_served(p):
 
 
 REFUSED_FLOAT32 = {
-    "backward": ("backward", problem(**WIDE), "has no backward pass of float32"),
+    "backward": ("backward", problem(**WIDE | {"d": 72}), "has no backward pass of float32 beyond head dimension 64"),
+    "backward, less accurate": (
+        "backward",
+        problem(**WIDE, precision="tf32"),
+        "has no backward pass of one product for three (precision='tf32')",
+    ),
     "d": ("forward", problem(**WIDE | {"d": 136}), "serves float32 up to head dimension 128"),
     "dv": ("forward", problem(**WIDE, dv=256), "serves float32 up to head dimension 128"),
     "precision": ("forward", problem(**WIDE, precision="ieee"), "computes no IEEE products (precision='ieee')"),
