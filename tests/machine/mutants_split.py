@@ -2,6 +2,7 @@
 
 from mutants import FORWARD_SPLIT, PIPELINE, STORE, WGMMA, Mutant
 
+BACKWARD_SPLIT, GRADIENTS = "cuda/sm90/backward_split.py", "wgmma, gradients"
 INSTRUCTIONS, HOST = "cuda/ptx/wgmma.py", "cuda/sm90/prepare_forward_split.py"
 
 MUTANTS_SPLIT = (
@@ -66,6 +67,25 @@ MUTANTS_SPLIT = (
     Mutant("no fence behind mbarriers of planes", FORWARD_SPLIT, "            ptx.fence_mbarrier_init()\n", "", "wgmma"),
     Mutant("P in the units of scores", FORWARD_SPLIT, "                raise_shifts(s, acc, m_i, l_i, scale_log2)\n", "", "wgmma"),
     Mutant("no fence between P and its products", INSTRUCTIONS, "b32 low; wgmma.fence.sync.aligned;", "b32 low;", "wgmma"),
+    # ---- backward
+    Mutant("the power of one's own warp", BACKWARD_SPLIT, "            largest = ptx.maximum(largest, other)\n", "", GRADIENTS),
+    Mutant(
+        "dQ with the power of dS", BACKWARD_SPLIT, "put_dq(smem, me, n, high, power.down)", "put_dq(smem, me, n, high, f32(1))", GRADIENTS
+    ),
+    Mutant("dK with the power of dS", BACKWARD_SPLIT, "add_dk(dk_acc, high, power.down)", "add_dk(dk_acc, high, f32(1))", GRADIENTS),
+    Mutant("the high plane of dS twice", BACKWARD_SPLIT, "p, plane * PAIRS)", "p, 0)", GRADIENTS),
+    Mutant("powers before they are there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # theirs", "pass  # theirs", GRADIENTS),
+    Mutant("dS of other warps before it is there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # dS", "pass  # dS", GRADIENTS),
+    Mutant("no fence before dQ", BACKWARD_SPLIT, "ptx.fence_proxy_async()\n                row0", "row0", GRADIENTS),
+    Mutant(
+        "dO is released before its product",
+        BACKWARD_SPLIT,
+        "join_dv(high, low)\n                pipeline.release_group(smem, DO, n)",
+        "pipeline.release_group(smem, DO, n)\n                join_dv(high, low)",
+        GRADIENTS,
+    ),
+    Mutant("dQ from the keys of one consumer", "cuda/sm90/postprocess_split.py", "range(1, PARTS)", "range(1, 1)", GRADIENTS),
+    Mutant("dK without the power of V", BACKWARD_SPLIT, "dk_acc[e] *= of_dp", "dk_acc[e] *= of_do", GRADIENTS),
     # ---- the host
     Mutant("boxes of Q as high as those of K", HOST, "(made.q, tile.block_m)", "(made.q, tile.block_n)", "wgmma, D128"),
 )

@@ -210,6 +210,7 @@ PROBLEMS |= {
     "wgmma, D128": on_wgmma(d=128, nk=100),
     "wgmma, offset": on_wgmma(nq=90, nk=70, made=offset, options={"causal": True}),  # the first queries see nothing
     "wgmma, heads": on_wgmma(nk=NK, hq=4, hk=2, made=units),
+    "wgmma, gradients": Problem(backward_pass, d=32, nq=140, nk=150, dtype="float32", made=offset),
     "float64": float64(forward_pass),
     "float64, Ampere": float64(forward_pass, capability=(8, 0)),
     "float64, gradients": float64(backward_pass),

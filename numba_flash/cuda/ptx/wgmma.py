@@ -15,6 +15,7 @@ from numba_flash.cuda.ptx.emit import emit, literals, pointers, registers
 # High word of the descriptor of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups
 # of 8 that lie 64 x 16 bytes apart.
 DESCRIPTOR_HIGH = 1 << 30 | 64
+OF_PANEL = 4  # steps along 64 columns
 ROWS_16 = 128  # 16 rows of 128 bytes, in units of 16 bytes
 
 
@@ -110,23 +111,23 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
 
 @intrinsic
 def wgmma_split_shared(
-    context, high, low, a, b, N, STEPS, CHAIN, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE
+    context, high, low, a, b, N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE
 ):
     """``high = A B^T`` of the high planes of two matrices of float16, and of two PLANES ``low = A
     Bl^T + Al B^T`` with their low ones, committed as one group: A is 64 x 16 STEPS, B is N x 16
-    STEPS. Of every CHAIN steps `high` has a sum of its own, one after the other.
+    STEPS. Of every 64 columns `high` has a sum of its own, one after the other.
 
     Panels are those of `wgmma_shared`; a low plane lies an A_PLANE or B_PLANE behind its high one,
     in units of 16 bytes.
     """
-    given = literals(N, STEPS, CHAIN, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
+    given = literals(N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
     if given is None:
         return None
-    n, steps, chain, planes, a_panel, b_panel, a_plane, b_plane = given
+    n, steps, planes, a_panel, b_panel, a_plane, b_plane = given
     transpose = f"{int(not a_panel)}, {int(not b_panel)}"
 
     def codegen(context, builder, signature, values):
-        count, sums = n // 2, n // 2 * -(-steps // chain)
+        count, sums = n // 2, n // 2 * -(-steps // OF_PANEL)
         at = sums + (planes - 1) * count
         lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for first, a_first, b_first, add in _split_terms(planes, sums, a_plane, b_plane):
@@ -134,8 +135,8 @@ def wgmma_split_shared(
                 a_at = a_first + _step_offset(a_panel, step)
                 b_at = b_first + _step_offset(b_panel, step)
                 lines += [_descriptor("a", at, a_at), _descriptor("b", at + 1, b_at)]
-                of_chain = step // chain * count if first == 0 else 0
-                fresh = not add and (step % chain == 0 if first == 0 else step == 0)
+                of_chain = step // OF_PANEL * count if first == 0 else 0
+                fresh = not add and (step % OF_PANEL == 0 if first == 0 else step == 0)
                 acc = registers(first + of_chain, count)
                 lines.append(_mma(n, False, acc, "a", "b", int(not fresh), transpose))
         lines.append("wgmma.commit_group.sync.aligned; }")
@@ -144,7 +145,7 @@ def wgmma_split_shared(
         _on_registers(builder, "\n".join(lines), updated, values[2:4], True)
         return context.get_dummy_value()
 
-    more = (N, STEPS, CHAIN, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
+    more = (N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
     return types.void(high, low, types.uint32, types.uint32, *more), codegen
 
 

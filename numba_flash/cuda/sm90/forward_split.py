@@ -19,7 +19,7 @@ from numba_flash.cuda.sm90.load_forward import WORD, build_produce
 from numba_flash.cuda.sm90.rows import ROWS, build_begin, build_hide
 from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.swizzle import PANEL
+from numba_flash.cuda.swizzle import PANEL, panels
 
 
 def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
@@ -40,7 +40,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
     SMEM, (FEWEST, REGISTERS) = tile.layout(D, DV), tile.registers
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     ALIGNMENT, SCORES, OUTPUTS = SMEM.ALIGNMENT, BLOCK_N // 2, DV // 2
-    ALL_SCORES = -(-D // wgmma.CHAIN) * SCORES  # of as many sums as a score has
+    ALL_SCORES = panels(D) * SCORES  # of as many sums as a score has
     LOW_SCORES, OF_PANEL = SCORES if planes > 1 else 1, min(DV, PANEL) // 2
     LOW_OF_PANEL, P_WORDS = OF_PANEL if planes > 1 else 1, planes * BLOCK_N // 4
     BANDED, PARTS, WRITE_LSE = band != "none", parts, write_lse
@@ -48,7 +48,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
     SHIFTED, LOWERED = CENTRED.keys, 2.0**-softmax.RAISED_P
     NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
     produce = build_produce(D, DV, BANDED, PARTS, options, tile)
-    clear_tail = pipeline.build_clear_tail(planes * PANEL * -(-DV // PANEL), BLOCK_N)
+    clear_tail = pipeline.build_clear_tail(planes * PANEL * panels(DV), BLOCK_N)
     start_scores, wait_scores, add_low = wgmma.build_split_scores(BLOCK_N, D, BLOCK_M, planes)
     values = wgmma.build_split_values(BLOCK_N, DV, planes)
     begin_item, hide = build_begin(BLOCK_N, SMEM.q, SMEM.work), build_hide(BLOCK_N, band == "both")

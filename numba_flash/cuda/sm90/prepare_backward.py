@@ -117,16 +117,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         extras = extras_of(inputs)
         there = this.temporaries.allocate(inputs.q)
         sums = there.dq_sum if tile.adds_dq else None
-        preprocess(
-            inputs.do,
-            inputs.o,
-            inputs.lse,
-            inputs.dlse,
-            there.rows,
-            sums,
-            there.flags,
-            extras=extras,
-        )
+        x = inputs.do, inputs.o, inputs.lse, inputs.dlse
+        preprocess(*x, there.rows, sums, there.flags, extras=extras)
         main.run(inputs, results, there, extras)
 
     return Prepared(run, (preprocess, *main.launches))

@@ -93,27 +93,24 @@ def build_wait(block_n, head_dim_v):
 # ---- float32 in planes of float16, see `numba_flash.cuda.split`
 
 
-CHAIN = 64  # columns of Q and K for which a sum of S stays in the tensor cores
-
-
 @once
 def build_split_scores(block_n, columns, block_m, planes):
     """``scores(s, low, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group,
-    in several sums after each other, and products with low planes in one of their own; ``wait(s,
-    low)`` for all, ``add(s, low)`` them.
+    in a sum for each panel, after each other, and products with low planes in one of their own;
+    ``wait(s, low)`` for all, ``add(s, low)`` them.
     """
-    BLOCK_N, STEPS, PLANES, OF_CHAIN = block_n, columns // 16, planes, CHAIN // 16
+    BLOCK_N, STEPS, PLANES = block_n, columns // 16, planes
     Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(block_n) // UNIT
     Q_PLANE, K_PLANE = panels(columns) * Q_PANEL, panels(columns) * K_PANEL
     COUNT, NONE, LOWERED = block_n // 2, 0, 1 / ptx.LOW
-    COUNT_LOW, SUMS = COUNT if planes > 1 else 0, -(-columns // CHAIN)
+    COUNT_LOW, SUMS = COUNT if planes > 1 else 0, panels(columns)
     COUNT_ALL = SUMS * COUNT
 
     @inline
     def scores(s, low, q_descriptor, k_descriptor):
         ptx.wgmma_split_shared(
             s, low, q_descriptor, k_descriptor,
-            BLOCK_N, STEPS, OF_CHAIN, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
+            BLOCK_N, STEPS, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
         )  # fmt: skip
 
     @inline
@@ -196,7 +193,7 @@ def build_split_columns(columns, depth, a_plane, b_plane, planes):
     def start(high, low, a_tile, b_tile):
         ptx.wgmma_split_shared(
             high, low, descriptor(a_tile, u32(0)), descriptor(b_tile, u32(0)),
-            N, STEPS, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
+            N, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
         )  # fmt: skip
 
     return start

@@ -40,7 +40,7 @@ def problem(nq=100, nk=200, d=64, dv=None, batch=(2,), hq=2, hk=1, dtype=np.floa
 
 REFUSED = {
     "float64": (problem(dtype=np.float64), "serves float16, bfloat16 and float32; q.dtype is float64"),
-    "softcap with float32": (problem(dtype=np.float32, softcap=3.0), "does not know softcap with float32"),
+    "softcap with float32": (problem(dtype=np.float32, softcap=3.0), "does not know a softcap with float32"),
     "bias with float32": (problem(dtype=np.float32, bias=np.zeros(200, np.float32)), "does not know a bias"),
     "D = 20 with float32": (
         problem(dtype=np.float32, d=20),
