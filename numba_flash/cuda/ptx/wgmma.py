@@ -124,7 +124,7 @@ def wgmma_split_shared(
     if given is None:
         return None
     n, steps, planes, a_panel, b_panel, a_plane, b_plane = given
-    transpose = f"{int(not a_panel)}, {int(not b_panel)}"
+    transpose = ", ".join(str(int(panel == 0)) for panel in (a_panel, b_panel))
 
     def codegen(context, builder, signature, values):
         count, sums = n // 2, n // 2 * -(-steps // OF_PANEL)
