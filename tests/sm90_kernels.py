@@ -1,9 +1,12 @@
 """The `sm90` kernels that are compiled to machine code without a GPU, by name."""
 
+from dataclasses import replace
+
 from compiled import Kernel
 
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
+from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
 
@@ -46,6 +49,17 @@ FORWARD = {
     "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
 }
 
+# Head dimensions, lse, band, parts, options, tile.
+SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
+FORWARD_SPLIT = {
+    "float32 64": (64, 64, True, "none", False, PLAIN, SPLIT_64),
+    "float32 64, causal": (64, 64, True, "above", False, PLAIN, SPLIT_64),
+    "float32 128": (128, 128, True, "none", False, PLAIN, SPLIT_128),
+    "float32 128, window, lengths, parts": (128, 128, True, "both", True, LENGTHS, SPLIT_128),
+    "float32 72, 40, packed": (72, 40, False, "above", False, PACKED, SPLIT_128),
+    "float32 64, less accurate": (64, 64, True, "none", False, PLAIN, replace(SPLIT_64, planes=1)),
+}
+
 # dtype, head dimensions, banded, stored through maps, ordered, options
 BACKWARD = {
     "backward 64": ("bfloat16", 64, 64, False, True, True, PLAIN),
@@ -86,6 +100,15 @@ DQ = {
 }
 DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
 
+BACKWARD_SPLIT = {  # head dimensions, banded, ordered, options, tile
+    "backward float32 64": (64, 64, False, True, PLAIN, SplitBackwardTile(64, 2, 2, False)),
+    "backward float32 40, 64, packed": (40, 64, True, False, PACKED, SplitBackwardTile(64, 2, 2, False)),
+}
+AROUND |= {
+    "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SplitBackwardTile(64, 2, 2, False))),
+    "preprocess float32": Kernel("preprocess.build", ("float32", 64, False, 64, 8 * DQ_PART, True, True, False, PLAIN, ROW_THREADS)),
+}
+
 COMBINE = {
     "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, COMBINE_ROWS)),
     "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, COMBINE_ROWS)),
@@ -93,7 +116,9 @@ COMBINE = {
 
 KERNELS = {
     **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
+    **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
+    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
     **COMBINE,

@@ -14,6 +14,16 @@ from numba_flash.cuda.arguments import Centred, Words, build_extras, chunked, pl
 from numba_flash.cuda.launch import Launch
 
 THREADS, ROWS = 256, 128  # of a block, and the rows that it writes
+# Multiplications of a forward pass of float32 below which the launches of the pre-pass take longer
+# than they save. Time of `sm80` on an H200 over that of IEEE loops, D = 64, forward and backward: 8
+# heads of 256 (2^26) 2.8, 1.8; 8 heads of 1024 (2^30) 0.69, 0.49.
+LEAST = 2**29
+# How products and sums are computed on tensor cores, by the planes of float32.
+ALGORITHMS = (
+    "tensor cores, sums in float32",
+    "float32 as scaled float16: one product on tensor cores, sums in float32",
+    "float32 as the sum of two float16: three products on tensor cores, sums in float32",
+)
 MOST_CHUNKS, CHUNK_ROWS = 32, 256  # pieces of a head that are looked at at the same time
 
 
@@ -41,6 +51,19 @@ class Split(NamedTuple):
     def extras(self) -> tuple:
         """What the main kernel gets besides the planes."""
         return (self.factors, self.shifts, self.centres)
+
+
+def why_not(problem, demanded: bool, backend: str) -> str | None:
+    """Reason why a tier does not serve a problem of float32, or None."""
+    p = problem
+    if p.precision == "ieee":
+        return "computes no IEEE products (precision='ieee')"
+    if not demanded and math.prod(p.batch) * p.hq * p.nq * p.nk * (p.d + p.dv) < LEAST:
+        return (
+            "serves so few products of float32 on demand only"
+            f" (backend='{backend}'): others are faster"
+        )
+    return None
 
 
 class Splitter:

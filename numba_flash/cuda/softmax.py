@@ -23,6 +23,10 @@ from numba_flash.cuda.fragment import ALL_LANES, row_maximum
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 
 LAZY = 2.0
+# P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
+RAISED_P = 13
+# In the backward pass, where the largest is 1.
+RAISED_BACKWARD = 14
 NEG_INF = -math.inf
 
 
@@ -188,24 +192,39 @@ class Power(NamedTuple):
     down: float
 
 
+TOP_OF_POWER, EXPONENT, LEAST_EXPONENT = 14, 0x7F800000, 40
+
+
+@inline
+def power_below(largest):
+    """The `Power` for numbers of which this is the largest absolute one, and finite."""
+    exponent = i32(u32(ptx.as_uint32(largest) & u32(EXPONENT)) >> u32(23))
+    exponent = max(exponent, i32(LEAST_EXPONENT))  # its powers are normal numbers, too
+    up = ptx.as_float32(u32(u32(254 + TOP_OF_POWER - exponent) << u32(23)))
+    return Power(up, ptx.as_float32(u32(u32(exponent - TOP_OF_POWER) << u32(23))))
+
+
 @once
 def build_power(count):
-    """``power_of(x)``: the `Power` for `count` numbers of each lane of a warp, all finite."""
-    COUNT, TOP, EXPONENT, LEAST = count, 14, 0x7F800000, 40
+    """``power_of(x)``: the `Power` for `count` numbers of each lane of a warp, all finite;
+    ``largest_of(x)``, the largest absolute one.
+    """
+    COUNT = count
 
     @inline
-    def power_of(x):
+    def largest_of(x):
         largest = f32(0)
         for e in range(COUNT):
             largest = ptx.maximum(largest, abs(x[e]))
         for fold in range(5):
             largest = ptx.maximum(largest, cuda.shfl_xor_sync(ALL_LANES, largest, 1 << fold))
-        exponent = i32(u32(ptx.as_uint32(largest) & u32(EXPONENT)) >> u32(23))
-        exponent = max(exponent, i32(LEAST))  # its powers are normal numbers, too
-        up = ptx.as_float32(u32(u32(254 + TOP - exponent) << u32(23)))
-        return Power(up, ptx.as_float32(u32(u32(exponent - TOP) << u32(23))))
+        return largest
 
-    return power_of
+    @inline
+    def power_of(x):
+        return power_below(largest_of(x))
+
+    return power_of, largest_of
 
 
 @once

@@ -103,9 +103,10 @@ def through_compact(prepare, results):
             results,
             lambda name, x: arrays.compact(f"{name} before it goes to out", x, x.shape, x.dtype),
         )
-        prepared.run(inputs, there)
+        left = prepared.run(inputs, there)
         for x, y, mine in zip(results, there, replaced, strict=True):
             if mine:
                 x[...] = y
+        return left
 
     return prepared._replace(run=run)

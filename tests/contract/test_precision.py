@@ -306,7 +306,7 @@ OF_ANY = {"float16": WIDENED, "bfloat16": WIDENED, "float32": IEEE, "float64": I
 OF_TENSOR_CORES = {"float16": TENSOR_CORES, "bfloat16": TENSOR_CORES}
 SPLIT = "float32 as the sum of two float16: three products on tensor cores, sums in float32"
 ONE_PRODUCT = "float32 as scaled float16: one product on tensor cores, sums in float32"
-ALGORITHMS = {"sm90": OF_TENSOR_CORES, "sm80": OF_TENSOR_CORES | {"float32": SPLIT}, "simt": OF_ANY, "cpu": OF_ANY}
+ALGORITHMS = {"sm90": OF_TENSOR_CORES | {"float32": SPLIT}, "sm80": OF_TENSOR_CORES | {"float32": SPLIT}, "simt": OF_ANY, "cpu": OF_ANY}
 
 
 def test_every_backend_names_its_algorithm():

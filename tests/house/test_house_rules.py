@@ -44,7 +44,7 @@ LAYERS = (
     "arrays checks precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
-CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.tiles|(\w+\.)?prepare_\w+)")
+CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.(split_)?tiles|(\w+\.)?prepare_\w+)")
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
 every_module = pytest.mark.parametrize("module", MODULES)
@@ -207,13 +207,16 @@ BUILDERS = {
 }
 
 
+SHARING = ("sm90.backward.build", "sm90.backward_wide.build", "sm90.backward_split.build")
+
+
 def test_kernels_are_recognised():
     """One of each module that a builder is named of in a string; those of the backward pass on Hopper share one."""
     assert len(BUILDERS) >= 13
     for builder in BUILDERS:
         module, function = f"cuda.{builder}".rsplit(".", 1)
         assert function in {f.name for f in MODULES[module].body if isinstance(f, FUNCTION)}, builder
-        made_by = "cuda.sm90.load_backward" if builder in ("sm90.backward.build", "sm90.backward_wide.build") else module
+        made_by = "cuda.sm90.load_backward" if builder in SHARING else module
         assert kernel_names(MODULES[made_by]), builder
     assert kernel_names(TREES["cpu/kernels.py"])
 

@@ -71,7 +71,7 @@ def test_where_tensor_cores_cannot_serve_or_are_not_wanted(dtype, backend, gpu):
 
 def test_float32_on_tensor_cores_comes_with_what_it_leaves_to_others():
     builders = [builder for builder, _ in warmup.kernels_of(cell(dtype="float32"), None, H200)]
-    assert builders == ["split.build_statistics", "split.build", "sm80.forward.build", "simt.forward.build"]
+    assert builders == ["split.build_statistics", "split.build", "sm90.forward_split.build", "simt.forward.build"]
     left = [builder for builder, _ in warmup.kernels_of(cell("backward", dtype="float32"), None, A100) if builder.startswith("simt")]
     assert left == ["simt.forward.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
 
@@ -97,8 +97,8 @@ def test_listing_kernels_loads_and_compiles_none(monkeypatch):
 
 
 def test_what_a_backend_refuses_is_said():
-    with pytest.raises(NotImplementedError, match="serves float16 and bfloat16"):
-        warmup.kernels_of(cell(dtype="float32"), "sm90", H200)
+    with pytest.raises(NotImplementedError, match="serves float16, bfloat16 and float32"):
+        warmup.kernels_of(cell(dtype="float64"), "sm90", H200)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_kernels_for_the_cpu(tmp_path, capsys):
 
 def test_what_cannot_run_is_said_and_nothing_is_compiled(tmp_path, capsys):
     written = tmp_path / "warmup.json"
-    assert main(["warmup", "--arch", "9.0", "--backend", "sm90", "--dtype", "float32", *SIZES, "--json", str(written)]) == 1
-    reason = "backend sm90: serves float16 and bfloat16; q.dtype is float32"
+    assert main(["warmup", "--arch", "9.0", "--backend", "sm90", "--dtype", "float64", *SIZES, "--json", str(written)]) == 1
+    reason = "backend sm90: serves float16, bfloat16 and float32; q.dtype is float64"
     assert f"cannot: forward full D 16 N 64: {reason}\n" in capsys.readouterr().out
     assert json.loads(written.read_text()) == {"place": "gpu", "refused": [reason], "kernels": []}
 

@@ -26,7 +26,8 @@ class Mutant(NamedTuple):
 
 
 PIPELINE, WGMMA, STORE = "cuda/sm90/pipeline.py", "cuda/sm90/wgmma.py", "cuda/sm90/store.py"
-FORWARD, LOAD = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py"
+FORWARD_SPLIT = "cuda/sm90/forward_split.py"
+FORWARD, LOAD, ROWS = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py", "cuda/sm90/rows.py"
 BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
 BEFORE, AFTER = "cuda/preprocess.py", "cuda/sm90/postprocess.py"
@@ -38,8 +39,8 @@ MUTANTS = (
     Mutant("turns of one warp group", PIPELINE, "sync(u32(TURN + consumer), u32(2 * ", "sync(u32(TURN + consumer), u32(", "plain"),
     Mutant("a named barrier of all warp groups", PIPELINE, "u32(GROUP + consumer)", "u32(GROUP)", "steep"),
     Mutant("a named barrier for too few", PIPELINE, "u32(consumers * WARP_GROUP)", "u32(WARP_GROUP)", "gradients"),
-    Mutant("bytes that nobody expects", PIPELINE, "BYTES = PANELS * PANEL_BYTES + more", "BYTES = PANELS * PANEL_BYTES", "gradients"),
-    Mutant("the first panel twice", PIPELINE, "place.column + panel * PANEL", "place.column", "D128"),
+    Mutant("bytes that nobody expects", PIPELINE, "PANELS * PANEL_BYTES + more", "PANELS * PANEL_BYTES", "gradients"),
+    Mutant("the first panel twice", PIPELINE, " + panel * PANEL)", ")", "D128"),
     Mutant("a box of another head", PIPELINE, "column, row, head, b1, b0, ready", "column, row, b1, head, b0, ready", "heads"),
     Mutant("a tail that is not cleared", PIPELINE, "if keys < ROWS:", "if keys < ROWS - 1:", "lengths"),
     # ---- products and fragments
@@ -52,8 +53,8 @@ MUTANTS = (
     Mutant("the state of the item before", "cuda/softmax.py", "l_i[r]\n    reset(m_i, l_i)", "l_i[r]", "many items"),
     Mutant("a key after the last", "cuda/softmax.py", "if column >= stop:", "if column > stop:", "causal"),
     Mutant("the first key hidden", "cuda/softmax.py", "if column < start:", "if column <= start:", "window"),
-    Mutant("a key beyond the end", FORWARD, "if col1 > keys or", "if col1 > keys + 1 or", "one key missing"),
-    Mutant("rows next to each other", FORWARD, "row + 8 * r, row + 8 * r + 1", "row + r, row + r + 1", "causal"),
+    Mutant("a key beyond the end", ROWS, "if col1 > keys or", "if col1 > keys + 1 or", "one key missing"),
+    Mutant("rows next to each other", ROWS, "row + 8 * r, row + 8 * r + 1", "row + r, row + r + 1", "causal"),
     Mutant("the lse in base 2", FORWARD, "* f32(LN2) if", "if", "plain"),
     Mutant("half the slope of the softcap", ARGUMENTS, "2 * LOG2E * scale / cap", "LOG2E * scale / cap", "softcap"),
     Mutant("a scale of base e", ARGUMENTS, "else (0, scale * LOG2E)", "else (0, scale)", "plain"),

@@ -177,6 +177,7 @@ def bias_gradient(*shape):
 
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 split = partial(mma, dtype="float32")
+on_wgmma = partial(Problem, forward_pass, dtype="float32")
 float64 = partial(Problem, nq=64, nk=64, tier="simt", dtype="float64")
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 split_gradients = partial(mma_gradients, dtype="float32")
@@ -205,6 +206,11 @@ PROBLEMS |= {
     "split, gradients, a NaN": split_gradients(nq=40, nk=40, hq=2, hk=2, made=not_a_number),
     "split, bias gradient": split_gradients(nq=40, nk=40, hq=4, hk=2, made=units, options=bias_gradient(40, 40)),
     "split, bias gradient, a row far below": split_gradients(nq=40, nk=40, hq=2, hk=2, made=far_below, options=bias_gradient(40, 40)),
+    "wgmma": on_wgmma(nk=300, hq=2, hk=2),
+    "wgmma, D128": on_wgmma(d=128, nk=100),
+    "wgmma, offset": on_wgmma(nq=90, nk=70, made=offset, options={"causal": True}),  # the first queries see nothing
+    "wgmma, heads": on_wgmma(nk=NK, hq=4, hk=2, made=units),
+    "wgmma, gradients": Problem(backward_pass, d=32, nq=140, nk=150, dtype="float32", made=offset),
     "float64": float64(forward_pass),
     "float64, Ampere": float64(forward_pass, capability=(8, 0)),
     "float64, gradients": float64(backward_pass),

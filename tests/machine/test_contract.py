@@ -105,6 +105,19 @@ ON_HOPPER = {
     "bfloat16 256 lengths": hopper("bfloat16", 256, 256, LENGTHS[1:]),
 }
 
+split = partial(hopper, "float32")
+FLOAT32_ON_HOPPER = {
+    "float32 64": split(64, 64, AROUND),
+    "float32 64 causal": split(64, 64, BANDS),
+    "float32 64 window": split(64, 64, WINDOWS),
+    "float32 64 causal lengths": split(64, 64, CAUSAL_LENGTHS),
+    "float32 40, 24, any strides": split(40, 24, AROUND[:1], layouts=("strided", "reversed", "transposed", "heads last")),
+    "float32 128": split(128, 128, (AROUND[0], Shape(ONE, 65, 170))),
+    "float32 128 causal": split(128, 128, BANDS[2:3]),
+    "float32 128 lengths": split(128, 128, LENGTHS[1:]),
+    "float32 72, 40": split(72, 40, AROUND[2:3]),
+}
+
 RNG = np.random.default_rng(0)
 TURING, AMPERE, SMALL = (7, 5), (8, 0), (8, 6)
 NEAR, ODD = Shape(PAIR, 70, 90), Shape(BATCH, 61, 77)  # of the former, rows of scores lie at multiples of 4 elements; of the latter of 1
@@ -211,12 +224,13 @@ FLOAT64 = {  # products of float64 on tensor cores; edges of tiles and options w
     "float64 64 on Ampere": ieee(64, 64, (Shape(ONE, 65, 70),), capability=AMPERE),
     "float64 13, 40 causal": ieee(13, 40, BANDS[:1]),
 }
-TIERS = {"sm90": ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
+TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
 QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run without --full
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
 AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
+    *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"sm80 {name}" for name in ("float16 128, little memory", "bfloat16 64 tiles of a mask", "float16 128 bias of keys")),
     *(f"sm80 {name}" for name in ("float32 64 causal on Hopper", "float32 128", "float32 64 tiles of a mask")),
@@ -282,7 +296,10 @@ def test_forward(name, pytestconfig):
     check(forward, name, pytestconfig.option.full)
 
 
-@pytest.mark.parametrize("name", named(QUICK))
+FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
+
+
+@pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])
 def test_backward(name, pytestconfig):
     check(backward, name, pytestconfig.option.full)
 

@@ -233,7 +233,8 @@ NQ, NK = 70, 90
 BIAS = np.random.default_rng(0).standard_normal((NQ, NK)).astype(np.float32)
 
 
-def on_machine(arrays, backend, capability=AMPERE, **options):
+def on_machine(arrays, backend, **options):
+    capability = HOPPER if backend == "sm90" else AMPERE
     with machine(capability=capability), np.errstate(all="ignore"):
         return numba_flash.forward(*arrays.values(), backend=backend, return_lse=True, **options)
 
@@ -242,12 +243,12 @@ def plain_arrays() -> dict:
     return dict(zip("qkv", random_inputs(batch=(1,), hq=4, hk=2, nq=NQ, nk=NK, d=16)[:3], strict=True))
 
 
-def check_spoilt(name: str, **options) -> None:
+def check_spoilt(name: str, backend: str = "sm80", **options) -> None:
     spoil, heads = SPOILT[name]
     arrays = plain_arrays()
-    before = on_machine(arrays, "sm80", **options)
+    before = on_machine(arrays, backend, **options)
     spoil(arrays)
-    after, by_simt = on_machine(arrays, "sm80", **options), on_machine(arrays, "simt", **options)
+    after, by_simt = on_machine(arrays, backend, **options), on_machine(arrays, "simt", **options)
     with np.errstate(all="ignore"):
         refs = reference.forward(*arrays.values(), **options)
     changed = [(x != y).any(axis=(0, 2, 3)) for x, y in zip(arrays.values(), plain_arrays().values(), strict=True)]
@@ -271,6 +272,13 @@ def test_heads_that_cannot_be_split_are_those_of_simt(name):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["plain", "causal"])
+@pytest.mark.parametrize("name", ["NaN in k", "Inf in v", "what can be split still"])
+def test_the_same_on_hopper(name, options):
+    check_spoilt(name, "sm90", **options)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 3.0}, {"bias": BIAS}], ids=list)
 @pytest.mark.parametrize("name", ["NaN in k", "Inf in v"])
 def test_the_same_with_options(name, options):
@@ -278,15 +286,16 @@ def test_the_same_with_options(name, options):
 
 
 @pytest.mark.full
-def test_flagged_heads_of_packed_sequences():
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_flagged_heads_of_packed_sequences(backend):
     """Heads of all sequences together: what one has of NaN is computed by others in all, with the same bits."""
     offsets = np.array([0, 40, 40, 110])
     q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in random_inputs(batch=(1,), hq=2, hk=2, nq=110, nk=110, d=16)[:3])
     k[17, 1, 2] = np.nan
     results = {}
-    for backend in ("sm80", "simt"):
-        with machine(capability=AMPERE), np.errstate(all="ignore"):
-            results[backend] = numba_flash.forward_packed(q, k, v, offsets, offsets, backend=backend, return_lse=True)
+    for name in (backend, "simt"):
+        with machine(capability=HOPPER if backend == "sm90" else AMPERE), np.errstate(all="ignore"):
+            results[name] = numba_flash.forward_packed(q, k, v, offsets, offsets, backend=name, return_lse=True)
     (o, lse), (o_simt, lse_simt) = results.values()
     assert same_bits(o[:, 1], o_simt[:, 1])
     assert same_bits(lse[1], lse_simt[1])
@@ -302,12 +311,12 @@ def test_flagged_heads_of_packed_sequences():
 # ---- the same of a backward pass ---------------------------------------------------------------------------------------------------------
 
 
-def gradients_on_machine(arrays, backend, **options):
+def gradients_on_machine(arrays, backend, capability=AMPERE, **options):
     forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse")}
     with np.errstate(all="ignore"):
         o, lse = reference.forward(arrays["q"], arrays["k"], arrays["v"], **forward)
     inputs = *arrays.values(), o.astype(np.float32), lse.astype(np.float32)
-    with machine(capability=AMPERE), np.errstate(all="ignore"):
+    with machine(capability=capability), np.errstate(all="ignore"):
         return numba_flash.backward(*inputs, backend=backend, **options)
 
 
@@ -319,15 +328,17 @@ SPOILT_BACKWARD = {
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", SPOILT_BACKWARD)
-def test_gradients_of_heads_that_cannot_be_split_are_those_of_simt(name):
+def test_gradients_of_heads_that_cannot_be_split_are_those_of_simt(name, backend):
     """Of one head of k and all that belongs to it; the others are what they were."""
     spoil, flagged = SPOILT_BACKWARD[name]
     q, k, v, do = random_inputs(batch=(1,), hq=4, hk=2, nq=50, nk=70, d=16)
     arrays = {"do": do, "q": q, "k": k, "v": v}
-    before = gradients_on_machine(arrays, "sm80")
+    capability = HOPPER if backend == "sm90" else AMPERE
+    before = gradients_on_machine(arrays, backend, capability)
     spoil(arrays)
-    after, by_simt = (gradients_on_machine(arrays, backend) for backend in ("sm80", "simt"))
+    after, by_simt = (gradients_on_machine(arrays, name, capability) for name in (backend, "simt"))
     for x, unspoilt, simt in zip(after, before, by_simt, strict=True):
         for of_head in np.split(np.arange(x.shape[1]), 2)[flagged]:
             assert same_bits(x[0, of_head], simt[0, of_head])
@@ -396,7 +407,37 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
         assert np.linalg.norm(x - ref) < 3e-5 * np.linalg.norm(ref)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_of_packed_sequences_on_hopper(deterministic):
+    """Each as if it were alone, one of them empty; centres of keys and values are those of all together."""
+    q_offsets, k_offsets = np.array([0, 70, 70, 150]), np.array([0, 50, 120, 121])
+    draw = lambda rng, shape: 3 + rng.standard_normal(shape)
+    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=121, d=16, draw=draw)
+    q, k, v, do = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v, do - 3))
+    with machine(seed=1):
+        o, lse = numba_flash.forward_packed(q, k, v, q_offsets, k_offsets, backend="sm90", return_lse=True, causal=True)
+        ours = numba_flash.backward_packed(
+            do, q, k, v, o, lse, q_offsets, k_offsets, backend="sm90", causal=True, deterministic=deterministic
+        )
+    for (i, j), (m, n) in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True):
+        alone = [x.swapaxes(0, 1) for x in (do[i:j], q[i:j], k[m:n], v[m:n])]
+        for x, ref in zip((ours[0][i:j], ours[1][m:n], ours[2][m:n]), reference.backward(*alone, causal=True), strict=True):
+            np.testing.assert_allclose(x.swapaxes(0, 1), ref, atol=1e-5 * max(1, np.abs(ref).max(initial=0)))
+
+
 # ---- one product instead of three --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("d", [64, 128])
+def test_tf32_on_hopper(d):
+    """Likewise, of a forward pass."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=90, d=d)
+    with machine():
+        ours = numba_flash.forward(q, k, v, backend="sm90", precision="tf32")
+    ref, _ = reference.forward(q, k, v)
+    assert 1e-5 < np.linalg.norm(ours - ref) / np.linalg.norm(ref) < 1.5e-3
 
 
 @pytest.mark.full
@@ -430,13 +471,15 @@ UNSEEN = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("multiprocessors", [2, 60], ids=["whole", "in parts"])
-@pytest.mark.parametrize("name", UNSEEN)
-def test_rows_that_see_nothing_are_zero(name, multiprocessors):
+@pytest.mark.parametrize(
+    ("backend", "name"), [*(("sm80", name) for name in UNSEEN), *(("sm90", name) for name in UNSEEN if name != "a mask")]
+)
+def test_rows_that_see_nothing_are_zero(backend, name, multiprocessors):
     """O = 0 and lse = -inf exactly, not the centre and not the shift."""
     options, rows = UNSEEN[name]
     q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=NQ, nk=NK, d=16, draw=lambda rng, shape: 300 + 10 * rng.standard_normal(shape))
-    with machine(multiprocessors=multiprocessors, capability=AMPERE):
-        o, lse = numba_flash.forward(q / 300, k, v, backend="sm80", return_lse=True, **options)
+    with machine(multiprocessors=multiprocessors, capability=HOPPER if backend == "sm90" else AMPERE):
+        o, lse = numba_flash.forward(q / 300, k, v, backend=backend, return_lse=True, **options)
     ref, ref_lse = reference.forward(q / 300, k, v, **options)
     assert (o[0, 0, rows] == 0).all()
     assert (lse[0, 0, rows] == -np.inf).all()
@@ -445,15 +488,16 @@ def test_rows_that_see_nothing_are_zero(name, multiprocessors):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("nq", "nk", "multiprocessors"), [(70, 90, 2), (3, 700, 8)], ids=["whole", "in parts"])
-def test_out_and_the_order_of_warps(nq, nk, multiprocessors):
+@pytest.mark.parametrize(("backend", "capability"), [("sm80", AMPERE), ("sm90", HOPPER)], ids=["sm80", "sm90"])
+@pytest.mark.parametrize(("nq", "nk", "multiprocessors"), [(70, 90, 2), (3, 1100, 8)], ids=["whole", "in parts"])
+def test_out_and_the_order_of_warps(backend, capability, nq, nk, multiprocessors):
     """`out=` gets the same bits, with any strides, and so does another order."""
     q, k, v, _ = random_inputs(batch=(1,), hq=2, hk=1, nq=nq, nk=nk, d=64, draw=lambda rng, shape: 3 + rng.standard_normal(shape))
     out = np.full((1, 2, nq, 128), np.nan, np.float32)[..., ::-2]
-    with machine(0, multiprocessors, capability=AMPERE):
-        first = numba_flash.forward(q, k, v, backend="sm80", return_lse=True)
-    with machine(1, multiprocessors, resident=1, capability=AMPERE):
-        o, lse = numba_flash.forward(q, k, v, backend="sm80", return_lse=True, out=out)
+    with machine(0, multiprocessors, capability=capability):
+        first = numba_flash.forward(q, k, v, backend=backend, return_lse=True)
+    with machine(1, multiprocessors, resident=1, capability=capability):
+        o, lse = numba_flash.forward(q, k, v, backend=backend, return_lse=True, out=out)
     assert o is out
     assert same_bits(np.ascontiguousarray(out), first[0])
     assert same_bits(lse, first[1])

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.machine]
 
 NQ, NK, D = 128, 500, 64
 HEADS = {"outliers": 4}  # together, where single numbers decide the error of one; else 1
-CORES = {"Ampere": (sums.AMPERE, (8, 0)), "Hopper": (sums.HOPPER, (9, 0))}
+CORES = {"Ampere": ("sm80", sums.AMPERE, (8, 0)), "Hopper": ("sm80", sums.HOPPER, (9, 0)), "wgmma": ("sm90", sums.HOPPER, (9, 0))}
 
 
 def powers_of_ten(rng, low: float, high: float, *shape: int) -> np.ndarray:
@@ -105,9 +105,9 @@ def test_errors_are_at_most_those_of_ieee_sums(name, core):
     q, k, v = drawn(name)
     ref = [x[0] for x in reference.forward(q, k, v)]
     ieee = map(np.stack, zip(*map(one_after_the_other, q[0], k[0], v[0]), strict=True))
-    sums_of_core, capability = CORES[core]
+    backend, sums_of_core, capability = CORES[core]
     with machine(core=sums_of_core, capability=capability):
-        ours = [x[0] for x in numba_flash.forward(q, k, v, backend="sm80", return_lse=True)]
+        ours = [x[0] for x in numba_flash.forward(q, k, v, backend=backend, return_lse=True)]
     o, row, lse = pairs = list(zip(errors(*ours, *ref), errors(*ieee, *ref), strict=True))
     print(f"{name}, {core}: " + ", ".join(f"{x:.1e} of {y:.1e}: {x / y:.2f}" for x, y in pairs))
     assert o[1] < 1e-5, "the yardstick"

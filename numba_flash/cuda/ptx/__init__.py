@@ -225,5 +225,11 @@ from numba_flash.cuda.ptx.wgmma import (
     wgmma_shared as wgmma_shared,
 )
 from numba_flash.cuda.ptx.wgmma import (
+    wgmma_split_registers as wgmma_split_registers,
+)
+from numba_flash.cuda.ptx.wgmma import (
+    wgmma_split_shared as wgmma_split_shared,
+)
+from numba_flash.cuda.ptx.wgmma import (
     wgmma_wait as wgmma_wait,
 )

@@ -15,6 +15,7 @@ from numba_flash.cuda.ptx.emit import emit, literals, pointers, registers
 # High word of the descriptor of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups
 # of 8 that lie 64 x 16 bytes apart.
 DESCRIPTOR_HIGH = 1 << 30 | 64
+OF_PANEL = 4  # steps along 64 columns
 ROWS_16 = 128  # 16 rows of 128 bytes, in units of 16 bytes
 
 
@@ -28,6 +29,11 @@ def _mma(n, bfloat16, acc, a, b, accumulate, transpose):
 
 def _descriptor(name, operand, offset):
     return f"add.u32 low, ${operand}, {offset}; mov.b64 {name}, {{low, {DESCRIPTOR_HIGH}}};"
+
+
+def _step_offset(panel, step):
+    """Of 16 more along the sum: after every 64 columns on by a panel, or rows, if that is 0."""
+    return step // 4 * panel + step % 4 * 2 if panel else ROWS_16 * step
 
 
 def _on_registers(builder, text, updated, read, results_only=False):
@@ -55,17 +61,14 @@ def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFL
         return None
     n, steps, a_panel, b_panel, accumulate, bfloat16 = given
 
-    def offset(panel, step):
-        return step // 4 * panel + step % 4 * 2 if panel else ROWS_16 * step
-
     def codegen(context, builder, signature, values):
         count = n // 2
         at = count * (2 if accumulate else 1)
         transpose = f"{int(not a_panel)}, {int(not b_panel)}"
         lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
-            a_at = _descriptor("a", at, offset(a_panel, step))
-            b_at = _descriptor("b", at + 1, offset(b_panel, step))
+            a_at = _descriptor("a", at, _step_offset(a_panel, step))
+            b_at = _descriptor("b", at + 1, _step_offset(b_panel, step))
             add = int(accumulate or step > 0)
             lines.append(a_at + b_at)
             lines.append(_mma(n, bfloat16, registers(0, count), "a", "b", add, transpose))
@@ -104,6 +107,85 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
         return context.get_dummy_value()
 
     return types.void(acc, a, types.uint32, N, STEPS, BFLOAT16), codegen
+
+
+@intrinsic
+def wgmma_split_shared(
+    context, high, low, a, b, N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE
+):
+    """``high = A B^T`` of the high planes of two matrices of float16, and of two PLANES ``low = A
+    Bl^T + Al B^T`` with their low ones, committed as one group: A is 64 x 16 STEPS, B is N x 16
+    STEPS. Of every 64 columns `high` has a sum of its own, one after the other.
+
+    Panels are those of `wgmma_shared`; a low plane lies an A_PLANE or B_PLANE behind its high one,
+    in units of 16 bytes.
+    """
+    given = literals(N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
+    if given is None:
+        return None
+    n, steps, planes, a_panel, b_panel, a_plane, b_plane = given
+    transpose = ", ".join(str(int(panel == 0)) for panel in (a_panel, b_panel))
+
+    def codegen(context, builder, signature, values):
+        count, sums = n // 2, n // 2 * -(-steps // OF_PANEL)
+        at = sums + (planes - 1) * count
+        lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
+        for first, a_first, b_first, add in _split_terms(planes, sums, a_plane, b_plane):
+            for step in range(steps):
+                a_at = a_first + _step_offset(a_panel, step)
+                b_at = b_first + _step_offset(b_panel, step)
+                lines += [_descriptor("a", at, a_at), _descriptor("b", at + 1, b_at)]
+                of_chain = step // OF_PANEL * count if first == 0 else 0
+                fresh = not add and (step % OF_PANEL == 0 if first == 0 else step == 0)
+                acc = registers(first + of_chain, count)
+                lines.append(_mma(n, False, acc, "a", "b", int(not fresh), transpose))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, high, values[0], sums)
+        updated += pointers(context, builder, low, values[1], at - sums)
+        _on_registers(builder, "\n".join(lines), updated, values[2:4], True)
+        return context.get_dummy_value()
+
+    more = (N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE)
+    return types.void(high, low, types.uint32, types.uint32, *more), codegen
+
+
+@intrinsic
+def wgmma_split_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
+    """``high = A B`` and ``low = A Bl + Al B`` likewise: A is 64 x 16 STEPS in registers, the high
+    plane's first, B is 16 STEPS x N in shared memory.
+    """
+    given = literals(N, STEPS, PLANES, B_PLANE)
+    if given is None:
+        return None
+    n, steps, planes, b_plane = given
+
+    def codegen(context, builder, signature, values):
+        count, words = n // 2, 4 * steps
+        at = planes * count
+        lines = ["{ .reg .b64 b; .reg .b32 low; wgmma.fence.sync.aligned;"]
+        for first, a_first, b_first, add in _split_terms(planes, count, words, b_plane):
+            for step in range(steps):
+                a_at = f"{{{registers(at + a_first + 4 * step, 4)}}}"
+                lines.append(_descriptor("b", at + planes * words, b_first + ROWS_16 * step))
+                acc, fresh = registers(first, count), not add and step == 0
+                lines.append(_mma(n, False, acc, a_at, "b", int(not fresh), "1"))
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, high, values[0], count)
+        updated += pointers(context, builder, low, values[1], at - count)
+        fragments = pointers(context, builder, a, values[2], planes * words)
+        read = [builder.load(pointer) for pointer in fragments]
+        _on_registers(builder, "\n".join(lines), updated, [*read, values[3]], True)
+        return context.get_dummy_value()
+
+    return types.void(high, low, a, types.uint32, N, STEPS, PLANES, B_PLANE), codegen
+
+
+def _split_terms(planes, count, a_plane, b_plane):
+    """Of a product of planes: the first register of its sum, which planes are multiplied, and
+    whether the sum has begun. Low ones have a sum of their own.
+    """
+    high, low = (0, 0, 0, False), ((count, 0, b_plane, False), (count, a_plane, 0, True))
+    return (high, *low) if planes > 1 else (high,)
 
 
 @intrinsic

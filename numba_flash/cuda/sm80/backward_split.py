@@ -17,7 +17,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.load import build_store_floats
-from numba_flash.cuda.sm80.softmax_backward import RAISED
+from numba_flash.cuda.softmax import RAISED_BACKWARD as RAISED
 
 
 def build(dtype, shape, ordered, options, tile):
@@ -62,7 +62,8 @@ def build(dtype, shape, ordered, options, tile):
         dtype, options, shape.vectors, M_TILES, COLUMNS, kind, shape.split
     )
     tile_of, fetch, recompute_p, split_weights, differentiate, SLOPES, WORDS = softmax_of
-    power_of, (split, _) = softmax.build_power(SCORES), fragment.build_split(PAIRS, shape.split)
+    power_of, _ = softmax.build_power(SCORES)
+    split, _ = fragment.build_split(PAIRS, shape.split)
     put_high = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_low = products.build_put_words(M_TILES, COLUMNS, PITCH_DS, PAIRS)
     store_dk = build_store_floats(M_TILES, D, neighbours=True)

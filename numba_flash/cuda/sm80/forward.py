@@ -29,9 +29,7 @@ from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import padded, pitch
-
-# P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
-RAISED_P = 13
+from numba_flash.cuda.softmax import RAISED_P
 
 
 class Products(NamedTuple):

@@ -13,8 +13,6 @@ from numba_flash.cuda.lang import f32, i32, inline, once, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.score import Head, Region
 
-RAISED = 14  # P of split float32 is so many powers of two larger: 1 is near the end of float16
-
 
 class Tile(NamedTuple):
     """A warp's part of a tile of scores.
@@ -56,8 +54,8 @@ class SoftmaxBackward(NamedTuple):
 @once
 def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; weights become
-    operands of so many planes, if they are `split`, and are 2^RAISED larger; `scale_log2` and the
-    lse then are in base e.
+    operands of so many planes, if they are `split`, and are 2^RAISED_BACKWARD larger; `scale_log2`
+    and the lse then are in base e.
     """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
@@ -73,7 +71,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
         pack_weights, _ = fragment.build_split(PAIRS, split, DROPOUT)
     else:
         pack_weights, _ = fragment.build_pack(PAIRS, *kind, DROPOUT)
-    LARGEST, LOG2E = 2.0**RAISED, math.log2(math.e)
+    LARGEST, LOG2E = 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline
     def tile_of(row0, key, item, walk, heads, batch1):

@@ -13,8 +13,8 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32,
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_store, build_store_floats
-from numba_flash.cuda.sm80.softmax_backward import RAISED
 from numba_flash.cuda.sm80.tiles import pitch
+from numba_flash.cuda.softmax import RAISED_BACKWARD as RAISED
 
 
 class Sum(NamedTuple):

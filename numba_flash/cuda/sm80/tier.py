@@ -2,8 +2,9 @@
 
 import math
 
-from numba_flash.cuda import launch
+from numba_flash.cuda import launch, prepare_split
 from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
 from numba_flash.cuda.sm80.tiles import forward_tile, hardware
@@ -11,10 +12,6 @@ from numba_flash.cuda.sm80.tiles import forward_tile, hardware
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
 LEAST_SHARED_FLOAT32, MOST_FLOAT32_BACKWARD = 163 * 1024, 128
-# Multiplications of a forward pass of float32 below which the launches of the pre-pass take longer
-# than they save. Time on an H200 over that of IEEE loops, D = 64, forward and backward: 8 heads of
-# 256 (2^26) 2.8, 1.8; 8 heads of 1024 (2^30) 0.69, 0.49.
-LEAST_FLOAT32 = 2**29
 
 
 def takes_numpy() -> bool:
@@ -30,11 +27,7 @@ def tiles_of(problem) -> tuple:
 
 def algorithm(problem) -> str:
     """How products and sums are computed."""
-    if planes_of(problem) == 1:
-        return "float32 as scaled float16: one product on tensor cores, sums in float32"
-    if planes_of(problem) == 2:
-        return "float32 as the sum of two float16: three products on tensor cores, sums in float32"
-    return "tensor cores, sums in float32"
+    return ALGORITHMS[planes_of(problem)]
 
 
 def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
@@ -71,8 +64,6 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
     """Three products of float16 for one pay where tensor cores add float32 at their full rate;
     those of GPUs with little shared memory do not.
     """
-    if problem.precision == "ieee":
-        return "computes no IEEE products (precision='ieee')"
     if kind == "backward" and max(problem.d, problem.dv) > MOST_FLOAT32_BACKWARD:
         return f"has no backward pass of float32 beyond head dimension {MOST_FLOAT32_BACKWARD}"
     if hardware(capability).shared_limit < LEAST_SHARED_FLOAT32:
@@ -81,9 +72,4 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
             "serves float32 where a block may have 163 KB of shared memory;"
             f" a GPU of compute capability {major}.{minor} has less"
         )
-    p = problem
-    if not demanded and math.prod(p.batch) * p.hq * p.nq * p.nk * (p.d + p.dv) < LEAST_FLOAT32:
-        return (
-            "serves so few products of float32 on demand only (backend='sm80'): others are faster"
-        )
-    return None
+    return prepare_split.why_not(problem, demanded, "sm80")

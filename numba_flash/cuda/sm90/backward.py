@@ -165,7 +165,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
 
     @inline
-    def consume(maps, smem, me, dk, dv, lse2, dq_sum, sizes, scales):
+    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last
         tile first.
         """

@@ -139,7 +139,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                         put_dk_right(u64(to_dk + u64(2 * HALF_K)), dk_acc, scaled, r)
 
     @inline
-    def consume(maps, smem, me, dk, dv, lse2, ds, sizes, scales):
+    def consume(maps, smem, me, dk, dv, lse2, ds, extras, sizes, scales):
         """Equations (1) to (6) for the keys of each work item and all its tiles of queries, the
         last tile first.
         """

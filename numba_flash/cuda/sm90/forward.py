@@ -10,9 +10,7 @@ at starting products, which keeps their softmaxes apart.
 """
 
 import math
-from typing import NamedTuple
 
-from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
@@ -21,34 +19,9 @@ from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.load_forward import WORD, build_produce
 from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.rows import ROWS, build_begin, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
-
-ROWS = 64  # of a consumer
-
-
-class Begun(NamedTuple):
-    """A work item as a consumer's thread begins it.
-
-    Attributes
-    ----------
-    count : int32
-        Its tiles of keys; END if there is none.
-    row, col : int32
-        The thread's first row, the last tile's first column.
-    keys, low, high : int32
-        Of its sequence.
-    q_tile : uint32
-        Descriptor of the consumer's rows of Q.
-    """
-
-    count: int
-    row: int
-    col: int
-    keys: int
-    low: int
-    high: int
-    q_tile: int
+from numba_flash.cuda.swizzle import panel_bytes
 
 
 def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile):
@@ -86,18 +59,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     put_row = store.build_put_row(head_dim_v, PARTS, BFLOAT16)
     stage = store.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
-    cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, band == "both")
-
-    @inline
-    def hide(s, row, col0, item):
-        """Scores that the mask hides become -inf; most tiles have none."""
-        first, col1 = row - row % ROWS, col0 + BLOCK_N  # from the warp group's first row on
-        low, high, keys = item.low, item.high, item.keys
-        if col1 > keys or not mask.all_visible(first, first + ROWS, col0, col1, low, high):
-            column = i32(col0 + fragment.first_column())
-            for r in range(2):
-                start, stop = mask.kv_range(row + 8 * r, row + 8 * r + 1, keys, low, high)
-                hide_row(s, r, i32(start - column), i32(stop - column))
+    cap, hide = softmax.build_cap(SCORES), build_hide(BLOCK_N, band == "both")
+    begin_item = build_begin(BLOCK_N, SMEM.q, SMEM.work)
 
     @inline
     def first_softmax(s, m_i, l_i, alpha, item, scales):
@@ -106,24 +69,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             cap(s, scales.slope)
         hide(s, item.row, item.col, item)
         online(s, m_i, l_i, alpha, scales.scale_log2)
-
-    @inline
-    def begin_item(smem, me, turn):
-        """Wait for a work item, and for its tile of Q."""
-        pipeline.wait_ready(smem, WORK, turn)
-        count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
-        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
-        row = i32(row0 + me * ROWS + wgmma.first_row())
-        first = pipeline.read(smem, WORK, turn, WORD.first)
-        col = i32((first + count - 1) * BLOCK_N)
-        low = pipeline.read(smem, WORK, turn, WORD.low)
-        high = pipeline.read(smem, WORK, turn, WORD.high)
-        rows = pipeline.tile(smem, Q, turn) + u32(me * ROWS * ROW_BYTES)
-        q_tile = wgmma.descriptor(rows, u32(0))
-        if count != END:
-            pipeline.wait_ready(smem, Q, turn)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        return Begun(count, row, col, keys, low, high, q_tile)
 
     @inline
     def k_tile(smem, n):

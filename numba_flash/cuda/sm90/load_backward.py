@@ -3,7 +3,7 @@ fetched, and, where dQ is added up in memory, two do that in turns.
 """
 
 from numba_flash.cuda import ptx, schedule
-from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.arguments import FACTORS, extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline
@@ -21,12 +21,12 @@ from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
 WORD = words(BackwardWork)
 
 
-def _build_load_rows(ring, columns, rows, values):
+def _build_load_rows(ring, columns, rows, values, planes):
     """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
     for each of its rows from an address.
     """
     RING, VALUES, BYTES = one_type(ring), values, 4 * rows
-    load = pipeline.build_load(ring, columns, rows, BYTES)
+    load = pipeline.build_load(ring, columns, rows, BYTES, planes)
 
     @inline
     def load_rows(tensor_map, smem, n, place, address):
@@ -126,10 +126,10 @@ def build_produce(head_dim, head_dim_v, ordered, tile, layout):
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
-    load_q = _build_load_rows(layout.q, width, BLOCK_M, layout.lse)
-    load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta)
-    load_k = pipeline.build_load(K, width, BLOCK_N)
-    load_v = pipeline.build_load(V, width_v, BLOCK_N)
+    load_q = _build_load_rows(layout.q, width, BLOCK_M, layout.lse, tile.planes)
+    load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
+    load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
+    load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
 
     @inline
     def produce(maps, smem, lse2, delta, group):
@@ -239,7 +239,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
     moves data, every other one does
 
-    ``consume(maps, smem, me, dk, dv, lse2, dq_sum, sizes, scales)``.
+    ``consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales)``.
     """
     SMEM, CONSUMERS = tile.layout(head_dim, head_dim_v), tile.consumers
     (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq
@@ -275,16 +275,16 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                     add_dq(smem, i32(warp), lse2, dq_sum, flags, i32(sizes.group))
         else:
             ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, sizes, scales)
+            consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
     maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
     signature = types.void(
         types.UniTuple(u64, len(maps)),
-        *[array(u32, 5)] * 2,
+        *[array(u32 if tile.planes == 1 else f32, 5)] * 2,
         *[array(f32, 4)] * 2,
         array(f32, 5),
         array(i32, 1),
-        extras_type(options),
+        extras_type(options, more=() if tile.planes == 1 else FACTORS),
         named(Sizes, i64),
         named(Scales, f32),
     )

@@ -57,9 +57,9 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
     BLOCK_N, SMEM = tile.block_n, tile.layout(head_dim, head_dim_v)
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     write_work = build_write_work(banded, in_parts, options, tile, SMEM)
-    load_q = pipeline.build_load(Q, head_dim, tile.block_m)
-    load_k = pipeline.build_load(K, head_dim, BLOCK_N)
-    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N)
+    load_q = pipeline.build_load(Q, head_dim, tile.block_m, planes=tile.planes)
+    load_k = pipeline.build_load(K, head_dim, BLOCK_N, planes=tile.planes)
+    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
 
     @inline
     def produce(maps, smem, o, extras, sizes):

@@ -155,16 +155,17 @@ def meet_consumers(consumers):
 
 
 @once
-def build_load(ring, columns, rows, more=0):
+def build_load(ring, columns, rows, more=0, planes=1):
     """``load(tensor_map, smem, n, place)``: have the n-th tile of a ring fetched into its slot,
     which is free (by one thread).
 
     A tile is `rows` rows in panels of 64 columns. What lies outside the array becomes 0. The slot
-    is ready when as many bytes `more` have arrived, which the caller sends for.
+    is ready when as many bytes `more` have arrived, which the caller sends for. Of several planes,
+    which are so many columns of an array beside each other, a tile has the panels of all.
     """
     RING, PANELS, PANEL = one_type(ring), swizzle.panels(columns), swizzle.PANEL
-    PANEL_BYTES = swizzle.panel_bytes(rows)
-    BYTES = PANELS * PANEL_BYTES + more
+    PANEL_BYTES, PLANES, COLUMNS = swizzle.panel_bytes(rows), planes, columns
+    BYTES = PLANES * PANELS * PANEL_BYTES + more
 
     @inline
     def load(tensor_map, smem, n, place):
@@ -172,9 +173,10 @@ def build_load(ring, columns, rows, more=0):
         to = tile(smem, RING, n)
         ptx.mbarrier_expect(ready, u32(BYTES))
         row, head, b1, b0 = i32(place.row), i32(place.head), i32(place.b1), i32(place.b0)
-        for panel in range(PANELS):
-            column = i32(place.column + panel * PANEL)
-            panel_to = u32(to + u32(panel * PANEL_BYTES))
+        for number in range(PLANES * PANELS):
+            plane, panel = number // PANELS, number % PANELS
+            column = i32(place.column + plane * COLUMNS + panel * PANEL)
+            panel_to = u32(to + u32(number * PANEL_BYTES))
             ptx.tensor_load(panel_to, tensor_map, column, row, head, b1, b0, ready)
 
     return load

@@ -95,7 +95,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         # only arrays of the user's are like that
         again = lambda results: prepare(p, inputs, results, deterministic, gpu)
         return tensor_maps.through_compact(again, results)
-    row_blocks = _row_blocks(p, tile)
+    row_blocks = row_blocks_of(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     this = Pass(
@@ -106,7 +106,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
         results=BackwardResults(dq, dk, dv),
         row_blocks=row_blocks,
-        temporaries=_temporaries(p, tile, row_blocks, gpu.multiprocessors),
+        temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
     )
     preprocess = _preprocess(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
@@ -117,28 +117,22 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         extras = extras_of(inputs)
         there = this.temporaries.allocate(inputs.q)
         sums = there.dq_sum if tile.adds_dq else None
-        preprocess(
-            inputs.do,
-            inputs.o,
-            inputs.lse,
-            inputs.dlse,
-            there.rows,
-            sums,
-            there.flags,
-            extras=extras,
-        )
+        x = inputs.do, inputs.o, inputs.lse, inputs.dlse
+        preprocess(*x, there.rows, sums, there.flags, extras=extras)
         main.run(inputs, results, there, extras)
 
     return Prepared(run, (preprocess, *main.launches))
 
 
-def _row_blocks(p, tile) -> RowBlocks:
+def row_blocks_of(p, tile) -> RowBlocks:
+    """Those of a problem."""
     if p.options.packed:
         return RowBlocks(1, 1, p.hq, grid.blocks(p, p.nq, tile.block_m))
     return RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
 
 
-def _temporaries(p, tile, row_blocks: RowBlocks, multiprocessors: int) -> Temporaries:
+def temporaries(p, tile, row_blocks: RowBlocks, multiprocessors: int) -> Temporaries:
+    """Those of a problem."""
     rows = Layout.compact((2, *row_blocks[:3], row_blocks.blocks * tile.block_m), "float32")
     if tile.adds_dq:
         dq_sum = Layout.compact((*row_blocks, tile.consumers * DQ_PART), "float32")

@@ -41,31 +41,47 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
-    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
-    partial = ForwardResults(
-        Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
-    )
+    partial = partial_results(p, parts)
     forward = _forward(p, inputs, partial, gpu, tile, parts)
-    combine = Launch(
-        "combine.build",
-        (results.o.dtype.name, p.dv, results.lse is not None, parts, COMBINE_ROWS),
-        gpu,
-        grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
-        threads=COMBINE_ROWS * COMBINE_LANES,
-        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
-    )
-
+    combine = combine_launch(partial, results, gpu, parts)
     extras_of = build_extras(p.options)
 
     def run(inputs, results):
-        o_parts, lse_parts = (
-            arrays.compact(f"parts of {x}", inputs.q, y.shape, y.dtype)
-            for x, y in partial._asdict().items()
-        )
+        o_parts, lse_parts = allocate(partial, inputs.q)
         forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(inputs))
         combine(o_parts, lse_parts, results.o, results.lse)
 
     return Prepared(run, (forward, combine))
+
+
+def partial_results(p, parts: int) -> ForwardResults:
+    """Layouts of float32 results over so many parts of the keys."""
+    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
+    return ForwardResults(
+        Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
+    )
+
+
+def allocate(partial: ForwardResults, like) -> ForwardResults:
+    """Arrays of these layouts."""
+    return ForwardResults(
+        *(
+            arrays.compact(f"parts of {name}", like, x.shape, x.dtype)
+            for name, x in partial._asdict().items()
+        )
+    )
+
+
+def combine_launch(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:
+    """The kernel that makes results of parts of them."""
+    return Launch(
+        "combine.build",
+        (results.o.dtype.name, results.o.shape[-1], results.lse is not None, parts, COMBINE_ROWS),
+        gpu,
+        grid=-(-math.prod(partial.lse.shape) // parts // COMBINE_ROWS),
+        threads=COMBINE_ROWS * COMBINE_LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+    )
 
 
 def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:

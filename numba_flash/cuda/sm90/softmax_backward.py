@@ -14,6 +14,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, one_type, words
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import PANEL, panels
 
 ROWS = 64  # keys of a fragment
 WORD = words(BackwardWork)
@@ -64,8 +65,9 @@ def build(head_dim, head_dim_v, options, tile):
     LSE, DELTA, BOUNDS, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.bounds, 4 * BLOCK_M
     SEQUENCES, CAPPED, NAN = options.sequences, bool(options.softcap), math.nan
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, True)
-    clear_q = pipeline.build_clear_tail(head_dim, BLOCK_M)
-    clear_do = pipeline.build_clear_tail(head_dim_v, BLOCK_M)
+    clear_q = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim), BLOCK_M)
+    clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
+    SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline
     def note_bounds(smem, turn, me):
@@ -142,11 +144,17 @@ def build(head_dim, head_dim_v, options, tile):
 
     @inline
     def exponentiate(sT, lse2_smem, scale_log2):
-        """(2) P^T = exp(S^T - lse), in the place of S^T."""
+        """(2) P^T = exp(S^T - lse), in the place of S^T; of planes 2^RAISED_BACKWARD larger, and
+        `scale_log2` and the lse are in base e: the difference of large numbers loses no digits.
+        """
         for j in range(SCORES // 4):
             shift = ptx.load_shared_pair(u32(lse2_smem + u32(32 * j)))
             for i in range(4):
-                sT[4 * j + i] = ptx.ex2(sT[4 * j + i] * scale_log2 - shift[i % 2])
+                x = sT[4 * j + i] * scale_log2 - shift[i % 2]
+                if SPLIT:
+                    sT[4 * j + i] = ptx.ex2(x * f32(LOG2E)) * f32(LARGEST)
+                else:
+                    sT[4 * j + i] = ptx.ex2(x)
 
     @inline
     def recompute_p(sT, smem, turn, me, n, row0, scales):

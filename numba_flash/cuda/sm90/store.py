@@ -4,7 +4,8 @@ there through tensor maps, or to memory.
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import build_pack, first_column
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32, u64
+from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90.pipeline import meet_warp_group
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
@@ -76,6 +77,49 @@ def build_put_row(head_dim_v, float32, bfloat16):
                 ptx.store_global(to, (pack2(x, y),))
 
     return put_row
+
+
+@once
+def build_put_words(columns, rows):
+    """``put_words(tile, words, first)``: 64 rows of words of two elements, as a fragment is packed,
+    from the `first` word on, into a tile of one panel of `rows` rows.
+    """
+    CHUNKS = columns // 8
+
+    @inline
+    def put_words(tile, words, first):
+        lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
+        row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
+        for j in range(0, CHUNKS, 2):
+            at = u32(tile + u32(row * ROW_BYTES + ((j + right) ^ (row % 8)) * 16))
+            w = first + 2 * j
+            ptx.stmatrix(at, words[w], words[w + 1], words[w + 2], words[w + 3])
+
+    return put_words
+
+
+@once
+def build_put_floats(head_dim_v, centred):
+    """``put_floats(address, acc, factor, r, centre)``: this thread's columns of row r of O times
+    its factor, to memory; and plus a `centre` if `centred`, unless the factor is 0: the row saw
+    nothing.
+
+    `address` is that of the row; its elements are neighbours, as those of `centre` are.
+    """
+    CHUNKS, CENTRED = head_dim_v // 8, centred
+
+    @inline
+    def put_floats(address, acc, factor, r, centre):
+        mine = u64(address + u64(first_column() * 4))
+        for j in range(CHUNKS):
+            x = acc[4 * j + 2 * r] * factor[r]
+            y = acc[4 * j + 2 * r + 1] * factor[r]
+            if CENTRED and factor[r] != f32(0):
+                x += centre[index(8 * j + first_column())]
+                y += centre[index(8 * j + first_column() + 1)]
+            ptx.store_global(u64(mine + u64(32 * j)), (x, y))
+
+    return put_floats
 
 
 @once

@@ -3,18 +3,35 @@
 import math
 
 from numba_flash.arrays import Layout
-from numba_flash.cuda import launch, tensor_maps
+from numba_flash.cuda import launch, prepare_split, tensor_maps
+from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm90 import prepare_backward as backward
+from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
+from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
+from numba_flash.cuda.sm90.split_tiles import MOST, MOST_BACKWARD, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
-
-prepare_forward, prepare_backward = forward.prepare, backward.prepare
+from numba_flash.problem import Prepared
 
 SERVED = {"softcap", "q_lengths", "kv_lengths"}  # options that the kernels know
+SERVED_FLOAT32 = SERVED - {"softcap"}
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
+
+
+def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts."""
+    of = forward_split if planes_of(problem) else forward
+    return of.prepare(problem, inputs, results, gpu)
+
+
+def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """The same for gradients."""
+    of = backward_split if planes_of(problem) else backward
+    return of.prepare(problem, inputs, results, deterministic, gpu)
 
 
 def takes_numpy() -> bool:
@@ -24,13 +41,13 @@ def takes_numpy() -> bool:
 
 def tiles_of(problem) -> tuple:
     """Rows and columns of the score tiles."""
-    tile = forward_tile(problem)
+    tile = split_tile(problem) if planes_of(problem) else forward_tile(problem)
     return (("forward", (tile.block_m, tile.block_n)),)
 
 
 def algorithm(problem) -> str:
     """How products and sums are computed."""
-    return "tensor cores, sums in float32"
+    return ALGORITHMS[planes_of(problem)]
 
 
 def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
@@ -47,17 +64,34 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
     if problem is None:
         return None
+    if problem.dtype == "float32":
+        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
     return _why_not_problem(problem) or next(filter(None, reasons), None)
 
 
+def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
+    """Any strides will do: planes are read in the place of the arrays."""
+    if kind == "backward":
+        if max(p.d, p.dv) > MOST_BACKWARD:
+            return f"has no backward pass of float32 beyond head dimension {MOST_BACKWARD}"
+        if p.precision == "tf32":
+            return "has no backward pass of one product for three (precision='tf32')"
+        if inputs.dlse is not None:
+            return "does not know gradients of the lse with float32"
+    if max(p.d, p.dv) > MOST:
+        return f"serves float32 up to head dimension {MOST}"
+    return prepare_split.why_not(p, demanded, "sm90")
+
+
 def _why_not_problem(p) -> str | None:
-    if p.dtype not in ("float16", "bfloat16"):
-        return f"serves float16 and bfloat16; q.dtype is {p.dtype}"
+    if p.dtype not in ("float16", "bfloat16", "float32"):
+        return f"serves float16, bfloat16 and float32; q.dtype is {p.dtype}"
     for option in p.options.used:
-        if option not in SERVED:
-            return f"does not know {NAMES[option]}"
+        if option not in (SERVED_FLOAT32 if planes_of(p) else SERVED):
+            of = " with float32" if option in SERVED else ""
+            return f"does not know {NAMES[option]}{of}"
     if p.options.softcap and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
         return (
             f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP};"

@@ -79,6 +79,7 @@ class Tile:
     stages: int
     o_panels: int
     ping_pong: bool
+    planes: ClassVar[int] = 1  # of each of q, k and v
 
     @property
     def consumers(self) -> int:
@@ -127,6 +128,7 @@ class BackwardTile:
     consumers: ClassVar[int] = 2
     adds_dq: ClassVar[bool] = True  # in memory, part by part
     queries_apart: ClassVar[int] = 0  # the consumers' fragments
+    planes: ClassVar[int] = 1
     kernel: ClassVar[str] = "sm90.backward.build"
 
     @property
@@ -164,10 +166,10 @@ class BackwardTile:
         free. "fetched" has no memory: all tiles of a work item have been asked for.
         """
         rings = {
-            "q": (panels(head_dim) * panel_bytes(self.block_m), self.stages),
-            "do": (panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
-            "k": (panels(head_dim) * panel_bytes(self.block_n), 1),
-            "v": (panels(head_dim_v) * panel_bytes(self.block_n), 1),
+            "q": (self.planes * panels(head_dim) * panel_bytes(self.block_m), self.stages),
+            "do": (self.planes * panels(head_dim_v) * panel_bytes(self.block_m), self.do_stages),
+            "k": (self.planes * panels(head_dim) * panel_bytes(self.block_n), 1),
+            "v": (self.planes * panels(head_dim_v) * panel_bytes(self.block_n), 1),
             "dq": (0, ADDERS),  # the tile lies elsewhere, see below
             "work": (WORK_BYTES, WORK_SLOTS),
             "fetched": (0, 1),
@@ -197,6 +199,7 @@ class WideTile:
     columns: ClassVar[int] = KEYS
     queries_apart: ClassVar[int] = KEYS
     adds_dq: ClassVar[bool] = False
+    planes: ClassVar[int] = 1
     kernel: ClassVar[str] = "sm90.backward_wide.build"
     registers: ClassVar[tuple[int, int]] = REGISTERS[2]
     threads: ClassVar[int] = 3 * WARP_GROUP

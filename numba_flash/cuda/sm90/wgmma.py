@@ -6,8 +6,8 @@ Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment o
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
-from numba_flash.cuda.swizzle import panel_bytes
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
 
 UNIT = 16  # bytes, of what descriptors count
 
@@ -88,3 +88,134 @@ def build_wait(block_n, head_dim_v):
         ptx.wgmma_wait(acc, s, NONE, OUTPUTS, SCORES)
 
     return wait_scores, wait_all
+
+
+# ---- float32 in planes of float16, see `numba_flash.cuda.split`
+
+
+@once
+def build_split_scores(block_n, columns, block_m, planes):
+    """``scores(s, low, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group,
+    in a sum for each panel, after each other, and products with low planes in one of their own;
+    ``wait(s, low)`` for all, ``add(s, low)`` them.
+    """
+    BLOCK_N, STEPS, PLANES = block_n, columns // 16, planes
+    Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(block_n) // UNIT
+    Q_PLANE, K_PLANE = panels(columns) * Q_PANEL, panels(columns) * K_PANEL
+    COUNT, NONE, LOWERED = block_n // 2, 0, 1 / ptx.LOW
+    COUNT_LOW, SUMS = COUNT if planes > 1 else 0, panels(columns)
+    COUNT_ALL = SUMS * COUNT
+
+    @inline
+    def scores(s, low, q_descriptor, k_descriptor):
+        ptx.wgmma_split_shared(
+            s, low, q_descriptor, k_descriptor,
+            BLOCK_N, STEPS, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
+        )  # fmt: skip
+
+    @inline
+    def wait(s, low):
+        ptx.wgmma_wait(s, low, NONE, COUNT_ALL, COUNT_LOW)
+
+    @inline
+    def add(s, low):
+        for e in range(COUNT):
+            for n in range(1, SUMS):
+                s[e] += s[n * COUNT + e]
+        for e in range(COUNT_LOW):
+            s[e] += low[e] * f32(LOWERED)
+
+    return scores, wait, add
+
+
+@once
+def build_split_values(block_n, columns, planes):
+    """``values(acc, high, low, p, v_tile)``: O += P V, one panel of V after the other; their sums
+    leave the tensor cores before they are added to O. The caller may hand over `high` and `low`,
+    registers for a panel.
+
+    `v_tile` is the address of a tile, in panels, all high ones first.
+    """
+    PANEL_BYTES = panel_bytes(block_n)
+    V_PLANE = panels(columns) * PANEL_BYTES // UNIT
+
+    def build_panel(panel, rest):
+        N, STEPS, PLANES = min(PANEL, columns - panel * PANEL), block_n // 16, planes
+        AT, FIRST, LOWERED = panel * PANEL_BYTES, panel * PANEL // 2, 1 / ptx.LOW
+        COUNT, COUNT_LOW, NONE = N // 2, N // 2 if planes > 1 else 0, 0
+
+        @inline
+        def one(acc, high, low, p, v_tile):
+            v_descriptor = descriptor(u32(v_tile + u32(AT)), u32(PANEL_BYTES))
+            ptx.wgmma_split_registers(high, low, p, v_descriptor, N, STEPS, PLANES, V_PLANE)
+            ptx.wgmma_wait(high, low, NONE, COUNT, COUNT_LOW)
+            for e in range(COUNT_LOW):
+                high[e] += low[e] * f32(LOWERED)
+            for e in range(COUNT):
+                acc[FIRST + e] += high[e]
+            rest(acc, high, low, p, v_tile)
+
+        return one
+
+    @inline
+    def values(acc, high, low, p, v_tile):
+        pass
+
+    for panel in reversed(range(panels(columns))):
+        values = build_panel(panel, values)
+    return values
+
+
+@once
+def build_split_rows(columns, depth, b_rows, planes):
+    """``start(high, low, a, b_tile)``: start A B, A in registers, `columns` of B, which are no more
+    than a panel, as `depth` of the `b_rows` rows of its planes.
+    """
+    N, STEPS, PLANES, B_PLANE = columns, depth // 16, planes, panel_bytes(b_rows) // UNIT
+
+    @inline
+    def start(high, low, a, b_tile):
+        b_descriptor = descriptor(b_tile, u32(0))
+        ptx.wgmma_split_registers(high, low, a, b_descriptor, N, STEPS, PLANES, B_PLANE)
+
+    return start
+
+
+@once
+def build_split_columns(columns, depth, a_plane, b_plane, planes):
+    """``start(high, low, a_tile, b_tile)``: start A B of 64 rows of A, both as rows along the sum,
+    of which there are `depth`; low planes lie so many bytes behind high ones.
+    """
+    N, STEPS, PLANES, ALONG = columns, depth // 16, planes, 0
+    A_PLANE, B_PLANE = a_plane // UNIT, b_plane // UNIT
+
+    @inline
+    def start(high, low, a_tile, b_tile):
+        ptx.wgmma_split_shared(
+            high, low, descriptor(a_tile, u32(0)), descriptor(b_tile, u32(0)),
+            N, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
+        )  # fmt: skip
+
+    return start
+
+
+@once
+def build_split_sum(columns, planes, pending=0):
+    """``join(high, low)``: wait for a product, but not for so many after it, and add its low sums
+    to the high ones; ``add(acc, high, factor)``: acc += high factor.
+    """
+    COUNT, PENDING, LOWERED = columns // 2, pending, 1 / ptx.LOW
+    COUNT_LOW = COUNT if planes > 1 else 0
+
+    @inline
+    def join(high, low):
+        ptx.wgmma_wait(high, low, PENDING, COUNT, COUNT_LOW)
+        for e in range(COUNT_LOW):
+            high[e] += low[e] * f32(LOWERED)
+
+    @inline
+    def add(acc, high, factor):
+        for e in range(COUNT):
+            acc[e] += high[e] * factor
+
+    return join, add

@@ -254,7 +254,7 @@ REFUSED = {
     "mask": (OF_SHAPE, lambda cp, x: x, lambda cp: {"mask": cp.ones(30, "bool")}, "does not know a mask array"),
     "dropout": (OF_SHAPE, lambda cp, x: x, lambda cp: {"dropout": 0.5, "rng": (1, 2)}, "does not know dropout"),
     "score_mod": (OF_SHAPE, lambda cp, x: x, lambda cp: SCORE, "does not know a score_mod"),
-    "float32": (OF_SHAPE, lambda cp, x: x.astype("float32"), lambda cp: {}, "serves float16 and bfloat16; q.dtype is float32"),
+    "float64": (OF_SHAPE, lambda cp, x: x.astype("float64"), lambda cp: {}, "serves float16, bfloat16 and float32; q.dtype is float64"),
     "D = 20": ((2, 4, 30, 20), lambda cp, x: x, lambda cp: {}, "needs head dimensions that are multiples of 8; q.shape[-1] is 20"),
     "reversed": (OF_SHAPE, lambda cp, x: x[:, ::-1], lambda cp: {}, "needs strides that are multiples of 16 bytes and not negative; q"),
     "transposed": ((2, 4, 64, 32), lambda cp, x: x.swapaxes(-1, -2), lambda cp: {}, "needs neighbours along the head dimension"),

@@ -14,16 +14,19 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 import compiled
 import kernel_counts
 from compiled import H200, disassembler
-from sm90_kernels import AROUND, BACKWARD, COMBINE, DQ, FORWARD, KERNELS
+from sm90_kernels import AROUND, BACKWARD, BACKWARD_SPLIT, COMBINE, DQ, FORWARD, FORWARD_SPLIT, KERNELS
 
 from numba_flash.cuda import compile
+from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
 SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
+SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 
 # Each main loop, and what changes it most; what is left are further tiles, dtypes and stores.
 QUICK = (
+    "float32 64, causal",
     *(f"64-{2**31}-none", "packed", "softcap"),
     *("backward 64, causal", "backward packed, 136, 256"),
     *("preprocess packed", "preprocess packed, zeros", "postprocess packed", "dq packed, 136", "combine", "combine with lse"),
@@ -54,6 +57,17 @@ def test_counts_of_machine_code(name):
 def test_resources(name):
     """Nothing is spilled or serialised, and the registers that the warp groups ask for are those that the block has been given."""
     _, d, dv, *_, tile = KERNELS[name].config
+    check_resources(name, tile, tile.layout(d, dv).bytes)
+
+
+@pytest.mark.parametrize("name", named([*FORWARD_SPLIT, *BACKWARD_SPLIT], QUICK))
+def test_resources_of_float32(name):
+    """The same; rings hold both planes."""
+    d, dv, *_, tile = KERNELS[name].config
+    check_resources(name, tile, tile.layout(padded(d), padded(dv)).bytes)
+
+
+def check_resources(name, tile, shared_bytes):
     used = resources(name)
     print(used)
     assert used["stack_bytes"] <= used["spill_bytes"] <= SPILLS.get(name, 0)
@@ -61,7 +75,32 @@ def test_resources(name):
     assert 0 < used["registers"] <= 65536 // tile.threads
     fewest, most = tile.registers
     assert fewest + tile.consumers * most <= used["registers"] * (tile.consumers + 1), "the consumers would wait for registers forever"
-    assert used["shared_bytes"] + tile.layout(d, dv).bytes <= SHARED_LIMIT
+    assert used["shared_bytes"] + shared_bytes <= SHARED_LIMIT
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(FORWARD_SPLIT, QUICK))
+def test_instructions_of_float32(name):
+    """Three products for one of float16, or one if that is accurate enough."""
+    d, dv, *_, tile = KERNELS[name].config
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    products = padded(d) // 16 + tile.block_n // 16 * -(-dv // 64)
+    assert sum(each.startswith("HGMMA") for each in found) == products * (3 if tile.planes > 1 else 1)
+    names = {each.split(".")[0] for each in found}
+    assert {"UTMALDG", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"STL", "LDL", "HMMA", "UTMASTG"}
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(BACKWARD_SPLIT, QUICK))
+def test_instructions_of_the_backward_pass_of_float32(name):
+    d, dv, *_, tile = KERNELS[name].config
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    steps = (padded(d) + padded(dv) + 2 * tile.block_m + 64) // 16  # of S, dP, dV and dK, dQ
+    assert sum(each.startswith("HGMMA") for each in found) == 3 * steps
+    names = {each.split(".")[0] for each in found}
+    assert {"UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
+    assert "UTMASTG" not in names
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")

@@ -39,7 +39,13 @@ def problem(nq=100, nk=200, d=64, dv=None, batch=(2,), hq=2, hk=1, dtype=np.floa
 
 
 REFUSED = {
-    "float32": (problem(dtype=np.float32), "serves float16 and bfloat16; q.dtype is float32"),
+    "float64": (problem(dtype=np.float64), "serves float16, bfloat16 and float32; q.dtype is float64"),
+    "softcap with float32": (problem(dtype=np.float32, softcap=3.0), "does not know a softcap with float32"),
+    "bias with float32": (problem(dtype=np.float32, bias=np.zeros(200, np.float32)), "does not know a bias"),
+    "D = 20 with float32": (
+        problem(dtype=np.float32, d=20),
+        "needs head dimensions that are multiples of 8; q.shape[-1] is 20, v.shape[-1] 20",
+    ),
     "bias": (problem(bias=np.zeros(200, np.float32)), "does not know a bias"),
     "mask": (problem(mask=np.ones(200, bool)), "does not know a mask array"),
     "dropout": (problem(dropout=0.5, rng=(1, 2)), "does not know dropout"),
@@ -63,6 +69,13 @@ SERVED = {
     "scale": problem(scale=1e-3),
     "five dimensions": problem(batch=(2, 3), window=(3, 5)),
 }
+WIDE = {"hq": 64, "hk": 64, "nq": 1000, "nk": 1000, "dtype": np.float32}
+SERVED |= {
+    "float32": problem(**WIDE),
+    "float32 with lengths": problem(**WIDE, kv_lengths=np.array([3, 4]), causal=True),
+    "float32 of other dims": problem(**WIDE | {"d": 8}, dv=128),
+    "float32, less accurate": problem(**WIDE, precision="tf32"),
+}
 
 
 def inputs_of(p: Problem) -> ForwardInputs:
@@ -82,6 +95,38 @@ def test_problems_that_are_served(p):
     assert tier._why_not_problem(p) is None
     assert tier.why_not("forward", p, inputs_of(p), True, H200) is None
     assert tier.why_not("forward", p, inputs_of(p), False, H200) is None
+
+
+REFUSED_FLOAT32 = {
+    "backward": ("backward", problem(**WIDE | {"d": 72}), "has no backward pass of float32 beyond head dimension 64"),
+    "backward, less accurate": (
+        "backward",
+        problem(**WIDE, precision="tf32"),
+        "has no backward pass of one product for three (precision='tf32')",
+    ),
+    "d": ("forward", problem(**WIDE | {"d": 136}), "serves float32 up to head dimension 128"),
+    "dv": ("forward", problem(**WIDE, dv=256), "serves float32 up to head dimension 128"),
+    "precision": ("forward", problem(**WIDE, precision="ieee"), "computes no IEEE products (precision='ieee')"),
+}
+
+
+@pytest.mark.parametrize(("kind", "p", "sentence"), REFUSED_FLOAT32.values(), ids=REFUSED_FLOAT32)
+def test_float32_that_is_refused(kind, p, sentence):
+    for demanded in (True, False):
+        assert tier.why_not(kind, p, inputs_of(p), demanded, H200) == sentence
+
+
+def test_few_products_of_float32_are_served_on_demand():
+    p = problem(dtype=np.float32)
+    assert tier.why_not("forward", p, inputs_of(p), True, H200) is None
+    sentence = "serves so few products of float32 on demand only (backend='sm90'): others are faster"
+    assert tier.why_not("forward", p, inputs_of(p), False, H200) == sentence
+
+
+def test_float32_in_any_strides_is_served():
+    p = problem(**WIDE)
+    q, k, v, *_ = inputs_of(p)
+    assert tier.why_not("forward", p, ForwardInputs(q[..., ::-1, :], k[..., ::-1], v), True, H200) is None
 
 
 def test_bfloat16_is_served():

@@ -1,0 +1,233 @@
+"""Backward pass of float32 on Hopper: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, on
+planes of float16 (see `numba_flash.cuda.split`), in the blocks of `numba_flash.cuda.sm90.backward`.
+
+Sums of a tile leave the tensor cores before they are added to dK, dV and dQ. A consumer waits for
+each of its products while those of the other one run, and neither needs the other: of a tile of dQ
+each makes a part, from its own keys. Its numbers of dS have a power of two of their own, by which
+they come near the end of float16.
+"""
+
+import math
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
+from numba_flash.cuda.number import index
+from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90.arguments import END, Scales, one_type
+from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
+from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
+from numba_flash.cuda.sm90.split_tiles import padded
+from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
+
+
+def build(head_dim, head_dim_v, banded, ordered, options, tile):
+    """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``,
+    its signature and compile options.
+
+    maps : tensor maps of the planes of do, q, k and v as (b0, b1, heads, n, planes of columns).
+    dk, dv : float32 (b0, b1, kv_heads, nk, head_dim).
+    lse2, delta : as `numba_flash.cuda.preprocess` writes them for such planes, in base e.
+    dq_sum : as in `numba_flash.cuda.sm90.backward`, but each consumer's part is of all columns, and
+        dQ is the sum of both.
+    banded, ordered, flags, extras, sizes, scales : as there, and factors among the `extras`.
+    """
+    D, DV, PLANES = padded(head_dim), padded(head_dim_v), tile.planes
+    BLOCK_M, BLOCK_N, SMEM = tile.block_m, tile.block_n, tile.layout(D, DV)
+    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
+    DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
+    DS, DS_BYTES, LARGEST, MINE = SMEM.ds, SMEM.ds_bytes, SMEM.largest, ROWS * ROW_BYTES
+    DQ_TILE, DQ_BYTES, DQ_CHUNKS = SMEM.dq.tiles, 4 * DQ_PART, D // 8
+    SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, D // 2, DV // 2
+    OUTPUTS, P_WORDS, WARPS = max(D, DV) // 2, PLANES * BLOCK_M // 4, WARP_GROUP // 32
+    SEQUENCES, PACKED = options.sequences, options.packed
+    LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
+    clear_k = pipeline.build_clear_tail(PLANES * PANEL, BLOCK_N)
+    start_scores, _, _ = wgmma.build_split_scores(BLOCK_M, D, BLOCK_N, PLANES)
+    start_dp, _, _ = wgmma.build_split_scores(BLOCK_M, DV, BLOCK_N, PLANES)
+    start_dv = wgmma.build_split_rows(DV, BLOCK_M, BLOCK_M, PLANES)
+    start_dk = wgmma.build_split_rows(D, BLOCK_M, BLOCK_M, PLANES)
+    start_dq = wgmma.build_split_columns(D, ROWS, DS_BYTES, panel_bytes(BLOCK_N), PLANES)
+    join_scores, _ = wgmma.build_split_sum(BLOCK_M, PLANES, pending=1)
+    join_dp, _ = wgmma.build_split_sum(BLOCK_M, PLANES)
+    (join_dv, add_dv), (join_dk, add_dk) = (wgmma.build_split_sum(n, PLANES) for n in (DV, D))
+    split, _ = fragment.build_split(PAIRS, PLANES)
+    put_words = store.build_put_words(BLOCK_M, BLOCK_N)
+    zero_k, _ = softmax.build_zero(OUTPUTS_K)
+    zero_v, _ = softmax.build_zero(OUTPUTS_V)
+    _, largest_of = softmax.build_power(SCORES)
+    shared = softmax_backward.build(D, DV, options, tile)
+    note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
+    wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
+    differentiate = shared.differentiate
+    put_dk = store.build_put_floats(head_dim, False)
+    put_dv = store.build_put_floats(head_dim_v, False)
+
+    @inline
+    def begin_item(smem, turn, me, extras, scales):
+        """Wait for K and V of a work item; its `Scales`, of products of planes, in base e."""
+        note_bounds(smem, turn, me)
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
+        pipeline.wait_ready(smem, K, turn)
+        pipeline.wait_ready(smem, V, turn)
+        if SEQUENCES:
+            clear_k(smem, K, turn, keys, me)
+            clear_k(smem, V, turn, keys, me)
+        factor = factor_of(smem, turn, extras, 0) * factor_of(smem, turn, extras, 1)
+        return Scales(f32(0), scales.scale * factor, scales.scale)
+
+    @inline
+    def factor_of(smem, turn, extras, which):
+        """What undoes the power of two of q, k, v or dO, of the head of a work item."""
+        b0, b1 = pipeline.read(smem, WORK, turn, WORD.b0), pipeline.read(smem, WORK, turn, WORD.b1)
+        head = pipeline.read(smem, WORK, turn, WORD.kv_head)
+        return extras.factors[index(b0), index(b1), index(head), which]
+
+    @inline
+    def common_power(smem, me, dsT):
+        """The `Power` for dS^T of all warps of this consumer."""
+        at = u32(smem + u32(LARGEST + 4 * WARPS * me))
+        largest = largest_of(dsT)
+        if cuda.threadIdx.x % 32 == 0:
+            warp = cuda.threadIdx.x % WARP_GROUP // 32
+            ptx.store_shared(u32(at + u32(4 * warp)), i32(ptx.as_uint32(largest)))
+        pipeline.meet_warp_group(me)  # theirs are there; they have read their tile's delta
+        for warp in range(WARPS):
+            other = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(4 * warp)))))
+            largest = ptx.maximum(largest, other)
+        return softmax.power_below(largest)
+
+    @inline
+    def commit_dq(smem, n):
+        """Let a tile of dQ be added up; later than `put_dq`, when products run while the fence
+        waits for what that has stored.
+        """
+        ptx.fence_proxy_async()
+        pipeline.commit(smem, DQ, n)
+
+    @inline
+    def put_dq(smem, me, n, dq, factor):
+        """Store this consumer's part of a tile of dQ to shared memory."""
+        pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
+        mine, zero = u32(cuda.threadIdx.x % WARP_GROUP * 16), f32(0)
+        to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + mine)
+        for j in range(8):
+            four = zero, zero, zero, zero
+            if j < DQ_CHUNKS:
+                e = 4 * j
+                four = (
+                    dq[e] * factor, dq[e + 1] * factor, dq[e + 2] * factor, dq[e + 3] * factor,
+                )  # fmt: skip
+            ptx.store_shared_vector(u32(to + u32(2048 * j)), four)
+
+    @inline
+    def finish(smem, turn, me, n, dk, dv, dk_acc, dv_acc, extras, scale):
+        """Let the last tile of dQ be added up, and store dK and dV of a work item."""
+        commit_dq(smem, u32(n - u32(1)))
+        pipeline.release_group(smem, K, turn)
+        pipeline.release_group(smem, V, turn)
+        factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
+        b0, b1 = pipeline.read(smem, WORK, turn, WORD.b0), pipeline.read(smem, WORK, turn, WORD.b1)
+        h, k0 = pipeline.read(smem, WORK, turn, WORD.kv_head), i32(0)
+        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        rows, invalid = i32(dk.shape[3]), False
+        if PACKED:
+            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+            rows = pipeline.read(smem, WORK, turn, WORD.keys)
+        if SEQUENCES:
+            invalid = pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+        of_do = factor_of(smem, turn, extras, 3)
+        of_dp = factor_of(smem, turn, extras, 2) * of_do
+        of_dk = f32(LOWERED) * scale * factor_of(smem, turn, extras, 0)
+        pipeline.release(smem, WORK, turn)
+        for e in range(OUTPUTS_K):
+            dk_acc[e] *= of_dp
+        for r in range(2):
+            j = row0 + wgmma.first_row() + 8 * r
+            if j < rows:
+                at = index(k0 + j)
+                dv_row = dv[index(b0), index(b1), index(h), at]
+                dk_row = dk[index(b0), index(b1), index(h), at]
+                factor[r] = f32(NAN) if invalid else f32(LOWERED) * of_do
+                put_dv(ptx.global_address(dv_row), dv_acc, factor, r, dv_row)
+                factor[r] = f32(NAN) if invalid else of_dk
+                put_dk(ptx.global_address(dk_row), dk_acc, factor, r, dk_row)
+
+    @inline
+    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
+        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last
+        tile first.
+        """
+        # registers of each thread
+        sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
+        dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
+        s_low = cuda.local.array(SCORES, f32)  # of their products with low planes
+        dp_low = cuda.local.array(SCORES, f32)
+        p = cuda.local.array(P_WORDS, u32)  # of P^T, then of dS^T, two elements of 16 bits each
+        dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
+        dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
+        high = cuda.local.array(OUTPUTS, f32)  # of what a tile adds to one of them, or to dQ
+        low = cuda.local.array(OUTPUTS, f32)  # of its products with low planes
+        mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(sizes.group)
+        ds = u32(smem + u32(DS) + mine)
+        while True:
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            if count == END:
+                break
+            k_rows = u32(pipeline.tile(smem, K, turn) + mine)
+            v_rows = u32(pipeline.tile(smem, V, turn) + mine)
+            zero_k(dk_acc)
+            zero_v(dv_acc)
+            of_item = begin_item(smem, turn, me, extras, scales)
+            row0 = bound(smem, me, BOUND.last)
+            begin, end = n, u32(n + u32(count * group))
+            while n != end:
+                q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
+                # (1) S^T = K Q^T
+                wait_q(smem, turn, me, n, row0)
+                k_descriptor = wgmma.descriptor(k_rows, u32(0))
+                start_scores(sT, s_low, k_descriptor, wgmma.descriptor(q_rows, u32(0)))
+                # (4) dP^T = V dO^T
+                wait_do(smem, turn, me, n, row0)
+                v_descriptor = wgmma.descriptor(v_rows, u32(0))
+                start_dp(dpT, dp_low, v_descriptor, wgmma.descriptor(do_rows, u32(0)))
+                if n != begin:  # (7) of the tile before
+                    commit_dq(smem, u32(n - u32(1)))
+                # (2) P^T = exp(S^T - lse), in the place of S^T
+                join_scores(sT, s_low)
+                recompute_p(sT, smem, turn, me, n, row0, of_item)
+                # (5) dS^T = P^T * (dP^T - delta)
+                join_dp(dpT, dp_low)
+                for chunk in range(0, SCORES // 4, 2):
+                    differentiate(dpT, sT, smem, me, n, chunk)
+                # (3) dV = dV + P^T dO
+                split(p, sT)
+                start_dv(high, low, p, do_rows)
+                power = common_power(smem, me, dpT)
+                for e in range(SCORES):
+                    dpT[e] *= power.up
+                join_dv(high, low)
+                pipeline.release_group(smem, DO, n)
+                add_dv(dv_acc, high, f32(1))
+                # (6) dK = dK + dS^T Q
+                split(p, dpT)
+                for plane in range(PLANES):
+                    put_words(u32(ds + u32(plane * DS_BYTES)), p, plane * PAIRS)
+                start_dk(high, low, p, q_rows)
+                ptx.fence_proxy_async()
+                row0 = next_row0(smem, me, row0)
+                pipeline.meet_warp_group(me)  # dS^T is there; they have read their tile's lse
+                join_dk(high, low)
+                pipeline.release_group(smem, Q, n)
+                add_dk(dk_acc, high, power.down)
+                # (7) dQ = dS K
+                start_dq(high, low, ds, k_rows)
+                join_dk(high, low)
+                put_dq(smem, me, n, high, power.down)
+                n = u32(n + 1)
+            finish(smem, turn, me, n, dk, dv, dk_acc, dv_acc, extras, scales.scale)
+            turn = u32(turn + 1)
+
+    return build_kernel(D, DV, banded, False, ordered, options, tile, consume)

@@ -1,0 +1,137 @@
+"""The backward pass of float32 on the `sm90` tier from the host: kernels and grids."""
+
+import math
+
+import numpy as np
+
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import FACTORS, SPLIT, build_extras, chunked, extras_class
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, row_blocks_of, section
+from numba_flash.cuda.sm90.prepare_backward import temporaries as temporaries_of
+from numba_flash.cuda.sm90.prepare_forward_split import as_float16
+from numba_flash.cuda.sm90.split_tiles import padded, split_backward_tile
+from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.problem import BackwardResults, Prepared
+
+
+def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts, which returns flags of heads that are
+    left to another tier; the same bits in every run if `deterministic`.
+    """
+    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), split_backward_tile(problem)
+    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
+        # rows are stored by two elements at a time
+        again = lambda results: prepare(p, inputs, results, deterministic, gpu)
+        return tensor_maps.through_compact(again, results)
+    row_blocks = row_blocks_of(p, tile)
+    do, o = grid.heads_first(p, inputs.do, inputs.o)
+    this = Pass(
+        p=p,
+        tile=tile,
+        gpu=gpu,
+        ordered=deterministic,
+        inputs=inputs._replace(do=do, o=o),
+        results=BackwardResults(*grid.heads_first(p, *results[:3])),
+        row_blocks=row_blocks,
+        temporaries=temporaries_of(p, tile, row_blocks, gpu.multiprocessors),
+    )
+    splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
+    preprocess, main = _preprocess(this, splitter.made), _main(this, splitter.made)
+    postprocess = _postprocess(this, splitter.made)
+    extras_of = build_extras(p.options)
+    of_rows, of_factors = (extras_class(p.options, more=names) for names in (SPLIT, FACTORS))
+
+    def run(inputs, results):
+        extras, there = extras_of(inputs), this.temporaries.allocate(inputs.q)
+        x = splitter.of(inputs)
+        do, o = grid.heads_first(p, inputs.do, inputs.o)
+        dq, dk, dv = grid.heads_first(p, *results[:3])
+        sums, flags, rows = there.dq_sum, there.flags, there.rows
+        own = of_rows(*extras, *x.extras)
+        preprocess(do, o, inputs.lse, inputs.dlse, rows, sums, flags, extras=own)
+        own = of_factors(*extras, x.factors)
+        main(x.do, x.q, x.k, x.v, dk, dv, rows[0], rows[1], sums, flags, extras=own)
+        postprocess(sums, dq, extras=own)
+        return x.flags
+
+    launches = (*splitter.launches, preprocess, main, postprocess)
+    return Prepared(run, launches, splitter.made.flags)
+
+
+def _preprocess(this: Pass, made) -> Launch:
+    """The lse, delta, and flags or zeros."""
+    p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
+    sum_bytes = 4 * DQ_PART * tile.consumers
+    return Launch(
+        "preprocess.build",
+        (
+            *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered),
+            *(chunked(x.do, x.o), False, p.options.arrays, ROW_THREADS),
+        ),
+        this.gpu,
+        grid=math.prod(this.row_blocks),
+        threads=ROW_THREADS,
+        operands=(
+            *((x.do, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
+            *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
+        ),
+        extras=(*this.extras, (made.factors, 4), (made.shifts, 4), (made.centres, 5)),
+        numbers=(p.nk,),
+    )
+
+
+def _main(this: Pass, made) -> Launch:
+    """The kernel that walks over queries."""
+    p, tile, results, there = this.p, this.tile, this.results, this.temporaries
+    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    rows = there.rows._replace(shape=there.rows.shape[1:], strides=there.rows.strides[1:])
+    sizes = Sizes(
+        items=items,
+        low=-p.high,
+        high=-p.low,
+        columns=p.nq,
+        parts=1,
+        group=p.hq // p.hk,
+        section=section(
+            p, tile, grid.blocks(p, p.nk, tile.block_n), this.gpu.multiprocessors, this.ordered
+        ),
+        b0=p.batch[0],
+    )
+    boxes = (made.do, tile.block_m), (made.q, tile.block_m), (made.k, tile.block_n)
+    boxes += ((made.v, tile.block_n),)
+    return Launch(
+        tile.kernel,
+        (
+            *(p.d, p.dv, p.band != "none" and not this.ordered, this.ordered),
+            *(p.options.structure, tile),
+        ),
+        this.gpu,
+        grid=min(items, this.gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout(padded(p.d), padded(p.dv)).bytes,
+        operands=(
+            *((results.dk, 5), (results.dv, 5), (rows, 4), (rows, 4)),
+            *((there.dq_sum, 5), (there.flags, 1)),
+        ),
+        extras=(*this.extras, (made.factors, 4)),
+        numbers=(sizes, scales(p)),
+        maps=tuple((as_float16(x), n) for x, n in boxes),
+    )
+
+
+def _postprocess(this: Pass, made) -> Launch:
+    """dQ from its sums."""
+    p = this.p
+    return Launch(
+        "sm90.postprocess_split.build",
+        (p.d, p.options.arrays, this.tile),
+        this.gpu,
+        grid=math.prod(this.row_blocks),
+        threads=WARP_GROUP,
+        operands=((this.temporaries.dq_sum, 5), (this.results.dq, 5)),
+        extras=(*this.extras, (made.factors, 4)),
+        numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
+    )

@@ -1,0 +1,82 @@
+"""The forward pass of float32 on the `sm90` tier from the host: kernels and grids."""
+
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import SPLIT, build_extras, extras_class
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.prepare_forward import allocate, combine_launch, partial_results
+from numba_flash.cuda.sm90.split_tiles import SplitTile, padded, split_tile
+from numba_flash.problem import Prepared
+
+
+def prepare(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts, which returns flags of heads that are
+    left to another tier.
+    """
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    if tensor_maps.why_not("o", results.o) is not None:  # rows are stored by two elements at a time
+        return tensor_maps.through_compact(
+            lambda results: prepare(p, inputs, results, gpu), results
+        )
+    tile = split_tile(p)
+    splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
+    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    partial = partial_results(p, parts) if parts > 1 else results
+    forward = _forward(p, inputs, splitter, partial, gpu, tile, parts)
+    combine = combine_launch(partial, results, gpu, parts) if parts > 1 else None
+    lengths_of = build_extras(p.options)
+    extras = extras_class(p.options, (), SPLIT)
+
+    def run(inputs, results):
+        x, into = splitter.of(inputs), allocate(partial, inputs.q) if combine else results
+        (o,) = grid.heads_first(p, into.o)
+        more = extras(*lengths_of(inputs), *x.extras)
+        forward(x.q, x.k, x.v, o, into.lse, extras=more)
+        if combine:
+            combine(*into, *results)
+        return x.flags
+
+    launches = (*splitter.launches, forward, *((combine,) if combine else ()))
+    return Prepared(run, launches, splitter.made.flags)
+
+
+def _forward(p, inputs, splitter: Splitter, results, gpu, tile: SplitTile, parts: int) -> Launch:
+    """The attention kernel, on results of the problem, or on parts of them."""
+    count, made = grid.items(p, p.nq, p.hq, tile.block_m) * parts, splitter.made
+    (o,) = grid.heads_first(p, results.o)
+    in_sections = p.band != "none" and not p.options.packed
+    section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
+    sizes = Sizes(
+        items=count,
+        low=p.low,
+        high=p.high,
+        columns=p.nk,
+        parts=parts,
+        group=p.hq // p.hk,
+        section=section,
+        b0=p.batch[0],
+    )
+    d, dv = padded(p.d), padded(p.dv)
+    rows = ((made.q, tile.block_m), (made.k, tile.block_n), (made.v, tile.block_n))
+    return Launch(
+        "sm90.forward_split.build",
+        (p.d, p.dv, results.lse is not None, p.band, parts > 1, p.options.structure, tile),
+        gpu,
+        grid=min(count, gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout(d, dv).bytes,
+        operands=((o, 5), (results.lse, 4)),
+        extras=(
+            *grid.extras_layouts(p, inputs),
+            *((made.factors, 4), (made.shifts, 4), (made.centres, 5)),
+        ),
+        numbers=(sizes, scales(p)),
+        maps=tuple((as_float16(x), n) for x, n in rows),
+    )
+
+
+def as_float16(words: Layout) -> Layout:
+    """The same bytes as elements, two of each word."""
+    return Layout.compact((*words.shape[:-1], 2 * words.shape[-1]), "float16")

@@ -1,0 +1,107 @@
+"""Tiles for float32 in planes of float16 (`numba_flash.cuda.split`), and where a block keeps them
+in shared memory. Numba is not imported here.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.sm90.tiles import (
+    REGISTERS,
+    WARP_GROUP,
+    WORK_BYTES,
+    WORK_SLOTS,
+    BackwardTile,
+    lay_out,
+)
+from numba_flash.cuda.swizzle import panel_bytes, panels
+
+STEP = 16  # columns that a product takes at a time; a plane has a multiple of that
+MOST, MOST_BACKWARD = 128, 64  # head dimension
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a plane."""
+    return -(-head_dim // STEP) * STEP
+
+
+@dataclass(frozen=True)
+class SplitTile:
+    """Shape of a block's work in the forward pass.
+
+    Attributes
+    ----------
+    block_m, block_n : int
+        Rows and columns of the score tile; 64 rows per consumer warp group, columns a multiple of
+        16.
+    q_stages, stages : int
+        Slots of the ring of Q tiles, and of those of K and of V tiles.
+    ping_pong : bool
+        Consumers take turns at starting scores.
+    planes : int
+        Of each of q, k and v.
+    """
+
+    block_m: int
+    block_n: int
+    q_stages: int
+    stages: int
+    ping_pong: bool
+    planes: int = 2
+
+    @property
+    def consumers(self) -> int:
+        return self.block_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers]
+
+    @property
+    def threads(self) -> int:
+        return WARP_GROUP * (self.consumers + 1)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings ``q k v work`` as `numba_flash.cuda.sm90.pipeline` wants them, and
+        the `bytes` of all. In a slot, the panels of the low plane come after those of the high one.
+        """
+        of = lambda columns, rows: self.planes * panels(columns) * panel_bytes(rows)
+        rings = {
+            "q": (of(head_dim, self.block_m), self.q_stages),
+            "k": (of(head_dim, self.block_n), self.stages),
+            "v": (of(head_dim_v, self.block_n), self.stages),
+            "work": (WORK_BYTES, WORK_SLOTS),
+        }
+        return lay_out(rings, 0)
+
+
+def split_tile(problem) -> SplitTile:
+    """Tile of the forward kernel: of 128 keys, of which registers hold S and its low sums, or P in
+    two planes, unless they have to hold O with more than 64 columns.
+    """
+    if max(problem.d, problem.dv) <= 64:
+        return SplitTile(128, 128, 1, 2, True, planes_of(problem))
+    return SplitTile(128, 64, 1, 2, True, planes_of(problem))
+
+
+class SplitBackwardTile(BackwardTile):
+    """Shape of a block's work in the backward pass, with head dimensions up to 64.
+
+    Attributes and shared memory are those of a `BackwardTile`, where the two slots of dS^T are its
+    planes. A consumer computes dQ from its own keys.
+    """
+
+    planes: ClassVar[int] = 2
+    kernel: ClassVar[str] = "sm90.backward_split.build"
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """And ``largest``: a float32 for each warp of the consumers, behind the bounds."""
+        layout = super().layout(head_dim, head_dim_v)
+        layout.largest = layout.bounds + 16 * self.consumers
+        return layout
+
+
+def split_backward_tile(problem) -> SplitBackwardTile:
+    """Tile of the main kernel of the backward pass."""
+    return SplitBackwardTile(64, 2, 2, False)
