@@ -77,13 +77,6 @@ MUTANTS_SPLIT = (
     Mutant("powers before they are there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # theirs", "pass  # theirs", GRADIENTS),
     Mutant("dS of other warps before it is there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # dS", "pass  # dS", GRADIENTS),
     Mutant("no fence before dQ", BACKWARD_SPLIT, "ptx.fence_proxy_async()\n                row0", "row0", GRADIENTS),
-    Mutant(
-        "dO is released before its product",
-        BACKWARD_SPLIT,
-        "join_dv(high, low)\n                pipeline.release_group(smem, DO, n)",
-        "pipeline.release_group(smem, DO, n)\n                join_dv(high, low)",
-        GRADIENTS,
-    ),
     Mutant("dQ from the keys of one consumer", "cuda/sm90/postprocess_split.py", "range(1, PARTS)", "range(1, 1)", GRADIENTS),
     Mutant("dK without the power of V", BACKWARD_SPLIT, "dk_acc[e] *= of_dp", "dk_acc[e] *= of_do", GRADIENTS),
     # ---- the host
