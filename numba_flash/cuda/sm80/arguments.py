@@ -71,3 +71,11 @@ class Sizes(NamedTuple):
     section: int
     b0: int
     doublings: int
+
+
+def finds_again(options, shape, tile) -> bool:
+    """Whether threads of the backward pass compute for every tile anew what is theirs of it, since
+    bias or mask take the registers in which they would keep that: it would go to memory, from which
+    it comes back behind the copies of the next tile (H200, D = 64: 8 % of the time with a bias).
+    """
+    return not shape.split and bool(options.bias or (options.mask and tile.stages > 1))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
+from numba_flash.cuda.sm80.arguments import finds_again
 from numba_flash.cuda.sm80.load import build_load
 
 
@@ -53,7 +54,7 @@ def build(shape, ordered, options, tile, place):
     K, V, Q, DO, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.rows
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 8 * BLOCK_M
     ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.mask
-    SHARE, AGAIN = tile.share, bool(options.bias) and not shape.split  # a bias takes registers
+    SHARE, AGAIN = tile.share, finds_again(options, shape, tile)
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     list_of, in_list = tile_lists.build_access(MASKED)

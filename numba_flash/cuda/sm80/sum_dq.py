@@ -12,6 +12,7 @@ from numba_flash.cuda.arguments import FACTORS, OF_DLSE, extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.arguments import finds_again
 from numba_flash.cuda.sm80.load import build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import pitch
 from numba_flash.cuda.softmax import RAISED_BACKWARD as RAISED
@@ -100,7 +101,7 @@ def build(kind, shape, ordered, options, tile):
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
     SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
-    AGAIN = bool(options.bias) and not SPLIT  # a bias takes registers
+    AGAIN = finds_again(options, shape, tile)
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
     product = products.build_tn(kind, *sizes) if not SPLIT else None
