@@ -157,7 +157,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
-    speakers |= {"precisions.py", "dask/arguments.py", "distributed/agreement.py"}
+    speakers |= {"precisions.py", "dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     for name, tree in TREES.items():
         raised = {
             node.exc.func.id
