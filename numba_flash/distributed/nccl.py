@@ -11,6 +11,8 @@ from numba_flash import arrays
 from numba_flash.distributed import streams
 from numba_flash.distributed.communicators import TIMEOUT, Communicator, Message, Transfer, flat, poll, silence
 
+LANE = "NCCL"
+
 
 class Native(NamedTuple):
     """A communicator of any make.
@@ -105,8 +107,8 @@ class Nccl:
         if not any(arrays.library(x.array) == "cupy" for x in (*sent, *received)):
             return Words(self, sent, received, what) if self._host is None else self._host.exchange(sent, received, what)
         with arrays.cupy().cuda.Device(self._native.device):
-            lane = streams.lane(self._native.device)
-            lane.follow()
+            lane = streams.lane(self._native.device, LANE)
+            lane.follow(streams.recorded())
             self.begin(lane, sent, received)
             return Passage(lane.mark([x.array for x in (*sent, *received)]))
 
@@ -139,7 +141,7 @@ class Words:
         self._nccl, self._what, self._received = nccl, what, received
         cp, device = importlib.import_module("cupy"), nccl._native.device
         with cp.cuda.Device(device):
-            self._lane = streams.lane(device)
+            self._lane = streams.lane(device, LANE)
             with self._lane.stream:
                 there = [Message(x.peer, cp.asarray(flat(x.array))) for x in sent]
                 self._landed = [Message(x.peer, cp.empty(x.array.nbytes, np.uint8)) for x in received]

@@ -9,12 +9,14 @@ from numba_flash import arrays
 from numba_flash.distributed import streams
 from numba_flash.distributed.communicators import Communicator, Message, Transfer, flat
 
+OUT, IN = "to the host", "from the host"
+
 
 class Staged:
     """A communicator that carries NumPy arrays, and CuPy arrays through pinned memory.
 
-    Copies have a stream of their own. What they bring to the host is sent when the process comes to wait for the transfer, while the GPU is
-    busy with kernels that were launched before.
+    Copies have a stream for each direction. What they bring to the host is sent when the process comes to wait for the transfer, while the
+    GPU is busy with kernels that were launched before.
 
     Parameters
     ----------
@@ -58,8 +60,9 @@ class Stop:
     def _fetched(self, sent: list[Message]) -> list[Message]:
         """Begin to copy what is sent to the host."""
         with arrays.cupy().cuda.Device(self._device):
-            lane, there = streams.lane(self._device), [_pinned(x.array) for x in sent]
-            lane.follow()
+            lane, there = streams.lane(self._device, OUT), [_pinned(x.array) for x in sent]
+            self._begun = streams.recorded()
+            lane.follow(self._begun)
             for message, host in zip(sent, there, strict=True):
                 if host.size:
                     flat(message.array).get(stream=lane.stream, out=host, blocking=False)
@@ -79,7 +82,8 @@ class Stop:
         if not self.on_gpu:
             return
         with arrays.cupy().cuda.Device(self._device):
-            lane = streams.lane(self._device)
+            lane = streams.lane(self._device, IN)
+            lane.follow(self._begun)  # not before: what was begun earlier would wait, too
             for message, landed in zip(self._received, self._landed, strict=True):
                 if landed.array.size:
                     flat(message.array).set(landed.array, stream=lane.stream)

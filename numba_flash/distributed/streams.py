@@ -25,15 +25,15 @@ class Lane:
         self.stream = arrays.cupy().cuda.Stream(non_blocking=True)
         self._marks: deque[Mark] = deque()
 
-    def follow(self) -> None:
-        """What comes from now on is done after all that is on the current stream now."""
-        self.stream.wait_event(_recorded(arrays.cupy().cuda.get_current_stream()))
+    def follow(self, event: Any) -> None:
+        """What comes from now on is done after an event."""
+        self.stream.wait_event(event)
 
     def mark(self, used: list) -> "Mark":
         """The end of what is here now, which uses these arrays."""
         while self._marks and self._marks[0].event.done:
             self._marks.popleft()
-        self._marks.append(Mark(_recorded(self.stream), used))
+        self._marks.append(Mark(recorded(self.stream), used))
         return self._marks[-1]
 
 
@@ -49,17 +49,18 @@ class Mark:
         self._used[:] = [x for x in self._used if arrays.library(x) == "numpy"]
 
 
-def lane(device: int) -> Lane:
-    """That of this thread on a GPU."""
+def lane(device: int, purpose: str) -> Lane:
+    """That of this thread on a GPU for one kind of transfers."""
     lanes = _thread.__dict__.setdefault("lanes", {})
-    if device not in lanes:
+    if (device, purpose) not in lanes:
         with arrays.cupy().cuda.Device(device):
-            lanes[device] = Lane()
-    return lanes[device]
+            lanes[device, purpose] = Lane()
+    return lanes[device, purpose]
 
 
-def _recorded(stream: Any) -> Any:
-    """An event after all that is on a stream now."""
-    event = arrays.cupy().cuda.Event(disable_timing=True)
-    event.record(stream)
+def recorded(stream: Any = None) -> Any:
+    """An event after all that is on a stream now; by default the current one."""
+    cuda = arrays.cupy().cuda
+    event = cuda.Event(disable_timing=True)
+    event.record(cuda.get_current_stream() if stream is None else stream)
     return event

@@ -17,6 +17,7 @@ if SIMULATED:
 
 import late_gpu
 from late_gpu import Nccl4py, NCCLBackend, NcclCommunicator
+from mpi_group import PROCESSES, mpi
 from thread_group import together
 
 import numba_flash
@@ -123,6 +124,13 @@ def test_lengths_may_be_on_the_gpu(monkeypatch):
     assert equal(on_host, on_gpu)
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_processes_of_mpi(size):
+    done = mpi(size, PROCESSES, "late")
+    assert done.returncode == 0, done.stderr
+    assert all(f"process {rank} is right" in done.stdout for rank in range(size)), done.stdout
+
+
 # ---- what a mistake would do -------------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +148,7 @@ def all_forgotten(patch):
 
 MISTAKES = {
     "one room": one_room,
-    "transfers begin at once": lambda m: m.setattr(streams.Lane, "follow", lambda self: None),
+    "transfers begin at once": lambda m: m.setattr(streams.Lane, "follow", lambda self, event: None),
     "kernels wait for no transfer": lambda m: m.setattr(streams.Mark, "precede", lambda self: None),
     "nothing is kept": lambda m: m.setattr(streams.Mark, "__init__", lambda self, event, used: self.__dict__.update(event=event, _used=[])),
     "all is forgotten at once": all_forgotten,
@@ -275,3 +283,82 @@ def test_what_is_begun_first_is_sent_first(monkeypatch):
     for transfer in (fifth, second, fourth, third, first):
         transfer.wait()
     assert begun[3:] == ["z", "last"]
+
+
+# ---- one GPU ---------------------------------------------------------------------------------------------------------------------------
+
+ON_GPU = OPTIONS | {"lengths": {"kv_lengths": np.array([200, 320]), "causal": True, "q_start": 0}, "softcap": {"softcap": 3.0}}
+TOLERANCE = {"float16": 1e-2, "float32": 2e-4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", ON_GPU)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_threads_that_share_a_gpu(size, layout, options, dtype):
+    """Each has a stream of its own; dropout has the bits of the whole, or nothing would be near."""
+    import cupy
+
+    rng = np.random.default_rng(1)
+    draw = lambda heads: rng.standard_normal((2, heads, 320, 64)).astype(dtype)
+    do, q, k, v = draw(4), draw(4), draw(2), draw(2)
+    on_gpu, given = [cupy.asarray(x) for x in (do, q, k, v)], ON_GPU[options]
+    o, lse = numba_flash.forward(*on_gpu[1:], return_lse=True, **given)
+    expected = [x.get() for x in (o, *numba_flash.backward(*on_gpu, o, lse, **given))]
+    for algorithm in ("ring", "gather"):
+
+        def run(member, algorithm=algorithm):
+            with cupy.cuda.Stream(non_blocking=True):
+                own = [cupy.asarray(nd.shard(x, comm=member, layout=layout)) for x in (do, q, k, v)]
+                o, _, *gradients, _ = passes(member, own, layout=layout, algorithm=algorithm, **given)
+                return [nd.unshard(x, comm=member, layout=layout).get() for x in (o, *gradients)]
+
+        for of_process in together(size, run):
+            assert not isinstance(of_process, Exception), of_process
+            for x, y in zip(of_process, expected, strict=True):
+                assert x.dtype == y.dtype
+                np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=0, atol=TOLERANCE[dtype] * np.abs(y).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_that_share_a_gpu(size):
+    done = mpi(size, PROCESSES, "gpu")
+    assert done.returncode == 0, done.stderr
+    assert all(f"process {rank} is right" in done.stdout for rank in range(size)), done.stdout
+
+
+def real(name: str):
+    """A communicator of one process, on the current GPU."""
+    nccl = pytest.importorskip("cupy.cuda.nccl", reason="CuPy is not installed")
+    if name == "nccl4py":
+        core = pytest.importorskip("nccl.core", reason="nccl4py is not installed")
+        return core.Communicator.init(1, 0, core.get_unique_id())
+    if not nccl.available:
+        pytest.skip("NCCL is not installed")
+    if name == "cupyx":
+        import cupyx.distributed
+
+        return cupyx.distributed.init_process_group(1, 0)
+    return nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NATIVE)
+def test_nccl_itself(name):
+    """With one process, which sends to itself what it receives."""
+    import cupy
+
+    made = real(name)
+    comm = nd.Nccl(made)
+    assert (comm.rank, comm.size) == (0, 1)
+    sent = [cupy.arange(1000, dtype="float32"), cupy.arange(7).astype("float16"), cupy.empty((0, 3)), np.arange(5)]
+    received = [cupy.zeros(1000, "float32"), cupy.zeros(7, "float16"), cupy.empty((0, 3)), np.zeros(5, np.int64)]
+    for part in (slice(0, 3), slice(3, 4)):
+        messages = [[nd.Message(0, x) for x in each[part]] for each in (sent, received)]
+        comm.exchange(*messages, "what is sent to oneself").wait()
+        for x, y in zip(sent[part], received[part], strict=True):
+            assert (x == y).all()
+    q, k, v = (cupy.asarray(x) for x in inputs("float32")[1:])
+    assert same_bits(nd.forward(q, k, v, comm=made, causal=True).get(), numba_flash.forward(q, k, v, causal=True).get())
