@@ -1,6 +1,6 @@
-"""`numba_flash.distributed` on processes of MPI: all right ("right"), also with arrays of CuPy on one GPU ("gpu") or of its stand-in ("late"),
-and one that dies ("dies").
-"""  # fmt: skip
+"""`numba_flash.distributed` on processes of MPI: all right ("right"), also with arrays of CuPy on one GPU ("gpu") or of its stand-in
+("late"), and one that dies ("dies").
+"""
 
 import os
 import sys
