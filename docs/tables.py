@@ -6,6 +6,7 @@
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +15,13 @@ from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "asv_bench" / "studies" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "howto" / "distributed.md"]
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+sys.path.append(str(RESULTS.parent))
+
+import ring_model  # noqa: E402  (of studies)
+from ring_model import Machine, Work  # noqa: E402
 
 OURS = "numba_flash"
 PEERS = {"torch cuDNN": "cuDNN", "flash-attn-4": "FlashAttention-4"}  # beside each speed; figures and means show everyone
@@ -299,6 +305,62 @@ def training(results: dict) -> str:
 # ---- the pages ---------------------------------------------------------------------------------------------------------------------------
 
 
+# ---- spread over GPUs --------------------------------------------------------------------------------------------------------------------
+
+LINKS = {"450 GB/s": 450e9, "50 GB/s": 50e9}
+GPUS = (8, 64, 256, 1024)
+TOKENS = {"128 thousand": 2**17, "1 million": 2**20, "10 million": 10 * 2**20, "100 million": 100 * 2**20}
+
+
+def rates(bench: dict, direction: str) -> dict[int, float]:
+    """Operations per second by length, D = 128, as many heads of keys as of queries, full."""
+    cells = [cell for cell in cells_of(bench, direction) if (cell["head_dim"], cell["mask"]) == (128, "full")]
+    return {cell["length"]: 1e12 * cell["contenders"][OURS]["tflops"] for cell in cells}
+
+
+def ring_on_paper(bench: dict) -> str:
+    """Efficiency by GPUs, tokens and link, of the model in `ring_model`."""
+    measured = {direction: rates(bench, direction) for direction in ("forward", "backward")}
+    rows = []
+    for link, speed_of_link in LINKS.items():
+        for tokens, number in TOKENS.items():
+            machines = [Machine(gpus, speed_of_link, **measured) for gpus in GPUS]
+            rows.append([link, tokens, *(_ways(Work(number), machine) for machine in machines)])
+    return table(["each way", "tokens", *(f"{gpus} GPUs" for gpus in GPUS)], rows)
+
+
+def _ways(work: Work, machine: Machine) -> str:
+    """Efficiencies of a ring, of gathering, and of heads where there are enough."""
+    if not ring_model.fits(work, machine):
+        return "too large"
+    gathered = ring_model.gather(work, machine) if ring_model.all_fit(work) else None
+    by_heads = ring_model.heads(work, machine)
+    said = lambda seconds: "-" if seconds is None else f"{ring_model.efficiency(work, machine, seconds):.2f}"
+    return ", ".join(map(said, (ring_model.ring(work, machine), gathered, by_heads)))
+
+
+def ring_measured(study: dict) -> str:
+    """What a ring is made of, and rings of processes, as they were measured."""
+    parts = [row for row in study["rows"] if "length" in row]
+    rows = [[row["what"], row["length"], f"{row['ms']:.3f}", _rate(row)] for row in parts]
+    text = f"{study['device']}, {study['dtype']}:\n\n" + table(["what", "tokens of a part", "ms", "rate"], rows)
+    rings = [row for row in study["rows"] if "processes" in row]
+    if not rings:
+        return text
+    rows = []
+    for row in rings:
+        hidden = [each["hidden"] for each in row.get("of_processes", ()) if each["hidden"] is not None]
+        name = f"{row['what']}, {'causal' if row['causal'] else 'full'}"
+        least = f"{min(hidden):.2f}" if hidden else ""
+        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], f"{row['ms']:.1f}", least])
+    columns = ["algorithm", "processes", "GPUs", "by way of", "tokens", "ms, both passes", "least share of transfers behind kernels"]
+    return f"{text}\n{table(columns, rows)}"
+
+
+def _rate(row: dict) -> str:
+    return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['gb_per_s']:.0f} GB/s"
+
+
 @dataclass(frozen=True)
 class Block:
     """What stands between two marks.
@@ -337,6 +399,8 @@ BLOCKS = {
     "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
     "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
+    "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
+    "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
     "training": Block(training, ("h200/training",), SCALING),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),
     "options-cpu": Block(printed, ("2-core-cpu/options",)),

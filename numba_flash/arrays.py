@@ -6,7 +6,7 @@ CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device
 import ctypes
 import math
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,11 @@ def adopt(x):
 def device_id(x) -> int:
     """CUDA device number, -1 for host memory."""
     return -1 if isinstance(x, np.ndarray) else x.data.device_id
+
+
+def beside(x):
+    """Context in which new arrays are made on the device of `x`."""
+    return nullcontext() if isinstance(x, np.ndarray) else x.device
 
 
 def address(x) -> int:

@@ -1,6 +1,5 @@
 """`merge`: attention over two sets of keys from the attention over each."""
 
-import sys
 from typing import Any, overload
 
 import numpy as np
@@ -9,6 +8,8 @@ from numpy.typing import NDArray
 from numba_flash import arrays, checks
 from numba_flash.annotations import Array
 from numba_flash.problem import DTYPES
+
+MOST_AXES = 5  # that kernels know
 
 
 @overload
@@ -58,16 +59,45 @@ def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]
     for name, x, shape in (("lse1", lse1, o1.shape[:-1]), ("o2", o2, o1.shape), ("lse2", lse2, o1.shape[:-1])):
         if x.shape != shape:
             raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}, as o1.shape is {tuple(o1.shape)}")
-    xp = np if arrays.library(o1) == "numpy" else sys.modules["cupy"]
     dtype = "float64" if any(x.dtype == np.float64 for x in (o1, lse1, o2, lse2)) else "float32"
+    return (_on_host if arrays.library(o1) == "numpy" else _on_gpu)(o1, lse1, o2, lse2, dtype)
+
+
+def merge_into(o, lse, o2, lse2) -> None:
+    """`merge` of checked arrays, in the place of o and lse, which are both of float32 or of float64."""
+    if arrays.library(o) == "numpy":
+        o[...], lse[...] = _on_host(o, lse, o2, lse2, o.dtype.name)
+    else:
+        _launch(o, lse, o2, lse2, o, lse)
+
+
+def _on_host(o1, lse1, o2, lse2, dtype: str):
     with arrays.named("o", o1.shape, dtype):
         o1, lse1, o2, lse2 = (x.astype(dtype) for x in (o1, lse1, o2, lse2))
-        lse = xp.logaddexp(lse1, lse2)
-        return _weighted(xp, o1, lse1, lse) + _weighted(xp, o2, lse2, lse), lse
+        lse = np.logaddexp(lse1, lse2)
+        return _weighted(o1, lse1, lse) + _weighted(o2, lse2, lse), lse
 
 
-def _weighted(xp, o, part, lse):
+def _weighted(o, part, lse):
     """``exp(part - lse) * o``; rows that saw no key have no share, whatever `o` holds."""
     empty = part == -np.inf
-    weight = xp.exp(xp.where(empty, 0, part) - xp.where(empty, 0, lse))
-    return xp.where(empty[..., None], 0, weight[..., None] * o)
+    weight = np.exp(np.where(empty, 0, part) - np.where(empty, 0, lse))
+    return np.where(empty[..., None], 0, weight[..., None] * o)
+
+
+def _on_gpu(o1, lse1, o2, lse2, dtype: str):
+    with o1.device:
+        shape = o1.shape
+        if len(shape) > MOST_AXES:
+            o1, o2 = (x.reshape(-1, shape[-1]) for x in (o1, o2))
+            lse1, lse2 = (x.reshape(-1) for x in (lse1, lse2))
+        o, lse = (arrays.empty(name, like, like.shape, dtype) for name, like in (("o", o1), ("lse", lse1)))
+        _launch(o1, lse1, o2, lse2, o, lse)
+        return o.reshape(shape), lse.reshape(shape[:-1])
+
+
+def _launch(*parts) -> None:
+    """On a GPU, of which only who has one hears."""
+    from numba_flash.cuda import prepare_merge
+
+    prepare_merge.merge(prepare_merge.Parts(*parts))

@@ -1,9 +1,12 @@
-"""`numba_flash.distributed` on MPI's processes: all right ("right"), and one that dies ("dies")."""
+"""`numba_flash.distributed` on processes of MPI: all right ("right"), also with arrays of CuPy on one GPU ("gpu") or of its stand-in
+("late"), and one that dies ("dies").
+"""
 
 import os
 import sys
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import numba_flash
@@ -33,6 +36,36 @@ def right() -> None:
     print(f"process {comm.Get_rank()} is right", flush=True)
 
 
+def on_gpu(install: bool) -> None:
+    """The bits of NumPy arrays, or nearly, by way of the host."""
+    comm = MPI.COMM_WORLD
+    rng = np.random.default_rng(0)
+    q, do = (rng.standard_normal((2, 4, 132, 16)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((2, 2, 132, 16)).astype(np.float32) for _ in range(2))
+    given = {"comm": comm, "layout": "zigzag", "algorithm": "ring", "causal": True}
+    expected = passes(do, q, k, v, lambda x: x, given)
+    if install:
+        import late_gpu
+
+        late_gpu.install(pytest.MonkeyPatch(), comm.Get_rank())
+        asarray = late_gpu.asarray
+    else:
+        from cupy import asarray
+    for x, y in zip(passes(do, q, k, v, asarray, given), expected, strict=True):
+        np.testing.assert_allclose(x.get(), y, rtol=1e-4, atol=1e-5)
+    comm.Barrier()
+    print(f"process {comm.Get_rank()} is right", flush=True)
+
+
+def passes(do, q, k, v, put, given):
+    """o, dq, dk, dv of this process, and the whole of each."""
+    spread = {name: given[name] for name in ("comm", "layout")}
+    own = [put(nd.shard(x, **spread)) for x in (q, k, v, do)]
+    o, lse = nd.forward(*own[:3], return_lse=True, **given)
+    results = (o, *nd.backward(own[3], *own[:3], o, lse, **given))
+    return [*results, *(nd.unshard(x, **spread) for x in results)]
+
+
 def dies() -> None:
     """Process 1 ends between the passes; the others say so, and end."""
     comm = nd.Mpi(MPI.COMM_WORLD, timeout=1)
@@ -48,4 +81,4 @@ def dies() -> None:
 
 
 if __name__ == "__main__":
-    {"right": right, "dies": dies}[sys.argv[1]]()
+    {"right": right, "late": lambda: on_gpu(True), "gpu": lambda: on_gpu(False), "dies": dies}[sys.argv[1]]()

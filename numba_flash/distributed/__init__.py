@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from numba_flash import checks
+from numba_flash import arrays, checks
 from numba_flash.distributed import layouts, loops
 from numba_flash.distributed.agreement import adopted, agree, agree_on_parts, check_choice, communicator
 from numba_flash.distributed.carriers import compact, gather
 from numba_flash.distributed.communicators import Communicator, Message, Mpi, Transfer
+from numba_flash.distributed.nccl import Nccl
+from numba_flash.distributed.staged import Staged
 from numba_flash.precisions import Precision
 
-__all__ = ["Communicator", "Message", "Mpi", "Transfer", "backward", "forward", "positions", "shard", "unshard"]
+__all__ = ["Communicator", "Message", "Mpi", "Nccl", "Staged", "Transfer", "backward", "forward", "positions", "shard", "unshard"]
 
 
 def forward(
@@ -50,8 +52,9 @@ def forward(
         Its queries.
     k, v : arrays, shape (..., Hk, N of this process, D) and (..., Hk, N of this process, Dv)
         Its keys and values; they may be of another sequence than the queries.
-    comm : mpi4py communicator or Communicator
-        The processes. An mpi4py communicator carries NumPy arrays.
+    comm : communicator of mpi4py or NCCL, or Communicator
+        The processes. NCCL's, as made by CuPy, cupyx.distributed or nccl4py, carries CuPy arrays, see `Nccl`; an mpi4py communicator
+        carries NumPy arrays, and CuPy arrays by way of the host, see `Staged`.
     layout : str
         Whose are which positions, see `shard`: "contiguous" or "zigzag". Contiguous parts may be of any sizes.
     scale, causal, window, q_start, q_lengths, kv_lengths, softcap, dropout, rng
@@ -60,8 +63,8 @@ def forward(
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     algorithm : str, optional
-        "ring": a process holds two parts of K and V at a time. "gather": it holds all. By default, the second where all K and V have no
-        more than 1 MiB.
+        "ring": a process holds two parts of K and V beside its own. "gather": it holds all. By default, the second where all K and V have
+        no more than 1 MiB.
     precision, backend : str, optional
         As `numba_flash.forward` takes them. The precision of float32 is the same in all processes, also where it is their default.
 
@@ -79,7 +82,7 @@ def forward(
     RuntimeError
         Another process has raised such an error.
     TimeoutError
-        A process has not answered for half an hour, or the seconds of `Mpi`.
+        A process has not answered for half an hour, or the seconds of `Mpi` or `Nccl`. (NCCL itself waits for ever once all have agreed.)
 
     Examples
     --------
@@ -97,7 +100,9 @@ def forward(
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
     given |= {"return_lse": return_lse}
-    o, lse = loops.forward(agree("forward", comm, {"q": q, "k": k, "v": v}, given, others))
+    call = agree("forward", comm, {"q": q, "k": k, "v": v}, given, others)
+    with arrays.beside(call.arrays["q"]):
+        o, lse = loops.forward(call)
     return (o, lse) if return_lse else o
 
 
@@ -158,7 +163,9 @@ def backward(
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
     arguments = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-    return loops.backward(agree("backward", comm, arguments, given, others))
+    call = agree("backward", comm, arguments, given, others)
+    with arrays.beside(call.arrays["q"]):
+        return loops.backward(call)
 
 
 def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> Any:
@@ -168,7 +175,7 @@ def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> A
     ----------
     x : array
         The same in all processes; nothing is sent.
-    comm : mpi4py communicator or Communicator
+    comm : as given to `forward`
         The processes.
     layout : str
         "contiguous": process r has the r-th of as many pieces as there are processes. "zigzag": it has the r-th from the front and the
@@ -183,7 +190,8 @@ def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> A
     """
     x = adopted("x", x)
     own = positions(x.shape[axis], comm=comm, layout=layout)
-    return x.take(own, axis)
+    with arrays.beside(x):
+        return x.take(own, axis)
 
 
 def unshard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> Any:
@@ -208,9 +216,10 @@ def unshard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) ->
     """
     comm = communicator(comm)
     part, chunks = agree_on_parts(comm, x, layout, axis)
-    rows = compact(part.swapaxes(0, axis))
-    (whole,) = gather(comm, [rows.reshape(len(rows), math.prod(rows.shape[1:]))], chunks, "all of x")
-    return whole.reshape(len(whole), *rows.shape[1:]).swapaxes(0, axis)
+    with arrays.beside(part):
+        rows = compact(part.swapaxes(0, axis))
+        (whole,) = gather(comm, [rows.reshape(len(rows), math.prod(rows.shape[1:]))], chunks, "all of x")
+        return whole.reshape(len(whole), *rows.shape[1:]).swapaxes(0, axis)
 
 
 def positions(n: int, *, comm: Any, layout: str = "contiguous") -> Any:

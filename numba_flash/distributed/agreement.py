@@ -9,6 +9,8 @@ from numba_flash import arrays, checks
 from numba_flash.distributed import layouts
 from numba_flash.distributed.communicators import Communicator, Mpi, share
 from numba_flash.distributed.layouts import Chunk
+from numba_flash.distributed.nccl import Nccl, native
+from numba_flash.distributed.staged import Staged
 from numba_flash.options import SHARING
 from numba_flash.problem import Problem, bind, bind_backward, check_lengths
 
@@ -99,12 +101,17 @@ def agree_on_parts(comm: Communicator, x: Any, layout: str, axis: int) -> tuple[
 
 
 def communicator(comm: Any) -> Communicator:
-    """What the user gave as `comm`: a `Communicator`, or the adapter for an mpi4py communicator."""
+    """What the user gave as `comm`: a `Communicator`, or the adapter for that of another library; by way of the host, if it has to be."""
     if hasattr(comm, "Isend") and hasattr(comm, "Get_rank"):
-        return Mpi(comm)
+        comm = Mpi(comm)
+    elif native(comm) is not None:
+        comm = Nccl(comm)
     if not hasattr(comm, "exchange"):
-        raise TypeError(f"comm must be an mpi4py communicator, or a numba_flash.distributed.Communicator; got {type(comm).__name__}")
-    return comm
+        raise TypeError(
+            "comm must be a communicator of mpi4py, of NCCL (CuPy's, cupyx.distributed's or nccl4py's), or a"
+            f" numba_flash.distributed.Communicator; got {type(comm).__name__}"
+        )
+    return comm if comm.takes("cupy") else Staged(comm)
 
 
 def adopted(name: str, x: Any) -> Any:
@@ -254,7 +261,12 @@ def _check_starts(columns: tuple[tuple[Chunk, ...], ...]) -> None:
 
 def _lengths(given: dict) -> dict:
     """Lengths on the host, as far as there are."""
-    return {name: None if given[name] is None else np.asarray(given[name]) for name in ("q_lengths", "kv_lengths")}
+    return {name: None if given[name] is None else _on_host(arrays.adopt(given[name])) for name in ("q_lengths", "kv_lengths")}
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """A NumPy array; one of a GPU has to be waited for."""
+    return x.get() if arrays.library(x) == "cupy" else np.asarray(x)
 
 
 def _start(q_start: int | None, problem: Problem, lengths: dict) -> int:

@@ -1,9 +1,8 @@
 """How K and V, and their gradients, come to the processes whose queries see them."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from numba_flash import arrays
 from numba_flash.distributed.agreement import Call
@@ -40,22 +39,30 @@ class Ring:
     def visits(self) -> Iterator[Visit]:
         """K and V of this process, of the one before it, and so on."""
         here = [compact(x) for x in self._home]
+        rooms = [self._room(here) for _ in range(min(2, self._steps - 1))]
         for step in range(self._steps):
             there, transfer = here, None
             if step + 1 < self._steps:
-                columns = self._call.columns[self._source(step + 1)]
-                there, transfer = self._pass_on(here, [_of_size(x, count(columns)) for x in here], f"K and V, step {step + 1}")
+                n = count(self._call.columns[self._source(step + 1)])
+                there = [_within(room, x, n) for room, x in zip(rooms[step % 2], here, strict=True)]
+                transfer = self._pass_on(here, there, f"K and V, step {step + 1}")
             yield Visit(self._call.columns[self._source(step)], *here)
             if transfer is not None:
                 transfer.wait()
             here = there
+
+    def _room(self, here: list) -> list:
+        """For K and V of any process: one room is filled while attention to what the other holds is computed."""
+        largest = max(map(count, self._call.columns))
+        return [_of_size(x, largest).reshape(-1) for x in here]
 
     def give(self, step: int, dk: Any, dv: Any) -> None:
         """Add gradients of the keys of a visit to those that have come after them, and pass both on."""
         mine = [dk, dv]
         if self._going is not None:
             self._going.wait()
-            mine = [np.add(x, own, out=own) for x, own in zip(self._sums, mine, strict=True)]
+            for own, x in zip(mine, self._sums, strict=True):
+                own += x
         last = step + 1 == self._steps
         rank, size = self._comm.rank, self._comm.size
         source = rank if last else self._source(step + 1)
@@ -75,9 +82,9 @@ class Ring:
     def _source(self, step: int) -> int:
         return (self._comm.rank - step) % self._comm.size
 
-    def _pass_on(self, here: list, there: list, what: str):
+    def _pass_on(self, here: list, there: list, what: str) -> Transfer:
         rank, size = self._comm.rank, self._comm.size
-        return there, exchange(self._comm, [((rank + 1) % size, here)], [((rank - 1) % size, there)], what)
+        return exchange(self._comm, [((rank + 1) % size, here)], [((rank - 1) % size, there)], what)
 
 
 class Gather:
@@ -147,6 +154,12 @@ def compact(x: Any) -> Any:
 def _of_size(x: Any, n: int) -> Any:
     """A new array like this one, of so many keys."""
     return arrays.compact("what is received", x, (*x.shape[:-2], n, x.shape[-1]), x.dtype)
+
+
+def _within(room: Any, x: Any, n: int) -> Any:
+    """An array like this one, of so many keys, in memory that is there."""
+    shape = (*x.shape[:-2], n, x.shape[-1])
+    return room[: math.prod(shape)].reshape(shape)
 
 
 def _joined(x: Any, chunks: tuple[Chunk, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +23,10 @@ class Transfer(Protocol):
     """Messages on their way."""
 
     def wait(self) -> None:
-        """Until all that is to be received is there, and what was sent may be overwritten."""
+        """Until all that is to be received is there, and what was sent may be overwritten.
+
+        With CuPy arrays the process may go on at once, if what comes on CuPy's current stream from then on waits in its place.
+        """
 
 
 class Communicator(Protocol):
@@ -43,6 +47,9 @@ class Communicator(Protocol):
     def exchange(self, sent: list[Message], received: list[Message], what: str) -> Transfer:
         """Begin to send arrays and to receive others of known shapes; `what` they are is for errors.
 
+        Arrays are of one library that it takes; and, whatever it takes, NumPy's where processes agree on a call. Of CuPy arrays, those that
+        are sent are there, and the others free, when all is done that is on the current stream.
+
         All processes begin exchanges in the same order, and several may be on their way: each is matched with the same one of the others.
         """
 
@@ -58,6 +65,26 @@ def share(comm: Communicator, mine: Any) -> list:
     texts = {peer: np.empty(int(n[0]), np.uint8) for peer, n in sizes.items()}
     comm.exchange([Message(peer, text) for peer in others], [Message(*item) for item in texts.items()], what).wait()
     return [mine if peer == comm.rank else pickle.loads(texts[peer].tobytes()) for peer in range(comm.size)]
+
+
+def poll(done: Callable[[], bool], timeout: float) -> float | None:
+    """Wait until something is done: None, or the seconds that it has not been."""
+    begin = time.monotonic()
+    while not done():
+        waited = time.monotonic() - begin
+        if waited > timeout:
+            return waited
+        time.sleep(min(LONGEST_NAP, waited / 10))
+    return None
+
+
+def silence(comm: Any, waited: float, peers: set[int], what: str) -> TimeoutError:
+    """What is raised if processes do not answer."""
+    silent = ", ".join(map(str, sorted(peers)))
+    return TimeoutError(
+        f"process {comm.rank} of {comm.size} has waited {waited:.0f} s for process {silent} ({what});"
+        " it has died, or is not in the same call"
+    )
 
 
 class Mpi:
@@ -79,8 +106,8 @@ class Mpi:
         return library == "numpy"
 
     def exchange(self, sent: list[Message], received: list[Message], what: str) -> "Requests":
-        begun = [(x.peer, self._comm.Irecv(_bytes(x.array), x.peer, TAG)) for x in received]
-        begun += [(x.peer, self._comm.Isend(_bytes(x.array), x.peer, TAG)) for x in sent]
+        begun = [(x.peer, self._comm.Irecv(flat(x.array), x.peer, TAG)) for x in received]
+        begun += [(x.peer, self._comm.Isend(flat(x.array), x.peer, TAG)) for x in sent]
         return Requests(begun, self, what)
 
 
@@ -92,24 +119,17 @@ class Requests:
 
     def wait(self) -> None:
         """Until all is there; TimeoutError if it does not come."""
-        begin = time.monotonic()
-        while self._open:
-            self._open = [(peer, request) for peer, request in self._open if not request.Test()]
-            waited = time.monotonic() - begin
-            if self._open and waited > self._comm.timeout:
-                self._give_up(waited)
-            if self._open:
-                time.sleep(min(LONGEST_NAP, waited / 10))
+        waited = poll(self._arrived, self._comm.timeout)
+        if waited is not None:
+            for _, request in self._open:
+                request.Cancel()
+            raise silence(self._comm, waited, {peer for peer, _ in self._open}, self._what)
 
-    def _give_up(self, waited: float) -> None:
-        for _, request in self._open:
-            request.Cancel()
-        silent = ", ".join(map(str, sorted({peer for peer, _ in self._open})))
-        raise TimeoutError(
-            f"process {self._comm.rank} of {self._comm.size} has waited {waited:.0f} s for process {silent} ({self._what});"
-            " it has died, or is not in the same call"
-        )
+    def _arrived(self) -> bool:
+        self._open = [(peer, request) for peer, request in self._open if not request.Test()]
+        return not self._open
 
 
-def _bytes(x: np.ndarray) -> np.ndarray:
+def flat(x: Any) -> Any:
+    """The bytes of a contiguous array, in place."""
     return x.reshape(-1).view(np.uint8)

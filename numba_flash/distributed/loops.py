@@ -6,7 +6,7 @@ from numba_flash import api, arrays
 from numba_flash.distributed.agreement import Call
 from numba_flash.distributed.carriers import carrier
 from numba_flash.distributed.pieces import pieces
-from numba_flash.merge import merge
+from numba_flash.merge import merge_into
 
 
 def forward(call: Call) -> tuple[Any, Any]:
@@ -25,9 +25,10 @@ def forward(call: Call) -> tuple[Any, Any]:
             part = here if first else arrays.empty("a part of o", here, here.shape)
             own = q[..., rows, :], visit.k[..., columns, :], visit.v[..., columns, :]
             _, log_sums = api.forward(*own, **piece.options(call), out=part, return_lse=True)
-            if not first:
-                here[...], log_sums = merge(here, lse[..., rows], part, log_sums)
-            lse[..., rows] = log_sums
+            if first:
+                lse[..., rows] = log_sums
+            else:
+                merge_into(here, lse[..., rows], part, log_sums)
     return o.astype(q.dtype, copy=False), lse
 
 
@@ -45,7 +46,8 @@ def backward(call: Call) -> tuple[Any, Any, Any]:
             own |= {"k": visit.k[..., columns, :], "v": visit.v[..., columns, :]}
             parts = api.backward(**own, **piece.options(call))
             for total, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
-                total[..., place, :] += part
+                there = total[..., place, :]
+                there += part.astype(total.dtype, copy=False)
         way.give(step, dk, dv)
     dk, dv = way.end()
     return dq.astype(q.dtype, copy=False), dk.astype(q.dtype, copy=False), dv.astype(q.dtype, copy=False)

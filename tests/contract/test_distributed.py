@@ -1,13 +1,8 @@
 """`numba_flash.distributed`: who has which part is nothing but a way to compute the same."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +14,7 @@ from support import SIMULATED, named, random_inputs, same_bits
 if SIMULATED:
     pytest.skip("parts are computed as anywhere", allow_module_level=True)
 
+from mpi_group import PROCESSES, mpi
 from thread_group import together
 
 import numba_flash
@@ -263,7 +259,7 @@ def test_a_process_that_is_wrong_tells_the_others(case):
 def test_what_is_no_communicator():
     _, q, k, v = problem()
     for call in (lambda: nd.forward(q, k, v, comm=3), lambda: nd.unshard(q, comm=3), lambda: nd.positions(5, comm=3)):
-        with pytest.raises(TypeError, match=r"^comm must be an mpi4py communicator, or a numba_flash\.distributed\.Communicator; got int"):
+        with pytest.raises(TypeError, match=r"^comm must be a communicator of mpi4py, of NCCL .*Communicator; got int$"):
             call()
 
 
@@ -294,18 +290,6 @@ def test_what_whole_sequences_do_not_allow():
 
 
 # ---- MPI -------------------------------------------------------------------------------------------------------------------------------
-
-
-PROCESSES = support.TESTS / "mpi_processes.py"
-
-
-def mpi(size: int, *program, options=()):
-    """A program in so many processes."""
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    command = [mpiexec, *options, "-n", str(size), sys.executable, "-m", "mpi4py", *program]
-    environment = os.environ | {"PYTHONPATH": str(support.ROOT), "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4, 8))])

@@ -78,3 +78,26 @@ def test_figures_are_drawn_again_with_the_same_bytes(tmp_path, monkeypatch):
         drawn.append((tmp_path / "speed.svg").read_bytes())
     assert drawn[0] == drawn[1]
     assert figures.data_of(figures.ALL["speed"]).encode() in drawn[0]
+
+
+# ---- spread over GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_of_a_ring():
+    """One GPU loses nothing; a link without end loses nothing but merging; a slow one takes as long as what it sends."""
+    ring_model, flat = tables.ring_model, {512: 1e14}
+    work = ring_model.Work(tokens=2**18)
+    of = lambda gpus, link, memory=1e30: ring_model.Machine(gpus, link, flat, flat, memory)
+    efficiency = lambda way, machine: ring_model.efficiency(work, machine, way(work, machine))
+    ways = (ring_model.ring, ring_model.gather, ring_model.heads)
+    for way in ways:
+        assert efficiency(way, of(1, 1e9)) == pytest.approx(1)
+        assert efficiency(way, of(8, 1e30)) == pytest.approx(1)
+        assert efficiency(way, of(8, 1e8)) < efficiency(way, of(8, 1e9)) < 1
+    assert efficiency(ring_model.ring, of(8, 1e30, memory=1e12)) < 1
+    slow, keys = of(8, 1e3), 2 * ring_model.part(work, 8) / 1e3
+    # forward 7 times K and V; backward 7 times these, and 8 times sums of twice their bytes
+    assert ring_model.ring(work, slow) == pytest.approx((7 + 7 + 8 * 2) * keys, rel=1e-3)
+    assert ring_model.heads(work, of(16, 1e9)) is None
+    assert ring_model.rate({512: 1.0, 1024: 2.0}, 100) == 1.0
+    assert ring_model.rate({512: 1.0, 1024: 2.0}, 1500) == 2.0

@@ -1,0 +1,489 @@
+"""A stand-in for CuPy, its streams and NCCL, as strict as one may be: nothing is executed before somebody waits for it, and then in any
+order that streams and events allow. Memory that nobody holds any more, or that is on its way, is NaN.
+"""  # fmt: skip
+
+import ctypes
+import random
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+
+import numba_flash
+from numba_flash.merge import merge_into
+
+TIMEOUT = 30
+GARBAGE = 0xFF  # NaN in every dtype
+
+
+class Streams:
+    """All streams of all processes. What may run next is chosen at random, after what is `preferred`: "transfers", "kernels" or nothing."""
+
+    def __init__(self, seed: int, preferred: str | None):
+        self._random, self._preferred = random.Random(seed), preferred
+        self._changed = threading.Condition(threading.RLock())
+        self.streams: list[Stream] = []
+        self.channels = defaultdict(lambda: {"send": deque(), "receive": deque()})
+        self.log: list[tuple[str, str]] = []  # thread and what was done
+        self.memory: list[np.ndarray] = []  # kept, so that an address stays one
+
+    def put(self, stream: "Stream", operation) -> None:
+        with self._changed:
+            stream.queue.append(operation)
+            self._changed.notify_all()
+
+    def wait_for(self, done) -> None:
+        """Execute until something is done."""
+        end = time.monotonic() + TIMEOUT
+        with self._changed:
+            while not done():
+                if not self._step():
+                    assert time.monotonic() < end, "streams wait for each other"
+                    self._changed.wait(0.01)
+
+    def some(self) -> None:
+        """Execute a little, as time passes."""
+        with self._changed:
+            for _ in range(3):
+                self._step()
+
+    def _step(self) -> bool:
+        ready = [stream for stream in self.streams if stream.queue and stream.queue[0].ready()]
+        first = [stream for stream in ready if stream.non_blocking == (self._preferred == "transfers")]
+        if not ready:
+            return False
+        stream = self._random.choice(first if first and self._preferred else ready)
+        if stream.queue[0].run():
+            stream.queue.popleft()
+        self._changed.notify_all()
+        return True
+
+
+class Work:
+    """What is computed or copied."""
+
+    def __init__(self, streams: Streams, run, name: str = ""):
+        self._streams, self._run, self._name, self._thread = streams, run, name, threading.current_thread().name
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self) -> bool:
+        self._run()
+        if self._name:
+            self._streams.log.append((self._thread, self._name))
+        return True
+
+
+class Reach:
+    """A stream has come to an event."""
+
+    def __init__(self, event: "Event"):
+        self._event, self._number = event, event.recorded
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self) -> bool:
+        self._event.reached = max(self._event.reached, self._number)
+        return True
+
+
+class Await:
+    """A stream waits for an event, as it was last recorded."""
+
+    def __init__(self, event: "Event"):
+        self._event, self._number = event, event.recorded
+
+    def ready(self) -> bool:
+        return self._event.reached >= self._number
+
+    def run(self) -> bool:
+        return True
+
+
+class Group:
+    """Messages of NCCL, which are on their way when a stream has come to them; done when all peers have."""
+
+    def __init__(self, streams: Streams, messages: list):
+        self._streams, self._messages, self._open, self._begun = streams, messages, len(messages), False
+        self._name = f"transfer of {max(array.size for _, array, _ in messages)}"
+        self._thread = threading.current_thread().name
+
+    def ready(self) -> bool:
+        return not self._begun or not self._open or any(self._pairs())
+
+    def _pairs(self):
+        return (channel for *_, channel in self._messages if channel["send"] and channel["receive"])
+
+    def run(self) -> bool:
+        if not self._begun:
+            self._begun = True
+            for kind, array, channel in self._messages:
+                if kind == "receive":
+                    array[...] = GARBAGE
+                channel[kind].append((array, self))
+        for channel in self._pairs():
+            (sent, sender), (array, receiver) = channel["send"].popleft(), channel["receive"].popleft()
+            assert sent.size == array.size, "messages of one size"
+            array[...] = sent
+            sender._open -= 1
+            receiver._open -= 1
+        if not self._open:
+            self._streams.log.append((self._thread, self._name))
+        return not self._open
+
+
+class Stream:
+    """`cupy.cuda.Stream`."""
+
+    def __init__(self, streams: Streams, non_blocking: bool):
+        self._streams, self.non_blocking, self.queue = streams, non_blocking, deque()
+        streams.streams.append(self)
+        self.ptr = len(streams.streams)
+
+    def wait_event(self, event: "Event") -> None:
+        self._streams.put(self, Await(event))
+
+    def __enter__(self):
+        _current().append(self)
+        return self
+
+    def __exit__(self, *error):
+        _current().pop()
+
+
+class Event:
+    """`cupy.cuda.Event`."""
+
+    def __init__(self, streams: Streams):
+        self._streams, self.recorded, self.reached = streams, 0, 0
+
+    def record(self, stream: Stream) -> None:
+        self.recorded += 1
+        self._streams.put(stream, Reach(self))
+
+    @property
+    def done(self) -> bool:
+        self._streams.some()
+        return self.reached >= self.recorded
+
+    def synchronize(self) -> None:
+        self._streams.wait_for(lambda: self.reached >= self.recorded)
+
+
+_thread = threading.local()
+
+
+def _current() -> list[Stream]:
+    """Current streams of this thread, the innermost last."""
+    if _thread.__dict__.get("of") is not Array.streams:
+        _thread.of, _thread.stack = Array.streams, [Stream(Array.streams, False)]
+    return _thread.stack
+
+
+def current() -> Stream:
+    """`cupy.cuda.get_current_stream`."""
+    return _current()[-1]
+
+
+def at(address: int, size: int) -> np.ndarray:
+    """Bytes of memory, whoever holds it."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)
+
+
+class Memory:
+    """What CuPy gives to the next array of a stream as soon as nobody holds it."""
+
+    def __init__(self, size: int):
+        raw, stream, streams = np.full(size, GARBAGE, np.uint8), current(), Array.streams
+        streams.memory.append(raw)
+        self.raw = raw
+        weakref.finalize(self, lambda: streams.put(stream, Work(streams, lambda: raw.fill(GARBAGE))))
+
+
+class Array:
+    """`cupy.ndarray`: what is done with it is done by the current stream, later."""
+
+    streams: Streams
+
+    def __init__(self, memory: Memory, x: np.ndarray):
+        self._memory, self.x = memory, x
+        self.dtype, self.shape, self.strides, self.ndim, self.size, self.nbytes = x.dtype, x.shape, x.strides, x.ndim, x.size, x.nbytes
+        self.flags, self.device = x.flags, Device(0)
+        self.data = SimpleNamespace(ptr=x.ctypes.data, device_id=0)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, key) -> "Array":
+        return Array(self._memory, self.x[key])
+
+    def __setitem__(self, key, value) -> None:
+        target, value = self.x[key], _raw(value)
+        do(lambda: target.__setitem__(..., value))
+
+    def __iadd__(self, other) -> "Array":
+        x, y = self.x, _raw(other)
+        do(lambda: np.add(x, y, out=x))
+        return self
+
+    def __add__(self, other) -> "Array":
+        result = empty(self.shape, self.dtype)
+        x, y, z = self.x, _raw(other), result.x
+        do(lambda: np.add(x, y, out=z))
+        return result
+
+    __radd__ = __add__
+
+    def astype(self, dtype, copy: bool = True) -> "Array":
+        if not copy and self.dtype == dtype:
+            return self
+        result = empty(self.shape, dtype)
+        result[...] = self
+        return result
+
+    def reshape(self, *shape) -> "Array":
+        x = self.x.reshape(*shape)
+        assert np.shares_memory(x, self.x) or not x.size, "a copy, which CuPy would make"
+        return Array(self._memory, x)
+
+    def view(self, dtype) -> "Array":
+        return Array(self._memory, self.x.view(dtype))
+
+    def swapaxes(self, *axes) -> "Array":
+        return Array(self._memory, self.x.swapaxes(*axes))
+
+    def transpose(self, *axes) -> "Array":
+        return Array(self._memory, self.x.transpose(*axes))
+
+    def take(self, indices, axis) -> "Array":
+        result = empty(self.x.take(indices, axis).shape, self.dtype)
+        x, y = self.x, result.x
+        do(lambda: x.take(indices, axis, out=y))
+        return result
+
+    def get(self, stream: Stream | None = None, order: str = "C", out: np.ndarray | None = None, blocking: bool = True) -> np.ndarray:
+        stream = stream or current()
+        assert self.flags.c_contiguous or blocking, "CuPy would make a copy"
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        assert (out.shape, out.dtype) == (self.shape, self.dtype)
+        x, host = self.x, at(out.ctypes.data, out.nbytes)
+        host[...] = GARBAGE
+        self.streams.put(stream, Work(self.streams, lambda: host.__setitem__(..., np.ravel(x).view(np.uint8))))
+        if blocking:
+            event = Event(self.streams)
+            event.record(stream)
+            event.synchronize()
+        return out
+
+    def set(self, arr: np.ndarray, stream: Stream | None = None) -> None:
+        assert (arr.shape, arr.dtype) == (self.shape, self.dtype)
+        x, host = self.x.reshape(-1).view(np.uint8), at(arr.ctypes.data, arr.nbytes)
+        self.streams.put(stream or current(), Work(self.streams, lambda: x.__setitem__(..., host), f"copy of {host.size}"))
+
+
+def _raw(x):
+    return x.x if isinstance(x, Array) else x
+
+
+def do(run, name: str = "") -> None:
+    """On the current stream."""
+    Array.streams.put(current(), Work(Array.streams, run, name))
+
+
+def empty(shape, dtype) -> Array:
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    memory = Memory(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return Array(memory, memory.raw.view(dtype).reshape(shape))
+
+
+def asarray(x: np.ndarray) -> Array:
+    """A copy; of a host array that may be forgotten at once."""
+    made, copy = empty(x.shape, x.dtype), x.copy()
+    made[...] = copy
+    return made
+
+
+def empty_pinned(shape: int, dtype) -> np.ndarray:
+    """Host memory that anybody may get as soon as nobody holds it."""
+    raw = np.full(shape, GARBAGE, dtype)
+    Array.streams.memory.append(raw)
+    lent = np.frombuffer(memoryview(raw), dtype)[:]
+    weakref.finalize(lent, raw.fill, GARBAGE)
+    return lent
+
+
+class Device:
+    """`cupy.cuda.Device`: there is one."""
+
+    def __init__(self, number: int):
+        assert number == 0
+        self.id = number
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+# ---- NCCL ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Begun:
+    """Groups of this thread: messages are handed over when the outermost ends."""
+
+    def start(self) -> None:
+        assert "messages" not in _thread.__dict__ or _thread.messages is None
+        _thread.messages = []
+
+    def end(self) -> None:
+        messages, _thread.messages = _thread.messages, None
+        by_stream = defaultdict(list)
+        for stream, *message in messages:
+            by_stream[stream].append(tuple(message))
+        for stream, own in by_stream.items():
+            Array.streams.put(Array.streams.streams[stream - 1], Group(Array.streams, own))
+
+    @contextmanager
+    def group(self):
+        self.start()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def add(self, kind: str, address: int, size: int, channel: tuple[int, int], stream: int) -> None:
+        _thread.messages.append((stream, kind, at(address, size), Array.streams.channels[channel]))
+
+
+BEGUN = Begun()
+UINT8 = 1
+
+
+class NcclCommunicator:
+    """`cupy.cuda.nccl.NcclCommunicator`, with its signatures."""
+
+    def __init__(self, ndev: int, rank: int):
+        self._size, self._rank = ndev, rank
+
+    def rank_id(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def device_id(self) -> int:
+        return 0
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._add("send", sendbuf, count, datatype, (self._rank, peer), stream)
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._add("receive", recvbuf, count, datatype, (peer, self._rank), stream)
+
+    def _add(self, kind, buffer, count, datatype, channel, stream) -> None:
+        assert all(type(x) is int for x in (buffer, count, datatype, *channel, stream)), "numbers, as Cython takes them"
+        assert datatype == UINT8
+        assert count
+        BEGUN.add(kind, buffer, count, channel, stream)
+
+
+class NCCLBackend:
+    """`cupyx.distributed.NCCLBackend`, as far as it goes here: it has one of the others."""
+
+    def __init__(self, n_devices: int, rank: int):
+        self._n_devices, self.rank, self._comm = n_devices, rank, NcclCommunicator(n_devices, rank)
+
+    def send_recv(self, in_array, out_array, peer, stream=None):
+        raise NotImplementedError("to and from one process alone")
+
+
+class Nccl4py:
+    """`nccl.core.Communicator`, with its signatures."""
+
+    def __init__(self, nranks: int, rank: int):
+        self._nranks, self._rank = nranks, rank
+
+    nranks = property(lambda self: self._nranks)
+    rank = property(lambda self: self._rank)
+    device = property(lambda self: SimpleNamespace(device_id=0))
+
+    def send(self, sendbuf, peer: int, *, stream=None) -> None:
+        assert (sendbuf.dtype, type(stream)) == (np.uint8, int)
+        BEGUN.add("send", sendbuf.data.ptr, sendbuf.size, (self._rank, peer), stream)
+
+    def recv(self, recvbuf, peer: int, *, stream=None) -> None:
+        assert (recvbuf.dtype, type(stream)) == (np.uint8, int)
+        BEGUN.add("receive", recvbuf.data.ptr, recvbuf.size, (peer, self._rank), stream)
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------------------------
+
+
+def forward(q, k, v, *, out, return_lse, **options):
+    """`numba_flash.forward`, later."""
+    lse = empty(q.shape[:-1], "float64" if q.dtype == np.float64 else "float32")
+    x, room, sums = [y.x for y in (q, k, v)], out.x, lse.x
+
+    def compute():
+        o, log_sums = numba_flash.forward(*x, **options, return_lse=True, out=np.empty(room.shape, room.dtype))
+        room[...], sums[...] = o, log_sums
+
+    do(compute, "kernel")
+    return out, lse
+
+
+def backward(do_, q, k, v, o, lse, dlse=None, **options):
+    """`numba_flash.backward`, later."""
+    gradients = [empty(y.shape, y.dtype) for y in (q, k, v)]
+    x, rooms = [y.x for y in (do_, q, k, v, o, lse)], [y.x for y in gradients]
+
+    def compute():
+        made = numba_flash.backward(*x, dlse=_raw(dlse), **options)
+        for room, gradient in zip(rooms, made, strict=True):
+            room[...] = gradient
+
+    do(compute, "kernel")
+    return tuple(gradients)
+
+
+def merged_into(o, lse, o2, lse2) -> None:
+    """`merge_into`, of either library."""
+    x = [_raw(y) for y in (o, lse, o2, lse2)]
+    if isinstance(o, Array):
+        do(lambda: merge_into(*x))
+    else:
+        merge_into(*x)
+
+
+def install(monkeypatch, seed: int = 0, preferred: str | None = None) -> Streams:
+    """Put it all where the package looks for it."""
+    from numba_flash.distributed import loops
+
+    monkeypatch.setattr(Array, "streams", Streams(seed, preferred), raising=False)
+    cuda = SimpleNamespace(
+        Stream=lambda non_blocking=False: Stream(Array.streams, non_blocking),
+        Event=lambda disable_timing=False: Event(Array.streams),
+        Device=Device,
+        get_current_stream=current,
+    )
+    nccl = SimpleNamespace(groupStart=BEGUN.start, groupEnd=BEGUN.end, NCCL_UINT8=UINT8)
+    modules = {
+        "cupy": SimpleNamespace(ndarray=Array, empty=empty, asarray=asarray, cuda=cuda),
+        "cupyx": SimpleNamespace(empty_pinned=empty_pinned),
+        "cupy.cuda.nccl": nccl,
+        "nccl.core": SimpleNamespace(group=BEGUN.group),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    api = SimpleNamespace(forward=forward, backward=lambda **x: backward(x.pop("do"), **x))
+    monkeypatch.setattr(loops, "api", api)
+    monkeypatch.setattr(loops, "merge_into", merged_into)
+    return Array.streams
