@@ -142,7 +142,7 @@ def test_parts_are_merged_unrounded(dtype, more):
 def test_every_position_belongs_to_one_process(n, size, layout):
     own = together(size, lambda comm: nd.positions(n, comm=comm, layout=layout))
     assert sorted(np.concatenate(own).tolist()) == [*range(n)]
-    assert max(map(len, own)) - min(map(len, own)) <= (7 if layout == "contiguous" else 14)
+    assert max(map(len, own)) - min(map(len, own)) <= (15 if layout == "contiguous" else 30)  # a counter, and what is left
     x = np.random.default_rng(n).standard_normal((3, n, 2))
     for axis, y in ((-2, x), (0, x.swapaxes(0, 1)), (2, x.swapaxes(1, 2))):
         parts = together(size, lambda comm, axis=axis, y=y: nd.shard(y, comm=comm, layout=layout, axis=axis))
