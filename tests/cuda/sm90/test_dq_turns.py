@@ -33,7 +33,7 @@ def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
     """What each work item of a drawn problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
     p, extras = draw(rng, kind)
     p = replace(p, d=64, dv=64)
-    row_blocks = prepare_backward._row_blocks(p, tile)
+    row_blocks = prepare_backward.row_blocks_of(p, tile)
     build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
     lengths, group, section = 1 if p.options.packed else p.batch[1], p.hq // p.hk, int(rng.integers(1, 6))
     items = grid.items(p, p.nk, p.hk, tile.block_n)
@@ -156,7 +156,7 @@ def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for
     events, committed = [], 0
     problem, _ = draw(np.random.default_rng(0), kind)
     items = additions(np.random.default_rng(0), kind, tile, events)
-    behind_the_flags = 4 * math.prod(prepare_backward._row_blocks(problem, tile))
+    behind_the_flags = 4 * math.prod(prepare_backward.row_blocks_of(problem, tile))
     for before, event in zip([None, *events], events, strict=False):
         if event == ("commit",):
             committed += 1
@@ -176,7 +176,7 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group,
     items = [BackwardWork(*[0] * 14)._replace(count=count) for count in (3, 1, 2, END)]
     pipeline = SimpleNamespace(
         **dict.fromkeys(("wait_ready", "wait_free", "release", "mbarrier"), lambda *_: None),
-        build_load=lambda *_: lambda tensor_map, *_: events.append(tensor_map),
+        build_load=lambda *_, planes=1: lambda tensor_map, *_: events.append(tensor_map),
         read=lambda smem, ring, turn, word: items[int(turn)][int(word)],
         commit=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
     )

@@ -67,7 +67,7 @@ class Traffic:
 
     def __init__(self, p, extras, blocks):
         lengths = 1 if p.options.packed else p.batch[1]
-        row_blocks = prepare_backward._row_blocks(p, TILE)
+        row_blocks = prepare_backward.row_blocks_of(p, TILE)
         self.row_blocks, self.numbers, self.group = row_blocks.blocks, math.prod(row_blocks), p.hq // p.hk
         of_keys = lambda: load_backward.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256))
         of_queries = lambda: dq.build_write_work(True, p.options, TILE, TILE.dq_layout(256))
@@ -189,10 +189,10 @@ def test_ds_of_some_blocks_of_keys_fits(length, heads, heads_kv):
     """It takes all of the keys, in parts of equal size: WORKSPACE bytes at most, or as much as keeps everyone busy, or a few blocks."""
     q, k = (np.broadcast_to(np.float16(0), (h, length, 256)) for h in (heads, heads_kv))
     p = bind(q, k, k)
-    row_blocks = prepare_backward._row_blocks(p, TILE)
+    row_blocks = prepare_backward.row_blocks_of(p, TILE)
     blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(row_blocks), MULTIPROCESSORS)
     assert (parts - 1) * blocks < -(-length // BLOCK_N) <= parts * blocks
-    ds = prepare_backward._temporaries(p, TILE, row_blocks, MULTIPROCESSORS).ds
+    ds = prepare_backward.temporaries(p, TILE, row_blocks, MULTIPROCESSORS).ds
     size = 4 * math.prod(ds.shape)
     assert (ds.dtype, size) == ("float32", math.prod(row_blocks) * blocks * BLOCK_M * BLOCK_N * 2)
     few, busy = blocks <= prepare_backward.FEWEST_BLOCKS, blocks * heads_kv < MULTIPROCESSORS + heads_kv
@@ -203,7 +203,7 @@ def test_parts_fill_turns_of_the_multiprocessors():
     """20 heads: 13 blocks of keys at a time are two turns, where the 20 that there is room for would be four, one of them nearly empty."""
     x = np.broadcast_to(np.float16(0), (20, 20_480, 256))
     p = bind(x, x, x)
-    blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(prepare_backward._row_blocks(p, TILE)), MULTIPROCESSORS)
+    blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(prepare_backward.row_blocks_of(p, TILE)), MULTIPROCESSORS)
     turns = parts * -(-blocks * 20 // MULTIPROCESSORS)
     assert turns <= 1.05 * 320 * 20 / MULTIPROCESSORS
 
