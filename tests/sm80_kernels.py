@@ -139,6 +139,7 @@ OTHERS = {
     "backward 72, 40": Case("backward", "float16", 72, 40, options={"causal": True}),
     "backward 13, 7": Case("backward", "bfloat16", 13, 7, options={"causal": True}),
     "backward, any strides": Case("backward", "float16", 128, 128, aligned=False),
+    "backward 64 bias for 9.0": Case("backward", "float16", 64, 64, HOPPER, OPTIONS["bias"]),
     **{f"{kind} {d} {name}": Case(kind, "float16", d, d, options=OPTIONS[name]) for (kind, d), names in CHOSEN.items() for name in names},
 }
 # Float32 as pairs of float16; where it is refused there is no kernel.
