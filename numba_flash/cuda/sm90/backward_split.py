@@ -62,6 +62,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     differentiate = shared.differentiate
     put_dk = store.build_put_floats(head_dim, False)
     put_dv = store.build_put_floats(head_dim_v, False)
+    factor_of = pipeline.build_factor_of(WORK, WORD)
 
     @inline
     def begin_item(smem, turn, me, extras, scales):
@@ -76,13 +77,6 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             clear_k(smem, V, turn, keys, me)
         factor = factor_of(smem, turn, extras, 0) * factor_of(smem, turn, extras, 1)
         return Scales(f32(0), scales.scale * factor, scales.scale)
-
-    @inline
-    def factor_of(smem, turn, extras, which):
-        """What undoes the power of two of q, k, v or dO, of the head of a work item."""
-        b0, b1 = pipeline.read(smem, WORK, turn, WORD.b0), pipeline.read(smem, WORK, turn, WORD.b1)
-        head = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        return extras.factors[index(b0), index(b1), index(head), which]
 
     @inline
     def common_power(smem, me, dsT):

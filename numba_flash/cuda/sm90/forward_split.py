@@ -57,13 +57,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
     exponentials = softmax.build_exponentials(SCORES, 1, raised=softmax.RAISED_P)
     split, _ = fragment.build_split(BLOCK_N // 4, planes)
     put_floats = store.build_put_floats(head_dim_v, CENTRED.values)
-
-    @inline
-    def factor_of(smem, turn, extras, which):
-        """What undoes the power of two of q, k or v, of the head of a work item."""
-        b0, b1 = pipeline.read(smem, WORK, turn, WORD.b0), pipeline.read(smem, WORK, turn, WORD.b1)
-        head = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        return extras.factors[index(b0), index(b1), index(head), which]
+    factor_of = pipeline.build_factor_of(WORK, WORD)
 
     @inline
     def scores(s, low, smem, me, n, q_tile):

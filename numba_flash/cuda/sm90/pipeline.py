@@ -13,6 +13,7 @@ from typing import NamedTuple
 from numba_flash.cuda import ptx, swizzle
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, i32, inline, once, types, u32
+from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.tiles import MBARRIER_BYTES, WARP_GROUP
 
@@ -208,3 +209,19 @@ def build_clear_tail(columns, rows):
             )  # the zeros are there for the products of the whole warp group
 
     return clear_tail
+
+
+@once
+def build_factor_of(ring, word):
+    """``factor_of(smem, turn, extras, which)``: what undoes the power of two of q, k, v or dO (0 to
+    3), of the head of a work item in its `ring`, in whose slots things are where `word` says.
+    """
+    RING, WORD = ring, word
+
+    @inline
+    def factor_of(smem, turn, extras, which):
+        b0, b1 = read(smem, RING, turn, WORD.b0), read(smem, RING, turn, WORD.b1)
+        head = read(smem, RING, turn, WORD.kv_head)
+        return extras.factors[index(b0), index(b1), index(head), which]
+
+    return factor_of

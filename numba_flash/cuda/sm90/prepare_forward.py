@@ -84,17 +84,12 @@ def combine_launch(partial: ForwardResults, results: ForwardResults, gpu, parts:
     )
 
 
-def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
-    """The attention kernel, on results of the problem, or on float32 parts of them."""
-    count = grid.items(p, p.nq, p.hq, tile.block_m) * parts
-    q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
-    in_float32 = o.dtype.name == "float32"
-    store = "parts" if in_float32 else "words" if p.options.packed else "map"
+def sizes_of(p, gpu, tile, parts: int) -> Sizes:
+    """Of all work items, and how they are handed out."""
     in_sections = p.band != "none" and not p.options.packed
     section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
-    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
-    sizes = Sizes(
-        items=count,
+    return Sizes(
+        items=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         low=p.low,
         high=p.high,
         columns=p.nk,
@@ -103,11 +98,20 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
         section=section,
         b0=p.batch[0],
     )
+
+
+def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
+    """The attention kernel, on results of the problem, or on float32 parts of them."""
+    q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
+    in_float32 = o.dtype.name == "float32"
+    store = "parts" if in_float32 else "words" if p.options.packed else "map"
+    maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
+    sizes = sizes_of(p, gpu, tile, parts)
     return Launch(
         "sm90.forward.build",
         (p.dtype, p.d, p.dv, results.lse is not None, p.band, store, p.options.structure, tile),
         gpu,
-        grid=min(count, gpu.multiprocessors),
+        grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.layout(p.d, p.dv).bytes,
         operands=((o if in_float32 else o.words(), 5), (results.lse, 4)),

@@ -5,8 +5,13 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import SPLIT, build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.sm90.arguments import Sizes, scales
-from numba_flash.cuda.sm90.prepare_forward import allocate, combine_launch, partial_results
+from numba_flash.cuda.sm90.arguments import scales
+from numba_flash.cuda.sm90.prepare_forward import (
+    allocate,
+    combine_launch,
+    partial_results,
+    sizes_of,
+)
 from numba_flash.cuda.sm90.split_tiles import SplitTile, padded, split_tile
 from numba_flash.problem import Prepared
 
@@ -44,27 +49,16 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
 
 def _forward(p, inputs, splitter: Splitter, results, gpu, tile: SplitTile, parts: int) -> Launch:
     """The attention kernel, on results of the problem, or on parts of them."""
-    count, made = grid.items(p, p.nq, p.hq, tile.block_m) * parts, splitter.made
+    made = splitter.made
     (o,) = grid.heads_first(p, results.o)
-    in_sections = p.band != "none" and not p.options.packed
-    section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
-    sizes = Sizes(
-        items=count,
-        low=p.low,
-        high=p.high,
-        columns=p.nk,
-        parts=parts,
-        group=p.hq // p.hk,
-        section=section,
-        b0=p.batch[0],
-    )
+    sizes = sizes_of(p, gpu, tile, parts)
     d, dv = padded(p.d), padded(p.dv)
     rows = ((made.q, tile.block_m), (made.k, tile.block_n), (made.v, tile.block_n))
     return Launch(
         "sm90.forward_split.build",
         (p.d, p.dv, results.lse is not None, p.band, parts > 1, p.options.structure, tile),
         gpu,
-        grid=min(count, gpu.multiprocessors),
+        grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.layout(d, dv).bytes,
         operands=((o, 5), (results.lse, 4)),

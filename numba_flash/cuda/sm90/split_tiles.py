@@ -8,11 +8,10 @@ from typing import ClassVar
 
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.sm90.tiles import (
-    REGISTERS,
-    WARP_GROUP,
     WORK_BYTES,
     WORK_SLOTS,
     BackwardTile,
+    Consumers,
     lay_out,
 )
 from numba_flash.cuda.swizzle import panel_bytes, panels
@@ -27,7 +26,7 @@ def padded(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class SplitTile:
+class SplitTile(Consumers):
     """Shape of a block's work in the forward pass.
 
     Attributes
@@ -49,18 +48,6 @@ class SplitTile:
     stages: int
     ping_pong: bool
     planes: int = 2
-
-    @property
-    def consumers(self) -> int:
-        return self.block_m // 64
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
-
-    @property
-    def threads(self) -> int:
-        return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings ``q k v work`` as `numba_flash.cuda.sm90.pipeline` wants them, and

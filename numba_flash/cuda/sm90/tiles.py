@@ -56,8 +56,26 @@ def lay_out(rings: dict, begin: int, **others) -> SimpleNamespace:
     return layout
 
 
+class Consumers:
+    """Of a tile of the forward pass, whose consumers have 64 rows each."""
+
+    block_m: int
+
+    @property
+    def consumers(self) -> int:
+        return self.block_m // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS[self.consumers]
+
+    @property
+    def threads(self) -> int:
+        return WARP_GROUP * (self.consumers + 1)
+
+
 @dataclass(frozen=True)
-class Tile:
+class Tile(Consumers):
     """Shape of a block's work.
 
     Attributes
@@ -80,18 +98,6 @@ class Tile:
     o_panels: int
     ping_pong: bool
     planes: ClassVar[int] = 1  # of each of q, k and v
-
-    @property
-    def consumers(self) -> int:
-        return self.block_m // 64
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
-
-    @property
-    def threads(self) -> int:
-        return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings ``q k v work`` as `numba_flash.cuda.sm90.pipeline` wants them, where
