@@ -25,13 +25,7 @@ MUTANTS_SPLIT = (
     # ---- powers of two, and centres
     Mutant("scores with the power of K", FORWARD_SPLIT, "scale_log2 *= factor_of(smem, turn, extras, 1)", "pass", "wgmma"),
     Mutant("scores with the power of Q", FORWARD_SPLIT, "scale * factor_of(smem, turn, extras, 0)", "scale", "wgmma"),
-    Mutant(
-        "the factors of the first head",
-        FORWARD_SPLIT,
-        "extras.factors[index(b0), index(b1), index(head),",
-        "extras.factors[index(b0), index(b1), 0,",
-        "wgmma, heads",
-    ),
+    Mutant("the factors of the first head", PIPELINE, "index(b1), index(head), which]", "index(b1), 0, which]", "wgmma, heads"),
     Mutant("P's powers of two in the lse", FORWARD_SPLIT, "ptx.lg2(l * f32(LOWERED))", "ptx.lg2(l)", "wgmma"),
     Mutant("O in the units of V's planes", FORWARD_SPLIT, "ptx.rcp(l) * factor", "ptx.rcp(l)", "wgmma"),
     Mutant("an lse of centred keys", FORWARD_SPLIT, "value += extras.shifts[", "value += 0 * extras.shifts[", "wgmma, offset"),
