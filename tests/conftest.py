@@ -79,6 +79,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    for item in items:
+        if item.get_closest_marker("full_on_cpu") and item.callspec.params["backend"].name == "cpu":
+            item.add_marker("full")
     if not config.option.full:
         deselect(config, items, "full")
     if SIMULATED:

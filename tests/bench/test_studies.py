@@ -78,6 +78,7 @@ def test_scaling(tmp_path):
     assert results["memory_gb"] == 4
 
 
+@pytest.mark.full
 def test_scaling_says_where_memory_ends(module, monkeypatch, tmp_path):
     """What cannot allocate is not tried again at greater lengths."""
     scaling, peers = module("scaling"), module("numba_flash.bench.peers")
@@ -137,6 +138,7 @@ print("==WARNING== that's all")
 """
 
 
+@pytest.mark.full
 def test_traffic_adds_up_what_a_profiler_counts(tmp_path):
     """A stand-in for ncu, which runs what it is given and finds two kernels with 1,000 of everything."""
     ncu = tmp_path / "ncu"

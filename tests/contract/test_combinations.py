@@ -86,7 +86,7 @@ def problems(draw, dtypes):
     return inputs, draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 4)), {name: x for option in options for name, x in option.items()}
 
 
-QUICK = [(0, ("float32", "bfloat16"))]
+QUICK = [(0, ("float32",))]
 FULL = [pytest.param(seed, tuple(DTYPES), marks=pytest.mark.full) for seed in range(1, 4 if SIMULATED else 10)]
 
 

@@ -13,7 +13,7 @@ from numba_flash import call, reference, rng
 from numba_flash.options import Generator, dropout_threshold
 from numba_flash.problem import bind
 
-simulator = pytest.mark.simulator
+simulator, full_on_cpu = pytest.mark.simulator, pytest.mark.full_on_cpu
 NQ, NK = (3, 5) if SIMULATED else (140, 270)
 """Several tiles along both axes."""
 
@@ -55,7 +55,8 @@ def test_bias_in_five_dimensions(backend):
 @pytest.mark.parametrize(
     ("bias_dtype", "dtype"),
     [
-        *(("float32", "float32"), ("own", "bfloat16")),
+        ("float32", "float32"),
+        pytest.param("own", "bfloat16", marks=full_on_cpu),
         *(pytest.param("float32", dtype, marks=pytest.mark.full) for dtype in DTYPES if dtype != "float32"),
         *(pytest.param("own", dtype, marks=pytest.mark.full) for dtype in ("float16", "float64")),
     ],
@@ -129,7 +130,7 @@ def test_mask_broadcasts(backend, shape):
     check(backend, *problem(), mask=np.array(normal(*shape) > -0.3), window=(60, 60))
 
 
-@simulator
+@simulator(full=True)
 def test_a_mask_of_whole_tiles(backend):
     side = lambda n: np.arange(n) // -(-n // 2)
     mask = side(NQ)[:, None] == side(NK)
@@ -194,7 +195,7 @@ def test_lengths_of_every_integer_dtype(backend, integer):
     "options",
     [
         {},
-        pytest.param({"causal": True}, marks=simulator),
+        pytest.param({"causal": True}, marks=simulator(full=True)),
         {"window": (20, 3)},
         pytest.param({"causal": True, "q_start": 0}, marks=simulator(full=True)),
     ],
@@ -328,7 +329,7 @@ def test_packed_without_tokens(backend, sequences):
 # ---- softcap, dropout, dlse ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=full_on_cpu) for x in DTYPES if x != "float32")])
 @pytest.mark.parametrize("softcap", [0.3, 50.0])
 def test_softcap(backend, dtype, softcap):
     check(backend, *problem(dtype=dtype), softcap=softcap, scale=1.0)
@@ -348,7 +349,7 @@ def test_dropout_keeps_the_same_bits_everywhere(backend):
         np.testing.assert_allclose(o[bits], plain[bits] / (1 - 26214 / 65536), rtol=4e-6)
 
 
-@simulator
+@simulator(full=True)
 @pytest.mark.parametrize("dtype", ["float32"] if SIMULATED else ["float32", "float16"])
 def test_dropout_of_a_part_has_the_bits_of_the_whole(backend, dtype):
     """Results over parts of the keys, put together, are those over all of them; so are sums of gradients."""

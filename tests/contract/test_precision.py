@@ -137,14 +137,13 @@ def test_results_of_other_dtypes_do_not_depend_on_it(backend, dtype):
         assert all(same_bits(x, expected[name]) for name, x in results.items())
 
 
-@pytest.mark.simulator
-@pytest.mark.parametrize("precision", [None, "float32", "ieee"])
+@pytest.mark.parametrize("precision", [None, "float32", pytest.param("ieee", marks=pytest.mark.simulator(full=True))])
 def test_float32_means_float32(backend, precision):
     inputs = random_inputs()
     compare(run(backend, *inputs, precision=precision), *inputs)
 
 
-@pytest.mark.simulator
+@pytest.mark.simulator(full=True)
 def test_without_tensor_cores_all_precisions_are_one(backend):
     if backend.tensor_cores:
         pytest.skip("this one has tensor cores")

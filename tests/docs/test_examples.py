@@ -38,6 +38,7 @@ def assert_is_a_picture(png: Path, height: int, width: int):
     assert np.unique(picture).size > 100
 
 
+@pytest.mark.full
 def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
     png = tmp_path / "photo.png"
     printed = run("denoise_photo", "--size", "64", "--output", str(png))

@@ -110,6 +110,7 @@ def empty_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+@pytest.mark.full
 def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, monkeypatch, capsys):
     written = tmp_path / "warmup.json"
     arguments = ["warmup", "--arch", "8.6", "--dtype", "float32", "--direction", "forward", *SIZES, "--json", str(written)]

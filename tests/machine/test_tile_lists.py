@@ -79,7 +79,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("name", named(CASES, ("16 bytes at a time",)))
 def test_lists_and_their_order(name, transposed):
     """What may be seen is listed, ascending; nothing that is not whole is said to be so, and what is whole without a band is said to be."""
