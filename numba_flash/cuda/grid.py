@@ -110,13 +110,22 @@ def most_work(work, pairs: int, section: int, turns: int) -> float:
     return (load[::2].sum(0) + load[1::2, ::-1].sum(0)).max()
 
 
+def summed_axes(problem, dbias) -> tuple[bool, ...]:
+    """Which axes of the scores a bias broadcasts, where these are not 1 themselves; of its gradient
+    (array or layout).
+    """
+    shape = (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
+    scores = (*problem.batch, problem.hq, problem.nq, problem.nk)
+    return tuple(n == 1 != size for n, size in zip(shape, scores, strict=True))
+
+
 class Broadcast(NamedTuple):
     """What becomes the gradient of a bias, in tiles.
 
     Attributes
     ----------
     summed : tuple of five bools
-        Which axes of the scores the bias broadcasts, where these are not 1 themselves.
+        As `summed_axes` says.
     tiles : int
         Of the gradient.
     walk : int
@@ -130,10 +139,8 @@ class Broadcast(NamedTuple):
     @classmethod
     def of(cls, problem, dbias, block_m: int, block_n: int) -> "Broadcast":
         """Of a gradient (array or layout) in such tiles."""
-        p, shape = problem, (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
-        scores = (*p.batch, p.hq, p.nq, p.nk)
-        summed = tuple(n == 1 != size for n, size in zip(shape, scores, strict=True))
-        sizes = (*scores[:3], -(-p.nq // block_m), -(-p.nk // block_n))
+        p, summed = problem, summed_axes(problem, dbias)
+        sizes = (*p.batch, p.hq, -(-p.nq // block_m), -(-p.nk // block_n))
         product = lambda which: math.prod(
             n for n, gone in zip(sizes, summed, strict=True) if gone == which
         )

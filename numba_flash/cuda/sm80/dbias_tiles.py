@@ -1,6 +1,6 @@
 """Tiles of the gradient of the bias in the `sm80` tier. Numba is not imported here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,11 +100,14 @@ SPLIT_DBIAS_TILES = (
 )
 
 
-def dbias_tile(problem, hardware: Hardware) -> DbiasTile:
-    """The first that serves these head dimensions and this bias, and fits."""
+def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
+    """The first that serves these head dimensions and this bias, and fits. Of a gradient that is
+    the sum of nothing, in one part: of two, hundreds of bytes would go to memory (not timed).
+    """
     d, size = max(problem.d, problem.dv), 4 if problem.options.bias == "float32" else 2
-    return next(
+    tile = next(
         row.tile
         for row in (SPLIT_DBIAS_TILES if problem.dtype == "float32" else DBIAS_TILES)
         if d <= row.d and size <= row.bias and row.shared <= hardware.shared_limit
     )
+    return tile if summed else replace(tile, parts=1)

@@ -42,7 +42,7 @@ class Dbias:
 
     def __init__(self, problem, gpu, shape, inputs, dbias, rows, planes=None):
         p, x, there = problem, inputs, hardware(gpu.capability)
-        tile = dbias_tile(p, there)
+        tile = dbias_tile(p, there, any(grid.summed_axes(p, dbias)))
         this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
         turns = gpu.multiprocessors * tile.min_blocks
         shares = this.shares(turns, MOST_SHARES, SHARE_COST)
