@@ -15,7 +15,11 @@ from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "asv_bench" / "studies" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "howto" / "distributed.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "docs" / "howto" / f"{name}.md" for name in ("dask", "distributed")),
+]
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 sys.path.append(str(RESULTS.parent))
@@ -357,6 +361,21 @@ def ring_measured(study: dict) -> str:
     return f"{text}\n{table(columns, rows)}"
 
 
+def blocks_measured(study: dict) -> str:
+    """Attention on dask arrays by size of chunks, beside one call."""
+    heads = f"{study['heads']} heads over {study['heads_kv']}"
+    text = f"{study['device']}, {study['dtype']}, {study['tokens']} tokens, {heads}, D = {study['head_dim']}, causal:\n\n"
+    rows = []
+    for row in study["rows"]:
+        chunk = "one call" if row["chunk"] is None else row["chunk"]
+        tasks = "" if row["chunk"] is None else f"{row['forward_tasks']}, {row['backward_tasks']}"
+        ms = f"{row['forward_ms']:.1f}, {row['backward_ms']:.1f}"
+        rows.append([chunk, row["workers"], row["gpus"], ms, tasks, f"{row['bytes'] / 1e6:,.0f}"])
+    return text + table(
+        ["chunks of", "workers", "GPUs", "ms, forward and backward", "tasks of both", "MB beside inputs in one worker"], rows
+    )
+
+
 def _rate(row: dict) -> str:
     return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['gb_per_s']:.0f} GB/s"
 
@@ -401,6 +420,7 @@ BLOCKS = {
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
+    "dask-measured": Block(blocks_measured, ("h200/blocks",), _study("blocks", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),
     "options-cpu": Block(printed, ("2-core-cpu/options",)),

@@ -106,7 +106,7 @@ def on_host(block, dtype) -> np.ndarray:
 def one_worker_per_gpu(count: int, gpus: int) -> SpecCluster:
     """Workers of one thread; each sees all GPUs, its own first, as dask-cuda has it."""
     seen = lambda rank: ",".join(str((rank + i) % gpus) for i in range(gpus))
-    options = [{"nthreads": 1, "env": {"CUDA_VISIBLE_DEVICES": seen(rank)}} for rank in range(count)]
+    options = [{"nthreads": 1, "silence_logs": logging.WARNING, "env": {"CUDA_VISIBLE_DEVICES": seen(rank)}} for rank in range(count)]
     workers = {rank: {"cls": Nanny, "options": each} for rank, each in enumerate(options)}
     return SpecCluster(workers, scheduler={"cls": Scheduler, "options": {"dashboard": False}}, silence_logs=logging.WARNING)
 
