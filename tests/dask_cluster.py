@@ -59,7 +59,7 @@ def long(client: Client) -> None:
     own = [np.require(x.compute(), requirements="A") for x in (q[:, rows], k, v)]
     expected = numba_flash.forward(*own, causal=True)
     np.testing.assert_allclose(o[:, rows].compute(), expected, rtol=1e-4, atol=1e-6)
-    assert peak < 150 * MB, peak
+    assert peak < 75 * MB, peak  # it is 23; several times that if all blocks are there before the first are merged
 
 
 def killed(client: Client, put=None) -> None:

@@ -209,7 +209,7 @@ class Memory:
     def __init__(self, size: int):
         raw, stream, streams = np.full(size, GARBAGE, np.uint8), current(), Array.streams
         streams.memory.append(raw)
-        self.raw = raw
+        self.raw, self.device = raw, Device()
         weakref.finalize(self, lambda: streams.put(stream, Work(streams, lambda: raw.fill(GARBAGE))))
 
 
@@ -221,8 +221,8 @@ class Array:
     def __init__(self, memory: Memory, x: np.ndarray):
         self._memory, self.x = memory, x
         self.dtype, self.shape, self.strides, self.ndim, self.size, self.nbytes = x.dtype, x.shape, x.strides, x.ndim, x.size, x.nbytes
-        self.flags, self.device = x.flags, Device(0)
-        self.data = SimpleNamespace(ptr=x.ctypes.data, device_id=0)
+        self.flags, self.device = x.flags, memory.device
+        self.data = SimpleNamespace(ptr=x.ctypes.data, device_id=memory.device.id)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -324,17 +324,27 @@ def empty_pinned(shape: int, dtype) -> np.ndarray:
 
 
 class Device:
-    """`cupy.cuda.Device`: there is one."""
+    """`cupy.cuda.Device`: one that is named, or the current one of this thread."""
 
-    def __init__(self, number: int):
-        assert number == 0
-        self.id = number
+    def __init__(self, number: int | None = None):
+        self.id = _devices()[-1] if number is None else number
 
     def __enter__(self):
+        _devices().append(self.id)
         return self
 
     def __exit__(self, *error):
-        pass
+        _devices().pop()
+
+
+def _devices() -> list[int]:
+    """Current devices of this thread, the innermost last; number 0 unless something else is said."""
+    return _thread.__dict__.setdefault("devices", [0])
+
+
+def check_place(*arrays) -> None:
+    """What kernels get lies on the current device."""
+    assert {x.device.id for x in arrays if x is not None} == {Device().id}
 
 
 # ---- NCCL ------------------------------------------------------------------------------------------------------------------------------
@@ -433,6 +443,7 @@ class Nccl4py:
 
 def forward(q, k, v, *, out, return_lse, **options):
     """`numba_flash.forward`, later."""
+    check_place(q, k, v, out, options.get("bias"), options.get("mask"))
     lse = empty(q.shape[:-1], "float64" if q.dtype == np.float64 else "float32")
     x, room, sums = [y.x for y in (q, k, v)], out.x, lse.x
     options = {name: _raw(y) for name, y in options.items()}
@@ -447,6 +458,7 @@ def forward(q, k, v, *, out, return_lse, **options):
 
 def backward(do_, q, k, v, o, lse, **options):
     """`numba_flash.backward`, later."""
+    check_place(do_, q, k, v, o, lse, *(options.get(name) for name in ("dlse", "bias", "mask")))
     gradients = [empty(y.shape, y.dtype) for y in (q, k, v, *([options["bias"]] if options.get("bias_grad") else []))]
     x, rooms = [y.x for y in (do_, q, k, v, o, lse)], [y.x for y in gradients]
     options = {name: _raw(y) for name, y in options.items()}
@@ -471,6 +483,7 @@ def merged_into(o, lse, o2, lse2) -> None:
 
 def merged(o1, lse1, o2, lse2) -> tuple[Array, Array]:
     """`numba_flash.merge`, later."""
+    check_place(o1, lse1, o2, lse2)
     o, lse = empty(o1.shape, o1.dtype), empty(lse1.shape, lse1.dtype)
     x, room, sums = [y.x for y in (o1, lse1, o2, lse2)], o.x, lse.x
 

@@ -20,6 +20,7 @@ from dask_group import in_cluster
 
 import numba_flash
 import numba_flash.dask
+from numba_flash.dask import tasks
 
 RNG = np.random.default_rng(0)
 OPTIONS = {
@@ -150,6 +151,21 @@ def test_who_sees_nothing_and_is_not_seen():
     assert (results["dq"][..., :20, :] == 0).all()
     assert (results["dk"][..., 20:, :] == 0).all()
     compare(results, q, k, v, do, causal=True, q_start=-20)
+
+
+def test_tasks_leave_blocks_alone():
+    """dask hands them to a task again if what it made is lost with a worker."""
+    q, k, v, do = random_inputs(batch=(), hq=1, hk=1, nq=20, nk=20, d=8)
+    parts = [tasks.attend(("q", "k", "v"), {}, q, k, v) for _ in range(3)]
+    o, lse = tasks.merged(parts)
+    names = ("do", "q", "k", "v", "o", "lse")
+    shares = [tasks.differentiate(names, {}, do, q, k, v, o, lse)[0] for _ in range(3)]
+    for x in (q, k, v, do, *parts[0], o, lse, *shares):
+        x.flags.writeable = False
+    assert all(same_bits(x, y) for x, y in zip(tasks.merged(parts), (o, lse), strict=True))
+    assert same_bits(tasks.added(shares), tasks.added(shares))
+    assert same_bits(tasks.differentiate(names, {}, do, q, k, v, o, lse)[0], shares[0])
+    assert (tasks.zeros(q) == 0).all()
 
 
 def test_nothing_is_computed_before_it_is_wanted():

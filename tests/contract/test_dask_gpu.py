@@ -104,6 +104,20 @@ def test_bfloat16_that_dask_has_sent(monkeypatch):
     assert tasks.rounded(parts[0].dtype, there(parts[0].view("V2"))).dtype == parts[0].dtype
 
 
+def test_tasks_compute_where_their_blocks_are(monkeypatch):
+    """Also on a GPU that is not the thread's current one."""
+
+    def second(x):
+        with late_gpu.Device(1):
+            return there(x)
+
+    arrays = inputs()
+    expected = blocks_of(arrays, causal=True, q_start=-20)
+    results, _ = on_stand_in(monkeypatch, arrays, put=second, causal=True, q_start=-20)
+    assert {x.device.id for x in chain(*results)} == {1}
+    assert equal(expected, results)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_task_that_does_not_wait_is_found(monkeypatch):
     expected, found = blocks_of(inputs(), causal=True), []
