@@ -356,9 +356,33 @@ def ring_measured(study: dict) -> str:
         hidden = [each["hidden"] for each in row.get("of_processes", ()) if each["hidden"] is not None]
         name = f"{row['what']}, {'causal' if row['causal'] else 'full'}"
         least = f"{min(hidden):.2f}" if hidden else ""
-        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], f"{row['ms']:.1f}", least])
-    columns = ["algorithm", "processes", "GPUs", "by way of", "tokens", "ms, both passes", "least share of transfers behind kernels"]
+        ms = f"{row['ms']:.1f}, {by_model(study, row)}"
+        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], ms, least])
+    columns = [
+        "algorithm",
+        "processes",
+        "GPUs",
+        "by way of",
+        "tokens",
+        "ms of both passes, and on paper",
+        "least share of transfers behind kernels",
+    ]
     return f"{text}\n{table(columns, rows)}"
+
+
+def by_model(study: dict, row: dict) -> str:
+    """Milliseconds of the model with the rates of the same study; a link that was not measured has no end."""
+    if not row["gpus"]:
+        return "-"
+    share = row["gpus"] / row["processes"]  # of a GPU
+    rates = lambda what, unit: {each["length"]: share * each[unit] for each in study["rows"] if each["what"] == what}
+    forward, backward = ({n: 1e12 * x for n, x in rates(what, "tflops").items()} for what in ("forward", "backward"))
+    copies = [1e9 * x for what in ("to the host", "from the host") for x in rates(what, "gb_per_s").values()]
+    memory = 1e9 * ring_model.rate(rates("merge", "gb_per_s"), row["tokens"] / row["processes"])
+    link = min(copies) if row["carrier"] == "host" else float("inf")
+    work = Work(row["tokens"], study["heads"], study["heads_kv"], study["head_dim"], not row["causal"])
+    way = {"ring": ring_model.ring, "gather": ring_model.gather}[row["what"]]
+    return f"{1e3 * way(work, Machine(row['processes'], link, forward, backward, memory)):.1f}"
 
 
 def blocks_measured(study: dict) -> str:

@@ -108,6 +108,14 @@ def test_dropout_has_the_bits_of_one_call(masked, state):
         np.testing.assert_allclose(x, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_are_added_unrounded(dtype):
+    """2048 + 1 is 2048 in 16 bits."""
+    parts = [np.array([x], support.DTYPES[dtype]) for x in (2048, *[1] * 64)]
+    total = tasks.added([tasks.added(parts[:30]), *parts[30:]])
+    assert (total.dtype, total.tolist()) == (np.float32, [2048 + 64])
+
+
 def test_equal_chunks_give_equal_bits():
     """In any order of tasks; and the same call has the same keys, so that dask computes it once."""
     inputs = random_inputs(batch=(1,), hq=2, hk=2, nq=90, nk=200, d=8)

@@ -99,11 +99,17 @@ RESULTS = {
     "h200/ring": {
         "device": "H",
         "dtype": "float16",
+        **{"heads": 16, "heads_kv": 2, "head_dim": 128},
         "rows": [
             {"what": "forward", "length": 512, "ms": 0.5, "tflops": 100.0},
-            {"what": "ring", "processes": 2, "gpus": 1, "carrier": "host", "causal": True, "tokens": 64, "ms": 3.0}
+            {"what": "backward", "length": 512, "ms": 0.5, "tflops": 100.0},
+            {"what": "merge", "length": 512, "ms": 0.5, "gb_per_s": 1000.0},
+            {"what": "to the host", "length": 512, "ms": 0.5, "gb_per_s": 20.0},
+            {"what": "from the host", "length": 512, "ms": 0.5, "gb_per_s": 40.0},
+            {"what": "ring", "processes": 2, "gpus": 1, "carrier": "host", "causal": True, "tokens": 65536, "ms": 700.0}
             | {"of_processes": [{"hidden": 0.9}, {"hidden": 0.8}]}
             | {"spans": {"kernels": [[0.5, 1.0], [1.1, 2.0]], "transfers": [[0.6, 0.9]]}},
+            {"what": "gather", "processes": 2, "gpus": 2, "carrier": "nccl", "causal": False, "tokens": 65536, "ms": 800.0},
         ],
     },
     "h200/blocks": {
@@ -170,7 +176,11 @@ EXPECTED = {
         "| kelvin | 1e-07 / 1e-07 / 1e-07 / 1e-07 | 1e-07 /",
         "| TFLOP/s, forward / backward | 100 / 90.0 | 25.0 / none |",
     ],
-    "ring-measured": ["| forward | 512 | 0.500 | 100 TFLOP/s |", "| ring, causal | 2 | 1 | host | 64 | 3.0 | 0.80 |"],
+    "ring-measured": [
+        "| forward | 512 | 0.500 | 100 TFLOP/s |",
+        "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.6 | 0.80 |",
+        "| gather, full | 2 | 2 | nccl | 65536 | 800.0, 615.7 |",
+    ],
     "dask-measured": [
         "H, float16, 64 tokens, 4 heads over 2, D = 8, causal:",
         "| one call | 1 | 1 | 10.0, 30.0 |  | 5 |",
@@ -252,6 +262,17 @@ def test_blocks_are_written_between_their_marks():
     assert figures.with_tables(written, "figures") == written
     page = "<!-- table: tiles -->\n<!-- end -->"
     assert "\n![time with each tile](there/tiles.svg)\n\n| " in figures.with_tables(page, "there")
+
+
+def test_a_ring_is_measured_beside_its_model():
+    """3.5 times 2 N^2 H D operations at 100 TFLOP/s; two merges at half of 1000 GB/s, and float32 sums that go home at half of 20 GB/s."""
+    operations, part = 3.5 * 2 * 65536**2 * 16 * 128, 32768 * 128
+    merges, sums = 2 * 3 * part * 16 * 4 / 500e9, 2 * part * 2 * 4 / 10e9
+    expected = 1e3 * (operations / 100e12 + merges + sums)
+    ring, gather = (row for row in RESULTS["h200/ring"]["rows"] if "processes" in row)
+    assert float(tables.by_model(RESULTS["h200/ring"], ring)) == pytest.approx(expected, abs=0.06)
+    assert float(tables.by_model(RESULTS["h200/ring"], gather)) == pytest.approx(1e3 * operations / 100e12, abs=0.06)
+    assert tables.by_model(RESULTS["h200/ring"], ring | {"gpus": 0}) == "-"
 
 
 def test_the_timeline_of_a_ring_has_a_bar_for_each_span():
