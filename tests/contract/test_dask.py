@@ -37,7 +37,7 @@ OPTIONS = {
 
 def chunked(x, rng):
     """A dask array in random chunks."""
-    cut = lambda n: tuple(np.diff([0, *sorted(rng.choice(n + 1, rng.integers(0, 4))), n]).tolist())
+    cut = lambda n: tuple(np.diff([0, *sorted(rng.choice(n + 1, rng.integers(0, 3))), n]).tolist())
     chunks = [tuple(c for c in cut(n) if c) or (n,) for n in x.shape]
     return da.from_array(x, chunks=chunks)
 

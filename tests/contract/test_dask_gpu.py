@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from support import SIMULATED, same_bits
+from support import SIMULATED, named, same_bits
 
 if SIMULATED:
     pytest.skip("blocks are computed as anywhere", allow_module_level=True)
@@ -74,7 +74,7 @@ def there(x):
 ORDERS = [(None, 0), (None, 1), (None, 2)]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("order", named(ORDERS, ["(None, 0)"]))
 @pytest.mark.parametrize("options", OPTIONS)
 def test_bits_are_those_of_numpy_arrays(options, order, monkeypatch):
     """Threads with streams of their own compute blocks of one call: one that goes on with results of another finds them finished."""
