@@ -178,7 +178,7 @@ EXPECTED = {
     ],
     "ring-measured": [
         "| forward | 512 | 0.500 | 100 TFLOP/s |",
-        "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.6 | 0.80 |",
+        "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.7 | 0.80 |",
         "| gather, full | 2 | 2 | nccl | 65536 | 800.0, 615.7 |",
     ],
     "dask-measured": [
