@@ -7,6 +7,7 @@ A figure carries the hash of the results that it was drawn from, so that `--chec
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -193,6 +194,22 @@ def float32(figure, results: dict) -> None:
     legend(figure, axes)
 
 
+def ring(figure, study: dict) -> None:
+    """When kernels ran in one process of each ring, and when transfers were on their way."""
+    rows = [row for row in study["rows"] if row.get("spans")]
+    figure.set_size_inches(10, 0.8 + 1.2 * max(1, len(rows)))
+    axes = figure.subplots(max(1, len(rows)), 1, squeeze=False).ravel()
+    if not rows:
+        axes[0].text(0.5, 0.5, "no timeline was measured", transform=axes[0].transAxes, ha="center")
+    for axis, row in zip(axes, rows, strict=False):
+        for height, (what, who) in enumerate((("transfers", "torch cuDNN"), ("kernels", OURS))):
+            spans = [(start, stop - start) for start, stop in row["spans"][what]]
+            axis.broken_barh(spans, (height - 0.4, 0.8), color=STYLES[who][0], edgecolor="white", linewidth=0.3, zorder=2)
+        axis.set_yticks((0, 1), ("transfers", "kernels"))
+        axis.set_title(f"{row['what']}, {'causal' if row['causal'] else 'full'}, {row['processes']} processes", fontsize=9)
+    axes[-1].set_xlabel("ms")
+
+
 @dataclass(frozen=True)
 class Figure:
     """A file in docs/figures.
@@ -224,6 +241,7 @@ ALL = {
     "scaling-cpu": Figure(scaling, ("2-core-cpu/scaling",), "scaling-cpu", "time and memory against N on a CPU"),
     "tiles": Figure(tiles, ("h200/tiles",), "tiles", "time with each tile"),
     "float32": Figure(float32, ("h200/float32",), "float32", "errors of float32 against time, and on data in kelvin"),
+    "ring": Figure(ring, ("h200/ring",), "ring-measured", "kernels and transfers of one process over time"),
     "accuracy": Figure(accuracy, tables.BLOCKS["accuracy"].sources, "accuracy", "root mean square errors by dtype"),
 }
 
@@ -260,7 +278,7 @@ def with_tables(page: str, folder: str) -> str:
 
 def page_with_tables(path: Path) -> str:
     """A page as the results give it."""
-    return with_tables(path.read_text(), "docs/figures" if path.parent == ROOT else "figures")
+    return with_tables(path.read_text(), Path(os.path.relpath(ROOT / "docs" / "figures", path.parent)).as_posix())
 
 
 def stale() -> list[str]:

@@ -15,7 +15,11 @@ from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "asv_bench" / "studies" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "howto" / "distributed.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "docs" / "howto" / f"{name}.md" for name in ("dask", "distributed")),
+]
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 sys.path.append(str(RESULTS.parent))
@@ -352,9 +356,48 @@ def ring_measured(study: dict) -> str:
         hidden = [each["hidden"] for each in row.get("of_processes", ()) if each["hidden"] is not None]
         name = f"{row['what']}, {'causal' if row['causal'] else 'full'}"
         least = f"{min(hidden):.2f}" if hidden else ""
-        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], f"{row['ms']:.1f}", least])
-    columns = ["algorithm", "processes", "GPUs", "by way of", "tokens", "ms, both passes", "least share of transfers behind kernels"]
+        ms = f"{row['ms']:.1f}, {by_model(study, row)}"
+        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], ms, least])
+    columns = [
+        "algorithm",
+        "processes",
+        "GPUs",
+        "by way of",
+        "tokens",
+        "ms of both passes, and on paper",
+        "least share of transfers behind kernels",
+    ]
     return f"{text}\n{table(columns, rows)}"
+
+
+def by_model(study: dict, row: dict) -> str:
+    """Milliseconds of the model with the rates of the same study; a link that was not measured has no end."""
+    if not row["gpus"]:
+        return "-"
+    share = row["gpus"] / row["processes"]  # of a GPU
+    rates = lambda what, unit: {each["length"]: share * each[unit] for each in study["rows"] if each["what"] == what}
+    forward, backward = ({n: 1e12 * x for n, x in rates(what, "tflops").items()} for what in ("forward", "backward"))
+    copies = [1e9 * x for what in ("to the host", "from the host") for x in rates(what, "gb_per_s").values()]
+    memory = 1e9 * ring_model.rate(rates("merge", "gb_per_s"), row["tokens"] / row["processes"])
+    link = min(copies) if row["carrier"] == "host" else float("inf")
+    work = Work(row["tokens"], study["heads"], study["heads_kv"], study["head_dim"], not row["causal"])
+    way = {"ring": ring_model.ring, "gather": ring_model.gather}[row["what"]]
+    return f"{1e3 * way(work, Machine(row['processes'], link, forward, backward, memory)):.1f}"
+
+
+def blocks_measured(study: dict) -> str:
+    """Attention on dask arrays by size of chunks, beside one call."""
+    heads = f"{study['heads']} heads over {study['heads_kv']}"
+    text = f"{study['device']}, {study['dtype']}, {study['tokens']} tokens, {heads}, D = {study['head_dim']}, causal:\n\n"
+    rows = []
+    for row in study["rows"]:
+        chunk = "one call" if row["chunk"] is None else row["chunk"]
+        tasks = "" if row["chunk"] is None else f"{row['forward_tasks']}, {row['backward_tasks']}"
+        ms = f"{row['forward_ms']:.1f}, {row['backward_ms']:.1f}"
+        rows.append([chunk, row["workers"], row["gpus"], ms, tasks, f"{row['bytes'] / 1e6:,.0f}"])
+    return text + table(
+        ["chunks of", "workers", "GPUs", "ms, forward and backward", "tasks of both", "MB beside inputs in one worker"], rows
+    )
 
 
 def _rate(row: dict) -> str:
@@ -401,6 +444,7 @@ BLOCKS = {
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
+    "dask-measured": Block(blocks_measured, ("h200/blocks",), _study("blocks", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),
     "options-cpu": Block(printed, ("2-core-cpu/options",)),

@@ -24,10 +24,11 @@ GARBAGE = 0xFF  # NaN in every dtype
 class Streams:
     """All streams of all processes. What may run next is chosen at random, after what is `preferred`: "transfers", "kernels" or nothing."""
 
-    def __init__(self, seed: int, preferred: str | None):
+    def __init__(self, seed: int, preferred: str | None, shared: bool = False):
         self._random, self._preferred = random.Random(seed), preferred
         self._changed = threading.Condition(threading.RLock())
         self.streams: list[Stream] = []
+        self.null = Stream(self, False, null=True) if shared else None  # the default stream of all threads
         self.channels = defaultdict(lambda: {"send": deque(), "receive": deque()})
         self.log: list[tuple[str, str]] = []  # thread and what was done
         self.memory: list[np.ndarray] = []  # kept, so that an address stays one
@@ -142,10 +143,15 @@ class Group:
 class Stream:
     """`cupy.cuda.Stream`."""
 
-    def __init__(self, streams: Streams, non_blocking: bool):
+    def __init__(self, streams: Streams, non_blocking: bool, null: bool = False):
         self._streams, self.non_blocking, self.queue = streams, non_blocking, deque()
         streams.streams.append(self)
-        self.ptr = len(streams.streams)
+        self.ptr = 0 if null else len(streams.streams)
+
+    def synchronize(self) -> None:
+        event = Event(self._streams)
+        event.record(self)
+        event.synchronize()
 
     def wait_event(self, event: "Event") -> None:
         self._streams.put(self, Await(event))
@@ -183,7 +189,7 @@ _thread = threading.local()
 def _current() -> list[Stream]:
     """Current streams of this thread, the innermost last."""
     if _thread.__dict__.get("of") is not Array.streams:
-        _thread.of, _thread.stack = Array.streams, [Stream(Array.streams, False)]
+        _thread.of, _thread.stack = Array.streams, [Array.streams.null or Stream(Array.streams, False)]
     return _thread.stack
 
 
@@ -203,7 +209,7 @@ class Memory:
     def __init__(self, size: int):
         raw, stream, streams = np.full(size, GARBAGE, np.uint8), current(), Array.streams
         streams.memory.append(raw)
-        self.raw = raw
+        self.raw, self.device = raw, Device()
         weakref.finalize(self, lambda: streams.put(stream, Work(streams, lambda: raw.fill(GARBAGE))))
 
 
@@ -215,8 +221,8 @@ class Array:
     def __init__(self, memory: Memory, x: np.ndarray):
         self._memory, self.x = memory, x
         self.dtype, self.shape, self.strides, self.ndim, self.size, self.nbytes = x.dtype, x.shape, x.strides, x.ndim, x.size, x.nbytes
-        self.flags, self.device = x.flags, Device(0)
-        self.data = SimpleNamespace(ptr=x.ctypes.data, device_id=0)
+        self.flags, self.device = x.flags, memory.device
+        self.data = SimpleNamespace(ptr=x.ctypes.data, device_id=memory.device.id)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -277,9 +283,7 @@ class Array:
         host[...] = GARBAGE
         self.streams.put(stream, Work(self.streams, lambda: host.__setitem__(..., np.ravel(x).view(np.uint8))))
         if blocking:
-            event = Event(self.streams)
-            event.record(stream)
-            event.synchronize()
+            stream.synchronize()
         return out
 
     def set(self, arr: np.ndarray, stream: Stream | None = None) -> None:
@@ -320,17 +324,27 @@ def empty_pinned(shape: int, dtype) -> np.ndarray:
 
 
 class Device:
-    """`cupy.cuda.Device`: there is one."""
+    """`cupy.cuda.Device`: one that is named, or the current one of this thread."""
 
-    def __init__(self, number: int):
-        assert number == 0
-        self.id = number
+    def __init__(self, number: int | None = None):
+        self.id = _devices()[-1] if number is None else number
 
     def __enter__(self):
+        _devices().append(self.id)
         return self
 
     def __exit__(self, *error):
-        pass
+        _devices().pop()
+
+
+def _devices() -> list[int]:
+    """Current devices of this thread, the innermost last; number 0 unless something else is said."""
+    return _thread.__dict__.setdefault("devices", [0])
+
+
+def check_place(*arrays) -> None:
+    """What kernels get lies on the current device."""
+    assert {x.device.id for x in arrays if x is not None} == {Device().id}
 
 
 # ---- NCCL ------------------------------------------------------------------------------------------------------------------------------
@@ -429,8 +443,10 @@ class Nccl4py:
 
 def forward(q, k, v, *, out, return_lse, **options):
     """`numba_flash.forward`, later."""
+    check_place(q, k, v, out, options.get("bias"), options.get("mask"))
     lse = empty(q.shape[:-1], "float64" if q.dtype == np.float64 else "float32")
     x, room, sums = [y.x for y in (q, k, v)], out.x, lse.x
+    options = {name: _raw(y) for name, y in options.items()}
 
     def compute():
         o, log_sums = numba_flash.forward(*x, **options, return_lse=True, out=np.empty(room.shape, room.dtype))
@@ -440,13 +456,15 @@ def forward(q, k, v, *, out, return_lse, **options):
     return out, lse
 
 
-def backward(do_, q, k, v, o, lse, dlse=None, **options):
+def backward(do_, q, k, v, o, lse, **options):
     """`numba_flash.backward`, later."""
-    gradients = [empty(y.shape, y.dtype) for y in (q, k, v)]
+    check_place(do_, q, k, v, o, lse, *(options.get(name) for name in ("dlse", "bias", "mask")))
+    gradients = [empty(y.shape, y.dtype) for y in (q, k, v, *([options["bias"]] if options.get("bias_grad") else []))]
     x, rooms = [y.x for y in (do_, q, k, v, o, lse)], [y.x for y in gradients]
+    options = {name: _raw(y) for name, y in options.items()}
 
     def compute():
-        made = numba_flash.backward(*x, dlse=_raw(dlse), **options)
+        made = numba_flash.backward(*x, **options)
         for room, gradient in zip(rooms, made, strict=True):
             room[...] = gradient
 
@@ -463,11 +481,24 @@ def merged_into(o, lse, o2, lse2) -> None:
         merge_into(*x)
 
 
-def install(monkeypatch, seed: int = 0, preferred: str | None = None) -> Streams:
-    """Put it all where the package looks for it."""
+def merged(o1, lse1, o2, lse2) -> tuple[Array, Array]:
+    """`numba_flash.merge`, later."""
+    check_place(o1, lse1, o2, lse2)
+    o, lse = empty(o1.shape, o1.dtype), empty(lse1.shape, lse1.dtype)
+    x, room, sums = [y.x for y in (o1, lse1, o2, lse2)], o.x, lse.x
+
+    def compute():
+        room[...], sums[...] = numba_flash.merge(*x)
+
+    do(compute, "merge")
+    return o, lse
+
+
+def install(monkeypatch, seed: int = 0, preferred: str | None = None, shared: bool = False) -> Streams:
+    """Put it all where the package looks for it. Each thread has a stream of its own, unless the default one is `shared` by all."""
     from numba_flash.distributed import loops
 
-    monkeypatch.setattr(Array, "streams", Streams(seed, preferred), raising=False)
+    monkeypatch.setattr(Array, "streams", Streams(seed, preferred, shared), raising=False)
     cuda = SimpleNamespace(
         Stream=lambda non_blocking=False: Stream(Array.streams, non_blocking),
         Event=lambda disable_timing=False: Event(Array.streams),

@@ -1,9 +1,10 @@
 """`numba_flash.distributed` on processes of MPI: all right ("right"), also with arrays of CuPy on one GPU ("gpu") or of its stand-in
-("late"), and one that dies ("dies").
+("late"), and one that dies between two calls ("dies") or in the middle of one ("dies_computing").
 """
 
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mpi4py import MPI
 
 import numba_flash
 import numba_flash.distributed as nd
+from numba_flash.distributed import loops
 
 DIED = 3
 
@@ -66,19 +68,26 @@ def passes(do, q, k, v, put, given):
     return [*results, *(nd.unshard(x, **spread) for x in results)]
 
 
-def dies() -> None:
-    """Process 1 ends between the passes; the others say so, and end."""
-    comm = nd.Mpi(MPI.COMM_WORLD, timeout=1)
+def dies(computing: bool) -> None:
+    """Process 1 ends between the passes, or in the middle of the second; the others say so, and end."""
+    comm = nd.Mpi(MPI.COMM_WORLD)
     x = np.ones((1, 64, 8))
     o, lse = nd.forward(x, x, x, comm=comm, algorithm="ring", return_lse=True)
+    nd.backward(x, x, x, x, o, lse, comm=comm, algorithm="ring")  # which may have to be compiled
+    comm.timeout = 1
     if comm.rank == 1:
-        os._exit(DIED)
+        if not computing:
+            os._exit(DIED)
+        loops.api = SimpleNamespace(backward=lambda **x: os._exit(DIED))
     try:
-        nd.backward(x, x, x, x, o, lse, comm=comm)
+        nd.backward(x, x, x, x, o, lse, comm=comm, algorithm="ring")
     except TimeoutError as error:
         print(error, flush=True)
         os._exit(DIED)  # MPI's own end would wait for process 1
 
 
 if __name__ == "__main__":
-    {"right": right, "late": lambda: on_gpu(True), "gpu": lambda: on_gpu(False), "dies": dies}[sys.argv[1]]()
+    programs = {"right": right, "late": lambda: on_gpu(True), "gpu": lambda: on_gpu(False)}
+    programs |= {"dies": lambda: dies(False), "dies_computing": lambda: dies(True)}
+    for program in sys.argv[1:]:
+        programs[program]()

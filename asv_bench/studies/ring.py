@@ -292,6 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.gpus = min(options.processes, clock.cuda.runtime.getDeviceCount()) if clock.place == "gpu" else 0
     if options.carrier == "nccl" and options.gpus < options.processes:
         parser.error(f"NCCL wants a GPU for each of {options.processes} processes; there are {options.gpus}")
+    if options.processes > 1:
+        lengths = sorted({*lengths, tokens // options.processes})  # the model wants to know how fast kernels are on such parts
     with clock.current():
         for n in lengths:
             found = pieces(shape, n, clock, rounds)

@@ -13,12 +13,13 @@ BACKWARD = 2.5  # operations of a backward pass over those of a forward pass
 
 
 class Work(NamedTuple):
-    """One layer: so many tokens in all, heads of queries and of keys, and numbers per head."""
+    """One layer: so many tokens in all, heads of queries and of keys, and numbers per head; causal, unless it is full."""
 
     tokens: int
     heads: int = 64
     heads_kv: int = 8
     head_dim: int = 128
+    full: bool = False
 
 
 class Machine(NamedTuple):
@@ -50,8 +51,8 @@ def rate(rates: dict, keys: float) -> float:
 
 
 def operations(work: Work) -> float:
-    """Of a causal forward pass."""
-    return 2 * work.tokens**2 * work.heads * work.head_dim
+    """Of a forward pass."""
+    return (4 if work.full else 2) * work.tokens**2 * work.heads * work.head_dim
 
 
 def part(work: Work, gpus: int) -> float:

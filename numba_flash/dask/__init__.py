@@ -12,7 +12,8 @@ from typing import Any
 
 import dask.array as da
 
-from numba_flash.dask.arguments import adopted, on_paper, refuse
+from numba_flash.annotations import State
+from numba_flash.dask.arguments import adopted, check_libraries, on_paper, refuse
 from numba_flash.dask.blocks import Grid
 from numba_flash.dask.graph import Graph
 from numba_flash.dask.tasks import added, attend, differentiate, log_sum, merged, nothing, rounded, rounded_o, zeros
@@ -34,6 +35,8 @@ def forward(
     bias: Any = None,
     mask: Any = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: State | None = None,
     return_lse: bool = False,
     precision: Precision | None = None,
     backend: str | None = None,
@@ -49,10 +52,11 @@ def forward(
         Keys and values. Where their chunks differ from each other's, or along batch and heads from q's, arrays are rechunked to what
         all of them have in common; a chunk of heads holds whole groups of query heads.
     bias, mask : array, broadcastable to (..., Hq, Nq, Nk), optional
-        Dask arrays, or arrays as `numba_flash.forward` takes them.
-    scale, causal, window, q_start, softcap, return_lse, precision, backend
+        Dask arrays, or arrays as `numba_flash.forward` takes them; NumPy arrays go to a GPU block by block, if that is where q is.
+    scale, causal, window, q_start, softcap, dropout, rng, return_lse, precision, backend
         As `numba_flash.forward` takes them, of the whole sequences. The default of `precision` is that of this call, not of the time
-        and place of a task.
+        and place of a task. Dropout has the bits of one call; for that, all batch elements and heads have to be in one chunk, and chunks
+        of k and v begin at multiples of 8.
 
     Returns
     -------
@@ -64,7 +68,7 @@ def forward(
     Raises
     ------
     TypeError, ValueError
-        As `numba_flash.forward`, at once; q, k or v is no dask array, or has chunks of unknown size.
+        As `numba_flash.forward`, at once; q, k or v is no dask array, has chunks of unknown size, or lies elsewhere than q.
     NotImplementedError
         An option that has no meaning for blocks; `numba_flash.forward` takes it.
 
@@ -81,9 +85,12 @@ def forward(
     dask.array<o, shape=(8, 4000, 64), dtype=float32, chunksize=(4, 1000, 64), chunktype=numpy.ndarray>
     """
     refuse(others)
-    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap, "precision": precision}
+    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
+    given |= {"dropout": dropout, "rng": rng, "precision": precision}
     bias, mask = adopted("bias", bias), adopted("mask", mask)
-    paper = {name: on_paper(name, x) for name, x in {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}.items()}
+    every = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    paper = {name: on_paper(name, x) for name, x in every.items()}
+    check_libraries(every)
     problem = bind(**paper, **given)
     given |= {"precision": problem.precision, "backend": backend}
     grid = Grid(problem, {"q": q}, {"k": k, "v": v}, {"bias": bias, "mask": mask}, given)
@@ -113,6 +120,8 @@ def backward(
     bias: Any = None,
     mask: Any = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
+    rng: State | None = None,
     dlse: da.Array | None = None,
     bias_grad: bool = False,
     precision: Precision | None = None,
@@ -131,7 +140,7 @@ def backward(
         Gradient with respect to lse.
     bias_grad : bool
         Also return the gradient with respect to the bias.
-    q, k, v, scale, causal, window, q_start, bias, mask, softcap, precision, backend
+    q, k, v, scale, causal, window, q_start, bias, mask, softcap, dropout, rng, precision, backend
         As given to `forward`.
 
     Returns
@@ -151,10 +160,13 @@ def backward(
     The part of a gradient that belongs to one pair of blocks is rounded to its dtype; parts are added in float32, in a fixed order.
     """
     refuse(others)
-    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap, "precision": precision}
+    given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
+    given |= {"dropout": dropout, "rng": rng, "precision": precision}
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     rows = {"do": do, "q": q, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    paper = {name: on_paper(name, x) for name, x in (rows | {"k": k, "v": v, "bias": bias, "mask": mask}).items()}
+    every = rows | {"k": k, "v": v, "bias": bias, "mask": mask}
+    paper = {name: on_paper(name, x) for name, x in every.items()}
+    check_libraries(every)
     problem = bind_backward(**paper, bias_grad=bias_grad, **given)
     given |= {"precision": problem.precision, "backend": backend, "bias_grad": bias_grad}
     grid = Grid(problem, rows, {"k": k, "v": v}, {"bias": bias, "mask": mask}, given)

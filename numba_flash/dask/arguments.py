@@ -3,11 +3,10 @@
 import dask.array as da
 import numpy as np
 
-from numba_flash import checks
+from numba_flash import arrays, checks
+from numba_flash.options import SHARING
 
 REFUSED = {
-    "dropout": "its bits depend on the place in the whole matrix, which a block does not know",
-    "rng": "there is no dropout",
     "score_mod": "it gets the numbers of queries and keys, which a block does not know; a bias may hold what it adds",
     "score_mod_grad": "there is no score_mod",
     "q_lengths": "chunks say where sequences end",
@@ -42,3 +41,25 @@ def on_paper(name: str, x):
     if any(n != n for n in x.shape):
         raise ValueError(f"{name} must have chunks of known sizes; {name}.compute_chunk_sizes() finds them out")
     return np.broadcast_to(np.empty((), x.dtype), x.shape)
+
+
+def check_libraries(given: dict) -> None:
+    """Raise if some blocks lie in host memory, and others on a GPU; a bias or mask that is no dask array goes where it is wanted."""
+    library = {name: arrays.library(x._meta if isinstance(x, da.Array) else x) for name, x in given.items() if x is not None}
+    for name, own in library.items():
+        if own in (None, library["q"]) or library["q"] is None or (own == "numpy" and not isinstance(given[name], da.Array)):
+            continue
+        raise TypeError(f"{name} has blocks of {own}, and q of {library['q']}: map_blocks(cupy.asarray), or cupy.asnumpy, moves them")
+
+
+def check_dropout(leading: list[tuple[int, ...]], columns: tuple[int, ...]) -> None:
+    """Raise unless blocks with these chunks along batch and heads, and along keys, have bits of the whole."""
+    if any(len(chunks) > 1 for chunks in leading):
+        axes = ", ".join(f"{axis}: -1" for axis in range(len(leading)))
+        raise ValueError(
+            "dropout needs all batch elements and heads in one chunk, as their numbers decide on its bits;"
+            f" got chunks {(*leading,)}: q, k and v.rechunk({{{axes}}})"
+        )
+    starts = [0, *np.cumsum(columns[:-1]).tolist()]
+    if any(start % SHARING for start in starts):
+        raise ValueError(f"dropout needs chunks of k and v that begin at multiples of {SHARING}; they begin at {starts}")

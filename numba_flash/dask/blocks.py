@@ -7,7 +7,11 @@ from typing import NamedTuple
 import dask.array as da
 import numpy as np
 from dask.array.core import slices_from_chunks
+from dask.array.utils import meta_from_array
 
+from numba_flash import arrays
+from numba_flash.dask.arguments import check_dropout
+from numba_flash.dask.tasks import moved
 from numba_flash.mask import kv_range
 from numba_flash.problem import Problem
 
@@ -46,6 +50,8 @@ class Grid:
         self._query_heads = [tuple(group * n for n in chunks) for chunks in heads]
         self._rows = _common(*[x.chunks[ndim - 2] for x in rows.values()])
         self._columns = _common(*[x.chunks[-2] for x in columns.values()])
+        if problem.options.dropout:
+            check_dropout([*leading, *self._query_heads], self._columns)
         of_rows = (*leading, *self._query_heads, self._rows)
         of_columns = (*leading, *heads, self._columns)
         self.arrays = {name: x.rechunk((*of_rows, *[(n,) for n in x.shape[ndim - 1 :]])) for name, x in rows.items()}
@@ -62,7 +68,7 @@ class Grid:
         own = tuple((1,) if n == 1 else c for n, c in zip(x.shape, chunks[len(chunks) - x.ndim :], strict=True))
         if name == "mask" and isinstance(x, np.ndarray):
             self._shown = np.array([x[block].any() for block in slices_from_chunks(own)], bool).reshape([len(c) for c in own])
-        self.arrays[name] = x.rechunk(own) if isinstance(x, da.Array) else da.from_array(x, own)
+        self.arrays[name] = x.rechunk(own) if isinstance(x, da.Array) else _beside(self.arrays["q"], da.from_array(x, own))
         self._kinds[name] = "scores"
 
     def blocks(self, name: str) -> Iterator[tuple[int, ...]]:
@@ -104,8 +110,20 @@ class Grid:
     def options(self, pair: Pair) -> dict:
         """Of a call on the blocks of a pair."""
         p, q_start = self._problem, self._given["q_start"]
+        row, column = sum(self._rows[: pair.row]), sum(self._columns[: pair.column])
         start = p.nk - p.nq if q_start is None else q_start
-        return self._given | {"scale": p.scale, "q_start": start + sum(self._rows[: pair.row]) - sum(self._columns[: pair.column])}
+        options = self._given | {"scale": p.scale, "q_start": start + row - column}
+        if p.options.dropout:
+            seed, offset, query, key = p.options.generator
+            options["rng"] = seed, offset, query + row, key + column
+        return options
+
+
+def _beside(q: da.Array, x: da.Array) -> da.Array:
+    """Blocks in host memory, or copies where those of q are."""
+    if arrays.library(q._meta) != "cupy":
+        return x
+    return x.map_blocks(moved, dtype=x.dtype, meta=meta_from_array(q, x.ndim, x.dtype))
 
 
 def _common(*chunks: tuple[int, ...]) -> tuple[int, ...]:

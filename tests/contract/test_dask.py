@@ -1,9 +1,6 @@
 """`numba_flash.dask`: chunks are nothing but a way to compute the same."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +16,11 @@ pytest.importorskip("dask.array", reason="dask is not installed")
 
 import dask
 import dask.array as da
+from dask_group import in_cluster
 
 import numba_flash
 import numba_flash.dask
+from numba_flash.dask import tasks
 
 RNG = np.random.default_rng(0)
 OPTIONS = {
@@ -38,7 +37,7 @@ OPTIONS = {
 
 def chunked(x, rng):
     """A dask array in random chunks."""
-    cut = lambda n: tuple(np.diff([0, *sorted(rng.choice(n + 1, rng.integers(0, 4))), n]).tolist())
+    cut = lambda n: tuple(np.diff([0, *sorted(rng.choice(n + 1, rng.integers(0, 3))), n]).tolist())
     chunks = [tuple(c for c in cut(n) if c) or (n,) for n in x.shape]
     return da.from_array(x, chunks=chunks)
 
@@ -93,6 +92,30 @@ def test_results_are_rounded_once():
     assert error(of_chunks.compute()) < 0.9 * error(o.astype(q.dtype))
 
 
+@pytest.mark.parametrize("state", [(3, 4), (3, 4, 5, 8)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_dropout_has_the_bits_of_one_call(masked, state):
+    """Chunks of queries may be any, those of keys begin at multiples of 8, also where chunks of k and v are not the same."""
+    q, k, v, do = inputs = random_inputs(batch=(2,), hq=4, hk=2, nq=37, nk=48, d=8)
+    options = {"window": (20, 3), "softcap": 2.0, "mask": RNG.random((2, 1, 37, 48)) < 0.7} if masked else {"causal": True}
+    options |= {"dropout": 0.4, "rng": state}
+    keys, values = (8, 24, 16), (32, 16)
+    blocks = [da.from_array(x, (2, x.shape[1], n, 8)) for x, n in zip(inputs, ((5, 20, 12), keys, values, (25, 12)), strict=True)]
+    results = run(*blocks, **options)
+    o, lse = numba_flash.forward(q, k, v, return_lse=True, **options)
+    expected = dict(zip(results, (o, lse, *numba_flash.backward(do, q, k, v, o, lse, **options)), strict=True))
+    for name, x in results.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_are_added_unrounded(dtype):
+    """2048 + 1 is 2048 in 16 bits."""
+    parts = [np.array([x], support.DTYPES[dtype]) for x in (2048, *[1] * 64)]
+    total = tasks.added([tasks.added(parts[:30]), *parts[30:]])
+    assert (total.dtype, total.tolist()) == (np.float32, [2048 + 64])
+
+
 def test_equal_chunks_give_equal_bits():
     """In any order of tasks; and the same call has the same keys, so that dask computes it once."""
     inputs = random_inputs(batch=(1,), hq=2, hk=2, nq=90, nk=200, d=8)
@@ -138,6 +161,21 @@ def test_who_sees_nothing_and_is_not_seen():
     compare(results, q, k, v, do, causal=True, q_start=-20)
 
 
+def test_tasks_leave_blocks_alone():
+    """dask hands them to a task again if what it made is lost with a worker."""
+    q, k, v, do = random_inputs(batch=(), hq=1, hk=1, nq=20, nk=20, d=8)
+    parts = [tasks.attend(("q", "k", "v"), {}, q, k, v) for _ in range(3)]
+    o, lse = tasks.merged(parts)
+    names = ("do", "q", "k", "v", "o", "lse")
+    shares = [tasks.differentiate(names, {}, do, q, k, v, o, lse)[0] for _ in range(3)]
+    for x in (q, k, v, do, *parts[0], o, lse, *shares):
+        x.flags.writeable = False
+    assert all(same_bits(x, y) for x, y in zip(tasks.merged(parts), (o, lse), strict=True))
+    assert same_bits(tasks.added(shares), tasks.added(shares))
+    assert same_bits(tasks.differentiate(names, {}, do, q, k, v, o, lse)[0], shares[0])
+    assert (tasks.zeros(q) == 0).all()
+
+
 def test_nothing_is_computed_before_it_is_wanted():
     def fail(block):
         raise AssertionError("a block has been computed")
@@ -164,7 +202,19 @@ X = da.ones((2, 40, 4), dtype=np.float32)
         ),
         (ValueError, r"k.shape\[-1\] \(3\) must equal q.shape\[-1\] \(4\)", (X, X[..., :3], X), {}),
         (TypeError, r"k.dtype \(float64\) must equal q.dtype", (X, X.astype(float), X), {}),
-        (NotImplementedError, "numba_flash.dask does not take dropout: its bits depend on", (X, X, X), {"dropout": 0.1, "rng": (1, 2)}),
+        (ValueError, r"rng must be a tuple \(seed, offset\) when dropout > 0", (X, X, X), {"dropout": 0.1}),
+        (
+            ValueError,
+            r"dropout needs all batch elements and heads in one chunk, .*; got chunks \(\(1, 1\),\): q, k and v.rechunk\(\{0: -1\}\)",
+            (X.rechunk((1, 40, 4)),) * 3,
+            {"dropout": 0.1, "rng": (1, 2)},
+        ),
+        (
+            ValueError,
+            r"dropout needs chunks of k and v that begin at multiples of 8; they begin at \[0, 16, 28\]",
+            (X, X.rechunk((2, (16, 24), 4)), X.rechunk((2, (28, 12), 4))),
+            {"dropout": 0.1, "rng": (1, 2)},
+        ),
         (NotImplementedError, "does not take score_mod: it gets the numbers", (X, X, X), {"score_mod": min}),
         (NotImplementedError, "does not take kv_lengths: chunks say", (X, X, X), {"kv_lengths": np.array([3])}),
         (TypeError, "droppout is not an option of numba_flash.dask", (X, X, X), {"droppout": 0.1}),
@@ -192,9 +242,4 @@ def test_errors_of_gradients():
 @pytest.mark.parametrize("program", ["long", "killed"])
 def test_processes(program):
     """Two of them share 100,000 tokens in bounded memory; one that dies in the middle loses nothing."""
-    run = subprocess.run(
-        [sys.executable, Path(__file__).parents[1].joinpath("dask_cluster.py"), program], capture_output=True, text=True, timeout=400
-    )
-    print(run.stdout, run.stderr)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "right"
+    in_cluster(program)

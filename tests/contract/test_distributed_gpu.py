@@ -124,13 +124,6 @@ def test_lengths_may_be_on_the_gpu(monkeypatch):
     assert equal(on_host, on_gpu)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_processes_of_mpi(size):
-    done = mpi(size, PROCESSES, "late")
-    assert done.returncode == 0, done.stderr
-    assert all(f"process {rank} is right" in done.stdout for rank in range(size)), done.stdout
-
-
 # ---- what a mistake would do -------------------------------------------------------------------------------------------------------------
 
 

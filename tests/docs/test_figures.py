@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 from support import ROOT
 
@@ -95,6 +96,32 @@ RESULTS = {
             {"direction": "forward", "head_dim": 128, "who": "simt", "ms": 4.0, "tflops": 25.0},
         ],
     },
+    "h200/ring": {
+        "device": "H",
+        "dtype": "float16",
+        **{"heads": 16, "heads_kv": 2, "head_dim": 128},
+        "rows": [
+            {"what": "forward", "length": 512, "ms": 0.5, "tflops": 100.0},
+            {"what": "backward", "length": 512, "ms": 0.5, "tflops": 100.0},
+            {"what": "merge", "length": 512, "ms": 0.5, "gb_per_s": 1000.0},
+            {"what": "to the host", "length": 512, "ms": 0.5, "gb_per_s": 20.0},
+            {"what": "from the host", "length": 512, "ms": 0.5, "gb_per_s": 40.0},
+            {"what": "ring", "processes": 2, "gpus": 1, "carrier": "host", "causal": True, "tokens": 65536, "ms": 700.0}
+            | {"of_processes": [{"hidden": 0.9}, {"hidden": 0.8}]}
+            | {"spans": {"kernels": [[0.5, 1.0], [1.1, 2.0]], "transfers": [[0.6, 0.9]]}},
+            {"what": "gather", "processes": 2, "gpus": 2, "carrier": "nccl", "causal": False, "tokens": 65536, "ms": 800.0},
+        ],
+    },
+    "h200/blocks": {
+        "device": "H",
+        "dtype": "float16",
+        **{"tokens": 64, "heads": 4, "heads_kv": 2, "head_dim": 8},
+        "rows": [
+            {"chunk": None, "workers": 1, "gpus": 1, "forward_ms": 10.0, "backward_ms": 30.0, "bytes": 5e6},
+            {"chunk": 16, "workers": 2, "gpus": 2, "forward_ms": 6.0, "backward_ms": 20.0, "bytes": 3e6}
+            | {"forward_tasks": 10, "backward_tasks": 20},
+        ],
+    },
     "h200/training": {
         "rows": [
             {"length": 1024, "attention": "flash", "seconds": 0.01, "bytes": 1e8},
@@ -148,6 +175,16 @@ EXPECTED = {
         "|  | sm80 float32 | simt |\n",
         "| kelvin | 1e-07 / 1e-07 / 1e-07 / 1e-07 | 1e-07 /",
         "| TFLOP/s, forward / backward | 100 / 90.0 | 25.0 / none |",
+    ],
+    "ring-measured": [
+        "| forward | 512 | 0.500 | 100 TFLOP/s |",
+        "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.7 | 0.80 |",
+        "| gather, full | 2 | 2 | nccl | 65536 | 800.0, 615.7 |",
+    ],
+    "dask-measured": [
+        "H, float16, 64 tokens, 4 heads over 2, D = 8, causal:",
+        "| one call | 1 | 1 | 10.0, 30.0 |  | 5 |",
+        "| 16 | 2 | 2 | 6.0, 20.0 | 10, 20 | 3 |",
     ],
     "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
     "torch-cpu": ["| forward | 1.25 to 2.00 |"],
@@ -225,3 +262,30 @@ def test_blocks_are_written_between_their_marks():
     assert figures.with_tables(written, "figures") == written
     page = "<!-- table: tiles -->\n<!-- end -->"
     assert "\n![time with each tile](there/tiles.svg)\n\n| " in figures.with_tables(page, "there")
+
+
+def test_a_ring_is_measured_beside_its_model():
+    """3.5 times 2 N^2 H D operations at 100 TFLOP/s; two merges at half of 1000 GB/s, and float32 sums that go home at half of 20 GB/s."""
+    operations, part = 3.5 * 2 * 65536**2 * 16 * 128, 32768 * 128
+    merges, sums = 2 * 3 * part * 16 * 4 / 500e9, 2 * part * 2 * 4 / 10e9
+    expected = 1e3 * (operations / 100e12 + merges + sums)
+    ring, gather = (row for row in RESULTS["h200/ring"]["rows"] if "processes" in row)
+    assert float(tables.by_model(RESULTS["h200/ring"], ring)) == pytest.approx(expected, abs=0.06)
+    assert float(tables.by_model(RESULTS["h200/ring"], gather)) == pytest.approx(1e3 * operations / 100e12, abs=0.06)
+    assert tables.by_model(RESULTS["h200/ring"], ring | {"gpus": 0}) == "-"
+
+
+def test_the_timeline_of_a_ring_has_a_bar_for_each_span():
+    canvas = pytest.importorskip("matplotlib.figure", reason="figures need numba_flash[examples]").Figure()
+    figures.ring(canvas, RESULTS["h200/ring"])
+    (axis,) = canvas.axes
+    bars = {round(bar.get_extents().y0): bar.get_extents() for of_one in axis.collections for bar in of_one.get_paths()}
+    spans = sorted((bar.get_extents().x0, bar.get_extents().x1) for of_one in axis.collections for bar in of_one.get_paths())
+    np.testing.assert_allclose(spans, [(0.5, 1.0), (0.6, 0.9), (1.1, 2.0)])
+    assert sorted(bars) == [0, 1]
+
+
+def test_a_page_names_its_figures_from_where_it_stands(monkeypatch):
+    monkeypatch.setattr(figures, "with_tables", lambda page, folder: folder)
+    folders = {path.parent.name: figures.page_with_tables(path) for path in tables.PAGES}
+    assert folders == {ROOT.name: "docs/figures", "docs": "figures", "howto": "../figures"}
