@@ -1,7 +1,9 @@
 """The `backend` fixture, ids of parameters, and the rules by which tests are left out: always with a reason."""
 
+import argparse
 import os
 import re
+import zlib
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ NO_GPU = None if SIMULATED else no_gpu()
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests that are slow or exhaustive (marked `full`)")
+    parser.addoption(
+        "--part", type=part, metavar="I/N", help="of those, with --full, only the I-th of N parts (from 0), drawn by their names"
+    )
+
+
+def part(text: str) -> tuple[int, int]:
+    """Of the option ``--part``."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise argparse.ArgumentTypeError(f"expected I/N, numbers with I below N, not {text!r}")
+    return int(number), int(parts)
 
 
 def pytest_make_parametrize_id(config, val, argname):
@@ -84,6 +97,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("full")
     if not config.option.full:
         deselect(config, items, "full")
+    elif config.option.part:
+        number, parts = config.option.part
+        others = [x for x in items if x.get_closest_marker("full") and zlib.crc32(x.nodeid.encode()) % parts != number]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     if SIMULATED:
         deselect(config, items, "simulator", lambda mark: mark is None or (mark.kwargs.get("full") and not config.option.full))
     elif NO_GPU is not None:
@@ -102,7 +120,10 @@ def deselect(config, items, name: str, unwanted=lambda mark: mark is not None):
 
 
 def pytest_report_header(config):
-    full = "slow and exhaustive tests run" if config.option.full else "slow and exhaustive tests are deselected; --full runs them too"
+    some = " of part {} of {}".format(*config.option.part) if config.option.part else ""
+    full = (
+        f"slow and exhaustive tests{some} run" if config.option.full else "slow and exhaustive tests are deselected; --full runs them too"
+    )
     if SIMULATED:
         gpu = "backend simt in the CUDA simulator"
     else:

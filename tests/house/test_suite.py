@@ -63,6 +63,23 @@ def test_what_runs(suite, options, with_a_gpu, without):
         assert f"numba_flash: slow and exhaustive {said}" in done.outlines
 
 
+def test_parts_are_all_slow_tests_together(suite):
+    """Each is in one of them; quick ones run with every part."""
+    source = QUICK_AND_SLOW + "".join(f"\n@pytest.mark.full\ndef test_{i}(): ...\n" for i in range(30))
+    of_parts = [suite(source, "--full", "--part", f"{i}/3", gpu=True) for i in range(3)]
+    passed = [done.parseoutcomes()["passed"] - 2 for done in of_parts]
+    assert min(passed) > 3
+    assert sum(passed) == 32
+    assert "numba_flash: slow and exhaustive tests of part 2 of 3 run" in of_parts[2].outlines
+
+
+@pytest.mark.parametrize("wrong", ["3/3", "1", "-1/3", "a/b"])
+def test_there_is_no_such_part(suite, wrong):
+    refused = suite(QUICK_AND_SLOW, "--full", f"--part={wrong}")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines([f"*--part: expected I/N, numbers with I below N, not '{wrong}'"])
+
+
 @pytest.mark.parametrize("value", ["lambda: 0", "object()"])
 def test_an_id_that_holds_an_address_is_refused(suite, value):
     """Processes of pytest-xdist would collect different tests."""
