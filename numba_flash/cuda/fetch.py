@@ -5,6 +5,7 @@
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import build_row
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
 
@@ -46,8 +47,8 @@ class Source(NamedTuple):
         Where it goes to.
     base : uint64
         Address of the head's first element.
-    row, col : int64
-        Bytes from one query, and from one key, to the next.
+    head, row, col : int64
+        Bytes from one head, one query, and one key to the next.
     query, key : int
         The lane's first ones.
     rows, cols : int
@@ -56,6 +57,7 @@ class Source(NamedTuple):
 
     registers: Any
     base: int
+    head: int
     row: int
     col: int
     query: int
@@ -76,10 +78,14 @@ def build_read(runs, first, words, size, vectors):
     query_of, key_of = runs.query, runs.key
     fetch, fetch_word = ptx.fetch(AT_ONCE), ptx.fetch(1)
     fetch_small = ptx.fetch_byte if size == 1 else ptx.fetch_half
-    HALF = runs.width * size == 2
+    HALF, PACKED = runs.width * size == 2, runs.group > 1
+    query_of_row, head_of_row, _ = build_row(runs.group)
 
     @inline
     def address(x, i, j):
+        if PACKED:
+            row = u64(i64(head_of_row(i)) * x.head + i64(query_of_row(i)) * x.row)
+            return u64(x.base + row + u64(i64(j) * x.col))
         return u64(x.base + u64(i64(i) * x.row + i64(j) * x.col))
 
     @inline
@@ -129,7 +135,8 @@ def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     def source(registers, x, query, key, region, at):
         head = x[index(at.b0), index(at.b1), index(at.head)]
         base, row, col = ptx.global_address(head), head.strides[0], head.strides[1]
-        return Source(registers, base, row, col, query, key, region.rows, region.cols)
+        between = x.strides[2]
+        return Source(registers, base, between, row, col, query, key, region.rows, region.cols)
 
     @inline
     def fetch(registers, query, key, region, at, whole, extras):

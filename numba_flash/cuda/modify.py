@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import ptx, score
 from numba_flash.cuda.fetch import held
-from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.fragment import ALL_LANES, build_row
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.philox import philox4x32
-from numba_flash.cuda.score import Capped
+from numba_flash.cuda.score import Capped, Head
 from numba_flash.options import SHARING
 
 NEG_INF, LOG2E = -math.inf, math.log2(math.e)
@@ -53,6 +53,12 @@ def capped(x, softcap):
 
 
 @inline
+def head_at(at, number):
+    """The `Head` that comes so many after `at`."""
+    return Head(at.b0, at.b1, at.batch, i32(at.head + number), at.heads)
+
+
+@inline
 def near(x):
     """The same as int32, if it is not far beyond a tile."""
     return i32(min(max(x, i64(-FAR)), i64(FAR)))
@@ -78,6 +84,8 @@ class Bounds(NamedTuple):
     ----------
     s, slope : arrays
         Its registers.
+    first : int
+        That query, not counted from itself.
     rows, cols : int
         Queries and keys that there are.
     low, high : int
@@ -86,6 +94,7 @@ class Bounds(NamedTuple):
 
     s: Any
     slope: Any
+    first: int
     rows: int
     cols: int
     low: int
@@ -112,7 +121,8 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
     kept = held(options, runs)
     BIAS_WORDS, MASK_WORDS, FIRST_MASK = kept.bias, kept.mask, runs.count * kept.bias
     register, query_of, key_of = runs.register, runs.query, runs.key
-    CAPPED = bool(options.softcap)
+    CAPPED, PACKED = bool(options.softcap), runs.group > 1
+    query_of_row, head_of_row, stop_of = build_row(runs.group)
     OFTEN_FINITE = BIASED and not CAPPED and (FLOAT32 or not turing)
     minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
@@ -149,7 +159,11 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
                 i, j = i32(t.query + query_of(n)), i32(t.key + key_of(n) + x)
                 if MODIFIED:  # of a function of the user's nobody knows what it reads there
                     i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
-                value, derivative = bend(value, i, j, t.at, t.parameters)
+                if PACKED:
+                    at = head_at(t.at, head_of_row(i))
+                    value, derivative = bend(value, query_of_row(i), j, at, t.parameters)
+                else:
+                    value, derivative = bend(value, i, j, t.at, t.parameters)
             if BIASED:
                 value = biased(value, bias_of(t.registers, n, x))
             if MASKED:
@@ -187,9 +201,12 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
     @inline
     def hide(number, t):
         n, x = number // WIDTH, number % WIDTH
-        e, i, j = register(n, x), query_of(n), i32(key_of(n) + x)
+        e, row, j = register(n, x), query_of(n), i32(key_of(n) + x)
+        i = row
+        if PACKED:
+            i = i32(query_of_row(i32(t.first + row)) - query_of_row(t.first))
         start, stop = i32(i + t.low), min(i32(i + t.high), t.cols)
-        hidden = i >= t.rows or j < start or j >= stop
+        hidden = row >= t.rows or j < start or j >= stop
         t.s[e] = f32(NEG_INF) if hidden else t.s[e]
         if SLOPES:
             t.slope[e] = f32(0) if hidden else t.slope[e]
@@ -209,22 +226,25 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
             change_all(t)
         i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
         inside = i1 <= region.rows and j1 <= region.cols
-        clear = inside and mask.all_visible(query, i1, key, j1, region.low, region.high)
+        i0, i1 = query_of_row(query), stop_of(i1)
+        clear = inside and mask.all_visible(i0, i1, key, j1, region.low, region.high)
         if not (whole or clear):
-            ahead = i64(query) - i64(key)
+            ahead = i64(i0) - i64(key)
             low, high = near(region.low + ahead), near(region.high + 1 + ahead)
             rows, cols = near(i64(region.rows) - query), near(i64(region.cols) - key)
-            hide_all(Bounds(s, slope, rows, cols, low, high))
+            hide_all(Bounds(s, slope, query, rows, cols, low, high))
 
     return modify
 
 
 class Weights(NamedTuple):
     """A lane's registers, and where their random bits are; see `build_drop`. Words of counter and
-    key are uint32, as is what is added to the bits of a score.
+    key are uint32, as is what is added to the bits of a score. The first query is the lane's, or,
+    where it has rows of several heads, query 0, and its rows begin at `row`.
     """
 
     p: Any
+    row: int
     query: int
     key: int
     head: int
@@ -253,13 +273,17 @@ def build_drop(options, runs):
     """
     COUNT, WIDTH, SHARED = runs.count, runs.width, SHARING // runs.width
     register, query_of, key_of = runs.register, runs.query, runs.key
+    PACKED, (query_of_row, head_of_row, _) = runs.group > 1, build_row(runs.group)
     assert COUNT % SHARED == 0
 
     @inline
     def words_of(w, n):
         """Of run n; of one of SHARED runs from n on, where so many lanes share a counter."""
-        i, j = i32(w.query + query_of(n)), i32(w.key + key_of(n))
-        return philox4x32(u32(j) >> u32(3), u32(i), w.head, w.offset, w.k0, w.k1)
+        i, j, head = i32(w.query + query_of(n)), i32(w.key + key_of(n)), w.head
+        if PACKED:
+            row = i32(w.row + query_of(n))
+            i, head = i32(w.query + query_of_row(row)), u32(w.head + u32(head_of_row(row)))
+        return philox4x32(u32(j) >> u32(3), u32(i), head, w.offset, w.k0, w.k1)
 
     @inline
     def choose(w, word, n, x):
@@ -309,12 +333,12 @@ def build_drop(options, runs):
         head, offset = u32(at.batch * at.heads + at.head), u32(parameters.offset)
         k0, k1 = u32(parameters.seed), u32(parameters.seed >> u64(32))
         less = u32(u32(0) - u32(parameters.threshold))
-        i = i32(query + i32(parameters.first_query))
+        i = i32((i32(0) if PACKED else query) + i32(parameters.first_query))
         j = i32(key + i32(parameters.first_key))
         if SHARED > 1:  # the run whose words this lane computes
             i += i32(query_of(1)) if (cuda.threadIdx.x & 4) != 0 else i32(0)
         if SHARED > 2:
             i += i32(query_of(2)) if (cuda.threadIdx.x & 8) != 0 else i32(0)
-        drop_all(Weights(p, i, j, head, offset, k0, k1, less))
+        drop_all(Weights(p, query, i, j, head, offset, k0, k1, less))
 
     return drop

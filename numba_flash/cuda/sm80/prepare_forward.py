@@ -10,6 +10,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
     SPLIT,
+    build_extras,
     chunked,
     extras_class,
     parameters_of,
@@ -20,11 +21,13 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.few_tiles import few_tile
 from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
 from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
 COMBINE_ROWS, COMBINE_LANES = 4, 32
+MANY_WARPS = 8  # that share parts of a row
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
@@ -34,7 +37,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     tile = _tile(p, gpu)
-    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    parts = _parts(p, gpu, tile)
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
     operands = Operands(p, gpu, inputs, tile)
@@ -66,6 +69,14 @@ class Read(NamedTuple):
     flags: Any
 
 
+class AsGiven:
+    """In the place of `Extras` where tiles of a mask are not listed: few queries read it once."""
+
+    def __init__(self, p, gpu, inputs, listed):
+        self.layouts, self.launches = grid.extras_layouts(p, inputs), ()
+        self.of = build_extras(p.options)
+
+
 class Operands:
     """The arrays of a call as the attention kernel reads them: float32 in planes of float16, and
     lists of the mask's tiles among the `extras`.
@@ -83,7 +94,8 @@ class Operands:
     def __init__(self, p, gpu, inputs, tile: Tile):
         self._p, self._splitter = p, None
         self.vectors = vectors_of(p, inputs, KEYS_OF_RUN)
-        self._extras = extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
+        listed = Tiles(tile.block_m, tile.block_n)
+        self._extras = extras = (AsGiven if tile.group else Extras)(p, gpu, inputs, listed)
         self.launches = extras.launches
         if p.dtype != "float32":
             x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
@@ -107,9 +119,25 @@ class Operands:
 
 def _tile(p, gpu) -> Tile:
     there = hardware(gpu.capability)
+    if grid.few_queries(p) and p.dtype != "float32":  # planes of float32 read and write K and V
+        chosen = few_tile(p, there)
+        if chosen is not None:
+            return chosen
     tile = forward_tile(p, there)
     few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
     return small_tile(p, there, few) or tile
+
+
+def _blocks(p, tile: Tile) -> int:
+    rows, heads = (p.nq * tile.group, p.hk) if tile.group else (p.nq, p.hq)
+    return grid.items(p, rows, heads, tile.block_m)
+
+
+def _parts(p, gpu, tile: Tile) -> int:
+    if not tile.group:
+        return grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    at_once = gpu.multiprocessors * tile.resident(p.d, p.dv, hardware(gpu.capability))
+    return grid.few_parts(p, tile, at_once)
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
@@ -120,14 +148,7 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     )
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
-    combine = Launch(
-        "combine.build",
-        (results.o.dtype.name, p.dv, results.lse is not None, parts, COMBINE_ROWS),
-        gpu,
-        grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
-        threads=COMBINE_ROWS * COMBINE_LANES,
-        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
-    )
+    combine = _combine(partial, results, gpu, parts, bool(tile.group))
 
     def run(inputs, results, rng=None):
         o_parts, lse_parts = (
@@ -141,6 +162,23 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
         return x.flags
 
     return Prepared(run, (*operands.launches, forward, combine), operands.layouts.flags)
+
+
+def _combine(partial, results, gpu, parts: int, many: bool) -> Launch:
+    """The kernel that makes results of parts of them; if they may be `many`, it is the same for any
+    number, which changes with the length of a cache.
+    """
+    rows, warps = math.prod(partial.lse.shape) // parts, MANY_WARPS if many else COMBINE_ROWS
+    kind = (results.o.dtype.name, results.o.shape[-1], results.lse is not None)
+    return Launch(
+        "combine.build_many" if many else "combine.build",
+        (*kind, MANY_WARPS) if many else (*kind, parts, COMBINE_ROWS),
+        gpu,
+        grid=rows if many else -(-rows // COMBINE_ROWS),
+        threads=warps * COMBINE_LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+        numbers=(parts,) if many else (),
+    )
 
 
 def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
@@ -171,7 +209,7 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         "sm80.forward.build",
         (p.dtype, shape, write_lse, p.band, in_parts, p.options.structure, tile),
         gpu,
-        grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
+        grid=_blocks(p, tile) * parts,
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(*shape.columns),
         operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),

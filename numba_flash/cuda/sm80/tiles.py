@@ -1,10 +1,8 @@
-"""Tiles of the `sm80` tier, with what was measured, and how they lie in shared memory. Numba is not
-imported here.
-"""
+"""Tiles of the `sm80` tier, what was measured, how they lie in shared memory; without Numba."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from numba_flash.cuda.arguments import planes_of
 
@@ -49,10 +47,15 @@ class Tile:
     stages: int
     q_registers: bool
     min_blocks: int
+    group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.few_tiles`
 
     @property
     def block_m(self) -> int:
         return ROWS * self.m_tiles * self.warps
+
+    @property
+    def warp_n(self) -> int:
+        return self.block_n
 
     @property
     def threads(self) -> int:
