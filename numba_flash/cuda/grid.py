@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-FEW = 16  # queries of a head
+FEW, MANY = 16, 512  # queries of a head, and keys
 # What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.
 BLOCK_TILES, COMBINE_TILES = 1, 3
 MOST_TURNS = 8  # parts that are tried where there are blocks for more than one turn
@@ -83,6 +83,12 @@ def few_queries(problem) -> bool:
     """
     p = problem
     return 0 < p.nq <= FEW and p.hk > 0 and not p.options.packed
+
+
+def bound_by_memory(problem) -> bool:
+    """True if it is that to such a degree that it matters who reads K and V but once."""
+    p = problem
+    return few_queries(p) and p.nk >= MANY and p.dtype in ("float16", "bfloat16")
 
 
 def few_parts(problem, tile, at_once: int) -> int:

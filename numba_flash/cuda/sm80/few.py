@@ -43,11 +43,12 @@ def build_load(tile, head_dim, asynchronous):
 
 
 @once
-def build_gather(tile, head_dim_v):
+def build_gather(tile, head_dim_v, asynchronous):
     """``gather(smem, m_i, l_i, factor, scale_log2)``: m and l of a warp become those of all, l in
     the first lane of a row alone; the warp's O has to be multiplied by `factor`.
     """
     ROWS, WARPS, BLOCK_M, NEG_INF = 2 * tile.m_tiles, tile.warps, tile.block_m, -math.inf
+    ASYNCHRONOUS = asynchronous
     SUMS = tile.warps * tile.block_m * float_pitch(head_dim_v)  # behind the O of all
 
     @inline
@@ -58,6 +59,8 @@ def build_gather(tile, head_dim_v):
     @inline
     def gather(smem, m_i, l_i, factor, scale_log2):
         first_lane = cuda.threadIdx.x % 4 == 0
+        if ASYNCHRONOUS:
+            ptx.copy_wait()  # also zeros of what would be the next tile
         cuda.syncthreads()  # all tiles have been read
         for r in range(ROWS):
             l = fragment.row_sum(l_i[r])

@@ -73,7 +73,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     runs = fragment.runs_of_queries(M_TILES, WARP_N, max(1, GROUP))
     HELD = max(1, held(options, runs).words)
     if FEW:
-        load_q = few.build_load(tile, D, ASYNCHRONOUS)
+        load_q = few.build_load(tile, COLUMNS_K, ASYNCHRONOUS)
     else:
         load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS)
@@ -91,7 +91,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
     store = build_store(WARP_ROWS, shape.head_dim_v, shape.wide)
     if FEW:
-        gather = few.build_gather(tile, DV)
+        gather = few.build_gather(tile, DV, ASYNCHRONOUS)
         store_rows = few.build_store(
             tile, shape.head_dim_v, FLOATS, dtype == "bfloat16", shape.turing
         )

@@ -22,7 +22,7 @@ from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import few_tile
-from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
+from numba_flash.cuda.sm80.tiles import Hardware, Tile, forward_tile, hardware, padded, small_tile
 from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
@@ -119,13 +119,17 @@ class Operands:
 
 def _tile(p, gpu) -> Tile:
     there = hardware(gpu.capability)
-    if grid.few_queries(p) and p.dtype != "float32":  # planes of float32 read and write K and V
-        chosen = few_tile(p, there)
-        if chosen is not None:
-            return chosen
-    tile = forward_tile(p, there)
+    tile = tile_of(p, there)
+    if tile.group:
+        return tile
     few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
     return small_tile(p, there, few) or tile
+
+
+def tile_of(p, there: Hardware) -> Tile:
+    """That of few queries, or of many with as many heads."""
+    few = grid.few_queries(p) and p.dtype != "float32"  # whose planes are written and read anew
+    return (few_tile(p, there) if few else None) or forward_tile(p, there)
 
 
 def _blocks(p, tile: Tile) -> int:

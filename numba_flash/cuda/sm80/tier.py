@@ -7,7 +7,7 @@ from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
-from numba_flash.cuda.sm80.tiles import forward_tile, hardware
+from numba_flash.cuda.sm80.tiles import hardware
 
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
@@ -20,8 +20,8 @@ def takes_numpy() -> bool:
 
 
 def tiles_of(problem) -> tuple:
-    """Rows and columns of the score tiles of large problems, with the most shared memory."""
-    tile = forward_tile(problem, hardware((9, 0)))
+    """Rows and columns of score tiles where there are many heads, with the most shared memory."""
+    tile = forward.tile_of(problem, hardware((9, 0)))
     return (("forward", (tile.block_m, tile.block_n)),)
 
 

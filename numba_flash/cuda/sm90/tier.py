@@ -3,7 +3,7 @@
 import math
 
 from numba_flash.arrays import Layout
-from numba_flash.cuda import launch, prepare_split, tensor_maps
+from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm90 import prepare_backward as backward
@@ -64,6 +64,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
     if problem is None:
         return None
+    if kind == "forward" and not demanded and grid.bound_by_memory(problem):
+        return "serves so few queries on demand only (backend='sm90'): others read a key but once"
     if problem.dtype == "float32":
         return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
