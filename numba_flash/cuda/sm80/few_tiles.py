@@ -66,17 +66,17 @@ class FewRow(NamedTuple):
 FEW_TILES = (
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2)),
-    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 3)),
+    FewRow(64, 32, 227 * KB, FewTile(4, 2, 128, 2, False, 3)),
+    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2)),
     FewRow(128, 16, 99 * KB, FewTile(2, 1, 64, 2, True, 3)),
     FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2)),
-    FewRow(128, 32, 99 * KB, FewTile(2, 2, 64, 2, False, 3)),
-    FewRow(256, 16, 163 * KB, FewTile(2, 1, 64, 2, False, 2)),
-    FewRow(256, 16, 99 * KB, FewTile(2, 1, 64, 1, False, 1)),
+    FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),
+    FewRow(256, 16, 227 * KB, FewTile(2, 1, 64, 2, False, 2)),
 )
 
 
 def few_tile(problem, hardware: Hardware) -> FewTile | None:
-    """The one for few queries, None if none fits. Of more rows than the last has, blocks next to
+    """The one for few queries, None if none fits. Of more rows than any has, blocks next to
     each other read the same keys.
     """
     p, d = problem, max(problem.d, problem.dv)
@@ -84,6 +84,6 @@ def few_tile(problem, hardware: Hardware) -> FewTile | None:
     fit = [row for row in fit if row.d == fit[0].d]
     if not fit:
         return None
-    group = p.hq // p.hk
-    chosen = next((row for row in fit if group * p.nq <= row.rows), fit[-1])
+    group, rows_of = p.hq // p.hk, lambda row: row.rows
+    chosen = next((row for row in fit if group * p.nq <= row.rows), max(fit, key=rows_of))
     return replace(chosen.tile, group=group)
