@@ -176,6 +176,7 @@ def bias_gradient(*shape):
 
 
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
+few = partial(mma, nq=5, nk=300, hq=3)
 split = partial(mma, dtype="float32")
 on_wgmma = partial(Problem, forward_pass, dtype="float32")
 float64 = partial(Problem, nq=64, nk=64, tier="simt", dtype="float64")
@@ -191,10 +192,14 @@ PROBLEMS |= {
     "mma, causal": mma(nk=100, hq=2, hk=2, options={"causal": True}),  # more blocks of 32 rows a warp than multiprocessors
     "mma, causal lengths": mma(options=LENGTHS | {"causal": True}),
     "mma, lengths": mma(options=LENGTHS),
-    "mma, parts": mma(nq=3, nk=700, multiprocessors=8),
+    "mma, parts": mma(nq=17, nk=700, multiprocessors=8),
     "mma, bias": mma(nk=88, options=bias_of(NQ, 88)),
     "mma, mask and dropout": mma(nk=NK, options=MASKED | DROPOUT),
     "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
+    "few": few(nk=400, hq=6, hk=2),
+    "few, parts": few(nk=900, multiprocessors=8),
+    "few, causal": few(options={"causal": True}),
+    "few, options": few(nk=NK, options=bias_of(3, 5, NK) | DROPOUT | {"causal": True}),
     "split": split(),
     "split, D128": split(d=128, nk=70),
     "split, offset": split(made=offset),

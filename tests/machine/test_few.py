@@ -12,7 +12,7 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import HOPPER, SM80, machine
 from naive import compare
-from test_contract import ALIBI, AMPERE, DROPOUT, ODD, ONE, SMALL, TURING, Group, Shape, also, bias, forward, inputs_of, lengths, mask, tilt
+from test_contract import ALIBI, AMPERE, DROPOUT, ONE, SMALL, TURING, Group, Shape, also, bias, forward, inputs_of, lengths, mask, tilt
 
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.machine
 
 MANY = 8  # multiprocessors: enough for several parts of the keys
 FOUR, SIX, FIVE = (1, 4, 1), (2, 6, 2), (1, 10, 2)
-GROUP = Shape(SIX, 4, 300)
+GROUP = Shape((1, 6, 2), 4, 150)
 NO_GRADIENT = lambda options: {name: x for name, x in options.items() if name != "bias_grad"}
 few = lambda dtype, d, dv, *shapes, capability=AMPERE, **more: Group(SM80, dtype, d, dv, shapes, capability, **more)
 GROUPS = {
@@ -39,16 +39,16 @@ GROUPS = {
     "little memory": few("float16", 128, 128, Shape(SIX, 4, 200, {"causal": True}), capability=SMALL),
     "bias": few("bfloat16", 128, 128, also(GROUP, **NO_GRADIENT(bias(GROUP, "bfloat16")))),
     "bias for all heads": few("float16", 64, 64, also(GROUP, causal=True, **NO_GRADIENT(bias(GROUP, "float32", 1)))),
-    "mask": few("bfloat16", 64, 64, also(GROUP, **mask(GROUP)), also(GROUP, window=(200, 0), **mask(GROUP, 2))),
+    "mask": few("bfloat16", 64, 64, also(GROUP, window=(120, 0), **mask(GROUP))),
     "dropout": few("float16", 64, 64, also(GROUP, causal=True, **DROPOUT)),
     "score_mod and softcap": few(
         "float16", 64, 64, also(GROUP, causal=True, score_mod=tilt, score_mod_grad=lambda x, b, h, i, j: np.float32(0.5), softcap=3.0)
     ),
     "alibi": few("bfloat16", 64, 64, Shape((1, 2, 1), 3, 200, {"score_mod": ALIBI, "score_mod_grad": ALIBI.score_mod_grad})),
-    "nothing": few("float16", 64, 64, Shape(ONE, 5, 0), Shape((1, 0, 2), 5, 5), Shape((0, 1, 1), 5, 5), also(ODD._replace(nq=3))),
+    "nothing": few("float16", 64, 64, Shape(ONE, 5, 0), Shape((1, 0, 2), 5, 5), Shape((0, 1, 1), 5, 5)),
 }
 QUICK = ("one query", "causal")
-AGAIN = ("one query", "mask", "D256")
+AGAIN = ("one query", "mask")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
@@ -67,7 +67,7 @@ def test_few_queries(name):
 
 
 @pytest.mark.full
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     *(st.integers(1, 2), st.integers(1, 2), st.integers(1, 16), st.integers(1, 600)),
     *(st.one_of(st.none(), st.tuples(st.integers(-1, 200), st.integers(-1, 20))), st.integers(-20, 620), st.integers(1, 9)),
@@ -84,7 +84,7 @@ def test_random_shapes(batch, hk, nq, nk, window, q_start, multiprocessors):
 
 @pytest.mark.full
 def test_out_of_float32_and_no_lse():
-    q, k, v, do = random_inputs(batch=(1,), hq=4, hk=1, nq=2, nk=600, d=64, dtype="bfloat16")
+    q, k, v, do = random_inputs(batch=(1,), hq=4, hk=1, nq=2, nk=600, d=16, dtype="bfloat16")
     for multiprocessors in (1, MANY):
         with machine(multiprocessors=multiprocessors, capability=AMPERE):
             out = SM80.forward(q, k, v, out=np.full(do.shape, np.nan, np.float32))

@@ -137,3 +137,10 @@ def build_store(tile, head_dim_v, floats, bfloat16, turing):
             put_pair(x[index(head_of(i)), index(query_of(i))], column, one, other)
 
     return store
+
+
+def build_rows(tile, shape, floats, bfloat16):
+    """``load``, ``gather`` and ``store`` of the above, as `sm80.forward` uses them."""
+    load = build_load(tile, shape.head_dim, shape.asynchronous)
+    gather = build_gather(tile, shape.head_dim_v, shape.asynchronous)
+    return load, gather, build_store(tile, shape.head_dim_v, floats, bfloat16, shape.turing)

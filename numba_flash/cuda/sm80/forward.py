@@ -31,6 +31,18 @@ from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.softmax import RAISED_P
 
 
+def signature_of(options, split, floats, of_mask):
+    """Of the kernel, which reads `split` float32 or 16 bits, and writes `floats` or 16 bits."""
+    return types.void(
+        *[array(u32 if split else types.uint16, 5)] * 3,
+        array(f32 if floats else types.uint16, 5),
+        array(f32, 4),
+        extras_type(options, of_mask, SPLIT_EXTRAS if split else ()),
+        *(f32, i64, i64, i64),
+        parameters_type(options),
+    )
+
+
 class Tiles(NamedTuple):
     """Tiles of keys: the number of the first, and how many there are; with a mask those of a list
     (`numba_flash.cuda.tile_lists`).
@@ -72,10 +84,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     query_of, head_of, stop_of = fragment.build_row(max(1, GROUP))
     runs = fragment.runs_of_queries(M_TILES, WARP_N, max(1, GROUP))
     HELD = max(1, held(options, runs).words)
+    load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     if FEW:
-        load_q = few.build_load(tile, COLUMNS_K, ASYNCHRONOUS)
-    else:
-        load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
+        load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
     load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS)
     load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS)
     scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
@@ -90,11 +101,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     put = products.build_put(M_TILES, DV, PITCH_V, dtype == "bfloat16", shape.turing)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
     store = build_store(WARP_ROWS, shape.head_dim_v, shape.wide)
-    if FEW:
-        gather = few.build_gather(tile, DV, ASYNCHRONOUS)
-        store_rows = few.build_store(
-            tile, shape.head_dim_v, FLOATS, dtype == "bfloat16", shape.turing
-        )
 
     @inline
     def hide(s, row, col0, clear, unclear, keys, low, high):
@@ -287,12 +293,5 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             cuda.syncwarp()  # all of the warp's rows are there
             store(o_warp, x.o, i32(row0 + warp * WARP_ROWS), x.rows)
 
-    signature = types.void(
-        *[array(u32 if SPLIT else types.uint16, 5)] * 3,
-        array(f32 if FLOATS else types.uint16, 5),
-        array(f32, 4),
-        extras_type(options, () if FEW else ("tiles",), SPLIT_EXTRAS if SPLIT else ()),
-        *(f32, i64, i64, i64),
-        parameters_type(options),
-    )
+    signature = signature_of(options, SPLIT, FLOATS, () if FEW else ("tiles",))
     return forward_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

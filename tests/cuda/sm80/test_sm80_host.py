@@ -17,6 +17,7 @@ from numba_flash.cuda import launch
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
+from numba_flash.cuda.sm80.few_tiles import FEW_TILES, float_pitch
 from numba_flash.cuda.sm80.tiles import hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
@@ -202,11 +203,12 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     o = Layout.compact((2, 2, nq, d), "float16")
     results = ForwardResults(o, Layout.compact(o.shape[:-1], "float32"))
     forward, *combine = tier.prepare_forward(p, ForwardInputs(*map(Layout.of, inputs)), results, gpu).launches
-    row_blocks = 2 * 2 * math.ceil(nq / forward.config[-1].block_m)
+    tile = forward.config[-1]
+    row_blocks = 2 * 1 * math.ceil(2 * nq / tile.block_m) if tile.group else 2 * 2 * math.ceil(nq / tile.block_m)
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
     assert (parts > 1) == bool(combine)
-    assert parts == 1 or row_blocks * 2 <= gpu.multiprocessors
+    assert parts == 1 or tile.group or row_blocks * 2 <= gpu.multiprocessors
 
 
 @pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2), (0, 5, 1, 1), (5, 0, 1, 1)])
@@ -282,3 +284,76 @@ def test_copies_of_the_sums_of_dq(sizes, options, copies):
     inputs = inputs_of(**sizes)._replace(mask=options.get("mask"))
     main = main_launch("backward", problem(options, **sizes), H200, inputs)
     assert 2 ** main.numbers[0].doublings == copies
+
+
+# ---- few queries -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "group"),
+    [
+        ({"nq": 1, "hq": 8, "hk": 2}, 16, 4),
+        ({"nq": 16, "hq": 1, "hk": 1}, 16, 1),
+        ({"nq": 4, "hq": 20, "hk": 4, "d": 64}, 32, 5),
+        ({"nq": 16, "hq": 64, "hk": 8, "dv": 120}, 32, 8),
+        ({"nq": 2, "hq": 16, "hk": 1, "d": 256}, 16, 16),
+        ({"nq": 17, "hq": 8, "hk": 2}, None, 0),
+        ({"nq": 1, "hq": 8, "hk": 2, "dtype": "float32"}, None, 0),
+    ],
+)
+def test_rows_of_few_queries(sizes, rows, group):
+    """Those of all heads that share keys; a block of 16 or 32, where there are that many."""
+    sizes = {"nk": 3000, "d": 128} | sizes
+    tile = main_launch("forward", problem(**sizes), H200).config[-1]
+    assert tile.group == group
+    assert rows is None or tile.block_m == rows
+    assert tile.threads == 32 * tile.warps
+    assert tile.block_n == tile.warps * tile.warp_n if group else tile.block_n == tile.warp_n
+
+
+@pytest.mark.parametrize("tile", [row.tile for row in FEW_TILES], ids=str)
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (8, 256), (64, 64), (128, 16), (256, 256)])
+def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
+    """Their O, m and l."""
+    rows = tile.warps * tile.block_m
+    assert tile.shared_bytes(d, dv) >= rows * (float_pitch(dv) + 8)
+    both = pitch(d) + pitch(dv)
+    assert tile.shared_bytes(d, dv) >= tile.block_m * max(pitch(d), pitch(dv)) + tile.stages * tile.block_n * both
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpu", "parts"),
+    [
+        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 49),  # 8 * 49 blocks, 3 on each of 132 multiprocessors
+        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 3),
+        ({"nk": 1024, "hq": 64, "hk": 8}, H200, 16),  # a tile each
+        ({"nk": 100, "hq": 64, "hk": 8}, H200, 1),  # a second kernel would take longer
+        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 342),  # 6 tiles each, as with 396
+        ({"nk": 131072, "hq": 64, "hk": 8}, A100, 27),
+        ({"nk": 131072, "hq": 396, "hk": 396}, H200, 1),
+        ({"nk": 0, "hq": 1, "hk": 1}, H200, 1),
+    ],
+)
+def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
+    sizes = {"nq": 1, "d": 128, "batch": (1,)} | sizes
+    forward, *combine = launches("forward", problem(**sizes), gpu)
+    assert forward.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
+    assert len(combine) == (parts > 1)
+    if combine:
+        assert combine[0].grid == math.prod(sizes["batch"]) * sizes["hq"]
+        assert combine[0].numbers == (parts,)
+
+
+def test_one_kernel_combines_any_number_of_parts():
+    """So that a cache that grows needs none anew."""
+    of = lambda nk: launches("forward", problem(nq=1, nk=nk, d=128, hq=8, hk=1), H200)
+    (short, combine_short), (long, combine_long) = of(3000), of(100000)
+    assert combine_short.numbers != combine_long.numbers
+    assert (short.config, combine_short.config) == (long.config, combine_long.config)
+
+
+def test_few_queries_with_a_mask_have_no_lists():
+    options = {"mask": np.ones((1, 1, 1, 200), bool)}
+    inputs = inputs_of(nq=1)._replace(**options)
+    (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
+    assert forward.builder == "sm80.forward.build"

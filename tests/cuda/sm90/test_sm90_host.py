@@ -123,6 +123,18 @@ def test_few_products_of_float32_are_served_on_demand():
     assert tier.why_not("forward", p, inputs_of(p), False, H200) == sentence
 
 
+def test_few_queries_of_many_keys_are_served_on_demand():
+    """Forward; those of float32 or float64 have no faster kernel."""
+    sentence = "serves so few queries on demand only (backend='sm90'): others read a key but once"
+    for sizes, refused in (({}, True), ({"nq": 17}, False), ({"nk": 511}, False), ({"dtype": "float32"}, False)):
+        p = replace(problem(nq=16, nk=512), **sizes)
+        inputs = inputs_of(p)
+        assert tier.why_not("forward", p, inputs, True, H200) is None
+        assert (tier.why_not("forward", p, inputs, False, H200) == sentence) == refused
+        of_gradients = BackwardInputs(inputs.q, *inputs[:3], inputs.q, None)
+        assert tier.why_not("backward", p, of_gradients, False, H200) != sentence
+
+
 def test_float32_in_any_strides_is_served():
     p = problem(**WIDE)
     q, k, v, *_ = inputs_of(p)
