@@ -7,7 +7,7 @@ FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
 
 MUTANTS_FEW = (
     # ---- who may touch which shared memory when
-    Mutant("zeros of the next tile over sums", FEW, "            ptx.copy_wait()  # also zeros", "            pass  # also zeros", "few"),
+    Mutant("zeros of the next tile over sums", FEW, "ptx.copy_wait()  # also zeros", "pass  # also zeros", "few, D128"),
     Mutant("sums over tiles that others read", FEW, "        cuda.syncthreads()  # all tiles have been read\n", "", "few"),
     Mutant("maxima of warps before they are there", FEW, "        cuda.syncthreads()  # m and l of all warps are there\n", "", "few"),
     Mutant("rows of warps before they are there", FEW, "        cuda.syncthreads()  # rows of all warps are there\n", "", "few"),

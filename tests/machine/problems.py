@@ -198,7 +198,8 @@ PROBLEMS |= {
     "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
     "few": few(nk=400, hq=6, hk=2),
     "few, parts": few(nk=900, multiprocessors=8),
-    "few, causal": few(options={"causal": True}),
+    "few, D128": few(d=128, nk=100, hq=4),
+    "few, causal": few(nq=16, nk=134, options={"causal": True}),  # key 128 is seen by the last query of the first block alone
     "few, options": few(nk=NK, options=bias_of(3, 5, NK) | DROPOUT | {"causal": True}),
     "split": split(),
     "split, D128": split(d=128, nk=70),
