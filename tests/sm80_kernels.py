@@ -131,7 +131,7 @@ TILES = {
 # Of few queries: each tile likewise, for as many rows as there may be, and with everything else.
 FEW = {
     f"forward {d}, few queries, {rows} rows for {name_of(capability)}": Case("forward", "float16", d, d, capability, nq=rows // GROUP)
-    for capability in ARCHITECTURES
+    for capability in (TURING, AMPERE, (8, 6), HOPPER)
     for d, rows in dict.fromkeys((row.d, row.rows) for row in FEW_TILES)
 }
 FEW |= {
@@ -141,7 +141,6 @@ FEW |= {
 FEW |= {
     "forward 64, few queries, everything": Case("forward", "float16", 64, 64, options=OPTIONS["everything, few"], nq=16),
     "forward 128, few queries, everything": Case("forward", "float16", 128, 128, options=OPTIONS["everything, few"], nq=16),
-    "forward 128, few queries, 32 rows, everything": Case(
         "forward", "float16", 128, 128, HOPPER, options=OPTIONS["everything, few"], nq=16
     ),
     "forward 72, 40, few queries, any strides": Case("forward", "float16", 72, 40, options=OPTIONS["window"], nq=5, aligned=False),

@@ -81,7 +81,8 @@ def few_tile(problem, hardware: Hardware) -> FewTile | None:
     """
     p, d = problem, max(problem.d, problem.dv)
     fit = [row for row in FEW_TILES if d <= row.d and row.shared <= hardware.shared_limit]
-    fit = [row for row in fit if row.d == fit[0].d]
+    most = ROWS if p.options.modifies else 2 * ROWS  # options take registers
+    fit = [row for row in fit if row.d == fit[0].d and row.rows <= most]
     if not fit:
         return None
     group, rows_of = p.hq // p.hk, lambda row: row.rows

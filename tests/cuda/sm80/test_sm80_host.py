@@ -352,6 +352,11 @@ def test_one_kernel_combines_any_number_of_parts():
     assert (short.config, combine_short.config) == (long.config, combine_long.config)
 
 
+def test_options_of_few_queries_have_the_registers_of_other_rows():
+    plain, capped = (main_launch("forward", problem(options, nq=16, hq=2, d=128), H200).config[-1] for options in ({}, {"softcap": 2.0}))
+    assert (plain.block_m, capped.block_m) == (32, 16)
+
+
 def test_few_queries_with_a_mask_have_no_lists():
     options = {"mask": np.ones((1, 1, 1, 200), bool)}
     inputs = inputs_of(nq=1)._replace(**options)
