@@ -141,8 +141,6 @@ FEW |= {
 FEW |= {
     "forward 64, few queries, everything": Case("forward", "float16", 64, 64, options=OPTIONS["everything, few"], nq=16),
     "forward 128, few queries, everything": Case("forward", "float16", 128, 128, options=OPTIONS["everything, few"], nq=16),
-        "forward", "float16", 128, 128, HOPPER, options=OPTIONS["everything, few"], nq=16
-    ),
     "forward 72, 40, few queries, any strides": Case("forward", "float16", 72, 40, options=OPTIONS["window"], nq=5, aligned=False),
 }
 # One of each: dtype, band, head dimensions that fill no tile, rows that are loaded one element at a time, and what else makes a kernel.
