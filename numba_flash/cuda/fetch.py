@@ -5,7 +5,8 @@
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
 
 WORD = 4  # bytes
@@ -64,13 +65,25 @@ class Source(NamedTuple):
     cols: int
 
 
+class Inside(NamedTuple):
+    """The same of a tile that is all there: the address of the lane's first element, and bytes from
+    one query to the next.
+    """
+
+    registers: Any
+    base: int
+    row: int
+
+
 @once
-def build_read(runs, first, words, size, vectors):
+def build_read(runs, first, words, size, vectors, inside=False):
     """``read(source)``: all runs of a lane, elements of `size` bytes, to `words` registers each,
     from `first` on.
 
     vectors : a run's elements are neighbours at a multiple of their size, and there are whole runs.
+    inside : where all elements of a warp are there, which are read by runs, none is asked for.
     """
+    LAST_QUERY, LAST_KEY = runs.last_query, runs.last_key
     COUNT, WIDTH, FIRST, WORDS = runs.count, runs.width, first, words
     SIZE, BITS, PER_WORD, AT_ONCE = size, 8 * size, WORD // size, min(words, 4)
     query_of, key_of = runs.query, runs.key
@@ -105,25 +118,47 @@ def build_read(runs, first, words, size, vectors):
             value = u32(fetch_small(address(x, i, j), there) << u32(place % PER_WORD * BITS))
             x.registers[e] = value if place % PER_WORD == 0 else u32(x.registers[e] | value)
 
+    @inline
+    def read_run_inside(number, x):
+        n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
+        row = u64(x.base + u64(i64(query_of(n)) * x.row))
+        at = u64(row + u64((key_of(n) + w * PER_WORD) * SIZE))
+        if HALF:
+            x.registers[FIRST + n * WORDS] = ptx.fetch_half(at, u32(1))
+        else:
+            fetch(x.registers, i32(FIRST + n * WORDS + w), at, u32(1))
+
+    read_runs = ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
+    read_runs_inside = ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run_inside)
+
+    @inline
+    def read_inside(x):
+        there = x.query + LAST_QUERY < x.rows and x.key + LAST_KEY < x.cols
+        if cuda.all_sync(ALL_LANES, there):
+            read_runs_inside(Inside(x.registers, address(x, x.query, x.key), x.row))
+        else:
+            read_runs(x)
+
     if vectors:
-        return ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
+        return read_inside if inside else read_runs
     return ptx.repeated(COUNT * WIDTH, read_element)
 
 
 @once
-def build_fetch(options, runs, vectors, wanted=EVERYTHING):
+def build_fetch(options, runs, vectors, wanted=EVERYTHING, inside=False):
     """``fetch(registers, query, key, region, at, whole, extras)``: bias and mask of a lane's scores
     into as many registers (uint32) as `held` says; zeros beyond the last query or key. Of a tile
     that is visible as a `whole`, nothing of the mask is read.
 
     vectors : which of them are read by runs, `numba_flash.cuda.arguments.Vectors`.
     wanted : names of those that are read at this time.
+    inside : as in `build_read`, for short runs, of which there are many.
     """
     BIASED, MASKED = "bias" in wanted and bool(options.bias), "mask" in wanted and options.mask
     kept, size = held(options, runs), 4 if options.bias == "float32" else 2
-    read_bias = build_read(runs, 0, kept.bias, size, vectors.bias) if BIASED else None
+    read_bias = build_read(runs, 0, kept.bias, size, vectors.bias, inside) if BIASED else None
     first, stop = runs.count * kept.bias, kept.words
-    read_mask = build_read(runs, first, kept.mask, 1, vectors.mask) if MASKED else None
+    read_mask = build_read(runs, first, kept.mask, 1, vectors.mask, inside) if MASKED else None
 
     @inline
     def source(registers, x, query, key, region, at):

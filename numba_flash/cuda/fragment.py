@@ -85,6 +85,8 @@ class Runs(NamedTuple):
         How many there are, and the keys of each.
     last_query, last_key : int
         Greatest offsets from the lane's first query and key.
+    apart : int
+        Where several lanes have neighbouring runs of eight keys, how far from each other they are.
     register : function
         ``register(n, x)``: where key x of run n is.
     query, key : function
@@ -95,6 +97,7 @@ class Runs(NamedTuple):
     width: int
     last_query: int
     last_key: int
+    apart: int
     register: Any
     query: Any
     key: Any
@@ -121,7 +124,7 @@ def runs_of_queries(m_tiles, block_n):
         return i32(n // ROWS_OF_LANE * 32)
 
     count = ROWS_OF_LANE * block_n // 32
-    return Runs(count, 8, 16 * m_tiles - 8, block_n - 25, register, query, key)
+    return Runs(count, 8, 16 * m_tiles - 8, block_n - 25, 0, register, query, key)
 
 
 def runs_of_keys(m_tiles, queries):
@@ -145,7 +148,28 @@ def runs_of_keys(m_tiles, queries):
     def key(n):
         return i32(0)
 
-    return Runs(queries // 4, WIDTH, queries - 7, WIDTH - 1, register, query, key)
+    return Runs(queries // 4, WIDTH, queries - 7, WIDTH - 1, 4, register, query, key)
+
+
+def runs_of_columns(block_n):
+    """`Runs` of S, with 16 rows of a warp, where columns are keys in their order.
+
+    Lane l's first query is the warp's ``row0 + l // 4``, its first key ``col0 + 2 (l % 4)``.
+    """
+
+    @inline
+    def register(n, x):
+        return i32(2 * n + x)
+
+    @inline
+    def query(n):
+        return i32(n % 2 * 8)
+
+    @inline
+    def key(n):
+        return i32(n // 2 * 8)
+
+    return Runs(block_n // 4, 2, 8, block_n - 7, 1, register, query, key)
 
 
 @once

@@ -248,10 +248,11 @@ def build_drop(options, runs):
     `query` and `key` are the lane's first ones.
 
     A counter has the bits of eight neighbouring keys. Where a lane has fewer, two or four lanes,
-    each 4 from the next, share counters: each computes one, and they exchange words, so that each
-    has those of its own keys from all.
+    each ``runs.apart`` from the next, share counters: each computes one, and they exchange words,
+    so that each has those of its own keys from all.
     """
     COUNT, WIDTH, SHARED = runs.count, runs.width, SHARING // runs.width
+    NEXT, AFTER_NEXT = runs.apart, 2 * runs.apart  # lanes
     register, query_of, key_of = runs.register, runs.query, runs.key
     assert COUNT % SHARED == 0
 
@@ -282,8 +283,8 @@ def build_drop(options, runs):
     def four(number, w):
         n = 2 * number
         words = words_of(w, n)
-        x0, y0 = exchange(words.w0, words.w2, 4)
-        x1, y1 = exchange(words.w1, words.w3, 4)
+        x0, y0 = exchange(words.w0, words.w2, NEXT)
+        x1, y1 = exchange(words.w1, words.w3, NEXT)
         choose(w, x0, n, 0)
         choose(w, x1, n, 2)
         choose(w, y0, n + 1, 0)
@@ -293,12 +294,12 @@ def build_drop(options, runs):
     def two(number, w):
         n = 4 * number
         words = words_of(w, n)
-        x0, y0 = exchange(words.w0, words.w2, 8)
-        x1, y1 = exchange(words.w1, words.w3, 8)
-        first, other = exchange(x0, x1, 4)
+        x0, y0 = exchange(words.w0, words.w2, AFTER_NEXT)
+        x1, y1 = exchange(words.w1, words.w3, AFTER_NEXT)
+        first, other = exchange(x0, x1, NEXT)
         choose(w, first, n, 0)
         choose(w, other, n + 1, 0)
-        first, other = exchange(y0, y1, 4)
+        first, other = exchange(y0, y1, NEXT)
         choose(w, first, n + 2, 0)
         choose(w, other, n + 3, 0)
 
@@ -312,9 +313,11 @@ def build_drop(options, runs):
         i = i32(query + i32(parameters.first_query))
         j = i32(key + i32(parameters.first_key))
         if SHARED > 1:  # the run whose words this lane computes
-            i += i32(query_of(1)) if (cuda.threadIdx.x & 4) != 0 else i32(0)
+            i += i32(query_of(1)) if (cuda.threadIdx.x & NEXT) != 0 else i32(0)
+            j += i32(key_of(1)) if (cuda.threadIdx.x & NEXT) != 0 else i32(0)
         if SHARED > 2:
-            i += i32(query_of(2)) if (cuda.threadIdx.x & 8) != 0 else i32(0)
+            i += i32(query_of(2)) if (cuda.threadIdx.x & AFTER_NEXT) != 0 else i32(0)
+            j += i32(key_of(2)) if (cuda.threadIdx.x & AFTER_NEXT) != 0 else i32(0)
         drop_all(Weights(p, i, j, head, offset, k0, k1, less))
 
     return drop

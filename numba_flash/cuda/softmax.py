@@ -78,11 +78,15 @@ def build_zero(count):
 
 
 @once
-def build_online(count):
+def build_online(count, careful=False):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1.
+    alpha where it is not 1. `careful` as in `build_exponentials`.
     """
-    GROUPS, ACC = count // 4, f32
+    GROUPS, ACC, CAREFUL = count // 4, f32, careful
+
+    @inline
+    def power(x, shift, scale_log2):
+        return ptx.ex2((x - shift) * scale_log2 if CAREFUL else x * scale_log2 - shift)
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
@@ -98,11 +102,12 @@ def build_online(count):
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
             alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
             m_i[r] = m_new
-            shift *= scale_log2
+            if not CAREFUL:
+                shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
-                s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
-                s[4 * j + 2 * r + 1] = ptx.ex2(s[4 * j + 2 * r + 1] * scale_log2 - shift)
+                s[4 * j + 2 * r] = power(s[4 * j + 2 * r], shift, scale_log2)
+                s[4 * j + 2 * r + 1] = power(s[4 * j + 2 * r + 1], shift, scale_log2)
                 l += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1]
             l_i[r] = l_i[r] * alpha[r] + l
 
