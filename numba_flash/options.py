@@ -99,6 +99,11 @@ class Options:
         return bool(self.softcap or self.score_mod or self.bias or self.mask or self.dropout)
 
     @property
+    def modifies_beyond_softcap(self) -> bool:
+        """True if anything but a softcap does."""
+        return bool(self.score_mod or self.bias or self.mask or self.dropout)
+
+    @property
     def changes(self) -> bool:
         """True if a score may be something else than a scaled product, or hidden."""
         return bool(self.softcap or self.score_mod or self.bias)

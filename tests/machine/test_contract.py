@@ -201,6 +201,28 @@ SINCE_TURING = {
     "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
 }
 
+FEW = Shape(ONE, 3, 40)
+OPTIONS_ON_HOPPER = {
+    "bfloat16 64 bias": hopper(
+        "bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(TILES, **bias(TILES, "bfloat16"), mask=None))
+    ),
+    "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
+    "float16 128 bias of keys": hopper("float16", 128, 128, (also(NEAR, **bias(NEAR, "float16", 1, 2)),)),
+    "float16 40, 24 bias of queries": hopper("float16", 40, 24, (also(ODD, **bias(ODD, "float16", 3)),)),
+    "float16 64 mask": hopper("float16", 64, 64, (also(NEAR, **mask(NEAR)), FEW._replace(options=EMPTY))),
+    "float16 64 mask, one by one": hopper("float16", 64, 64, (also(ODD, **mask(ODD, 0)),)),
+    "bfloat16 64 tiles of a mask": hopper("bfloat16", 64, 64, (TILES,)),
+    "bfloat16 64 tiles of a mask, causal": hopper("bfloat16", 64, 64, (also(TILES, causal=True),)),
+    "bfloat16 40 mask of keys, lengths": hopper("bfloat16", 40, 40, (also(LENGTHS[1], **mask(LENGTHS[1], 1, 2)),)),
+    "float16 64 dropout": hopper("float16", 64, 64, (also(NEAR, **DROPOUT), also(TILES, **DROPOUT, mask=None))),
+    "bfloat16 128 dropout lengths": hopper("bfloat16", 128, 128, (also(LENGTHS[1], **DROPOUT),)),
+    "bfloat16 64 score_mod": hopper("bfloat16", 64, 64, (also(NEAR, **SCORE_MOD),)),
+    "float16 128 alibi": hopper("float16", 128, 128, (also(NEAR, score_mod=ALIBI, causal=True),)),
+    "float16 64 everything": hopper("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
+    "float16 256 mask and dropout": hopper("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
+    "bfloat16 256 bias, window": hopper("bfloat16", 256, 256, (also(NEAR, window=(63, 17), **bias(NEAR, "bfloat16", 0)),)),
+}
+
 FLOAT32 = {
     "float32 64": ampere("float32", 64, 64, AROUND[:1]),
     "float32 64 causal on Hopper": ampere("float32", 64, 64, BANDS, capability=HOPPER),
@@ -224,7 +246,7 @@ FLOAT64 = {  # products of float64 on tensor cores; edges of tiles and options w
     "float64 64 on Ampere": ieee(64, 64, (Shape(ONE, 65, 70),), capability=AMPERE),
     "float64 13, 40 causal": ieee(13, 40, BANDS[:1]),
 }
-TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
+TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
 QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run without --full
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
@@ -297,6 +319,7 @@ def test_forward(name, pytestconfig):
 
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
+FORWARD_ALONE |= {f"sm90 {name}" for name in OPTIONS_ON_HOPPER}
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])
