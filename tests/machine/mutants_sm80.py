@@ -88,10 +88,16 @@ MUTANTS_SM80 = (
     Mutant(
         "weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, mask and dropout"
     ),
-    Mutant("half of a counter's words", MODIFY, "words.w1, words.w3, 8)", "words.w1, words.w3, 4)", "mma, gradients, dropout"),
+    Mutant("half of a counter's words", MODIFY, "words.w1, words.w3, AFTER_NEXT)", "words.w1, words.w3, NEXT)", "mma, gradients, dropout"),
     Mutant("words that are not exchanged", MODIFY, "return other if second else x, y if", "return x, y if", "mma, gradients, dropout"),
-    Mutant("words from another lane", MODIFY, "exchange(y0, y1, 4)", "exchange(y0, y1, 8)", "mma, gradients, dropout"),
-    Mutant("the counter of another query", MODIFY, "(cuda.threadIdx.x & 8) != 0", "(cuda.threadIdx.x & 4) != 0", "mma, gradients, dropout"),
+    Mutant("words from another lane", MODIFY, "exchange(y0, y1, NEXT)", "exchange(y0, y1, AFTER_NEXT)", "mma, gradients, dropout"),
+    Mutant(
+        "the counter of another query",
+        MODIFY,
+        "i += i32(query_of(2)) if (cuda.threadIdx.x & AFTER_NEXT)",
+        "i += i32(query_of(2)) if (cuda.threadIdx.x & NEXT)",
+        "mma, gradients, dropout",
+    ),
     Mutant("dP of what is dropped", SOFTMAX_BACKWARD, "dp if w > f32(0) else f32(0)", "dp", "mma, gradients, dropout"),
     # ---- tiles of a mask
     Mutant("a tile that only the band leaves alone", LISTS, "if every and clear else", "if clear else", "mma, tiles of a mask"),

@@ -175,6 +175,12 @@ def bias_gradient(*shape):
     return {"bias": np.random.default_rng(8).standard_normal(shape).astype(np.float32), "bias_grad": True}
 
 
+HIDDEN = {"mask": TILES["mask"] & (np.arange(300) >= 128)[:, None]}  # the first 128 queries see nothing
+PROBLEMS |= {
+    "bias": Problem(forward_pass, nk=NK + 144, options=bias_of(NQ, NK + 144)),
+    "dropout": Problem(forward_pass, nk=NK, options=DROPOUT),
+    "tiles of a mask": Problem(forward_pass, nq=300, nk=300, options=HIDDEN),
+}
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 split = partial(mma, dtype="float32")
 on_wgmma = partial(Problem, forward_pass, dtype="float32")

@@ -157,8 +157,8 @@ ALIBI = numba_flash.alibi(np.array([0.5, 0.25], np.float32))
 SCORE_MOD = {"score_mod": tilt, "score_mod_grad": tilt_grad}
 DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
 LONE = Shape(ONE, 75, 90)
-TILES = Shape((1, 4, 2), 200, 330)
-TILES = also(TILES, **tiles_of_a_mask(TILES))
+LARGE = Shape((1, 4, 2), 200, 330)
+TILES = also(LARGE, **tiles_of_a_mask(LARGE))
 EMPTY = {"mask": np.ones((1, 1), bool)}
 EVERYTHING = SCORE_MOD | DROPOUT | bias(LONE, "float16") | mask(LONE) | {"softcap": 3.0}
 
@@ -201,20 +201,17 @@ SINCE_TURING = {
     "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
 }
 
-FEW = Shape(ONE, 3, 40)
 OPTIONS_ON_HOPPER = {
-    "bfloat16 64 bias": hopper(
-        "bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(TILES, **bias(TILES, "bfloat16"), mask=None))
-    ),
+    "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
     "float16 128 bias of keys": hopper("float16", 128, 128, (also(NEAR, **bias(NEAR, "float16", 1, 2)),)),
     "float16 40, 24 bias of queries": hopper("float16", 40, 24, (also(ODD, **bias(ODD, "float16", 3)),)),
-    "float16 64 mask": hopper("float16", 64, 64, (also(NEAR, **mask(NEAR)), FEW._replace(options=EMPTY))),
+    "float16 64 mask": hopper("float16", 64, 64, (also(NEAR, **mask(NEAR)), Shape(ONE, 3, 40, EMPTY))),
     "float16 64 mask, one by one": hopper("float16", 64, 64, (also(ODD, **mask(ODD, 0)),)),
     "bfloat16 64 tiles of a mask": hopper("bfloat16", 64, 64, (TILES,)),
     "bfloat16 64 tiles of a mask, causal": hopper("bfloat16", 64, 64, (also(TILES, causal=True),)),
     "bfloat16 40 mask of keys, lengths": hopper("bfloat16", 40, 40, (also(LENGTHS[1], **mask(LENGTHS[1], 1, 2)),)),
-    "float16 64 dropout": hopper("float16", 64, 64, (also(NEAR, **DROPOUT), also(TILES, **DROPOUT, mask=None))),
+    "float16 64 dropout": hopper("float16", 64, 64, (also(NEAR, **DROPOUT), also(LARGE, **DROPOUT))),
     "bfloat16 128 dropout lengths": hopper("bfloat16", 128, 128, (also(LENGTHS[1], **DROPOUT),)),
     "bfloat16 64 score_mod": hopper("bfloat16", 64, 64, (also(NEAR, **SCORE_MOD),)),
     "float16 128 alibi": hopper("float16", 128, 128, (also(NEAR, score_mod=ALIBI, causal=True),)),

@@ -35,14 +35,17 @@ HALF = lambda score, b, h, i, j: 0.5
 
 
 class Fragments(NamedTuple):
-    """Of a warp's scores: are its rows `keys`, how many tiles of 16 rows there are, and its columns."""
+    """Of a warp's scores: are its rows `keys`, how many tiles of 16 rows there are, and its columns; keys are columns in `order`."""
 
     keys: bool
     m_tiles: int
     columns: int
+    order: bool = False
 
     @property
     def runs(self):
+        if self.order:
+            return fragment.runs_of_columns(self.columns)
         return (fragment.runs_of_keys if self.keys else fragment.runs_of_queries)(self.m_tiles, self.columns)
 
     def places(self, row0: int, col0: int):
@@ -53,12 +56,15 @@ class Fragments(NamedTuple):
         lane = LANES[:, None]
         if self.keys:
             return row0 + 8 * j + 2 * (lane % 4) + c, col0 + 2 * self.m_tiles * (lane // 4) + 2 * m + r
+        if self.order:
+            return row0 + 8 * r + lane // 4, col0 + 8 * j + 2 * (lane % 4) + c
         return row0 + 16 * m + 8 * r + lane // 4, col0 + 32 * (j // 4) + 8 * (lane % 4) + 2 * (j % 4) + c
 
 
 SHAPES = [
     *(Fragments(False, *each) for each in ((1, 32), (2, 64))),
     *(Fragments(True, *each) for each in ((1, 16), (2, 32), (4, 16))),
+    Fragments(False, 1, 32, True),
 ]
 
 # How bias and mask are read: by runs, or, of two shapes, one element at a time.
@@ -67,16 +73,16 @@ READ = [
     for fragments in SHAPES
     for vectors in (True, False)
     for kind in (np.float16, np.float32)
-    if vectors or fragments in SHAPES[1:3]
+    if vectors or fragments in SHAPES[1:3] or fragments.order
 ]
 
 
 def build(options, fragments, vectors):
     """Kernel: one warp's raw products become scores, in a second array derivatives, in a third signs after dropout."""
-    runs, KEYS, WIDTH = fragments.runs, fragments.keys, fragments.runs.width
+    runs, KEYS, WIDTH, BESIDE = fragments.runs, fragments.keys, fragments.runs.width, 2 if fragments.order else 8
     COUNT, DROPOUT = runs.count * runs.width, bool(options.dropout)
     HELD = max(1, held(options, runs).words)
-    fetch, modify = build_fetch(options, runs, vectors), build_modify("float16", options, runs, True)
+    fetch, modify = build_fetch(options, runs, vectors, inside=fragments.order), build_modify("float16", options, runs, True)
     drop = build_drop(options, runs)
 
     def fragments_of_a_warp(s, slope, kept, extras, row0, col0, rows, cols, low, high, whole, parameters):
@@ -86,7 +92,7 @@ def build(options, fragments, vectors):
         if KEYS:
             query, key = i32(row0 + 2 * (lane % 4)), i32(col0 + WIDTH * (lane // 4))
         else:
-            query, key = i32(row0 + lane // 4), i32(col0 + 8 * (lane % 4))
+            query, key = i32(row0 + lane // 4), i32(col0 + BESIDE * (lane % 4))
         for e in range(COUNT):
             x[e], p[e] = s[lane, e], f32(1)
         at, region = Head(0, 1, 1, 1, 2), Region(row0, col0, rows, cols, low, high)
