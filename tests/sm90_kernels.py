@@ -61,22 +61,20 @@ def options_tile_of(options: Options, d: int) -> Tile:
     return first(OPTION_TILES[words_held(options)], d, d)
 
 
-# dtype, head dimensions, lse, band, store, how bias and mask are read, options
+# One for each tile: dtype, head dimensions, lse, band, store, how bias and mask are read, options.
 FORWARD_OPTIONS = {
+    "forward sm90 64 dropout": ("bfloat16", 64, 64, True, "above", "words", PAIRS, replace(PACKED, dropout=0.5)),
+    "forward sm90 128 dropout": ("float16", 128, 128, True, "none", "map", PAIRS, DROPOUT),
+    "forward sm90 256 dropout": ("float16", 256, 256, True, "none", "map", PAIRS, DROPOUT),
     "forward sm90 64 bias": ("bfloat16", 64, 64, True, "none", "map", PAIRS, BIAS),
     "forward sm90 128 bias": ("bfloat16", 128, 128, True, "above", "map", PAIRS, BIAS),
-    "forward sm90 256 bias": ("bfloat16", 256, 256, True, "none", "map", PAIRS, BIAS),
+    "forward sm90 256 mask": ("bfloat16", 256, 256, True, "none", "map", PAIRS, MASK),
     "forward sm90 64 bias of float32": ("float16", 64, 64, True, "above", "map", ONES, BIAS_32),
     "forward sm90 128 bias of float32": ("float16", 128, 128, True, "none", "map", PAIRS, BIAS_32),
     "forward sm90 256 bias of float32": ("bfloat16", 256, 256, True, "none", "map", PAIRS, BIAS_32),
-    "forward sm90 64 mask": ("float16", 64, 64, True, "none", "map", PAIRS, MASK),
-    "forward sm90 64 dropout": ("float16", 64, 64, True, "none", "map", PAIRS, DROPOUT),
-    "forward sm90 128 dropout": ("float16", 128, 128, True, "none", "map", PAIRS, DROPOUT),
-    "forward sm90 256 dropout": ("float16", 256, 256, True, "none", "map", PAIRS, DROPOUT),
     "forward sm90 64 everything": ("float16", 64, 64, True, "both", "parts", ONES, EVERYTHING),
     "forward sm90 128 everything": ("float16", 128, 128, True, "none", "map", PAIRS, EVERYTHING),
     "forward sm90 256 everything": ("float16", 256, 256, True, "none", "map", PAIRS, EVERYTHING),
-    "forward sm90 64 dropout, packed": ("bfloat16", 64, 64, True, "above", "words", PAIRS, replace(PACKED, dropout=0.5)),
 }
 FORWARD_OPTIONS = {name: (*config, options_tile_of(config[-1], config[1])) for name, config in FORWARD_OPTIONS.items()}
 

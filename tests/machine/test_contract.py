@@ -204,20 +204,12 @@ SINCE_TURING = {
 OPTIONS_ON_HOPPER = {
     "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
-    "float16 128 bias of keys": hopper("float16", 128, 128, (also(NEAR, **bias(NEAR, "float16", 1, 2)),)),
-    "float16 40, 24 bias of queries": hopper("float16", 40, 24, (also(ODD, **bias(ODD, "float16", 3)),)),
-    "float16 64 mask": hopper("float16", 64, 64, (also(NEAR, **mask(NEAR)), Shape(ONE, 3, 40, EMPTY))),
-    "float16 64 mask, one by one": hopper("float16", 64, 64, (also(ODD, **mask(ODD, 0)),)),
-    "bfloat16 64 tiles of a mask": hopper("bfloat16", 64, 64, (TILES,)),
-    "bfloat16 64 tiles of a mask, causal": hopper("bfloat16", 64, 64, (also(TILES, causal=True),)),
-    "bfloat16 40 mask of keys, lengths": hopper("bfloat16", 40, 40, (also(LENGTHS[1], **mask(LENGTHS[1], 1, 2)),)),
-    "float16 64 dropout": hopper("float16", 64, 64, (also(NEAR, **DROPOUT), also(LARGE, **DROPOUT))),
-    "bfloat16 128 dropout lengths": hopper("bfloat16", 128, 128, (also(LENGTHS[1], **DROPOUT),)),
-    "bfloat16 64 score_mod": hopper("bfloat16", 64, 64, (also(NEAR, **SCORE_MOD),)),
-    "float16 128 alibi": hopper("float16", 128, 128, (also(NEAR, score_mod=ALIBI, causal=True),)),
+    "bfloat16 64 tiles of a mask, causal": hopper(
+        "bfloat16", 64, 64, (also(TILES, causal=True), Shape(ONE, 3, 40, EMPTY | {"causal": True}))
+    ),
+    "float16 128 dropout": hopper("float16", 128, 128, (also(NEAR, **DROPOUT), also(LARGE, **DROPOUT))),
     "float16 64 everything": hopper("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
     "float16 256 mask and dropout": hopper("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
-    "bfloat16 256 bias, window": hopper("bfloat16", 256, 256, (also(NEAR, window=(63, 17), **bias(NEAR, "bfloat16", 0)),)),
 }
 
 FLOAT32 = {
@@ -333,7 +325,7 @@ def test_parts_of_the_keys_are_combined(backend, d, nk):
     """Few queries on a GPU with many multiprocessors: several blocks share the keys of one, or the tiles that a mask leaves."""
     arrays = random_inputs(batch=(1,), hq=1, hk=1, nq=3, nk=nk, d=d, dtype="float16")
     some = RNG.random((3, nk)) < 0.02
-    masks = [{"mask": some}, {"mask": some | True}] if backend is SM80 else []
+    masks = [{"mask": some}, {"mask": some | True}][: 2 if backend is SM80 else 1]
     for options in ({}, {"kv_lengths": np.array([nk * 3 // 4])}, *masks):
         with machine(multiprocessors=8, capability=AMPERE if backend is SM80 else HOPPER):
             results = forward(Group(backend, "float16", d, d, ()), arrays, **options)
