@@ -201,12 +201,11 @@ SINCE_TURING = {
     "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
 }
 
+ALL_SEEN = Shape(ONE, 3, 40, EMPTY)
 OPTIONS_ON_HOPPER = {
     "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
-    "bfloat16 64 tiles of a mask, causal": hopper(
-        "bfloat16", 64, 64, (also(TILES, causal=True), Shape(ONE, 3, 40, EMPTY | {"causal": True}))
-    ),
+    "bfloat16 64 tiles of a mask, causal": hopper("bfloat16", 64, 64, (also(TILES, causal=True), also(ALL_SEEN, causal=True))),
     "float16 128 dropout": hopper("float16", 128, 128, (also(NEAR, **DROPOUT), also(LARGE, **DROPOUT))),
     "float16 64 everything": hopper("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
     "float16 256 mask and dropout": hopper("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
