@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant("lanes that share no counter", "cuda/fragment.py", "block_n - 7, 1, register", "block_n - 7, 4, register", "dropout"),
     Mutant("V of another tile than K", LOAD, "seen, last - (t - 1), keys)", "seen, last - t, keys)", "tiles of a mask"),
     Mutant("a list that nobody made", LOAD, "        if count == 0:\n", "        if count < 0:\n", "tiles of a mask"),
-    Mutant("whole as the tile before", SCORES, "region, x.following.whole,", "region, x.whole,", "tiles of a mask"),
+    Mutant("tiles after the first as whole", SCORES, "region, x.following.whole,", "region, True,", "tiles of a mask"),
     # ---- the host of the forward pass
     Mutant("the band upside down", HOST, "low=p.low", "low=-p.high", "window"),
     Mutant(
