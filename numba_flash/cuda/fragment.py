@@ -70,6 +70,13 @@ def row_maximum(x):
 
 
 @inline
+def row_maximum_float64(x):
+    """The same of float64."""
+    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return max(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
+
+
+@inline
 def row_sum(x):
     """Over the four lanes of a row."""
     x += cuda.shfl_xor_sync(ALL_LANES, x, 1)

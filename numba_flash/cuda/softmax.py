@@ -16,11 +16,11 @@ FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAtt
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import ALL_LANES, row_maximum
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.fragment import ALL_LANES, row_maximum, row_maximum_float64
+from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, u32
 
 LAZY = 2.0
 # P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
@@ -28,6 +28,19 @@ RAISED_P = 13
 # In the backward pass, where the largest is 1.
 RAISED_BACKWARD = 14
 NEG_INF = -math.inf
+
+
+class Arithmetic(NamedTuple):
+    """What sums are kept in, and functions of it: the larger of two, 2^x, and the largest of a row."""
+
+    number: Any
+    maximum: Any
+    power: Any
+    row_maximum: Any
+
+
+FLOAT32 = Arithmetic(f32, ptx.maximum, ptx.ex2, row_maximum)
+FLOAT64 = Arithmetic(f64, max, math.exp2, row_maximum_float64)
 
 
 @once
@@ -110,14 +123,15 @@ def build_online(count):
 
 
 @once
-def build_raise(count, outputs, tiles):
+def build_raise(count, outputs, tiles, arithmetic=FLOAT32):
     """``raise_shifts(s, acc, m_i, l_i, scale_log2)``: shifts that suit these scores too, with O and
     l rescaled, if a row of the warp needs that. There are `count` scores and `outputs` registers of
     O of each tile.
 
     Most tiles need it nowhere; what lanes know of their own scores tells.
     """
-    ROWS, COUNT, GROUPS, OUTPUTS, ACC = 2 * tiles, count, count // 4, outputs // 4, f32
+    ROWS, COUNT, GROUPS, OUTPUTS = 2 * tiles, count, count // 4, outputs // 4
+    ACC, maximum, power, highest = arithmetic
 
     @inline
     def raise_shifts(s, acc, m_i, l_i, scale_log2):
@@ -127,16 +141,16 @@ def build_raise(count, outputs, tiles):
             e = r // 2 * COUNT + 2 * (r % 2)
             one, other = ACC(NEG_INF), ACC(NEG_INF)  # two chains of maxima, each half as long
             for j in range(0, GROUPS, 2):
-                one = ptx.maximum(one, ptx.maximum(s[4 * j + e], s[4 * j + e + 1]))
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
-            best[r] = ptx.maximum(one, other)
+                one = maximum(one, maximum(s[4 * j + e], s[4 * j + e + 1]))
+                other = maximum(other, maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
+            best[r] = maximum(one, other)
             needed = needed or (best[r] - m_i[r]) * scale_log2 > ACC(LAZY)
         if cuda.any_sync(ALL_LANES, needed):
             for r in range(ROWS):
-                m_new = row_maximum(best[r])
+                m_new = highest(best[r])
                 alpha = ACC(1)
                 if (m_new - m_i[r]) * scale_log2 > ACC(LAZY):
-                    alpha = ptx.ex2((m_i[r] - m_new) * scale_log2)
+                    alpha = power((m_i[r] - m_new) * scale_log2)
                     m_i[r] = m_new
                 l_i[r] *= alpha
                 for j in range(OUTPUTS):
@@ -148,7 +162,7 @@ def build_raise(count, outputs, tiles):
 
 
 @once
-def build_exponentials(count, tiles, careful=False, raised=0):
+def build_exponentials(count, tiles, careful=False, raised=0, arithmetic=FLOAT32):
     """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l.
 
     careful : no score is multiplied, only how far it lies below its row's maximum, so that one near
@@ -156,15 +170,15 @@ def build_exponentials(count, tiles, careful=False, raised=0):
     raised : P and l are so many powers of two larger, into the range of float16's normal numbers;
         not by way of the exponent, which would lose digits.
     """
-    ROWS, COUNT, GROUPS, ACC, CAREFUL = 2 * tiles, count, count // 4, f32, careful
-    RAISED = 2.0**raised
+    ROWS, COUNT, GROUPS, CAREFUL = 2 * tiles, count, count // 4, careful
+    RAISED, ACC, exp2 = 2.0**raised, arithmetic.number, arithmetic.power
 
     @inline
     def power(x, shift, scale_log2):
         if CAREFUL:
-            p = ptx.ex2((x - shift) * scale_log2)
+            p = exp2((x - shift) * scale_log2)
         else:
-            p = ptx.ex2(x * scale_log2 - shift)
+            p = exp2(x * scale_log2 - shift)
         return p * ACC(RAISED) if RAISED > 1 else p
 
     @inline

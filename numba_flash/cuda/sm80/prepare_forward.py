@@ -19,8 +19,9 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.sm80 import float64_tiles, tiles
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
+from numba_flash.cuda.sm80.tiles import Tile, hardware, padded
 from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
@@ -35,7 +36,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     tile = _tile(p, gpu)
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
-    if parts > 1:
+    if parts > 1 and p.dtype != "float64":
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, results, gpu, tile, 1)
@@ -106,10 +107,10 @@ class Operands:
 
 
 def _tile(p, gpu) -> Tile:
-    there = hardware(gpu.capability)
-    tile = forward_tile(p, there)
+    there, of = hardware(gpu.capability), float64_tiles if p.dtype == "float64" else tiles
+    tile = of.forward_tile(p, there)
     few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
-    return small_tile(p, there, few) or tile
+    return of.small_tile(p, there, few) or tile
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
@@ -148,7 +149,8 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
     as a function of the generator's state.
     """
     (o,), x = grid.heads_first(p, results.o), operands.layouts
-    there = hardware(gpu.capability)
+    there, double = hardware(gpu.capability), p.dtype == "float64"
+    builder = "sm80.forward_float64.build" if double else "sm80.forward.build"
     shape = Shape(
         head_dim=p.d,
         head_dim_v=p.dv,
@@ -157,9 +159,11 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         wide=chunked(o),
         split=planes_of(p),
         vectors=operands.vectors,
+        double=double,
     )
+    number = np.float64 if double else np.float32
     numbers = lambda rng=None: (
-        np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
+        number(LOG2E if p.options.changes else p.scale * LOG2E),
         p.low,
         p.high,
         parts,
@@ -168,7 +172,7 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
     write_lse = results.lse is not None
     in_parts = parts > 1 or o.dtype.name != p.dtype  # float32, as those of parts
     forward = Launch(
-        "sm80.forward.build",
+        builder,
         (p.dtype, shape, write_lse, p.band, in_parts, p.options.structure, tile),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,

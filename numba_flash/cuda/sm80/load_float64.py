@@ -1,0 +1,39 @@
+"""Tiles of rows of float64 on their way to shared memory, by copies that go on."""
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
+from numba_flash.cuda.sm80.products_float64 import BYTES, swizzle
+
+
+@once
+def build_load(rows, head_dim, columns, threads, asynchronous):
+    """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
+    `stop` on and beyond the head dimension, to `columns` columns in shared memory.
+
+    asynchronous : by 16 bytes at a time; rows lie at multiples of that, and are as long. Else by 8,
+        and x has any strides.
+    """
+    SIZE = 2 if asynchronous else 1  # elements that are copied at a time
+    COPIES, PITCH, HEAD_DIM, WIDE = columns // SIZE, BYTES * columns, head_dim, asynchronous
+    TOTAL, THREADS, WHOLE = rows * columns // SIZE, threads, head_dim == columns
+    TURNS, REGULAR = -(-TOTAL // threads), TOTAL % threads == 0
+
+    @inline
+    def load(tile, x, first, stop):
+        base = ptx.global_address(x)
+        for turn in range(TURNS):
+            number = i32(cuda.threadIdx.x + turn * THREADS)
+            row, column = i32(number // COPIES), i32(number % COPIES * SIZE)
+            i, chunk = i32(first + row), i32(column // 2 ^ swizzle(row))
+            there = i < stop
+            if not WHOLE:
+                there = there and column < HEAD_DIM
+            source = u64(base + u64(i64(i) * x.strides[0] + i64(column) * x.strides[1]))
+            target = u32(tile + u32(row * PITCH + chunk * 16 + column % 2 * BYTES))
+            if REGULAR or number < TOTAL:
+                if WIDE:
+                    ptx.copy16(target, source, u32(1) if there else u32(0))
+                else:
+                    ptx.copy8(target, source, u32(1) if there else u32(0))
+
+    return load
