@@ -18,6 +18,7 @@ FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAtt
 import math
 from typing import Any, NamedTuple
 
+from numba_flash import numeric
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import ALL_LANES, row_maximum, row_maximum_float64
 from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, u32
@@ -31,7 +32,7 @@ NEG_INF = -math.inf
 
 
 class Arithmetic(NamedTuple):
-    """What sums are kept in, and functions of it: the larger of two, 2^x, and the largest of a row."""
+    """What sums are kept in, and functions of that: the larger of two, 2^x, a row's largest."""
 
     number: Any
     maximum: Any
@@ -40,7 +41,7 @@ class Arithmetic(NamedTuple):
 
 
 FLOAT32 = Arithmetic(f32, ptx.maximum, ptx.ex2, row_maximum)
-FLOAT64 = Arithmetic(f64, max, math.exp2, row_maximum_float64)
+FLOAT64 = Arithmetic(f64, max, numeric.exp2, row_maximum_float64)
 
 
 @once

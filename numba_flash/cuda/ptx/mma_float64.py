@@ -3,7 +3,8 @@
 A tensor core takes 16 rows, 8 columns and 8 or 16 terms of their sums at once, or 8 rows and 4
 terms. Which terms are those of which lane is free as long as it is the same for both operands: a
 lane that holds columns 2 t and 2 t + 1 of a result has just what it needs of that, when the result
-is an operand.
+is an operand. From shared memory, terms t and t + 4 come one by one, for an operand wants rows g
+and g + 8 in neighbouring registers: two terms at once would have to be moved apart.
 """
 
 from typing import NamedTuple
@@ -59,20 +60,23 @@ def _mma(builder, terms, c, a, b):
     return new
 
 
-def _load(builder, bases, operand, group, step):
+def _load(builder, address, operand, group, step, paired):
     """A lane's two terms of 8 rows, or columns, of an operand, the `group`-th of the 8; 8 terms of
-    the sums are a `step`. An odd number of 8 columns lies where the lane's other base says.
+    the sums are a `step`. They are 4 apart, or neighbours if `paired`.
     """
+    apart = 1 if paired else 4
+
+    def one(flipped, at):
+        """An element so many bytes on, where the chunk's number differs in some bits."""
+        base = builder.xor(address, ir.Constant(I32, flipped))
+        return emit(builder, f"ld.shared.f64 $0, [$1+{at}];", [base], [F64])
+
     if operand.across:
-        loaded = []
-        for term in range(2):
-            base = bases[(group + term) % 2]
-            at = (8 * step + term) * operand.pitch + group // 2 * LINE
-            loaded += emit(builder, f"ld.shared.f64 $0, [$1+{at}];", [base], [F64])
-        return loaded
-    at = 8 * group * operand.pitch + step // 2 * LINE
-    text = f"ld.shared.v2.f64 {{$0, $1}}, [$2+{at}];"
-    return emit(builder, text, [bases[step % 2]], [F64] * 2)
+        chunks = [(group + term) % 2 * LINE // 2 for term in range(2)]
+        rows = [(8 * step + apart * term) * operand.pitch + group // 2 * LINE for term in range(2)]
+        return one(chunks[0], rows[0]) + one(chunks[1], rows[1])
+    at, flipped = 8 * group * operand.pitch + step // 2 * LINE, step % 2 * LINE // 2
+    return one(flipped, at) + one(flipped + LINE // 4, at)
 
 
 def product_swizzled(m_tiles, n_tiles, steps, a, b, terms, fresh=False):
@@ -81,42 +85,42 @@ def product_swizzled(m_tiles, n_tiles, steps, a, b, terms, fresh=False):
 
     A has 16 `m_tiles` rows, B 8 `n_tiles` columns, the sum runs over 8 `steps`; `b`, and `a` unless
     it is None, are `Rows`, and kernels give a lane's address; then `a` is an array of registers,
-    ordered like acc. Registers of acc: of 8 columns after the other, for one tile of rows after the
-    other. A tensor core takes so many `terms` at once.
+    ordered like acc, and a lane's terms are neighbours, else 4 apart. Registers of acc: of 8
+    columns after the other, for one tile of rows after the other. A tensor core takes so many
+    `terms` at once.
     """
     width = max(1, terms // 8)  # steps of one product
+    paired = a is None
 
-    def row_pair(builder, held, bases, m, step):
+    def row_pair(builder, held, address, m, step):
         """A's elements of a tile of 16 rows and a step, in the order of `_mma`."""
         if a is None:
             x = held[4 * (m * steps + step) :][:4]
             return [x[0], x[2], x[1], x[3]]
-        upper, lower = (_load(builder, bases, a, 2 * m + half, step) for half in range(2))
+        upper, lower = (_load(builder, address, a, 2 * m + i, step, paired) for i in range(2))
         return [upper[0], lower[0], upper[1], lower[1]]
+
+    def column_pairs(builder, address, n, steps):
+        return [x for step in steps for x in _load(builder, address, b, n, step, paired)]
 
     @intrinsic
     def multiply(context, acc, left, right):
         def codegen(context, builder, signature, values):
-            def bases_of(address):
-                return address, builder.xor(address, ir.Constant(I32, LINE // 2))
-
             sums = pointers(context, builder, acc, values[0], 4 * m_tiles * n_tiles)
             zero = ir.Constant(F64, 0)
             totals = [zero if fresh else builder.load(x) for x in sums]
-            held, bases_a, bases_b = [], None, bases_of(values[2])
+            held = []
             if a is None:
                 words = pointers(context, builder, left, values[1], 4 * m_tiles * steps)
                 held = [builder.load(x) for x in words]
-            else:
-                bases_a = bases_of(values[1])
             for first in range(0, steps, width):
                 these = range(first, first + width)
                 rows = [
-                    [x for step in these for x in row_pair(builder, held, bases_a, m, step)]
+                    [x for step in these for x in row_pair(builder, held, values[1], m, step)]
                     for m in range(m_tiles)
                 ]
                 for n in range(n_tiles):
-                    columns = [x for step in these for x in _load(builder, bases_b, b, n, step)]
+                    columns = column_pairs(builder, values[2], n, these)
                     for m in range(m_tiles):
                         own = slice(4 * (m * n_tiles + n), 4 * (m * n_tiles + n) + 4)
                         totals[own] = _mma(builder, terms, totals[own], rows[m], columns)

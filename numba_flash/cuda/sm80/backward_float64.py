@@ -8,8 +8,9 @@ is shared out among the warps in its own way.
 """
 
 import math
+from typing import NamedTuple
 
-from numba_flash import mask
+from numba_flash import mask, numeric
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f64, i32, i64, inline, named, types, u32
@@ -19,6 +20,23 @@ from numba_flash.cuda.sm80 import products_float64 as products
 from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.float64_tiles import BYTES
 from numba_flash.cuda.sm80.sum_dq_float64 import build_add
+
+
+class Own(NamedTuple):
+    """What is a warp's own.
+
+    Attributes
+    ----------
+    key, column : int
+        The first of its scores.
+    key_out, part : int
+        The first of its dK and dV, and which part of their columns.
+    """
+
+    key: int
+    column: int
+    key_out: int
+    part: int
 
 
 def build(dtype, shape, ordered, options, tile):
@@ -60,6 +78,11 @@ def build(dtype, shape, ordered, options, tile):
     add_dq = build_add(shape, ordered, tile)
 
     @inline
+    def own_of(warp):
+        key, column = i32(warp // SHARES * KEYS), i32(warp % SHARES * COLUMNS)
+        return Own(key, column, i32(warp // PARTS * KEYS_OUT), i32(warp % PARTS))
+
+    @inline
     def hide(sT, first, row0, item):
         """Scores that the mask or the end of the keys hides become -inf; most tiles have none.
         The warp's are those of keys from `first` and queries from `row0` on.
@@ -83,7 +106,7 @@ def build(dtype, shape, ordered, options, tile):
             for r in range(KEY_ROWS):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    sT[e] = math.exp2(sT[e] * scale_log2 - shift[c])
+                    sT[e] = numeric.exp2(sT[e] * scale_log2 - shift[c])
 
     @inline
     def differentiate(dpT, pT, delta):
@@ -108,13 +131,7 @@ def build(dtype, shape, ordered, options, tile):
 
         item = begin(smem, flags, k.shape, extras, sizes)
         walk = first_tile(item, rows, extras, sizes)
-        warp = i32(cuda.threadIdx.x // 32)
-        key, column = i32(warp // SHARES * KEYS), i32(warp % SHARES * COLUMNS)
-        key_out, part = i32(warp // PARTS * KEYS_OUT), i32(warp % PARTS)
         k_tile, p_tile, ds = u32(smem + u32(K)), u32(smem + u32(P)), u32(smem + u32(DS))
-        k_warp = u32(k_tile + u32(key * PITCH_K))
-        v_warp = u32(smem + u32(V) + u32(key * PITCH_V))
-        own, own_out = u32(key * PITCH_P), u32(key_out * PITCH_P)
         tiles = left(walk, item, sizes)
         this = sum_of(item, walk, walk, sizes, extras)
         zero_k(dk_acc)
@@ -127,7 +144,9 @@ def build(dtype, shape, ordered, options, tile):
         while n < tiles:
             ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before, and its dS^T, have been read
-            slot, row0 = u32(n % STAGES), i32(walk.at * BLOCK_M + column)
+            slot, warp = u32(n % STAGES), i32(ptx.thread_here() // 32)
+            own = own_of(warp)  # anew for every tile, for registers
+            row0 = i32(walk.at * BLOCK_M + own.column)
             if n > 0:
                 release(flags, this)
             here, walk = walk, next_tile(walk, item, rows, extras, sizes)
@@ -140,23 +159,27 @@ def build(dtype, shape, ordered, options, tile):
             q_tile = u32(smem + u32(Q) + slot * u32(Q_BYTES))
             do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES))
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
-            lse += u32((column + fragment.first_column()) * BYTES)
+            lse += u32((own.column + fragment.first_column()) * BYTES)
             # (1) S^T = K Q^T
-            k_qt(sT, k_warp, u32(q_tile + u32(column * PITCH_K)))
-            # (4) dP^T = V dO^T
-            v_dot(dpT, v_warp, u32(do_tile + u32(column * PITCH_V)))
+            k_warp = u32(k_tile + u32(own.key * PITCH_K))
+            k_qt(sT, k_warp, u32(q_tile + u32(own.column * PITCH_K)))
             # (2) P^T = exp(S^T - lse)
-            hide(sT, i32(item.row0 + key), row0, item)
+            hide(sT, i32(item.row0 + own.key), row0, item)
             recompute_p(sT, lse, scale_log2)
-            put(u32(p_tile + own), column, sT)
+            put(u32(p_tile + u32(own.key * PITCH_P)), own.column, sT)
+            # (4) dP^T = V dO^T
+            v_warp = u32(smem + u32(V) + u32(own.key * PITCH_V))
+            v_dot(dpT, v_warp, u32(do_tile + u32(own.column * PITCH_V)))
             # (5) dS^T = P^T * (dP^T - delta)
             differentiate(dpT, sT, u32(lse + u32(LSE_BYTES)))
-            put(u32(ds + own), column, dpT)
+            put(u32(ds + u32(own.key * PITCH_P)), own.column, dpT)
             cuda.syncthreads()  # P^T and dS^T are there
+            own = own_of(ptx.thread_here() // 32)
+            of_keys, line = u32(own.key_out * PITCH_P), u32(own.part * BYTES)
             # (3) dV = dV + P^T dO
-            p_do(dv_acc, u32(p_tile + own_out), u32(do_tile + u32(part * (BYTES * COLUMNS_V))))
+            p_do(dv_acc, u32(p_tile + of_keys), u32(do_tile + line * u32(COLUMNS_V)))
             # (6) dK = dK + dS^T Q
-            ds_q(dk_acc, u32(ds + own_out), u32(q_tile + u32(part * (BYTES * COLUMNS_K))))
+            ds_q(dk_acc, u32(ds + of_keys), u32(q_tile + line * u32(COLUMNS_K)))
             if STAGES == 1:
                 cuda.syncthreads()  # this tile has been read
                 if n + 1 < tiles:
@@ -168,7 +191,7 @@ def build(dtype, shape, ordered, options, tile):
         cuda.syncthreads()  # the last dQ is added
         if tiles > 0:
             release(flags, this)
-        invalid = item.invalid != 0
+        invalid, own = item.invalid != 0, own_of(ptx.thread_here() // 32)
         begin_key, b1, stop = i32(0), item.b1, i32(dk.shape[3])
         if PACKED:
             begin_key, b1, stop = item.rows_begin, i32(0), item.rows
@@ -176,14 +199,14 @@ def build(dtype, shape, ordered, options, tile):
             dk[item.b0, b1, item.head, begin_key:],
             dv[item.b0, b1, item.head, begin_key:],
         )
-        first, pair = i32(item.row0 + key_out + products.first_row()), fragment.first_column()
+        first, pair = i32(item.row0 + own.key_out + products.first_row()), fragment.first_column()
         for r in range(OUT_ROWS):
             factor[r] = f64(NAN) if invalid else scale
-        column = i32(part * COLUMNS_K + pair)
+        column = i32(own.part * COLUMNS_K + pair)
         store_dk(products.Stored(dk_head, dk_acc, factor, first, column, stop))
         for r in range(OUT_ROWS):
             factor[r] = f64(NAN) if invalid else f64(1)
-        column = i32(part * COLUMNS_V + pair)
+        column = i32(own.part * COLUMNS_V + pair)
         store_dv(products.Stored(dv_head, dv_acc, factor, first, column, stop))
 
     signature = types.void(

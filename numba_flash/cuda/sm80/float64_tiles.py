@@ -138,18 +138,21 @@ class BackwardTile:
 
 
 FORWARD_TILES = (
-    Row(32, 227 * KB, Tile(4, 2, 32, 2, 2)),
-    Row(64, 227 * KB, Tile(4, 2, 32, 1, 2)),
+    Row(64, 227 * KB, Tile(8, 1, 32, 2, 1)),
     Row(128, 227 * KB, Tile(8, 1, 32, 1, 1)),
     Row(64, 163 * KB, Tile(8, 1, 32, 2, 1, 4)),
     Row(128, 163 * KB, Tile(4, 1, 32, 1, 1, 4)),
 )
 # With fewer blocks of rows than multiprocessors.
-SMALL_TILES = (Row(128, 163 * KB, Tile(4, 1, 32, 1, 1, 4)),)
+SMALL_TILES = (
+    Row(128, 227 * KB, Tile(4, 1, 32, 1, 1)),
+    Row(128, 163 * KB, Tile(4, 1, 32, 1, 1, 4)),
+)
 BACKWARD_TILES = (
-    Row(32, 227 * KB, BackwardTile(128, 32, 8, 8, 4, 2)),
-    Row(64, 227 * KB, BackwardTile(128, 32, 8, 8, 4, 2)),
+    Row(32, 227 * KB, BackwardTile(64, 64, 8, 2, 4, 4)),
+    Row(64, 227 * KB, BackwardTile(64, 64, 8, 2, 2, 2)),
     Row(128, 227 * KB, BackwardTile(64, 32, 8, 4, 2, 2)),
+    Row(32, 163 * KB, BackwardTile(64, 64, 8, 2, 4, 4, terms=4)),
     Row(64, 163 * KB, BackwardTile(64, 32, 8, 4, 2, 2, terms=4)),
     Row(128, 163 * KB, BackwardTile(32, 32, 8, 2, 2, 2, terms=4)),
 )

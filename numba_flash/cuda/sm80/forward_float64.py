@@ -33,11 +33,11 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     SCORES, OUTPUTS = BLOCK_N // 2, DV // 2  # registers of a tile of 16 rows
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
-    WRITE_LSE, SEQUENCES = write_lse, options.sequences
+    WRITE_LSE, SEQUENCES, UNROLLED = write_lse, options.sequences, 4  # with 8, D = 128 spills
     block_of = build_block(options, band != "none", BLOCK_M, BYTES * (D + DV), False)
-    load_q = build_load(BLOCK_M, shape.head_dim, D, THREADS, shape.asynchronous)
-    load_k = build_load(BLOCK_N, shape.head_dim, D, THREADS, shape.asynchronous)
-    load_v = build_load(BLOCK_N, shape.head_dim_v, DV, THREADS, shape.asynchronous)
+    load_q = build_load(BLOCK_M, shape.head_dim, D, THREADS, shape.asynchronous, UNROLLED)
+    load_k = build_load(BLOCK_N, shape.head_dim, D, THREADS, shape.asynchronous, UNROLLED)
+    load_v = build_load(BLOCK_N, shape.head_dim_v, DV, THREADS, shape.asynchronous, UNROLLED)
     scores = products.build_nt(M_TILES, BLOCK_N, D, PITCH_K, TERMS)
     values = products.build_nn(M_TILES, DV, BLOCK_N, PITCH_V, TERMS)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
@@ -47,9 +47,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     store = products.build_store(M_TILES, DV, shape.wide)
 
     @inline
-    def hide(s, row, col0, clear, unclear, keys, low, high):
-        """Scores that the mask hides become -inf; tiles from `clear` to `unclear` have none."""
+    def hide(s, first, col0, keys, low, high):
+        """Scores of the warp's rows, from `first` on, that the mask hides become -inf; most tiles
+        have none.
+        """
+        clear, unclear = mask.clear_range(first, first + WARP_ROWS, BLOCK_N, keys, low, high)
         if col0 < clear or col0 >= unclear:
+            row = i32(first + products.first_row())
             column = i32(col0 + fragment.first_column())
             for r in range(ROWS):
                 i = i32(row + (r // 2 * 16 + r % 2 * 8))
@@ -90,18 +94,12 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         l_i = cuda.local.array(ROWS, f64)  # its part of their sums
         inverse = cuda.local.array(ROWS, f64)  # what their O has to be multiplied by in the end
 
-        warp = i32(cuda.threadIdx.x // 32)
         x = block_of(q, k, v, o, lse, extras, low, high, parts)
         row0, nq, nk, low, high = x.row0, x.queries, x.keys, x.low, x.high
         start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
         first, count = i32(i32(start) // BLOCK_N), i32(0)
         if start < stop and row0 < nq:
             count = i32((i32(stop) + (BLOCK_N - 1)) // BLOCK_N - first)
-        q_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_K))
-        warp0 = i32(row0 + warp * WARP_ROWS)
-        row = i32(warp0 + products.first_row())
-        clear, unclear = mask.clear_range(warp0, warp0 + WARP_ROWS, BLOCK_N, nk, low, high)
-        clear, unclear = i32(clear), i32(unclear)
         col0 = i32((first + count - 1) * BLOCK_N)
         slot = u32(0)
         zero(acc)
@@ -121,13 +119,15 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 load_keys(smem, slot ^ u32(1), x.k, next0, nk)
                 load_values(smem, slot ^ u32(1), x.v, next0, nk)
             # (1) S = Q K^T
+            own = i32(ptx.thread_here() // 32 * WARP_ROWS)  # anew for every tile, for registers
+            q_warp = u32(smem + u32(own * PITCH_K))
             scores(s, q_warp, u32(smem + u32(K_SMEM) + slot * u32(K_BYTES)))
             if STAGES == 1:
                 ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
                 if count > 0:
                     load_keys(smem, slot, x.k, next0, nk)
-            hide(s, row, col0, clear, unclear, nk, low, high)
+            hide(s, i32(row0 + own), col0, nk, low, high)
             # (2) m_i, O = alpha O
             raise_shifts(s, acc, m_i, l_i, scale_log2)
             # (3) P, (4) l_i
@@ -138,6 +138,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 slot = slot ^ u32(1)
             col0 = next0
 
+        row = i32(row0 + ptx.thread_here() // 32 * WARP_ROWS + products.first_row())
         finish(m_i, l_i, inverse, row, x, scale_log2)
         column = fragment.first_column()
         store(products.Stored(x.o, acc, inverse, row, column, x.rows))

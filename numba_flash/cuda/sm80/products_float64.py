@@ -4,15 +4,15 @@ shared memory and to arrays.
 ``nt``: A B^T, rows of both run along the sum. ``nn``: A B. ``tn``: A^T B.
 
 A tile's rows follow each other in shared memory, whole times 128 bytes long; the chunk c of 16
-bytes of row r lies in the place ``c ^ swizzle(r)``. So both ways to read an operand meet all banks:
-two neighbours of each of 8 rows, and one element of each of 8 columns of rows that are 2 apart.
+bytes of row r lies in the place ``c ^ swizzle(r)``. So all ways to read an operand meet all banks:
+four neighbours of each of 4 rows, and as many columns of 4 neighbouring rows, or of rows that are 2
+apart.
 """
 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import first_column
-from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
+from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.ptx import Rows
 
 BYTES = 8  # of an element
@@ -27,24 +27,36 @@ def swizzle(row):
 
 
 @once
-def build_lane(pitch):
+def build_lane(pitch, apart=1):
     """``along(tile)`` and ``across(tile)``: this lane's address of an operand whose rows in memory
-    run along the sum, and of one whose rows are terms of it.
+    run along the sum, and of one whose rows are terms of it, of which lanes read some that are so
+    far `apart`. ``pair(tile)``: that of two neighbours of a fragment.
+
+    They are computed anew for every product, for registers.
     """
-    PITCH = pitch
+    PITCH, APART = pitch, apart
 
     @inline
     def along(tile):
-        row, term = i32(cuda.threadIdx.x % 32 // 4), i32(cuda.threadIdx.x % 4)
-        return u32(tile + u32(row * PITCH + (term ^ swizzle(row)) * 16))
+        lane = i32(ptx.thread_here() % 32)
+        row, term = i32(lane // 4), i32(lane % 4)
+        chunk = term // 2 ^ swizzle(row)
+        return u32(tile + u32(row * PITCH + chunk * 16 + term % 2 * BYTES))
 
     @inline
     def across(tile):
-        column, row = i32(cuda.threadIdx.x % 32 // 4), i32(cuda.threadIdx.x % 4 * 2)
+        lane = i32(ptx.thread_here() % 32)
+        column, row = i32(lane // 4), i32(lane % 4 * APART)
         chunk = column // 2 ^ swizzle(row)
         return u32(tile + u32(row * PITCH + chunk * 16 + column % 2 * BYTES))
 
-    return along, across
+    @inline
+    def pair(tile):
+        lane = i32(ptx.thread_here() % 32)
+        row, term = i32(lane // 4), i32(lane % 4)
+        return u32(tile + u32(row * PITCH + (term ^ swizzle(row)) * 16))
+
+    return along, across, pair
 
 
 @once
@@ -53,7 +65,7 @@ def build_nt(m_tiles, columns, depth, pitch, terms):
     a = b = Rows(pitch, False)
     sizes = m_tiles, columns // 8, depth // 8
     multiply = ptx.product_swizzled(*sizes, a, b, terms, fresh=True)
-    along, _ = build_lane(pitch)
+    along, _, _ = build_lane(pitch)
 
     @inline
     def product(acc, a, b):
@@ -68,8 +80,8 @@ def build_nn(m_tiles, columns, depth, b_pitch, terms, a_pitch=None):
     HELD = a_pitch is None
     a, b = None if HELD else Rows(a_pitch, False), Rows(b_pitch, True)
     multiply = ptx.product_swizzled(m_tiles, columns // 8, depth // 8, a, b, terms)
-    along, _ = build_lane(a_pitch or 0)
-    _, across = build_lane(b_pitch)
+    along, _, _ = build_lane(a_pitch or 0)
+    _, across, _ = build_lane(b_pitch, 2 if HELD else 1)
 
     @inline
     def product(acc, a, b):
@@ -87,8 +99,8 @@ def build_tn(m_tiles, columns, depth, a_pitch, b_pitch, terms):
     sizes = m_tiles, columns // 8, depth // 8
     a, b = Rows(a_pitch, True), Rows(b_pitch, True)
     multiply = ptx.product_swizzled(*sizes, a, b, terms, fresh=True)
-    _, across_a = build_lane(a_pitch)
-    _, across_b = build_lane(b_pitch)
+    _, across_a, _ = build_lane(a_pitch)
+    _, across_b, _ = build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
@@ -103,12 +115,12 @@ def build_put(m_tiles, columns, pitch):
     with one, to rows of shared memory.
     """
     M_TILES, GROUPS, PITCH = m_tiles, columns // 8, pitch
-    along, _ = build_lane(pitch)
+    _, _, pair = build_lane(pitch)
 
     @inline
     def put(tile, column, x):
         first = u32(column // 16 * 128)
-        mine = u32(along(tile) ^ u32(column // 8 % 2 * 64))
+        mine = u32(pair(tile) ^ u32(column // 8 % 2 * 64))
         for m in range(M_TILES):
             for j in range(GROUPS):
                 place = u32(u32(mine ^ u32(j % 2 * 64)) + first)
@@ -165,8 +177,4 @@ def build_store(m_tiles, columns, wide):
 @inline
 def first_row():
     """Of a lane, among those of its warp."""
-    return i32(cuda.threadIdx.x % 32 // 4)
-
-
-__all__ = ["BYTES", "build_lane", "build_nn", "build_nt", "build_put", "build_store", "build_tn"]
-__all__ += ["Stored", "first_column", "first_row", "swizzle"]
+    return i32(ptx.thread_here() % 32 // 4)

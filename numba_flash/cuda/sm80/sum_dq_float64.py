@@ -21,7 +21,7 @@ def build_place(tile):
 
     @inline
     def place(e):
-        return u64((i64(e) * THREADS + i64(cuda.threadIdx.x)) * BYTES)
+        return u64((i64(e) * THREADS + i64(ptx.thread_here())) * BYTES)
 
     return place
 
@@ -34,7 +34,7 @@ def build_add(shape, ordered, tile):
     BLOCK_M, D, ORDERED = tile.block_m, tile.padded(shape.head_dim), ordered
     WARPS_N, DQ_BYTES = tile.warps // tile.dq, BYTES * tile.block_m * tile.padded(shape.head_dim)
     ROWS, COLUMNS = BLOCK_M // tile.dq, D // WARPS_N
-    COUNT = ROWS * COLUMNS // 32
+    COUNT, STRIDE = ROWS * COLUMNS // 32, BYTES * tile.threads
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     pitches = SMEM.pitch_ds, SMEM.pitch_k
     product = products.build_tn(ROWS // 16, COLUMNS, tile.block_n, *pitches, tile.terms)
@@ -43,16 +43,17 @@ def build_add(shape, ordered, tile):
     @inline
     def add(ds, k, dq_sum, to):
         acc = cuda.local.array(COUNT, f64)  # registers: fragment of dQ
-        warp = i32(cuda.threadIdx.x // 32)
+        warp = i32(ptx.thread_here() // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * COLUMNS)
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
         product(acc, u32(ds + u32(row * BYTES)), u32(k + u32(column * BYTES)))
+        mine = u64(sums + place(i32(0)))
         if ORDERED and to.first:
             for e in range(COUNT):
-                ptx.store_global_float64(u64(sums + place(i32(e))), acc[e])
+                ptx.store_global_float64(u64(mine + u64(e * STRIDE)), acc[e])
         else:
             for e in range(COUNT):
-                ptx.add_float64(u64(sums + place(i32(e))), acc[e])
+                ptx.add_float64(u64(mine + u64(e * STRIDE)), acc[e])
 
     return add
 
