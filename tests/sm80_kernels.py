@@ -180,7 +180,14 @@ FLOAT32 |= {
     for capability in (AMPERE, HOPPER)
     for d in (32, 64, 128)
 }
-CASES = TILES | OTHERS | FLOAT32
+# Float64, which other tiers serve under options.
+FLOAT64 = {
+    f"{kind} float64 {d} for {name_of(capability)}": Case(kind, "float64", d, d, capability)
+    for kind in ("forward", "backward")
+    for capability, d in ((HOPPER, 64), (HOPPER, 128), (AMPERE, 128))
+}
+FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, HOPPER, OPTIONS["lengths"], aligned=False)
+CASES = TILES | OTHERS | FLOAT32 | FLOAT64
 
 
 @cache
@@ -193,7 +200,7 @@ def launches(name: str) -> tuple[Launch, ...]:
     k, v = (array(HK, NK, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
     arrays = {each: case.options[each] for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
-    lse = np.broadcast_to(np.float32(0), q.shape[:-1])
+    lse = np.broadcast_to(np.zeros((), np.float64 if case.dtype == "float64" else np.float32), q.shape[:-1])
     if case.kind == "forward":
         inputs, results, settings = ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), {}
     else:

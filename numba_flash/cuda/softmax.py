@@ -132,7 +132,8 @@ def build_raise(count, outputs, tiles, arithmetic=FLOAT32):
     Most tiles need it nowhere; what lanes know of their own scores tells.
     """
     ROWS, COUNT, GROUPS, OUTPUTS = 2 * tiles, count, count // 4, outputs // 4
-    ACC, maximum, power, highest = arithmetic
+    ACC, maximum = arithmetic.number, arithmetic.maximum
+    power, highest = arithmetic.power, arithmetic.row_maximum
 
     @inline
     def raise_shifts(s, acc, m_i, l_i, scale_log2):

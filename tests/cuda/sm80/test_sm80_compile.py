@@ -47,7 +47,7 @@ SPILLS = {
     "sm80 backward 64 mask": 40,
     "sm80 backward 128 dropout": 100,
 }
-MAIN = [name for name, kernel in KERNELS.items() if re.fullmatch(r"sm80\.(forward|backward\w*)\.build", kernel.builder)]
+MAIN = [name for name, kernel in KERNELS.items() if re.fullmatch(r"sm80\.(forward|backward)\w*\.build", kernel.builder)]
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -95,7 +95,29 @@ def test_resources(name):
     assert used["shared_bytes"] + launch.shared_bytes <= SHARED_LIMIT[kernel.capability]
 
 
-@pytest.mark.parametrize("name", named(MAIN, QUICK))
+@pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] == "float64"], ()))
+def test_instructions_of_float64(name):
+    """As many products as there are to make, as large as the generation has them; copies that go on; nothing is moved between products."""
+    kernel = KERNELS[name]
+    found = compiled.ptx_instructions(compiled.ptx(kernel))
+    _, shape, *_, tile = kernel.config
+    rows, terms = (16, 16) if kernel.capability >= (9, 0) else (8, 4)
+    if kernel.builder == "sm80.forward_float64.build":
+        warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in shape[:2]]
+    else:
+        warps, d, dv = tile.warps, tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
+        sizes = [tile.block_m * tile.block_n * each for each in (d, dv, d, dv, d)]
+    products = f"mma.sync.aligned.m{rows}n8k{terms}.row.col.f64.f64.f64.f64"
+    assert {each for each in found if "mma" in each} == {products}
+    assert found.count(products) == sum(sizes) // (warps * rows * 8 * terms)
+    assert f"cp.async.{'cg' if shape.asynchronous else 'ca'}.shared.global" in found
+    if disassembler() is not None:
+        machine = {each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))}
+        assert {"DMMA", "LDGSTS"} <= machine
+        assert not machine & {"STL", "LDL"}
+
+
+@pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] != "float64"], QUICK))
 def test_instructions(name):
     """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
     kernel = KERNELS[name]

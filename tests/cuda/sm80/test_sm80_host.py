@@ -39,7 +39,8 @@ def problem(options=None, **sizes) -> Problem:
 B200, A10, L40, RTX5090 = (Gpu(0, capability, 100) for capability in ((10, 0), (8, 6), (8, 9), (12, 0)))
 KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
 REFUSED = {
-    "float64": ({"dtype": "float64"}, {}, "serves float16, bfloat16 and float32; q.dtype is float64"),
+    "wide float64": ({"dtype": "float64", "d": 129}, {}, "serves float64 up to head dimension 128"),
+    "float64, options": ({"dtype": "float64"}, {"softcap": 2.0}, "serves float64 without options that change scores or weights"),
     "IEEE products": ({"dtype": "float32"}, {"precision": "ieee"}, "computes no IEEE products (precision='ieee')"),
     "scale 0": ({}, {"scale": 0.0}, "needs a positive, finite scale; got 0.0"),
     "scale < 0": ({}, {"scale": -0.5}, "needs a positive, finite scale; got -0.5"),
@@ -49,6 +50,7 @@ SERVED = {
     "bfloat16": ({"dtype": "bfloat16"}, {"causal": True}),
     "lengths": ({}, {"kv_lengths": np.array([3, 4])}),
     "head dimensions": ({"d": 13, "dv": 7}, {"window": (3, 5)}),
+    "float64": ({"dtype": "float64", "d": 128, "dv": 7}, {"causal": True, "kv_lengths": np.array([3, 4])}),
     "largest head dimensions": ({"d": 256, "dv": 256}, {}),
     "five dimensions": ({"batch": (2, 3)}, {"scale": 1e-3}),
     "no keys": ({"nk": 0}, {}),
@@ -94,6 +96,33 @@ def test_float32_is_refused_where_blocks_have_little_memory(gpu):
     sentence = "serves float32 where a block may have 163 KB of shared memory; a GPU of compute capability {}.{} has less"
     for demanded in (False, True):
         assert tier.why_not("forward", p, inputs, demanded, gpu) == sentence.format(*gpu.capability)
+
+
+@pytest.mark.parametrize("gpu", [T4, A10, L40, RTX5090], ids=["T4", "A10", "L40", "RTX 5090"])
+def test_float64_is_refused_where_tensor_cores_do_not_multiply_it_fast(gpu):
+    p, inputs = problem(dtype="float64"), inputs_of(dtype="float64")
+    sentence = "serves float64 where tensor cores multiply it fast, compute capability 8.0, 9.0 or 10.0; this GPU has {}.{}"
+    for kind, demanded in itertools.product(("forward", "backward"), (False, True)):
+        assert tier.why_not(kind, p, inputs, demanded, gpu) == sentence.format(*gpu.capability)
+
+
+@KINDS
+@pytest.mark.parametrize("gpu", [A100, H200, B200], ids=["A100", "H200", "B200"])
+@pytest.mark.parametrize("d", [1, 16, 17, 32, 33, 64, 65, 100, 128])
+def test_tiles_of_float64_fit(kind, gpu, d):
+    """In shared memory, with whole fragments for every warp and whole lines of what it reads of a row."""
+    for dv in (d, 128):
+        launch = main_launch(kind, problem(dtype="float64", d=d, dv=dv, nq=5000), gpu)
+        tile = launch.config[-1]
+        assert launch.shared_bytes <= SHARED_LIMIT[gpu.capability]
+        assert tile.terms == (4 if gpu is A100 else 16)
+        if kind == "forward":
+            continue
+        scores, outputs, dq = (tile.warps // each for each in (tile.scores, tile.outputs, tile.dq))
+        assert not any(n % 16 for n in (tile.block_n // tile.scores, tile.block_n // tile.outputs, tile.block_m // tile.dq))
+        assert tile.block_m % 16 == 0
+        assert tile.block_m // scores == 8 or tile.block_m // scores % 16 == 0
+        assert not any(tile.padded(each) % (16 * n) for each in (d, dv) for n in (outputs, dq))
 
 
 def test_gpus_that_are_refused(monkeypatch):
