@@ -181,12 +181,8 @@ FLOAT32 |= {
     for d in (32, 64, 128)
 }
 # Float64, which other tiers serve under options.
-FLOAT64 = {
-    f"{kind} float64 {d} for {name_of(capability)}": Case(kind, "float64", d, d, capability)
-    for kind in ("forward", "backward")
-    for capability, d in ((HOPPER, 64), (HOPPER, 128), (AMPERE, 128))
-}
-FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, HOPPER, OPTIONS["lengths"], aligned=False)
+FLOAT64 = {f"{kind} float64 128 for 9.0": Case(kind, "float64", 128, 128, HOPPER) for kind in ("forward", "backward")}
+FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, options=OPTIONS["lengths"], aligned=False)
 CASES = TILES | OTHERS | FLOAT32 | FLOAT64
 
 

@@ -4,7 +4,7 @@ from mutants import Mutant
 
 FORWARD, BACKWARD, SHARED = "cuda/sm80/forward.py", "cuda/sm80/backward.py", "cuda/sm80/backward_shared.py"
 LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
-DMMA, DOUBLE_PRODUCTS = "cuda/ptx/mma_float64.py", "cuda/sm80/products_float64.py"
+DMMA = "cuda/ptx/mma_float64.py"
 DOUBLE_FORWARD, DOUBLE_BACKWARD = "cuda/sm80/forward_float64.py", "cuda/sm80/backward_float64.py"
 PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
@@ -317,35 +317,11 @@ MUTANTS_SM80 = (
     Mutant("rows of the other half", DMMA, "[a[2 * k + row]], [right]", "[a[2 * k + 1 - row]], [right]", "float64, Ampere"),
     Mutant("terms of the first half twice", "cuda/simt/tiles.py", "b_smem[index(b0 + tx + 4 * k)", "b_smem[index(b0 + tx)", "float64"),
     # ---- float64 of this tier
-    Mutant("terms of one row twice", DMMA, "apart * term", "0 * term", "double, gradients"),
-    Mutant("columns without their place in a line", DMMA, "(group + term) % 2 * LINE // 2", "term % 2 * LINE // 2", "double"),
     Mutant("P as if its rows were its columns", DMMA, "[x[0], x[2], x[1], x[3]]", "[x[0], x[1], x[2], x[3]]", "double"),
-    Mutant("values of neighbours 4 apart", DOUBLE_PRODUCTS, "2 if HELD else 1", "1", "double"),
     Mutant("copies without their swizzle", "cuda/sm80/load_float64.py", "column // 2 ^ swizzle(row)", "column // 2", "double"),
-    Mutant("a fragment in the upper half of a line", DOUBLE_PRODUCTS, "j % 2 * 64", "64", "double, gradients"),
-    Mutant(
-        "K before its product",
-        DOUBLE_FORWARD,
-        "cuda.syncthreads()  # V is there; K has been read\n",
-        "pass\n",
-        "double, D80",
-    ),
-    Mutant("V before it is there", DOUBLE_FORWARD, "            ptx.copy_wait()\n            cuda.sync", "            cuda.sync", "double"),
-    Mutant("scores of the first warp hidden", DOUBLE_FORWARD, "hide(s, i32(row0 + own)", "hide(s, i32(row0)", "double, causal"),
+    Mutant("K before its product", DOUBLE_FORWARD, "cuda.syncthreads()  # V is there; K has been read\n", "pass\n", "double"),
     Mutant("P before it is there", DOUBLE_BACKWARD, "cuda.syncthreads()  # P^T and dS^T are there\n", "pass\n", "double, gradients"),
     Mutant(
-        "queries before they are read", DOUBLE_BACKWARD, "cuda.syncthreads()  # this tile has been read\n", "pass\n", "double, gradients"
+        "nobody waits for a turn", DOUBLE_BACKWARD, "                wait(flags, this)  #", "                pass  #", "double, gradients"
     ),
-    Mutant("keys beyond the end", DOUBLE_BACKWARD, "if key >= item.rows:", "if key > item.rows:", "double, gradients"),
-    Mutant(
-        "nobody waits for his turn", DOUBLE_BACKWARD, "                wait(flags, this)  #", "                pass  #", "double, gradients"
-    ),
-    Mutant(
-        "the first sums are added to nothing",
-        "cuda/sm80/sum_dq_float64.py",
-        "if ORDERED and to.first:",
-        "if ORDERED and False:",
-        "double, gradients",
-    ),
-    Mutant("one copy of the sums of dQ", "cuda/sm80/sum_dq_float64.py", "(block + n) % copies", "block % copies", "double, copies"),
 )

@@ -179,8 +179,8 @@ mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 split = partial(mma, dtype="float32")
 on_wgmma = partial(Problem, forward_pass, dtype="float32")
 float64 = partial(Problem, nq=64, nk=64, tier="simt", dtype="float64")
-double = partial(Problem, forward_pass, d=16, nk=100, tier="sm80", dtype="float64")
-double_gradients = partial(Problem, backward_pass, d=16, tier="sm80", dtype="float64", nq=130, nk=150, multiprocessors=2)
+double = partial(Problem, forward_pass, d=16, nq=40, nk=100, tier="sm80", dtype="float64")
+double_gradients = partial(Problem, backward_pass, d=16, tier="sm80", dtype="float64", nq=70, nk=100, multiprocessors=2)
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 split_gradients = partial(mma_gradients, dtype="float32")
 PROBLEMS |= {
@@ -217,10 +217,7 @@ PROBLEMS |= {
     "float64, Ampere": float64(forward_pass, capability=(8, 0)),
     "float64, gradients": float64(backward_pass),
     "double": double(),
-    "double, D80": double(d=80),
-    "double, causal": double(nk=70, options={"causal": True}),
     "double, gradients": double_gradients(),
-    "double, copies": double_gradients(nq=70, copies=2),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),

@@ -226,11 +226,14 @@ FLOAT64 = {  # products of float64 on tensor cores; edges of tiles and options w
 }
 double = partial(Group, SM80, "float64")
 DOUBLE = {
-    "float64 24, 8 causal": double(24, 8, (Shape(ONE, 30, 50, {"causal": True}), *BANDS[2:])),
-    "float64 64, any strides": double(64, 64, AROUND[:1], layouts=("strided", "reversed", "transposed", "heads last")),
-    "float64 128 window lengths": double(128, 128, (also(LENGTHS[0], window=(63, 17)),)),
-    "float64 128, 40 on Ampere": double(128, 40, (Shape(PAIR, 70, 90),), capability=AMPERE),
-    "float64 16 of nothing": double(16, 16, NOTHING),
+    "float64 24, 8 causal": double(24, 8, (Shape(ONE, 30, 50, {"causal": True}), Shape(ONE, 70, 40, {"causal": True}))),
+    "float64 40, 24 on Ampere": double(
+        40,
+        24,
+        (Shape(BATCH, 33, 50, lengths([33, 3], [7, 50])), Shape(ONE, 5, 0, lengths([5], [0]))),
+        capability=AMPERE,
+        layouts=("strided", "reversed", "transposed", "heads last"),
+    ),
 }
 TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32 | DOUBLE, "simt": FLOAT64}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
@@ -241,7 +244,7 @@ AGAIN = {
     *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"sm80 {name}" for name in ("float16 128, little memory", "bfloat16 64 tiles of a mask", "float16 128 bias of keys")),
-    *(f"sm80 {name}" for name in ("float64 24, 8 causal", "float64 128 window lengths")),
+    "sm80 float64 40, 24 on Ampere",
     *(f"sm80 {name}" for name in ("float32 64 causal on Hopper", "float32 128", "float32 64 tiles of a mask")),
 }
 

@@ -49,7 +49,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     if problem is None:
         return None
     if problem.dtype == "float64":
-        reason = _why_not_float64(problem, gpu.capability)
+        reason = _why_not_float64(kind, problem, gpu.capability)
         if reason is not None:
             return reason
     if problem.dtype == "float32":
@@ -81,7 +81,7 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
     return prepare_split.why_not(problem, demanded, "sm80")
 
 
-def _why_not_float64(problem, capability: tuple[int, int]) -> str | None:
+def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | None:
     """Scores and weights that options change are left to another tier."""
     if capability not in float64_tiles.CAPABILITIES:
         major, minor = capability
@@ -91,6 +91,10 @@ def _why_not_float64(problem, capability: tuple[int, int]) -> str | None:
         )
     if max(problem.d, problem.dv) > float64_tiles.MOST:
         return f"serves float64 up to head dimension {float64_tiles.MOST}"
+    if kind == "forward" and float64_tiles.forward_tile(problem, hardware(capability)) is None:
+        return (
+            "has no forward pass of float64 beyond head dimension 64 with 163 KB of shared memory"
+        )
     if problem.options.modifies:
         return "serves float64 without options that change scores or weights"
     return None
