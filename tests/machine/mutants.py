@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
     # ---- before and after
-    Mutant("an lse of base e", BEFORE, "shift = shift * f32(UNIT)", "shift = shift", "gradients"),
+    Mutant("an lse of base e", BEFORE, "shift = shift * ACC(UNIT)", "shift = shift", "gradients"),
     Mutant("a dQ without its scale", AFTER, "rows.invalid else scale", "rows.invalid else f32(1)", "gradients"),
     Mutant("dQ read before it is written", AFTER, "        cuda.syncthreads()  # all rows are there\n", "", "gradients"),
     # ---- head dimensions beyond 128

@@ -319,7 +319,7 @@ MUTANTS_SM80 = (
     # ---- float64 of this tier
     Mutant("P as if its rows were its columns", DMMA, "[x[0], x[2], x[1], x[3]]", "[x[0], x[1], x[2], x[3]]", "double"),
     Mutant("copies without their swizzle", "cuda/sm80/load_float64.py", "column // 2 ^ swizzle(row)", "column // 2", "double"),
-    Mutant("K before its product", DOUBLE_FORWARD, "cuda.syncthreads()  # V is there; K has been read\n", "pass\n", "double"),
+    Mutant("keys where others are still read", DOUBLE_FORWARD, "cuda.syncthreads()  # V is there; K has been read\n", "pass\n", "double"),
     Mutant("P before it is there", DOUBLE_BACKWARD, "cuda.syncthreads()  # P^T and dS^T are there\n", "pass\n", "double, gradients"),
     Mutant(
         "nobody waits for a turn", DOUBLE_BACKWARD, "                wait(flags, this)  #", "                pass  #", "double, gradients"
