@@ -64,6 +64,22 @@ class Source(NamedTuple):
     cols: int
 
 
+class Inside(NamedTuple):
+    """Of a lane whose queries and keys are all there.
+
+    Attributes
+    ----------
+    registers : array
+        Where it goes to.
+    first, row : uint64
+        Address of its first element, and bytes from one query to the next.
+    """
+
+    registers: Any
+    first: int
+    row: int
+
+
 @once
 def build_read(runs, first, words, size, vectors):
     """``read(source)``: all runs of a lane, elements of `size` bytes, to `words` registers each,
@@ -72,6 +88,7 @@ def build_read(runs, first, words, size, vectors):
     vectors : a run's elements are neighbours at a multiple of their size, and there are whole runs.
     """
     COUNT, WIDTH, FIRST, WORDS = runs.count, runs.width, first, words
+    LAST_QUERY, LAST_KEY = runs.last_query, runs.last_key
     SIZE, BITS, PER_WORD, AT_ONCE = size, 8 * size, WORD // size, min(words, 4)
     query_of, key_of = runs.query, runs.key
     fetch, fetch_word = ptx.fetch(AT_ONCE), ptx.fetch(1)
@@ -105,9 +122,28 @@ def build_read(runs, first, words, size, vectors):
             value = u32(fetch_small(address(x, i, j), there) << u32(place % PER_WORD * BITS))
             x.registers[e] = value if place % PER_WORD == 0 else u32(x.registers[e] | value)
 
-    if vectors:
-        return ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
-    return ptx.repeated(COUNT * WIDTH, read_element)
+    @inline
+    def read_run_inside(number, inside):
+        n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
+        ahead = u64(SIZE * (key_of(n) + w * PER_WORD))
+        at = u64(inside.first + u64(query_of(n)) * inside.row + ahead)
+        if HALF:
+            inside.registers[FIRST + n * WORDS] = ptx.fetch_half(at, u32(1))
+        else:
+            fetch(inside.registers, i32(FIRST + n * WORDS + w), at, u32(1))
+
+    read_runs = ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
+    read_runs_inside = ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run_inside)
+
+    @inline
+    def read(x):
+        """Most tiles have all their queries and keys: then addresses take few instructions."""
+        if i32(x.query + LAST_QUERY) < i32(x.rows) and i32(x.key + LAST_KEY) < i32(x.cols):
+            read_runs_inside(Inside(x.registers, address(x, x.query, x.key), u64(x.row)))
+        else:
+            read_runs(x)
+
+    return read if vectors else ptx.repeated(COUNT * WIDTH, read_element)
 
 
 @once

@@ -8,7 +8,6 @@ A lane works on `numba_flash.cuda.fragment.Runs`; its part of bias and mask is i
 import math
 from typing import Any, NamedTuple
 
-from numba_flash import mask
 from numba_flash.cuda import ptx, score
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import ALL_LANES
@@ -208,8 +207,10 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
         elif CHANGES or not whole:
             change_all(t)
         i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
-        inside = i1 <= region.rows and j1 <= region.cols
-        clear = inside and mask.all_visible(query, i1, key, j1, region.low, region.high)
+        inside = i1 <= i32(region.rows) and j1 <= i32(region.cols)
+        # as `mask.all_visible`; the band's ends are no further than the lengths
+        nearest, furthest = i32(key - i1 + 1), i32(j1 - 1 - query)
+        clear = inside and nearest >= i32(region.low) and furthest <= i32(region.high)
         if not (whole or clear):
             ahead = i64(query) - i64(key)
             low, high = near(region.low + ahead), near(region.high + 1 + ahead)

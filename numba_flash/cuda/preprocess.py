@@ -12,6 +12,7 @@ from numba_flash.cuda.lang import cuda, device, f32, i32, i64, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
+LEAST = -float.fromhex("0x1.fffffep127")  # of float32
 CHUNK_BYTES = 16  # that a thread loads at a time
 
 
@@ -108,7 +109,7 @@ def build(
                     if SPLIT:
                         shift -= extras.shifts[b0, b1, h, first_row + r]
                         delta /= factors[2] * factors[3]
-                    shift = shift * f32(UNIT)
+                    shift = ptx.maximum(shift * f32(UNIT), f32(LEAST))
                 offset = u64((number * BLOCK_M + r) * 4)
                 ptx.store_global(u64(lse2_address + offset), (shift,))
                 ptx.store_global(u64(delta_address + offset), (delta,))

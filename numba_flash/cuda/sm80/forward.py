@@ -104,6 +104,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     RAISED, CENTRED = (RAISED_P, Centred.of(options)) if SPLIT else (0, Centred(False, False))
     LOWERED = 2.0**-RAISED
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
+    LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask
     SEQUENCES, ASYNCHRONOUS = options.sequences, shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
@@ -117,8 +118,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     scores, more_scores, pack, values = build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
-    raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES)
-    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES or SPLIT, RAISED)
+    raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, CHANGES, SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, False, shape.turing)
     list_of, listed = tile_lists.build_access(options.mask)

@@ -233,7 +233,7 @@ def _preprocess(this: Pass) -> Launch:
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
-            not (p.options.changes or this.split),
+            not this.split,
             *(p.options.arrays, ROW_THREADS, this.ordered),
         ),
         this.gpu,
