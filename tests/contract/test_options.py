@@ -162,7 +162,7 @@ def fails_beyond_the_limit(score, b, h, i, j):
     return score + 1 // max(LIMIT - j, 0)
 
 
-@simulator
+@simulator(full=True)
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_without_a_visible_pair_are_skipped(backend, masked):
     """A function that raises there is never asked; without the mask it is, and what it raises reaches the caller."""
@@ -274,7 +274,9 @@ def half(score, b, h, i, j):
         pytest.param({}, marks=simulator(full=True)),
         pytest.param({"causal": True}, marks=simulator(full=True)),
         pytest.param({"causal": True, "q_start": 1, "window": (30, 2)}, marks=simulator(full=True)),
-        pytest.param({"dropout": 0.3, "rng": (5, 6), "softcap": 2.0, "score_mod": tilt, "score_mod_grad": half}, marks=simulator),
+        pytest.param(
+            {"dropout": 0.3, "rng": (5, 6), "softcap": 2.0, "score_mod": tilt, "score_mod_grad": half}, marks=simulator(full=True)
+        ),
     ],
     ids=lambda options: ", ".join(options) or "plain",
 )
@@ -494,7 +496,7 @@ def test_an_additive_function_is_a_bias(backend):
         np.testing.assert_allclose(x, by_array[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["function", "lambda", "compiled"])
+@pytest.mark.parametrize("kind", ["function", *(pytest.param(x, marks=full_on_cpu) for x in ("lambda", "compiled"))])
 def test_kinds_of_functions(backend, kind):
     function = {"function": tilt, "lambda": lambda s, b, h, i, j: s * 0.5 + (b - h + i - j) * 0.125, "compiled": njit(tilt)}[kind]
     check(backend, *problem(), score_mod=function, score_mod_grad=half, causal=True)
@@ -532,6 +534,7 @@ def test_a_function_may_bring_its_derivative(backend):
     assert all(same_bits(brought[name], given[name]) for name in given)
 
 
+@full_on_cpu
 def test_functions_with_other_constants_are_other_functions(backend):
     """Two closures of one source, one after the other: neither is served the other's code."""
     q, k, v, do = problem()
