@@ -128,10 +128,11 @@ OPTIONS = {
 }
 
 
-OTHERS = [*(("forward", option) for option in OPTIONS), ("dkdv", "packed"), ("dkdv", "all"), ("dq", "all")]
+WITH_OPTIONS = [*(("forward", option) for option in OPTIONS), ("dkdv", "packed"), ("dkdv", "all"), ("dq", "all"), ("dbias", "all")]
 
 
-@pytest.mark.parametrize(("name", "option"), [("dbias", "all"), *(pytest.param(*one, marks=pytest.mark.full) for one in OTHERS)])
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "option"), WITH_OPTIONS)
 def test_options_stay_in_registers_and_shared_memory(name, option):
     text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]))
     assert "__local_depot" not in text
@@ -154,6 +155,7 @@ def test_arrays_that_a_function_captures(size):
     assert compile.link(text, H200)[:4] == b"\x7fELF"
 
 
+@pytest.mark.full
 def test_functions_of_a_module_that_a_function_calls():
     """The copy of a module that stands in for it, and of a function that Numba compiled for the CPU with another constant."""
     module = types.ModuleType("settings")

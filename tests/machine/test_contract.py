@@ -226,7 +226,7 @@ FLOAT64 = {  # products of float64 on tensor cores; edges of tiles and options w
 }
 TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32, "simt": FLOAT64}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
-QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run without --full
+QUICK = {"sm80 bfloat16 64 causal": 1}  # problems of a group that run backward without --full
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
 AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
@@ -291,7 +291,7 @@ def check(run, name: str, full: bool) -> None:
             raise
 
 
-@pytest.mark.parametrize("name", named(QUICK))
+@pytest.mark.parametrize("name", named(()))
 def test_forward(name, pytestconfig):
     check(forward, name, pytestconfig.option.full)
 

@@ -56,8 +56,7 @@ def may_spill(name: str) -> int:
     return max((n for part, n in SPILLS.items() if name.startswith(part) or (part[0] == "*" and part[1:] in name)), default=0)
 
 
-# A generation that lacks most, and one that does not.
-QUICK = ("sm80 forward 64 for 7.5", "sm80 forward 128")
+QUICK = ("sm80 forward 128",)
 
 
 @pytest.mark.parametrize("name", CASES)
