@@ -67,6 +67,7 @@ def test_standard_attention_leaves_its_inputs_alone():
 # ---- the studies -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_scaling(tmp_path):
     results = run("scaling", "--lengths", "70,2048", "--repeats", "1", file=tmp_path / "scaling.json")
     rows = {(row["length"], row["contender"]): row for row in results["rows"]}

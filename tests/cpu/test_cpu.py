@@ -158,6 +158,7 @@ def test_layouts_share_one_compiled_kernel():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.full
 def test_edit_of_a_helper_module_is_noticed(tmp_path):
     """Numba watches only the file of the kernel itself; the fingerprint of the package must catch the rest."""
     package = tmp_path / "numba_flash"
@@ -227,6 +228,7 @@ def test_a_visible_nan_reaches_exactly_what_it_should(name):
 # ---- memory --------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 def test_memory_stays_linear(cache):
     """Peak memory of forward and backward beyond inputs and results: a score matrix alone would take 1 GiB."""
@@ -245,7 +247,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(python(code)) < 100 * 1024
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
 def test_panels_of_queries_add_up(monkeypatch, dtype):
     """When the partial dq of one head exceeds its cap, its queries are taken in panels; sixteen-bit dk and dv are rounded once."""
     p = replace(problem(1500, 0), dtype=dtype)

@@ -150,6 +150,7 @@ def test_its_bounds_hold_without_noise(monkeypatch):
     assert (chains.true <= upper + 1e-9)[chains.used].all()
 
 
+@pytest.mark.full
 def test_denoise_recording_finds_the_heart_and_writes_its_picture(tmp_path):
     pytest.importorskip("dask")
     png = tmp_path / "recording.png"

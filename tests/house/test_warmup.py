@@ -134,6 +134,7 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
     assert compile.cubin(*kernel, (8, 6))[:4] == b"\x7fELF"
 
 
+@pytest.mark.full
 def test_a_kernel_of_which_the_linker_tells_nothing_is_compiled(empty_cache, monkeypatch):
     """Its row names no registers, and no bytes that were not spilled."""
     link = compile._link
