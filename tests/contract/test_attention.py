@@ -86,7 +86,7 @@ def test_options(backend, options):
 GROUPS = [(hq, hk, causal) for hq, hk in ((2, 1), (4, 2), (6, 1), (3, 3)) for causal in (False, True)]
 
 
-@pytest.mark.parametrize(("hq", "hk", "causal"), [*GROUPS[:1], pytest.param(*GROUPS[1], marks=simulator), *GROUPS[2:]])
+@pytest.mark.parametrize(("hq", "hk", "causal"), [*GROUPS[:1], pytest.param(*GROUPS[1], marks=simulator(full=True)), *GROUPS[2:]])
 def test_grouped_queries(backend, hq, hk, causal):
     check(backend, *random_inputs(hq=hq, hk=hk, seed=3), causal=causal)
 

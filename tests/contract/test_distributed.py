@@ -301,6 +301,7 @@ def test_processes(size):
     assert all(done.stdout.count(f"process {rank} is right") == len(programs) for rank in range(size)), done.stdout
 
 
+@pytest.mark.full
 def test_the_program_of_the_documentation(tmp_path):
     (program,) = re.findall(r"```python\n(# spread.py.*?)```", (support.ROOT / "docs/howto/distributed.md").read_text(), re.DOTALL)
     (tmp_path / "spread.py").write_text(program)

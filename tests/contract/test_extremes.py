@@ -56,7 +56,7 @@ def test_biases_at_the_ends_of_the_dtype(backend, dtype):
     np.testing.assert_allclose(lse, lse_ref, rtol=1e-5)
 
 
-@simulator
+@simulator(full=True)
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_gradients_with_keys_that_the_least_number_hides(backend):
     """As if they were absent; gradients of a row that has only such keys need a log-sum-exp that float32 cannot hold (numerics)."""

@@ -514,6 +514,7 @@ def test_a_function_may_hide(backend):
     np.testing.assert_allclose(results["o"], run(backend, q, k, v, do, mask=mask)["o"], rtol=1e-5, atol=1e-6)
 
 
+@full_on_cpu
 def test_alibi_and_relative_position(backend):
     slopes, table = np.array([0.5, 0.25]), normal(2, 7, dtype=np.float64)
     distance = np.arange(NK)[None, :] - (np.arange(NQ)[:, None] + NK - NQ)
