@@ -102,6 +102,7 @@ def test_its_attention_is_the_non_local_mean_of_patches():
     assert np.abs(example.denoise(noisy, h, r, backend="cpu") - expected).max() < 1e-5
 
 
+@pytest.mark.full
 def test_triangle_attention_learns_and_writes_its_picture(tmp_path):
     png = tmp_path / "triangle.png"
     printed = run("triangle_attention", "--size", "20", "--steps", "50", "--output", str(png))
