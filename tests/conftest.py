@@ -99,9 +99,9 @@ def pytest_collection_modifyitems(config, items):
         deselect(config, items, "full")
     elif config.option.part:
         number, parts = config.option.part
-        others = [x for x in items if x.get_closest_marker("full") and zlib.crc32(x.nodeid.encode()) % parts != number]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        others = {x for x in items if x.get_closest_marker("full") and zlib.crc32(x.nodeid.encode()) % parts != number}
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = [item for item in items if item not in others]
     if SIMULATED:
         deselect(config, items, "simulator", lambda mark: mark is None or (mark.kwargs.get("full") and not config.option.full))
     elif NO_GPU is not None:
