@@ -56,14 +56,10 @@ def lay_out(rings: dict, begin: int, **others) -> SimpleNamespace:
     return layout
 
 
-class Consumers:
-    """Of a tile of the forward pass, whose consumers have 64 rows each."""
+class WarpGroups:
+    """Of a tile: its consumers, and a producer."""
 
-    block_m: int
-
-    @property
-    def consumers(self) -> int:
-        return self.block_m // 64
+    consumers: int
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -72,6 +68,16 @@ class Consumers:
     @property
     def threads(self) -> int:
         return WARP_GROUP * (self.consumers + 1)
+
+
+class Consumers(WarpGroups):
+    """Of a tile of the forward pass, whose consumers have 64 rows each."""
+
+    block_m: int
+
+    @property
+    def consumers(self) -> int:
+        return self.block_m // 64
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Tile(Consumers):
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class BackwardTile(WarpGroups):
     """Shape of a block's work in the backward pass.
 
     Attributes
@@ -154,14 +160,6 @@ class BackwardTile:
     def width(self, head_dim: int) -> int:
         """Columns of a tile in shared memory, in whole panels or as many as there are."""
         return head_dim
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
-
-    @property
-    def threads(self) -> int:
-        return WARP_GROUP * (self.consumers + 1)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them, `ds`, `lse`,
