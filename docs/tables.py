@@ -122,7 +122,9 @@ def measured(bench: dict) -> str:
     """README's: geometric means of our speed over everyone who took part in all cells, and least and greatest cells."""
     rows, lengths = [], sorted({cell["length"] for cell in bench["cells"]})
     everyone = [cell["contenders"] for direction in ("forward", "backward") for cell in cells_of(bench, direction)]
-    peers = {peer: name for peer, name in NAMES.items() if peer in PEERS or all(peer in contenders for contenders in everyone)}
+    in_some = lambda peer: any(peer in contenders for contenders in everyone)
+    in_all = lambda peer: all(peer in contenders for contenders in everyone)
+    peers = {peer: name for peer, name in NAMES.items() if in_all(peer) or (peer in PEERS and in_some(peer))}
     for direction, d in product(("forward", "backward"), sorted({cell["head_dim"] for cell in bench["cells"]})):
         cells = [cell for cell in cells_of(bench, direction) if cell["head_dim"] == d]
         entries = []
@@ -429,10 +431,15 @@ def _study(name: str, machine: str) -> str:
 
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
+SM80 = (
+    "python -m numba_flash bench --backend sm80 --direction both --peers 'torch FA2' --repeats 6"
+    " --json asv_bench/studies/results/h200/sm80.json"
+)
 BLOCKS = {
     "limits": Block(limits, ("h200/situations", "2-core-cpu/torch")),
     "situations": Block(situations, ("h200/situations",), _study("situations", "h200")),
     "measured": Block(measured, ("h200/bench",), BENCH),
+    "sm80": Block(measured, ("h200/sm80",), SM80),
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
     "summary": Block(summary, ("h200/bench",), BENCH),

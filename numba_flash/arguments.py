@@ -1,6 +1,6 @@
 """What all public functions do with the arrays that they are given: plain ones to read, places for results, and what is handed back."""
 
-from numba_flash import checks
+from numba_flash import arrays, checks
 from numba_flash.call import Wanted
 from numba_flash.problem import BackwardInputs, BackwardResults
 
@@ -9,7 +9,7 @@ OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
 def adopted(cls, names: tuple[str, ...], inputs: tuple):
     """`ForwardInputs` or `BackwardInputs` of plain arrays; errors call them `names`."""
-    return cls(*map(checks.adopt, names, inputs))
+    return cls(*inputs) if arrays.plain(*inputs) else cls(*map(checks.adopt, names, inputs))
 
 
 def outs_of(out, names: tuple[str, ...]) -> tuple:

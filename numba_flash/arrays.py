@@ -7,6 +7,7 @@ import ctypes
 import math
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,16 @@ def library(x) -> str | None:
     return "cupy" if cp is not None and isinstance(x, cp.ndarray) else None
 
 
+def plain(*xs) -> bool:
+    """True if each is None, or an array of NumPy or CuPy and of no subclass."""
+    return _plain_types(getattr(cupy(), "ndarray", None)).issuperset(map(type, xs))
+
+
+@cache
+def _plain_types(of_cupy) -> frozenset:
+    return frozenset({type(None), np.ndarray, of_cupy})
+
+
 def adopt(x):
     """A plain `numpy.ndarray` or `cupy.ndarray` on the memory of `x`, without a copy.
 
@@ -34,13 +45,12 @@ def adopt(x):
     kernels get. Foreign arrays become NumPy's in host memory, CuPy's in device memory. Anything else comes back unchanged, a masked array
     too, and a device array where CuPy is missing: `problem.bind` says what it wants.
     """
-    if x is None or type(x) is np.ndarray:
+    if plain(x):
         return x
     if isinstance(x, np.ndarray):
         return x if isinstance(x, np.ma.MaskedArray) else np.asarray(x)
     if library(x) == "cupy":
-        plain = cupy().ndarray
-        return x if type(x) is plain else plain.view(x, plain)
+        return cupy().ndarray.view(x, cupy().ndarray)
     if hasattr(x, "__dlpack__") and x.__dlpack_device__()[0] == _DLPACK_CPU:
         return np.from_dlpack(x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
@@ -205,17 +215,21 @@ def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
     """
     xp = np if isinstance(like, np.ndarray) else cupy()
     dtype = like.dtype if dtype is None else dtype
-    with named(name, shape, dtype):
+    try:
         if like.flags.c_contiguous or like.ndim != len(shape):
             return xp.empty(shape, dtype)
         order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
         return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
+    except MemoryError as error:
+        raise memory_error(name, shape, dtype) from error
 
 
 def compact(name: str, like, shape: tuple[int, ...], dtype):
     """New array beside `like`, its elements one after the other; MemoryError naming the array if there is no room."""
-    with named(name, shape, dtype):
+    try:
         return (np if isinstance(like, np.ndarray) else cupy()).empty(shape, dtype)
+    except MemoryError as error:
+        raise memory_error(name, shape, dtype) from error
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:

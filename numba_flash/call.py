@@ -117,17 +117,18 @@ class _Call:
 
     def __init__(self, prepare, problem: Problem, inputs, wanted):
         self._prepare, self.problem, self._run = prepare, problem, None
-        self._wanted = wanted
+        self._wanted, self._of_wanted = wanted, tuple(wanted._asdict().items())
+        self._has_lengths, self._draws = problem.options.sequences, bool(problem.options.dropout)
         self._labels = ("out",) if "o" in wanted._fields else tuple(f"out[{i}]" for i in range(len(wanted)))
         lengths = [name for name in ("q_lengths", "kv_lengths") if getattr(inputs, name) is not None]
         on_gpu = arrays.library(inputs.q) == "cupy"
         self._host_lengths = [name for name in lengths if on_gpu and arrays.library(getattr(inputs, name)) == "numpy"]
 
     def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
-        if self.problem.options.sequences:
+        if self._has_lengths:
             inputs = self._check_lengths(inputs)
         results = self._allocate(inputs, outs)
-        self._execute(inputs, results, (tuple(map(int, rng)),) if self.problem.options.dropout else ())
+        self._execute(inputs, results, (tuple(map(int, rng)),) if self._draws else ())
         return results
 
     def _check_lengths(self, inputs):
@@ -140,10 +141,12 @@ class _Call:
 
     def _allocate(self, inputs, outs: tuple):
         """The user's `outs`, checked, and new arrays in the place of those that are None."""
-        if any(out is not None for out in outs):
-            self._check_outs(inputs, outs)
+        for out in outs:
+            if out is not None:
+                self._check_outs(inputs, outs)
+                break
         results = []
-        for name, what, out in zip(self._wanted._fields, self._wanted, outs, strict=True):
+        for (name, what), out in zip(self._of_wanted, outs, strict=True):
             if what is None or out is not None:
                 results.append(out)
             else:
@@ -181,7 +184,7 @@ class _CallThroughGpu(_Call):
         on_gpu = inputs._make(None if x is None else arrays.to_gpu(name, x) for name, x in inputs._asdict().items())
         there = results._make(
             None if x is None else arrays.empty(name, getattr(on_gpu, what.like), what.shape, what.dtype)
-            for name, what, x in zip(self._wanted._fields, self._wanted, results, strict=True)
+            for (name, what), x in zip(self._of_wanted, results, strict=True)
         )
         super()._execute(on_gpu, there, state)
         for name, x, result in zip(self._wanted._fields, there, results, strict=True):

@@ -10,7 +10,7 @@ from numba_flash import arrays
 
 def adopt(name: str, x):
     """`x` as a plain NumPy or CuPy array on the same memory, see `arrays.adopt`; raise if it offers that and cannot do it."""
-    if x is None or type(x) is np.ndarray:
+    if arrays.plain(x):
         return x
     try:
         return arrays.adopt(x)

@@ -99,6 +99,11 @@ class Options:
         return bool(self.softcap or self.score_mod or self.bias or self.mask or self.dropout)
 
     @property
+    def modifies_beyond_softcap(self) -> bool:
+        """True if anything but a softcap does."""
+        return bool(self.score_mod or self.bias or self.mask or self.dropout)
+
+    @property
     def changes(self) -> bool:
         """True if a score may be something else than a scaled product, or hidden."""
         return bool(self.softcap or self.score_mod or self.bias)
@@ -107,6 +112,11 @@ class Options:
     def bends(self) -> bool:
         """True if the derivative of a score with respect to its product is not the scale alone."""
         return bool(self.softcap or self.score_mod)
+
+    @property
+    def sloped(self) -> bool:
+        """True if that derivative may be another number in each score."""
+        return bool(self.softcap or (self.score_mod and not self.score_mod.adds))
 
     @property
     def structure(self) -> "Options":

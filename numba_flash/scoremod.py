@@ -37,6 +37,8 @@ class ScoreMod:
         Plain Python functions of (score, b, h, i, j), copies that nothing can change; `gradient` may be None.
     fingerprint : str
         Hash of the bytecode and of everything that it refers to.
+    adds : bool
+        The derivative is that of the functions below, which only add to a score.
     rows : dict
         The compiled functions that change a row of scores on the CPU, by the type of a score (`numba_flash.cpu.scores`).
     prepared : dict
@@ -46,6 +48,7 @@ class ScoreMod:
     def __init__(self, fingerprint: str, function: Capture, gradient: Capture | None):
         self.fingerprint, self.function = fingerprint, function.function
         self.gradient = None if gradient is None else gradient.function
+        self.adds = gradient is not None and gradient.fingerprint == _capture("score_mod_grad", _one).fingerprint
         self.rows, self.prepared, self._checked = {}, {}, set()
 
     @classmethod
@@ -220,9 +223,9 @@ def _numbers(name: str, x, ndim: int, shape: str) -> np.ndarray:
     return x
 
 
-def _index(q_start: int) -> type:
-    """The shortest type of integers that holds every ``i + q_start - j``."""
-    return np.int32 if abs(q_start) <= 2**30 else np.int64
+def _index(offset: int) -> type:
+    """The shortest type of integers that holds every ``i - j`` with at most so much added."""
+    return np.int32 if abs(offset) <= 2**30 else np.int64
 
 
 class alibi(_RowPerHead):
@@ -275,12 +278,14 @@ class relative_position(_RowPerHead):
         table, q_start = _numbers("table", table, 2, "(Hq, 2 R + 1)"), checks.integer("q_start", q_start)
         if table.shape[1] % 2 == 0:
             raise ValueError(f"table must have shape (Hq, 2 R + 1); got {table.shape}")
-        index = _index(q_start)
-        nearest, reach = index(-(table.shape[1] // 2)), index(table.shape[1] // 2)
+        reach = table.shape[1] // 2
+        index = _index(abs(q_start) + reach)
+        first, last, columns, flat = index(reach - q_start), index(2 * reach), index(table.shape[1]), table.ravel()
 
         def relative_position(score, b, h, i, j):
-            distance = min(max(index(j - i - q_start), nearest), reach)
-            return score + type(score)(table[h, distance + reach])
+            of_first = index(i - first)  # the key of the first column
+            column = max(min(index(j - of_first), last), index(0))
+            return score + type(score)(flat[np.uint32(h * columns + column)])
 
         super().__init__(table, q_start, relative_position)
 

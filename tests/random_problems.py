@@ -2,8 +2,8 @@
 
     python tests/random_problems.py [--count 20000] [--backend sm80] [--processes 15] [--seed 0]
 
-A process has one of `STRUCTURES`, so that it compiles few kernels; sizes and values are drawn anew for each problem. It ends with 1
-if a result is wrong, and prints how to draw that problem again.
+Each has one of `STRUCTURES`, so that few kernels are compiled; sizes and values are drawn anew for each problem. It ends with 1 if a
+result is wrong, and prints how to draw that problem again.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from numba_flash import reference
 
 BOUND = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}  # of the root mean square error
 MOST = 300  # queries or keys
+TOGETHER = 25  # problems of one structure that a process takes at a time
 
 
 class Structure(NamedTuple):
@@ -130,11 +131,21 @@ def errors(inputs, options, backend: str) -> dict:
     return off
 
 
-def work(task: tuple) -> list[str]:
-    """Sentences about what is wrong among so many problems of a structure."""
-    number, count, seed, backend = task
+class Task(NamedTuple):
+    """Problems of a structure, from the first on."""
+
+    structure: int
+    first: int
+    count: int
+    seed: int
+    backend: str
+
+
+def work(task: Task) -> list[str]:
+    """Sentences about what is wrong among these problems."""
+    number, first, count, seed, backend = task
     wrong, structure = [], STRUCTURES[number]
-    for problem in range(count):
+    for problem in range(first, first + count):
         inputs, options = drawn(structure, np.random.default_rng((seed, number, problem)))
         try:
             off = errors(inputs, options, backend)
@@ -154,14 +165,16 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--backend", default="sm80")
     given = parser.parse_args()
-    each = -(-given.count // len(STRUCTURES))
-    tasks = [(number, each, given.seed, given.backend) for number in range(len(STRUCTURES))]
+    rounds = -(-given.count // (len(STRUCTURES) * TOGETHER))
+    tasks = [
+        Task(number, first * TOGETHER, TOGETHER, given.seed, given.backend) for first in range(rounds) for number in range(len(STRUCTURES))
+    ]
+    wrong = []
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        wrong = []
-        for some in pool.imap_unordered(work, tasks, chunksize=1):
+        for done, some in enumerate(pool.imap_unordered(work, tasks), 1):
             wrong += some
-            print(*some, sep="\n" if some else "", end="\n" if some else "", flush=True)
-    print(f"{each * len(STRUCTURES)} problems, {len(wrong)} wrong")
+            lines = [*some, f"{done * TOGETHER} of {len(tasks) * TOGETHER} problems, {len(wrong)} wrong"]
+            print(*lines, sep="\n", flush=True)
     return 1 if wrong else 0
 
 

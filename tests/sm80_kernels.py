@@ -14,6 +14,7 @@ from support import DTYPES
 import numba_flash
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm80.few_tiles import FEW_TILES
 from numba_flash.cuda.sm80.tiles import BACKWARD_TILES, FORWARD_TILES
 from numba_flash.plan import choose, tier
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
@@ -66,6 +67,7 @@ class Case(NamedTuple):
 
 
 NQ, NK, HQ, HK, BATCH = 2000, 3000, 4, 2, 2
+GROUP = HQ // HK
 RNG = np.random.default_rng(0)
 
 
@@ -100,6 +102,10 @@ OPTIONS = {
 }
 NAMES = ("lengths", "softcap", "bias", "mask", "dropout", "score_mod")
 OPTIONS["everything"] = {option: x for name in NAMES for option, x in OPTIONS[name].items()}
+OPTIONS["everything, few"] = OPTIONS["everything"] | {
+    "bias": on_paper((BATCH, HQ, 1, NK), np.float16),
+    "mask": on_paper((BATCH, HQ, 1, NK), bool),
+}
 # Which of them for which loop: every one is somewhere.
 CHOSEN = {
     ("forward", 64): ("causal", "lengths", "bias", "dropout", "alibi", "everything"),
@@ -122,6 +128,21 @@ TILES = {
     for capability in ARCHITECTURES
     for d in dict.fromkeys(row.d for row in table)
 }
+# Of few queries: each tile likewise, for as many rows as there may be, and with everything else.
+FEW = {
+    f"forward {d}, few queries, {rows} rows for {name_of(capability)}": Case("forward", "float16", d, d, capability, nq=rows // GROUP)
+    for capability in (TURING, AMPERE, (8, 6), HOPPER)
+    for d, rows in dict.fromkeys((row.d, row.rows) for row in FEW_TILES)
+}
+FEW |= {
+    f"forward {d}, few queries {name} for 9.0": Case("forward", "float16", d, d, HOPPER, OPTIONS[name], nq)
+    for name, d, nq in (("everything, few", 64, 3), ("everything, few", 128, 3), ("everything, few", 256, 3), ("lengths", 128, 3))
+}
+FEW |= {
+    "forward 64, few queries, everything": Case("forward", "float16", 64, 64, options=OPTIONS["everything, few"], nq=16),
+    "forward 128, few queries, everything": Case("forward", "float16", 128, 128, options=OPTIONS["everything, few"], nq=16),
+    "forward 72, 40, few queries, any strides": Case("forward", "float16", 72, 40, options=OPTIONS["window"], nq=5, aligned=False),
+}
 # One of each: dtype, band, head dimensions that fill no tile, rows that are loaded one element at a time, and what else makes a kernel.
 OTHERS = {
     "forward": Case("forward", "bfloat16", 64, 64),
@@ -133,7 +154,7 @@ OTHERS = {
     "forward 64, few rows": Case("forward", "float16", 64, 64, nq=100),
     "forward 128, few rows": Case("forward", "bfloat16", 128, 128, nq=100),
     "forward 256, few rows": Case("forward", "float16", 256, 256, HOPPER, nq=100),
-    "forward in parts": Case("forward", "bfloat16", 128, 128, nq=1),
+    "forward in parts": Case("forward", "bfloat16", 128, 128, nq=17),
     "backward": Case("backward", "bfloat16", 64, 64),
     "backward 128, in any order": Case("backward", "bfloat16", 128, 128, deterministic=False),
     "backward 72, 40": Case("backward", "float16", 72, 40, options={"causal": True}),
@@ -180,7 +201,10 @@ FLOAT32 |= {
     for capability in (AMPERE, HOPPER)
     for d in (32, 64, 128)
 }
-CASES = TILES | OTHERS | FLOAT32
+# Float64, which other tiers serve under options.
+FLOAT64 = {f"{kind} float64 128 for 9.0": Case(kind, "float64", 128, 128, HOPPER) for kind in ("forward", "backward")}
+FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, options=OPTIONS["lengths"], aligned=False)
+CASES = TILES | FEW | OTHERS | FLOAT32 | FLOAT64
 
 
 @cache
@@ -193,7 +217,7 @@ def launches(name: str) -> tuple[Launch, ...]:
     k, v = (array(HK, NK, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
     arrays = {each: case.options[each] for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
-    lse = np.broadcast_to(np.float32(0), q.shape[:-1])
+    lse = np.broadcast_to(np.zeros((), np.float64 if case.dtype == "float64" else np.float32), q.shape[:-1])
     if case.kind == "forward":
         inputs, results, settings = ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), {}
     else:

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 from compiled import Kernel
 
+from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
+from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
+from numba_flash.cuda.sm90.prepare_forward_options import words_held
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
@@ -48,6 +51,32 @@ FORWARD = {
     "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
     "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
 }
+
+BIAS, BIAS_32, MASK, DROPOUT = Options(bias="bfloat16"), Options(bias="float32"), Options(mask=True), Options(dropout=0.5)
+EVERYTHING = replace(LENGTHS, bias="float32", mask=True, dropout=0.5, softcap=1.0)
+PAIRS, ONES = Vectors(True, True), Vectors()
+
+
+def options_tile_of(options: Options, d: int) -> Tile:
+    return first(OPTION_TILES[words_held(options)], d, d)
+
+
+# One for each tile: dtype, head dimensions, lse, band, store, how bias and mask are read, options.
+FORWARD_OPTIONS = {
+    "forward sm90 64 dropout": ("bfloat16", 64, 64, True, "above", "words", PAIRS, replace(PACKED, dropout=0.5)),
+    "forward sm90 128 dropout": ("float16", 128, 128, True, "none", "map", PAIRS, DROPOUT),
+    "forward sm90 256 dropout": ("float16", 256, 256, True, "none", "map", PAIRS, DROPOUT),
+    "forward sm90 64 bias": ("bfloat16", 64, 64, True, "none", "map", PAIRS, BIAS),
+    "forward sm90 128 bias": ("bfloat16", 128, 128, True, "above", "map", PAIRS, BIAS),
+    "forward sm90 256 mask": ("bfloat16", 256, 256, True, "none", "map", PAIRS, MASK),
+    "forward sm90 64 bias of float32": ("float16", 64, 64, True, "above", "map", ONES, BIAS_32),
+    "forward sm90 128 bias of float32": ("float16", 128, 128, True, "none", "map", PAIRS, BIAS_32),
+    "forward sm90 256 bias of float32": ("bfloat16", 256, 256, True, "none", "map", PAIRS, BIAS_32),
+    "forward sm90 64 everything": ("float16", 64, 64, True, "both", "parts", ONES, EVERYTHING),
+    "forward sm90 128 everything": ("float16", 128, 128, True, "none", "map", PAIRS, EVERYTHING),
+    "forward sm90 256 everything": ("float16", 256, 256, True, "none", "map", PAIRS, EVERYTHING),
+}
+FORWARD_OPTIONS = {name: (*config, options_tile_of(config[-1], config[1])) for name, config in FORWARD_OPTIONS.items()}
 
 # Head dimensions, lse, band, parts, options, tile.
 SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
@@ -116,6 +145,7 @@ COMBINE = {
 
 KERNELS = {
     **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
+    **{name: Kernel("sm90.forward_options.build", config) for name, config in FORWARD_OPTIONS.items()},
     **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},

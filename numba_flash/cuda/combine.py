@@ -4,7 +4,8 @@ to its parts, weighted by exp(lse).
 
 import math
 
-from numba_flash.cuda.lang import cuda, types
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, i32, types
 from numba_flash.cuda.number import array, build_convert, index
 
 LANES = 32
@@ -53,3 +54,70 @@ def build(dtype, head_dim_v, write_lse, parts, rows):
 
     operands = array(ACC, 5), array(ACC, 4), array(dtype, 5), array(ACC, 4)
     return combine, types.void(*operands, types.Tuple(())), {"launch_bounds": (rows * LANES, 1)}
+
+
+def build_many(dtype, head_dim_v, write_lse, warps):
+    """Kernel ``combine_many(o_parts, lse_parts, o, lse, extras, parts)``: the same of many parts,
+    as many as the host says; a block per row, whose warps share them.
+    """
+    HEAD_DIM_V, WRITE_LSE, WARPS, THREADS = head_dim_v, write_lse, warps, warps * LANES
+    COLUMNS = -(-head_dim_v // LANES)  # of a lane
+    ACC, NEG_INF = types.float32, -math.inf
+    _, store = build_convert(dtype)
+
+    def combine_many(o_parts, lse_parts, o, lse, extras, parts):
+        sums = cuda.shared.array((WARPS, HEAD_DIM_V), ACC)  # of each warp, of o
+        weights = cuda.shared.array(WARPS, ACC)  # of each warp
+        largest = cuda.shared.array(WARPS, ACC)
+        acc = cuda.local.array(COLUMNS, ACC)
+        thread = i32(cuda.threadIdx.x)
+        warp, lane, row = thread // LANES, thread % LANES, cuda.blockIdx.x
+        i, row = index(row % o.shape[3]), row // o.shape[3]
+        h, row = index(row % o.shape[2]), row // o.shape[2]
+        b1, b0 = index(row % o.shape[1]), row // o.shape[1]
+        parts, b0s = i32(parts), o.shape[0]
+        # a row that saw nothing in any part is shifted by 0
+        m = ACC(NEG_INF)
+        for p in range(thread, parts, THREADS):
+            m = max(m, lse_parts[index(p * b0s + b0), b1, h, i])
+        for fold in range(5):
+            m = max(m, cuda.shfl_xor_sync(ALL_LANES, m, 1 << fold))
+        if lane == 0:
+            largest[warp] = m
+        cuda.syncthreads()  # every warp's largest is there
+        for w in range(WARPS):
+            m = max(m, largest[w])
+        shift, total = m if m != ACC(NEG_INF) else ACC(0), ACC(0)
+        # (1) l = sum_p exp(lse_p), (2) O = sum_p exp(lse_p) O_p
+        for c in range(COLUMNS):
+            acc[c] = ACC(0)
+        for p in range(warp, parts, WARPS):
+            part = index(p * b0s + b0)
+            weight = math.exp(lse_parts[part, b1, h, i] - shift)
+            total += weight
+            for c in range(COLUMNS):
+                d = lane + c * LANES
+                if d < HEAD_DIM_V:
+                    acc[c] += weight * o_parts[part, b1, h, i, index(d)]
+        for c in range(COLUMNS):
+            d = lane + c * LANES
+            if d < HEAD_DIM_V:
+                sums[warp, d] = acc[c]
+        if lane == 0:
+            weights[warp] = total
+        cuda.syncthreads()  # all sums are there
+        total = ACC(0)
+        for w in range(WARPS):
+            total += weights[w]
+        inverse = ACC(0) if total == ACC(0) else ACC(1) / total
+        for d in range(thread, HEAD_DIM_V, THREADS):
+            value = ACC(0)
+            for w in range(WARPS):
+                value += sums[w, d]
+            o[index(b0), b1, h, i, index(d)] = store(value * inverse)
+        if WRITE_LSE and thread == 0:
+            lse[index(b0), b1, h, i] = shift + math.log(total)
+
+    operands = array(ACC, 5), array(ACC, 4), array(dtype, 5), array(ACC, 4)
+    signature = types.void(*operands, types.Tuple(()), types.int64)
+    return combine_many, signature, {"launch_bounds": (THREADS, 1)}

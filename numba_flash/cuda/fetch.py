@@ -5,6 +5,7 @@
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import build_row
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
 
@@ -46,8 +47,8 @@ class Source(NamedTuple):
         Where it goes to.
     base : uint64
         Address of the head's first element.
-    row, col : int64
-        Bytes from one query, and from one key, to the next.
+    head, row, col : int64
+        Bytes from one head, one query, and one key to the next.
     query, key : int
         The lane's first ones.
     rows, cols : int
@@ -56,12 +57,29 @@ class Source(NamedTuple):
 
     registers: Any
     base: int
+    head: int
     row: int
     col: int
     query: int
     key: int
     rows: int
     cols: int
+
+
+class Inside(NamedTuple):
+    """Of a lane whose queries and keys are all there.
+
+    Attributes
+    ----------
+    registers : array
+        Where it goes to.
+    first, row : uint64
+        Address of its first element, and bytes from one query to the next.
+    """
+
+    registers: Any
+    first: int
+    row: int
 
 
 @once
@@ -72,14 +90,19 @@ def build_read(runs, first, words, size, vectors):
     vectors : a run's elements are neighbours at a multiple of their size, and there are whole runs.
     """
     COUNT, WIDTH, FIRST, WORDS = runs.count, runs.width, first, words
+    LAST_QUERY, LAST_KEY = runs.last_query, runs.last_key
     SIZE, BITS, PER_WORD, AT_ONCE = size, 8 * size, WORD // size, min(words, 4)
     query_of, key_of = runs.query, runs.key
     fetch, fetch_word = ptx.fetch(AT_ONCE), ptx.fetch(1)
     fetch_small = ptx.fetch_byte if size == 1 else ptx.fetch_half
-    HALF = runs.width * size == 2
+    HALF, PACKED = runs.width * size == 2, runs.group > 1
+    query_of_row, head_of_row, _ = build_row(runs.group)
 
     @inline
     def address(x, i, j):
+        if PACKED:
+            row = u64(i64(head_of_row(i)) * x.head + i64(query_of_row(i)) * x.row)
+            return u64(x.base + row + u64(i64(j) * x.col))
         return u64(x.base + u64(i64(i) * x.row + i64(j) * x.col))
 
     @inline
@@ -105,9 +128,29 @@ def build_read(runs, first, words, size, vectors):
             value = u32(fetch_small(address(x, i, j), there) << u32(place % PER_WORD * BITS))
             x.registers[e] = value if place % PER_WORD == 0 else u32(x.registers[e] | value)
 
-    if vectors:
-        return ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
-    return ptx.repeated(COUNT * WIDTH, read_element)
+    @inline
+    def read_run_inside(number, inside):
+        n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
+        ahead = u64(SIZE * (key_of(n) + w * PER_WORD))
+        at = u64(inside.first + u64(query_of(n)) * inside.row + ahead)
+        if HALF:
+            inside.registers[FIRST + n * WORDS] = ptx.fetch_half(at, u32(1))
+        else:
+            fetch(inside.registers, i32(FIRST + n * WORDS + w), at, u32(1))
+
+    read_runs = ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run)
+    read_runs_inside = ptx.repeated(COUNT * (WORDS // AT_ONCE), read_run_inside)
+
+    @inline
+    def read(x):
+        """Most tiles have all their queries and keys: then addresses take few instructions."""
+        there = i32(x.query + LAST_QUERY) < i32(x.rows) and i32(x.key + LAST_KEY) < i32(x.cols)
+        if there and not PACKED:
+            read_runs_inside(Inside(x.registers, address(x, x.query, x.key), u64(x.row)))
+        else:
+            read_runs(x)
+
+    return read if vectors else ptx.repeated(COUNT * WIDTH, read_element)
 
 
 @once
@@ -129,7 +172,8 @@ def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     def source(registers, x, query, key, region, at):
         head = x[index(at.b0), index(at.b1), index(at.head)]
         base, row, col = ptx.global_address(head), head.strides[0], head.strides[1]
-        return Source(registers, base, row, col, query, key, region.rows, region.cols)
+        between = x.strides[2]
+        return Source(registers, base, between, row, col, query, key, region.rows, region.cols)
 
     @inline
     def fetch(registers, query, key, region, at, whole, extras):

@@ -70,10 +70,40 @@ def row_maximum(x):
 
 
 @inline
+def row_maximum_float64(x):
+    """The same of float64."""
+    x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
+    return max(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
+
+
+@inline
 def row_sum(x):
     """Over the four lanes of a row."""
     x += cuda.shfl_xor_sync(ALL_LANES, x, 1)
     return x + cuda.shfl_xor_sync(ALL_LANES, x, 2)
+
+
+@once
+def build_row(group):
+    """``query_of(row)`` and ``head_of(row)``: which query a row of scores is, and of which head,
+    counted from the first, where the `group` heads of each query are neighbours;
+    ``stop_of(row)``, the query after the last one of the rows before that.
+    """
+    GROUP = group
+
+    @inline
+    def query_of(row):
+        return i32(u32(row) // u32(GROUP)) if GROUP > 1 else row
+
+    @inline
+    def head_of(row):
+        return i32(u32(row) % u32(GROUP)) if GROUP > 1 else i32(0)
+
+    @inline
+    def stop_of(row):
+        return i32(query_of(i32(row - 1)) + 1) if GROUP > 1 else row
+
+    return query_of, head_of, stop_of
 
 
 class Runs(NamedTuple):
@@ -85,23 +115,31 @@ class Runs(NamedTuple):
         How many there are, and the keys of each.
     last_query, last_key : int
         Greatest offsets from the lane's first query and key.
+    apart : int
+        Where several lanes have neighbouring runs of eight keys, how far from each other they are.
     register : function
         ``register(n, x)``: where key x of run n is.
     query, key : function
         ``query(n)``, ``key(n)``: offsets of run n from the lane's first query and key.
+    group : int
+        Heads whose queries are the rows of a tile, as `build_row` says. If there are several,
+        "query" means row here and wherever runs are worked on, and the head is the first of them.
     """
 
     count: int
     width: int
     last_query: int
     last_key: int
+    apart: int
     register: Any
     query: Any
     key: Any
+    group: int = 1
 
 
-def runs_of_queries(m_tiles, block_n):
-    """`Runs` of S, with 16 `m_tiles` rows of a warp and columns as `place_of_key` stores them.
+def runs_of_queries(m_tiles, block_n, group=1):
+    """`Runs` of S, with 16 `m_tiles` rows of a warp, of `group` heads, and columns as
+    `place_of_key` stores them.
 
     Lane l's first query is the warp's ``row0 + l // 4``, its first key ``col0 + 8 (l % 4)``.
     """
@@ -121,7 +159,7 @@ def runs_of_queries(m_tiles, block_n):
         return i32(n // ROWS_OF_LANE * 32)
 
     count = ROWS_OF_LANE * block_n // 32
-    return Runs(count, 8, 16 * m_tiles - 8, block_n - 25, register, query, key)
+    return Runs(count, 8, 16 * m_tiles - 8, block_n - 25, 0, register, query, key, group)
 
 
 def runs_of_keys(m_tiles, queries):
@@ -145,7 +183,28 @@ def runs_of_keys(m_tiles, queries):
     def key(n):
         return i32(0)
 
-    return Runs(queries // 4, WIDTH, queries - 7, WIDTH - 1, register, query, key)
+    return Runs(queries // 4, WIDTH, queries - 7, WIDTH - 1, 4, register, query, key)
+
+
+def runs_of_columns(block_n):
+    """`Runs` of S, with 16 rows of a warp, where columns are keys in their order.
+
+    Lane l's first query is the warp's ``row0 + l // 4``, its first key ``col0 + 2 (l % 4)``.
+    """
+
+    @inline
+    def register(n, x):
+        return i32(2 * n + x)
+
+    @inline
+    def query(n):
+        return i32(n % 2 * 8)
+
+    @inline
+    def key(n):
+        return i32(n // 2 * 8)
+
+    return Runs(block_n // 4, 2, 8, block_n - 7, 1, register, query, key)
 
 
 @once

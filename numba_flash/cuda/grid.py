@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+FEW, MANY = 16, 512  # queries of a head, and keys
+# What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.
+BLOCK_TILES, COMBINE_TILES = 1, 3
+MOST_TURNS = 8  # parts that are tried where there are blocks for more than one turn
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
@@ -71,6 +75,37 @@ def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
         return 1
     tiles = min(p.nk, p.high - p.low + block_m) // block_n
     return max(1, min(multiprocessors // count, tiles // FEWEST_TILES))
+
+
+def few_queries(problem) -> bool:
+    """True if a problem is one of reading K and V: the queries of all heads that share keys are
+    better rows of one tile then.
+    """
+    p = problem
+    return 0 < p.nq <= FEW and p.hk > 0 and not p.options.packed
+
+
+def bound_by_memory(problem) -> bool:
+    """True if it is that to such a degree that it matters who reads K and V but once."""
+    p = problem
+    return few_queries(p) and p.nk >= MANY and p.dtype in ("float16", "bfloat16")
+
+
+def few_parts(problem, tile, at_once: int) -> int:
+    """The same of few queries, where a tile has rows of all heads that share keys: so many that the
+    last block is done first, if blocks take turns, `at_once` at a time.
+    """
+    p = problem
+    count = items(p, p.nq * tile.group, p.hk, tile.block_m)
+    tiles = -(-min(p.nk, p.high - p.low + p.nq) // tile.block_n)
+    if count == 0 or tiles <= 0:
+        return 1
+
+    def time(parts):
+        turns = -(-count * parts // at_once)
+        return turns * (-(-tiles // parts) + BLOCK_TILES) + (COMBINE_TILES if parts > 1 else 0)
+
+    return min(range(1, min(tiles, max(MOST_TURNS, at_once // count)) + 1), key=time)
 
 
 def even_section(row_blocks: int, multiprocessors: int) -> int:

@@ -237,7 +237,7 @@ class Launch:
         self._config = LaunchConfig(
             grid=self.grid, block=self.threads, shmem_size=self.shared_bytes
         )
-        arguments, slots = [0] * len(self.maps), []
+        arguments, slots = [0] * len(self.maps), [*range(len(self.maps))]
         for x, view in (*self.operands, *self.extras):
             slots.append(len(arguments) + 4)
             arguments += _numba_array(x, view)
@@ -254,12 +254,12 @@ class Launch:
             # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
-        arguments, mapped = self._arguments.copy(), len(self._at)
-        for i, at in enumerate(self._at):
-            arguments[i] = at(operands[i].data.ptr)
-        for slot, x in zip(self._slots, operands[mapped:] + extras, strict=True):
+        arguments = self._arguments.copy()
+        for slot, x in zip(self._slots, operands + extras, strict=True):
             if x is not None:
                 arguments[slot] = x.data.ptr
+        for i, at in enumerate(self._at):
+            arguments[i] = at(arguments[i])
         if numbers is not None:
             numbers = _flat(numbers)
             arguments[-len(numbers) :] = numbers

@@ -8,48 +8,24 @@ A lane works on `numba_flash.cuda.fragment.Runs`; its part of bias and mask is i
 import math
 from typing import Any, NamedTuple
 
-from numba_flash import mask
 from numba_flash.cuda import ptx, score
 from numba_flash.cuda.fetch import held
-from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.fragment import ALL_LANES, build_row
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.philox import philox4x32
-from numba_flash.cuda.score import Capped
+from numba_flash.cuda.score import Head
+from numba_flash.cuda.softcap import build_cap, cap_any
 from numba_flash.options import SHARING
 
-NEG_INF, LOG2E = -math.inf, math.log2(math.e)
+NEG_INF = -math.inf
 FAR = 2**20  # further than a tile is long
 SIGN = 0x80000000
-# tanh(x) / x as a polynomial in x^2, off by less than 2^-23 of it up to SMALL: for most scores,
-# as caps are meant for the few that are large, a third of the instructions that others take.
-SMALL = 0.55
-TANH = (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
 
 
 @inline
-def capped_small(x, softcap):
-    """Of an x below SMALL caps, as exact near 0 as elsewhere, which scores with a large cap need.
-    The inverse of a cap is a normal number.
-    """
-    inverse = f32(1) / softcap
-    square = x * inverse * (x * inverse)
-    more = f32(TANH[3])
-    more = more * square + f32(TANH[2])
-    more = more * square + f32(TANH[1])
-    more = more * square + f32(TANH[0])
-    capped = x * (square * more) + x
-    return Capped(capped, capped * inverse)
-
-
-@inline
-def capped(x, softcap):
-    """Of any x."""
-    inverse = f32(1) / softcap
-    small = capped_small(x, softcap)
-    large = f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * inverse * f32(2 * LOG2E)))
-    if abs(x * inverse) < f32(SMALL):
-        return small
-    return Capped(softcap * large, large)
+def head_at(at, number):
+    """The `Head` that comes so many after `at`."""
+    return Head(at.b0, at.b1, at.batch, i32(at.head + number), at.heads)
 
 
 @inline
@@ -78,6 +54,8 @@ class Bounds(NamedTuple):
     ----------
     s, slope : arrays
         Its registers.
+    first : int
+        That query, not counted from itself.
     rows, cols : int
         Queries and keys that there are.
     low, high : int
@@ -86,6 +64,7 @@ class Bounds(NamedTuple):
 
     s: Any
     slope: Any
+    first: int
     rows: int
     cols: int
     low: int
@@ -102,22 +81,27 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
     lane's first ones, rows of the `score.Region` queries; `at` is a `score.Head`; neither the mask
     nor the band nor an end hides anything of a `whole` tile.
 
-    slopes : the derivatives go into `slope`, if options bend the score; 0 where hidden.
+    slopes : the derivatives go into `slope`, if they differ (`Options.sloped`); 0 where hidden.
     turing : the GPU has no minimum of pairs.
     """
     COUNT, WIDTH, LAST_QUERY, LAST_KEY = runs.count, runs.width, runs.last_query, runs.last_key
     CHANGES, BIASED, MASKED = options.changes, bool(options.bias), options.mask
-    MODIFIED, SLOPES = options.score_mod is not None, slopes and options.bends
+    MODIFIED, SLOPES = options.score_mod is not None, slopes and options.sloped
     FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
     kept = held(options, runs)
     BIAS_WORDS, MASK_WORDS, FIRST_MASK = kept.bias, kept.mask, runs.count * kept.bias
     register, query_of, key_of = runs.register, runs.query, runs.key
-    CAPPED = bool(options.softcap)
-    OFTEN_FINITE = BIASED and not CAPPED and (FLOAT32 or not turing)
+    CAPPED, PACKED = bool(options.softcap), runs.group > 1
+    query_of_row, head_of_row, stop_of = build_row(runs.group)
+    BENT = MODIFIED or (CHANGES and not CAPPED)
     minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
-    bend = score.build_bend(dtype, options, inline, capped)
-    bend_small = score.build_bend(dtype, options, inline, capped_small)
+    # under a score_mod there are no registers for scores that are all capped before
+    FIRST = CAPPED and not MODIFIED
+    WITH = CAPPED and not FIRST
+    OFTEN_FINITE = BIASED and not WITH and (FLOAT32 or not turing)
+    cap_all = build_cap(runs.count * runs.width, SLOPES, dtype == "float32", turing)
+    bend = score.build_bend(dtype, options, inline, CAPPED)
 
     @inline
     def bias_of(registers, n, x):
@@ -137,19 +121,26 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
     def add_bias(value, bias):
         return value + bias
 
-    def build_change(bend, biased=plus_bias):
-        """``change_all(t)`` by the functions that `bend` a score and add its bias."""
+    def build_change(biased=plus_bias):
+        """``change_all(t)`` by the function that adds a bias."""
 
         @inline
         def change(number, t):
             n, x = number // WIDTH, number % WIDTH
             e = register(n, x)
             value, derivative = t.s[e], f32(1)
-            if CHANGES:
+            if BENT:
                 i, j = i32(t.query + query_of(n)), i32(t.key + key_of(n) + x)
                 if MODIFIED:  # of a function of the user's nobody knows what it reads there
                     i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
-                value, derivative = bend(value, i, j, t.at, t.parameters)
+                if WITH:
+                    value = cap_any(value * f32(t.parameters.scale), f32(t.parameters.softcap))
+                    unit = value * (f32(1) / f32(t.parameters.softcap))
+                if PACKED:
+                    at = head_at(t.at, head_of_row(i))
+                    value, derivative = bend(value, query_of_row(i), j, at, t.parameters)
+                else:
+                    value, derivative = bend(value, i, j, t.at, t.parameters)
             if BIASED:
                 value = biased(value, bias_of(t.registers, n, x))
             if MASKED:
@@ -157,6 +148,10 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
                 seen = u32(word & u32(0xFF << (x % 4 * 8))) != u32(0)
                 value = value if seen else f32(NEG_INF)
             t.s[e] = value
+            if SLOPES and FIRST:
+                derivative *= t.slope[e]
+            if SLOPES and WITH:
+                derivative *= f32(1) - unit * unit
             if SLOPES:
                 t.slope[e] = derivative if value != f32(NEG_INF) else f32(0)
 
@@ -177,54 +172,53 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
         return lower != u32(HIDDEN << 16) and upper != u32(HIDDEN << 16)
 
     @inline
-    def all_small(s, parameters):
-        """No score of this lane needs more than `capped_small`."""
-        largest = f32(0)
-        for e in range(COUNT * WIDTH):
-            largest = ptx.maximum(largest, abs(s[e]))
-        return largest * abs(f32(parameters.scale)) < f32(parameters.softcap) * f32(SMALL)
-
-    @inline
     def hide(number, t):
         n, x = number // WIDTH, number % WIDTH
-        e, i, j = register(n, x), query_of(n), i32(key_of(n) + x)
+        e, row, j = register(n, x), query_of(n), i32(key_of(n) + x)
+        i = row
+        if PACKED:
+            i = i32(query_of_row(i32(t.first + row)) - query_of_row(t.first))
         start, stop = i32(i + t.low), min(i32(i + t.high), t.cols)
-        hidden = i >= t.rows or j < start or j >= stop
+        hidden = row >= t.rows or j < start or j >= stop
         t.s[e] = f32(NEG_INF) if hidden else t.s[e]
         if SLOPES:
             t.slope[e] = f32(0) if hidden else t.slope[e]
 
-    change_all, change_all_small = build_change(bend), build_change(bend_small)
-    change_all_finite = build_change(bend, add_bias)
+    change_all, change_all_finite = build_change(), build_change(add_bias)
     hide_all = ptx.repeated(COUNT * WIDTH, hide)
 
     @inline
     def modify(s, slope, registers, query, key, region, at, whole, parameters):
         t = Scores(s, slope, registers, query, key, region, at, parameters)
-        if CAPPED and all_small(s, parameters):
-            change_all_small(t)
-        elif OFTEN_FINITE and none_hidden(registers):
+        if FIRST:
+            cap_all(s, slope, parameters)
+        if OFTEN_FINITE and none_hidden(registers):
             change_all_finite(t)
-        elif CHANGES or not whole:
+        elif BENT or BIASED or (MASKED and not whole):
             change_all(t)
         i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
-        inside = i1 <= region.rows and j1 <= region.cols
-        clear = inside and mask.all_visible(query, i1, key, j1, region.low, region.high)
+        inside = i1 <= i32(region.rows) and j1 <= i32(region.cols)
+        # as `mask.all_visible`; the band's ends are no further than the lengths
+        i0, i1 = query_of_row(query), stop_of(i1)
+        nearest, furthest = i32(key - i1 + 1), i32(j1 - 1 - i0)
+        clear = inside and nearest >= i32(region.low) and furthest <= i32(region.high)
         if not (whole or clear):
-            ahead = i64(query) - i64(key)
+            ahead = i64(i0) - i64(key)
             low, high = near(region.low + ahead), near(region.high + 1 + ahead)
             rows, cols = near(i64(region.rows) - query), near(i64(region.cols) - key)
-            hide_all(Bounds(s, slope, rows, cols, low, high))
+            hide_all(Bounds(s, slope, query, rows, cols, low, high))
 
     return modify
 
 
 class Weights(NamedTuple):
     """A lane's registers, and where their random bits are; see `build_drop`. Words of counter and
-    key are uint32, as is what is added to the bits of a score.
+    key are uint32, as is what is added to the bits of a score. The first query is the lane's, or,
+    where it has rows of several heads, query 0, and its rows begin at `row`.
     """
 
     p: Any
+    row: int
     query: int
     key: int
     head: int
@@ -248,18 +242,23 @@ def build_drop(options, runs):
     `query` and `key` are the lane's first ones.
 
     A counter has the bits of eight neighbouring keys. Where a lane has fewer, two or four lanes,
-    each 4 from the next, share counters: each computes one, and they exchange words, so that each
-    has those of its own keys from all.
+    each ``runs.apart`` from the next, share counters: each computes one, and they exchange words,
+    so that each has those of its own keys from all.
     """
     COUNT, WIDTH, SHARED = runs.count, runs.width, SHARING // runs.width
+    NEXT, AFTER_NEXT = runs.apart, 2 * runs.apart  # lanes
     register, query_of, key_of = runs.register, runs.query, runs.key
+    PACKED, (query_of_row, head_of_row, _) = runs.group > 1, build_row(runs.group)
     assert COUNT % SHARED == 0
 
     @inline
     def words_of(w, n):
         """Of run n; of one of SHARED runs from n on, where so many lanes share a counter."""
-        i, j = i32(w.query + query_of(n)), i32(w.key + key_of(n))
-        return philox4x32(u32(j) >> u32(3), u32(i), w.head, w.offset, w.k0, w.k1)
+        i, j, head = i32(w.query + query_of(n)), i32(w.key + key_of(n)), w.head
+        if PACKED:
+            row = i32(w.row + query_of(n))
+            i, head = i32(w.query + query_of_row(row)), u32(w.head + u32(head_of_row(row)))
+        return philox4x32(u32(j) >> u32(3), u32(i), head, w.offset, w.k0, w.k1)
 
     @inline
     def choose(w, word, n, x):
@@ -282,8 +281,8 @@ def build_drop(options, runs):
     def four(number, w):
         n = 2 * number
         words = words_of(w, n)
-        x0, y0 = exchange(words.w0, words.w2, 4)
-        x1, y1 = exchange(words.w1, words.w3, 4)
+        x0, y0 = exchange(words.w0, words.w2, NEXT)
+        x1, y1 = exchange(words.w1, words.w3, NEXT)
         choose(w, x0, n, 0)
         choose(w, x1, n, 2)
         choose(w, y0, n + 1, 0)
@@ -293,12 +292,12 @@ def build_drop(options, runs):
     def two(number, w):
         n = 4 * number
         words = words_of(w, n)
-        x0, y0 = exchange(words.w0, words.w2, 8)
-        x1, y1 = exchange(words.w1, words.w3, 8)
-        first, other = exchange(x0, x1, 4)
+        x0, y0 = exchange(words.w0, words.w2, AFTER_NEXT)
+        x1, y1 = exchange(words.w1, words.w3, AFTER_NEXT)
+        first, other = exchange(x0, x1, NEXT)
         choose(w, first, n, 0)
         choose(w, other, n + 1, 0)
-        first, other = exchange(y0, y1, 4)
+        first, other = exchange(y0, y1, NEXT)
         choose(w, first, n + 2, 0)
         choose(w, other, n + 3, 0)
 
@@ -309,12 +308,14 @@ def build_drop(options, runs):
         head, offset = u32(at.batch * at.heads + at.head), u32(parameters.offset)
         k0, k1 = u32(parameters.seed), u32(parameters.seed >> u64(32))
         less = u32(u32(0) - u32(parameters.threshold))
-        i = i32(query + i32(parameters.first_query))
+        i = i32((i32(0) if PACKED else query) + i32(parameters.first_query))
         j = i32(key + i32(parameters.first_key))
         if SHARED > 1:  # the run whose words this lane computes
-            i += i32(query_of(1)) if (cuda.threadIdx.x & 4) != 0 else i32(0)
+            i += i32(query_of(1)) if (cuda.threadIdx.x & NEXT) != 0 else i32(0)
+            j += i32(key_of(1)) if (cuda.threadIdx.x & NEXT) != 0 else i32(0)
         if SHARED > 2:
-            i += i32(query_of(2)) if (cuda.threadIdx.x & 8) != 0 else i32(0)
-        drop_all(Weights(p, i, j, head, offset, k0, k1, less))
+            i += i32(query_of(2)) if (cuda.threadIdx.x & AFTER_NEXT) != 0 else i32(0)
+            j += i32(key_of(2)) if (cuda.threadIdx.x & AFTER_NEXT) != 0 else i32(0)
+        drop_all(Weights(p, query, i, j, head, offset, k0, k1, less))
 
     return drop

@@ -112,10 +112,11 @@ class Extras:
         extras = self._extras_of(inputs)
         if not self.launches:
             return extras
-        made = {
-            name: arrays.compact(f"the mask's {name}", inputs.q, x.shape, x.dtype)
-            for name, x in self._made.items()
-        }
+        made = {}
+        for name, x in self._made.items():  # bits that nobody wants have no words
+            given = 0 not in x.shape
+            label = f"the mask's {name}"
+            made[name] = arrays.compact(label, inputs.q, x.shape, x.dtype) if given else None
         make, *count = self.launches
         make(made["tiles"], made["bits"], extras=extras)
         for launch in count:

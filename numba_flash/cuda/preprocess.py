@@ -3,15 +3,17 @@ line 4).
 """
 
 import math
+import sys
 
 from numba_flash.cuda import ptx, schedule
 from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, device, f32, i32, i64, types, u32, u64
+from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
+LEAST_FLOAT32 = -float.fromhex("0x1.fffffep127")
 CHUNK_BYTES = 16  # that a thread loads at a time
 
 
@@ -42,18 +44,23 @@ def build(
 
     do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
         A warp has a thread for each chunk.
-    lse, dlse : float32 (b0, b1, heads, nq).
+        Float64 is read one by one.
+    lse, dlse : float32 (b0, b1, heads, nq), of float64 that, as all that follows.
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
     """
-    BLOCK_M, HAS_DLSE, THREADS, CHUNKED = block_m, has_dlse, threads, chunked
-    SPLIT, ELEMENT = dtype == "float32", f32 if dtype == "float32" else types.uint16
+    BLOCK_M, HAS_DLSE, THREADS = block_m, has_dlse, threads
+    SPLIT, DOUBLE = dtype == "float32", dtype == "float64"
+    ACC = f64 if DOUBLE else f32
+    ELEMENT = ACC if SPLIT or DOUBLE else types.uint16
+    CHUNKED = chunked = chunked and not DOUBLE
     FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
     CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
     CHUNKS = -(-head_dim_v // CHUNK)
     FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
-    SUM_BYTES, ROWS_BYTES, UNIT = sum_bytes, 4 * block_m, LOG2E if base_2 else 1.0
+    SUM_BYTES, BYTES, UNIT = sum_bytes, ACC.bitwidth // 8, LOG2E if base_2 else 1.0
+    ROWS_BYTES, LEAST = BYTES * block_m, -sys.float_info.max if DOUBLE else LEAST_FLOAT32
     rows_of = schedule.build_rows(options, block_m)
     load = ptx.load_global_four if SPLIT else ptx.load_global_words
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
@@ -79,7 +86,7 @@ def build(
         lse2_address = ptx.global_address(rows)
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
         for r in range(first, BLOCK_M, THREADS // LANES):
-            there, total = at.row0 + r < at.queries, f32(0)
+            there, total = at.row0 + r < at.queries, ACC(0)
             if there and not CHUNKED:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 if SPLIT:  # in the same order
@@ -87,6 +94,9 @@ def build(
                         d = lane * CHUNK + e
                         if d < HEAD_DIM_V:
                             total += do_row[index(d)] * (o_row[index(d)] - own_centre[e])
+                elif DOUBLE:
+                    for d in range(lane, HEAD_DIM_V, LANES):
+                        total += do_row[index(d)] * o_row[index(d)]
                 else:
                     for d in range(lane, HEAD_DIM_V, LANES):
                         total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
@@ -100,18 +110,24 @@ def build(
             for fold in range(FOLDS):
                 total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
             if lane == 0:
-                shift, delta = f32(INF), f32(0)
-                if there and lse[b0, b1, h, first_row + r] != f32(-INF):
+                shift, delta = ACC(INF), ACC(0)
+                if there and lse[b0, b1, h, first_row + r] != ACC(-INF):
                     shift, delta = lse[b0, b1, h, first_row + r], total
                     if HAS_DLSE:
                         delta -= dlse[b0, b1, h, first_row + r]
                     if SPLIT:
                         shift -= extras.shifts[b0, b1, h, first_row + r]
                         delta /= factors[2] * factors[3]
-                    shift = shift * f32(UNIT)
-                offset = u64((number * BLOCK_M + r) * 4)
-                ptx.store_global(u64(lse2_address + offset), (shift,))
-                ptx.store_global(u64(delta_address + offset), (delta,))
+                    shift *= ACC(UNIT)
+                    if shift < ACC(LEAST):
+                        shift = ACC(LEAST)
+                offset = u64((number * BLOCK_M + r) * BYTES)
+                if DOUBLE:
+                    ptx.store_global_float64(u64(lse2_address + offset), shift)
+                    ptx.store_global_float64(u64(delta_address + offset), delta)
+                else:
+                    ptx.store_global(u64(lse2_address + offset), (shift,))
+                    ptx.store_global(u64(delta_address + offset), (delta,))
         if FLAGS:
             address, each, last = ptx.global_address(flags), i64(1), i64(cuda.gridDim.x)
             if COPIES:
@@ -130,8 +146,8 @@ def build(
 
     signature = types.void(
         *[array(ELEMENT, 5)] * 2,
-        *[array(f32, 4)] * 2,
-        *[array(f32, 5)] * 2,
+        *[array(ACC, 4)] * 2,
+        *[array(ACC, 5)] * 2,
         array(i32, 1),
         extras_type(options, more=SPLIT_EXTRAS if SPLIT else ()),
         i64,

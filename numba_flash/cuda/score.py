@@ -73,25 +73,27 @@ def hides(options) -> bool:
 
 
 @once
-def build_bend(dtype, options, compile=device, capped=None):
+def build_bend(dtype, options, compile=device, capped=False):
     """``bend(raw, i, j, at, parameters)``: the score of query i and key j of the `Head` `at` before
     a bias is added, and its derivative with respect to ``scale * raw``.
 
     compile : what makes a device function of the user's function.
-    capped : ``capped(x, softcap)``, the `Capped` score.
+    capped : it gets scores under a softcap in the place of raw products, and its derivative is that
+        with respect to these.
     """
     ACC, CAPPED, MODIFIED = ACCUMULATOR[dtype], bool(options.softcap), options.score_mod is not None
-    DIFFERENTIABLE = MODIFIED and options.score_mod.gradient is not None
+    DIFFERENTIABLE, RAW = MODIFIED and options.score_mod.gradient is not None, not capped
     score_mod = compile(options.score_mod.function) if MODIFIED else None
     score_mod_grad = compile(options.score_mod.gradient) if DIFFERENTIABLE else None
-    capped = capped or _capped
 
     @compile
     def bend(raw, i, j, at, parameters):
-        x, slope = raw * ACC(parameters.scale), ACC(1)
-        if CAPPED:
+        x, slope = raw, ACC(1)
+        if RAW:
+            x = raw * ACC(parameters.scale)
+        if RAW and CAPPED:
             cap = ACC(parameters.softcap)
-            x, unit = capped(x, cap)
+            x, unit = _capped(x, cap)
             slope = ACC(1) - unit * unit
         if MODIFIED:
             if DIFFERENTIABLE:

@@ -16,18 +16,34 @@ FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAtt
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from numba_flash import numeric
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import ALL_LANES, row_maximum
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.fragment import ALL_LANES, row_maximum, row_maximum_float64
+from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, u32
 
 LAZY = 2.0
+# Where options change scores, of which the largest of a row's tiles differ more.
+LAZIER = 4.0
 # P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
 RAISED_P = 13
 # In the backward pass, where the largest is 1.
 RAISED_BACKWARD = 14
 NEG_INF = -math.inf
+
+
+class Arithmetic(NamedTuple):
+    """What sums are kept in, and functions of that: the larger of two, 2^x, a row's largest."""
+
+    number: Any
+    maximum: Any
+    power: Any
+    row_maximum: Any
+
+
+FLOAT32 = Arithmetic(f32, ptx.maximum, ptx.ex2, row_maximum)
+FLOAT64 = Arithmetic(f64, max, numeric.exp2, row_maximum_float64)
 
 
 @once
@@ -78,11 +94,15 @@ def build_zero(count):
 
 
 @once
-def build_online(count):
+def build_online(count, careful=False):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1.
+    alpha where it is not 1. `careful` as in `build_exponentials`.
     """
-    GROUPS, ACC = count // 4, f32
+    GROUPS, ACC, CAREFUL = count // 4, f32, careful
+
+    @inline
+    def power(x, shift, scale_log2):
+        return ptx.ex2((x - shift) * scale_log2 if CAREFUL else x * scale_log2 - shift)
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
@@ -98,11 +118,12 @@ def build_online(count):
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
             alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
             m_i[r] = m_new
-            shift *= scale_log2
+            if not CAREFUL:
+                shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
-                s[4 * j + 2 * r] = ptx.ex2(s[4 * j + 2 * r] * scale_log2 - shift)
-                s[4 * j + 2 * r + 1] = ptx.ex2(s[4 * j + 2 * r + 1] * scale_log2 - shift)
+                s[4 * j + 2 * r] = power(s[4 * j + 2 * r], shift, scale_log2)
+                s[4 * j + 2 * r + 1] = power(s[4 * j + 2 * r + 1], shift, scale_log2)
                 l += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1]
             l_i[r] = l_i[r] * alpha[r] + l
 
@@ -110,14 +131,16 @@ def build_online(count):
 
 
 @once
-def build_raise(count, outputs, tiles):
+def build_raise(count, outputs, tiles, lazy=LAZY, arithmetic=FLOAT32):
     """``raise_shifts(s, acc, m_i, l_i, scale_log2)``: shifts that suit these scores too, with O and
-    l rescaled, if a row of the warp needs that. There are `count` scores and `outputs` registers of
-    O of each tile.
+    l rescaled, if a row of the warp needs that, by more than `lazy`. There are `count` scores and
+    `outputs` registers of O of each tile.
 
     Most tiles need it nowhere; what lanes know of their own scores tells.
     """
-    ROWS, COUNT, GROUPS, OUTPUTS, ACC = 2 * tiles, count, count // 4, outputs // 4, f32
+    ROWS, COUNT, GROUPS, OUTPUTS, MOST = 2 * tiles, count, count // 4, outputs // 4, lazy
+    ACC, maximum = arithmetic.number, arithmetic.maximum
+    power, highest = arithmetic.power, arithmetic.row_maximum
 
     @inline
     def raise_shifts(s, acc, m_i, l_i, scale_log2):
@@ -125,18 +148,19 @@ def build_raise(count, outputs, tiles):
         needed = False
         for r in range(ROWS):
             e = r // 2 * COUNT + 2 * (r % 2)
-            one, other = ACC(NEG_INF), ACC(NEG_INF)  # two chains of maxima, each half as long
-            for j in range(0, GROUPS, 2):
-                one = ptx.maximum(one, ptx.maximum(s[4 * j + e], s[4 * j + e + 1]))
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
-            best[r] = ptx.maximum(one, other)
-            needed = needed or (best[r] - m_i[r]) * scale_log2 > ACC(LAZY)
+            # two chains of maxima, each half as long
+            one, other = maximum(s[e], s[e + 1]), maximum(s[4 + e], s[5 + e])
+            for j in range(2, GROUPS, 2):
+                one = maximum(one, maximum(s[4 * j + e], s[4 * j + e + 1]))
+                other = maximum(other, maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
+            best[r] = maximum(one, other)
+            needed = needed or (best[r] - m_i[r]) * scale_log2 > ACC(MOST)
         if cuda.any_sync(ALL_LANES, needed):
             for r in range(ROWS):
-                m_new = row_maximum(best[r])
+                m_new = highest(best[r])
                 alpha = ACC(1)
-                if (m_new - m_i[r]) * scale_log2 > ACC(LAZY):
-                    alpha = ptx.ex2((m_i[r] - m_new) * scale_log2)
+                if (m_new - m_i[r]) * scale_log2 > ACC(MOST):
+                    alpha = power((m_i[r] - m_new) * scale_log2)
                     m_i[r] = m_new
                 l_i[r] *= alpha
                 for j in range(OUTPUTS):
@@ -148,39 +172,60 @@ def build_raise(count, outputs, tiles):
 
 
 @once
-def build_exponentials(count, tiles, careful=False, raised=0):
+def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmetic=FLOAT32):
     """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l.
 
-    careful : no score is multiplied, only how far it lies below its row's maximum, so that one near
-        the end of float32, as of a bias that is meant to hide, does not become Inf.
+    far : scores may lie near the end of float32, as with a bias that is meant to hide, where they
+        would become Inf times log2(e); there, how far they lie below the shift is multiplied.
+    exact : everywhere, since that loses no digits.
     raised : P and l are so many powers of two larger, into the range of float16's normal numbers;
         not by way of the exponent, which would lose digits.
     """
-    ROWS, COUNT, GROUPS, ACC, CAREFUL = 2 * tiles, count, count // 4, f32, careful
-    RAISED = 2.0**raised
+    ROWS, COUNT, GROUPS, FAR, EXACT = 2 * tiles, count, count // 4, far, exact
+    RAISED, END = 2.0**raised, 2.0**126  # which log2(e) times it is no Inf
+    ACC, exp2 = arithmetic.number, arithmetic.power
 
-    @inline
-    def power(x, shift, scale_log2):
-        if CAREFUL:
-            p = ptx.ex2((x - shift) * scale_log2)
-        else:
-            p = ptx.ex2(x * scale_log2 - shift)
-        return p * ACC(RAISED) if RAISED > 1 else p
+    def build_powers(first):
+        """All of a thread, by differences that are made `first`, or by those of products."""
+
+        @inline
+        def power(x, shift, scale_log2):
+            if first:
+                p = exp2((x - shift) * scale_log2)
+            else:
+                p = exp2(x * scale_log2 - shift)
+            return p * ACC(RAISED) if RAISED > 1 else p
+
+        @inline
+        def powers(s, m_i, l_i, scale_log2):
+            for r in range(ROWS):
+                e = r // 2 * COUNT + 2 * (r % 2)
+                # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
+                shift = m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)
+                if not first:
+                    shift *= scale_log2
+                s[e], s[e + 1] = power(s[e], shift, scale_log2), power(s[e + 1], shift, scale_log2)
+                l = s[e] + s[e + 1]
+                for j in range(1, GROUPS):
+                    s[4 * j + e] = power(s[4 * j + e], shift, scale_log2)
+                    s[4 * j + e + 1] = power(s[4 * j + e + 1], shift, scale_log2)
+                    l += s[4 * j + e] + s[4 * j + e + 1]
+                l_i[r] += l
+
+        return powers
+
+    by_differences, by_products = build_powers(True), build_powers(False)
 
     @inline
     def exponentials(s, m_i, l_i, scale_log2):
-        for r in range(ROWS):
-            e = r // 2 * COUNT + 2 * (r % 2)
-            # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
-            shift = m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)
-            if not CAREFUL:
-                shift *= scale_log2
-            l = ACC(0)
-            for j in range(GROUPS):
-                s[4 * j + e] = power(s[4 * j + e], shift, scale_log2)
-                s[4 * j + e + 1] = power(s[4 * j + e + 1], shift, scale_log2)
-                l += s[4 * j + e] + s[4 * j + e + 1]
-            l_i[r] += l
+        at_the_end = EXACT
+        if FAR and not EXACT:
+            for r in range(ROWS):
+                at_the_end = at_the_end or abs(m_i[r]) >= ACC(END)
+        if at_the_end:
+            by_differences(s, m_i, l_i, scale_log2)
+        else:
+            by_products(s, m_i, l_i, scale_log2)
 
     return exponentials
 

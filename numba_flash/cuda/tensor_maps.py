@@ -98,12 +98,12 @@ def through_compact(prepare, results):
 
     prepared = prepare(each(results, lambda name, x: arrays.Layout.compact(x.shape, x.dtype)))
 
-    def run(inputs, results):
+    def run(inputs, results, *state):
         there = each(
             results,
             lambda name, x: arrays.compact(f"{name} before it goes to out", x, x.shape, x.dtype),
         )
-        left = prepared.run(inputs, there)
+        left = prepared.run(inputs, there, *state)
         for x, y, mine in zip(results, there, replaced, strict=True):
             if mine:
                 x[...] = y

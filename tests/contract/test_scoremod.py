@@ -17,6 +17,7 @@ from numba_flash import scoremod
 from numba_flash.captures import Capture
 from numba_flash.cpu import tier as cpu
 from numba_flash.cpu.scores import row_function_address
+from numba_flash.options import Options
 from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
 SCALE = 0.5
@@ -237,6 +238,16 @@ def test_pickled_functions_are_equal(function):
     assert scoremod.find(again, None) is scoremod.find(function, None)
     assert again(1.5, 0, 1, 2, 3) == function(1.5, 0, 1, 2, 3)
     assert again.score_mod_grad(1.5, 0, 1, 2, 3) == 1
+
+
+def test_what_adds_to_a_score_needs_no_slopes():
+    """Of the functions that are there, whose derivative is known; with a softcap it differs, and a user's may."""
+    halved, half = (lambda score, b, h, i, j: 0.5 * score), (lambda score, b, h, i, j: 0.5)
+    mods = [*(scoremod.find(function, None) for function in THERE), *(scoremod.find(halved, each) for each in (half, None))]
+    assert [Options(score_mod=each).sloped for each in mods] == [False, False, False, True, True]
+    assert Options(softcap=2.0, score_mod=mods[0]).sloped
+    assert Options(score_mod=mods[0]).bends
+    assert not Options().sloped
 
 
 def test_what_they_show():

@@ -38,7 +38,8 @@ LAYERS = (
     # kernels, and what only they have
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split"))]),
     "cuda.split_rows",
-    "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists cuda.arguments",
+    "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
+    "cuda.arguments",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng",
     "arrays checks precisions mask numeric disk notice fingerprint",

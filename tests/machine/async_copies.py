@@ -13,10 +13,10 @@ from operands import LANES, address, reader, spread
 
 
 class Copy:
-    """What one instruction copies for its lanes; `group` says how many groups each lane had committed before."""
+    """What one instruction copies for its lanes, its `number` among those of the warp; `group`: how many each lane had committed before."""
 
-    def __init__(self, lanes: np.ndarray, group: np.ndarray, work):
-        self.lanes, self.group, self._work, self.done = lanes, group, work, False
+    def __init__(self, number: int, lanes: np.ndarray, group: np.ndarray, work):
+        self.number, self.lanes, self.group, self._work, self.done = number, lanes, group, work, False
 
     def finish(self) -> None:
         """Do it, unless it is done."""
@@ -26,10 +26,19 @@ class Copy:
 
 
 class Copies:
-    """Of a warp: those that may not be done yet, how many groups each lane has committed, and the last group that has a copy."""
+    """Of a warp: those that may not be done yet, those that it has not waited for, how many it began, and how many groups each lane has
+    committed.
+    """
 
     def __init__(self):
-        self.pending, self.committed, self.last = [], np.zeros(LANES, np.int64), 0
+        self.pending, self.unawaited, self.begun, self.committed = [], [], 0, np.zeros(LANES, np.int64)
+
+    def begin(self, lanes: np.ndarray, work) -> Copy:
+        """The next one."""
+        copy = Copy(self.begun, lanes, self.committed.copy(), work)
+        self.pending.append(copy)
+        self.unawaited.append(copy)
+        return copy
 
     def before(self, lanes: np.ndarray, allowed: int | None) -> list[Copy]:
         """Those of the lanes that are not done, but for their last `allowed` groups; None: those of no group too."""
@@ -37,6 +46,16 @@ class Copies:
         if allowed is None:
             return [copy for copy in self.pending if (copy.lanes & lanes).any()]
         return [copy for copy in self.pending if (copy.lanes & lanes & (copy.group < self.committed - allowed)).any()]
+
+    def known(self, lanes: np.ndarray, allowed: int | None) -> int:
+        """How many are there once these lanes have waited, counted up to the first that somebody has yet to wait for."""
+        self.unawaited = [copy for copy in self.unawaited if not self._covered(copy, lanes, allowed)]
+        return min((copy.number for copy in self.unawaited), default=self.begun + 1) - 1
+
+    def _covered(self, copy: Copy, lanes: np.ndarray, allowed: int | None) -> bool:
+        """True if each of its lanes has waited for it."""
+        waited = lanes if allowed is None else lanes & (copy.group < self.committed - allowed)
+        return bool(waited[copy.lanes].all())
 
 
 def _copy(machine, each):
@@ -55,15 +74,13 @@ def _copy(machine, each):
             raise Fault(f"{size} bytes from {int(source[source % size != 0][0]):#x}: misaligned")
         _read(machine.memory, source, count, size)
         copies, granules = warp.copies, shared.granules(to, size)
-        copies.last = int(copies.committed[lanes].max()) + 1
-        warp.block.order.write(granules, warp.block.order.by_copy(warp, copies.last), np.zeros(granules.shape, bool))
+        copies.begun += 1
+        warp.block.order.write(granules, warp.block.order.by_copy(warp, copies.begun), np.zeros(granules.shape, bool))
 
         def work():
             shared.words[granules] = _read(machine.memory, source, count, size).view(np.uint16)
 
-        copy = Copy(lanes, copies.committed.copy(), work)
-        copies.pending.append(copy)
-        _later(machine, copy.finish)
+        _later(machine, copies.begin(lanes, work).finish)
 
     return run
 
@@ -121,9 +138,8 @@ def _wait(machine, each):
 
 def _know(warp, allowed: int | None) -> None:
     """What the lanes that run have copied, but for their last groups, is there."""
-    copies, agent = warp.copies, warp.block.order.warps + warp.number
-    known = copies.last if allowed is None else int(copies.committed[warp.lanes].min()) - allowed
-    warp.clocks.seen[agent] = max(warp.clocks.seen[agent], known)
+    agent = warp.block.order.warps + warp.number
+    warp.clocks.seen[agent] = max(warp.clocks.seen[agent], warp.copies.known(warp.lanes, allowed))
 
 
 def _arrive(machine, each):
@@ -135,7 +151,7 @@ def _arrive(machine, each):
         arrivals = [(mbarrier_of(warp, int(at)), int(count)) for at, count in zip(*arrivals, strict=True)]
         awaited = warp.copies.before(warp.lanes, None)
         known = warp.block.order.released(warp)
-        known.seen[warp.block.order.warps + warp.number] = warp.copies.last
+        known.seen[warp.block.order.warps + warp.number] = warp.copies.known(warp.lanes, None)
         for barrier, count in arrivals:
             barrier.pending += 0 if expected else count
 

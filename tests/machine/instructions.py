@@ -159,11 +159,12 @@ def _load_parameter(machine, where: str, name: str, kind):
 
 
 def _add_floats(machine, each):
-    """Additions of one or four float32 to memory, lane by lane in their order."""
+    """Additions of one or four float32, or of a float64, to memory, lane by lane in their order."""
     where, what = each.operands
     names = what if isinstance(what, tuple) else (what,)
-    (get_at,), get_values = readers(machine, [where], np.uint64), readers(machine, names, np.float32)
-    size = 4 * len(names)
+    kind = KINDS[each.opcode.rpartition(".")[2]]
+    (get_at,), get_values = readers(machine, [where], np.uint64), readers(machine, names, kind)
+    size = np.dtype(kind).itemsize * len(names)
 
     def run(warp):
         at, values = spread(get_at(warp)), np.stack([spread(get(warp)) for get in get_values], axis=1)
@@ -171,13 +172,13 @@ def _add_floats(machine, each):
             one = np.array([int(at[lane])])
             region = machine.memory.find(int(one[0]))
             machine.streams.by_threads(region, region.offsets(one, size), size, warp, True, True)
-            region.store(one, (region.load(one, size).view(np.float32) + values[lane]).view(np.uint8))
+            region.store(one, (region.load(one, size).view(kind) + values[lane]).view(np.uint8))
 
     return run
 
 
 def _atomic(machine, each):
-    if re.fullmatch(r"red\.relaxed\.gpu\.global\.add(\.v4)?\.f32", each.opcode):
+    if re.fullmatch(r"red\.relaxed\.gpu\.global\.add((\.v4)?\.f32|\.f64)", each.opcode):
         return _add_floats(machine, each)
     if not re.fullmatch(r"(atom|red)\.(relaxed|release)\.gpu\.global\.add\.s32", each.opcode):
         raise ValueError("only additions of integers to flags and counters")

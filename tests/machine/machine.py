@@ -253,7 +253,7 @@ class Block:
         for warp in self.warps:
             if any(warp.clocks.seen[stores.agent] < stores.last for stores in warp.stores.values()):
                 raise Fault(f"block {self.number} has ended, but warp {warp.number} has not waited until its stores were read")
-            if warp.clocks.seen[self.order.warps + warp.number] < warp.copies.last:
+            if warp.clocks.seen[self.order.warps + warp.number] < warp.copies.begun:
                 raise Fault(f"block {self.number} has ended, but warp {warp.number} has not waited for its copies")
         return True
 

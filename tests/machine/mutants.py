@@ -31,6 +31,7 @@ FORWARD, LOAD, ROWS = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py", "cuda
 BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
 BEFORE, AFTER = "cuda/preprocess.py", "cuda/sm90/postprocess.py"
+FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forward_options", "rows_options"))
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
 
 MUTANTS = (
@@ -55,7 +56,7 @@ MUTANTS = (
     Mutant("the first key hidden", "cuda/softmax.py", "if column < start:", "if column <= start:", "window"),
     Mutant("a key beyond the end", ROWS, "if col1 > keys or", "if col1 > keys + 1 or", "one key missing"),
     Mutant("rows next to each other", ROWS, "row + 8 * r, row + 8 * r + 1", "row + r, row + r + 1", "causal"),
-    Mutant("the lse in base 2", FORWARD, "* f32(LN2) if", "if", "plain"),
+    Mutant("the lse in base 2", FINISH, "scale_log2 + ptx.lg2(l)) * f32(LN2)", "scale_log2 + ptx.lg2(l))", "plain"),
     Mutant("half the slope of the softcap", ARGUMENTS, "2 * LOG2E * scale / cap", "LOG2E * scale / cap", "softcap"),
     Mutant("a scale of base e", ARGUMENTS, "else (0, scale * LOG2E)", "else (0, scale)", "plain"),
     Mutant("causal and one more", "mask.py", "min(nk, i1 + high)", "min(nk, i1 + high + 1)", "causal"),
@@ -74,6 +75,14 @@ MUTANTS = (
     Mutant("a turn that skips an item", "cuda/schedule.py", "blocks - 1 - block if turn % 2", "blocks - block if turn % 2", "heads"),
     Mutant("parts that leave out a tile", "cuda/schedule.py", "(count + i32(sizes.parts) - 1) //", "count //", "parts"),
     Mutant("parts that weigh the same", "cuda/combine.py", "math.exp(lse_part - shift) * inverse", "inverse", "parts"),
+    # ---- options
+    Mutant("the bias of the row below", "cuda/fetch.py", "u64(query_of(n)) * inside.row", "inside.row", "bias"),
+    Mutant("an lse of scaled scores", FINISH, "return m + ptx", "return m * scale_log2 + ptx", "bias"),
+    Mutant("dropped weights that count on Hopper", OPTIONS, "BFLOAT16, positive=DROPOUT)", "BFLOAT16)", "dropout"),
+    Mutant("lanes that share no counter", "cuda/fragment.py", "block_n - 7, 1, register", "block_n - 7, 4, register", "dropout"),
+    Mutant("V of another tile than K", LOAD, "seen, last - (t - 1), keys)", "seen, last - t, keys)", "tiles of a mask"),
+    Mutant("a list that nobody made", LOAD, "        if count == 0:\n", "        if count < 0:\n", "tiles of a mask"),
+    Mutant("tiles after the first as whole", SCORES, "region, x.following.whole,", "region, True,", "tiles of a mask"),
     # ---- the host of the forward pass
     Mutant("the band upside down", HOST, "low=p.low", "low=-p.high", "window"),
     Mutant(
@@ -118,7 +127,7 @@ MUTANTS = (
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
     # ---- before and after
-    Mutant("an lse of base e", BEFORE, "shift = shift * f32(UNIT)", "shift = shift", "gradients"),
+    Mutant("an lse of base e", BEFORE, "shift *= ACC(UNIT)", "shift = shift", "gradients"),
     Mutant("a dQ without its scale", AFTER, "rows.invalid else scale", "rows.invalid else f32(1)", "gradients"),
     Mutant("dQ read before it is written", AFTER, "        cuda.syncthreads()  # all rows are there\n", "", "gradients"),
     # ---- head dimensions beyond 128

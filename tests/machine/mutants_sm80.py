@@ -4,6 +4,8 @@ from mutants import Mutant
 
 FORWARD, BACKWARD, SHARED = "cuda/sm80/forward.py", "cuda/sm80/backward.py", "cuda/sm80/backward_shared.py"
 LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
+DMMA = "cuda/ptx/mma_float64.py"
+DOUBLE_FORWARD, DOUBLE_BACKWARD = "cuda/sm80/forward_float64.py", "cuda/sm80/backward_float64.py"
 PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
@@ -60,8 +62,8 @@ MUTANTS_SM80 = (
     Mutant(
         "rows of another lane",
         FORWARD,
-        "                i = i32(row + (r // 2 * 16 +",
-        "                i = i32(row + (r // 2 * 8 +",
+        "                i = query_of(i32(row + (r // 2 * 16 +",
+        "                i = query_of(i32(row + (r // 2 * 8 +",
         "mma, causal",
     ),
     Mutant(
@@ -88,10 +90,16 @@ MUTANTS_SM80 = (
     Mutant(
         "weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, mask and dropout"
     ),
-    Mutant("half of a counter's words", MODIFY, "words.w1, words.w3, 8)", "words.w1, words.w3, 4)", "mma, gradients, dropout"),
+    Mutant("half of a counter's words", MODIFY, "words.w1, words.w3, AFTER_NEXT)", "words.w1, words.w3, NEXT)", "mma, gradients, dropout"),
     Mutant("words that are not exchanged", MODIFY, "return other if second else x, y if", "return x, y if", "mma, gradients, dropout"),
-    Mutant("words from another lane", MODIFY, "exchange(y0, y1, 4)", "exchange(y0, y1, 8)", "mma, gradients, dropout"),
-    Mutant("the counter of another query", MODIFY, "(cuda.threadIdx.x & 8) != 0", "(cuda.threadIdx.x & 4) != 0", "mma, gradients, dropout"),
+    Mutant("words from another lane", MODIFY, "exchange(y0, y1, NEXT)", "exchange(y0, y1, AFTER_NEXT)", "mma, gradients, dropout"),
+    Mutant(
+        "the counter of another query",
+        MODIFY,
+        "i += i32(query_of(2)) if (cuda.threadIdx.x & AFTER_NEXT)",
+        "i += i32(query_of(2)) if (cuda.threadIdx.x & NEXT)",
+        "mma, gradients, dropout",
+    ),
     Mutant("dP of what is dropped", SOFTMAX_BACKWARD, "dp if w > f32(0) else f32(0)", "dp", "mma, gradients, dropout"),
     # ---- tiles of a mask
     Mutant("a tile that only the band leaves alone", LISTS, "if every and clear else", "if clear else", "mma, tiles of a mask"),
@@ -312,6 +320,14 @@ MUTANTS_SM80 = (
         "terms of the other half", "cuda/simt/tiles.py", "a_smem[index(a0 + tx + 4 * k)", "a_smem[index(a0 + tx + 4 - 4 * k)", "float64"
     ),
     Mutant("the columns of the first lanes", "cuda/simt/tiles.py", "index(8 * j + ty % 8)", "index(8 * j)", "float64, gradients"),
-    Mutant("rows of the other half", MMA, "[a[2 * k + row]], [b[k]]", "[a[2 * k + 1 - row]], [b[k]]", "float64, Ampere"),
+    Mutant("rows of the other half", DMMA, "[a[2 * k + row]], [right]", "[a[2 * k + 1 - row]], [right]", "float64, Ampere"),
     Mutant("terms of the first half twice", "cuda/simt/tiles.py", "b_smem[index(b0 + tx + 4 * k)", "b_smem[index(b0 + tx)", "float64"),
+    # ---- float64 of this tier
+    Mutant("P as if its rows were its columns", DMMA, "[x[0], x[2], x[1], x[3]]", "[x[0], x[1], x[2], x[3]]", "double"),
+    Mutant("copies without their swizzle", "cuda/sm80/load_float64.py", "column // 2 ^ swizzle(row)", "column // 2", "double"),
+    Mutant("keys where others are still read", DOUBLE_FORWARD, "cuda.syncthreads()  # V is there; K has been read\n", "pass\n", "double"),
+    Mutant("P before it is there", DOUBLE_BACKWARD, "cuda.syncthreads()  # P^T and dS^T are there\n", "pass\n", "double, gradients"),
+    Mutant(
+        "nobody waits for a turn", DOUBLE_BACKWARD, "                wait(flags, this)  #", "                pass  #", "double, gradients"
+    ),
 )

@@ -175,10 +175,21 @@ def bias_gradient(*shape):
     return {"bias": np.random.default_rng(8).standard_normal(shape).astype(np.float32), "bias_grad": True}
 
 
+# Of blocks of 128 queries, the first sees nothing, the second all keys of a tile between two others, the third none of that.
+HIDDEN = {"mask": (RNG.random((300, 300)) < 0.9) & (np.arange(300) >= 128)[:, None]}
+HIDDEN["mask"][128:256, 128:256], HIDDEN["mask"][256:, 128:256] = True, False
+PROBLEMS |= {
+    "bias": Problem(forward_pass, nk=NK + 144, options=bias_of(NQ, NK + 144)),
+    "dropout": Problem(forward_pass, nk=NK, options=DROPOUT),
+    "tiles of a mask": Problem(forward_pass, nq=300, nk=300, options=HIDDEN),
+}
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
+few = partial(mma, nq=5, nk=300, hq=3)
 split = partial(mma, dtype="float32")
 on_wgmma = partial(Problem, forward_pass, dtype="float32")
 float64 = partial(Problem, nq=64, nk=64, tier="simt", dtype="float64")
+double = partial(Problem, forward_pass, d=16, nq=40, nk=100, tier="sm80", dtype="float64")
+double_gradients = partial(Problem, backward_pass, d=16, tier="sm80", dtype="float64", nq=70, nk=100, multiprocessors=2)
 mma_gradients = partial(Problem, backward_pass, nq=130, nk=300, multiprocessors=2, tier="sm80", capability=(9, 0))
 split_gradients = partial(mma_gradients, dtype="float32")
 PROBLEMS |= {
@@ -191,10 +202,15 @@ PROBLEMS |= {
     "mma, causal": mma(nk=100, hq=2, hk=2, options={"causal": True}),  # more blocks of 32 rows a warp than multiprocessors
     "mma, causal lengths": mma(options=LENGTHS | {"causal": True}),
     "mma, lengths": mma(options=LENGTHS),
-    "mma, parts": mma(nq=3, nk=700, multiprocessors=8),
+    "mma, parts": mma(nq=17, nk=700, multiprocessors=8),
     "mma, bias": mma(nk=88, options=bias_of(NQ, 88)),
     "mma, mask and dropout": mma(nk=NK, options=MASKED | DROPOUT),
     "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
+    "few": few(nk=400, hq=6, hk=2),
+    "few, parts": few(nk=900, multiprocessors=8),
+    "few, D128": few(d=128, nk=100, hq=4),
+    "few, causal": few(nq=16, nk=134, options={"causal": True}),  # key 128 is seen by the last query of the first block alone
+    "few, options": few(nk=NK, options=bias_of(3, 5, NK) | DROPOUT | {"causal": True}),
     "split": split(),
     "split, D128": split(d=128, nk=70),
     "split, offset": split(made=offset),
@@ -214,6 +230,8 @@ PROBLEMS |= {
     "float64": float64(forward_pass),
     "float64, Ampere": float64(forward_pass, capability=(8, 0)),
     "float64, gradients": float64(backward_pass),
+    "double": double(),
+    "double, gradients": double_gradients(),
     "mma, gradients": mma_gradients(),
     "mma, gradients, long": mma_gradients(nq=300),
     "mma, gradients, copies": mma_gradients(nq=310, nk=700, copies=2, options={"window": (0, 300), "q_start": 400}),

@@ -42,6 +42,16 @@ def test_reading_without_a_wait_for_it_is_a_race(without, seed):
         copied(without + copy if without == "cp.async.wait_all;" else copy + without, seed)
 
 
+@pytest.mark.parametrize("wait", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"], ids=["group", "all"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wait_knows_nothing_of_later_copies(wait, seed):
+    copy = "cp.async.cg.shared.global [%r3], [%rd1], 16;"
+    with pytest.raises(Race, match=r"is written by warp 0, but in line \d+ a copy by warp 0 wrote it"):
+        copied(copy + wait + copy + "st.shared.b32 [%r3], %r5;", seed)
+    with pytest.raises(Fault, match="block 0 has ended, but warp 0 has not waited for its copies"):
+        copied(copy + wait + copy.replace("%r3", "%r3+512"), seed)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_are_counted_from_the_last(seed):
     """Of three groups the wait leaves one: the first two are there."""

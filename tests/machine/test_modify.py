@@ -35,14 +35,17 @@ HALF = lambda score, b, h, i, j: 0.5
 
 
 class Fragments(NamedTuple):
-    """Of a warp's scores: are its rows `keys`, how many tiles of 16 rows there are, and its columns."""
+    """Of a warp's scores: are its rows `keys`, how many tiles of 16 rows there are, and its columns; keys are columns in `order`."""
 
     keys: bool
     m_tiles: int
     columns: int
+    order: bool = False
 
     @property
     def runs(self):
+        if self.order:
+            return fragment.runs_of_columns(self.columns)
         return (fragment.runs_of_keys if self.keys else fragment.runs_of_queries)(self.m_tiles, self.columns)
 
     def places(self, row0: int, col0: int):
@@ -53,12 +56,15 @@ class Fragments(NamedTuple):
         lane = LANES[:, None]
         if self.keys:
             return row0 + 8 * j + 2 * (lane % 4) + c, col0 + 2 * self.m_tiles * (lane // 4) + 2 * m + r
+        if self.order:
+            return row0 + 8 * r + lane // 4, col0 + 8 * j + 2 * (lane % 4) + c
         return row0 + 16 * m + 8 * r + lane // 4, col0 + 32 * (j // 4) + 8 * (lane % 4) + 2 * (j % 4) + c
 
 
 SHAPES = [
     *(Fragments(False, *each) for each in ((1, 32), (2, 64))),
     *(Fragments(True, *each) for each in ((1, 16), (2, 32), (4, 16))),
+    Fragments(False, 1, 32, True),
 ]
 
 # How bias and mask are read: by runs, or, of two shapes, one element at a time.
@@ -67,16 +73,16 @@ READ = [
     for fragments in SHAPES
     for vectors in (True, False)
     for kind in (np.float16, np.float32)
-    if vectors or fragments in SHAPES[1:3]
+    if vectors or fragments in SHAPES[1:3] or fragments.order
 ]
 
 
-def build(options, fragments, vectors):
+def build(options, fragments, vectors, dtype):
     """Kernel: one warp's raw products become scores, in a second array derivatives, in a third signs after dropout."""
-    runs, KEYS, WIDTH = fragments.runs, fragments.keys, fragments.runs.width
+    runs, KEYS, WIDTH, BESIDE = fragments.runs, fragments.keys, fragments.runs.width, 2 if fragments.order else 8
     COUNT, DROPOUT = runs.count * runs.width, bool(options.dropout)
     HELD = max(1, held(options, runs).words)
-    fetch, modify = build_fetch(options, runs, vectors), build_modify("float16", options, runs, True)
+    fetch, modify = build_fetch(options, runs, vectors), build_modify(dtype, options, runs, True)
     drop = build_drop(options, runs)
 
     def fragments_of_a_warp(s, slope, kept, extras, row0, col0, rows, cols, low, high, whole, parameters):
@@ -86,7 +92,7 @@ def build(options, fragments, vectors):
         if KEYS:
             query, key = i32(row0 + 2 * (lane % 4)), i32(col0 + WIDTH * (lane // 4))
         else:
-            query, key = i32(row0 + lane // 4), i32(col0 + 8 * (lane % 4))
+            query, key = i32(row0 + lane // 4), i32(col0 + BESIDE * (lane % 4))
         for e in range(COUNT):
             x[e], p[e] = s[lane, e], f32(1)
         at, region = Head(0, 1, 1, 1, 2), Region(row0, col0, rows, cols, low, high)
@@ -107,7 +113,7 @@ MODULE.build = build
 sys.modules[MODULE.__name__] = MODULE
 
 
-def executed(fragments, raw, nq, nk, row0, col0, vectors=None, whole=False, **options):
+def executed(fragments, raw, nq, nk, row0, col0, vectors=None, whole=False, dtype="float16", **options):
     """Scores, derivatives and signs of a warp's elements, of head 1 of batch element 1."""
     q, k = np.empty((2, HEADS, nq, 8), np.float16), np.empty((2, HEADS, nk, 8), np.float16)
     problem = bind(q, k, k, **options)
@@ -117,7 +123,7 @@ def executed(fragments, raw, nq, nk, row0, col0, vectors=None, whole=False, **op
     results = [np.array(raw, np.float32), np.full(raw.shape, np.nan, np.float32), np.full(raw.shape, np.nan, np.float32)]
     launch = Launch(
         "fragments_of_tests.build",
-        (problem.options.structure, fragments, vectors),
+        (problem.options.structure, fragments, vectors, dtype),
         Gpu(0, (9, 0), 1),
         grid=1,
         threads=32,
@@ -204,22 +210,52 @@ def test_scores_that_a_bias_hides(hidden, kind):
     np.testing.assert_allclose(s, wanted, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize(
+CAPS = pytest.mark.parametrize(
     ("softcap", "scale"),
     [(3.0, -1.0), *(pytest.param(*each, marks=pytest.mark.full) for each in [(1e-30, 1.0), (3.0, 1.0), (1e4, 1.0), (1e30, 1.0)])],
 )
-def test_a_cap_of_any_size(softcap, scale):
-    """Small scores, of which tanh is the number itself, and large ones, of which it is 1."""
+DTYPES = pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.full)])
+
+
+def sizes(least, largest):
+    """Numbers for each register of a warp, of both signs."""
+    size = np.float32(2.0) ** DRAWN.uniform(np.log2(least), np.log2(largest), (32, 16))
+    return (size * DRAWN.choice([-1, 1], size.shape)).astype(np.float32)
+
+
+@CAPS
+@DTYPES
+def test_a_cap_of_any_size(softcap, scale, dtype):
+    """Small scores, of which tanh is the number itself, and large ones, of which it is 1; and where a lane has no large one."""
     fragments = SHAPES[0]
-    size = np.float32(2.0) ** DRAWN.uniform(-20, 20, (32, 16)) * (1 if softcap < 1e20 else softcap * 2.0**-16)
-    raw = (size * DRAWN.choice([-1, 1], size.shape)).astype(np.float32)
-    s, slope, _, _ = executed(fragments, raw, 16, 32, 0, 0, softcap=softcap, scale=scale)
-    unit = np.tanh(scale * raw.astype(np.float64) / softcap)
-    np.testing.assert_allclose(s, softcap * unit, rtol=5e-7)
+    raw = sizes(2.0**-20, 2.0**20) * np.float32(1 if softcap < 1e20 else softcap * 2.0**-16)
+    for x in (raw, *(np.where(np.abs(raw) < part * softcap, raw, 0) for part in ((0.5, 0.15) if dtype == "float32" else (0.15,)))):
+        s, slope, _, _ = executed(fragments, x, 16, 32, 0, 0, dtype=dtype, softcap=softcap, scale=scale)
+        unit = np.tanh(scale * x.astype(np.float64) / softcap)
+        np.testing.assert_allclose(s, softcap * unit, rtol=5e-7)
+        np.testing.assert_allclose(slope, 1 - np.square(unit), atol=5e-7)
+
+
+@pytest.mark.parametrize("softcap", [30.0, *(pytest.param(each, marks=pytest.mark.full) for each in (2.0**-10, 0.3, 2.0, 64.0))])
+def test_large_scores_in_16_bits_share_inverses(softcap):
+    """A score is as exact as the largest can be, to 2^-21 of the cap."""
+    raw = sizes(2.0**-20, 17) * np.float32(softcap)
+    s, slope, _, _ = executed(SHAPES[1], np.tile(raw, 4), 50, 80, 8, 8, softcap=softcap, scale=1.0)
+    unit = np.tile(np.tanh(raw.astype(np.float64) / softcap), 4)
+    assert np.abs(s / softcap - unit).max() < 2.0**-21
+    np.testing.assert_allclose(slope, 1 - np.square(unit), atol=1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
+def test_a_number_beyond_a_cap_is_alone(odd, dtype):
+    """As that of a key that is not seen, or of one too large to share an inverse: its neighbour is what it was."""
+    raw = sizes(0.1, 9)
+    raw[:, 5] = odd
+    s, slope, _, _ = executed(SHAPES[0], raw, 16, 32, 0, 0, dtype=dtype, softcap=3.0, scale=1.0)
+    unit = np.tanh(raw.astype(np.float64) / 3)
+    np.testing.assert_allclose(s, 3 * unit, rtol=5e-7)
     np.testing.assert_allclose(slope, 1 - np.square(unit), atol=5e-7)
-    few = np.where(np.abs(raw) < 0.5 * softcap, raw, 0)  # no lane has a large one
-    again, _, _, _ = executed(fragments, few, 16, 32, 0, 0, softcap=softcap, scale=scale)
-    np.testing.assert_array_equal(again, np.where(few == raw, s, 0))
 
 
 def test_what_is_read_in_vectors():

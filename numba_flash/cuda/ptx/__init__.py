@@ -51,6 +51,9 @@ from numba_flash.cuda.ptx.copy import (
     bulk_wait_read as bulk_wait_read,
 )
 from numba_flash.cuda.ptx.copy import (
+    copy8 as copy8,
+)
+from numba_flash.cuda.ptx.copy import (
     copy16 as copy16,
 )
 from numba_flash.cuda.ptx.copy import (
@@ -67,6 +70,9 @@ from numba_flash.cuda.ptx.emit import (
 )
 from numba_flash.cuda.ptx.memory import (
     add_flag as add_flag,
+)
+from numba_flash.cuda.ptx.memory import (
+    add_float64 as add_float64,
 )
 from numba_flash.cuda.ptx.memory import (
     add_four as add_four,
@@ -93,6 +99,9 @@ from numba_flash.cuda.ptx.memory import (
     load_flag as load_flag,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_global_float64 as load_global_float64,
+)
+from numba_flash.cuda.ptx.memory import (
     load_global_four as load_global_four,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -103,6 +112,9 @@ from numba_flash.cuda.ptx.memory import (
 )
 from numba_flash.cuda.ptx.memory import (
     load_shared as load_shared,
+)
+from numba_flash.cuda.ptx.memory import (
+    load_shared_float64s as load_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (
     load_shared_pair as load_shared_pair,
@@ -123,7 +135,16 @@ from numba_flash.cuda.ptx.memory import (
     store_global as store_global,
 )
 from numba_flash.cuda.ptx.memory import (
+    store_global_float64 as store_global_float64,
+)
+from numba_flash.cuda.ptx.memory import (
+    store_global_float64s as store_global_float64s,
+)
+from numba_flash.cuda.ptx.memory import (
     store_shared as store_shared,
+)
+from numba_flash.cuda.ptx.memory import (
+    store_shared_float64s as store_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (
     store_shared_vector as store_shared_vector,
@@ -147,10 +168,16 @@ from numba_flash.cuda.ptx.mma import (
     product as product,
 )
 from numba_flash.cuda.ptx.mma import (
+    split_product as split_product,
+)
+from numba_flash.cuda.ptx.mma_float64 import (
+    Rows as Rows,
+)
+from numba_flash.cuda.ptx.mma_float64 import (
     product_float64 as product_float64,
 )
-from numba_flash.cuda.ptx.mma import (
-    split_product as split_product,
+from numba_flash.cuda.ptx.mma_float64 import (
+    product_swizzled as product_swizzled,
 )
 from numba_flash.cuda.ptx.scalar import (
     add_lower as add_lower,
@@ -172,6 +199,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     maximum as maximum,
+)
+from numba_flash.cuda.ptx.scalar import (
+    maximum_or_nan as maximum_or_nan,
 )
 from numba_flash.cuda.ptx.scalar import (
     minima_bfloat16 as minima_bfloat16,

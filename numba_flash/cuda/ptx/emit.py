@@ -12,6 +12,7 @@ from numba_flash.cuda.lang import types
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 LLVM = {
     types.float32: F32,
+    types.float64: F64,
     types.uint32: I32,
     types.int32: I32,
     types.uint64: I64,

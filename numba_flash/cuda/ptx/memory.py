@@ -5,7 +5,7 @@ addresses of arrays.
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, i32, types, u32, u64
+from numba_flash.cuda.lang import f32, f64, i32, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, I64, LLVM, emit, instruction, registers
 
 _void = types.void
@@ -30,6 +30,9 @@ add_four = instruction(
     "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
     _void, u64, *[f32] * 4,
 )  # fmt: skip
+add_float64 = instruction(
+    "add_float64", "red.relaxed.gpu.global.add.f64 [$0], $1;", _void, u64, f64
+)
 # Numbers that are handed out one by one.
 next_number = instruction("next_number", "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;", i32, u64)
 
@@ -42,6 +45,19 @@ stmatrix = instruction(
 )  # fmt: skip
 
 
+# Of float64: one number, or two neighbours.
+load_global_float64 = instruction("load_global_float64", "ld.global.f64 $0, [$1];", f64, u64)
+store_global_float64 = instruction(
+    "store_global_float64", "st.global.f64 [$0], $1;", _void, u64, f64
+)
+store_global_float64s = instruction(
+    "store_global_float64s", "st.global.v2.f64 [$0], {$1, $2};", _void, u64, f64, f64
+)
+store_shared_float64s = instruction(
+    "store_shared_float64s", "st.shared.v2.f64 [$0], {$1, $2};", _void, u32, f64, f64
+)
+
+
 def _vector_load(name, space, address, element, count):
     """Function ``name(address)``: a tuple of `count` neighbours; the address is a multiple of their
     size.
@@ -49,7 +65,8 @@ def _vector_load(name, space, address, element, count):
 
     def typing(context, at):
         def codegen(context, builder, signature, values):
-            text = f"ld.{space}.v{count}.b32 {{{registers(0, count)}}}, [${count}];"
+            kind = "f64" if element is f64 else "b32"
+            text = f"ld.{space}.v{count}.{kind} {{{registers(0, count)}}}, [${count}];"
             loaded = emit(builder, text, values, [LLVM[element]] * count)
             return context.make_tuple(builder, signature.return_type, loaded)
 
@@ -119,6 +136,7 @@ fetch_half = _fetch_small("fetch_half", "u16")
 fetch_word = instruction("fetch_word", "ld.global.nc.b32 $0, [$1];", u32, u64, memory=False)
 
 load_shared_pair = _vector_load("load_shared_pair", "shared", u32, f32, 2)
+load_shared_float64s = _vector_load("load_shared_float64s", "shared", u32, f64, 2)
 load_shared_words = _vector_load("load_shared_words", "shared", u32, u32, 4)
 load_global_four = _vector_load("load_global_four", "global", u64, f32, 4)
 load_global_words = _vector_load("load_global_words", "global", u64, u32, 4)

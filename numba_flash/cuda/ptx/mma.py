@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
 from numba_flash.cuda.lang import types, u32
-from numba_flash.cuda.ptx.emit import F32, F64, I32, emit, pointers
+from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
 
 # Low ones of split float32 are so many times larger: those of small numbers, too, are normal.
 LOW = 2.0**11
@@ -216,58 +216,5 @@ def split_product(
             return context.get_dummy_value()
 
         return types.void(acc, left, right, factors), codegen
-
-    return multiply
-
-
-def product_float64(rows, cols, tall):
-    """Function ``multiply(acc, a, b)`` of kernels: ``acc[r, c] += A B`` of float64, 8 terms of each
-    sum, in registers: IEEE sums. A thread has `rows` rows and `cols` columns of acc, an even number
-    of both. A tensor core that is not `tall` takes 8 rows and 4 terms at once.
-
-    With t = lane % 4 and g = lane // 4: ``a[r]`` and ``a[rows + r]`` are terms t and t + 4 of the
-    thread's row r, ``b[2 j]`` and ``b[2 j + 1]`` those of column 8 j + g; columns c of acc are 8
-    (c // 2) + 2 t + c % 2.
-    """
-
-    def mma(builder, shape, c, a, b):
-        names = [f"${i}" for i in range(2 * len(c) + len(a) + len(b))]
-        ends = len(c), len(c) + len(a), len(c) + len(a) + len(b)
-        lists = names[: ends[0]], names[ends[0] : ends[1]], names[ends[1] : ends[2]]
-        operands = ", ".join("{" + ", ".join(each) + "}" for each in (*lists, names[ends[2] :]))
-        text = f"mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64 {operands};"
-        return emit(builder, text, [*a, *b, *c], [F64] * len(c), memory=False)
-
-    def sixteen_rows(builder, c, a, b):
-        """Two rows of each thread, which lie 8 apart in the product."""
-        if tall:
-            return mma(builder, "m16n8k8", c, a, b)
-        new = []
-        for row in range(2):
-            half = c[2 * row :][:2]
-            for k in range(2):
-                half = mma(builder, "m8n8k4", half, [a[2 * k + row]], [b[k]])
-            new += half
-        return new
-
-    @intrinsic
-    def multiply(context, acc, a, b):
-        def codegen(context, builder, signature, values):
-            sums = pointers(context, builder, acc, values[0], rows * cols)
-            left = [builder.load(x) for x in pointers(context, builder, a, values[1], 2 * rows)]
-            right = [builder.load(x) for x in pointers(context, builder, b, values[2], cols)]
-            for j in range(cols // 2):
-                for r in range(0, rows, 2):
-                    places = [
-                        sums[(r + half) * cols + 2 * j + c] for half in range(2) for c in range(2)
-                    ]
-                    held = [left[rows * k + r + half] for k in range(2) for half in range(2)]
-                    old = [builder.load(x) for x in places]
-                    new = sixteen_rows(builder, old, held, right[2 * j :][:2])
-                    for place, value in zip(places, new, strict=True):
-                        builder.store(value, place)
-            return context.get_dummy_value()
-
-        return types.void(acc, a, b), codegen
 
     return multiply

@@ -9,6 +9,9 @@ ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
 rcp = instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 maximum = instruction("maximum", "max.f32 $0, $1, $2;", f32, f32, f32, memory=False)
+maximum_or_nan = instruction(  # NaN if one is, since Ampere
+    "maximum_or_nan", "max.NaN.f32 $0, $1, $2;", f32, f32, f32, memory=False
+)
 minimum = instruction("minimum", "min.f32 $0, $1, $2;", f32, f32, f32, memory=False)
 minima_float16 = instruction(  # of two pairs, since Ampere
     "minima_float16", "min.f16x2 $0, $1, $2;", u32, u32, u32, memory=False

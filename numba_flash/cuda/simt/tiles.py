@@ -23,6 +23,7 @@ from numba_flash.cuda.lang import SIMULATED, cuda, device, f64, inline, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 TERMS = 8  # of a sum, in one product on tensor cores
+APART = 64  # numbers of an accumulator that a thread has registers for twice
 
 # Of shared arrays, for vector loads; the simulator refuses the argument.
 ALIGNMENT = None if SIMULATED else 16
@@ -200,6 +201,9 @@ def build_outer(dtype, tile, head_dim, absent="band"):
     reach it. They are those that the band hides, or that lie beyond the end (`absent` is
     ``"band"``), those of weight -0.0 (``"zero"``), or those of weight -0.0 or less
     (``"negative"``).
+
+    Of float32, if registers allow, the terms of one call are summed by themselves before they are
+    added: what rounding adds up then grows with the number of tiles, not of terms.
     """
     BLOCK_N, ROWS, DEPTH, THREADS_N = tile.block_n, tile.rows, tile.depth_outer, tile.threads_n
     COLS, WIDTH = tile.head_cols(head_dim), tile.head_cols(head_dim) * tile.threads_n
@@ -210,6 +214,8 @@ def build_outer(dtype, tile, head_dim, absent="band"):
     SLICES = WIDTH // LANES
     FETCHES = SLICES * STEPS
     MARKED, NEGATIVE = absent != "band", absent == "negative"
+    OUTPUTS = ROWS * COLS
+    SUMMED_APART = dtype != "float64" and OUTPUTS <= APART
     PRODUCT, product = tile.product > 0, None
     if PRODUCT:
         product = build_product(tile, COLS)
@@ -253,6 +259,11 @@ def build_outer(dtype, tile, head_dim, absent="band"):
         first, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
         x0 = region.col0
         regs = cuda.local.array(FETCHES, ACC)
+        own = acc
+        if SUMMED_APART:
+            own = cuda.local.array(OUTPUTS, ACC)
+            for i in range(OUTPUTS):
+                own[i] = ACC(0)
         fetch(regs, x, x0, first, lane)
         for j0 in range(0, BLOCK_N, DEPTH):
             cuda.syncthreads()  # the weights are written, and everyone has read the previous chunk
@@ -266,13 +277,16 @@ def build_outer(dtype, tile, head_dim, absent="band"):
                 fetch(regs, x, x0 + j0 + DEPTH, first, lane)
             diagonal, stop = x0 + j0 - region.row0, x.shape[0] - x0 - j0
             if edge:
-                multiply(acc, w_smem, j0, x_smem, diagonal, stop, True, region)
+                multiply(own, w_smem, j0, x_smem, diagonal, stop, True, region)
             elif PRODUCT:
                 tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
                 for j in range(0, DEPTH, TERMS):
                     product(acc, w_smem, x_smem, j0 + j, j, tx, ty)
             else:
-                multiply(acc, w_smem, j0, x_smem, diagonal, stop, False, region)
+                multiply(own, w_smem, j0, x_smem, diagonal, stop, False, region)
+        if SUMMED_APART:
+            for i in range(OUTPUTS):
+                acc[i] += own[i]
 
     return outer
 

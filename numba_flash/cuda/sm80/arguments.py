@@ -25,6 +25,8 @@ class Shape(NamedTuple):
         Four float32 can be added to memory at a time.
     vectors : Vectors
         Which of bias and mask are read by several elements at once.
+    double : bool
+        Numbers are float64.
     """
 
     head_dim: int
@@ -35,6 +37,7 @@ class Shape(NamedTuple):
     split: int = 0
     fours: bool = False
     vectors: Vectors = Vectors()
+    double: bool = False
 
     @property
     def columns(self) -> tuple[int, int]:

@@ -20,9 +20,11 @@ class Block(NamedTuple):
     b1, kv_head : int
         The second index of the arrays, the first being ``at.b0``, and the head of k and v.
     q, k, v, o, lse : arrays
-        Of the head, (n, head_dim) and (n,); of a packed sequence, where it lies.
+        Of the head, (n, head_dim) and (n,); of a packed sequence, where it lies. Of few queries,
+        q, o and lse of all heads whose queries are rows, (group, n, ...).
     row0 : int
-        The first query.
+        The first query. Of few queries this and others are rows, as
+        `numba_flash.cuda.fragment.build_row` has them, and the head is the first of the group.
     queries, keys : int
         How many there are in the sequence.
     rows : int
@@ -57,11 +59,13 @@ class Block(NamedTuple):
 
 
 @once
-def build_block(options, banded, block_m, key_bytes, parts):
+def build_block(options, banded, block_m, key_bytes, parts, group=0):
     """``block_of(q, k, v, o, lse, extras, low, high, parts)``: the `Block` of this block of
     threads; `key_bytes` are those of a key and its value. With `parts`, several share its keys.
+    Of few queries, those of `group` heads are rows.
     """
     BLOCK_M, PARTS, SEQUENCES, PACKED = block_m, parts, options.sequences, options.packed
+    GROUP, FEW = group, group > 0
     query_block_of = build_query_block(options, banded, block_m, key_bytes)
     sequence_of = build_sequence(options)
 
@@ -71,7 +75,12 @@ def build_block(options, banded, block_m, key_bytes, parts):
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
             number, part = i32(number // parts), i32(number % parts)
-        b0, b1, h, block = query_block_of(number, extras, q.shape, nk)
+        shape = q.shape
+        if FEW:
+            shape = (q.shape[0], q.shape[1], k.shape[2], q.shape[3] * GROUP, q.shape[4])
+        b0, b1, h, block = query_block_of(number, extras, shape, nk)
+        if FEW:
+            h = i32(h * GROUP)
         at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
         invalid, rows, q0 = False, nq, i32(0)
         if SEQUENCES:
@@ -79,12 +88,17 @@ def build_block(options, banded, block_m, key_bytes, parts):
         if PACKED:
             b1 = 0
         kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
-        q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
-        o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
+        if FEW:
+            group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
+            q_head, k_head, v_head = q[b0, b1, group], k[b0, b1, kv_head], v[b0, b1, kv_head]
+            o_head, lse_head = o[o0, b1, group], lse[o0, b1, group]
+        else:
+            q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
+            o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
         row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
         if SEQUENCES:
             nq, nk, q0 = i32(sequence.queries), i32(sequence.keys), i32(sequence.q0)
-            q_head = q_head[sequence.q0 : sequence.q0 + nq]
+            q_head = q_head[sequence.q0 : sequence.q0 + (GROUP if FEW else nq)]
             k_head = k_head[sequence.k0 : sequence.k0 + nk]
             v_head = v_head[sequence.k0 : sequence.k0 + nk]
             low, high = i32(low + sequence.shift), i32(high + sequence.shift)
@@ -93,6 +107,8 @@ def build_block(options, banded, block_m, key_bytes, parts):
                 rows = nq
                 o_head = o_head[sequence.q0 : sequence.q0 + nq]
                 lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
+        if FEW:
+            nq, rows = i32(nq * GROUP), i32(rows * GROUP)
         heads_of = (q_head, k_head, v_head)
         return Block(
             at, b1, kv_head, *heads_of, o_head, lse_head, row0, nq, nk, rows, low, high, invalid,

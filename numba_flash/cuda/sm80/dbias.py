@@ -94,7 +94,10 @@ def build_softmax(options, m_tiles, split):
             for j in range(COUNT // 4):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    s[e] = ptx.ex2((s[e] - shift) * f32(LOG2E))
+                    if SPLIT:  # the difference of large numbers loses no digits
+                        s[e] = ptx.ex2((s[e] - shift) * f32(LOG2E))
+                    else:
+                        s[e] = ptx.ex2(s[e] * f32(LOG2E) - shift)
 
     @inline
     def differentiate(acc, p, dp, delta, factor, parameters):

@@ -20,31 +20,14 @@ def in_order(row):
 
 
 @once
-def build_load(
-    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False
-):
-    """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
-    `stop` on, into shared memory.
-
-    place : where a row is stored: None in its order, or a function like `place_of_key`.
-    asynchronous : by copies that go on; rows lie at multiples of 16 bytes.
-    columns : of the tile, zeros beyond the head dimension.
-    compact : rows follow each other; nothing is computed from their stride, which takes registers.
-    again : in every call a thread computes anew which rows are its own, for registers.
+def build_chunk(head_dim, columns, asynchronous):
+    """``chunk_of(target, x, source, i, chunk, there)``: one chunk of row i of x, at the address
+    `source`, into shared memory; zeros unless it is there.
     """
-    columns = columns or padded(head_dim)
-    ROWS, HEAD_DIM, THREADS = rows, head_dim, threads
-    ASYNCHRONOUS, PITCH, COMPACT, ROW_BYTES = asynchronous, pitch(columns), compact, 2 * head_dim
-    CHUNKS = columns // CHUNK
-    TOTAL = rows * CHUNKS
-    STEP = threads // CHUNKS  # rows that are loaded at the same time
-    REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
-    WHOLE, AGAIN = head_dim == columns, again
-    place = place or in_order
+    HEAD_DIM, WHOLE, ASYNCHRONOUS = head_dim, head_dim == columns, asynchronous
 
     @inline
-    def one(target, x, source, i, chunk, there):
-        """One chunk of row i; zeros unless it is there."""
+    def chunk_of(target, x, source, i, chunk, there):
         if ASYNCHRONOUS:
             if not WHOLE:
                 there = there and chunk * CHUNK < HEAD_DIM
@@ -58,6 +41,31 @@ def build_load(
                     if there and column < HEAD_DIM:
                         words[w] |= u32(u32(x[index(i), index(column)]) << u32(16 * half))
             ptx.store_shared_vector(target, (words[0], words[1], words[2], words[3]))
+
+    return chunk_of
+
+
+@once
+def build_load(
+    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False
+):
+    """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
+    `stop` on, into shared memory.
+
+    place : where a row is stored: None in its order, or a function like `place_of_key`.
+    asynchronous : by copies that go on; rows lie at multiples of 16 bytes.
+    columns : of the tile, zeros beyond the head dimension.
+    compact : rows follow each other; nothing is computed from their stride, which takes registers.
+    again : in every call a thread computes anew which rows are its own, for registers.
+    """
+    columns = columns or padded(head_dim)
+    ROWS, THREADS, AGAIN = rows, threads, again
+    PITCH, COMPACT, ROW_BYTES = pitch(columns), compact, 2 * head_dim
+    CHUNKS = columns // CHUNK
+    TOTAL = rows * CHUNKS
+    STEP = threads // CHUNKS  # rows that are loaded at the same time
+    REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
+    place, one = place or in_order, build_chunk(head_dim, columns, asynchronous)
 
     @inline
     def load(tile, x, first, stop):

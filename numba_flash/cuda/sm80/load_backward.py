@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
+from numba_flash.cuda.sm80 import load_float64
 from numba_flash.cuda.sm80.arguments import finds_again
 from numba_flash.cuda.sm80.load import build_load
 
@@ -52,7 +53,9 @@ def build(shape, ordered, options, tile, place):
     D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     K, V, Q, DO, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.rows
-    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 8 * BLOCK_M
+    LSE_BYTES = BLOCK_M * (8 if shape.double else 4)  # and as many of delta
+    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 2 * LSE_BYTES
+    COPIES = LSE_BYTES // 16
     ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.mask
     SHARE, AGAIN = tile.share, finds_again(options, shape, tile)
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
@@ -61,11 +64,20 @@ def build(shape, ordered, options, tile, place):
     memory, columns = (shape.head_dim, shape.head_dim_v), (D, DV)  # of rows there, and in a tile
     if shape.split:
         memory = columns = shape.split * D, shape.split * DV
-    load_k = build_load(BLOCK_N, memory[0], THREADS, place, shape.asynchronous, columns[0])
-    load_v = build_load(BLOCK_N, memory[1], THREADS, place, shape.asynchronous, columns[1])
+    build_kv = partial(build_load, BLOCK_N, threads=THREADS, place=place)
     build_q = partial(build_load, BLOCK_M, threads=THREADS, place=None, again=AGAIN)
-    load_q = build_q(memory[0], asynchronous=shape.asynchronous, columns=columns[0])
-    load_do = build_q(memory[1], asynchronous=shape.asynchronous, columns=columns[1])
+    if shape.double:
+        build_kv, build_q = (
+            partial(load_float64.build_load, rows, threads=THREADS) for rows in (BLOCK_N, BLOCK_M)
+        )
+    load_k, load_q = (
+        each(memory[0], columns=columns[0], asynchronous=shape.asynchronous)
+        for each in (build_kv, build_q)
+    )
+    load_v, load_do = (
+        each(memory[1], columns=columns[1], asynchronous=shape.asynchronous)
+        for each in (build_kv, build_q)
+    )
 
     @inline
     def begin(smem, flags, shape, extras, sizes):
@@ -142,9 +154,9 @@ def build(shape, ordered, options, tile, place):
     def load_rows(target, rows, number):
         """The lse and delta of a row block."""
         thread = ptx.thread_here() if AGAIN else i32(cuda.threadIdx.x)
-        if thread < BLOCK_M // 2:
-            which, chunk = i32(thread // (BLOCK_M // 4)), i32(thread % (BLOCK_M // 4))
-            at = u64(i64(number) * (4 * BLOCK_M) + chunk * 16)
+        if thread < 2 * COPIES:
+            which, chunk = i32(thread // COPIES), i32(thread % COPIES)
+            at = u64(i64(number) * LSE_BYTES + chunk * 16)
             source = u64(ptx.global_address(rows[which]) + at)
             to = u32(target + u32(thread * 16))
             if TURING:

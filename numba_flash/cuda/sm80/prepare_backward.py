@@ -22,9 +22,10 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.sm80 import float64_tiles, tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
-from numba_flash.cuda.sm80.tiles import BackwardTile, backward_tile, hardware
+from numba_flash.cuda.sm80.tiles import BackwardTile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 LOG2E = math.log2(math.e)
@@ -106,6 +107,11 @@ class Pass(NamedTuple):
         return OF_DLSE if wanted else FACTORS
 
     @property
+    def number(self):
+        """What scores and sums are computed in."""
+        return np.dtype(self.temporaries.rows.dtype).type
+
+    @property
     def row_blocks(self) -> int:
         return math.prod(self.temporaries.dq_sum.shape[:-1])
 
@@ -121,7 +127,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0
     there = hardware(gpu.capability)
-    tile = backward_tile(p, there)
+    tile = (float64_tiles if p.dtype == "float64" else tiles).backward_tile(p, there)
     split = tile.split > 0
     x, y = (
         _heads_first(p, inputs),
@@ -138,6 +144,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         split=tile.split,
         fours=gpu.capability >= (9, 0),
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
+        double=p.dtype == "float64",
     )
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     share = tile.share if deterministic else 0
@@ -209,7 +216,8 @@ def copies_of_sums(p, tile, multiprocessors: int) -> int:
     heads = max(1, grid.items(p, p.nk, p.hk, tile.block_n) // max(1, blocks))
     together = min(heads, section(p, tile, multiprocessors, True))
     at_work = -(-multiprocessors * tile.min_blocks // together)
-    size = math.prod(_temporaries(p, tile, 1).dq_sum.shape) * 4
+    sums = _temporaries(p, tile, 1).dq_sum
+    size = math.prod(sums.shape) * np.dtype(sums.dtype).itemsize
     most = min(SUMS_OF_COPIES // max(1, size), 2 * min(blocks, at_work) - 1, ROW_THREADS)
     return 1 << max(1, most).bit_length() - 1
 
@@ -217,9 +225,10 @@ def copies_of_sums(p, tile, multiprocessors: int) -> int:
 def _temporaries(p, tile, copies: int) -> Temporaries:
     batch = (1, 1) if p.options.packed else p.batch
     blocks = (*batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
+    number = "float64" if p.dtype == "float64" else "float32"
     return Temporaries(
-        rows=Layout.compact((2, *blocks[:3], blocks[3] * tile.block_m), "float32"),
-        dq_sum=Layout.compact((*blocks, copies * tile.block_m * tile.padded(p.d)), "float32"),
+        rows=Layout.compact((2, *blocks[:3], blocks[3] * tile.block_m), number),
+        dq_sum=Layout.compact((*blocks, copies * tile.block_m * tile.padded(p.d)), number),
         flags=Layout.compact((math.prod(blocks) * copies + 1,), "int32"),
     )
 
@@ -227,13 +236,13 @@ def _temporaries(p, tile, copies: int) -> Temporaries:
 def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
-    sum_bytes = 4 * tile.block_m * tile.padded(p.d)
+    sum_bytes = this.number().itemsize * tile.block_m * tile.padded(p.d)
     whole = chunked(x.do, x.o)
     return Launch(
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
-            not (p.options.changes or this.split),
+            not this.split,
             *(p.options.arrays, ROW_THREADS, this.ordered),
         ),
         this.gpu,
@@ -263,8 +272,8 @@ def _main(this: Pass):
         b0=p.batch[0],
         doublings=this.copies.bit_length() - 1,
     )
-    scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
-    numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
+    scale_log2 = this.number(LOG2E if p.options.changes else p.scale * LOG2E)
+    numbers = lambda rng=None: (sizes, scale_log2, this.number(p.scale), parameters_of(p, rng))
     main = Launch(
         tile.kernel,
         (p.dtype, this.shape, this.ordered, p.options.structure, tile),
@@ -290,7 +299,8 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     """
     even = grid.even_section(max(1, grid.blocks(p, p.nk, tile.block_n)), multiprocessors)
     tiles = max(1, -(-p.nq // tile.block_m))
-    in_cache = SUMS_AT_WORK // (4 * tile.block_m * tile.padded(p.d) * tiles)
+    size = 8 if p.dtype == "float64" else 4
+    in_cache = SUMS_AT_WORK // (size * tile.block_m * tile.padded(p.d) * tiles)
     if not ordered:
         return even if p.band != "none" else max(1, min(even, in_cache))
     at_work = multiprocessors * tile.min_blocks
@@ -312,8 +322,9 @@ def _dbias(this: Pass) -> Dbias:
 def _postprocess(this: Pass) -> Launch:
     """dQ, rounded."""
     p, there = this.p, this.temporaries
+    module = "sum_dq_float64" if this.shape.double else "sum_dq"
     return Launch(
-        "sm80.sum_dq.build_postprocess",
+        f"sm80.{module}.build_postprocess",
         (
             *(p.dtype, this.shape, this.ordered and p.options.mask, p.options.arrays, this.tile),
             this.split and this.of_dlse is OF_DLSE,
@@ -323,5 +334,5 @@ def _postprocess(this: Pass) -> Launch:
         threads=this.tile.threads,
         operands=((there.dq_sum, 5), (this.results.dq, 5)),
         extras=this.lists.layouts + this.more_extras(this.of_dlse),
-        numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
+        numbers=(p.nk, p.low, p.high, this.number(p.scale)),
     )

@@ -10,6 +10,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
     SPLIT,
+    build_extras,
     chunked,
     extras_class,
     parameters_of,
@@ -19,12 +20,19 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.sm80 import float64_tiles, tiles
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.tiles import Tile, forward_tile, hardware, padded, small_tile
+from numba_flash.cuda.sm80.few_tiles import few_tile
+from numba_flash.cuda.sm80.tiles import Hardware, Tile, hardware, padded
 from numba_flash.problem import ForwardResults, Prepared
 
 LOG2E = math.log2(math.e)
 COMBINE_ROWS, COMBINE_LANES = 4, 32
+MANY_WARPS = 8  # that share parts of a row
+# Of a multiprocessor, where they only have to keep the memory busy: with three, 131k keys of 8
+# heads (D = 128) took 144 us instead of 141, 4096 keys of 2048 heads (D = 64) 525 instead of 509
+# (H200).
+ENOUGH_BLOCKS = 2
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
@@ -34,8 +42,8 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     tile = _tile(p, gpu)
-    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
-    if parts > 1:
+    parts = _parts(p, gpu, tile)
+    if parts > 1 and p.dtype != "float64":
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, results, gpu, tile, 1)
@@ -66,6 +74,14 @@ class Read(NamedTuple):
     flags: Any
 
 
+class AsGiven:
+    """In the place of `Extras` where tiles of a mask are not listed: few queries read it once."""
+
+    def __init__(self, p, gpu, inputs, listed):
+        self.layouts, self.launches = grid.extras_layouts(p, inputs), ()
+        self.of = build_extras(p.options)
+
+
 class Operands:
     """The arrays of a call as the attention kernel reads them: float32 in planes of float16, and
     lists of the mask's tiles among the `extras`.
@@ -83,7 +99,8 @@ class Operands:
     def __init__(self, p, gpu, inputs, tile: Tile):
         self._p, self._splitter = p, None
         self.vectors = vectors_of(p, inputs, KEYS_OF_RUN)
-        self._extras = extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
+        listed = Tiles(tile.block_m, tile.block_n)
+        self._extras = extras = (AsGiven if tile.group else Extras)(p, gpu, inputs, listed)
         self.launches = extras.launches
         if p.dtype != "float32":
             x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
@@ -106,10 +123,36 @@ class Operands:
 
 
 def _tile(p, gpu) -> Tile:
-    there = hardware(gpu.capability)
-    tile = forward_tile(p, there)
+    there, of = hardware(gpu.capability), _tiles_of(p)
+    tile = tile_of(p, there)
+    if tile.group:
+        return tile
     few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
-    return small_tile(p, there, few) or tile
+    return of.small_tile(p, there, few) or tile
+
+
+def tile_of(p, there: Hardware) -> Tile:
+    """That of few queries, or of many with as many heads."""
+    # planes of float32 are written and read anew
+    few = grid.few_queries(p) and p.dtype in ("float16", "bfloat16")
+    return (few_tile(p, there) if few else None) or _tiles_of(p).forward_tile(p, there)
+
+
+def _tiles_of(p):
+    """The module that chooses among a dtype's."""
+    return float64_tiles if p.dtype == "float64" else tiles
+
+
+def _blocks(p, tile: Tile) -> int:
+    rows, heads = (p.nq * tile.group, p.hk) if tile.group else (p.nq, p.hq)
+    return grid.items(p, rows, heads, tile.block_m)
+
+
+def _parts(p, gpu, tile: Tile) -> int:
+    if not tile.group:
+        return grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    resident = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, hardware(gpu.capability)))
+    return grid.few_parts(p, tile, gpu.multiprocessors * resident)
 
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
@@ -120,14 +163,7 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     )
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
-    combine = Launch(
-        "combine.build",
-        (results.o.dtype.name, p.dv, results.lse is not None, parts, COMBINE_ROWS),
-        gpu,
-        grid=-(-math.prod(shape) // parts // COMBINE_ROWS),
-        threads=COMBINE_ROWS * COMBINE_LANES,
-        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
-    )
+    combine = _combine(partial, results, gpu, parts, bool(tile.group))
 
     def run(inputs, results, rng=None):
         o_parts, lse_parts = (
@@ -143,12 +179,30 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     return Prepared(run, (*operands.launches, forward, combine), operands.layouts.flags)
 
 
+def _combine(partial, results, gpu, parts: int, many: bool) -> Launch:
+    """The kernel that makes results of parts of them; if they may be `many`, it is the same for any
+    number, which changes with the length of a cache.
+    """
+    rows, warps = math.prod(partial.lse.shape) // parts, MANY_WARPS if many else COMBINE_ROWS
+    kind = (results.o.dtype.name, results.o.shape[-1], results.lse is not None)
+    return Launch(
+        "combine.build_many" if many else "combine.build",
+        (*kind, MANY_WARPS) if many else (*kind, parts, COMBINE_ROWS),
+        gpu,
+        grid=rows if many else -(-rows // COMBINE_ROWS),
+        threads=warps * COMBINE_LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+        numbers=(parts,) if many else (),
+    )
+
+
 def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
     """The attention kernel, on results of the problem or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
     (o,), x = grid.heads_first(p, results.o), operands.layouts
-    there = hardware(gpu.capability)
+    there, double = hardware(gpu.capability), p.dtype == "float64"
+    builder = "sm80.forward_float64.build" if double else "sm80.forward.build"
     shape = Shape(
         head_dim=p.d,
         head_dim_v=p.dv,
@@ -157,9 +211,11 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         wide=chunked(o),
         split=planes_of(p),
         vectors=operands.vectors,
+        double=double,
     )
+    number = np.float64 if double else np.float32
     numbers = lambda rng=None: (
-        np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
+        number(LOG2E if p.options.changes else p.scale * LOG2E),
         p.low,
         p.high,
         parts,
@@ -168,10 +224,10 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
     write_lse = results.lse is not None
     in_parts = parts > 1 or o.dtype.name != p.dtype  # float32, as those of parts
     forward = Launch(
-        "sm80.forward.build",
+        builder,
         (p.dtype, shape, write_lse, p.band, in_parts, p.options.structure, tile),
         gpu,
-        grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
+        grid=_blocks(p, tile) * parts,
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(*shape.columns),
         operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),

@@ -4,12 +4,14 @@
 """
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import build_pack
+from numba_flash.cuda.fragment import build_pack, build_split
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
-from numba_flash.cuda.ptx import Matrices
+from numba_flash.cuda.ptx import Matrices, Planes
+from numba_flash.cuda.sm80.tiles import padded, pitch
 
 MORE = 32  # registers of a lane for sums of products with low planes
 
@@ -218,3 +220,43 @@ def build_put(m_tiles, columns, pitch, bfloat16, turing=False):
                     ptx.store_shared(at, i32(pack2(acc[e] * x, acc[e + 1] * x)))
 
     return put
+
+
+class Products(NamedTuple):
+    """Functions of kernels, as the loop calls them.
+
+    Attributes
+    ----------
+    scores, more_scores : function
+        ``scores(s, q, k)``: S of the first columns of Q and K; with those of the others.
+    pack : function
+        ``pack(p, s)``: P as `values` takes it.
+    values : function
+        ``values(acc, p, v)``: O += P V.
+    """
+
+    scores: Any
+    more_scores: Any
+    pack: Any
+    values: Any
+
+
+def build_products(dtype, shape, tile, begin, positive):
+    """`Products` of a warp; of `begin` columns first. Of P, if only `positive` weights count."""
+    m_tiles, block_n, (d, dv) = tile.m_tiles, tile.warp_n, map(padded, shape[:2])
+    pitch_k, pitch_v = map(pitch, shape.columns)
+    pairs = m_tiles * block_n // 4
+    if shape.split:
+        planes = Planes(2 * d, 2 * d) if shape.split > 1 else None
+        scores = build_split_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
+        planes = Planes(pairs, 2 * dv) if shape.split > 1 else None
+        values, _ = build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
+        pack, _ = build_split(pairs, shape.split, positive)
+        return Products(scores, None, pack, values)
+    kind = Kind(dtype == "bfloat16", shape.turing)
+    scores_of = partial(build_nt, kind, m_tiles, block_n)
+    scores = scores_of(begin, pitch_k, pitch_k, tile.q_registers)
+    more_scores = scores_of(d - begin, pitch_k, pitch_k, False, fresh=False)
+    values = build_nn(kind, m_tiles, dv, block_n, pitch_v)
+    pack, _ = build_pack(pairs, *kind, positive)
+    return Products(scores, more_scores, pack, values)

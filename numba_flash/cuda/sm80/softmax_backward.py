@@ -60,7 +60,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
-    SLOPES = options.bends
+    SLOPES = options.sloped
     runs = fragment.runs_of_keys(m_tiles, columns)
     hide_row = softmax.build_hide(COUNT, True)
     read = build_fetch(options, runs, vectors)
@@ -113,10 +113,9 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
             for r in range(KEY_ROWS):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    if CHANGES:
-                        sT[e] = ptx.ex2((sT[e] - shift[c]) * scale_log2)
-                    elif SPLIT:  # the difference of large numbers loses no digits
-                        sT[e] = ptx.ex2((sT[e] * scale_log2 - shift[c]) * f32(LOG2E))
+                    if SPLIT:  # the difference of large numbers loses no digits
+                        score = sT[e] if CHANGES else sT[e] * scale_log2
+                        sT[e] = ptx.ex2((score - shift[c]) * f32(LOG2E))
                     else:
                         sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
                     if SPLIT:

@@ -73,9 +73,17 @@ def build_place(tile, fours, again=False):
     return place
 
 
+class Order(NamedTuple):
+    """Functions of a block of keys; see `build_order`."""
+
+    of: Any
+    wait: Any
+    release: Any
+
+
 @once
-def build(kind, shape, ordered, options, tile):
-    """`Sums`, functions of a block of keys:
+def build_order(ordered, options, tile):
+    """`Order`, functions of a block of keys that know when it may add:
 
     ``sum_of(item, walk, following, sizes, extras)``: the `Sum` of a tile, which another one
     follows.
@@ -85,30 +93,13 @@ def build(kind, shape, ordered, options, tile):
         in the cache (H200, D = 128, 16k keys: 1.008 of FlashAttention-2's speed, 0.948 if all warps
         wait before they add). Where they are short (D = 64), all warps wait, as late as they can: 1
         to 4 % faster, and under a mask that hides 90 % of the tiles 25 %.
-    ``add(ds, k, dq_sum, to, factors)``: dQ = dQ + dS K, from tiles of dS^T and K in shared memory;
-        of float32, each warp's keys of each part of the queries with the factor they have there.
-    ``release(flags, to)``: say that this block has, after everybody has.
+    ``release(flags, to)``: say that this block has added, after everybody has.
 
-    dq_sum : float32 (b0, b1, heads, row blocks, copies * BLOCK_M * D): neighbouring blocks of keys
-        add to different copies, so that none waits for those that are at work at the same time.
     flags : one of each copy for SHARE row blocks, since to wait, and to wait until all has arrived
         in memory, takes as long as a fraction of a tile.
     """
-    BLOCK_M, BLOCK_N, D = tile.block_m, tile.block_n, tile.padded(shape.head_dim)
-    WARPS_M, WARPS_N = tile.dq_warps
-    PARTS, ROWS = tile.dq_parts, BLOCK_M // WARPS_M
-    COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
-    COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
-    ORDERED, FOURS, SHARE, MASKED = ordered, shape.fours, tile.share, options.mask
-    SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
-    AGAIN = finds_again(options, shape, tile)
-    SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
-    sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
-    product = products.build_tn(kind, *sizes) if not SPLIT else None
-    if SPLIT:
-        planes = ptx.Planes(2 * BLOCK_M, 2 * D) if shape.split > 1 else None
-        product_times = products.build_split_tn(*sizes, planes, WARPS)
-    place = build_place(tile, FOURS)
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
+    ORDERED, SHARE, MASKED = ordered, tile.share, options.mask
 
     @inline
     def blocks_before(item, at):
@@ -160,6 +151,41 @@ def build(kind, shape, ordered, options, tile):
                 pass
 
     @inline
+    def release(flags, to):
+        if ORDERED:
+            if to.ends and cuda.threadIdx.x == 0:
+                ptx.add_flag(flag_address(flags, to), i32(1))
+
+    return Order(sum_of, wait, release)
+
+
+@once
+def build(kind, shape, ordered, options, tile):
+    """`Sums`, functions of a block of keys: those of `build_order`, and
+
+    ``add(ds, k, dq_sum, to, factors)``: dQ = dQ + dS K, from tiles of dS^T and K in shared memory;
+        of float32, each warp's keys of each part of the queries with the factor they have there.
+
+    dq_sum : float32 (b0, b1, heads, row blocks, copies * BLOCK_M * D): neighbouring blocks of keys
+        add to different copies, so that none waits for those that are at work at the same time.
+    """
+    BLOCK_M, BLOCK_N, D = tile.block_m, tile.block_n, tile.padded(shape.head_dim)
+    WARPS_M, WARPS_N = tile.dq_warps
+    PARTS, ROWS = tile.dq_parts, BLOCK_M // WARPS_M
+    COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
+    COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
+    ORDERED, FOURS = ordered, shape.fours
+    SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
+    AGAIN = finds_again(options, shape, tile)
+    SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
+    sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
+    product = products.build_tn(kind, *sizes) if not SPLIT else None
+    if SPLIT:
+        planes = ptx.Planes(2 * BLOCK_M, 2 * D) if shape.split > 1 else None
+        product_times = products.build_split_tn(*sizes, planes, WARPS)
+    place = build_place(tile, FOURS)
+
+    @inline
     def add(ds, k, dq_sum, to, factors):
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
         factor = cuda.local.array(WARPS, f32)
@@ -190,12 +216,7 @@ def build(kind, shape, ordered, options, tile):
                     for x in range(4):
                         ptx.add_one(u64(target + u64(x * STRIDE)), acc[e + x])
 
-    @inline
-    def release(flags, to):
-        if ORDERED:
-            if to.ends and cuda.threadIdx.x == 0:
-                ptx.add_flag(flag_address(flags, to), i32(1))
-
+    sum_of, wait, release = build_order(ordered, options, tile)
     return Sums(sum_of, wait, add, release)
 
 

@@ -5,9 +5,10 @@ import math
 from numba_flash.cuda import launch, prepare_split
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
+from numba_flash.cuda.sm80 import float64_tiles
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
-from numba_flash.cuda.sm80.tiles import forward_tile, hardware
+from numba_flash.cuda.sm80.tiles import hardware
 
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
@@ -20,13 +21,15 @@ def takes_numpy() -> bool:
 
 
 def tiles_of(problem) -> tuple:
-    """Rows and columns of the score tiles of large problems, with the most shared memory."""
-    tile = forward_tile(problem, hardware((9, 0)))
+    """Rows and columns of score tiles where there are many heads, with the most shared memory."""
+    tile = forward.tile_of(problem, hardware((9, 0)))
     return (("forward", (tile.block_m, tile.block_n)),)
 
 
 def algorithm(problem) -> str:
     """How products and sums are computed."""
+    if problem.dtype == "float64":
+        return "IEEE products and sums"
     return ALGORITHMS[planes_of(problem)]
 
 
@@ -45,7 +48,9 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
     if problem is None:
         return None
     if problem.dtype == "float64":
-        return f"serves float16, bfloat16 and float32; q.dtype is {problem.dtype}"
+        reason = _why_not_float64(kind, problem, gpu.capability)
+        if reason is not None:
+            return reason
     if problem.dtype == "float32":
         reason = _why_not_float32(kind, problem, demanded, gpu.capability)
         if reason is not None:
@@ -73,3 +78,22 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
             f" a GPU of compute capability {major}.{minor} has less"
         )
     return prepare_split.why_not(problem, demanded, "sm80")
+
+
+def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | None:
+    """Scores and weights that options change are left to another tier."""
+    if capability not in float64_tiles.CAPABILITIES:
+        major, minor = capability
+        return (
+            "serves float64 where tensor cores multiply it fast, compute capability 8.0, 9.0 or"
+            f" 10.0; this GPU has {major}.{minor}"
+        )
+    if max(problem.d, problem.dv) > float64_tiles.MOST:
+        return f"serves float64 up to head dimension {float64_tiles.MOST}"
+    if kind == "forward" and float64_tiles.forward_tile(problem, hardware(capability)) is None:
+        return (
+            "has no forward pass of float64 beyond head dimension 64 with 163 KB of shared memory"
+        )
+    if problem.options.modifies:
+        return "serves float64 without options that change scores or weights"
+    return None

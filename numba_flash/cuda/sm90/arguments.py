@@ -86,6 +86,11 @@ class ForwardWork(NamedTuple):
     part: int
 
 
+# With a bias, a mask, dropout or a score_mod a word follows those of a work item: b1 of the scores,
+# which for packed sequences is the number of one, while their arrays have no such axis.
+SCORES_B1 = len(ForwardWork._fields)
+
+
 class BackwardWork(NamedTuple):
     """For the backward kernels: an `Item` whose rows are keys, and the number of the first row
     block of queries of its first head.

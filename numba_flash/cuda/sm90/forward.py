@@ -9,17 +9,15 @@ while the tensor cores already work on what follows. With `ping_pong` the consum
 at starting products, which keeps their softmaxes apart.
 """
 
-import math
-
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
-from numba_flash.cuda.number import array, index
-from numba_flash.cuda.sm90 import pipeline, store, wgmma
+from numba_flash.cuda.number import array
+from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
-from numba_flash.cuda.sm90.load_forward import WORD, build_produce
-from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.rows import ROWS, build_begin, build_hide
+from numba_flash.cuda.sm90.finish import build_finish
+from numba_flash.cuda.sm90.load_forward import build_produce
+from numba_flash.cuda.sm90.rows import build_begin, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
 
@@ -42,22 +40,19 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
-    O_STAGE, O_BYTES = SMEM.o, SMEM.o_panels * panel_bytes(ROWS)
     ALIGNMENT, V_PANEL = SMEM.ALIGNMENT, panel_bytes(BLOCK_N)
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
-    BANDED, CAPPED, WRITE_LSE = band != "none", bool(options.softcap), write_lse
+    BANDED, CAPPED = band != "none", bool(options.softcap)
     TO_MAP, PARTS = store_by == "map", store_by == "parts"
-    SEQUENCES, PACKED, BFLOAT16 = options.sequences, options.packed, dtype == "bfloat16"
-    NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
+    SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
     produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    zero, zero_rows = softmax.build_zero(OUTPUTS)
+    zero, _ = softmax.build_zero(OUTPUTS)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
-    put_row = store.build_put_row(head_dim_v, PARTS, BFLOAT16)
-    stage = store.build_stage(head_dim_v, SMEM.o_panels, BFLOAT16) if TO_MAP else None
+    finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM)
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
     cap, hide = softmax.build_cap(SCORES), build_hide(BLOCK_N, band == "both")
     begin_item = build_begin(BLOCK_N, SMEM.q, SMEM.work)
@@ -97,48 +92,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         pipeline.release_group(smem, K, n)
 
     @inline
-    def finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, scale_log2, batches):
-        """(6) O = O / l, lse = m + log l of a work item, stored; a row that saw nothing has O = 0,
-        lse = -inf.
-        """
-        inverse = cuda.local.array(2, f32)  # registers: 1 / l of the thread's rows
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.head)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
-        q0, queries, rows = i32(0), i32(o.shape[3]), i32(o.shape[3])
-        if SEQUENCES:
-            q0 = pipeline.read(smem, WORK, turn, WORD.q0)
-            queries = pipeline.read(smem, WORK, turn, WORD.queries)
-        if PARTS:
-            b0 = i32(b0 + pipeline.read(smem, WORK, turn, WORD.part) * batches)
-        if PACKED:
-            rows = queries
-        for r in range(2):
-            l, i = fragment.row_sum(l_i[r]), row0 + wgmma.first_row() + 8 * r
-            if SEQUENCES and i >= queries:
-                l = f32(0)
-            inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
-            value = (m_i[r] * scale_log2 + ptx.lg2(l)) * f32(LN2) if l != f32(0) else f32(NEG_INF)
-            if SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0:
-                inverse[r] = f32(NAN)
-                value = f32(NAN)
-            if WRITE_LSE and i < rows and cuda.threadIdx.x % 4 == 0:
-                lse[index(b0), index(b1), index(h), index(q0 + i)] = value
-        if cuda.any_sync(fragment.ALL_LANES, inverse[0] == f32(0) or inverse[1] == f32(0)):
-            zero_rows(acc, inverse)  # 0 * NaN is not 0
-        pipeline.release(smem, WORK, turn)
-        if TO_MAP:
-            staged = smem + u32(O_STAGE + me * O_BYTES)
-            stage(maps[3], staged, acc, inverse, me, Place(0, row0, h, b1, b0))
-        else:
-            for r in range(2):
-                i = row0 + wgmma.first_row() + 8 * r
-                if i < rows:
-                    o_row = o[index(b0), index(b1), index(h), index(q0 + i)]
-                    put_row(ptx.global_address(o_row), acc, inverse, r)
-
-    @inline
     def consume(maps, smem, me, o, lse, batches, scales):
         """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
         tile first.
@@ -152,7 +105,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         alpha = cuda.local.array(2, f32)  # what their O has to be multiplied by
         m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
         l_done = cuda.local.array(2, f32)  # the same of l_i
-        turn, n = u32(0), u32(0)
+        turn, n, scale_log2 = u32(0), u32(0), scales.scale_log2
         item = begin_item(smem, me, turn)
         zero(acc)
         softmax.reset(m_i, l_i)
@@ -196,7 +149,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
             done = u32(turn - 1)
-            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, scales.scale_log2, batches)
+            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, scale_log2, batches, ())
             zero(acc)
             pack(p, s)
         # (5) O += P V of the last tile of all
@@ -204,7 +157,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         start_values(acc, p, v_tile(smem, u32(n - 1)))
         wait_all(acc, s)
         done = u32(turn - 1)
-        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scales.scale_log2, batches)
+        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scale_log2, batches, ())
 
     def forward_sm90(maps, o, lse, extras, sizes, scales):
         smem = pipeline.shared_base(ALIGNMENT)

@@ -2,19 +2,56 @@
 has the copy engine fetch their tiles.
 """
 
-from numba_flash.cuda import schedule
+from typing import NamedTuple
+
+from numba_flash.cuda import schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
-from numba_flash.cuda.sm90.arguments import END, ForwardWork, one_type, words
+from numba_flash.cuda.sm90.arguments import END, SCORES_B1, ForwardWork, one_type, words
 from numba_flash.cuda.sm90.pipeline import Place
 
 WORD = words(ForwardWork)
 
 
+class Tiles(NamedTuple):
+    """Of keys of a work item: the number of the first, how many there are, and the keys of the
+    sequence; with a mask, numbers in a list (`numba_flash.cuda.tile_lists`).
+    """
+
+    first: int
+    count: int
+    keys: int
+
+
+@once
+def build_listed_tiles(in_parts, block_m):
+    """``listed_tiles(item, extras, sizes)``: the `Tiles` that a mask leaves of a work item; if that
+    is none, one tile without keys.
+    """
+    PARTS, BLOCK_M = in_parts, block_m
+    list_of, _ = tile_lists.build_access(True)
+
+    @inline
+    def listed_tiles(item, extras, sizes):
+        seen = list_of(extras, item.b0, item.b1, item.head, i32(u32(item.row0) // u32(BLOCK_M)))
+        first, count, keys = i32(0), tile_lists.length(seen), item.columns
+        if PARTS:
+            share = i32((count + i32(sizes.parts) - 1) // i32(sizes.parts))
+            before = min(i32(item.part * share), count)
+            first, count = before, i32(min(share, i32(count - before)))
+        if count == 0:
+            first, count, keys = i32(0), i32(1), i32(0)
+        return Tiles(first, count, keys)
+
+    return listed_tiles
+
+
 def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
-    WORK, PACKED = one_type(layout.work), options.packed
+    WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.mask
+    OPTIONS = options.modifies_beyond_softcap
     item_of = schedule.build_item(options, banded, in_parts, tile.block_m, tile.block_n)
+    listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 
     @inline
     def write_work(smem, turn, o, extras, sizes):
@@ -23,6 +60,10 @@ def build_write_work(banded, in_parts, options, tile, layout):
         if number < sizes.items:
             item = item_of(number, o.shape, extras, sizes)
             kv_head = i32(u32(item.head) // u32(sizes.group))
+            if MASKED:
+                tiles = listed_tiles(item, extras, sizes)
+            else:
+                tiles = Tiles(item.first, item.count, item.columns)
             work = ForwardWork(
                 b0=item.b0,
                 b1=i32(0) if PACKED else item.b1,
@@ -32,18 +73,22 @@ def build_write_work(banded, in_parts, options, tile, layout):
                 q0=item.rows_begin,
                 queries=item.rows,
                 k0=item.columns_begin,
-                keys=item.columns,
+                keys=tiles.keys,
                 low=item.low,
                 high=item.high,
                 invalid=item.invalid,
-                first=item.first,
-                count=item.count,
+                first=tiles.first,
+                count=tiles.count,
                 part=item.part,
             )
             for word in range(len(work)):
                 pipeline.write(smem, WORK, turn, word, work[word])
+            if OPTIONS:
+                pipeline.write(smem, WORK, turn, SCORES_B1, item.b1)
         else:
             pipeline.write(smem, WORK, turn, WORD.count, END)
+            if MASKED:  # and no list
+                pipeline.write(smem, WORK, turn, WORD.keys, 0)
         pipeline.commit(smem, WORK, turn)
 
     return write_work
@@ -60,6 +105,22 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
     load_q = pipeline.build_load(Q, head_dim, tile.block_m, planes=tile.planes)
     load_k = pipeline.build_load(K, head_dim, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
+    BLOCK_M, MASKED = tile.block_m, options.mask
+    list_of, listed = tile_lists.build_access(MASKED)
+
+    @inline
+    def list_of_work(smem, turn, extras):
+        """The list of a work item's tiles."""
+        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+        b1 = pipeline.read(smem, WORK, turn, SCORES_B1)
+        head = pipeline.read(smem, WORK, turn, WORD.head)
+        block = i32(u32(pipeline.read(smem, WORK, turn, WORD.row0)) // u32(BLOCK_M))
+        return list_of(extras, b0, b1, head, block)
+
+    @inline
+    def listed_column(seen, number, keys):
+        """First column of a tile of the list; none of an empty one is read."""
+        return i32(listed(seen, i32(number)).at * BLOCK_N) if keys > 0 else i32(0)
 
     @inline
     def produce(maps, smem, o, extras, sizes):
@@ -75,16 +136,24 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
             k0 = pipeline.read(smem, WORK, turn, WORD.k0)
             first = pipeline.read(smem, WORK, turn, WORD.first)
             key = i32(k0 + (first + count - 1) * BLOCK_N)
+            if MASKED:
+                seen = list_of_work(smem, turn, extras)
+                keys, last = pipeline.read(smem, WORK, turn, WORD.keys), i32(first + count - 1)
             for t in range(count + 1):
                 if t < count:
+                    key_k = key - t * BLOCK_N
+                    if MASKED:
+                        key_k = i32(k0 + listed_column(seen, last - t, keys))
                     pipeline.wait_free(smem, K, u32(n + t))
-                    load_k(maps[1], smem, u32(n + t), Place(0, key - t * BLOCK_N, kv_head, b1, b0))
+                    load_k(maps[1], smem, u32(n + t), Place(0, key_k, kv_head, b1, b0))
                 if t == 0:
                     pipeline.wait_free(smem, Q, turn)
                     head = pipeline.read(smem, WORK, turn, WORD.head)
                     load_q(maps[0], smem, turn, Place(0, row, head, b1, b0))
                 else:
                     key_v = key - (t - 1) * BLOCK_N
+                    if MASKED:
+                        key_v = i32(k0 + listed_column(seen, last - (t - 1), keys))
                     pipeline.wait_free(smem, V, u32(n + t - 1))
                     load_v(maps[2], smem, u32(n + t - 1), Place(0, key_v, kv_head, b1, b0))
                 if t == 1:

@@ -3,28 +3,38 @@
 import math
 
 from numba_flash.arrays import Layout
-from numba_flash.cuda import launch, prepare_split, tensor_maps
+from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm90 import prepare_backward as backward
 from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
+from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
 from numba_flash.cuda.sm90.split_tiles import MOST, MOST_BACKWARD, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
 from numba_flash.problem import Prepared
 
-SERVED = {"softcap", "q_lengths", "kv_lengths"}  # options that the kernels know
-SERVED_FLOAT32 = SERVED - {"softcap"}
+# Options that the kernels know.
+SERVED = {
+    "forward": {*NAMES},
+    "backward": {"softcap", "q_lengths", "kv_lengths"},
+}
+SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
+# Up to here tiles have too few products to hide the loads of a bias or a mask: for a mask of each
+# pair sm80, with more warps, took 0.90 of the time at D = 64, and 1.17 of it at 128 (H200, N =
+# 4096).
+MOST_WAITING = 64
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
 def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
-    of = forward_split if planes_of(problem) else forward
+    with_options = forward_options if problem.options.modifies_beyond_softcap else forward
+    of = forward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, gpu)
 
 
@@ -41,7 +51,9 @@ def takes_numpy() -> bool:
 
 def tiles_of(problem) -> tuple:
     """Rows and columns of the score tiles."""
-    tile = split_tile(problem) if planes_of(problem) else forward_tile(problem)
+    with_options = problem.options.modifies_beyond_softcap
+    tile_of = forward_options.options_tile if with_options else forward_tile
+    tile = split_tile(problem) if planes_of(problem) else tile_of(problem)
     return (("forward", (tile.block_m, tile.block_n)),)
 
 
@@ -64,11 +76,25 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
     if problem is None:
         return None
+    if kind == "forward" and not demanded and grid.bound_by_memory(problem):
+        return "serves so few queries on demand only (backend='sm90'): others read a key but once"
+    if kind == "forward" and not demanded and _waits(problem, inputs):
+        return (
+            "serves a bias or a mask of each pair up to head dimension"
+            f" {MOST_WAITING} on demand only (backend='sm90'): it waits for it longer than others"
+        )
     if problem.dtype == "float32":
-        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
+        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(kind, problem)
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
-    return _why_not_problem(problem) or next(filter(None, reasons), None)
+    return _why_not_problem(kind, problem) or next(filter(None, reasons), None)
+
+
+def _waits(p, inputs) -> bool:
+    """True if a warp waits for what it reads of each pair for longer than its products take."""
+    given = [x for x in (inputs.bias, inputs.mask) if x is not None and len(x.shape) > 1]
+    of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
+    return of_pairs and max(p.d, p.dv) <= MOST_WAITING
 
 
 def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
@@ -85,14 +111,17 @@ def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
     return prepare_split.why_not(p, demanded, "sm90")
 
 
-def _why_not_problem(p) -> str | None:
+def _why_not_problem(kind: str, p) -> str | None:
     if p.dtype not in ("float16", "bfloat16", "float32"):
         return f"serves float16, bfloat16 and float32; q.dtype is {p.dtype}"
+    served, where = SERVED[kind], " in the backward pass"  # forward ones are all served
+    if planes_of(p):
+        served, where = SERVED_FLOAT32, " with float32"
     for option in p.options.used:
-        if option not in (SERVED_FLOAT32 if planes_of(p) else SERVED):
-            of = " with float32" if option in SERVED else ""
-            return f"does not know {NAMES[option]}{of}"
-    if p.options.softcap and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
+        if option not in served:
+            return f"does not know {NAMES[option]}{where}"
+    alone = p.options.softcap and not p.options.modifies_beyond_softcap
+    if alone and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
         return (
             f"needs a softcap between scale / {GREATEST_RATIO:.0e} and {GREATEST_SOFTCAP};"
             f" got {p.options.softcap}"

@@ -17,6 +17,7 @@ from numba_flash.cuda import launch
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
+from numba_flash.cuda.sm80.few_tiles import FEW_TILES, float_pitch
 from numba_flash.cuda.sm80.tiles import hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
@@ -39,7 +40,8 @@ def problem(options=None, **sizes) -> Problem:
 B200, A10, L40, RTX5090 = (Gpu(0, capability, 100) for capability in ((10, 0), (8, 6), (8, 9), (12, 0)))
 KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
 REFUSED = {
-    "float64": ({"dtype": "float64"}, {}, "serves float16, bfloat16 and float32; q.dtype is float64"),
+    "wide float64": ({"dtype": "float64", "d": 129}, {}, "serves float64 up to head dimension 128"),
+    "float64, options": ({"dtype": "float64"}, {"softcap": 2.0}, "serves float64 without options that change scores or weights"),
     "IEEE products": ({"dtype": "float32"}, {"precision": "ieee"}, "computes no IEEE products (precision='ieee')"),
     "scale 0": ({}, {"scale": 0.0}, "needs a positive, finite scale; got 0.0"),
     "scale < 0": ({}, {"scale": -0.5}, "needs a positive, finite scale; got -0.5"),
@@ -49,6 +51,7 @@ SERVED = {
     "bfloat16": ({"dtype": "bfloat16"}, {"causal": True}),
     "lengths": ({}, {"kv_lengths": np.array([3, 4])}),
     "head dimensions": ({"d": 13, "dv": 7}, {"window": (3, 5)}),
+    "float64": ({"dtype": "float64", "d": 64, "dv": 7}, {"causal": True, "kv_lengths": np.array([3, 4])}),
     "largest head dimensions": ({"d": 256, "dv": 256}, {}),
     "five dimensions": ({"batch": (2, 3)}, {"scale": 1e-3}),
     "no keys": ({"nk": 0}, {}),
@@ -94,6 +97,38 @@ def test_float32_is_refused_where_blocks_have_little_memory(gpu):
     sentence = "serves float32 where a block may have 163 KB of shared memory; a GPU of compute capability {}.{} has less"
     for demanded in (False, True):
         assert tier.why_not("forward", p, inputs, demanded, gpu) == sentence.format(*gpu.capability)
+
+
+@pytest.mark.parametrize("gpu", [T4, A10, L40, RTX5090], ids=["T4", "A10", "L40", "RTX 5090"])
+def test_float64_is_refused_where_tensor_cores_do_not_multiply_it_fast(gpu):
+    p, inputs = problem(dtype="float64"), inputs_of(dtype="float64")
+    sentence = "serves float64 where tensor cores multiply it fast, compute capability 8.0, 9.0 or 10.0; this GPU has {}.{}"
+    for kind, demanded in itertools.product(("forward", "backward"), (False, True)):
+        assert tier.why_not(kind, p, inputs, demanded, gpu) == sentence.format(*gpu.capability)
+
+
+@KINDS
+@pytest.mark.parametrize("gpu", [A100, H200, B200], ids=["A100", "H200", "B200"])
+@pytest.mark.parametrize("d", [1, 16, 17, 32, 33, 64, 65, 100, 128])
+def test_tiles_of_float64_fit(kind, gpu, d):
+    """In shared memory, with whole fragments for every warp and whole lines of what it reads of a row."""
+    p = problem(dtype="float64", d=d)
+    if kind == "forward" and gpu is A100 and d > 64:
+        sentence = "has no forward pass of float64 beyond head dimension 64 with 163 KB of shared memory"
+        assert tier.why_not(kind, p, inputs_of(dtype="float64", d=d), True, gpu) == sentence
+        return
+    for dv in (d, 16):
+        launch = main_launch(kind, problem(dtype="float64", d=d, dv=dv, nq=5000), gpu)
+        tile = launch.config[-1]
+        assert launch.shared_bytes <= SHARED_LIMIT[gpu.capability]
+        assert tile.terms == (4 if gpu is A100 else 16)
+        if kind == "forward":
+            continue
+        scores, outputs, dq = (tile.warps // each for each in (tile.scores, tile.outputs, tile.dq))
+        assert not any(n % 16 for n in (tile.block_n // tile.scores, tile.block_n // tile.outputs, tile.block_m // tile.dq))
+        assert tile.block_m % 16 == 0
+        assert tile.block_m // scores == 8 or tile.block_m // scores % 16 == 0
+        assert not any(tile.padded(each) % (16 * n) for each in (d, dv) for n in (outputs, dq))
 
 
 def test_gpus_that_are_refused(monkeypatch):
@@ -202,11 +237,12 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     o = Layout.compact((2, 2, nq, d), "float16")
     results = ForwardResults(o, Layout.compact(o.shape[:-1], "float32"))
     forward, *combine = tier.prepare_forward(p, ForwardInputs(*map(Layout.of, inputs)), results, gpu).launches
-    row_blocks = 2 * 2 * math.ceil(nq / forward.config[-1].block_m)
+    tile = forward.config[-1]
+    row_blocks = 2 * 1 * math.ceil(2 * nq / tile.block_m) if tile.group else 2 * 2 * math.ceil(nq / tile.block_m)
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
     assert (parts > 1) == bool(combine)
-    assert parts == 1 or row_blocks * 2 <= gpu.multiprocessors
+    assert parts == 1 or tile.group or row_blocks * 2 <= gpu.multiprocessors
 
 
 @pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2), (0, 5, 1, 1), (5, 0, 1, 1)])
@@ -282,3 +318,81 @@ def test_copies_of_the_sums_of_dq(sizes, options, copies):
     inputs = inputs_of(**sizes)._replace(mask=options.get("mask"))
     main = main_launch("backward", problem(options, **sizes), H200, inputs)
     assert 2 ** main.numbers[0].doublings == copies
+
+
+# ---- few queries -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "group"),
+    [
+        ({"nq": 1, "hq": 8, "hk": 2}, 16, 4),
+        ({"nq": 16, "hq": 1, "hk": 1}, 16, 1),
+        ({"nq": 4, "hq": 20, "hk": 4, "d": 64}, 32, 5),
+        ({"nq": 16, "hq": 64, "hk": 8, "dv": 120}, 32, 8),
+        ({"nq": 2, "hq": 16, "hk": 1, "d": 256}, 16, 16),
+        ({"nq": 17, "hq": 8, "hk": 2}, None, 0),
+        ({"nq": 1, "hq": 8, "hk": 2, "dtype": "float32"}, None, 0),
+    ],
+)
+def test_rows_of_few_queries(sizes, rows, group):
+    """Those of all heads that share keys; a block of 16 or 32, where there are that many."""
+    sizes = {"nk": 3000, "d": 128} | sizes
+    tile = main_launch("forward", problem(**sizes), H200).config[-1]
+    assert tile.group == group
+    assert rows is None or tile.block_m == rows
+    assert tile.threads == 32 * tile.warps
+    assert tile.block_n == tile.warps * tile.warp_n if group else tile.block_n == tile.warp_n
+
+
+@pytest.mark.parametrize("tile", [row.tile for row in FEW_TILES], ids=str)
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (8, 256), (64, 64), (128, 16), (256, 256)])
+def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
+    """Their O, m and l."""
+    rows = tile.warps * tile.block_m
+    assert tile.shared_bytes(d, dv) >= rows * (float_pitch(dv) + 8)
+    both = pitch(d) + pitch(dv)
+    assert tile.shared_bytes(d, dv) >= tile.block_m * max(pitch(d), pitch(dv)) + tile.stages * tile.block_n * both
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpu", "parts"),
+    [
+        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 32),  # 8 * 32 blocks, 2 on nearly each of 132 multiprocessors
+        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 2),
+        ({"nk": 1024, "hq": 64, "hk": 8}, H200, 8),  # a tile each
+        ({"nk": 100, "hq": 64, "hk": 8}, H200, 1),  # a second kernel would take longer
+        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 256),  # 4 tiles each, as with 264
+        ({"nk": 131072, "hq": 64, "hk": 8}, A100, 27),
+        ({"nk": 131072, "hq": 264, "hk": 264}, H200, 1),
+        ({"nk": 0, "hq": 1, "hk": 1}, H200, 1),
+    ],
+)
+def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
+    sizes = {"nq": 1, "d": 128, "batch": (1,)} | sizes
+    forward, *combine = launches("forward", problem(**sizes), gpu)
+    assert forward.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
+    assert len(combine) == (parts > 1)
+    if combine:
+        assert combine[0].grid == math.prod(sizes["batch"]) * sizes["hq"]
+        assert combine[0].numbers == (parts,)
+
+
+def test_one_kernel_combines_any_number_of_parts():
+    """So that a cache that grows needs none anew."""
+    of = lambda nk: launches("forward", problem(nq=1, nk=nk, d=128, hq=8, hk=1), H200)
+    (short, combine_short), (long, combine_long) = of(3000), of(100000)
+    assert combine_short.numbers != combine_long.numbers
+    assert (short.config, combine_short.config) == (long.config, combine_long.config)
+
+
+def test_options_of_few_queries_have_the_registers_of_other_rows():
+    plain, capped = (main_launch("forward", problem(options, nq=16, hq=2, d=128), H200).config[-1] for options in ({}, {"softcap": 2.0}))
+    assert (plain.block_m, capped.block_m) == (32, 16)
+
+
+def test_few_queries_with_a_mask_have_no_lists():
+    options = {"mask": np.ones((1, 1, 1, 200), bool)}
+    inputs = inputs_of(nq=1)._replace(**options)
+    (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
+    assert forward.builder == "sm80.forward.build"

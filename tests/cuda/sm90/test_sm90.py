@@ -248,12 +248,9 @@ def test_plan_names_what_runs(cp):
     assert bits(cp, numba_flash.forward(q, q, q, causal=True)) == bits(cp, forward(q, q, q, causal=True))
 
 
-OF_SHAPE, SCORE = (2, 4, 30, 64), {"score_mod": numba_flash.alibi([0.5] * 4)}
+OF_SHAPE = (2, 4, 30, 64)
 REFUSED = {
-    "bias": (OF_SHAPE, lambda cp, x: x, lambda cp: {"bias": cp.zeros(30, "float32")}, "does not know a bias"),
-    "mask": (OF_SHAPE, lambda cp, x: x, lambda cp: {"mask": cp.ones(30, "bool")}, "does not know a mask array"),
-    "dropout": (OF_SHAPE, lambda cp, x: x, lambda cp: {"dropout": 0.5, "rng": (1, 2)}, "does not know dropout"),
-    "score_mod": (OF_SHAPE, lambda cp, x: x, lambda cp: SCORE, "does not know a score_mod"),
+    "softcap": (OF_SHAPE, lambda cp, x: x, lambda cp: {"softcap": 2000.0}, "needs a softcap between scale / 1e+38 and 1024; got 2000.0"),
     "float64": (OF_SHAPE, lambda cp, x: x.astype("float64"), lambda cp: {}, "serves float16, bfloat16 and float32; q.dtype is float64"),
     "D = 20": ((2, 4, 30, 20), lambda cp, x: x, lambda cp: {}, "needs head dimensions that are multiples of 8; q.shape[-1] is 20"),
     "reversed": (OF_SHAPE, lambda cp, x: x[:, ::-1], lambda cp: {}, "needs strides that are multiples of 16 bytes and not negative; q"),
@@ -274,6 +271,23 @@ def test_what_sm90_refuses_runs_elsewhere(cp, shape, view, options, sentence):
     with pytest.raises(NotImplementedError, match="backend sm90: "):
         forward(x, x, x, **options)
     assert numba_flash.forward(x, x, x, **options).shape == x.shape
+
+
+OPTIONS = {
+    "bias": lambda cp: {"bias": cp.zeros(30, "float32")},
+    "mask": lambda cp: {"mask": cp.ones(30, "bool")},
+    "dropout": lambda cp: {"dropout": 0.5, "rng": (1, 2)},
+    "score_mod": lambda cp: {"score_mod": numba_flash.alibi([0.5] * 4)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_have_results_of_sm80(cp, options):
+    """Which gets the gradients of what `sm90` computed; of dropout, the same weights are dropped."""
+    x, options = normal(cp, *OF_SHAPE), options(cp)
+    assert numba_flash.plan(x, x, x, **options).backend == "sm90"
+    other = numba_flash.forward(x, x, x, backend="sm80", **options)
+    cp.testing.assert_allclose(forward(x, x, x, **options), other, atol=4e-3, rtol=4e-3)
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 import compiled
 import kernel_counts
 from compiled import H200, disassembler
-from sm90_kernels import AROUND, BACKWARD, BACKWARD_SPLIT, COMBINE, DQ, FORWARD, FORWARD_SPLIT, KERNELS
+from sm90_kernels import AROUND, BACKWARD, BACKWARD_SPLIT, COMBINE, DQ, FORWARD, FORWARD_OPTIONS, FORWARD_SPLIT, KERNELS
 
 from numba_flash.cuda import compile
 from numba_flash.cuda.sm90.split_tiles import padded
@@ -26,7 +26,7 @@ SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  #
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
-    *(f"64-{2**31}-none", "backward 64, causal"),
+    *(f"64-{2**31}-none", "forward sm90 64 bias", "backward 64, causal"),
     *("preprocess packed", "postprocess packed", "dq packed, 136", "combine"),
 )
 
@@ -51,7 +51,7 @@ def test_counts_of_machine_code(name):
     kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
 
 
-@pytest.mark.parametrize("name", named([*FORWARD, *BACKWARD], QUICK))
+@pytest.mark.parametrize("name", named([*FORWARD, *FORWARD_OPTIONS, *BACKWARD], QUICK))
 def test_resources(name):
     """Nothing is spilled or serialised, and the registers that the warp groups ask for are those that the block has been given."""
     _, d, dv, *_, tile = KERNELS[name].config
@@ -110,6 +110,21 @@ def test_instructions(name):
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == (store == "map")
     assert not found & {"STL", "LDL", "HMMA"}
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(FORWARD_OPTIONS, QUICK))
+def test_instructions_with_options(name):
+    """The same; and what belongs to a tile is asked for before the scores are waited for."""
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    names = {each.split(".")[0] for each in found}
+    assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"STL", "LDL", "HMMA"}
+    options = FORWARD_OPTIONS[name][7]
+    if options.bias or options.mask:
+        first = next(i for i, each in enumerate(found) if each.startswith("HGMMA"))
+        wait = next(i for i, each in enumerate(found) if each.startswith("WARPGROUP.DEPBAR"))
+        assert sum(each.startswith("LDG") for each in found[first:wait]) >= FORWARD_OPTIONS[name][-1].block_n // 4
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")

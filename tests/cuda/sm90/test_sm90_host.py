@@ -19,11 +19,15 @@ import numba_flash
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, schedule, tensor_maps
 from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.fetch import held
+from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import prepare_backward, prepare_forward, tier
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
 from numba_flash.cuda.sm90.tiles import FORWARD_TILES, KEYS, OUTPUT_ROWS, PART_TILES, SHARED_LIMIT, backward_tile, forward_tile, part_tile
 from numba_flash.options import PLAIN, Options
+from numba_flash.plan import choose
 from numba_flash.problem import MAX_LENGTH, BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 H200 = Gpu(0, (9, 0), 132)
@@ -41,15 +45,11 @@ def problem(nq=100, nk=200, d=64, dv=None, batch=(2,), hq=2, hk=1, dtype=np.floa
 REFUSED = {
     "float64": (problem(dtype=np.float64), "serves float16, bfloat16 and float32; q.dtype is float64"),
     "softcap with float32": (problem(dtype=np.float32, softcap=3.0), "does not know a softcap with float32"),
-    "bias with float32": (problem(dtype=np.float32, bias=np.zeros(200, np.float32)), "does not know a bias"),
+    "bias with float32": (problem(dtype=np.float32, bias=np.zeros(200, np.float32)), "does not know a bias with float32"),
     "D = 20 with float32": (
         problem(dtype=np.float32, d=20),
         "needs head dimensions that are multiples of 8; q.shape[-1] is 20, v.shape[-1] 20",
     ),
-    "bias": (problem(bias=np.zeros(200, np.float32)), "does not know a bias"),
-    "mask": (problem(mask=np.ones(200, bool)), "does not know a mask array"),
-    "dropout": (problem(dropout=0.5, rng=(1, 2)), "does not know dropout"),
-    "score_mod": (problem(score_mod=numba_flash.alibi([0.5, 0.25])), "does not know a score_mod"),
     "d": (problem(d=20), "needs head dimensions that are multiples of 8; q.shape[-1] is 20, v.shape[-1] 20"),
     "dv": (problem(dv=12), "needs head dimensions that are multiples of 8; q.shape[-1] is 64, v.shape[-1] 12"),
     "scale 0": (problem(scale=0.0), "needs a positive, finite scale; got 0.0"),
@@ -60,7 +60,14 @@ REFUSED = {
     "no queries": (problem(nq=0), "needs at least one query and one key"),
     "no batch": (problem(batch=(0,)), "needs at least one query and one key"),
 }
+FORWARD_ALONE = {
+    "bias": (problem(bias=np.zeros(200, np.float32)), "a bias"),
+    "mask": (problem(mask=np.ones(200, bool)), "a mask array"),
+    "dropout": (problem(dropout=0.5, rng=(1, 2)), "dropout"),
+    "score_mod": (problem(score_mod=numba_flash.alibi([0.5, 0.25])), "a score_mod"),
+}
 SERVED = {
+    "a cap of any size with a mask": problem(mask=np.ones(200, bool), softcap=1025.0),
     "plain": problem(),
     "softcap": problem(softcap=3.0, causal=True),
     "softcap 1024": problem(softcap=1024.0),
@@ -86,15 +93,30 @@ def inputs_of(p: Problem) -> ForwardInputs:
 
 @pytest.mark.parametrize(("p", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_problems_that_are_refused(p, sentence):
-    assert tier._why_not_problem(p) == sentence
+    assert tier._why_not_problem("forward", p) == sentence
     assert tier.why_not("forward", p, inputs_of(p), True, H200) == sentence
 
 
 @pytest.mark.parametrize("p", SERVED.values(), ids=SERVED)
 def test_problems_that_are_served(p):
-    assert tier._why_not_problem(p) is None
+    assert tier._why_not_problem("forward", p) is None
     assert tier.why_not("forward", p, inputs_of(p), True, H200) is None
     assert tier.why_not("forward", p, inputs_of(p), False, H200) is None
+
+
+@pytest.mark.parametrize(("p", "option"), FORWARD_ALONE.values(), ids=FORWARD_ALONE)
+def test_options_that_are_served_forward_alone(p, option):
+    """The tile is that of the kernel with options, and `sm80` gets the gradients."""
+    inputs = inputs_of(p)
+    x = np.zeros((*p.batch, p.hq, p.nq, p.d), np.float16)
+    gradients = BackwardInputs(x, *inputs[:3], x, None)
+    for demanded in (True, False):
+        assert tier.why_not("forward", p, inputs, demanded, H200) is None
+        assert tier.why_not("backward", p, gradients, demanded, H200) == f"does not know {option} in the backward pass"
+    tile = options_tile(p)
+    assert tier.tiles_of(p) == (("forward", (tile.block_m, tile.block_n)),)
+    assert choose(p, inputs, None, gpu=H200).backend == "sm90"
+    assert choose(p, gradients, None, "backward", gpu=H200).backend == "sm80"
 
 
 REFUSED_FLOAT32 = {
@@ -123,6 +145,39 @@ def test_few_products_of_float32_are_served_on_demand():
     assert tier.why_not("forward", p, inputs_of(p), False, H200) == sentence
 
 
+def test_few_queries_of_many_keys_are_served_on_demand():
+    """Forward; those of float32 or float64 have no faster kernel."""
+    sentence = "serves so few queries on demand only (backend='sm90'): others read a key but once"
+    for sizes, refused in (({}, True), ({"nq": 17}, False), ({"nk": 511}, False), ({"dtype": "float32"}, False)):
+        p = replace(problem(nq=16, nk=512), **sizes)
+        inputs = inputs_of(p)
+        assert tier.why_not("forward", p, inputs, True, H200) is None
+        assert (tier.why_not("forward", p, inputs, False, H200) == sentence) == refused
+        of_gradients = BackwardInputs(inputs.q, *inputs[:3], inputs.q, None)
+        assert tier.why_not("backward", p, of_gradients, False, H200) != sentence
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_what_a_small_head_waits_for_is_served_on_demand(name):
+    sentence = (
+        "serves a bias or a mask of each pair up to head dimension 64 on demand only (backend='sm90'): it waits for it longer than others"
+    )
+    dtype = bool if name == "mask" else np.float16
+    of_pairs, of_keys = np.zeros((100, 200), dtype), np.zeros(200, dtype)
+    broadcast = np.broadcast_to(of_keys, (100, 200))
+    for d, dv, x, refused in (
+        (64, 64, of_pairs, True),
+        (64, 72, of_pairs, False),
+        (32, 32, of_keys, False),
+        (32, 32, of_keys[None], False),
+        (32, 32, broadcast, False),
+    ):
+        p = problem(d=d, dv=dv, **{name: x})
+        inputs = inputs_of(p)._replace(**{name: x})
+        assert tier.why_not("forward", p, inputs, True, H200) is None
+        assert tier.why_not("forward", p, inputs, False, H200) == (sentence if refused else None)
+
+
 def test_float32_in_any_strides_is_served():
     p = problem(**WIDE)
     q, k, v, *_ = inputs_of(p)
@@ -130,7 +185,7 @@ def test_float32_in_any_strides_is_served():
 
 
 def test_bfloat16_is_served():
-    assert tier._why_not_problem(replace(problem(), dtype="bfloat16")) is None
+    assert tier._why_not_problem("forward", replace(problem(), dtype="bfloat16")) is None
 
 
 def test_refusals_beyond_the_problem(monkeypatch):
@@ -190,6 +245,23 @@ def test_addresses():
 
 
 # ---- tiles ---------------------------------------------------------------------------------------------------------------------------
+
+
+OPTIONS = (
+    *(Options(bias=bias, mask=mask) for bias in (None, "float16", "float32") for mask in (False, True)),
+    Options(dropout=0.5),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options.used) + f" {options.bias}")
+def test_every_problem_with_options_has_a_tile_that_fits(options):
+    """And what a lane keeps of bias and mask is what tiles were chosen by."""
+    base = replace(problem(), options=options)
+    for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        tile = options_tile(replace(base, d=d, dv=dv))
+        assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
+        assert tile.block_n % 16 == 0
+        assert held(options, runs_of_columns(tile.block_n)).words * 4 == words_held(options) * tile.block_n
 
 
 @pytest.mark.parametrize("nk", [1, 2, 1024, 1025, 6144, 6145, 2**17, MAX_LENGTH])

@@ -1,0 +1,94 @@
+"""Tiles of few queries with many keys. Numba is not imported here.
+
+What such a problem takes is how long the memory needs for K and V, if enough of them is under way:
+about bandwidth times latency, 4.8 TB/s times 800 ns on an H200, 29 KB for each multiprocessor.
+Copies pause while a warp waits for a tile and multiplies it, so several blocks run on each, every
+one with a tile under way.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, Hardware, Tile, padded
+
+RESERVED = KB  # of the shared memory of each block, by the driver
+
+
+def float_pitch(head_dim: int) -> int:
+    """Bytes from one row of a tile of float32 to the next, where lanes store two at a time."""
+    return 4 * (padded(head_dim) + CHUNK)
+
+
+@dataclass(frozen=True)
+class FewTile(Tile):
+    """Shape of a block whose warps share the keys of a tile, and all have the same rows.
+
+    Attributes
+    ----------
+    group : int
+        Heads that read the same keys: their queries are the rows.
+    """
+
+    group: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.m_tiles
+
+    @property
+    def warp_n(self) -> int:
+        """Keys of a tile that are a warp's."""
+        return self.block_n // self.warps
+
+    def shared_bytes(self, d: int, dv: int) -> int:
+        """As of others; in the end, in the place of all, each warp's O, m and l."""
+        of_rows = self.warps * self.block_m * (float_pitch(dv) + 8)
+        return max(super().shared_bytes(d, dv), of_rows)
+
+    def resident(self, d: int, dv: int, hardware: Hardware) -> int:
+        """Blocks that a multiprocessor has at the same time."""
+        memory = hardware.shared_limit + RESERVED
+        return min(self.min_blocks, memory // (self.shared_bytes(d, dv) + RESERVED))
+
+
+class FewRow(NamedTuple):
+    """The tile that serves head dimensions up to `d`, and up to `rows` rows if others have more,
+    where a block may have `shared` bytes.
+    """
+
+    d: int
+    rows: int
+    shared: int
+    tile: FewTile
+
+
+# On an H200, bfloat16, us beside other tiles (warps, rows, keys, stages), and a copy of as many
+# bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with (2, 16, 64, 2), 520 with (4, 16, 128, 2),
+# copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8, 12.6, 12.0. D = 64, 64 x 4k: 509, 511
+# with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k: 268, 328 with two stages. Rows for less
+# memory and those of 32 queries were not compared.
+FEW_TILES = (
+    FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3)),
+    FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2)),
+    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2)),
+    FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 1, False, 3)),
+    FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2)),
+    FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2)),
+    FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),
+    FewRow(256, 16, 227 * KB, FewTile(2, 1, 64, 1, False, 2)),
+)
+
+
+def few_tile(problem, hardware: Hardware) -> FewTile | None:
+    """The one for few queries, None if none fits. Of more rows than any has, blocks next to
+    each other read the same keys.
+    """
+    p, d = problem, max(problem.d, problem.dv)
+    fit = [row for row in FEW_TILES if d <= row.d and row.shared <= hardware.shared_limit]
+    most = ROWS if p.options.modifies else 2 * ROWS  # options take registers
+    fit = [row for row in fit if row.d == fit[0].d and row.rows <= most]
+    if not fit:
+        return None
+    group, rows_of = p.hq // p.hk, lambda row: row.rows
+    chosen = next((row for row in fit if group * p.nq <= row.rows), max(fit, key=rows_of))
+    return replace(chosen.tile, group=group)

@@ -1,0 +1,196 @@
+"""Forward pass on Hopper with bias, mask, dropout or a function of the score: blocks and loop are
+those of `numba_flash.cuda.sm90.forward`.
+
+What belongs to a score is read straight from memory by the thread that holds it, while the tensor
+cores compute S: two neighbouring keys at a time, as they lie in a fragment. Of a mask only the
+tiles are visited that it leaves something of.
+"""
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.arguments import extras_type, parameters_type
+from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.modify import build_drop, build_modify
+from numba_flash.cuda.number import array
+from numba_flash.cuda.sm90 import pipeline, wgmma
+from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
+from numba_flash.cuda.sm90.finish import build_finish
+from numba_flash.cuda.sm90.load_forward import build_produce
+from numba_flash.cuda.sm90.rows_options import build_rows
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import panel_bytes
+
+
+def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, options, tile):
+    """Kernel ``forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters)`` with its
+    signature and compile options.
+
+    band, maps, o, lse, sizes : as in `numba_flash.cuda.sm90.forward`.
+    vectors : which arrays are read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
+    extras, parameters : see `numba_flash.cuda.arguments`.
+    scale_log2 : what leads from scores to base 2, or, where options hide and drop alone, from raw
+        products.
+    """
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
+    CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
+    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
+    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    ALIGNMENT, V_PANEL, ON, OFF = SMEM.ALIGNMENT, panel_bytes(BLOCK_N), 1, 0
+    SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
+    SEQUENCES, BFLOAT16, TO_MAP = options.sequences, dtype == "bfloat16", store_by == "map"
+    DROPOUT, CHANGES, PARTS = bool(options.dropout), options.changes, store_by == "parts"
+    runs = fragment.runs_of_columns(BLOCK_N)
+    HELD = max(1, held(options, runs).words)
+    produce = build_produce(head_dim, head_dim_v, band != "none", PARTS, options, tile)
+    clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
+    zero, _ = softmax.build_zero(OUTPUTS)
+    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
+    start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
+    wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
+    pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
+    online, rescale = softmax.build_online(SCORES, CHANGES), softmax.build_rescale(OUTPUTS)
+    fetch, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
+    modify = build_modify(dtype, options, runs)
+    begin_scores, next_scores = build_rows(options, BLOCK_M, BLOCK_N, SMEM.q, SMEM.work)
+    finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, CHANGES)
+
+    @inline
+    def weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters):
+        """The options, then (2) m_i, (3) P, (4) l_i, and dropout."""
+        modify(s, s, bias_mask, x.query, x.key, x.region, x.at, x.whole, parameters)
+        online(s, m_i, l_i, alpha, scale_log2)
+        if DROPOUT:
+            drop(s, x.query, x.key, x.at, parameters)
+
+    @inline
+    def k_tile(smem, n):
+        """Descriptor of a tile of K."""
+        return wgmma.descriptor(pipeline.tile(smem, K, n), u32(0))
+
+    @inline
+    def v_tile(smem, n):
+        """Descriptor of a tile of V."""
+        return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
+
+    @inline
+    def overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras):
+        """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight, read
+        what belongs to these scores, and wait for S alone.
+        """
+        pipeline.wait_ready(smem, K, n)
+        if PING_PONG:
+            pipeline.await_turn(me)
+        start_scores(s, x.q_tile, k_tile(smem, n))
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        if PING_PONG:
+            pipeline.pass_turn((me + 1) % CONSUMERS)
+        fetch(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
+        wait_scores(s)
+        pipeline.release_group(smem, K, n)
+
+    @inline
+    def consume(maps, smem, me, o, lse, extras, batches, scale_log2, parameters):
+        """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
+        tile first.
+        """
+        # registers of each thread
+        s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
+        p = cuda.local.array(PAIRS, u32)  # of P, two elements of 16 bits each
+        acc = cuda.local.array(OUTPUTS, f32)  # of O
+        bias_mask = cuda.local.array(HELD, u32)  # of the tile
+        m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows
+        l_i = cuda.local.array(2, f32)  # its part of their sums
+        alpha = cuda.local.array(2, f32)  # what their O has to be multiplied by
+        m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
+        l_done = cuda.local.array(2, f32)  # the same of l_i
+        turn, n = u32(0), u32(0)
+        x = begin_scores(smem, me, turn, o, extras)
+        zero(acc)
+        softmax.reset(m_i, l_i)
+        # (1) S = Q K^T of the first tile of all
+        pipeline.wait_ready(smem, K, n)
+        start_scores(s, x.q_tile, k_tile(smem, n))
+        fetch(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
+        wait_all(acc, s)
+        pipeline.release_group(smem, K, n)
+        weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
+        pack(p, s)
+        while True:
+            if SEQUENCES:
+                clear_tail(smem, V, n, x.region.cols - x.region.col0, me)
+            for t in range(1, x.count):
+                n, x = u32(n + 1), next_scores(x)
+                overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras)
+                if t == x.count - 1:
+                    pipeline.release_group(smem, Q, turn)
+                # the options, (2) m_i, (3) P, (4) l_i, and dropout, while O += P V runs
+                weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
+                wait_all(acc, s)
+                pipeline.release_group(smem, V, u32(n - 1))
+                # O = alpha O
+                rescale(acc, alpha)
+                pack(p, s)
+            # the next tile is the first of the next work item
+            if x.count == 1:
+                pipeline.release_group(smem, Q, turn)
+            turn, n = u32(turn + 1), u32(n + 1)
+            x = begin_scores(smem, me, turn, o, extras)
+            if x.count == END:
+                break
+            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras)
+            softmax.hand_over(m_i, l_i, m_done, l_done)
+            weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
+            wait_all(acc, s)
+            pipeline.release_group(smem, V, u32(n - 1))
+            done = u32(turn - 1)
+            finish(
+                maps, smem, done, me, acc, m_done, l_done, o, lse, scale_log2, batches, parameters
+            )
+            zero(acc)
+            pack(p, s)
+        # (5) O += P V of the last tile of all
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        wait_all(acc, s)
+        done = u32(turn - 1)
+        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scale_log2, batches, parameters)
+
+    def forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters):
+        smem = pipeline.shared_base(ALIGNMENT)
+        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
+        if cuda.threadIdx.x == 0:
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
+            pipeline.initialise(smem, Q, 1, CONSUMERS)
+            pipeline.initialise(smem, K, 1, CONSUMERS)
+            pipeline.initialise(smem, V, 1, CONSUMERS)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # everyone sees the barriers initialised
+
+        if group == 0:
+            ptx.setmaxnreg(FEWEST, OFF)
+            if cuda.threadIdx.x == 0:
+                produce(maps, smem, o, extras, sizes)
+        else:
+            ptx.setmaxnreg(REGISTERS, ON)
+            me = group - 1
+            if PING_PONG and me == CONSUMERS - 1:
+                pipeline.pass_turn(0)
+            consume(maps, smem, me, o, lse, extras, i32(sizes.b0), scale_log2, parameters)
+            if PING_PONG and me == 0:
+                pipeline.await_turn(0)  # the turn that nobody takes
+            if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
+                ptx.bulk_wait_read()  # shared memory may go: all of O has been read from there
+
+    maps = [f"maps.{i}" for i in range(4 if TO_MAP else 3)]
+    signature = types.void(
+        types.UniTuple(u64, len(maps)),
+        array(f32 if PARTS else u32, 5),
+        array(f32, 4),
+        extras_type(options, ("tiles",)),
+        named(Sizes, i64),
+        f32,
+        parameters_type(options),
+    )
+    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
+    return forward_options_sm90, signature, more

@@ -1,0 +1,130 @@
+"""Scores of a warp under a softcap, ``softcap * tanh(scale * raw / softcap)``.
+
+Each lane looks at its largest product. While all are small, as most are where a cap is meant for
+the few that are large, tanh is a polynomial of the raw products, whose coefficients contain scale
+and cap. In 16 bits, larger ones are made in pairs that share an inverse. The rest is computed for
+each score by itself.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, f32, inline, once
+
+LOG2E = math.log2(math.e)
+# tanh(x) / x - 1 as polynomials in x^2, off by less than 2^-23 of tanh(x) / x up to SMALL; of two
+# terms by 2^-23.8 up to FEW.
+SMALL, TANH = 0.55, (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
+FEW, TANH_OF_FEW = 0.18, (-0.33330938280, 0.13093355693)
+# A product of two e^2x and what caps bring in stays a number up to LARGE. Pairs are off by 2^-21 of
+# the cap, however small a score is; with the greatest cap that is a 16th of what P may lose when it
+# is rounded to float16.
+LARGE, LEAST_CAP, GREATEST_CAP = 18.0, 2.0**-10, 64.0
+# While cap and ``scale / cap`` lie so near 1, coefficients are normal numbers.
+NEAR_1, NEAR_1_OF_FEW = 2.0**12, 2.0**20
+
+
+class Scores(NamedTuple):
+    """A lane's registers, and numbers of a softcap; the last two are ``scale / softcap`` and ``1 /
+    softcap``.
+    """
+
+    s: Any
+    scale: float
+    softcap: float
+    share: float
+    inverse: float
+
+
+@inline
+def cap_any(x, softcap):
+    """Of any x, as exact near 0 as elsewhere. The inverse of a cap is a normal number."""
+    inverse = f32(1) / softcap
+    square = x * inverse * (x * inverse)
+    more = f32(TANH[3])
+    more = more * square + f32(TANH[2])
+    more = more * square + f32(TANH[1])
+    more = more * square + f32(TANH[0])
+    if abs(x * inverse) < f32(SMALL):
+        return x * (square * more) + x
+    return softcap * (f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * inverse * f32(2 * LOG2E))))
+
+
+@inline
+def lies_near_1(x, factor):
+    """Up to its sign, no further than by that factor."""
+    return f32(1 / factor) <= abs(x) and abs(x) <= f32(factor)
+
+
+@once
+def build_cap(count, slopes, exact, turing=False):
+    """``cap_all(s, slope, parameters)``: `count` raw products become scores; with `slopes`, their
+    derivatives with respect to scaled products go into `slope`.
+
+    exact : also those far below the cap, when others of the lane are large.
+    turing : the GPU has no maximum that tells of a NaN.
+    """
+    COUNT, SLOPES, PAIRS = count, slopes, not (exact or turing)
+    TERMS, LIMIT, NEAR = (TANH, SMALL, NEAR_1) if exact else (TANH_OF_FEW, FEW, NEAR_1_OF_FEW)
+    DEGREE = len(TERMS)
+    maximum = ptx.maximum if turing else ptx.maximum_or_nan
+
+    @inline
+    def by_polynomial(t):
+        """``raw p(raw^2)`` with ``p(0) = scale``."""
+        terms = cuda.local.array(DEGREE, f32)
+        factor = t.scale
+        for n in range(DEGREE):
+            factor *= t.share * t.share
+            terms[n] = f32(TERMS[n]) * factor
+        for e in range(COUNT):
+            square = t.s[e] * t.s[e]
+            p = terms[DEGREE - 1]
+            for n in range(1, DEGREE):
+                p = p * square + terms[DEGREE - 1 - n]
+            t.s[e] = t.s[e] * (p * square + t.scale)
+
+    @inline
+    def in_pairs(t):
+        """``softcap - 2 softcap / (1 + e^2x)``: one inverse of the product of two sums, in units in
+        which a sum's own is what the cap is lowered by.
+        """
+        exponent, unit = t.share * f32(2 * LOG2E), f32(-0.5) * t.inverse
+        for e in range(0, COUNT, 2):
+            a = ptx.ex2(t.s[e] * exponent) * unit + unit
+            b = ptx.ex2(t.s[e + 1] * exponent) * unit + unit
+            both = ptx.rcp(a * b)
+            t.s[e] = both * b + t.softcap
+            t.s[e + 1] = both * a + t.softcap
+
+    @inline
+    def one(e, t):
+        t.s[e] = cap_any(t.s[e] * t.scale, t.softcap)
+
+    one_by_one = ptx.repeated(COUNT, one)
+
+    @inline
+    def cap_all(s, slope, parameters):
+        scale, softcap = f32(parameters.scale), f32(parameters.softcap)
+        inverse = f32(1) / softcap
+        t = Scores(s, scale, softcap, scale * inverse, inverse)
+        largest = f32(0)
+        for e in range(COUNT):
+            largest = maximum(largest, abs(s[e]))
+        largest *= abs(t.share)
+        paired = f32(LEAST_CAP) <= softcap and softcap <= f32(GREATEST_CAP)
+        near = lies_near_1(softcap, NEAR) and lies_near_1(t.share, NEAR)
+        if cuda.all_sync(ALL_LANES, near and largest < f32(LIMIT)):
+            by_polynomial(t)
+        elif PAIRS and cuda.all_sync(ALL_LANES, paired and largest < f32(LARGE)):
+            in_pairs(t)
+        else:
+            one_by_one(t)
+        if SLOPES:
+            for e in range(COUNT):
+                unit = s[e] * inverse
+                slope[e] = f32(1) - unit * unit
+
+    return cap_all
