@@ -6,6 +6,7 @@ import support
 from support import DTYPES, SIMULATED, random_inputs
 
 from numba_flash import reference
+from numba_flash.cuda.simt.tier import tile_for
 
 simulator = pytest.mark.simulator
 N = 5 if SIMULATED else 40
@@ -137,3 +138,24 @@ def test_values_whose_sum_is_beyond_float32(backend):
     o, _ = run(backend, q, k, v * np.float32(0.99 / N))
     np.testing.assert_allclose(o, last * 0.99 / N, rtol=1e-6)
     assert np.isinf(run(backend, q, k, v)[0]).all()
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of simt's tiles in the simulator")
+@simulator
+def test_terms_of_a_tile_are_summed_apart(backend):
+    """All weights are 1: o is the sum over tiles of their own sums, divided by N."""
+    n, block = 64, tile_for("forward", "float32", 2).block_n
+    v = np.random.default_rng(0).standard_normal((1, n, 1)).astype(np.float32)
+    q, k = np.zeros((1, 1, 2), np.float32), np.ones((1, n, 2), np.float32)
+    sums = np.float32(0)
+    for tile in v[0, :, 0].reshape(-1, block):
+        of_tile = np.float32(0)
+        for x in tile:
+            of_tile += x
+        sums += of_tile
+    in_order = np.float32(0)
+    for x in v[0, :, 0]:
+        in_order += x
+    o, _ = run(backend, q, k, v)
+    assert sums != in_order
+    assert o.item() == sums / np.float32(n)

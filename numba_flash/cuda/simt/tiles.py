@@ -23,7 +23,7 @@ from numba_flash.cuda.lang import SIMULATED, cuda, device, f64, inline, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 TERMS = 8  # of a sum, in one product on tensor cores
-APART = 64  # numbers of an accumulator that a thread has registers for twice
+APART = 128  # numbers of all accumulators that leave a thread registers for one of them twice
 
 # Of shared arrays, for vector loads; the simulator refuses the argument.
 ALIGNMENT = None if SIMULATED else 16
@@ -193,7 +193,7 @@ def build_inner(dtype, tile, head_dim):
 
 
 @once
-def build_outer(dtype, tile, head_dim, absent="band"):
+def build_outer(dtype, tile, head_dim, absent="band", accumulators=1):
     """``outer(acc, w_smem, x, region, x_smem, edge)``: acc[r, c] += sum_j w_smem[j, row] * x[col0 +
     j, column].
 
@@ -202,8 +202,9 @@ def build_outer(dtype, tile, head_dim, absent="band"):
     ``"band"``), those of weight -0.0 (``"zero"``), or those of weight -0.0 or less
     (``"negative"``).
 
-    Of float32, if registers allow, the terms of one call are summed by themselves before they are
-    added: what rounding adds up then grows with the number of tiles, not of terms.
+    Of float32, if registers allow beside so many `accumulators`, the terms of one call are summed
+    by themselves before they are added: what rounding adds up then grows with the number of tiles,
+    not of terms.
     """
     BLOCK_N, ROWS, DEPTH, THREADS_N = tile.block_n, tile.rows, tile.depth_outer, tile.threads_n
     COLS, WIDTH = tile.head_cols(head_dim), tile.head_cols(head_dim) * tile.threads_n
@@ -215,7 +216,7 @@ def build_outer(dtype, tile, head_dim, absent="band"):
     FETCHES = SLICES * STEPS
     MARKED, NEGATIVE = absent != "band", absent == "negative"
     OUTPUTS = ROWS * COLS
-    SUMMED_APART = dtype != "float64" and OUTPUTS <= APART
+    SUMMED_APART = dtype != "float64" and (accumulators + 1) * OUTPUTS <= APART
     PRODUCT, product = tile.product > 0, None
     if PRODUCT:
         product = build_product(tile, COLS)
