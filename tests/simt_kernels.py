@@ -1,8 +1,11 @@
 """The `simt` kernels of plain attention that are compiled without a GPU, by name."""
 
+from dataclasses import replace
+
 from compiled import Kernel
 
 from numba_flash.cuda.simt import tier as simt
+from numba_flash.cuda.simt.few_tiles import TILES
 from numba_flash.options import PLAIN, Options
 
 # Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
@@ -18,12 +21,17 @@ DQ = [
     ("float32", 64, 64), ("float32", 128, 128), ("float32", 256, 256), ("float64", 128, 128), ("float64", 256, 256),
     ("float16", 128, 128), ("bfloat16", 33, 1),
 ]  # fmt: skip
+FEW = [("float32", 64, 64), ("float32", 256, 256), ("float64", 128, 128), ("bfloat16", 40, 96)]
+HEADS = 8  # that read the same keys
 
 
 def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, options: Options = PLAIN) -> Kernel:
     """Builder and configuration, as `simt.prepare_forward` and `simt.prepare_backward` make them."""
     if name == "delta":
         return Kernel("delta.build", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS))
+    if name == "few":
+        tiles = TILES["float64" if dtype == "float64" else "float32"]
+        return Kernel("simt.few.build", (dtype, dtype, d, dv, write_lse, options, replace(tiles[-1], group=HEADS)))
     tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
     if name == "forward":
         return Kernel("simt.forward.build", (dtype, dtype, d, dv, write_lse, options, tile))
@@ -35,6 +43,7 @@ def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, optio
 CHOSEN = (
     [("forward", *sizes) for sizes in FORWARD]
     + [("forward", "bfloat16", 256, 256, False)]
+    + [("few", *sizes) for sizes in FEW]
     + [("dkdv", *sizes) for sizes in DKDV]
     + [("dq", *sizes) for sizes in DQ]
     + [("delta", dtype, 64, 64) for dtype in ("float16", "bfloat16", "float32", "float64")]

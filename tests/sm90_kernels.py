@@ -5,8 +5,8 @@ from dataclasses import replace
 from compiled import Kernel
 
 from numba_flash.cuda.arguments import Vectors
+from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
-from numba_flash.cuda.sm90.prepare_forward import COMBINE_ROWS
 from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.prepare_forward_options import words_held
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile
@@ -139,8 +139,8 @@ AROUND |= {
 }
 
 COMBINE = {
-    "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, COMBINE_ROWS)),
-    "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, COMBINE_ROWS)),
+    "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, ROWS)),
+    "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, ROWS)),
 }
 
 KERNELS = {

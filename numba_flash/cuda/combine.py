@@ -4,9 +4,8 @@ to its parts, weighted by exp(lse).
 
 import math
 
-from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, i32, types
-from numba_flash.cuda.number import array, build_convert, index
+from numba_flash.cuda.number import STORAGE, array, build_convert, index
 
 LANES = 32
 
@@ -56,19 +55,19 @@ def build(dtype, head_dim_v, write_lse, parts, rows):
     return combine, types.void(*operands, types.Tuple(())), {"launch_bounds": (rows * LANES, 1)}
 
 
-def build_many(dtype, head_dim_v, write_lse, warps):
+def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
     """Kernel ``combine_many(o_parts, lse_parts, o, lse, extras, parts)``: the same of many parts,
-    as many as the host says; a block per row, whose warps share them.
+    as many as the host says, in `accumulator`; a block per row, whose warps share them.
     """
     HEAD_DIM_V, WRITE_LSE, WARPS, THREADS = head_dim_v, write_lse, warps, warps * LANES
     COLUMNS = -(-head_dim_v // LANES)  # of a lane
-    ACC, NEG_INF = types.float32, -math.inf
+    ACC, NEG_INF = STORAGE[accumulator], -math.inf
     _, store = build_convert(dtype)
 
     def combine_many(o_parts, lse_parts, o, lse, extras, parts):
         sums = cuda.shared.array((WARPS, HEAD_DIM_V), ACC)  # of each warp, of o
         weights = cuda.shared.array(WARPS, ACC)  # of each warp
-        largest = cuda.shared.array(WARPS, ACC)
+        largest = cuda.shared.array((WARPS, LANES), ACC)  # lse that a thread has seen
         acc = cuda.local.array(COLUMNS, ACC)
         thread = i32(cuda.threadIdx.x)
         warp, lane, row = thread // LANES, thread % LANES, cuda.blockIdx.x
@@ -80,13 +79,15 @@ def build_many(dtype, head_dim_v, write_lse, warps):
         m = ACC(NEG_INF)
         for p in range(thread, parts, THREADS):
             m = max(m, lse_parts[index(p * b0s + b0), b1, h, i])
-        for fold in range(5):
-            m = max(m, cuda.shfl_xor_sync(ALL_LANES, m, 1 << fold))
-        if lane == 0:
-            largest[warp] = m
-        cuda.syncthreads()  # every warp's largest is there
-        for w in range(WARPS):
-            m = max(m, largest[w])
+        largest[warp, lane] = m
+        cuda.syncthreads()  # every thread's is there
+        if warp == 0:
+            for w in range(WARPS):
+                m = max(m, largest[w, lane])
+            largest[0, lane] = m
+        cuda.syncthreads()  # those of the first warp are of all
+        for other in range(LANES):
+            m = max(m, largest[0, other])
         shift, total = m if m != ACC(NEG_INF) else ACC(0), ACC(0)
         # (1) l = sum_p exp(lse_p), (2) O = sum_p exp(lse_p) O_p
         for c in range(COLUMNS):
@@ -116,7 +117,8 @@ def build_many(dtype, head_dim_v, write_lse, warps):
                 value += sums[w, d]
             o[index(b0), b1, h, i, index(d)] = store(value * inverse)
         if WRITE_LSE and thread == 0:
-            lse[index(b0), b1, h, i] = shift + math.log(total)
+            seen = total != ACC(0)
+            lse[index(b0), b1, h, i] = shift + math.log(total) if seen else ACC(NEG_INF)
 
     operands = array(ACC, 5), array(ACC, 4), array(dtype, 5), array(ACC, 4)
     signature = types.void(*operands, types.Tuple(()), types.int64)

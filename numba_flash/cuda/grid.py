@@ -88,7 +88,17 @@ def few_queries(problem) -> bool:
 def bound_by_memory(problem) -> bool:
     """True if it is that to such a degree that it matters who reads K and V but once."""
     p = problem
-    return few_queries(p) and p.nk >= MANY and p.dtype in ("float16", "bfloat16")
+    half = p.dtype in ("float16", "bfloat16")
+    return few_rows(p) or (half and few_queries(p) and p.nk >= MANY)
+
+
+def few_rows(problem, many: int = MANY) -> bool:
+    """True if it stays one of reading K and V where no tensor cores multiply, with `many` keys: all
+    heads that share them have few queries together.
+    """
+    p = problem
+    few = few_queries(p) and p.nq * (p.hq // p.hk) <= FEW
+    return few and p.nk >= many and not p.options.dropout
 
 
 def few_parts(problem, tile, at_once: int) -> int:

@@ -104,7 +104,11 @@ def test_many_parts_are_combined(parts, dv):
     o, lse = np.full((2, 1, 3, 2, dv), np.nan, np.float32), np.full((2, 1, 3, 2), np.nan, np.float32)
     views = tuple((Layout.of(x), n) for x, n in ((o_parts, 5), (lse_parts, 4), (o, 5), (lse, 4)))
     launch = Launch(
-        *("combine.build_many", ("float32", dv, True, 8), Gpu(0, AMPERE, 8)), grid=12, threads=256, operands=views, numbers=(parts,)
+        *("combine.build_many", ("float32", "float32", dv, True, 8), Gpu(0, AMPERE, 8)),
+        grid=12,
+        threads=256,
+        operands=views,
+        numbers=(parts,),
     )
     with machine(capability=AMPERE):
         launch(o_parts, lse_parts, o, lse)

@@ -10,6 +10,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.simt import prepare_few
 from numba_flash.options import PLAIN
 from numba_flash.problem import Prepared
 
@@ -150,6 +151,8 @@ def tiles_of(problem) -> tuple:
     kernels = ("forward", "dkdv", "dq")
     d = max(problem.d, problem.dv)
     tiles = {kernel: tile_for(kernel, problem.dtype, d) for kernel in kernels}
+    if prepare_few.serves(problem):
+        tiles["forward"] = prepare_few.few_tile(problem)
     return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles.items())
 
 
@@ -170,6 +173,8 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
     is no dropout, and `left` if all heads are to be computed (`numba_flash.problem.Prepared`).
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    if left is None and prepare_few.serves(p):
+        return prepare_few.prepare(p, inputs, results, gpu)
     tile = tile_for("forward", p.dtype, max(p.d, p.dv), gpu.capability)
     scale_log2 = 1.0 if p.options.modifies else p.scale * LOG2E
     numbers = lambda rng=None: (scale_log2, p.low, p.high, parameters_of(p, rng))

@@ -5,9 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch
+from numba_flash.cuda import grid, launch, prepare_parts
 from numba_flash.cuda.arguments import (
     SPLIT,
     build_extras,
@@ -24,11 +22,9 @@ from numba_flash.cuda.sm80 import float64_tiles, tiles
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import few_tile
 from numba_flash.cuda.sm80.tiles import Hardware, Tile, hardware, padded
-from numba_flash.problem import ForwardResults, Prepared
+from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
-COMBINE_ROWS, COMBINE_LANES = 4, 32
-MANY_WARPS = 8  # that share parts of a row
 # Of a multiprocessor, where they only have to keep the memory busy: with three, 131k keys of 8
 # heads (D = 128) took 144 us instead of 141, 4096 keys of 2048 heads (D = 64) 525 instead of 509
 # (H200).
@@ -157,19 +153,14 @@ def _parts(p, gpu, tile: Tile) -> int:
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
-    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
-    partial = ForwardResults(
-        Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
-    )
+    partial = prepare_parts.layouts(p, parts)
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
-    combine = _combine(partial, results, gpu, parts, bool(tile.group))
+    combine_parts = prepare_parts.combine_many if tile.group else prepare_parts.combine
+    combine = combine_parts(partial, results, gpu, parts)
 
     def run(inputs, results, rng=None):
-        o_parts, lse_parts = (
-            arrays.compact(f"parts of {x}", inputs.q, y.shape, y.dtype)
-            for x, y in partial._asdict().items()
-        )
+        o_parts, lse_parts = prepare_parts.allocate(partial, inputs.q)
         given = None if rng is None else numbers(rng)
         x = operands.of(inputs)
         forward(x.q, x.k, x.v, o_parts, lse_parts, extras=x.extras, numbers=given)
@@ -177,23 +168,6 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
         return x.flags
 
     return Prepared(run, (*operands.launches, forward, combine), operands.layouts.flags)
-
-
-def _combine(partial, results, gpu, parts: int, many: bool) -> Launch:
-    """The kernel that makes results of parts of them; if they may be `many`, it is the same for any
-    number, which changes with the length of a cache.
-    """
-    rows, warps = math.prod(partial.lse.shape) // parts, MANY_WARPS if many else COMBINE_ROWS
-    kind = (results.o.dtype.name, results.o.shape[-1], results.lse is not None)
-    return Launch(
-        "combine.build_many" if many else "combine.build",
-        (*kind, MANY_WARPS) if many else (*kind, parts, COMBINE_ROWS),
-        gpu,
-        grid=rows if many else -(-rows // COMBINE_ROWS),
-        threads=warps * COMBINE_LANES,
-        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
-        numbers=(parts,) if many else (),
-    )
 
 
 def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):

@@ -2,7 +2,7 @@
 
 import math
 
-from numba_flash.cuda import launch, prepare_split
+from numba_flash.cuda import grid, launch, prepare_split
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm80 import float64_tiles
@@ -47,6 +47,12 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
+    wide = problem.dtype in ("float32", "float64")
+    if kind == "forward" and wide and not demanded and grid.few_rows(problem):
+        return (
+            f"serves so few queries of {problem.dtype} on demand only (backend='sm80'): others"
+            " read a key but once"
+        )
     if problem.dtype == "float64":
         reason = _why_not_float64(kind, problem, gpu.capability)
         if reason is not None:

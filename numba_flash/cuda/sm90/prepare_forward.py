@@ -1,17 +1,11 @@
 """The forward pass of the `sm90` tier from the host: which kernels run with which grid."""
 
-import math
-
-from numba_flash import arrays
-from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
-from numba_flash.problem import ForwardResults, Prepared
-
-COMBINE_ROWS, COMBINE_LANES = 4, 32
+from numba_flash.problem import Prepared
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
@@ -41,47 +35,17 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
 
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
-    partial = partial_results(p, parts)
+    partial = prepare_parts.layouts(p, parts)
     forward = _forward(p, inputs, partial, gpu, tile, parts)
-    combine = combine_launch(partial, results, gpu, parts)
+    combine = prepare_parts.combine(partial, results, gpu, parts)
     extras_of = build_extras(p.options)
 
     def run(inputs, results):
-        o_parts, lse_parts = allocate(partial, inputs.q)
+        o_parts, lse_parts = prepare_parts.allocate(partial, inputs.q)
         forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(inputs))
         combine(o_parts, lse_parts, results.o, results.lse)
 
     return Prepared(run, (forward, combine))
-
-
-def partial_results(p, parts: int) -> ForwardResults:
-    """Layouts of float32 results over so many parts of the keys."""
-    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
-    return ForwardResults(
-        Layout.compact((*shape, p.dv), "float32"), Layout.compact(shape, "float32")
-    )
-
-
-def allocate(partial: ForwardResults, like) -> ForwardResults:
-    """Arrays of these layouts."""
-    return ForwardResults(
-        *(
-            arrays.compact(f"parts of {name}", like, x.shape, x.dtype)
-            for name, x in partial._asdict().items()
-        )
-    )
-
-
-def combine_launch(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:
-    """The kernel that makes results of parts of them."""
-    return Launch(
-        "combine.build",
-        (results.o.dtype.name, results.o.shape[-1], results.lse is not None, parts, COMBINE_ROWS),
-        gpu,
-        grid=-(-math.prod(partial.lse.shape) // parts // COMBINE_ROWS),
-        threads=COMBINE_ROWS * COMBINE_LANES,
-        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
-    )
 
 
 def sizes_of(p, gpu, tile, parts: int) -> Sizes:

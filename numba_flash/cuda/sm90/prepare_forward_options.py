@@ -4,17 +4,12 @@ host: tiles, kernels and grids.
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm90.arguments import LOG2E
-from numba_flash.cuda.sm90.prepare_forward import (
-    allocate,
-    combine_launch,
-    partial_results,
-    sizes_of,
-)
+from numba_flash.cuda.sm90.prepare_forward import sizes_of
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Row, Tile
 from numba_flash.problem import Prepared
 
@@ -70,12 +65,12 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     tile = options_tile(p)
     extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
-    partial = partial_results(p, parts) if parts > 1 else results
+    partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts)
-    combine = combine_launch(partial, results, gpu, parts) if parts > 1 else None
+    combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
 
     def run(inputs, results, rng=None):
-        into = allocate(partial, inputs.q) if combine else results
+        into = prepare_parts.allocate(partial, inputs.q) if combine else results
         mapped = (inputs.q, inputs.k, inputs.v, into.o)[: len(forward.maps)]
         given = None if rng is None else numbers(rng)
         forward(*mapped, *into, extras=extras.of(inputs), numbers=given)

@@ -1,17 +1,12 @@
 """The forward pass of float32 on the `sm90` tier from the host: kernels and grids."""
 
 from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import SPLIT, build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm90.arguments import scales
-from numba_flash.cuda.sm90.prepare_forward import (
-    allocate,
-    combine_launch,
-    partial_results,
-    sizes_of,
-)
+from numba_flash.cuda.sm90.prepare_forward import sizes_of
 from numba_flash.cuda.sm90.split_tiles import SplitTile, padded, split_tile
 from numba_flash.problem import Prepared
 
@@ -28,14 +23,17 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     tile = split_tile(p)
     splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
-    partial = partial_results(p, parts) if parts > 1 else results
+    partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward = _forward(p, inputs, splitter, partial, gpu, tile, parts)
-    combine = combine_launch(partial, results, gpu, parts) if parts > 1 else None
+    combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
     lengths_of = build_extras(p.options)
     extras = extras_class(p.options, (), SPLIT)
 
     def run(inputs, results):
-        x, into = splitter.of(inputs), allocate(partial, inputs.q) if combine else results
+        x, into = (
+            splitter.of(inputs),
+            prepare_parts.allocate(partial, inputs.q) if combine else results,
+        )
         (o,) = grid.heads_first(p, into.o)
         more = extras(*lengths_of(inputs), *x.extras)
         forward(x.q, x.k, x.v, o, into.lse, extras=more)

@@ -1,0 +1,64 @@
+"""Results over parts of the keys, and the kernel that combines them, from the host: see
+`numba_flash.cuda.combine`. Numba is not imported here.
+"""
+
+import math
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import launch
+from numba_flash.cuda.launch import Launch
+from numba_flash.problem import ForwardResults
+
+ROWS, LANES = 4, 32
+WARPS = 8  # that share many parts of a row
+
+
+def layouts(p, parts: int) -> ForwardResults:
+    """Of results over so many parts of the keys, in what sums are kept in."""
+    shape = (parts * p.batch[0], p.batch[1], p.hq, p.nq)
+    accumulator = "float64" if p.dtype == "float64" else "float32"
+    return ForwardResults(*(Layout.compact(x, accumulator) for x in ((*shape, p.dv), shape)))
+
+
+def allocate(partial: ForwardResults, like) -> ForwardResults:
+    """Arrays of these layouts."""
+    return ForwardResults(
+        *(
+            arrays.compact(f"parts of {name}", like, x.shape, x.dtype)
+            for name, x in partial._asdict().items()
+        )
+    )
+
+
+def combine(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:
+    """The kernel that makes results of parts of them."""
+    return Launch(
+        "combine.build",
+        (results.o.dtype.name, results.o.shape[-1], results.lse is not None, parts, ROWS),
+        gpu,
+        grid=-(-_rows(partial, parts) // ROWS),
+        threads=ROWS * LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+    )
+
+
+def combine_many(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:
+    """The same for any number of parts, which changes with the length of a cache."""
+    warps = 1 if launch.simulated() else WARPS
+    return Launch(
+        "combine.build_many",
+        (
+            *(partial.o.dtype.name, results.o.dtype.name, results.o.shape[-1]),
+            *(results.lse is not None, warps),
+        ),
+        gpu,
+        grid=_rows(partial, parts),
+        threads=warps * LANES,
+        operands=((partial.o, 5), (partial.lse, 4), (results.o, 5), (results.lse, 4)),
+        numbers=(parts,),
+    )
+
+
+def _rows(partial: ForwardResults, parts: int) -> int:
+    return math.prod(partial.lse.shape) // parts

@@ -1,0 +1,72 @@
+"""Tiles of few queries with many keys on any GPU. Numba is not imported here.
+
+Such a problem takes as long as the memory needs for K and V, if enough of them is under way: a
+chunk of K for each thread's registers, and some rows of V.
+"""
+
+from dataclasses import dataclass
+
+MOST_COLUMNS = 4  # of O, that a thread has of each row
+AHEAD = 4  # keys whose V a thread has under way at the same time
+WARP = 32
+
+
+@dataclass(frozen=True)
+class FewTile:
+    """Shape of a block that has a key of a tile for each thread.
+
+    Attributes
+    ----------
+    rows : int
+        Queries of all heads that read the same keys.
+    threads : int
+        Of a block, and keys of a tile.
+    depth : int
+        Columns of K that are staged at the same time.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    group : int
+        Heads that read the same keys.
+    """
+
+    rows: int
+    threads: int
+    depth: int
+    min_blocks: int
+    group: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return self.rows
+
+    @property
+    def block_n(self) -> int:
+        return self.threads
+
+    @property
+    def folds(self) -> int:
+        """Threads that share a row where its maximum or sum is made."""
+        return self.threads // self.rows
+
+    def padded(self, head_dim: int) -> int:
+        """Columns of Q and K in whole chunks."""
+        return -(-head_dim // self.depth) * self.depth
+
+    def lanes(self, head_dim_v: int) -> int:
+        """Threads that share the columns of O; the others have other keys."""
+        enough = max(-(-head_dim_v // MOST_COLUMNS), min(head_dim_v, WARP), AHEAD)
+        return min(1 << (enough - 1).bit_length(), self.threads // 2)
+
+    def pitch(self, columns: int, dtype: str) -> int:
+        """Elements from one row of a shared array to the next: threads that read 16 bytes of rows
+        next to each other hit different banks.
+        """
+        return columns + (2 if dtype == "float64" else 4)
+
+
+# By accumulator, those of fewer rows first; chosen by registers and shared memory, not timed.
+TILES = {
+    "float32": (FewTile(8, 128, 32, 3), FewTile(16, 128, 32, 2)),
+    "float64": (FewTile(8, 128, 16, 2),),
+}
+SIMULATOR_TILE = FewTile(2, 8, 2, 1)

@@ -1,0 +1,66 @@
+"""Few queries with many keys in the `simt` tier from the host: which kernels run with which grid.
+Numba is not imported here.
+"""
+
+import math
+from dataclasses import replace
+
+from numba_flash.cuda import grid, launch, prepare_parts
+from numba_flash.cuda.arguments import build_extras, parameters_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.simt.few_tiles import SIMULATOR_TILE, TILES, FewTile
+from numba_flash.problem import Prepared
+
+LOG2E = math.log2(math.e)
+MANY_SIMULATED = 24  # keys
+
+
+def serves(problem) -> bool:
+    """True if a problem is one of reading K and V."""
+    return grid.few_rows(problem, MANY_SIMULATED if launch.simulated() else grid.MANY)
+
+
+def few_tile(problem) -> FewTile:
+    """The tile that serves it."""
+    p = problem
+    group = p.hq // p.hk
+    tiles = TILES["float64" if p.dtype == "float64" else "float32"]
+    fit = (tile for tile in tiles if tile.rows >= p.nq * group)
+    tile = SIMULATOR_TILE if launch.simulated() else next(fit, tiles[-1])
+    return replace(tile, group=group)
+
+
+def prepare(problem, inputs, results, gpu) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts, without dropout."""
+    p, tile = problem, few_tile(problem)
+    parts = grid.few_parts(p, tile, gpu.multiprocessors * tile.min_blocks)
+    partial = prepare_parts.layouts(p, parts) if parts > 1 else results
+    combine = prepare_parts.combine_many(partial, results, gpu, parts) if parts > 1 else None
+    forward = Launch(
+        "simt.few.build",
+        (
+            *(p.dtype, partial.o.dtype.name, p.d, p.dv, partial.lse is not None),
+            *(p.options.structure, tile),
+        ),
+        gpu,
+        grid=grid.items(p, p.nq * tile.group, p.hk, tile.block_m) * parts,
+        threads=tile.threads,
+        operands=(
+            *((x, 5) for x in (inputs.q, inputs.k, inputs.v, partial.o)),
+            (partial.lse, 4),
+        ),
+        extras=grid.extras_layouts(p, inputs),
+        numbers=(
+            *(1.0 if p.options.modifies else p.scale * LOG2E, p.low, p.high),
+            *(parts, parameters_of(p, None)),
+        ),
+    )
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results):
+        into = prepare_parts.allocate(partial, inputs.q) if combine else results
+        forward(inputs.q, inputs.k, inputs.v, *into, extras=extras_of(inputs))
+        if combine:
+            combine(*into, *results)
+
+    return Prepared(run, (forward, combine) if combine else (forward,))

@@ -1,0 +1,168 @@
+"""Few queries with many keys, where heads that share keys are rows of one tile: all options, sizes around tiles, and parts of the keys."""
+
+import numpy as np
+import pytest
+from naive import check
+from support import DTYPES, SIMULATED, random_inputs, same_bits
+
+import numba_flash
+from numba_flash import problem, reference
+from numba_flash.arrays import Layout
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.simt import prepare_few, tier
+from numba_flash.plan import choose
+
+simulator = pytest.mark.simulator
+MANY = 26 if SIMULATED else 530
+TABLE = np.random.default_rng(5).standard_normal((4, 7))
+
+
+def inputs(nq=2, hq=4, hk=2, nk=MANY, d=5, dv=3, dtype="float32", batch=(2,), seed=0):
+    return random_inputs(batch=batch, hq=hq, hk=hk, nq=nq, nk=nk, d=d, dv=dv, dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(x, marks=simulator(full=True)) if x in ("float16", "bfloat16") else x for x in DTYPES])
+def test_dtypes(backend, dtype):
+    check(backend, *inputs(dtype=dtype), causal=True)
+
+
+@simulator(full=True)
+@pytest.mark.parametrize(("nq", "hq", "hk"), [(1, 1, 1), (1, 3, 1), (3, 2, 2), (2, 8, 1), (16, 2, 2), (5, 6, 2)])
+@pytest.mark.parametrize("nk", [MANY - 1, MANY + 6])
+def test_rows_of_a_block(backend, nq, hq, hk, nk):
+    """Queries of all heads, in one block or several, that are full or not; 24 and 32 keys are whole tiles of the simulator."""
+    check(backend, *inputs(nq=nq, hq=hq, hk=hk, nk=nk, batch=()), window=(nk // 2, 1))
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), pytest.param(3, 17, marks=simulator(full=True)), (64, 64), (128, 40), (256, 256)])
+def test_head_dimensions(backend, d, dv):
+    check(backend, *inputs(d=d, dv=dv, batch=()), scale=0.3)
+
+
+OPTIONS = {
+    "bias": lambda: {"bias": np.random.default_rng(1).standard_normal((4, 2, MANY)).astype(np.float32)},
+    "mask": lambda: {"mask": np.random.default_rng(2).random((2, 4, 2, MANY)) < 0.5},
+    "softcap, causal": lambda: {"softcap": 0.8, "causal": True},
+    "score_mod": lambda: {"score_mod": numba_flash.relative_position(TABLE, 0)},
+    "lengths": lambda: {"q_lengths": np.array([2, 1]), "kv_lengths": np.array([0, MANY - 9]), "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=simulator(full=x not in ("mask", "softcap, causal"))) for x in OPTIONS])
+def test_options(backend, name):
+    options = OPTIONS[name]()
+    q, k, v, _ = inputs()
+    if "kv_lengths" in options:  # what lies beyond is not read
+        k[1, :, options["kv_lengths"][1] :] = np.nan
+        v[1, :, options["kv_lengths"][1] :] = np.nan
+    here = lambda x: backend.to_device(x) if isinstance(x, np.ndarray) else x
+    o, lse = backend.forward(*map(here, (q, k, v)), return_lse=True, **{name: here(x) for name, x in options.items()})
+    o_ref, lse_ref = reference.forward(q, k, v, **options)
+    np.testing.assert_allclose(backend.to_host(o), o_ref, atol=2e-6)
+    np.testing.assert_allclose(backend.to_host(lse), lse_ref, atol=2e-6)
+
+
+@simulator
+def test_a_value_that_a_row_does_not_see_does_not_reach_it(backend):
+    """Not even as zero times NaN, on the CPU and `simt`; and a row that sees nothing gives 0."""
+    q, k, v, _ = inputs(batch=())
+    mask = np.ones((4, 2, MANY), bool)
+    mask[0, 0, 20] = mask[3, 1] = False
+    v[0, 20] = np.nan
+    o = backend.to_host(backend.forward(*map(backend.to_device, (q, k, v)), mask=backend.to_device(mask)))
+    if not backend.tensor_cores:
+        assert np.isfinite(o[0, 0]).all()
+    assert np.isnan(o[0, 1]).all()
+    assert (o[3, 1] == 0).all()
+
+
+@pytest.mark.skipif(not SIMULATED, reason="of simt's kernels in the simulator")
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=simulator), pytest.param("float64", marks=simulator(full=True))])
+def test_parts_of_the_keys(backend, dtype):
+    """On a GPU with room for many blocks the keys are split, and results over parts are combined; a row that sees nothing stays one."""
+    q, k, v, _ = inputs(batch=(), dtype=dtype, nk=45)
+    mask = np.ones((2, 45), bool)
+    mask[1] = False
+    mask[0, :16] = False  # nothing of the first tiles
+    p = problem.bind(q, k, v, mask=mask)
+    given = problem.ForwardInputs(q, k, v, mask=mask)
+    o, lse = np.full((4, 2, 3), np.nan, dtype), np.full((4, 2), np.nan, dtype)
+    results = problem.ForwardResults(o, lse)
+    prepared = tier.prepare_forward(p, given._make(map(Layout.of, given)), results._make(map(Layout.of, results)), Gpu(-1, (0, 0), 40))
+    _, combine = prepared.launches
+    assert combine.builder == "combine.build_many"
+    prepared.run(given, results)
+    o_ref, lse_ref = reference.forward(q, k, v, mask=mask)
+    atol = 1e-6 if dtype == "float32" else 1e-14
+    np.testing.assert_allclose(o, o_ref, atol=atol)
+    np.testing.assert_allclose(lse, lse_ref, atol=atol)
+
+
+def test_equal_bits(backend):
+    arrays = [backend.to_device(x) for x in inputs(nk=2000)[:3]]
+    assert same_bits(*(backend.to_host(backend.forward(*arrays)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "served"),
+    [
+        ({}, True),
+        ({"nq": 16, "hq": 1, "hk": 1}, True),
+        ({"nq": 9, "hq": 4, "hk": 2}, False),  # 18 rows
+        ({"nk": 511}, False),
+        ({"dropout": 0.1}, False),
+    ],
+)
+@pytest.mark.skipif(SIMULATED, reason="as of a GPU")
+def test_which_problems_are_served(sizes, served):
+    q, k, v, _ = inputs(**{"nk": 512} | {name: x for name, x in sizes.items() if name != "dropout"})
+    options = {"dropout": 0.1, "rng": (0, 0)} if "dropout" in sizes else {}
+    assert prepare_few.serves(problem.bind(q, k, v, **options)) == served
+
+
+H200 = Gpu(0, (9, 0), 132)
+LONG = {"nk": 2**15, "hq": 64, "hk": 8, "nq": 1, "d": 64, "dv": 64, "batch": (4,)}
+
+
+def on_paper(dtype="float32", **sizes):
+    """A problem and its inputs, of which nothing is ever read."""
+    size = LONG | sizes
+    shapes = ((size["hq"], size["nq"], size["d"]), (size["hk"], size["nk"], size["d"]), (size["hk"], size["nk"], size["dv"]))
+    arrays = [np.broadcast_to(np.zeros((), dtype), (*size["batch"], *shape)) for shape in shapes]
+    return problem.bind(*arrays), problem.ForwardInputs(*arrays)
+
+
+@pytest.mark.skipif(SIMULATED, reason="as of a GPU")
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "backend"),
+    [
+        ("float32", {}, "simt"),
+        ("float64", {"nq": 2}, "simt"),
+        ("float32", {"nq": 3}, "sm90"),  # 24 rows
+        ("float64", {"nq": 17}, "sm80"),
+        ("float16", {}, "sm80"),
+    ],
+)
+def test_who_serves_them_on_hopper(dtype, sizes, backend):
+    """Tensor cores leave float32 and float64 to the kernel that reads a key once; but not if they are demanded."""
+    p, given = on_paper(dtype, **sizes)
+    assert choose(p, given, None, gpu=H200).backend == backend
+    if backend == "simt":
+        assert choose(p, given, "sm80", gpu=H200).backend == "sm80"
+        assert "others read a key but once" in str(choose(p, given, None, gpu=H200))
+
+
+@pytest.mark.skipif(SIMULATED, reason="as of a GPU")
+def test_one_kernel_serves_any_length():
+    """And as many parts as fill the GPU."""
+    results = problem.ForwardResults(Layout.compact((4, 64, 1, 64), "float32"), None)
+    launches = []
+    for nk in (600, 2**15, 10**6):
+        p, given = on_paper(nk=nk)
+        launches.append(tier.prepare_forward(p, given._make(Layout.of(x) for x in given), results, H200).launches)
+    assert len({tuple(launch.config for launch in each) for each in launches}) == 1
+    assert {each[0].builder for each in launches} == {"simt.few.build"}
+    forward, combine = launches[1]
+    parts = combine.numbers[0]
+    assert forward.grid == 4 * 8 * parts
+    assert 132 * 2 <= forward.grid <= 132 * 4 * 8
