@@ -84,7 +84,7 @@ def _same(what: str, dtype: str, batch: int, heads: int, length: int, head_dim: 
     return Situation(what, dtype, batch, heads, heads, length, length, head_dim, peers, **more)
 
 
-HALF, SINGLE = ("cuDNN", "FlashAttention-2"), ("memory-efficient",)
+HALF, SINGLE, WHOLE = ("cuDNN", "FlashAttention-2"), ("memory-efficient",), ("whole matrix",)
 BIASED = ("cuDNN", "memory-efficient", "FlexAttention")
 OTHER = "16 bits on a GPU that is no Hopper (`sm80`, timed on an H200)"
 BIAS, TRIANGLE = "a bias with gradient, in 16 bits", "triangle attention, in 16 bits"
@@ -97,12 +97,14 @@ SITUATIONS = (  # what hurts most people first
     _same("dropout, in 16 bits", "float16", 4, 16, 4096, 64, HALF, dropout=0.1),
     Situation(ONE, "bfloat16", 16, 64, 8, 1, 32768, 128, HALF, directions=("forward",)),
     Situation(ONE, "bfloat16", 64, 32, 32, 1, 4096, 64, HALF, directions=("forward",)),
+    Situation("one query per head, in float32", "float32", 16, 8, 8, 1, 32768, 128, (*SINGLE, *WHOLE), directions=("forward",)),
+    Situation("one query per head, in float64", "float64", 16, 8, 8, 1, 32768, 128, WHOLE, directions=("forward",)),
     _same("float32", "float32", 4, 32, 4096, 64, SINGLE),
     _same("float32", "float32", 4, 16, 4096, 128, SINGLE),
     _same("float32", "float32", 4, 16, 4096, 128, SINGLE, causal=True),
     _same("triangle attention, in float32", "float32", 384, 4, 384, 32, SINGLE, bias=True),
-    _same("float64", "float64", 1, 16, 4096, 64, ("whole matrix",)),
-    _same("float64", "float64", 1, 16, 4096, 128, ("whole matrix",)),
+    _same("float64", "float64", 1, 16, 4096, 64, WHOLE),
+    _same("float64", "float64", 1, 16, 4096, 128, WHOLE),
     _same("a small problem, in 16 bits, on Hopper", "bfloat16", 1, 8, 256, 64, HALF),
     _same(PLAIN, "bfloat16", 4, 16, 4096, 128, HALF),
     _same(PLAIN, "bfloat16", 4, 16, 4096, 128, HALF, causal=True),
