@@ -25,9 +25,9 @@ def build_interleave(columns, rows):
     @inline
     def interleave(smem, ring, n, keys, consumer):
         held = cuda.local.array(HELD, u32)  # registers: half of a row of a panel
-        lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
-        row = i32(consumer * ROWS + warp * 16 + lane % 16)
-        to_row, first = place(row), i32(lane // 16)
+        thread = ptx.thread_here()
+        row = i32(consumer * ROWS + thread % 128 // 32 * 16 + thread % 16)
+        to_row, first = place(row), i32(thread % 32 // 16)
         for panel in range(PANELS):
             here = u32(pipeline.tile(smem, ring, n) + u32(panel * PANEL_BYTES))
             for i in range(CHUNKS):

@@ -5,7 +5,7 @@ fetched, and, where dQ is added up in memory, two do that in turns.
 from numba_flash.cuda import ptx, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
-from numba_flash.cuda.number import array, index
+from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import (
     BACKWARD_SCORES_B1,
@@ -19,12 +19,12 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import build_walk, lists_of
 
 WORD = words(BackwardWork)
-NOTE_BYTES = 16
 
 
 def _build_load_rows(ring, columns, rows, values, planes):
@@ -64,7 +64,7 @@ def build_write_work(banded, ordered, options, tile, layout):
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_beyond_softcap, options.mask
-    listed_together, _, _ = build_walk(BLOCK_N, layout.work)
+    listed_together = build_walk(BLOCK_N, layout.work).together
 
     @inline
     def next_number(smem, turn, taken, flags):
@@ -134,8 +134,8 @@ def build_write_work(banded, ordered, options, tile, layout):
 
 
 def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
-    """``produce(maps, smem, lse2, delta, extras, group)``: have the copy engine fetch what each work
-    item needs; with options, write down a `TileNote` of each tile before its Q is fetched.
+    """``produce(maps, smem, lse2, delta, extras, group)``: have the copy engine fetch what each
+    work item needs; with options, write down a `TileNote` of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
     DO_FIRST, ORDERED = not tile.adds_dq, ordered
@@ -148,7 +148,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
     OPTIONS, MASKED, Q = options.modifies_beyond_softcap, options.mask, one_type(layout.q)
     NOTES = layout.notes if OPTIONS else 0
-    _, listing_of, listed = build_walk(BLOCK_N, layout.work)
+    walk = build_walk(BLOCK_N, layout.work)
+    listing_of, listed = walk.listing_of, walk.listed
 
     @inline
     def note_tile(smem, n, note):
@@ -216,16 +217,8 @@ def build_add_dq(ordered, options, tile, layout):
     """  # fmt: skip
     BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
     DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
-    MASKED = options.mask
-    _, listing_of, listed = build_walk(BLOCK_N, layout.work)
-
-    @inline
-    def order_of(smem, turn, head, at, extras):
-        """What the mask's lists say of who adds to a tile before."""
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, BACKWARD_SCORES_B1)
-        block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
-        return extras.order[index(b0), index(b1), index(head), index(block), index(at)]
+    MASKED, walk = options.mask, build_walk(BLOCK_N, layout.work)
+    listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
 
     @inline
     def add_tile(smem, turn, n, at, number, order, sum_address, flag_address):

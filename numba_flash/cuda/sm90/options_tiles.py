@@ -1,12 +1,12 @@
-"""Tiles of the backward pass on Hopper with bias, mask, dropout or a function of the score. Numba is
-not imported here.
+"""Tiles of the backward pass on Hopper with bias, mask, dropout or a function of the score. Numba
+is not imported here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-from numba_flash.cuda.sm90.tiles import BackwardTile, Row, _first
+from numba_flash.cuda.sm90.tiles import ANY, BackwardTile, Row
 
 NOTE_BYTES = 16  # of what is written down about a tile of queries
 MOST = 128  # head dimension
@@ -27,6 +27,8 @@ class OptionsBackwardTile(BackwardTile):
     part: int = 64
     ahead: bool = False
     kernel: ClassVar[str] = "sm90.backward_options.build"
+    # per thread of the producer's warp group, which follows lists, and of the consumers'
+    registers: ClassVar[tuple[int, int]] = (56, 224)
 
     @property
     def columns(self) -> int:
@@ -40,13 +42,24 @@ class OptionsBackwardTile(BackwardTile):
         return layout
 
 
-# Chosen by registers.
-TILES = (
-    Row(2**31, 64, 64, OptionsBackwardTile(128, 2, 2, part=64)),
-    Row(2**31, MOST, MOST, OptionsBackwardTile(64, 3, 2, part=32)),
-)
+SMALL, LARGE = OptionsBackwardTile(128, 2, 2, part=64), OptionsBackwardTile(64, 3, 2, part=32)
+# By whether options are `crowded`. Chosen by registers.
+TILES = {
+    False: (Row(ANY, 64, 64, SMALL), Row(ANY, MOST, MOST, LARGE)),
+    True: (
+        Row(ANY, 64, 64, replace(SMALL, part=32)),
+        Row(ANY, MOST, MOST, replace(LARGE, part=16)),
+    ),
+}
+
+
+def crowded(options) -> bool:
+    """True if a thread needs many registers for each score: for its slope, or bias and mask."""
+    return options.sloped or bool(options.bias and options.mask)
 
 
 def backward_options_tile(problem) -> OptionsBackwardTile:
     """Tile of the main kernel."""
-    return _first(TILES, problem)
+    p = problem
+    rows = TILES[crowded(p.options)]
+    return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)

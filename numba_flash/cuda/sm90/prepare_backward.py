@@ -201,8 +201,10 @@ def preprocess_launch(this: Pass) -> Launch:
 def boxes(this: Pass) -> tuple:
     """What the main kernel reads and stores through tensor maps, and rows of a box."""
     x, m, n = this.inputs, this.tile.block_m, this.tile.block_n
-    of_results = (this.results.dk, KEYS), (this.results.dv, KEYS)
-    return (x.do, m), (x.q, m), (x.k, n), (x.v, n), *of_results
+    found = (x.do, m), (x.q, m), (x.k, n), (x.v, n)
+    if not this.p.options.packed:
+        found += (this.results.dk, KEYS), (this.results.dv, KEYS)
+    return found
 
 
 def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
@@ -226,7 +228,7 @@ def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
     """The main kernel; `sums` is what its tile makes of dS, for some `blocks` of keys at a time."""
     p, tile, results, rows = this.p, this.tile, this.results, this.rows
     banded = p.band != "none" and not this.ordered
-    maps, sizes = boxes(this), sizes_of(this, blocks)
+    sizes = sizes_of(this, blocks)
     return Launch(
         tile.kernel,
         (p.dtype, p.d, p.dv, banded, not p.options.packed, this.ordered, p.options.structure, tile),
@@ -244,7 +246,7 @@ def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
         ),
         extras=this.extras,
         numbers=(sizes, scales(p)),
-        maps=maps[:4] if p.options.packed else maps,
+        maps=boxes(this),
     )
 
 

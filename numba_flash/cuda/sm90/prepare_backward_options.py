@@ -1,5 +1,5 @@
-"""The backward pass of the `sm90` tier with bias, mask, dropout or a function of the score, from the
-host: kernels and grids.
+"""The backward pass of the `sm90` tier with bias, mask, dropout or a function of the score, from
+the host: kernels and grids.
 """
 
 import math
@@ -68,7 +68,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
 def _main(this: Pass, lists: Extras):
     """The main kernel, and its numbers as a function of the generator's state."""
     p, tile, results, there = this.p, this.tile, this.results, this.temporaries
-    sizes, maps = sizes_of(this), boxes(this)
+    sizes = sizes_of(this)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
     banded, to_map = p.band != "none" and not this.ordered, not p.options.packed
@@ -86,7 +86,7 @@ def _main(this: Pass, lists: Extras):
         ),
         extras=lists.layouts,
         numbers=numbers(),
-        maps=maps if to_map else maps[:4],
+        maps=boxes(this),
     )
     return main, numbers
 

@@ -28,7 +28,8 @@ def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64, interleaved=Fal
         lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
         row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
         if INTERLEAVED:
-            row = key_of(row)
+            thread = ptx.thread_here()
+            row, right = key_of(i32(thread % 128 // 32 * 16 + thread % 16)), i32(thread % 32 // 16)
         e = 4 * (FIRST + j)
         a = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0])
         b = pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
@@ -61,8 +62,8 @@ def build_put(head_dim_v, first_panel, count, bfloat16, rows=64, interleaved=Fal
 
 @once
 def build_put_part(bfloat16, rows):
-    """``put_part(tile, x, j, first)``: chunks of 8 columns j and j + 1 of a fragment, rounded, into a
-    tile of panels of `rows` rows, in which its column 0 is that of chunk `first`.
+    """``put_part(tile, x, j, first)``: chunks of 8 columns j and j + 1 of a fragment, rounded, into
+    a tile of panels of `rows` rows, in which its column 0 is that of chunk `first`.
     """
     PANEL_CHUNKS, PANEL_BYTES = PANEL // 8, panel_bytes(rows)
     _, pack2 = build_pack(0, bfloat16)
