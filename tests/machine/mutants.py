@@ -134,7 +134,6 @@ MUTANTS = (
     Mutant(
         "V beyond the last key", INTERLEAVE, "if row < keys else u32(0)", "if row < ROWS * 2 else u32(0)", "gradients, dropout, lengths"
     ),
-    Mutant("K before all of it is in order", INTERLEAVE, "        pipeline.meet_warp_group(consumer)  #", "        #", "gradients, bias"),
     Mutant("no fence after keys have moved", INTERLEAVE, "        ptx.fence_proxy_async()\n", "", "gradients, bias"),
     Mutant("dK and dV in the order of places", STORE, "row, right = key_of(i32(", "row, right = (i32(", "gradients, bias"),
     Mutant("bias of the keys of places", P_AND_DS_OPTIONS, "thread % 32 // 4 * 2)", "thread % 32 // 4)", "gradients, bias"),
