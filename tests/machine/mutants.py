@@ -149,6 +149,7 @@ MUTANTS = (
     ),
     Mutant("dQ of tiles that are not listed", LOAD_BACKWARD, "at = listed(listing, t).at", "at = i32(t)", "gradients, tiles of a mask"),
     Mutant("added before others, under a mask", LOAD_BACKWARD, "tile_lists.count_before(order)", "i32(0)", "gradients, tiles of a mask"),
+    Mutant("V beside the first head alone", LOAD_BACKWARD, "if n == begin if MASKED else g", "if g", "gradients, tiles of a mask"),
     Mutant("keys that nobody sees", LOAD_BACKWARD, "if tiles == 0:", "if tiles < 0:", "gradients, tiles of a mask"),
     Mutant("dQ of queries that see nothing", AFTER, "[after_all, at]) == 0", "[after_all, at]) < 0", "gradients, tiles of a mask"),
     # ---- before and after

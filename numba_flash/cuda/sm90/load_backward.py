@@ -173,6 +173,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             key += pipeline.read(smem, WORK, turn, WORD.row0)
             pipeline.wait_free(smem, K, turn)
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
+            begin = n
             for g in range(group):
                 head = i32(kv_head * group + g)
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
@@ -192,7 +193,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                     place = Place(0, row, head, b1, b0)
                     if not DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
-                    if g == 0 and t == 0:
+                    if n == begin if MASKED else g == 0 and t == 0:
                         pipeline.wait_free(smem, V, turn)
                         load_v(maps[3], smem, turn, Place(0, key, kv_head, b1, b0))
                     load_do(maps[0], smem, n, place, u64(delta_address + offset))

@@ -85,13 +85,11 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         )
     if problem.dtype == "float32":
         return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
-    if kind == "backward" and problem.options.modifies_beyond_softcap:
-        reason = _why_not_backward(problem, demanded, dbias)
-        if reason is not None:
-            return reason
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
-    return _why_not_problem(problem) or next(filter(None, reasons), None)
+    with_options = kind == "backward" and problem.options.modifies_beyond_softcap
+    of_options = _why_not_backward(problem, demanded, dbias) if with_options else None
+    return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
 
 
 def _waits(p, inputs) -> bool:

@@ -128,6 +128,7 @@ def test_gradients_with_options_are_served_on_demand(p, option):
         wide = f"has no backward pass with {option} beyond head dimension 128"
         assert {why_not(replace(p, d=136), demanded), why_not(replace(p, dv=136), demanded)} == {wide}
         assert why_not(p, demanded, dbias=True) == "does not know the gradient of a bias"
+        assert why_not(replace(p, dtype="float64"), demanded) == "serves float16, bfloat16 and float32; q.dtype is float64"
     assert why_not(p, True) is why_not(replace(p, d=128, dv=128), True) is None
     assert why_not(p, False) == f"serves gradients with {option} on demand only (backend='sm90'): not timed yet"
     tile = options_tile(p)
