@@ -6,26 +6,28 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-from numba_flash.cuda.sm90.tiles import ANY, BackwardTile, Row
+from numba_flash.cuda.sm90.tiles import ANY, AddingTile, Row
 
 NOTE_BYTES = 16  # of what is written down about a tile of queries
 MOST = 128  # head dimension
 
 
 @dataclass(frozen=True)
-class OptionsBackwardTile(BackwardTile):
+class OptionsBackwardTile(AddingTile):
     """Shape of a block's work.
 
     Attributes
     ----------
     block_m, stages, do_stages : int
-        As those of `BackwardTile`.
+        As those of `numba_flash.cuda.sm90.tiles.BackwardTile`.
     part : int
         Queries of a fragment: a consumer goes through a tile in parts, for registers.
     """
 
-    part: int = 64
-    ahead: bool = False
+    block_m: int
+    stages: int
+    do_stages: int
+    part: int
     kernel: ClassVar[str] = "sm90.backward_options.build"
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)
@@ -35,7 +37,7 @@ class OptionsBackwardTile(BackwardTile):
         return self.part
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory, as `BackwardTile`'s, and `notes` of the tiles of queries."""
+        """Shared memory, as without options, and `notes` of the tiles of queries."""
         layout = super().layout(head_dim, head_dim_v)
         layout.notes = -(-layout.bytes // NOTE_BYTES) * NOTE_BYTES - layout.ALIGNMENT
         layout.bytes = layout.notes + NOTE_BYTES * self.stages + layout.ALIGNMENT
