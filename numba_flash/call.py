@@ -87,7 +87,8 @@ def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **
         What the backend's ``prepare_forward`` or ``prepare_backward`` takes besides.
     """
     check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
-    chosen = choose(problem, inputs, backend, kind).backend
+    with_dbias = {"dbias": True} if getattr(wanted, "dbias", None) is not None else {}
+    chosen = choose(problem, inputs, backend, kind, **with_dbias).backend
     for name, what in wanted._asdict().items():
         if what is not None:
             arrays.check_size(name, getattr(inputs, what.like), what.shape, what.dtype)

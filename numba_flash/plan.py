@@ -68,7 +68,8 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
     kind : str
         ``"forward"`` or ``"backward"``.
     **place
-        ``gpu``, if not the one that the arrays are on (see `numba_flash.cuda.launch.Gpu`).
+        ``gpu``, if not the one that the arrays are on (see `numba_flash.cuda.launch.Gpu`); ``dbias``, True if the gradient of a bias is
+        wanted.
 
     Raises
     ------

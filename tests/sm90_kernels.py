@@ -6,6 +6,8 @@ from compiled import Kernel
 
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
+from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
+from numba_flash.cuda.sm90.options_tiles import crowded
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.prepare_forward_options import words_held
@@ -107,6 +109,24 @@ BACKWARD = {
 }
 BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BACKWARD.items()}
 
+# dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
+BACKWARD_OPTIONS = {
+    "backward sm90 64 dropout": ("float16", 64, 64, False, True, True, PAIRS, DROPOUT),
+    "backward sm90 128 dropout": ("bfloat16", 128, 128, True, True, False, PAIRS, DROPOUT),
+    "backward sm90 64 packed dropout": ("bfloat16", 64, 64, False, False, True, PAIRS, replace(PACKED, dropout=0.5)),
+    "backward sm90 64 mask": ("bfloat16", 64, 64, False, True, True, PAIRS, MASK),
+    "backward sm90 128 mask": ("float16", 128, 128, False, True, True, ONES, MASK),
+    "backward sm90 64 bias": ("bfloat16", 64, 64, False, True, True, PAIRS, BIAS),
+    "backward sm90 128 bias of float32": ("float16", 128, 128, False, True, True, ONES, BIAS_32),
+    "backward sm90 64 softcap and dropout": ("float16", 64, 64, False, True, True, PAIRS, Options(dropout=0.5, softcap=1.0)),
+    "backward sm90 64 everything": ("float16", 64, 64, False, True, True, ONES, EVERYTHING),
+    "backward sm90 72, 40 everything": ("bfloat16", 72, 40, True, True, False, PAIRS, EVERYTHING),
+    "backward sm90 128 everything": ("float16", 128, 128, False, True, True, PAIRS, EVERYTHING),
+}
+BACKWARD_OPTIONS = {
+    name: (*config, first(BACKWARD_OPTION_TILES[crowded(config[-1])], *config[1:3])) for name, config in BACKWARD_OPTIONS.items()
+}
+
 
 def around(name: str, options: Options) -> dict[str, Kernel]:
     """What is done once per query before and after the backward loop."""
@@ -138,6 +158,9 @@ AROUND |= {
     "preprocess float32": Kernel("preprocess.build", ("float32", 64, False, 64, 8 * DQ_PART, True, True, False, PLAIN, ROW_THREADS)),
 }
 
+OF_MASK = first(BACKWARD_OPTION_TILES[False], 96, 96)
+AROUND["postprocess under a mask"] = Kernel("sm90.postprocess.build", ("bfloat16", 96, MASK, OF_MASK, ("tiles", "order")))
+
 COMBINE = {
     "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, ROWS)),
     "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, ROWS)),
@@ -148,6 +171,7 @@ KERNELS = {
     **{name: Kernel("sm90.forward_options.build", config) for name, config in FORWARD_OPTIONS.items()},
     **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
+    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_OPTIONS.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},

@@ -85,7 +85,7 @@ def _bits(x):
     return x.view({"float16": np.int16, "bfloat16": np.uint16}.get(x.dtype.name, x.dtype))
 
 
-def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -> str | None:
     """Reason why this backend cannot run on such arrays, or None; it knows every dtype and option."""
     return None if isinstance(inputs.q, np.ndarray) else "CuPy arrays live on a GPU; copy them to NumPy to compute on the CPU"
 

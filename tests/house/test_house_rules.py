@@ -45,7 +45,7 @@ LAYERS = (
     "arrays checks precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
-CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.(split_)?tiles|(\w+\.)?prepare_\w+)")
+CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options)_)?tiles|(\w+\.)?prepare_\w+)")
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
 every_module = pytest.mark.parametrize("module", MODULES)
@@ -208,7 +208,7 @@ BUILDERS = {
 }
 
 
-SHARING = ("sm90.backward.build", "sm90.backward_wide.build", "sm90.backward_split.build")
+SHARING = ("sm90.backward.build", "sm90.backward_options.build", "sm90.backward_wide.build", "sm90.backward_split.build")
 
 
 def test_kernels_are_recognised():

@@ -32,6 +32,9 @@ BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_bac
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
 BEFORE, AFTER = "cuda/preprocess.py", "cuda/sm90/postprocess.py"
 FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forward_options", "rows_options"))
+BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE = (
+    f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave")
+)
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
 
 MUTANTS = (
@@ -126,6 +129,29 @@ MUTANTS = (
     Mutant("tiles of Q overwritten", LOAD_BACKWARD, "        pipeline.wait_free(smem, RING, n)\n", "", "gradients, long"),
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
+    # ---- the backward loop with options
+    Mutant("keys in their own order", INTERLEAVE, "first = place(row), i32", "first = row, i32", "gradients, dropout"),
+    Mutant(
+        "V beyond the last key", INTERLEAVE, "if row < keys else u32(0)", "if row < ROWS * 2 else u32(0)", "gradients, dropout, lengths"
+    ),
+    Mutant("no fence after keys have moved", INTERLEAVE, "        ptx.fence_proxy_async()\n", "", "gradients, bias"),
+    Mutant("dK and dV in the order of places", STORE, "row, right = key_of(i32(", "row, right = (i32(", "gradients, bias"),
+    Mutant("bias of the keys of places", P_AND_DS_OPTIONS, "thread % 32 // 4 * 2)", "thread % 32 // 4)", "gradients, bias"),
+    Mutant("dP of what was dropped", P_AND_DS_OPTIONS, "dp = dp if w > f32(0) else f32(0)", "dp = dp", "gradients, dropout"),
+    Mutant(
+        "dV of kept weights alone", BACKWARD_OPTIONS, "factor[r] *= f32(parameters.keep_scale)", "factor[r] *= f32(1)", "gradients, dropout"
+    ),
+    Mutant("bits of the part before", P_AND_DS_OPTIONS, "NOTE.row0) + part * COLUMNS)", "NOTE.row0))", "gradients, dropout"),
+    Mutant("dO of the part before", BACKWARD_OPTIONS, "(do_rows + behind, u32(0))", "(do_rows, u32(0))", "gradients, dropout"),
+    Mutant("a slope of 1 under a cap", P_AND_DS_OPTIONS, "dpT[e] *= slope[e]", "dpT[e] *= f32(1)", "gradients, dropout, softcap"),
+    Mutant(
+        "notes overwritten", LOAD_BACKWARD, "        pipeline.wait_free(smem, Q, n)\n        to", "        to", "gradients, tiles of a mask"
+    ),
+    Mutant("dQ of tiles that are not listed", LOAD_BACKWARD, "at = listed(listing, t).at", "at = i32(t)", "gradients, tiles of a mask"),
+    Mutant("added before others, under a mask", LOAD_BACKWARD, "tile_lists.count_before(order)", "i32(0)", "gradients, tiles of a mask"),
+    Mutant("V beside the first head alone", LOAD_BACKWARD, "if n == begin if MASKED else g", "if g", "gradients, tiles of a mask"),
+    Mutant("keys that nobody sees", LOAD_BACKWARD, "if tiles == 0:", "if tiles < 0:", "gradients, tiles of a mask"),
+    Mutant("dQ of queries that see nothing", AFTER, "[after_all, at]) == 0", "[after_all, at]) < 0", "gradients, tiles of a mask"),
     # ---- before and after
     Mutant("an lse of base e", BEFORE, "shift *= ACC(UNIT)", "shift = shift", "gradients"),
     Mutant("a dQ without its scale", AFTER, "rows.invalid else scale", "rows.invalid else f32(1)", "gradients"),
@@ -165,11 +191,11 @@ MUTANTS = (
         "pipeline.release_group(smem, DO, n)\n                ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)",
         "gradients, D136",
     ),
-    Mutant("dQ overwritten", BACKWARD, "pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile", "# tile", "gradients, long"),
+    Mutant("dQ overwritten", STORE, "pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile", "# tile", "gradients, long"),
     Mutant("added before its turn", LOAD_BACKWARD, "load_flag(flag) != before", "load_flag(flag) > before", "gradients, long"),
     Mutant("dS overwritten while it is copied", WIDE, "await_store()\n                ptx", "ptx", "gradients, D136"),
     Mutant("no fence behind mbarriers", FORWARD, "            ptx.fence_mbarrier_init()\n", "", "plain"),
-    Mutant("no fence before dQ is added", BACKWARD, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients"),
+    Mutant("no fence before dQ is added", STORE, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients"),
     Mutant("no fence between dS and its products", BACKWARD, "ptx.fence_proxy_async()\n                row0", "row0", "gradients"),
     Mutant("no fence between registers and their product", "cuda/ptx/wgmma.py", "b64 b; wgmma.fence.sync.aligned;", "b64 b;", "plain"),
     Mutant("a flag without release", "cuda/ptx/memory.py", "red.release.gpu", "red.relaxed.gpu", "gradients"),

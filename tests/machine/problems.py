@@ -178,10 +178,17 @@ def bias_gradient(*shape):
 # Of blocks of 128 queries, the first sees nothing, the second all keys of a tile between two others, the third none of that.
 HIDDEN = {"mask": (RNG.random((300, 300)) < 0.9) & (np.arange(300) >= 128)[:, None]}
 HIDDEN["mask"][128:256, 128:256], HIDDEN["mask"][256:, 128:256] = True, False
+# Of two heads; and the first 128 keys are seen by none, the next 128 by the other head alone.
+GAPS = {"mask": HIDDEN["mask"] & (np.arange(300) >= np.array([256, 128])[:, None, None])}
 PROBLEMS |= {
     "bias": Problem(forward_pass, nk=NK + 144, options=bias_of(NQ, NK + 144)),
     "dropout": Problem(forward_pass, nk=NK, options=DROPOUT),
     "tiles of a mask": Problem(forward_pass, nq=300, nk=300, options=HIDDEN),
+    "gradients, dropout": Problem(backward_pass, nk=NK, options=DROPOUT),
+    "gradients, dropout, lengths": Problem(backward_pass, options=DROPOUT | LENGTHS),
+    "gradients, dropout, softcap": Problem(backward_pass, nk=NK, options=DROPOUT | {"softcap": 0.5}),
+    "gradients, bias": Problem(backward_pass, nk=88, options=bias_of(NQ, 88)),
+    "gradients, tiles of a mask": Problem(backward_pass, nq=300, nk=300, hq=2, multiprocessors=2, options=GAPS),
 }
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 few = partial(mma, nq=5, nk=300, hq=3)

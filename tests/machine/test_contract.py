@@ -154,6 +154,7 @@ def tiles_of_a_mask(shape: Shape) -> dict:
 
 
 ALIBI = numba_flash.alibi(np.array([0.5, 0.25], np.float32))
+SLOPES = {"score_mod": ALIBI, "score_mod_grad": ALIBI.score_mod_grad}
 SCORE_MOD = {"score_mod": tilt, "score_mod_grad": tilt_grad}
 DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
 LONE = Shape(ONE, 75, 90)
@@ -195,13 +196,21 @@ SINCE_TURING = {
     "float16 64 dropout": ampere("float16", 64, 64, (also(NEAR, **DROPOUT), also(ODD, **DROPOUT))),
     "bfloat16 128 dropout lengths": ampere("bfloat16", 128, 128, (also(LENGTHS[1], **DROPOUT),)),
     "bfloat16 64 score_mod": ampere("bfloat16", 64, 64, (also(NEAR, **SCORE_MOD),)),
-    "float16 128 alibi": ampere("float16", 128, 128, (also(NEAR, score_mod=ALIBI, score_mod_grad=ALIBI.score_mod_grad, causal=True),)),
+    "float16 128 alibi": ampere("float16", 128, 128, (also(NEAR, causal=True, **SLOPES),)),
     "float16 64 everything": ampere("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
     "float16 256 mask and dropout": ampere("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
     "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
 }
 
 ALL_SEEN = Shape(ONE, 3, 40, EMPTY)
+
+
+def without_bias_grad(group: Group) -> Group:
+    """The same problems; the gradient of a bias is not wanted."""
+    options = [{name: x for name, x in shape.options.items() if name != "bias_grad"} for shape in group.shapes]
+    return group._replace(shapes=tuple(shape._replace(options=x) for shape, x in zip(group.shapes, options, strict=True)))
+
+
 OPTIONS_ON_HOPPER = {
     "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
@@ -209,7 +218,12 @@ OPTIONS_ON_HOPPER = {
     "float16 128 dropout": hopper("float16", 128, 128, (also(NEAR, **DROPOUT), also(LARGE, **DROPOUT))),
     "float16 64 everything": hopper("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
     "float16 256 mask and dropout": hopper("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
+    "bfloat16 64 score_mod": hopper("bfloat16", 64, 64, (also(NEAR, **SCORE_MOD),)),
+    "float16 128 tiles of a mask": hopper("float16", 128, 128, (TILES,)),
+    "float16 72, 40 softcap, dropout, lengths": hopper("float16", 72, 40, (also(LENGTHS[0], softcap=2.0, **DROPOUT),)),
+    "bfloat16 128 everything": hopper("bfloat16", 128, 128, (also(LONE, causal=True, **(EVERYTHING | bias(LONE, "float32"))),)),
 }
+OPTIONS_ON_HOPPER = {name: without_bias_grad(group) for name, group in OPTIONS_ON_HOPPER.items()}
 
 FLOAT32 = {
     "float32 64": ampere("float32", 64, 64, AROUND[:1]),
@@ -251,7 +265,7 @@ QUICK = {"sm80 bfloat16 64 causal": 1, "sm80 float64 24, 8 causal": 1}  # proble
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
 AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
-    *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128")),
+    *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128", "bfloat16 64 tiles of a mask, causal", "float16 128 dropout")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"sm80 {name}" for name in ("float16 128, little memory", "bfloat16 64 tiles of a mask", "float16 128 bias of keys")),
     "sm80 float64 40, 24 on Ampere",
@@ -319,7 +333,7 @@ def test_forward(name, pytestconfig):
 
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
-FORWARD_ALONE |= {f"sm90 {name}" for name in OPTIONS_ON_HOPPER}
+FORWARD_ALONE.add("sm90 float16 256 mask and dropout")
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])
@@ -371,6 +385,19 @@ def test_gradients_of_lse_in_any_order(backend):
 
 
 @pytest.mark.full
+def test_gradients_under_a_mask_in_any_order():
+    """On Hopper; and with a gradient of the lse."""
+    arrays = inputs_of(OPTIONS_ON_HOPPER["bfloat16 64 tiles of a mask, causal"], LARGE)
+    options = TILES.options | {"dlse": np.random.default_rng(5).standard_normal((1, 4, LARGE.nq)).astype(np.float32)}
+    results = []
+    for deterministic, resident in ((False, None), (True, None), (True, 1)):
+        with machine(seed=len(results), multiprocessors=4, resident=resident):
+            results.append(backward(Group(SM90, "bfloat16", 64, 64, ()), arrays, deterministic=deterministic, **options))
+        compare(results[-1], *arrays, **options)
+    assert all(same_bits(x, results[2][name]) for name, x in results[1].items()), "bits depend on how many blocks are at work"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("d", "capability", "causal"), [(64, AMPERE, True), (128, AMPERE, False), (256, HOPPER, True)])
 def test_few_rows_have_small_blocks(d, capability, causal):
     """Three blocks of 64 rows of each head, where two of 128 would leave multiprocessors idle."""
@@ -400,8 +427,12 @@ def test_sums_of_dq_in_copies(copies, d, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "d"), [(SM90, 64), (SM90, 256), (SM80, 64)], ids=["sm90, 64", "sm90, 256", "sm80, 64"])
-def test_packed_sequences(backend, d):
+@pytest.mark.parametrize(
+    ("backend", "d", "options"),
+    [(SM90, 64, {}), (SM90, 64, SLOPES), (SM90, 256, {}), (SM80, 64, {})],
+    ids=["sm90, 64", "sm90, 64, alibi", "sm90, 256", "sm80, 64"],
+)
+def test_packed_sequences(backend, d, options):
     """Sequences of any length, one of them empty, beside each other; each as if it were alone."""
     q_offsets, k_offsets = np.array([0, 70, 70, 199, 230]), np.array([0, 50, 120, 250, 251])
     rng = np.random.default_rng(2)
@@ -416,15 +447,30 @@ def test_packed_sequences(backend, d):
             np.testing.assert_allclose(each.astype(np.float64), ref, atol=6e-3 * max(1, np.abs(ref).max(initial=0)), rtol=6e-3)
 
     with machine(seed=1):
-        o, lse = backend.forward_packed(q, k, v, q_offsets, k_offsets, return_lse=True, causal=True)
-    ref_o, ref_lse = zip(*(reference.forward(*inputs[1:], causal=True) for inputs in alone), strict=True)
+        o, lse = backend.forward_packed(q, k, v, q_offsets, k_offsets, return_lse=True, causal=True, **options)
+    ref_o, ref_lse = zip(*(reference.forward(*inputs[1:], causal=True, **options) for inputs in alone), strict=True)
     agree(o, q_offsets, ref_o)
     np.testing.assert_allclose(lse, np.concatenate(ref_lse, axis=-1), atol=1e-5)
     with machine(seed=1):
-        gradients = backend.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True)
-    refs = zip(*(reference.backward(*inputs, causal=True) for inputs in alone), strict=True)
+        gradients = backend.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True, **options)
+    refs = zip(*(reference.backward(*inputs, causal=True, **options) for inputs in alone), strict=True)
     for x, offsets, ref in zip(gradients, (q_offsets, k_offsets, k_offsets), refs, strict=True):
         agree(x, offsets, ref)
+
+
+@pytest.mark.full
+def test_packed_gradients_have_the_bits_of_dropout_of_another_backend():
+    """Those of a head of a sequence, wherever it begins among the packed ones."""
+    offsets = np.array([0, 70, 70, 140]), np.array([0, 50, 60, 190])
+    draw = lambda n: np.random.default_rng(n).standard_normal((n // 2, 2, 64)).astype(np.float16)
+    q, do, k, v = draw(280), draw(281), draw(380), draw(381)
+    with machine(capability=AMPERE):
+        o, lse = SM80.forward_packed(q, k, v, *offsets, return_lse=True, **DROPOUT)
+        expected = SM80.backward_packed(do, q, k, v, o, lse, *offsets, **DROPOUT)
+    with machine():
+        gradients = SM90.backward_packed(do, q, k, v, o, lse, *offsets, **DROPOUT)
+    for x, y in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), atol=1e-2 * np.abs(y).max(), rtol=1e-2)
 
 
 @pytest.mark.full

@@ -137,7 +137,7 @@ def tile_for(kernel: str, dtype: str, head_dim: int, capability=(7, 0)) -> Tile:
     return next(tile for limit, tile in TILES[kernel, accumulator] if head_dim <= limit)
 
 
-def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -> str | None:
     """Reason why these kernels cannot run on such arrays, or None; they know every dtype and
     option.
     """

@@ -33,7 +33,7 @@ def algorithm(problem) -> str:
     return ALGORITHMS[planes_of(problem)]
 
 
-def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -> str | None:
     """Reason why these kernels cannot run `problem` (None: anything) on such arrays, or None."""
     if launch.simulated():
         return "the CUDA simulator has no tensor cores"

@@ -3,7 +3,7 @@ other: by name.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,15 @@ class Scales(NamedTuple):
     scale: float
 
 
+class OptionScales(NamedTuple):
+    """What leads from scores to base 2, or, where options hide and drop alone, from raw products;
+    and the numbers of the options.
+    """
+
+    scale_log2: float
+    parameters: Any
+
+
 def scales(problem) -> Scales:
     """Those of a problem."""
     scale, cap = problem.scale, problem.options.softcap
@@ -86,8 +95,9 @@ class ForwardWork(NamedTuple):
     part: int
 
 
-# With a bias, a mask, dropout or a score_mod a word follows those of a work item: b1 of the scores,
-# which for packed sequences is the number of one, while their arrays have no such axis.
+# With a bias, a mask, dropout or a score_mod words follow those of a work item: b1 of the scores,
+# which for packed sequences is the number of one, while their arrays have no such axis; and, in the
+# backward pass, how many tiles the heads of its group have together.
 SCORES_B1 = len(ForwardWork._fields)
 
 
@@ -110,6 +120,20 @@ class BackwardWork(NamedTuple):
     first: int
     count: int
     base: int
+
+
+BACKWARD_SCORES_B1 = len(BackwardWork._fields)
+BACKWARD_TILES = BACKWARD_SCORES_B1 + 1
+
+
+class TileNote(NamedTuple):
+    """What is written down about a tile of queries of a work item whose scores have options: its
+    first query, its head, and whether nothing of it is hidden, as far as a list tells. All int32.
+    """
+
+    row0: int
+    head: int
+    whole: int
 
 
 class DqWork(NamedTuple):

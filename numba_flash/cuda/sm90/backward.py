@@ -68,18 +68,11 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
     factors = shared.factors
+    commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
     put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
     stage_dk = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
     stage_dv = store.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
-
-    @inline
-    def commit_dq(smem, n):
-        """Let a tile of dQ be added up; later than `put_dq`, when products run while the fence
-        waits for what that has stored.
-        """
-        ptx.fence_proxy_async()
-        pipeline.commit(smem, DQ, n)
 
     @inline
     def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale):
@@ -119,16 +112,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         """All products with the Q tile before the n-th are complete."""
         if n != u32(0):
             pipeline.release_group(smem, Q, u32(n - 1))
-
-    @inline
-    def put_dq(smem, me, n, dq):
-        """Store this consumer's part of a tile of dQ to shared memory."""
-        pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
-        mine = u32(cuda.threadIdx.x % WARP_GROUP * 16)
-        to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + mine)
-        for j in range(8):
-            four = dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]
-            ptx.store_shared_vector(u32(to + u32(2048 * j)), four)
 
     @inline
     def begin_item(smem, turn, me, n, sT, k_rows):

@@ -2,21 +2,27 @@
 fetched, and, where dQ is added up in memory, two do that in turns.
 """
 
-from numba_flash.cuda import ptx, schedule
-from numba_flash.cuda.arguments import FACTORS, extras_type
+from numba_flash.cuda import ptx, schedule, tile_lists
+from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import (
+    BACKWARD_SCORES_B1,
+    BACKWARD_TILES,
     END,
     BackwardWork,
+    OptionScales,
     Scales,
     Sizes,
+    TileNote,
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
+from numba_flash.cuda.sm90.walk_backward import build_walk, lists_of
 
 WORD = words(BackwardWork)
 
@@ -57,6 +63,8 @@ def build_write_work(banded, ordered, options, tile, layout):
     BANDED, ORDERED, PACKED = banded, ordered, options.packed
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
+    OPTIONS, MASKED = options.modifies_beyond_softcap, options.mask
+    listed_together = build_walk(BLOCK_N, layout.work).together
 
     @inline
     def next_number(smem, turn, taken, flags):
@@ -91,6 +99,11 @@ def build_write_work(banded, ordered, options, tile, layout):
                     continue  # nothing to store; an impossible sequence has no rows of its own
                 head = item.head * i32(sizes.group)
                 base = first_block(item.b0, item.b1, head, item.columns_begin, lse2.shape)
+                queries, tiles = item.columns, i32(item.count * i32(sizes.group))
+                if MASKED:
+                    tiles = listed_together(item, extras, sizes)
+                    if tiles == 0:  # one tile of each head, in which everything is hidden
+                        queries, tiles = i32(0), i32(sizes.group)
                 work = BackwardWork(
                     b0=item.b0,
                     b1=i32(0) if PACKED else item.b1,
@@ -99,7 +112,7 @@ def build_write_work(banded, ordered, options, tile, layout):
                     k0=item.rows_begin,
                     keys=item.rows,
                     q0=item.columns_begin,
-                    queries=item.columns,
+                    queries=queries,
                     low=item.low,
                     high=item.high,
                     invalid=item.invalid,
@@ -109,6 +122,9 @@ def build_write_work(banded, ordered, options, tile, layout):
                 )
                 for word in range(len(work)):
                     pipeline.write(smem, WORK, turn, word, work[word])
+                if OPTIONS:
+                    pipeline.write(smem, WORK, turn, BACKWARD_SCORES_B1, item.b1)
+                    pipeline.write(smem, WORK, turn, BACKWARD_TILES, tiles)
             else:
                 pipeline.write(smem, WORK, turn, WORD.count, END)
             pipeline.commit(smem, WORK, turn)
@@ -117,9 +133,9 @@ def build_write_work(banded, ordered, options, tile, layout):
     return write_work
 
 
-def build_produce(head_dim, head_dim_v, ordered, tile, layout):
-    """``produce(maps, smem, lse2, delta, group)``: have the copy engine fetch what each work item
-    needs.
+def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
+    """``produce(maps, smem, lse2, delta, extras, group)``: have the copy engine fetch what each
+    work item needs; with options, write down a `TileNote` of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
     DO_FIRST, ORDERED = not tile.adds_dq, ordered
@@ -130,9 +146,20 @@ def build_produce(head_dim, head_dim_v, ordered, tile, layout):
     load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
+    OPTIONS, MASKED, Q = options.modifies_beyond_softcap, options.mask, one_type(layout.q)
+    NOTES = layout.notes if OPTIONS else 0
+    walk = build_walk(BLOCK_N, layout.work)
+    listing_of, listed = walk.listing_of, walk.listed
 
     @inline
-    def produce(maps, smem, lse2, delta, group):
+    def note_tile(smem, n, note):
+        pipeline.wait_free(smem, Q, n)
+        to = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
+        for word in range(len(note)):
+            ptx.store_shared(u32(to + u32(4 * word)), i32(note[word]))
+
+    @inline
+    def produce(maps, smem, lse2, delta, extras, group):
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         pipeline.wait_ready(smem, WORK, turn)
@@ -146,17 +173,27 @@ def build_produce(head_dim, head_dim_v, ordered, tile, layout):
             key += pipeline.read(smem, WORK, turn, WORD.row0)
             pipeline.wait_free(smem, K, turn)
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
+            begin = n
             for g in range(group):
                 head = i32(kv_head * group + g)
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
-                for t in range(count):
+                tiles, whole = count, False
+                if MASKED:
+                    listing = listing_of(smem, turn, head, extras)
+                    tiles = listing.count
+                for t in range(tiles):
                     at = i32(first + count - i32(1) - t)
+                    if MASKED:
+                        here = listed(listing, t)
+                        at, whole = here.at, here.whole
+                    if OPTIONS:
+                        note_tile(smem, n, TileNote(i32(at * BLOCK_M), head, i32(whole)))
                     row = i32(pipeline.read(smem, WORK, turn, WORD.q0) + at * i32(BLOCK_M))
                     offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
                     place = Place(0, row, head, b1, b0)
                     if not DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
-                    if g == 0 and t == 0:
+                    if n == begin if MASKED else g == 0 and t == 0:
                         pipeline.wait_free(smem, V, turn)
                         load_v(maps[3], smem, turn, Place(0, key, kv_head, b1, b0))
                     load_do(maps[0], smem, n, place, u64(delta_address + offset))
@@ -173,17 +210,19 @@ def build_produce(head_dim, head_dim_v, ordered, tile, layout):
     return produce
 
 
-def build_add_dq(ordered, tile, layout):
-    """``add_dq(smem, me, lse2, dq_sum, flags, group)`` for each of the ADDERS:
+def build_add_dq(ordered, options, tile, layout):
+    """``add_dq(smem, me, lse2, dq_sum, flags, extras, group)`` for each of the ADDERS:
 
     (7) dQ_i = dQ_i + dS_ij K_j: add to the sums in memory what the consumers have left of tiles me,
     me + ADDERS, ...
     """  # fmt: skip
     BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
     DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
+    MASKED, walk = options.mask, build_walk(BLOCK_N, layout.work)
+    listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
 
     @inline
-    def add_tile(smem, turn, n, at, number, sum_address, flag_address):
+    def add_tile(smem, turn, n, at, number, order, sum_address, flag_address):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
         ORDERED after the blocks of keys before.
         """
@@ -195,6 +234,8 @@ def build_add_dq(ordered, tile, layout):
             row0 = pipeline.read(smem, WORK, turn, WORD.row0)
             high = pipeline.read(smem, WORK, turn, WORD.high)
             before = blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
+            if MASKED:
+                before = tile_lists.count_before(order)
             while ptx.load_flag(flag) != before:
                 pass
         pipeline.wait_ready(smem, DQ, n)
@@ -211,7 +252,7 @@ def build_add_dq(ordered, tile, layout):
             ptx.add_flag(flag, i32(1))  # whoever sees it finds the sum in memory
 
     @inline
-    def add_dq(smem, me, lse2, dq_sum, flags, group):
+    def add_dq(smem, me, lse2, dq_sum, flags, extras, group):
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, WORD.count)
@@ -219,12 +260,21 @@ def build_add_dq(ordered, tile, layout):
             first = pipeline.read(smem, WORK, turn, WORD.first)
             for g in range(group):
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
-                for t in range(count):
+                tiles, order = count, i32(0)
+                if MASKED:
+                    head = i32(pipeline.read(smem, WORK, turn, WORD.kv_head) * group + g)
+                    listing = listing_of(smem, turn, head, extras)
+                    tiles = listing.count
+                for t in range(tiles):
                     if n % u32(ADDERS) == u32(me):
                         at = i32(first + count - i32(1) - t)
+                        if MASKED:
+                            at = listed(listing, t).at
+                        if MASKED and ORDERED:
+                            order = order_of(smem, turn, head, at, extras)
                         number = u64(u32(i32(base + at)))
                         sums, counts = ptx.global_address(dq_sum), ptx.global_address(flags)
-                        add_tile(smem, turn, n, at, number, sums, counts)
+                        add_tile(smem, turn, n, at, number, order, sums, counts)
                     n = u32(n + u32(1))
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)
@@ -248,8 +298,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
     write_work = build_write_work(banded, ordered, options, tile, SMEM)
-    produce = build_produce(head_dim, head_dim_v, ordered, tile, SMEM)
-    add_dq = build_add_dq(ordered, tile, SMEM)
+    produce = build_produce(head_dim, head_dim_v, ordered, options, tile, SMEM)
+    add_dq = build_add_dq(ordered, options, tile, SMEM)
 
     def backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales):
         smem = pipeline.shared_base(ALIGNMENT)
@@ -270,23 +320,26 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 if warp == ADDERS + 1:
                     write_work(smem, dk, lse2, flags, extras, sizes)
                 elif warp == ADDERS:
-                    produce(maps, smem, lse2, delta, i32(sizes.group))
+                    produce(maps, smem, lse2, delta, extras, i32(sizes.group))
                 elif ADDS_DQ:
-                    add_dq(smem, i32(warp), lse2, dq_sum, flags, i32(sizes.group))
+                    add_dq(smem, i32(warp), lse2, dq_sum, flags, extras, i32(sizes.group))
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
     maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
+    numbers = named(Scales, f32)
+    if options.modifies_beyond_softcap:
+        numbers = named(OptionScales, f32, parameters_type(options))
     signature = types.void(
         types.UniTuple(u64, len(maps)),
         *[array(u32 if tile.planes == 1 else f32, 5)] * 2,
         *[array(f32, 4)] * 2,
         array(f32, 5),
         array(i32, 1),
-        extras_type(options, more=() if tile.planes == 1 else FACTORS),
+        extras_type(options, lists_of(ordered), () if tile.planes == 1 else FACTORS),
         named(Sizes, i64),
-        named(Scales, f32),
+        numbers,
     )
     return (
         backward_sm90,

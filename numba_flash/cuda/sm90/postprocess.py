@@ -5,22 +5,25 @@ and put it in order.
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda import ptx, schedule, tile_lists
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, types, u32, u64
-from numba_flash.cuda.number import array
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90.store import build_put
 from numba_flash.cuda.sm90.tiles import DQ_PART
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes
 
 
-def build(dtype, head_dim, options, tile):
+def build(dtype, head_dim, options, tile, lists=()):
     """Kernel ``postprocess(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, out of the
     order of fragments, rounded.
 
     `dq` is seen as words of two elements. Row blocks that see no key get 0: nobody has written
     their sum.
+
+    lists : names of those of a mask's tiles that there are (`numba_flash.cuda.tile_lists`).
     """
+    IN_ORDER, LISTS = "order" in lists, lists
     BLOCK_M, CONSUMERS = tile.block_m, tile.consumers
     SPLIT_ROWS, PACKED, HEAD_DIM = tile.splits_rows, options.packed, head_dim
     PANEL_BYTES, ROOM, PART_BYTES = panel_bytes(64), tile.consumers * panel_bytes(64), 4 * DQ_PART
@@ -35,6 +38,11 @@ def build(dtype, head_dim, options, tile):
         low, high = low + rows.shift, high + rows.shift
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, queries), keys, low, high)
         empty = start >= stop or row0 >= queries
+        if IN_ORDER:
+            of_head = extras.order[index(rows.b0), index(rows.b1), index(rows.head)]
+            after_all, at = index(of_head.shape[0] - 1), index(row0 // BLOCK_M)
+            if not empty:
+                empty = tile_lists.count_before(of_head[after_all, at]) == 0
         if not PACKED:
             queries = dq.shape[3]
         # shared by the block: a tile of dQ, each consumer's part in a panel
@@ -64,5 +72,5 @@ def build(dtype, head_dim, options, tile):
                 ptx.store_global(to, words)
 
     numbers = i64, i64, i64, f32
-    signature = types.void(array(f32, 5), array(u32, 5), extras_type(options), *numbers)
+    signature = types.void(array(f32, 5), array(u32, 5), extras_type(options, LISTS), *numbers)
     return postprocess, signature, {"launch_bounds": (128 * tile.consumers, 2)}

@@ -85,6 +85,11 @@ class Pass(NamedTuple):
     def extras(self) -> tuple:
         return grid.extras_layouts(self.p, self.inputs)
 
+    @property
+    def rows(self) -> Layout:
+        """The lse, or delta."""
+        return Layout.compact(self.temporaries.rows.shape[1:], "float32")
+
 
 def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts; the same bits in every run if
@@ -108,7 +113,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         row_blocks=row_blocks,
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
     )
-    preprocess = _preprocess(this)
+    preprocess = preprocess_launch(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
 
     extras_of = build_extras(p.options)
@@ -162,7 +167,7 @@ def key_parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]
     return best, -(-blocks // best)
 
 
-def _preprocess(this: Pass) -> Launch:
+def preprocess_launch(this: Pass) -> Launch:
     """lse in base 2, delta, and flags or zeros."""
     p, x, there = this.p, this.inputs, this.temporaries
     sums = there.dq_sum if this.tile.adds_dq else None
@@ -193,23 +198,21 @@ def _preprocess(this: Pass) -> Launch:
     )
 
 
-def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
-    """The main kernel; `sums` is what its tile makes of dS, for some `blocks` of keys at a time."""
-    p, tile, x, results = this.p, this.tile, this.inputs, this.results
+def boxes(this: Pass) -> tuple:
+    """What the main kernel reads and stores through tensor maps, and rows of a box."""
+    x, m, n = this.inputs, this.tile.block_m, this.tile.block_n
+    found = (x.do, m), (x.q, m), (x.k, n), (x.v, n)
+    if not this.p.options.packed:
+        found += (this.results.dk, KEYS), (this.results.dv, KEYS)
+    return found
+
+
+def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
+    """Numbers of the main kernel's work, for some `blocks` of keys at a time."""
+    p, tile = this.p, this.tile
     key_blocks = grid.blocks(p, p.nk, tile.block_n)
-    items = grid.items(p, p.nk, p.hk, tile.block_n)
-    rows = Layout.compact(this.temporaries.rows.shape[1:], "float32")
-    banded = p.band != "none" and not this.ordered
-    maps = (
-        (x.do, tile.block_m),
-        (x.q, tile.block_m),
-        (x.k, tile.block_n),
-        (x.v, tile.block_n),
-        (results.dk, KEYS),
-        (results.dv, KEYS),
-    )
-    sizes = Sizes(
-        items=items,
+    return Sizes(
+        items=grid.items(p, p.nk, p.hk, tile.block_n),
         low=-p.high,
         high=-p.low,
         columns=p.nq,
@@ -219,24 +222,27 @@ def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
         b0=p.batch[0],
         blocks=blocks,
     )
+
+
+def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
+    """The main kernel; `sums` is what its tile makes of dS, for some `blocks` of keys at a time."""
+    p, tile, results, rows = this.p, this.tile, this.results, this.rows
+    banded = p.band != "none" and not this.ordered
+    sizes = sizes_of(this, blocks)
     return Launch(
         tile.kernel,
         (p.dtype, p.d, p.dv, banded, not p.options.packed, this.ordered, p.options.structure, tile),
         this.gpu,
-        grid=min(items, this.gpu.multiprocessors),
+        grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.layout(p.d, p.dv).bytes,
         operands=(
-            (results.dk.words(), 5),
-            (results.dv.words(), 5),
-            (rows, 4),
-            (rows, 4),
-            (sums, 5),
-            (this.temporaries.flags, 1),
+            *((results.dk.words(), 5), (results.dv.words(), 5)),
+            *((rows, 4), (rows, 4), (sums, 5), (this.temporaries.flags, 1)),
         ),
         extras=this.extras,
         numbers=(sizes, scales(p)),
-        maps=maps[:4] if p.options.packed else maps,
+        maps=boxes(this),
     )
 
 
@@ -311,7 +317,6 @@ def _prepare_parts(this: Pass) -> Prepared:
         blocks=blocks,
     )
     maps = ((this.inputs.k, tile.block_n), (dq_layout, KEYS))
-    rows = Layout.compact(there.rows.shape[1:], "float32")
     sum_dq = Launch(
         "sm90.dq.build",
         (p.dtype, p.d, p.band != "none", not p.options.packed, p.options.structure, tile),
@@ -319,7 +324,7 @@ def _prepare_parts(this: Pass) -> Prepared:
         grid=min(items, multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.dq_layout(p.d).bytes,
-        operands=((dq_layout.words(), 5), (there.dq_sum, 5), (there.ds, 5), (rows, 4)),
+        operands=((dq_layout.words(), 5), (there.dq_sum, 5), (there.ds, 5), (this.rows, 4)),
         extras=this.extras,
         numbers=(sizes, scales(p)),
         maps=maps[:1] if p.options.packed else maps,

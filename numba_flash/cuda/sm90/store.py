@@ -3,19 +3,22 @@ there through tensor maps, or to memory.
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import build_pack, first_column
+from numba_flash.cuda.fragment import build_key_rows, build_pack, first_column
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
+from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.pipeline import meet_warp_group
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
 
 
 @once
-def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
+def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64, interleaved=False):
     """``put_chunks(tile, acc, inverse, j)``: as `build_put`'s, but only chunks of 8 columns j and j
     + 1, from the first panel on.
     """
+    INTERLEAVED, (_, key_of) = interleaved, build_key_rows(1)
     CHUNKS, PANEL_CHUNKS, FIRST = head_dim_v // 8, PANEL // 8, first_panel * PANEL // 8
     PANEL_BYTES, ZERO = panel_bytes(rows), u32(0)
     _, pack2 = build_pack(0, bfloat16)
@@ -24,6 +27,9 @@ def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
     def put_chunks(tile, acc, inverse, j):
         lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
         row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
+        if INTERLEAVED:
+            thread = ptx.thread_here()
+            row, right = key_of(i32(thread % 128 // 32 * 16 + thread % 16)), i32(thread % 32 // 16)
         e = 4 * (FIRST + j)
         a = pack2(acc[e] * inverse[0], acc[e + 1] * inverse[0])
         b = pack2(acc[e + 2] * inverse[1], acc[e + 3] * inverse[1])
@@ -39,12 +45,12 @@ def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64):
 
 
 @once
-def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
+def build_put(head_dim_v, first_panel, count, bfloat16, rows=64, interleaved=False):
     """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into a
-    tile of panels of `rows` rows.
+    tile of panels of `rows` rows; of rows that are keys, `interleaved`, in the order of the keys.
     """
     COUNT = min(count * PANEL, head_dim_v - first_panel * PANEL) // 8
-    put_chunks = build_put_chunks(head_dim_v, first_panel, bfloat16, rows)
+    put_chunks = build_put_chunks(head_dim_v, first_panel, bfloat16, rows, interleaved)
 
     @inline
     def put(tile, acc, inverse):
@@ -52,6 +58,52 @@ def build_put(head_dim_v, first_panel, count, bfloat16, rows=64):
             put_chunks(tile, acc, inverse, j)
 
     return put
+
+
+@once
+def build_put_part(bfloat16, rows):
+    """``put_part(tile, x, j, first)``: chunks of 8 columns j and j + 1 of a fragment, rounded, into
+    a tile of panels of `rows` rows, in which its column 0 is that of chunk `first`.
+    """
+    PANEL_CHUNKS, PANEL_BYTES = PANEL // 8, panel_bytes(rows)
+    _, pack2 = build_pack(0, bfloat16)
+
+    @inline
+    def put_part(tile, x, j, first):
+        lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
+        row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
+        e, c = 4 * j, first + j
+        chunk = i32((c % PANEL_CHUNKS + right) ^ (row % 8))
+        at = u32(tile + u32(c // PANEL_CHUNKS * PANEL_BYTES + row * ROW_BYTES + chunk * 16))
+        left, below = pack2(x[e], x[e + 1]), pack2(x[e + 2], x[e + 3])
+        ptx.stmatrix(at, left, below, pack2(x[e + 4], x[e + 5]), pack2(x[e + 6], x[e + 7]))
+
+    return put_part
+
+
+@once
+def build_hand_over(ring):
+    """``put_dq(smem, me, n, dq)``: store a consumer's part of the n-th tile of dQ to shared memory;
+    ``commit_dq(smem, n)``: let it be added up, later than that, when products run while the fence
+    waits for what has been stored.
+    """
+    DQ, DQ_TILE, DQ_BYTES = one_type(ring), ring.tiles, 4 * DQ_PART
+
+    @inline
+    def commit_dq(smem, n):
+        ptx.fence_proxy_async()
+        pipeline.commit(smem, DQ, n)
+
+    @inline
+    def put_dq(smem, me, n, dq):
+        pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
+        mine = u32(cuda.threadIdx.x % WARP_GROUP * 16)
+        to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + mine)
+        for j in range(8):
+            four = dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]
+            ptx.store_shared_vector(u32(to + u32(2048 * j)), four)
+
+    return commit_dq, put_dq
 
 
 @once
@@ -123,14 +175,17 @@ def build_put_floats(head_dim_v, centred):
 
 
 @once
-def build_stage(head_dim_v, panels_at_a_time, bfloat16):
+def build_stage(head_dim_v, panels_at_a_time, bfloat16, interleaved=False):
     """``stage(tensor_map, tile, acc, inverse, me, place)``: store 64 rows of O at a
     `pipeline.Place` by way of shared memory, some panels at a time; rows and columns beyond the
-    array's ends are not stored.
+    array's ends are not stored. Rows may be `interleaved` (`build_put`).
     """  # fmt: skip
     PANELS, STEP, PANEL_BYTES = panels(head_dim_v), panels_at_a_time, panel_bytes(64)
     firsts = range(0, PANELS, STEP)
-    puts = [build_put(head_dim_v, first, min(STEP, PANELS - first), bfloat16) for first in firsts]
+    puts = [
+        build_put(head_dim_v, first, min(STEP, PANELS - first), bfloat16, 64, interleaved)
+        for first in firsts
+    ]
 
     def build_step(step, rest):
         put, FIRST, COUNT = puts[step], step * STEP, min(STEP, PANELS - step * STEP)

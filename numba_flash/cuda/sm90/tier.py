@@ -7,21 +7,20 @@ from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm90 import prepare_backward as backward
+from numba_flash.cuda.sm90 import prepare_backward_options as backward_options
 from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
+from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST, MOST_BACKWARD, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
 from numba_flash.problem import Prepared
 
-# Options that the kernels know.
-SERVED = {
-    "forward": {*NAMES},
-    "backward": {"softcap", "q_lengths", "kv_lengths"},
-}
+# Options that the kernels of float32 know; the others know all.
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
+BEYOND_SOFTCAP = ("score_mod", "bias", "mask", "dropout")
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
 # Up to here tiles have too few products to hide the loads of a bias or a mask: for a mask of each
@@ -40,7 +39,8 @@ def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
 
 def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """The same for gradients."""
-    of = backward_split if planes_of(problem) else backward
+    with_options = backward_options if problem.options.modifies_beyond_softcap else backward
+    of = backward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, deterministic, gpu)
 
 
@@ -62,7 +62,7 @@ def algorithm(problem) -> str:
     return ALGORITHMS[planes_of(problem)]
 
 
-def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
+def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -> str | None:
     """Reason why these kernels cannot run `problem` (None: anything) on such arrays, or None."""
     if launch.simulated():
         return "the CUDA simulator has no tensor cores"
@@ -84,10 +84,12 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
             f" {MOST_WAITING} on demand only (backend='sm90'): it waits for it longer than others"
         )
     if problem.dtype == "float32":
-        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(kind, problem)
+        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
-    return _why_not_problem(kind, problem) or next(filter(None, reasons), None)
+    with_options = kind == "backward" and problem.options.modifies_beyond_softcap
+    of_options = _why_not_backward(problem, demanded, dbias) if with_options else None
+    return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
 
 
 def _waits(p, inputs) -> bool:
@@ -111,15 +113,24 @@ def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
     return prepare_split.why_not(p, demanded, "sm90")
 
 
-def _why_not_problem(kind: str, p) -> str | None:
+def _why_not_backward(p, demanded: bool, dbias: bool) -> str | None:
+    """Of options beyond a softcap."""
+    if dbias:
+        return "does not know the gradient of a bias"
+    options = " or ".join(NAMES[name] for name in p.options.used if name in BEYOND_SOFTCAP)
+    if max(p.d, p.dv) > MOST_WITH_OPTIONS:
+        return f"has no backward pass with {options} beyond head dimension {MOST_WITH_OPTIONS}"
+    if not demanded:
+        return f"serves gradients with {options} on demand only (backend='sm90'): not timed yet"
+    return None
+
+
+def _why_not_problem(p) -> str | None:
     if p.dtype not in ("float16", "bfloat16", "float32"):
         return f"serves float16, bfloat16 and float32; q.dtype is {p.dtype}"
-    served, where = SERVED[kind], " in the backward pass"  # forward ones are all served
-    if planes_of(p):
-        served, where = SERVED_FLOAT32, " with float32"
-    for option in p.options.used:
-        if option not in served:
-            return f"does not know {NAMES[option]}{where}"
+    for option in p.options.used if planes_of(p) else ():
+        if option not in SERVED_FLOAT32:
+            return f"does not know {NAMES[option]} with float32"
     alone = p.options.softcap and not p.options.modifies_beyond_softcap
     if alone and not p.scale / GREATEST_RATIO < p.options.softcap <= GREATEST_SOFTCAP:
         return (

@@ -119,38 +119,22 @@ class Tile(Consumers):
         return lay_out(rings, o_panels * self.block_m * ROW_BYTES, o=0, o_panels=o_panels)
 
 
-@dataclass(frozen=True)
-class BackwardTile(WarpGroups):
-    """Shape of a block's work in the backward pass.
-
-    Attributes
-    ----------
-    block_m : int
-        Queries at a time: 64, or 128 where the head dimension is at most 64.
-    stages, do_stages : int
-        Slots of the rings of Q and of dO tiles.
-    ahead : bool
-        Start the next tile's scores before this one's dQ.
+class AddingTile(WarpGroups):
+    """Of a tile of the backward pass that adds to dQ in memory, part by part, with these rings; see
+    `BackwardTile`.
     """
 
     block_m: int
     stages: int
     do_stages: int
-    ahead: bool
     consumers: ClassVar[int] = 2
-    adds_dq: ClassVar[bool] = True  # in memory, part by part
+    adds_dq: ClassVar[bool] = True
     queries_apart: ClassVar[int] = 0  # the consumers' fragments
     planes: ClassVar[int] = 1
-    kernel: ClassVar[str] = "sm90.backward.build"
 
     @property
     def block_n(self) -> int:
         return KEYS * self.consumers
-
-    @property
-    def columns(self) -> int:
-        """Queries of a consumer's fragment."""
-        return self.block_m
 
     @property
     def splits_rows(self) -> bool:
@@ -187,6 +171,32 @@ class BackwardTile(WarpGroups):
         layout = lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, lse=lse, delta=delta, bounds=bounds)
         layout.dq = layout.dq._replace(tiles=dq)
         return layout
+
+
+@dataclass(frozen=True)
+class BackwardTile(AddingTile):
+    """Shape of a block's work in the backward pass.
+
+    Attributes
+    ----------
+    block_m : int
+        Queries at a time: 64, or 128 where the head dimension is at most 64.
+    stages, do_stages : int
+        Slots of the rings of Q and of dO tiles.
+    ahead : bool
+        Start the next tile's scores before this one's dQ.
+    """
+
+    block_m: int
+    stages: int
+    do_stages: int
+    ahead: bool
+    kernel: ClassVar[str] = "sm90.backward.build"
+
+    @property
+    def columns(self) -> int:
+        """Queries of a consumer's fragment."""
+        return self.block_m
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
         load_flag=lambda address: Flag(address, waited),
     )
     with on_host(load_backward, pipeline=pipeline, ptx=ptx):
-        add_dq = load_backward.build_add_dq(True, tile, tile.layout(64, 64))
+        add_dq = load_backward.build_add_dq(True, PLAIN, tile, tile.layout(64, 64))
         for me in range(ADDERS):
-            add_dq(0, me, lse2, None, None, group)
+            add_dq(0, me, lse2, None, None, (), group)
     return done
 
 
@@ -183,7 +183,8 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group,
     ptx = SimpleNamespace(global_address=lambda array: 0, bulk_load=lambda *_: None)
     rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
     with on_host(load_backward, pipeline=pipeline, ptx=ptx):
-        load_backward.build_produce(64, 64, ordered, tile, layout)(["do", "q", "k", "v"], 0, rows, rows, group)
+        produce = load_backward.build_produce(64, 64, ordered, PLAIN, tile, layout)
+        produce(["do", "q", "k", "v"], 0, rows, rows, (), group)
     expected = []
     for turn, item in enumerate(items[:-1]):
         tiles = ["q", "do"] * (item.count * group)

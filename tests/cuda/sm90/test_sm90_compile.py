@@ -14,7 +14,18 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 import compiled
 import kernel_counts
 from compiled import H200, disassembler
-from sm90_kernels import AROUND, BACKWARD, BACKWARD_SPLIT, COMBINE, DQ, FORWARD, FORWARD_OPTIONS, FORWARD_SPLIT, KERNELS
+from sm90_kernels import (
+    AROUND,
+    BACKWARD,
+    BACKWARD_OPTIONS,
+    BACKWARD_SPLIT,
+    COMBINE,
+    DQ,
+    FORWARD,
+    FORWARD_OPTIONS,
+    FORWARD_SPLIT,
+    KERNELS,
+)
 
 from numba_flash.cuda import compile
 from numba_flash.cuda.sm90.split_tiles import padded
@@ -26,7 +37,7 @@ SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  #
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
-    *(f"64-{2**31}-none", "forward sm90 64 bias", "backward 64, causal"),
+    *(f"64-{2**31}-none", "forward sm90 64 bias", "backward 64, causal", "backward sm90 64 dropout"),
     *("preprocess packed", "postprocess packed", "dq packed, 136", "combine"),
 )
 
@@ -51,7 +62,7 @@ def test_counts_of_machine_code(name):
     kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
 
 
-@pytest.mark.parametrize("name", named([*FORWARD, *FORWARD_OPTIONS, *BACKWARD], QUICK))
+@pytest.mark.parametrize("name", named([*FORWARD, *FORWARD_OPTIONS, *BACKWARD, *BACKWARD_OPTIONS], QUICK))
 def test_resources(name):
     """Nothing is spilled or serialised, and the registers that the warp groups ask for are those that the block has been given."""
     _, d, dv, *_, tile = KERNELS[name].config
@@ -137,6 +148,28 @@ def test_instructions_of_the_backward_pass(name):
     assert ("UTMASTG" in found) == to_map
     assert found & {"ATOMG", "REDG"} == ({"ATOMG", "REDG"} if ordered else set())
     assert not found & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(BACKWARD_OPTIONS, QUICK))
+def test_instructions_of_the_backward_pass_with_options(name):
+    """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK; what belongs to a part is asked for before
+    its scores are waited for; keys in pairs.
+    """
+    _, d, dv, _, to_map, ordered, vectors, options, tile = BACKWARD_OPTIONS[name]
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    names = {each.split(".")[0] for each in found}
+    assert {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
+    assert ("UTMASTG" in names) == to_map
+    assert ("ATOMG" in names) == ("REDG" in names) == ordered
+    assert not names & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
+    of_part = -(-d // 16) + -(-dv // 16) + tile.part // 16
+    assert sum(each.startswith("HGMMA") for each in found) == of_part + (tile.block_n + tile.block_m) // 16
+    if options.bias or options.mask:
+        first = next(i for i, each in enumerate(found) if each.startswith("HGMMA"))
+        wait = next(i for i, each in enumerate(found) if i > first and each.startswith("WARPGROUP.DEPBAR"))
+        pairs = tile.part // 4 if all(vectors) else tile.part // 2
+        assert sum(each.startswith("LDG") for each in found[first:wait]) >= pairs
 
 
 @pytest.mark.full

@@ -23,9 +23,21 @@ from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import prepare_backward, prepare_forward, tier
-from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, Sizes, TileNote, scales
+from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
-from numba_flash.cuda.sm90.tiles import FORWARD_TILES, KEYS, OUTPUT_ROWS, PART_TILES, SHARED_LIMIT, backward_tile, forward_tile, part_tile
+from numba_flash.cuda.sm90.tiles import (
+    FORWARD_TILES,
+    KEYS,
+    OUTPUT_ROWS,
+    PART_TILES,
+    SHARED_LIMIT,
+    WORK_BYTES,
+    BackwardTile,
+    backward_tile,
+    forward_tile,
+    part_tile,
+)
 from numba_flash.options import PLAIN, Options
 from numba_flash.plan import choose
 from numba_flash.problem import MAX_LENGTH, BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
@@ -60,7 +72,7 @@ REFUSED = {
     "no queries": (problem(nq=0), "needs at least one query and one key"),
     "no batch": (problem(batch=(0,)), "needs at least one query and one key"),
 }
-FORWARD_ALONE = {
+OPTIONS_BEYOND_A_CAP = {
     "bias": (problem(bias=np.zeros(200, np.float32)), "a bias"),
     "mask": (problem(mask=np.ones(200, bool)), "a mask array"),
     "dropout": (problem(dropout=0.5, rng=(1, 2)), "dropout"),
@@ -93,30 +105,55 @@ def inputs_of(p: Problem) -> ForwardInputs:
 
 @pytest.mark.parametrize(("p", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_problems_that_are_refused(p, sentence):
-    assert tier._why_not_problem("forward", p) == sentence
+    assert tier._why_not_problem(p) == sentence
     assert tier.why_not("forward", p, inputs_of(p), True, H200) == sentence
 
 
 @pytest.mark.parametrize("p", SERVED.values(), ids=SERVED)
 def test_problems_that_are_served(p):
-    assert tier._why_not_problem("forward", p) is None
+    assert tier._why_not_problem(p) is None
     assert tier.why_not("forward", p, inputs_of(p), True, H200) is None
     assert tier.why_not("forward", p, inputs_of(p), False, H200) is None
 
 
-@pytest.mark.parametrize(("p", "option"), FORWARD_ALONE.values(), ids=FORWARD_ALONE)
-def test_options_that_are_served_forward_alone(p, option):
-    """The tile is that of the kernel with options, and `sm80` gets the gradients."""
+@pytest.mark.parametrize(("p", "option"), OPTIONS_BEYOND_A_CAP.values(), ids=OPTIONS_BEYOND_A_CAP)
+def test_gradients_with_options_are_served_on_demand(p, option):
+    """Up to head dimension 128, and not that of a bias; else `sm80` gets them. Forward, the tile is that of the kernel with options."""
     inputs = inputs_of(p)
     x = np.zeros((*p.batch, p.hq, p.nq, p.d), np.float16)
     gradients = BackwardInputs(x, *inputs[:3], x, None)
+    why_not = lambda p, demanded, **more: tier.why_not("backward", p, gradients, demanded, H200, **more)
     for demanded in (True, False):
         assert tier.why_not("forward", p, inputs, demanded, H200) is None
-        assert tier.why_not("backward", p, gradients, demanded, H200) == f"does not know {option} in the backward pass"
+        wide = f"has no backward pass with {option} beyond head dimension 128"
+        assert {why_not(replace(p, d=136), demanded), why_not(replace(p, dv=136), demanded)} == {wide}
+        assert why_not(p, demanded, dbias=True) == "does not know the gradient of a bias"
+        assert why_not(replace(p, dtype="float64"), demanded) == "serves float16, bfloat16 and float32; q.dtype is float64"
+    assert why_not(p, True) is why_not(replace(p, d=128, dv=128), True) is None
+    assert why_not(p, False) == f"serves gradients with {option} on demand only (backend='sm90'): not timed yet"
     tile = options_tile(p)
     assert tier.tiles_of(p) == (("forward", (tile.block_m, tile.block_n)),)
     assert choose(p, inputs, None, gpu=H200).backend == "sm90"
     assert choose(p, gradients, None, "backward", gpu=H200).backend == "sm80"
+    assert choose(p, gradients, "sm90", "backward", gpu=H200).backend == "sm90"
+
+
+def test_options_of_gradients_are_named_together():
+    p = problem(mask=np.ones(200, bool), dropout=0.5, rng=(1, 2), softcap=3.0)
+    x = np.zeros((2, 2, 100, 64), np.float16)
+    gradients = BackwardInputs(x, *inputs_of(p)[:3], x, None)
+    sentence = "serves gradients with a mask array or dropout on demand only (backend='sm90'): not timed yet"
+    assert tier.why_not("backward", p, gradients, False, H200) == sentence
+
+
+def test_a_wanted_gradient_of_a_bias_is_refused_before_anything_is_computed():
+    x, lse = np.zeros((2, 5, 16), np.float16), np.zeros((2, 5), np.float32)
+    bias = np.zeros((5, 5), np.float16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "why_not", lambda x: None)
+        patch.setattr(launch, "gpu_of", lambda x: H200)
+        with pytest.raises(NotImplementedError, match="backend sm90: does not know the gradient of a bias"):
+            numba_flash.backward(x, x, x, x, x, lse, bias=bias, bias_grad=True, backend="sm90")
 
 
 REFUSED_FLOAT32 = {
@@ -185,7 +222,7 @@ def test_float32_in_any_strides_is_served():
 
 
 def test_bfloat16_is_served():
-    assert tier._why_not_problem("forward", replace(problem(), dtype="bfloat16")) is None
+    assert tier._why_not_problem(replace(problem(), dtype="bfloat16")) is None
 
 
 def test_refusals_beyond_the_problem(monkeypatch):
@@ -262,6 +299,24 @@ def test_every_problem_with_options_has_a_tile_that_fits(options):
         assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
         assert tile.block_n % 16 == 0
         assert held(options, runs_of_columns(tile.block_n)).words * 4 == words_held(options) * tile.block_n
+
+
+@pytest.mark.parametrize(
+    "options", [*OPTIONS, Options(dropout=0.5, softcap=1.0)], ids=lambda options: " ".join(options.used) + f" {options.bias}"
+)
+def test_every_backward_pass_with_options_has_a_tile_that_fits(options):
+    """Notes about tiles lie behind everything else; parts of a tile are as many columns as products and dropout's counters want."""
+    base = replace(problem(), options=options)
+    for d, dv in itertools.product(range(8, 129, 8), repeat=2):
+        tile = backward_options_tile(replace(base, d=d, dv=dv))
+        layout, plain = tile.layout(d, dv), BackwardTile(tile.block_m, tile.stages, tile.do_stages, False).layout(d, dv)
+        assert layout.bytes <= SHARED_LIMIT, (d, dv, tile)
+        assert layout.notes % 16 == 0
+        assert layout.notes >= plain.bytes - plain.ALIGNMENT
+        assert layout.notes + NOTE_BYTES * tile.stages + layout.ALIGNMENT == layout.bytes
+        assert NOTE_BYTES >= 4 * len(TileNote._fields)
+        assert (tile.block_m % tile.columns, tile.columns % 16) == (0, 0)
+    assert 4 * (BACKWARD_TILES + 1) <= WORK_BYTES
 
 
 @pytest.mark.parametrize("nk", [1, 2, 1024, 1025, 6144, 6145, 2**17, MAX_LENGTH])

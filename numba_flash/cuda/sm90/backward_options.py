@@ -1,0 +1,203 @@
+"""Backward pass on Hopper with bias, mask, dropout or a function of the score: blocks, and what
+moves data, are those of `numba_flash.cuda.sm90.backward`.
+
+What belongs to a score is read straight from memory by the thread that holds it, while the tensor
+cores compute S and dP: two neighbouring keys at a time, for which K and V are put in another order
+in shared memory. Of a mask only the tiles are visited that it leaves something of.
+"""
+
+import math
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
+from numba_flash.cuda.sm90 import (
+    pipeline,
+    softmax_backward,
+    softmax_backward_options,
+    store,
+    wgmma,
+)
+from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
+from numba_flash.cuda.sm90.interleave import build_interleave
+from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
+from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.softmax_backward_options import ROWS, first_key
+from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
+
+
+def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options, tile):
+    """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``,
+    its signature and compile options.
+
+    Arguments are those of `numba_flash.cuda.sm90.backward.build` and its kernel, and
+
+    vectors : which arrays are read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
+    scales : `OptionScales` of `numba_flash.cuda.sm90.arguments`.
+    """
+    BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
+    SMEM = tile.layout(head_dim, head_dim_v)
+    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
+    DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
+    Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
+    DS, DS_BYTES = SMEM.ds, SMEM.ds_bytes
+    DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
+    COLUMNS, PARTS, PART_BYTES = tile.columns, BLOCK_M // tile.columns, tile.columns * ROW_BYTES
+    SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = COLUMNS // 2, COLUMNS // 4, head_dim // 2, head_dim_v // 2
+    TO_MAP, SPLIT_ROWS, SEQUENCES = to_map, tile.splits_rows, options.sequences
+    BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
+    V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
+    NONE, ONE = 0, 1
+    interleave_k = build_interleave(head_dim, BLOCK_N)
+    interleave_v = build_interleave(head_dim_v, BLOCK_N)
+    start_scores = wgmma.build_scores(COLUMNS, head_dim, BLOCK_N, BFLOAT16, BLOCK_M)
+    start_dp = wgmma.build_scores(COLUMNS, head_dim_v, BLOCK_N, BFLOAT16, BLOCK_M)
+    start_dv = wgmma.build_values(COLUMNS, head_dim_v, BFLOAT16)
+    start_dq = wgmma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
+    start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
+    pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
+    put_ds = store.build_put_part(BFLOAT16, BLOCK_N)
+    zero_k, _ = softmax.build_zero(OUTPUTS_K)
+    zero_v, _ = softmax.build_zero(OUTPUTS_V)
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    wait_q, wait_do = shared.wait_q, shared.wait_do
+    own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
+    row0_of, part_of, fetch = own.row0_of, own.part_of, own.fetch
+    recompute_p, differentiate, SLOPES, WORDS = own[3:]
+    commit_dq, put_dq = store.build_hand_over(SMEM.dq)
+    put_dk = store.build_put_row(head_dim, False, BFLOAT16)
+    put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
+    stage_dk = store.build_stage(head_dim, 2, BFLOAT16, True) if TO_MAP else None
+    stage_dv = store.build_stage(head_dim_v, 2, BFLOAT16, True) if TO_MAP else None
+
+    @inline
+    def begin_item(smem, turn, me):
+        """Wait for K and V of a work item, and put their keys in order."""
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
+        pipeline.wait_ready(smem, K, turn)
+        interleave_k(smem, K, turn, keys, me)
+        pipeline.wait_ready(smem, V, turn)
+        interleave_v(smem, V, turn, keys, me)
+
+    @inline
+    def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, parameters):
+        """Let the last tile of dQ be added up, and store dK and dV of a work item."""
+        commit_dq(smem, u32(n - u32(1)))
+        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
+        pipeline.release_group(smem, Q, u32(n - u32(1)))
+        pipeline.release_group(smem, K, turn)
+        pipeline.release_group(smem, V, turn)
+        factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
+        scaled = cuda.local.array(2, f32)
+        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
+        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        for r in range(2):
+            invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+            factor[r] = f32(NAN) if invalid else f32(1)
+            scaled[r] = factor[r] * f32(parameters.scale)
+            if DROPOUT:
+                factor[r] *= f32(parameters.keep_scale)
+        pipeline.release(smem, WORK, turn)
+        if TO_MAP:
+            # tile n - 1 of dQ, which had the slot of tile n + 1, has left
+            pipeline.wait_free(smem, DQ, u32(n + u32(1)))
+            room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
+            stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
+            stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
+            if cuda.threadIdx.x % WARP_GROUP == 0:
+                ptx.bulk_wait_read()
+            pipeline.meet_warp_group(me)
+        else:
+            for r in range(2):
+                j = row0 + first_key() + r
+                if j < keys:
+                    put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
+                    put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
+
+    @inline
+    def begin_tile(smem, turn, me, n):
+        """Wait for Q and dO of a tile."""
+        pipeline.wait_ready(smem, Q, n)
+        row0 = row0_of(smem, n)
+        wait_q(smem, turn, me, n, row0)
+        wait_do(smem, turn, me, n, row0)
+
+    @inline
+    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
+        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last
+        tile first.
+        """
+        # registers of each thread
+        sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T, of a part of a tile
+        dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
+        pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
+        slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
+        bias_mask = cuda.local.array(WORDS, u32)  # of the part
+        dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
+        dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
+        dq = cuda.local.array(32, f32)  # of a tile of dQ
+        # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is
+        # left out by `postprocess`
+        ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
+        mine, turn, n = u32(me * MINE), u32(0), u32(0)
+        heads, batch1 = i32(lse2.shape[2]), i32(dk.shape[1])
+        scale_log2, parameters = scales.scale_log2, scales.parameters
+        while True:
+            pipeline.wait_ready(smem, WORK, turn)
+            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            if count == END:
+                break
+            k_tile = pipeline.tile(smem, K, turn)
+            k_rows = wgmma.descriptor(k_tile + mine, u32(0))
+            v_rows = u32(k_rows + u32(V_BEHIND_K))
+            k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
+            zero_k(dk_acc)
+            zero_v(dv_acc)
+            begin_item(smem, turn, me)
+            begin, end = n, u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
+            while n != end:
+                q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
+                ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
+                begin_tile(smem, turn, me, n)
+                for part in range(PARTS):
+                    # (1) S^T = K Q^T, (4) dP^T = V dO^T
+                    behind = u32(part * PART_BYTES)
+                    start_scores(sT, k_rows, wgmma.descriptor(q_rows + behind, u32(0)))
+                    start_dp(dpT, v_rows, wgmma.descriptor(do_rows + behind, u32(0)))
+                    if part == 0 and n != begin:  # (7) of the tile before
+                        commit_dq(smem, u32(n - u32(1)))
+                    x = part_of(smem, turn, me, n, part, heads, batch1)
+                    fetch(bias_mask, x, extras)
+                    ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
+                    if part == 0 and n != begin:  # all products with the Q tile before are complete
+                        pipeline.release_group(smem, Q, u32(n - u32(1)))
+                    # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
+                    recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)
+                    ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
+                    # (5) dS^T = P^T * (dP^T - delta)
+                    first = part * COLUMNS // 8
+                    for chunk in range(0, SCORES // 4, 2):
+                        differentiate(dpT, sT, slope, x, chunk, parameters)
+                        put_ds(u32(ds + mine), dpT, chunk, first)
+                    # (3) dV = dV + P^T dO
+                    pack(pT, sT)
+                    start_dv(dv_acc, pT, wgmma.descriptor(do_rows + behind, u32(Q_PANEL)))
+                ptx.fence_proxy_async()
+                pipeline.meet_consumers(CONSUMERS)  # all of dS^T is there
+                # (7) dQ = dS K, (6) dK = dK + dS^T Q
+                start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
+                dsT_rows = wgmma.descriptor(ds + mine, u32(0))
+                start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
+                ptx.wgmma_wait(dq, sT, ONE, 32, NONE)
+                pipeline.release_group(smem, DO, n)
+                put_dq(smem, me, n, dq)
+                n = u32(n + 1)
+            finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, parameters)
+            turn = u32(turn + 1)
+
+    return build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

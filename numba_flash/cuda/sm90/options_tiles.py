@@ -1,0 +1,67 @@
+"""Tiles of the backward pass on Hopper with bias, mask, dropout or a function of the score. Numba
+is not imported here.
+"""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+from numba_flash.cuda.sm90.tiles import ANY, AddingTile, Row
+
+NOTE_BYTES = 16  # of what is written down about a tile of queries
+MOST = 128  # head dimension
+
+
+@dataclass(frozen=True)
+class OptionsBackwardTile(AddingTile):
+    """Shape of a block's work.
+
+    Attributes
+    ----------
+    block_m, stages, do_stages : int
+        As those of `numba_flash.cuda.sm90.tiles.BackwardTile`.
+    part : int
+        Queries of a fragment: a consumer goes through a tile in parts, for registers.
+    """
+
+    block_m: int
+    stages: int
+    do_stages: int
+    part: int
+    kernel: ClassVar[str] = "sm90.backward_options.build"
+    # per thread of the producer's warp group, which follows lists, and of the consumers'
+    registers: ClassVar[tuple[int, int]] = (56, 224)
+
+    @property
+    def columns(self) -> int:
+        return self.part
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory, as without options, and `notes` of the tiles of queries."""
+        layout = super().layout(head_dim, head_dim_v)
+        layout.notes = -(-layout.bytes // NOTE_BYTES) * NOTE_BYTES - layout.ALIGNMENT
+        layout.bytes = layout.notes + NOTE_BYTES * self.stages + layout.ALIGNMENT
+        return layout
+
+
+SMALL, LARGE = OptionsBackwardTile(128, 2, 2, part=64), OptionsBackwardTile(64, 3, 2, part=32)
+# By whether options are `crowded`. Chosen by registers.
+TILES = {
+    False: (Row(ANY, 64, 64, SMALL), Row(ANY, MOST, MOST, LARGE)),
+    True: (
+        Row(ANY, 64, 64, replace(SMALL, part=32)),
+        Row(ANY, MOST, MOST, replace(LARGE, part=16)),
+    ),
+}
+
+
+def crowded(options) -> bool:
+    """True if a thread needs many registers for each score: for its slope, or bias and mask."""
+    return options.sloped or bool(options.bias and options.mask)
+
+
+def backward_options_tile(problem) -> OptionsBackwardTile:
+    """Tile of the main kernel."""
+    p = problem
+    rows = TILES[crowded(p.options)]
+    return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)

@@ -1,0 +1,106 @@
+"""The backward pass of the `sm90` tier with bias, mask, dropout or a function of the score, from
+the host: kernels and grids.
+"""
+
+import math
+
+import numpy as np
+
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.sm90.arguments import LOG2E
+from numba_flash.cuda.sm90.options_tiles import backward_options_tile
+from numba_flash.cuda.sm90.prepare_backward import (
+    Pass,
+    boxes,
+    preprocess_launch,
+    row_blocks_of,
+    sizes_of,
+    temporaries,
+)
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.problem import BackwardResults, Prepared
+
+KEYS_OF_RUN = 2  # neighbours among a lane's scores
+
+
+def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
+    dropout. The same bits in every run if `deterministic`.
+    """
+    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), backward_options_tile(problem)
+    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
+        # only arrays of the user's are like that
+        again = lambda results: prepare(p, inputs, results, deterministic, gpu)
+        return tensor_maps.through_compact(again, results)
+    row_blocks = row_blocks_of(p, tile)
+    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    this = Pass(
+        p=p,
+        tile=tile,
+        gpu=gpu,
+        ordered=deterministic,
+        inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
+        results=BackwardResults(*grid.heads_first(p, *results[:3])),
+        row_blocks=row_blocks,
+        temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
+    )
+    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=1 if deterministic else 0)
+    lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
+    (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results, rng=None):
+        x, there, own = inputs, this.temporaries.allocate(inputs.q), lists.of(inputs)
+        dq, dk, dv = results[:3]
+        rows, sums, flags, _ = there
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, sums, flags, extras=extras_of(inputs))
+        mapped = (x.do, x.q, x.k, x.v, dk, dv)[: len(main.maps)]
+        given = None if rng is None else numbers(rng)
+        main(*mapped, dk, dv, *rows, sums, flags, extras=own, numbers=given)
+        postprocess(sums, dq, extras=own)
+
+    return Prepared(run, (*lists.launches, preprocess, main, postprocess))
+
+
+def _main(this: Pass, lists: Extras):
+    """The main kernel, and its numbers as a function of the generator's state."""
+    p, tile, results, there = this.p, this.tile, this.results, this.temporaries
+    sizes = sizes_of(this)
+    scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
+    numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
+    banded, to_map = p.band != "none" and not this.ordered, not p.options.packed
+    vectors = vectors_of(p, this.inputs, KEYS_OF_RUN)
+    main = Launch(
+        tile.kernel,
+        (p.dtype, p.d, p.dv, banded, to_map, this.ordered, vectors, p.options.structure, tile),
+        this.gpu,
+        grid=min(sizes.items, this.gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+        operands=(
+            *((results.dk.words(), 5), (results.dv.words(), 5)),
+            *((this.rows, 4), (this.rows, 4), (there.dq_sum, 5), (there.flags, 1)),
+        ),
+        extras=lists.layouts,
+        numbers=numbers(),
+        maps=boxes(this),
+    )
+    return main, numbers
+
+
+def _postprocess(this: Pass, lists: Extras, tiles: Tiles) -> Launch:
+    """dQ, rounded."""
+    p, tile = this.p, this.tile
+    return Launch(
+        "sm90.postprocess.build",
+        (p.dtype, p.d, p.options.arrays, tile, tiles.names if p.options.mask else ()),
+        this.gpu,
+        grid=math.prod(this.row_blocks),
+        threads=WARP_GROUP * tile.consumers,
+        operands=((this.temporaries.dq_sum, 5), (this.results.dq.words(), 5)),
+        extras=lists.layouts,
+        numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
+    )
