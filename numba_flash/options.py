@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from numba_flash import arrays, checks
+from numba_flash.pages import Pages
 from numba_flash.scoremod import ScoreMod
 
 SHARING = 8  # neighbouring keys that share a counter of Philox, which has 128 bits
@@ -23,6 +24,7 @@ NAMES = {
     "q_lengths": "lengths of sequences",
     "kv_lengths": "lengths of sequences",
     "dropout": "dropout",
+    "paged": "keys in pages",
 }
 
 
@@ -44,6 +46,7 @@ class Generator(NamedTuple):
 
 
 SEEDLESS = Generator()
+
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Options:
         Probability that a probability is dropped, a multiple of ``1 / CHANCES``.
     generator : Generator
         State of the dropout's generator.
+    paged : Pages or None
+        Keys and values lie in pages, with a table for each batch element.
     """
 
     softcap: float = 0.0
@@ -82,6 +87,7 @@ class Options:
     follows: bool = False
     dropout: float = 0.0
     generator: Generator = SEEDLESS
+    paged: Pages | None = None
 
     @property
     def used(self) -> tuple[str, ...]:

@@ -1,0 +1,105 @@
+"""Keys and values in pages, and the table of a sequence's pages, on the device."""
+
+from typing import Any, NamedTuple
+
+from numba_flash.cuda.lang import cuda, device, i64, once, u32
+from numba_flash.cuda.number import index
+
+
+class Cache(NamedTuple):
+    """Keys or values of a head of a sequence, in the place of an array (n, head_dim).
+
+    Attributes
+    ----------
+    pages : array (pages, size, head_dim)
+        All pages.
+    table : array
+        The sequence's.
+    length : int
+        How many keys it has.
+    """
+
+    pages: Any
+    table: Any
+    length: int
+
+
+class Place(NamedTuple):
+    """Where a key is: its page by the number in the table, and its row in it."""
+
+    entry: int
+    row: int
+
+
+@once
+def build_capacity(options):
+    """``capacity(extras, k)``: how many keys the arrays have room for; for pages a row of the table
+    says it.
+    """
+    PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
+
+    @device
+    def capacity(extras, k):
+        if PAGED:
+            return extras.page_table.shape[2] * SIZE
+        return k.shape[3]
+
+    return capacity
+
+
+@once
+def build_place(size):
+    """``place(key)``: the `Place` of a key that is not negative; the constant makes a product and
+    a shift of the division.
+    """
+    SIZE = size
+
+    @device
+    def place(key):
+        entry = u32(u32(key) // u32(SIZE))
+        return Place(entry, u32(u32(key) - u32(entry * u32(SIZE))))
+
+    return place
+
+
+@once
+def build_access(pages):
+    """``element(x, i, d)`` and ``length(x)`` of an array (n, head_dim), or of a `Cache` if there
+    are `pages` (`numba_flash.pages.Pages`).
+    """
+    PAGED = pages is not None
+    place = build_place(pages.size) if PAGED else None
+
+    @device
+    def element(x, i, d):
+        if PAGED:
+            at = place(i)
+            return x.pages[index(x.table[index(at.entry)]), index(at.row), index(d)]
+        return x[index(i), index(d)]
+
+    @device
+    def length(x):
+        if PAGED:
+            return x.length
+        return x.shape[0]
+
+    return element, length
+
+
+@once
+def build_missing(options, threads):
+    """``missing(table, pages, length, part, parts)``: True if this thread, of all of a block, finds
+    an entry among those that so many keys use which names none of the `pages`. Each of several
+    parts looks at its share.
+    """
+    SIZE, THREADS = options.paged.size, threads
+
+    @device
+    def missing(table, pages, length, part, parts):
+        used, found = (i64(length) + (SIZE - 1)) // SIZE, False
+        for t in range(cuda.threadIdx.x * parts + part, used, THREADS * parts):
+            page = i64(table[index(t)])
+            found = found or page < 0 or page >= pages
+        return found
+
+    return missing
