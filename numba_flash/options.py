@@ -48,7 +48,6 @@ class Generator(NamedTuple):
 SEEDLESS = Generator()
 
 
-
 @dataclass(frozen=True)
 class Options:
     """The rest of a problem's formula; the defaults are plain attention.

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda.lang import cuda, device, i64, once, u32
+from numba_flash.cuda.lang import cuda, device, i32, i64, once, u32
 from numba_flash.cuda.number import index
 
 
@@ -88,18 +88,19 @@ def build_access(pages):
 
 @once
 def build_missing(options, threads):
-    """``missing(table, pages, length, part, parts)``: True if this thread, of all of a block, finds
-    an entry among those that so many keys use which names none of the `pages`. Each of several
-    parts looks at its share.
+    """``missing(table, pages, length, part, parts)``: 1 if this thread, of all of a block, finds an
+    entry among those that so many keys use which names none of the `pages`, else 0. Each of
+    several parts looks at its share.
     """
     SIZE, THREADS = options.paged.size, threads
 
     @device
     def missing(table, pages, length, part, parts):
-        used, found = (i64(length) + (SIZE - 1)) // SIZE, False
+        used, found = (i64(length) + (SIZE - 1)) // SIZE, i32(0)
         for t in range(cuda.threadIdx.x * parts + part, used, THREADS * parts):
             page = i64(table[index(t)])
-            found = found or page < 0 or page >= pages
+            if page < 0 or page >= pages:
+                found = i32(1)
         return found
 
     return missing

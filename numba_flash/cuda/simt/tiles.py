@@ -136,7 +136,7 @@ def build_product(tile, cols):
 
 @once
 def build_inner(dtype, tile, head_dim, pages=None):
-    """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T, B a cache if there are `pages`,
+    """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T, b a cache with `pages`,
 
         acc[r, c] = sum_d a[row0 + row, d] * b[col0 + column, d]
 

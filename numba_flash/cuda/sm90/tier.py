@@ -18,7 +18,7 @@ from numba_flash.problem import Prepared
 
 # Options that the kernels know.
 SERVED = {
-    "forward": {*NAMES},
+    "forward": {*NAMES} - {"paged"},
     "backward": {"softcap", "q_lengths", "kv_lengths"},
 }
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
