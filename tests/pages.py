@@ -54,11 +54,11 @@ def paged(q, k, v, kv_lengths, size: int, *, shared: int = 0, more: int = 0, dty
         for t in range(-(-length // size)):
             rows = slice(t * size, min((t + 1) * size, length))
             together = t < shared and (t + 1) * size <= min(length, int(kv_lengths[first]))
-            table[at + (t,)] = table[first + (t,)] if together and number else free[number * most + t]
+            table[(*at, t)] = table[(*first, t)] if together and number else free[number * most + t]
             for x, cache in zip(wide, caches, strict=True):
                 if together and number:
                     x[at][:, rows] = x[first][:, rows]
-                cache[table[at + (t,)], :, : rows.stop - rows.start] = x[at][:, rows]
+                cache[table[(*at, t)], :, : rows.stop - rows.start] = x[at][:, rows]
         for x in wide:
             x[at][:, length:] = np.nan
     return Paged(q, *caches, table, kv_lengths, *wide)
