@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda.lang import cuda, device, i32, i64, once, u32
+from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32
 from numba_flash.cuda.number import index
 
 
@@ -33,16 +33,12 @@ class Place(NamedTuple):
 
 @once
 def build_capacity(options):
-    """``capacity(extras, k)``: how many keys the arrays have room for; for pages a row of the table
-    says it.
-    """
-    PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
+    """``capacity(extras)``: how many keys a row of the table has room for."""
+    SIZE = options.paged.size
 
-    @device
-    def capacity(extras, k):
-        if PAGED:
-            return extras.page_table.shape[2] * SIZE
-        return k.shape[3]
+    @inline
+    def capacity(extras):
+        return extras.page_table.shape[2] * SIZE
 
     return capacity
 
@@ -54,7 +50,7 @@ def build_place(size):
     """
     SIZE = size
 
-    @device
+    @inline
     def place(key):
         entry = u32(u32(key) // u32(SIZE))
         return Place(entry, u32(u32(key) - u32(entry * u32(SIZE))))
@@ -67,23 +63,29 @@ def build_access(pages):
     """``element(x, i, d)`` and ``length(x)`` of an array (n, head_dim), or of a `Cache` if there
     are `pages` (`numba_flash.pages.Pages`).
     """
-    PAGED = pages is not None
-    place = build_place(pages.size) if PAGED else None
 
-    @device
+    @inline
     def element(x, i, d):
-        if PAGED:
-            at = place(i)
-            return x.pages[index(x.table[index(at.entry)]), index(at.row), index(d)]
         return x[index(i), index(d)]
 
-    @device
+    @inline
     def length(x):
-        if PAGED:
-            return x.length
         return x.shape[0]
 
-    return element, length
+    if pages is None:
+        return element, length
+    place = build_place(pages.size)
+
+    @inline
+    def element_of_page(x, i, d):
+        at = place(i)
+        return x.pages[index(x.table[index(at.entry)]), index(at.row), index(d)]
+
+    @inline
+    def length_of_cache(x):
+        return x.length
+
+    return element_of_page, length_of_cache
 
 
 @once
@@ -94,7 +96,7 @@ def build_missing(options, threads):
     """
     SIZE, THREADS = options.paged.size, threads
 
-    @device
+    @inline
     def missing(table, pages, length, part, parts):
         used, found = (i64(length) + (SIZE - 1)) // SIZE, i32(0)
         for t in range(cuda.threadIdx.x * parts + part, used, THREADS * parts):

@@ -41,7 +41,8 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
     PAGED = options.paged is not None
     ACC, NEG_INF, NAN = ACCUMULATOR[dtype], -math.inf, math.nan
     row_block_of = build_row_block(options, False, BLOCK_M)
-    sequence_of, capacity = build_sequence(options), build_capacity(options)
+    sequence_of = build_sequence(options)
+    capacity = build_capacity(options) if PAGED else None
     missing = build_missing(options, tile.threads) if PAGED else None
     inner = tiles.build_inner(dtype, tile, head_dim, options.paged)
     absent = "zero" if MODIFIED else "band"
@@ -68,7 +69,9 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
         m_i = cuda.local.array(ROWS, ACC)  # maxima of its rows
         l_i = cuda.local.array(ROWS, ACC)  # its part of their sums
 
-        nq, nk, heads = q.shape[3], capacity(extras, k), q.shape[2]
+        nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
+        if PAGED:
+            nk = capacity(extras)
         tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
         b0, b1, h, m_block = row_block_of(cuda.blockIdx.x, extras, nq, heads, q.shape[1])
         at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
@@ -87,7 +90,6 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
             sequence = sequence_of(extras, at.b0, at.b1, nq, nk)
             q0, nq = sequence.q0, sequence.queries
             k0, nk = sequence.k0, sequence.keys
-            low, high = low + sequence.shift, high + sequence.shift
             invalid = sequence.invalid
             if PAGED:
                 table, pages = extras.page_table[b0, b1], k.shape[1]
@@ -95,9 +97,10 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
                     nq, nk, invalid = 0, 0, True
                 k_head = Cache(k[0, :, kv_head], table, nk)
                 v_head = Cache(v[0, :, kv_head], table, nk)
-            else:
-                k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
             q_head = q_head[q0 : q0 + nq]
+            if not PAGED:
+                k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
+            low, high = low + sequence.shift, high + sequence.shift
             if PACKED:
                 rows, lse_head = nq, lse_head[q0 : q0 + nq]
         for r in range(ROWS):

@@ -68,13 +68,15 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
     """
     BLOCK_M, PARTS, SEQUENCES, PACKED = block_m, parts, options.sequences, options.packed
     GROUP, FEW, PAGED = group, group > 0, options.paged is not None
-    capacity = build_capacity(options)
+    capacity = build_capacity(options) if PAGED else None
     query_block_of = build_query_block(options, banded, block_m, key_bytes)
     sequence_of = build_sequence(options)
 
     @inline
     def block_of(q, k, v, o, lse, extras, low, high, parts):
-        nq, nk, heads = i32(q.shape[3]), i32(capacity(extras, k)), i32(q.shape[2])
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        if PAGED:
+            nk = i32(capacity(extras))
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
             number, part = i32(number // parts), i32(number % parts)
@@ -93,21 +95,25 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
         kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         if FEW:
             group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
-            q_head, o_head, lse_head = q[b0, b1, group], o[o0, b1, group], lse[o0, b1, group]
+            q_head = q[b0, b1, group]
         else:
             q_head = q[b0, b1, h]
-            o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
         if PAGED:
-            table, length = extras.page_table[b0, b1], i32(sequence.keys)
             k_head, v_head = k[0, :, kv_head], v[0, :, kv_head]
-            k_head, v_head = Cache(k_head, table, length), Cache(v_head, table, length)
         else:
             k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
+        if FEW:
+            o_head, lse_head = o[o0, b1, group], lse[o0, b1, group]
+        else:
+            o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
         row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
         if SEQUENCES:
             nq, nk, q0 = i32(sequence.queries), i32(sequence.keys), i32(sequence.q0)
             q_head = q_head[sequence.q0 : sequence.q0 + (GROUP if FEW else nq)]
-            if not PAGED:
+            if PAGED:
+                table = extras.page_table[b0, b1]
+                k_head, v_head = Cache(k_head, table, nk), Cache(v_head, table, nk)
+            else:
                 k_head = k_head[sequence.k0 : sequence.k0 + nk]
                 v_head = v_head[sequence.k0 : sequence.k0 + nk]
             low, high = i32(low + sequence.shift), i32(high + sequence.shift)
