@@ -104,6 +104,11 @@ class Options:
         return bool(self.softcap or self.score_mod or self.bias or self.mask or self.dropout)
 
     @property
+    def takes_registers(self) -> bool:
+        """True if kernels need more of them than for plain attention: for that, or for where a key in pages is."""
+        return self.modifies or self.paged is not None
+
+    @property
     def modifies_beyond_softcap(self) -> bool:
         """True if anything but a softcap does."""
         return bool(self.score_mod or self.bias or self.mask or self.dropout)

@@ -32,15 +32,35 @@ class Place(NamedTuple):
 
 
 @once
-def build_capacity(options):
-    """``capacity(extras)``: how many keys a row of the table has room for."""
-    SIZE = options.paged.size
+def build_keys(options):
+    """``capacity(extras, k)``: how many keys there is room for, in an array or by the table.
+
+    ``heads_of(k, v, b0, b1, head)``: a head of both; ``keys_of(k, v, extras, at, first, length)``:
+    so many of its keys from the first of a sequence on, of the batch element of the `Head` `at`; in
+    pages a `Cache` each.
+    """
+    PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
 
     @inline
-    def capacity(extras):
-        return extras.page_table.shape[2] * SIZE
+    def capacity(extras, k):
+        if PAGED:
+            return extras.page_table.shape[2] * SIZE
+        return k.shape[3]
 
-    return capacity
+    @inline
+    def heads_of(k, v, b0, b1, head):
+        if PAGED:
+            return k[0, :, head], v[0, :, head]
+        return k[b0, b1, head], v[b0, b1, head]
+
+    @inline
+    def keys_of(k, v, extras, at, first, length):
+        if PAGED:
+            table = extras.page_table[at.b0, at.b1]
+            return Cache(k, table, length), Cache(v, table, length)
+        return k[first : first + length], v[first : first + length]
+
+    return capacity, heads_of, keys_of
 
 
 @once
@@ -89,20 +109,23 @@ def build_access(pages):
 
 
 @once
-def build_missing(options, threads):
-    """``missing(table, pages, length, part, parts)``: 1 if this thread, of all of a block, finds an
-    entry among those that so many keys use which names none of the `pages`, else 0. Each of
-    several parts looks at its share.
+def build_missing(options):
+    """``missing(k, extras, at, length, part, parts)``: 1 if this thread, of all of a block, finds
+    an entry which names no page of k among those that so many keys use, else 0. Each of several
+    parts looks at its share.
     """
-    SIZE, THREADS = options.paged.size, threads
+    PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
 
     @inline
-    def missing(table, pages, length, part, parts):
-        used, found = (i64(length) + (SIZE - 1)) // SIZE, i32(0)
-        for t in range(cuda.threadIdx.x * parts + part, used, THREADS * parts):
-            page = i64(table[index(t)])
-            if page < 0 or page >= pages:
-                found = i32(1)
+    def missing(k, extras, at, length, part, parts):
+        found = i32(0)
+        if PAGED:
+            table, pages, used = extras.page_table[at.b0, at.b1], k.shape[1], i64(length)
+            used = (used + (SIZE - 1)) // SIZE
+            for t in range(cuda.threadIdx.x * parts + part, used, cuda.blockDim.x * parts):
+                page = i64(table[index(t)])
+                if page < 0 or page >= pages:
+                    found = i32(1)
         return found
 
     return missing

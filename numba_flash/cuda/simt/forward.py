@@ -9,7 +9,7 @@ from numba_flash.cuda import score
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
-from numba_flash.cuda.pages import Cache, build_capacity, build_missing
+from numba_flash.cuda.pages import build_keys, build_missing
 from numba_flash.cuda.schedule import build_row_block
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -41,9 +41,8 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
     PAGED = options.paged is not None
     ACC, NEG_INF, NAN = ACCUMULATOR[dtype], -math.inf, math.nan
     row_block_of = build_row_block(options, False, BLOCK_M)
-    sequence_of = build_sequence(options)
-    capacity = build_capacity(options) if PAGED else None
-    missing = build_missing(options, tile.threads) if PAGED else None
+    sequence_of, missing = build_sequence(options), build_missing(options)
+    capacity, heads_of, keys_of = build_keys(options)
     inner = tiles.build_inner(dtype, tile, head_dim, options.paged)
     absent = "zero" if MODIFIED else "band"
     outer = tiles.build_outer(dtype, tile, head_dim_v, absent, options.paged)
@@ -69,9 +68,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
         m_i = cuda.local.array(ROWS, ACC)  # maxima of its rows
         l_i = cuda.local.array(ROWS, ACC)  # its part of their sums
 
-        nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
-        if PAGED:
-            nk = capacity(extras)
+        nq, nk, heads = q.shape[3], capacity(extras, k), q.shape[2]
         tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
         b0, b1, h, m_block = row_block_of(cuda.blockIdx.x, extras, nq, heads, q.shape[1])
         at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
@@ -81,25 +78,17 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
         if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
             return
         kv_head = h // (heads // k.shape[2])
-        q_head = q[b0, b1, h]
-        if not PAGED:
-            k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
+        q_head, (k_head, v_head) = q[b0, b1, h], heads_of(k, v, b0, b1, kv_head)
         lse_head = lse[b0, b1, h]
         row0 = m_block * BLOCK_M
         if SEQUENCES:
             sequence = sequence_of(extras, at.b0, at.b1, nq, nk)
             q0, nq = sequence.q0, sequence.queries
-            k0, nk = sequence.k0, sequence.keys
-            invalid = sequence.invalid
-            if PAGED:
-                table, pages = extras.page_table[b0, b1], k.shape[1]
-                if cuda.syncthreads_or(missing(table, pages, nk, 0, 1)):
-                    nq, nk, invalid = 0, 0, True
-                k_head = Cache(k[0, :, kv_head], table, nk)
-                v_head = Cache(v[0, :, kv_head], table, nk)
+            k0, nk, invalid = sequence.k0, sequence.keys, sequence.invalid
+            if PAGED and cuda.syncthreads_or(missing(k, extras, at, nk, 0, 1)):
+                nq, nk, invalid = 0, 0, True
             q_head = q_head[q0 : q0 + nq]
-            if not PAGED:
-                k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
+            k_head, v_head = keys_of(k_head, v_head, extras, at, k0, nk)
             low, high = low + sequence.shift, high + sequence.shift
             if PACKED:
                 rows, lse_head = nq, lse_head[q0 : q0 + nq]

@@ -5,7 +5,7 @@ they may see of its keys.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
-from numba_flash.cuda.pages import Cache, build_capacity
+from numba_flash.cuda.pages import build_keys, build_missing
 from numba_flash.cuda.schedule import build_query_block
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.sequence import build_sequence
@@ -22,8 +22,8 @@ class Block(NamedTuple):
         The second index of the arrays, the first being ``at.b0``, and the head of k and v.
     q, k, v, o, lse : arrays
         Of the head, (n, head_dim) and (n,); of a packed sequence, where it lies. Of few queries,
-        q, o and lse of all heads whose queries are rows, (group, n, ...). In pages, k and v are a
-        `Cache` each.
+        q, o and lse of all heads whose queries are rows, (group, n, ...). In pages k and v are a
+        `numba_flash.cuda.pages.Cache` each.
     row0 : int
         The first query. Of few queries this and others are rows, as
         `numba_flash.cuda.fragment.build_row` has them, and the head is the first of the group.
@@ -39,6 +39,8 @@ class Block(NamedTuple):
         First query of the sequence in the arrays.
     part : int
         Of the keys.
+    missing : int
+        1 if this thread has found that a page of the sequence does not exist, else 0.
     """
 
     at: Head
@@ -58,6 +60,7 @@ class Block(NamedTuple):
     invalid: bool
     q0: int
     part: int
+    missing: int
 
 
 @once
@@ -67,16 +70,14 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
     Of few queries, those of `group` heads are rows.
     """
     BLOCK_M, PARTS, SEQUENCES, PACKED = block_m, parts, options.sequences, options.packed
-    GROUP, FEW, PAGED = group, group > 0, options.paged is not None
-    capacity = build_capacity(options) if PAGED else None
+    GROUP, FEW = group, group > 0
     query_block_of = build_query_block(options, banded, block_m, key_bytes)
-    sequence_of = build_sequence(options)
+    sequence_of, missing = build_sequence(options), build_missing(options)
+    capacity, heads_of, keys_of = build_keys(options)
 
     @inline
     def block_of(q, k, v, o, lse, extras, low, high, parts):
-        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
-        if PAGED:
-            nk = i32(capacity(extras))
+        nq, nk, heads = i32(q.shape[3]), i32(capacity(extras, k)), i32(q.shape[2])
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
             number, part = i32(number // parts), i32(number % parts)
@@ -95,27 +96,16 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
         kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         if FEW:
             group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
-            q_head = q[b0, b1, group]
-        else:
-            q_head = q[b0, b1, h]
-        if PAGED:
-            k_head, v_head = k[0, :, kv_head], v[0, :, kv_head]
-        else:
-            k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
-        if FEW:
+            q_head, (k_head, v_head) = q[b0, b1, group], heads_of(k, v, b0, b1, kv_head)
             o_head, lse_head = o[o0, b1, group], lse[o0, b1, group]
         else:
+            q_head, (k_head, v_head) = q[b0, b1, h], heads_of(k, v, b0, b1, kv_head)
             o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
         row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
         if SEQUENCES:
             nq, nk, q0 = i32(sequence.queries), i32(sequence.keys), i32(sequence.q0)
             q_head = q_head[sequence.q0 : sequence.q0 + (GROUP if FEW else nq)]
-            if PAGED:
-                table = extras.page_table[b0, b1]
-                k_head, v_head = Cache(k_head, table, nk), Cache(v_head, table, nk)
-            else:
-                k_head = k_head[sequence.k0 : sequence.k0 + nk]
-                v_head = v_head[sequence.k0 : sequence.k0 + nk]
+            k_head, v_head = keys_of(k_head, v_head, extras, at, sequence.k0, nk)
             low, high = i32(low + sequence.shift), i32(high + sequence.shift)
             invalid = sequence.invalid
             if PACKED:
@@ -124,10 +114,11 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
                 lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
         if FEW:
             nq, rows = i32(nq * GROUP), i32(rows * GROUP)
-        heads_of = (q_head, k_head, v_head)
+        missed = missing(k, extras, at, nk, part, parts if PARTS else 1)
+        own = (q_head, k_head, v_head)
         return Block(
-            at, b1, kv_head, *heads_of, o_head, lse_head, row0, nq, nk, rows, low, high, invalid,
-            q0, part,
+            at, b1, kv_head, *own, o_head, lse_head, row0, nq, nk, rows, low, high, invalid,
+            q0, part, missed,
         )  # fmt: skip
 
     return block_of

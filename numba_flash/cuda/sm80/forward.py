@@ -23,11 +23,11 @@ from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
-from numba_flash.cuda.sm80 import few, load_pages, products
+from numba_flash.cuda.sm80 import few, products
 from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
+from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.softmax import RAISED_P
 
@@ -79,11 +79,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask and not FEW
-    SEQUENCES, ASYNCHRONOUS, PAGED = (
-        options.sequences,
-        shape.asynchronous,
-        options.paged is not None,
-    )
+    SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
     key_bytes = 2 * (D + DV) * max(1, shape.split)
@@ -94,13 +90,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     if FEW:
         load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
-    load_k, load_v = (
-        load_pages.build_load(BLOCK_N, columns, THREADS, place_of_key, ASYNCHRONOUS, options.paged)
-        if PAGED
-        else build_load(BLOCK_N, columns, THREADS, place_of_key, ASYNCHRONOUS)
-        for columns in (COLUMNS_K, COLUMNS_V)
-    )
-    missing = build_missing(options, THREADS) if PAGED else None
+    load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
+    load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options)
     scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
@@ -162,8 +153,11 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         return Tiles(first, count)
 
     @inline
-    def finish(m_i, l_i, inverse, row, x, invalid, scale_log2, extras, parameters):
+    def finish(m_i, l_i, inverse, row, x, scale_log2, extras, parameters):
         """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf."""
+        invalid = x.invalid
+        if PAGED:  # what does not exist has not been read; now all threads hear of it
+            invalid = invalid or cuda.syncthreads_or(x.missing) != 0
         for r in range(ROWS):
             l, i = fragment.row_sum(l_i[r]), i32(row + (r // 2 * 16 + r % 2 * 8))
             if SEQUENCES and i >= x.queries:
@@ -202,9 +196,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         warp = i32(cuda.threadIdx.x // 32)
         x = block_of(q, k, v, o, lse, extras, low, high, parts)
         at, row0, nq, nk, low, high = x.at, x.row0, x.queries, x.keys, x.low, x.high
-        invalid = x.invalid
-        if PAGED:  # what does not exist is not read; all threads hear of it in the end
-            missed = missing(x.k.table, k.shape[1], nk, x.part, parts if PARTS else 1)
         seen = list_of(extras, at.b0, at.b1, at.head, i32(row0 // BLOCK_M))
         first, count = tiles_of(row0, nq, nk, low, high, x.part, parts, seen)
         last, whole = listed(seen, i32(first + count - 1))
@@ -289,11 +280,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
 
         if ASYNCHRONOUS:
             ptx.copy_wait()  # also zeros of what would be the next tile
-        if PAGED:
-            invalid = invalid or cuda.syncthreads_or(missed) != 0
         if FEW:
             gather(smem, m_i, l_i, factor_of_warp, scale_log2)
-        finish(m_i, l_i, inverse, row, x, invalid, scale_log2, extras, parameters)
+        finish(m_i, l_i, inverse, row, x, scale_log2, extras, parameters)
         if FEW:
             for r in range(ROWS):
                 inverse[r] *= factor_of_warp[r]

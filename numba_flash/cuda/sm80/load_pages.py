@@ -9,7 +9,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.pages import build_place
-from numba_flash.cuda.sm80.load import build_chunk
+from numba_flash.cuda.sm80.load import build_chunk, build_load
 from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
 
 MOST_WORDS = 4  # of the table that a thread waits for at the same time
@@ -42,21 +42,23 @@ class Lookups(NamedTuple):
 
 
 @once
-def build_load(rows, head_dim, threads, place, asynchronous, pages):
-    """``load(tile, x, first, stop)``: keys [first, first + rows) of x, a
-    `numba_flash.cuda.pages.Cache`, `first` a multiple of `rows`, into shared memory; zeros from
-    `stop` on, and where a page does not exist. `place` says where a row is stored.
+def build_load_keys(rows, head_dim, threads, place, asynchronous, options):
+    """``load(tile, x, first, stop)``: as `numba_flash.cuda.sm80.load.build_load` makes it, if there
+    are no pages. Else x is a `numba_flash.cuda.pages.Cache`, `first` a multiple of `rows`, and
+    where a page does not exist, there are zeros.
     """
-    columns = padded(head_dim)
+    if options.paged is None:
+        return build_load(rows, head_dim, threads, place, asynchronous)
+    columns, size = padded(head_dim), options.paged.size
     THREADS, PITCH, CHUNKS = threads, pitch(columns), columns // CHUNK
     TOTAL = rows * CHUNKS
     STEP = threads // CHUNKS  # rows that are loaded at the same time
     REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
-    lookups = Lookups.of(rows, STEP, pages.size) if REGULAR else Lookups(1, 1, 1)
+    lookups = Lookups.of(rows, STEP, size) if REGULAR else Lookups(1, 1, 1)
     OF_PAGE, WORDS, AT_ONCE = lookups
     one, place_of, fetch = (
         build_chunk(head_dim, columns, asynchronous),
-        build_place(pages.size),
+        build_place(size),
         ptx.fetch(1),
     )
 

@@ -283,8 +283,7 @@ def _first(rows, d: int, hardware: Hardware):
 
 def forward_tile(problem, hardware: Hardware) -> Tile:
     """The first that serves these head dimensions and fits."""
-    o = problem.options
-    tiles = MODIFIED_TILES if o.modifies or o.paged else FORWARD_TILES  # pages take registers too
+    tiles = MODIFIED_TILES if problem.options.takes_registers else FORWARD_TILES
     if problem.dtype == "float32":
         tiles = MODIFIED_SPLIT_TILES if problem.options.modifies else SPLIT_TILES
     return _first(tiles, max(problem.d, problem.dv), hardware).tile
