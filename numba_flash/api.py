@@ -307,8 +307,7 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
-    k_name, v_name = ("k", "v") if page_table is None else ("k_pages", "v_pages")
-    names = ("q", k_name, v_name, *PagedInputs._fields[3:])
+    names = PagedInputs._fields if page_table is None else PagedInputs.CALLED
     inputs = adopted(PagedInputs, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     options = _options(inputs, given)

@@ -154,7 +154,8 @@ class _Call:
         return self._wanted._make(results)
 
     def _check_outs(self, inputs, outs: tuple) -> None:
-        others = {name: x for name, x in inputs._asdict().items() if x is not None}
+        called = getattr(inputs, "CALLED", inputs._fields)
+        others = {name: x for name, x in zip(called, inputs, strict=True) if x is not None}
         for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
             if out is not None:
                 if self._run is None:  # later calls have the same layouts

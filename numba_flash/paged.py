@@ -14,8 +14,6 @@ from numba_flash.plan import Backend
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import ForwardResults, bind_paged
 
-NAMES = ("q", "k_pages", "v_pages", *PagedInputs._fields[3:])  # what the user calls the inputs
-
 
 @overload
 def forward_paged(
@@ -128,7 +126,7 @@ def forward_paged(
     array([[[3.]]], dtype=float32)
     """
     return_lse = checks.flag("return_lse", return_lse)
-    inputs = adopted(PagedInputs, NAMES, (q, k_pages, v_pages, bias, mask, q_lengths, kv_lengths, page_table))
+    inputs = adopted(PagedInputs, PagedInputs.CALLED, (q, k_pages, v_pages, bias, mask, q_lengths, kv_lengths, page_table))
     own = checks.adopt("out", out)
     given = Given(scale, causal, window, q_start, softcap, 0.0, None, score_mod, None, resolved(precision))
     key, run = call.find("forward_paged", inputs, (own,), given, (backend, return_lse))

@@ -25,7 +25,15 @@ class Pages(NamedTuple):
 
 
 class PagedInputs(NamedTuple):
-    """`problem.ForwardInputs` with k and v in pages (pages, heads, size, d), and the table (..., most pages)."""
+    """`problem.ForwardInputs` with k and v in pages (pages, heads, size, d), and the table (..., most pages).
+
+    Attributes
+    ----------
+    CALLED : tuple of str
+        What the user calls them.
+    """
+
+    CALLED = ("q", "k_pages", "v_pages", "bias", "mask", "q_lengths", "kv_lengths", "page_table")
 
     q: Any
     k: Any

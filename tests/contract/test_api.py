@@ -496,6 +496,7 @@ def test_docstring_parameters_equal_the_signature(name):
     parameters, documented = list(inspect.signature(function).parameters), documented_parameters(function)
     if documented is None and re.search(r"Parameters are those of `forward`", inspect.getdoc(function)):
         documented = [p for p in documented_parameters(FUNCTIONS["forward"]) if p in parameters]
+        documented += [p for p in documented_parameters(FUNCTIONS["forward_paged"]) if p in parameters and p not in documented]
     assert sorted(documented or []) == sorted(parameters)
 
 

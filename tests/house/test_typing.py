@@ -156,7 +156,7 @@ def test_the_marker_of_a_typed_package_is_installed():
     [
         (numba_flash.forward, annotations.Options, {"return_lse", "out"}),
         (numba_flash.backward, annotations.BackwardOptions, {"bias_grad", "out"}),
-        (numba_flash.plan, annotations.Options, set()),
+        (numba_flash.plan, annotations.Options, {"page_table"}),
         (numba_flash.forward_packed, annotations.PackedOptions, {"return_lse", "out"}),
         (numba_flash.forward_paged, annotations.PagedOptions, {"return_lse", "out"}),
         (numba_flash.backward_packed, annotations.PackedBackwardOptions, {"out"}),
