@@ -2,7 +2,7 @@
 
 from mutants import Mutant
 
-LOAD, PAGES, FORWARD = "cuda/sm80/load_pages.py", "cuda/pages.py", "cuda/sm80/forward.py"
+LOAD, PAGES, FORWARD, BLOCK = "cuda/sm80/load_pages.py", "cuda/pages.py", "cuda/sm80/forward.py", "cuda/sm80/block.py"
 
 MUTANTS_PAGES = (
     # ---- where a key is
@@ -13,12 +13,12 @@ MUTANTS_PAGES = (
     Mutant("the first rows of a page again", LOAD, "u32(row + u32(n * STEP))", "u32(row)", "pages, longer"),
     Mutant(
         "the table of the first sequence for all",
-        PAGES,
-        "table = extras.page_table[at.b0, at.b1]\n",
-        "table = extras.page_table[at.b0, 0]\n",
+        BLOCK,
+        "table = extras.page_table[b0, b1]",
+        "table = extras.page_table[b0, 0]",
         "pages",
     ),
-    Mutant("values of the first head for all", PAGES, "v[0, :, head]", "v[0, :, 0]", "pages"),
+    Mutant("values of the first head for all", BLOCK, "v[0, :, kv_head]", "v[0, :, 0]", "pages"),
     Mutant("a page of each row for several", LOAD, "if shared % step == 0 else 1", "if shared % step == 0 else 2", "pages"),
     # ---- what is not read
     Mutant("keys behind the last", LOAD, "there = i32(i0 + (step + n) * STEP) < stop", "there = True", "pages"),
@@ -26,7 +26,7 @@ MUTANTS_PAGES = (
     Mutant("entries behind the last", LOAD, "u32(1) if i < stop else u32(0)", "u32(1)", "pages"),
     # ---- pages that do not exist
     Mutant("a page that does not exist is read", LOAD, "there and page < u32(x.pages.shape[0])", "there", "pages, one missing"),
-    Mutant("threads keep it to themselves", FORWARD, "cuda.syncthreads_or(x.missing) != 0", "x.missing != 0", "pages, one missing"),
+    Mutant("threads keep it to themselves", FORWARD, "cuda.syncthreads_or(missed) != 0", "missed != 0", "pages, one missing"),
     Mutant("the first share for all parts", PAGES, "threadIdx.x * parts + part,", "threadIdx.x * parts,", "pages, one missing"),
     Mutant("the last page is not looked at", PAGES, "(used + (SIZE - 1)) // SIZE", "used // SIZE", "pages, one missing"),
     Mutant("one page more", PAGES, "page < 0 or page >= pages", "page < 0 or page > pages", "pages, one missing"),

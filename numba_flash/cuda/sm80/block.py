@@ -5,7 +5,7 @@ they may see of its keys.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
-from numba_flash.cuda.pages import build_keys, build_missing
+from numba_flash.cuda.pages import Cache
 from numba_flash.cuda.schedule import build_query_block
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.sequence import build_sequence
@@ -39,8 +39,6 @@ class Block(NamedTuple):
         First query of the sequence in the arrays.
     part : int
         Of the keys.
-    missing : int
-        1 if this thread has found that a page of the sequence does not exist, else 0.
     """
 
     at: Head
@@ -60,7 +58,6 @@ class Block(NamedTuple):
     invalid: bool
     q0: int
     part: int
-    missing: int
 
 
 @once
@@ -71,13 +68,15 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
     """
     BLOCK_M, PARTS, SEQUENCES, PACKED = block_m, parts, options.sequences, options.packed
     GROUP, FEW = group, group > 0
+    PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
     query_block_of = build_query_block(options, banded, block_m, key_bytes)
-    sequence_of, missing = build_sequence(options), build_missing(options)
-    capacity, heads_of, keys_of = build_keys(options)
+    sequence_of = build_sequence(options)
 
     @inline
     def block_of(q, k, v, o, lse, extras, low, high, parts):
-        nq, nk, heads = i32(q.shape[3]), i32(capacity(extras, k)), i32(q.shape[2])
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        if PAGED:
+            nk = i32(extras.page_table.shape[2] * SIZE)
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
             number, part = i32(number // parts), i32(number % parts)
@@ -96,16 +95,27 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
         kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         if FEW:
             group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
-            q_head, (k_head, v_head) = q[b0, b1, group], heads_of(k, v, b0, b1, kv_head)
+            q_head = q[b0, b1, group]
+        else:
+            q_head = q[b0, b1, h]
+        if PAGED:
+            k_head, v_head = k[0, :, kv_head], v[0, :, kv_head]
+        else:
+            k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
+        if FEW:
             o_head, lse_head = o[o0, b1, group], lse[o0, b1, group]
         else:
-            q_head, (k_head, v_head) = q[b0, b1, h], heads_of(k, v, b0, b1, kv_head)
             o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
         row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
         if SEQUENCES:
             nq, nk, q0 = i32(sequence.queries), i32(sequence.keys), i32(sequence.q0)
             q_head = q_head[sequence.q0 : sequence.q0 + (GROUP if FEW else nq)]
-            k_head, v_head = keys_of(k_head, v_head, extras, at, sequence.k0, nk)
+            if PAGED:
+                table = extras.page_table[b0, b1]
+                k_head, v_head = Cache(k_head, table, nk), Cache(v_head, table, nk)
+            else:
+                k_head = k_head[sequence.k0 : sequence.k0 + nk]
+                v_head = v_head[sequence.k0 : sequence.k0 + nk]
             low, high = i32(low + sequence.shift), i32(high + sequence.shift)
             invalid = sequence.invalid
             if PACKED:
@@ -114,11 +124,10 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
                 lse_head = lse_head[sequence.q0 : sequence.q0 + nq]
         if FEW:
             nq, rows = i32(nq * GROUP), i32(rows * GROUP)
-        missed = missing(k, extras, at, nk, part, parts if PARTS else 1)
-        own = (q_head, k_head, v_head)
+        heads_of = (q_head, k_head, v_head)
         return Block(
-            at, b1, kv_head, *own, o_head, lse_head, row0, nq, nk, rows, low, high, invalid,
-            q0, part, missed,
+            at, b1, kv_head, *heads_of, o_head, lse_head, row0, nq, nk, rows, low, high, invalid,
+            q0, part,
         )  # fmt: skip
 
     return block_of
