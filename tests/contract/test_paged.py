@@ -47,7 +47,7 @@ def test_dtypes(backend, dtype):
 
 
 @pytest.mark.parametrize("size", [pytest.param(n, marks=simulator(full=n != 1)) for n in (1, 7, 64, 512)])
-@pytest.mark.parametrize("nq", [1, pytest.param(NQ, marks=simulator(full=True))])
+@pytest.mark.parametrize("nq", [1, pytest.param(NQ, marks=[simulator(full=True), full_on_cpu])])
 def test_sizes_of_pages(backend, size, nq):
     """Of one key, of no power of two, longer than a tile, longer than all keys; the table has entries that nobody uses."""
     check(backend, *arrays_of(size, nq=nq, more=2))
@@ -64,6 +64,7 @@ OPTIONS = {
 }
 
 
+@full_on_cpu
 @pytest.mark.parametrize("name", [pytest.param(name, marks=simulator(full=name != "bias and mask")) for name in OPTIONS])
 def test_options(backend, name):
     options, more = OPTIONS[name], {}
@@ -76,7 +77,7 @@ def test_options(backend, name):
     compare(results, arrays.q, k, v, do, kv_lengths=arrays.kv_lengths, **options, **more)
 
 
-@simulator
+@simulator(full=True)
 def test_a_table_of_64_bits_with_shared_pages(backend):
     arrays, do = arrays_of(lengths=(NK, NK, NK - 1), dtype="float32", shared=2 if SIMULATED else 9)
     assert (arrays.page_table[0, :2] == arrays.page_table[2, :2]).all()
@@ -126,6 +127,7 @@ def test_nothing(backend):
         assert (o.shape, lse.shape) == ((batch, 1, nq, 8), (batch, 1, nq))
 
 
+@full_on_cpu
 def test_out_and_no_lse(backend):
     arrays, do = arrays_of(dtype="float16")
     given = [backend.to_device(x) for x in arrays[:5]]

@@ -78,7 +78,6 @@ CASES = {
     ),
     "softcap": Case(16, (1, 4, 2), 3, (170,), options={"softcap": 2.0, "causal": True, "q_start": 120}),
 }
-QUICK = ("one query",)
 AGAIN = ("one query", "many queries")
 
 
@@ -95,7 +94,8 @@ def run(case: Case, arrays: Paged, seed: int = 0, multiprocessors: int = MANY, r
         return forward(SM80, arrays, case.layouts, **case.options)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CASES])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_pages(name):
     """Some in two orders of warps, copies and blocks, which give the same bits."""
     case = CASES[name]
@@ -107,6 +107,7 @@ def test_pages(name):
         assert all(same_bits(x, again[key]) for key, x in results.items())
 
 
+@pytest.mark.full
 def test_a_page_that_does_not_exist_gives_nan(monkeypatch):
     """For all of its sequence, whichever part of the keys would read it, and no other; nothing is read."""
     from numba_flash import call
