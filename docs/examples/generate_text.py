@@ -9,7 +9,7 @@ that text at once, of different lengths, always by the byte that is most likely.
 in every layer: (2) is numba_flash.forward_paged. The first step reads the pieces, and every further one a single token of each sequence.
 Without a cache, every step computes all tokens anew. Both give the same text; how many tokens a second, is printed.
 
-    python generate_text.py [--steps 200] [--sequences 4] [--tokens 64] [--page 16]
+    python generate_text.py [--steps 100] [--sequences 4] [--tokens 64] [--page 16]
 """
 
 import argparse
@@ -110,7 +110,7 @@ def generate(parameters, options, pieces, cached):
 def parse(arguments=None):
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    defaults = {"steps": 200, "sequences": 4, "tokens": 64, "page": 16, "length": 128, "layers": 2, "heads": 4, "width": 128, "seed": 0}
+    defaults = {"steps": 100, "sequences": 4, "tokens": 64, "page": 16, "length": 128, "layers": 2, "heads": 4, "width": 128, "seed": 0}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     options = parser.parse_args(arguments)
