@@ -6,6 +6,7 @@ from numba_flash.diagnose import show_config
 from numba_flash.dropout import dropout_mask
 from numba_flash.merge import merge
 from numba_flash.packed import backward_packed, forward_packed
+from numba_flash.paged import forward_paged
 from numba_flash.precisions import set_precision, use_precision
 from numba_flash.scoremod import alibi, relative_position
 
@@ -17,6 +18,7 @@ __all__ = [
     "dropout_mask",
     "forward",
     "forward_packed",
+    "forward_paged",
     "merge",
     "plan",
     "reference",

@@ -62,6 +62,22 @@ class Options(PackedOptions, total=False):
     kv_lengths: Array | None
 
 
+class PagedOptions(TypedDict, total=False):
+    """With `return_lse` and `out`, all of `forward_paged`, whose lengths of keys are no option."""
+
+    scale: float | None
+    causal: bool
+    window: tuple[int, int] | None
+    q_start: int | None
+    bias: Array | None
+    mask: Array | None
+    q_lengths: Array | None
+    softcap: float | None
+    score_mod: Callable[..., Any] | None
+    precision: Precision | None
+    backend: Backend | None
+
+
 class GradientOptions(TypedDict, total=False):
     """What the functions that compute gradients take besides."""
 

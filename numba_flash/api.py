@@ -9,6 +9,7 @@ from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
 from numba_flash.arguments import adopted, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
+from numba_flash.pages import PagedInputs
 from numba_flash.plan import Backend, Plan, choose
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import (
@@ -17,7 +18,8 @@ from numba_flash.problem import (
     ForwardResults,
     bind,
     bind_backward,
-    check_lengths,
+    bind_paged,
+    check_values,
 )
 
 FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
@@ -291,22 +293,29 @@ def plan(
     rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
+    page_table: Array | None = None,
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Plan:
     """Which backend `forward` will use for these arguments, and why every faster one was refused.
 
-    Parameters are those of `forward`; nothing is computed, and the same errors are raised.
+    Parameters are those of `forward`, or with `page_table` those of `forward_paged`, pages in the place of k and v; nothing is computed,
+    and the same errors are raised.
 
     Returns
     -------
     Plan
         Prints as a few readable lines.
     """
-    inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
+    names = PagedInputs._fields if page_table is None else PagedInputs.CALLED
+    inputs = adopted(PagedInputs, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
-    check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
+    options = _options(inputs, given)
+    if page_table is None:
+        problem = bind(inputs.q, inputs.k, inputs.v, **options)
+    else:
+        problem = bind_paged(inputs.q, inputs.k, inputs.v, inputs.page_table, **options)
+    check_values(problem, inputs)
     return choose(problem, inputs, backend)
 
 

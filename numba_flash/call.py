@@ -7,7 +7,7 @@ from numba_flash import arrays, plan, scoremod
 from numba_flash.arrays import Layout
 from numba_flash.options import is_state
 from numba_flash.plan import choose, tier
-from numba_flash.problem import Prepared, Problem, check_lengths, check_out_layout, check_out_memory
+from numba_flash.problem import Prepared, Problem, check_out_layout, check_out_memory, check_values
 
 _prepared: dict[tuple, "_Call"] = {}
 _PREPARED_LIMIT = 4096
@@ -86,7 +86,7 @@ def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **
     **settings
         What the backend's ``prepare_forward`` or ``prepare_backward`` takes besides.
     """
-    check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
+    check_values(problem, inputs)
     with_dbias = {"dbias": True} if getattr(wanted, "dbias", None) is not None else {}
     chosen = choose(problem, inputs, backend, kind, **with_dbias).backend
     for name, what in wanted._asdict().items():
@@ -121,7 +121,7 @@ class _Call:
         self._wanted, self._of_wanted = wanted, tuple(wanted._asdict().items())
         self._has_lengths, self._draws = problem.options.sequences, bool(problem.options.dropout)
         self._labels = ("out",) if "o" in wanted._fields else tuple(f"out[{i}]" for i in range(len(wanted)))
-        lengths = [name for name in ("q_lengths", "kv_lengths") if getattr(inputs, name) is not None]
+        lengths = [name for name in ("q_lengths", "kv_lengths", "page_table") if getattr(inputs, name, None) is not None]
         on_gpu = arrays.library(inputs.q) == "cupy"
         self._host_lengths = [name for name in lengths if on_gpu and arrays.library(getattr(inputs, name)) == "numpy"]
 
@@ -133,8 +133,8 @@ class _Call:
         return results
 
     def _check_lengths(self, inputs):
-        """The inputs, with lengths that came from the host beside q."""
-        check_lengths(self.problem, inputs.q_lengths, inputs.kv_lengths)
+        """The inputs, with lengths and a table that came from the host beside q."""
+        check_values(self.problem, inputs)
         if not self._host_lengths:
             return inputs
         with inputs.q.device:
@@ -155,7 +155,8 @@ class _Call:
         return self._wanted._make(results)
 
     def _check_outs(self, inputs, outs: tuple) -> None:
-        others = {name: x for name, x in inputs._asdict().items() if x is not None}
+        called = getattr(inputs, "CALLED", inputs._fields)
+        others = {name: x for name, x in zip(called, inputs, strict=True) if x is not None}
         for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
             if out is not None:
                 if self._run is None:  # later calls have the same layouts

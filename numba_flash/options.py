@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from numba_flash import arrays, checks
+from numba_flash.pages import Pages
 from numba_flash.scoremod import ScoreMod
 
 SHARING = 8  # neighbouring keys that share a counter of Philox, which has 128 bits
@@ -23,6 +24,7 @@ NAMES = {
     "q_lengths": "lengths of sequences",
     "kv_lengths": "lengths of sequences",
     "dropout": "dropout",
+    "paged": "keys in pages",
 }
 
 
@@ -70,6 +72,8 @@ class Options:
         Probability that a probability is dropped, a multiple of ``1 / CHANCES``.
     generator : Generator
         State of the dropout's generator.
+    paged : Pages or None
+        Keys and values lie in pages, with a table for each batch element.
     """
 
     softcap: float = 0.0
@@ -82,6 +86,7 @@ class Options:
     follows: bool = False
     dropout: float = 0.0
     generator: Generator = SEEDLESS
+    paged: Pages | None = None
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -97,6 +102,11 @@ class Options:
     def modifies(self) -> bool:
         """True if scores or probabilities change beyond what a band and an end do to them."""
         return bool(self.softcap or self.score_mod or self.bias or self.mask or self.dropout)
+
+    @property
+    def takes_registers(self) -> bool:
+        """True if kernels need more of them than for plain attention: for that, or for where a key in pages is."""
+        return self.modifies or self.paged is not None
 
     @property
     def modifies_beyond_softcap(self) -> bool:

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from numba_flash import arrays, checks, options, precisions
+from numba_flash import arrays, checks, options, pages, precisions
 from numba_flash.options import PLAIN, Generator, Options
+from numba_flash.pages import Pages
 from numba_flash.precisions import Precision
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MAX_HEAD_DIM = 256
+PAGED_LENGTH = "page_table.shape[-1] * k_pages.shape[2]"
 MAX_LENGTH = 2**30  # row and column indices, and their differences, stay within int32 in every kernel
 
 
@@ -141,24 +143,42 @@ def bind(q, k, v, *, scale=None, causal=False, window=None, q_start=None, precis
         _check_array(name, x)
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
-    *batch, hq, nq, d = _shape(q)
+    *batch, _, _, d = _shape(q)
     k_shape, v_shape = _shape(k), _shape(v)
     for name, shape in (("k", k_shape), ("v", v_shape)):
         if shape[:-3] != tuple(batch):
             raise ValueError(f"{name}.shape[:-3] {shape[:-3]} must equal q.shape[:-3] {tuple(batch)}")
-    hk, nk, dv = k_shape[-3], k_shape[-2], v_shape[-1]
+    keys = _Keys(k_shape[-3], k_shape[-2], v_shape[-1], "k.shape[-3]", "k.shape[-2]", "v.shape[-1]")
     if k_shape[-1] != d:
         raise ValueError(f"k.shape[-1] ({k_shape[-1]}) must equal q.shape[-1] ({d})")
-    if v_shape[-3:-1] != (hk, nk):
+    if v_shape[-3:-1] != k_shape[-3:-1]:
         raise ValueError(f"v.shape[:-1] {v.shape[:-1]} must equal k.shape[:-1] {k.shape[:-1]}")
+    return _fold(q, keys, scale, causal, window, q_start, precision, given)
+
+
+class _Keys(NamedTuple):
+    """How many heads and keys there are, columns of v, and what the user calls these numbers."""
+
+    heads: int
+    length: int
+    columns: int
+    of_heads: str
+    of_length: str
+    of_columns: str
+
+
+def _fold(q, keys: _Keys, scale, causal, window, q_start, precision, given) -> Problem:
+    """The problem of q and so many keys, whose arrays have been checked."""
+    *batch, hq, nq, d = _shape(q)
+    hk, nk, dv = keys[:3]
     if hq % hk if hk else hq:
-        raise ValueError(f"the number of heads q.shape[-3] ({hq}) must be a multiple of k.shape[-3] ({hk})")
-    for name, size in (("q", d), ("v", dv)):
+        raise ValueError(f"the number of heads q.shape[-3] ({hq}) must be a multiple of {keys.of_heads} ({hk})")
+    for name, size in (("q.shape[-1]", d), (keys.of_columns, dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}.shape[-1] ({size}) must be between 1 and {MAX_HEAD_DIM}")
-    for name, size in (("q", nq), ("k", nk)):
+            raise ValueError(f"{name} ({size}) must be between 1 and {MAX_HEAD_DIM}")
+    for name, size in (("q.shape[-2]", nq), (keys.of_length, nk)):
         if size > MAX_LENGTH:
-            raise ValueError(f"{name}.shape[-2] ({size}) must be at most {MAX_LENGTH}")
+            raise ValueError(f"{name} ({size}) must be at most {MAX_LENGTH}")
     low, high = _band(nq, nk, checks.flag("causal", causal), _window(window), _offset(q_start, nk - nq))
     scale = d**-0.5 if scale is None else checks.real("scale", scale)
     more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
@@ -198,6 +218,20 @@ def bind_packed(q, k, v, q_offsets, k_offsets, **given) -> Problem:
     return replace(problem, batch=(1, q_offsets.size - 1), options=packed)
 
 
+def bind_paged(
+    q, k_pages, v_pages, page_table, kv_lengths, *, scale=None, causal=False, window=None, q_start=None, precision=None, **given
+) -> Problem:
+    """Check keys and values in pages (pages, heads, size, d), and the table (..., most pages) of each sequence's."""
+    _check_array("q", q)
+    pages.check(q, k_pages, v_pages, page_table)
+    checks.layout("kv_lengths", kv_lengths)
+    _, heads, size, _ = k_pages.shape
+    length = page_table.shape[-1] * size
+    keys = _Keys(heads, length, v_pages.shape[-1], "k_pages.shape[1]", PAGED_LENGTH, "v_pages.shape[-1]")
+    problem = _fold(q, keys, scale, causal, window, q_start, precision, given | {"kv_lengths": kv_lengths})
+    return replace(problem, options=replace(problem.options, paged=Pages(size, page_table.dtype.name)))
+
+
 def bind_packed_backward(do, q, k, v, o, lse, q_offsets, k_offsets, *, dlse=None, **given) -> Problem:
     """The same for the backward pass; lse and dlse are (heads, total)."""
     problem = bind_packed(q, k, v, q_offsets, k_offsets, **given)
@@ -232,7 +266,16 @@ def check_lengths(problem: Problem, q_lengths, kv_lengths) -> None:
         options.check_values_of_offsets("k_offsets", kv_lengths, problem.nk, "k.shape[0]")
     else:
         options.check_values_of_lengths("q_lengths", q_lengths, problem.nq, "q.shape[-2]")
-        options.check_values_of_lengths("kv_lengths", kv_lengths, problem.nk, "k.shape[-2]")
+        what = PAGED_LENGTH if problem.options.paged else "k.shape[-2]"
+        options.check_values_of_lengths("kv_lengths", kv_lengths, problem.nk, what)
+
+
+def check_values(problem: Problem, inputs) -> None:
+    """Check the values of lengths, and of a table of pages, that are NumPy arrays."""
+    check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
+    paged = problem.options.paged
+    if paged is not None:
+        pages.check_values("page_table", inputs.page_table, inputs.kv_lengths, paged.size, inputs.k.shape[0])
 
 
 def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:

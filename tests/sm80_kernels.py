@@ -16,8 +16,9 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80.few_tiles import FEW_TILES
 from numba_flash.cuda.sm80.tiles import BACKWARD_TILES, FORWARD_TILES
+from numba_flash.pages import PagedInputs
 from numba_flash.plan import choose, tier
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind, bind_paged
 
 TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
@@ -53,6 +54,8 @@ class Case(NamedTuple):
         Rows lie at multiples of 16 bytes.
     deterministic : bool
         Of a backward pass.
+    page : int
+        Keys of a page; 0 if there are no pages.
     """
 
     kind: str
@@ -64,6 +67,7 @@ class Case(NamedTuple):
     nq: int = 2000
     aligned: bool = True
     deterministic: bool = True
+    page: int = 0
 
 
 NQ, NK, HQ, HK, BATCH = 2000, 3000, 4, 2, 2
@@ -143,6 +147,24 @@ FEW |= {
     "forward 128, few queries, everything": Case("forward", "float16", 128, 128, options=OPTIONS["everything, few"], nq=16),
     "forward 72, 40, few queries, any strides": Case("forward", "float16", 72, 40, options=OPTIONS["window"], nq=5, aligned=False),
 }
+# Keys in pages: each tile of few queries, and of many; pages of which a thread's rows share none, some or all.
+PAGES = {
+    f"forward {d}, pages of {page}, {rows} rows for {name_of(capability)}": Case(
+        "forward", "float16", d, d, capability, nq=rows // GROUP, page=page
+    )
+    for capability, d, rows, page in (
+        *((TURING, 64, 16, 16), (AMPERE, 64, 16, 16), (AMPERE, 128, 16, 1), (AMPERE, 64, 32, 16), (HOPPER, 64, 32, 256)),
+        *((HOPPER, 128, 16, page) for page in (1, 7, 16, 256)),
+        *((HOPPER, 128, 32, 16), (HOPPER, 256, 16, 16)),
+        *((capability, d, 200, 16) for capability in (AMPERE, HOPPER) for d in (64, 128, 256)),
+    )
+}
+PAGES |= {
+    "forward 72, 40, pages of 16, any strides": Case("forward", "float16", 72, 40, nq=5, aligned=False, page=16),
+    "forward 128, pages of 16, options for 9.0": Case(
+        "forward", "bfloat16", 128, 128, HOPPER, {"causal": True, "softcap": 2.0, "mask": on_paper((1,), bool)}, nq=3, page=16
+    ),
+}
 # One of each: dtype, band, head dimensions that fill no tile, rows that are loaded one element at a time, and what else makes a kernel.
 OTHERS = {
     "forward": Case("forward", "bfloat16", 64, 64),
@@ -204,7 +226,7 @@ FLOAT32 |= {
 # Float64, which other tiers serve under options.
 FLOAT64 = {f"{kind} float64 128 for 9.0": Case(kind, "float64", 128, 128, HOPPER) for kind in ("forward", "backward")}
 FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, options=OPTIONS["lengths"], aligned=False)
-CASES = TILES | FEW | OTHERS | FLOAT32 | FLOAT64
+CASES = TILES | FEW | PAGES | OTHERS | FLOAT32 | FLOAT64
 
 
 @cache
@@ -214,6 +236,8 @@ def launches(name: str) -> tuple[Launch, ...]:
     gpu = Gpu(0, case.capability, MULTIPROCESSORS)
     array = lambda heads, n, d: on_paper((BATCH, heads, n, d), DTYPES[case.dtype], d if case.aligned else d + 1)
     q, o = (array(HQ, case.nq, d) for d in (case.d, case.dv))
+    if case.page:
+        return in_pages(case, q, o, gpu)
     k, v = (array(HK, NK, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
     arrays = {each: case.options[each] for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
@@ -227,6 +251,19 @@ def launches(name: str) -> tuple[Launch, ...]:
     choose(problem, inputs, "sm80", case.kind, gpu=gpu)
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
     return getattr(tier("sm80"), f"prepare_{case.kind}")(problem, *layouts, gpu=gpu, **settings).launches
+
+
+def in_pages(case: Case, q, o, gpu: Gpu) -> tuple[Launch, ...]:
+    """What a case with keys in pages launches."""
+    rows = [d if case.aligned else d + 1 for d in (case.d, case.dv)]
+    k, v = (on_paper((500, HK, case.page, d), q.dtype, row) for d, row in zip((case.d, case.dv), rows, strict=True))
+    table, kv_lengths = np.zeros((BATCH, -(-NK // case.page)), np.int32), np.array([7, 8])
+    problem = bind_paged(q, k, v, table, kv_lengths, **case.options)
+    inputs = PagedInputs(q, k, v, None, case.options.get("mask"), None, kv_lengths, table)
+    lse = np.broadcast_to(np.zeros((), np.float32), q.shape[:-1])
+    choose(problem, inputs, "sm80", gpu=gpu)
+    layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, ForwardResults(o, lse)))
+    return tier("sm80").prepare_forward(problem, *layouts, gpu=gpu).launches
 
 
 def kernels() -> dict[str, Launch]:

@@ -80,6 +80,9 @@ class Backend:
     def forward_packed(self, *arrays, **options):
         return self._or_skip(numba_flash.forward_packed, *arrays, **options)
 
+    def forward_paged(self, *arrays, **options):
+        return self._or_skip(numba_flash.forward_paged, *arrays, **options)
+
     def backward_packed(self, *arrays, **options):
         return self._or_another(numba_flash.backward_packed, *arrays, **options)
 

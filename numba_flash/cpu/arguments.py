@@ -52,6 +52,24 @@ class Extras(NamedTuple):
     parameters: Parameters
 
 
+class Cache(NamedTuple):
+    """Keys or values of a sequence in pages, in the place of an array.
+
+    Attributes
+    ----------
+    pages : array (pages, heads, size, d)
+        Of one head, without that axis.
+    table : array of int64
+        Which page holds its first keys, the next ones, and so on.
+    length : int
+        How many keys there are.
+    """
+
+    pages: Any
+    table: Any
+    length: int
+
+
 class Head(NamedTuple):
     """Which head of the scores, or of keys.
 

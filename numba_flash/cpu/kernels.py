@@ -10,7 +10,7 @@ Every item writes its own part of the result and sums in a fixed order.
 import numpy as np
 
 from numba_flash import mask, numeric
-from numba_flash.cpu import scores, softmax, tiles
+from numba_flash.cpu import pages, scores, softmax, tiles
 from numba_flash.cpu.arguments import Head, Region, head_of
 from numba_flash.cpu.cache import kernel
 from numba_flash.cpu.softmax import BackwardRows, ForwardRows
@@ -23,10 +23,13 @@ BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256  # forward + backward 1.01-1.03 fu
 
 @kernel
 def forward_items(start, stop, q, k, v, o, lse, extras, scale, low, high):
-    """Algorithm 1 for the work items ``[start, stop)``: one item is one block of queries of one head, the longest first."""
+    """Algorithm 1 for the work items ``[start, stop)``: one item is one block of queries of one head, the longest first.
+
+    k and v are arrays or pages (`numba_flash.cpu.pages`).
+    """
     number, dtype = lse.dtype.type, lse.dtype
-    d, dv = q.shape[4], v.shape[4]
-    batch1, heads, nq, nk = q.shape[1], q.shape[2], q.shape[3], k.shape[3]
+    d, dv = q.shape[4], pages.columns(v)
+    batch1, heads, nq, nk = q.shape[1], q.shape[2], q.shape[3], pages.length(k)
     size_m = min(BLOCK_M, nq)
     size_n = min(BLOCK_N, max(nk, 1))
     blocks = (nq + size_m - 1) // size_m
@@ -39,8 +42,8 @@ def forward_items(start, stop, q, k, v, o, lse, extras, scale, low, high):
     rows = ForwardRows(np.empty(size_m, dtype), np.empty(size_m, dtype), np.empty(size_m, dtype), np.empty(size_n, dtype))
     for item in range(start, stop):
         at = head_of(item // blocks, batch1, heads)
-        kv_head = at.head // (heads // k.shape[2])
-        k_head, v_head = k[at.b0, at.b1, kv_head], v[at.b0, at.b1, kv_head]
+        kv_head = at.head // (heads // pages.heads(k))
+        k_head, v_head = pages.head(k, at, kv_head), pages.head(v, at, kv_head)
         i0 = (blocks - 1 - item % blocks) * size_m
         m = min(size_m, nq - i0)
         acc, pv = tiles.view2d(acc_buffer, m, dv), tiles.view2d(pv_buffer, m, dv)
@@ -54,8 +57,8 @@ def forward_items(start, stop, q, k, v, o, lse, extras, scale, low, high):
             region = Region(i0, j0, m, n, low, high)
             if not scores.seen(region, at, extras):
                 continue
-            k_tile = tiles.load(k_head, j0, n, k_buffer)
-            v_tile = tiles.load(v_head, j0, n, v_buffer)
+            k_tile = pages.load(k_head, j0, n, k_buffer)
+            v_tile = pages.load(v_head, j0, n, v_buffer)
             s = tiles.view2d(s_buffer, m, n)
             clean = not scores.may_hide(extras) and mask.all_visible(i0, i0 + m, j0, j0 + n, low, high)
             clean = clean or tiles.all_finite(v_tile)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import typeof, types
 
 from numba_flash import arrays, notice
-from numba_flash.cpu.arguments import Extras, Parameters
+from numba_flash.cpu.arguments import Cache, Extras, Parameters
 from numba_flash.cpu.kernels import (
     BACKWARD_BLOCK_M,
     BACKWARD_BLOCK_N,
@@ -81,7 +81,9 @@ def _numba_type(x):
 
 
 def _bits(x):
-    """The array as kernels see it: float16 as int16, bfloat16 as uint16."""
+    """The array as kernels see it: float16 as int16, bfloat16 as uint16; pages likewise."""
+    if isinstance(x, Cache):
+        return x._replace(pages=_bits(x.pages))
     return x.view({"float16": np.int16, "bfloat16": np.uint16}.get(x.dtype.name, x.dtype))
 
 
@@ -119,12 +121,13 @@ def prepare_backward(problem, inputs, results, deterministic=True) -> Prepared:
 
 def _forward(problem, inputs, results, rng=None):
     problem = problem.with_state(rng)
-    q, k, v, o = _five(problem, inputs.q, inputs.k, inputs.v, results.o)
+    q, o = _five(problem, inputs.q, results.o)
+    keys_of = _keys_of(problem, inputs)
     lse = None if results.lse is None else arrays.expand(results.lse, 4)
     bias, mask = _scores_like(problem, inputs.bias), _scores_like(problem, inputs.mask)
     for piece in pieces(problem, inputs.q_lengths, inputs.kv_lengths):
         rows = piece.queries(o), None if lse is None else piece.queries(lse)
-        forward(piece.problem, piece.queries(q), piece.keys(k), piece.keys(v), *rows, _extras(piece, bias, mask))
+        forward(piece.problem, piece.queries(q), *keys_of(piece), *rows, _extras(piece, bias, mask))
         piece.clear_queries(o, 0)
         if lse is not None:
             piece.clear_queries(lse, -np.inf)
@@ -163,6 +166,21 @@ def _five(problem, *operands) -> list:
     return [arrays.expand(x.swapaxes(0, 1) if problem.options.packed else x, 5) for x in operands]
 
 
+def _keys_of(problem, inputs):
+    """``keys_of(piece)``: k and v of a sequence, views or pages."""
+    if not problem.options.paged:
+        k, v = _five(problem, inputs.k, inputs.v)
+        return lambda piece: (piece.keys(k), piece.keys(v))
+    tables = arrays.expand(inputs.page_table, 3)
+
+    def keys_of(piece):
+        b0, b1 = piece.batch
+        table = tables[b0.start, b1.start, : -(-piece.problem.nk // problem.options.paged.size)].astype(np.int64)
+        return Cache(inputs.k, table, piece.problem.nk), Cache(inputs.v, table, piece.problem.nk)
+
+    return keys_of
+
+
 def _scores_like(problem, x):
     """View of a bias or mask with the shape of the scores."""
     return None if x is None else np.broadcast_to(x, (*problem.batch, problem.hq, problem.nq, problem.nk))
@@ -199,7 +217,7 @@ def forward(problem, q, k, v, o, lse, extras=()):
     problem : numba_flash.problem.Problem
         What to compute.
     q, k, v : numpy.ndarray
-        Inputs (b0, b1, heads, n, d), of any strides.
+        Inputs (b0, b1, heads, n, d), of any strides; k and v may be a `Cache` each.
     o : numpy.ndarray
         Receives the result (b0, b1, hq, nq, dv).
     lse : numpy.ndarray or None

@@ -128,6 +128,7 @@ def extras_class(options, of_mask=(), more=()):
     that a kernel wants: "tiles", "order", "bits" (`numba_flash.cuda.tile_lists`); and with `more`.
     """
     names = tuple(name for name in EXTRAS if getattr(options, name))
+    names += ("page_table",) if options.paged else ()
     return _extras((*names, *(of_mask if options.mask else ()), *more))
 
 
@@ -162,6 +163,7 @@ def extras_type(options, of_mask=(), more=()):
         "mask": array(types.boolean, 5),
         "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
         "kv_lengths": options.kv_lengths and array(getattr(types, options.kv_lengths), ndim),
+        "page_table": options.paged and array(getattr(types, options.paged.table), 3),
         "tiles": array(types.int32, 5),
         "order": array(types.int32, 5),
         "bits": array(types.uint32, 5),

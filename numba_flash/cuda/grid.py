@@ -59,6 +59,8 @@ def extras_layouts(problem, inputs) -> tuple:
         "q_lengths": lengths_shape(p),
         "kv_lengths": lengths_shape(p),
     }
+    if p.options.paged:
+        views["page_table"] = (*p.batch, p.nk // p.options.paged.size)
     return tuple(
         (getattr(inputs, name), view)
         for name, view in views.items()

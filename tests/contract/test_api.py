@@ -16,7 +16,7 @@ import scipy.sparse
 from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, arrays, call, reference
+from numba_flash import api, arrays, call, paged, reference
 from numba_flash.plan import BACKENDS
 from numba_flash.problem import Prepared, Problem, bind
 
@@ -496,6 +496,7 @@ def test_docstring_parameters_equal_the_signature(name):
     parameters, documented = list(inspect.signature(function).parameters), documented_parameters(function)
     if documented is None and re.search(r"Parameters are those of `forward`", inspect.getdoc(function)):
         documented = [p for p in documented_parameters(FUNCTIONS["forward"]) if p in parameters]
+        documented += [p for p in documented_parameters(FUNCTIONS["forward_paged"]) if p in parameters and p not in documented]
     assert sorted(documented or []) == sorted(parameters)
 
 
@@ -520,6 +521,7 @@ def test_forward_and_backward_take_the_same_options():
     assert backward.pop("deterministic") is True
     assert forward == backward
     del forward["out"]
+    assert plan.pop("page_table") is None
     assert forward == plan
 
 
@@ -530,10 +532,17 @@ def test_packed_functions_take_the_options_that_make_sense_for_them():
     assert names(numba_flash.backward_packed) == names(numba_flash.backward) - padded_only - {"bias_grad"}
 
 
-def test_docstring_examples():
+def test_pages_take_the_options_that_make_sense_for_them():
+    names = lambda f: {n for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    of_training, of_all = {"dropout", "rng", "score_mod_grad"}, {"kv_lengths"}
+    assert names(numba_flash.forward_paged) == names(numba_flash.forward) - of_training - of_all
+
+
+@pytest.mark.parametrize("module", [api, paged])
+def test_docstring_examples(module):
     import doctest
 
-    results = doctest.testmod(api, optionflags=doctest.NORMALIZE_WHITESPACE)
+    results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 0
     assert results.failed == 0
 

@@ -166,3 +166,31 @@ def test_one_kernel_serves_any_length():
     parts = combine.numbers[0]
     assert forward.grid == 4 * 8 * parts
     assert 132 * 2 <= forward.grid <= 132 * 4 * 8
+
+
+@simulator
+@pytest.mark.parametrize("missing", [False, True])
+def test_keys_in_pages(backend, missing):
+    """As many keys in pages that lie in any order; a page that does not exist gives NaN for its sequence on a GPU, an error on the host."""
+    q, k, v, _ = inputs(dv=5)
+    size, lengths = 4, np.array([MANY, MANY - 7])
+    most = -(-MANY // size)
+    order = np.random.default_rng(6).permutation(2 * most).reshape(2, most)
+    k_pages, v_pages = (np.full((2 * most, 2, size, 5), np.nan, np.float32) for _ in range(2))
+    for b in range(2):
+        for j in range(lengths[b]):
+            k_pages[order[b, j // size], :, j % size] = k[b, :, j]
+            v_pages[order[b, j // size], :, j % size] = v[b, :, j]
+    if missing:
+        order[1, 2] = 2 * most
+    arrays = [backend.to_device(x) for x in (q, k_pages, v_pages, order, lengths)]
+    if missing and backend.library == "numpy":
+        with pytest.raises(ValueError, match="page_table"):
+            backend.forward_paged(*arrays)
+        return
+    o, lse = map(backend.to_host, backend.forward_paged(*arrays, return_lse=True, causal=True))
+    o_ref, lse_ref = reference.forward(q, k, v, kv_lengths=lengths, causal=True)
+    sequences = slice(0, 1 if missing else 2)
+    np.testing.assert_allclose(o[sequences], o_ref[sequences], atol=2e-6)
+    np.testing.assert_allclose(lse[sequences], lse_ref[sequences], atol=2e-6)
+    assert np.isnan(o[1]).all() == np.isnan(lse[1]).all() == missing

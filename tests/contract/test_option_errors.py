@@ -235,6 +235,112 @@ def test_packed_lse_has_heads_first():
         numba_flash.backward_packed(x, x, x, x, x, lse, np.array([0, 5]), np.array([0, 5]), backend="cpu")
 
 
+# ---- pages -----------------------------------------------------------------------------------------------------------------------------
+
+
+def in_pages(function=numba_flash.forward_paged, **changes):
+    arguments = {
+        "q": ones(2, 4, 1, 8),
+        "k_pages": ones(5, 2, 3, 8),
+        "v_pages": ones(5, 2, 3, 6),
+        "page_table": np.array([[0, 4, -1], [2, -1, 9]]),
+        "kv_lengths": np.array([6, 1]),
+    }
+    return function(**(arguments | changes), backend="cpu")
+
+
+def planned(q, k_pages, v_pages, **options):
+    options.pop("out", None), options.pop("return_lse", None)
+    return numba_flash.plan(q, k_pages, v_pages, **options)
+
+
+@pytest.mark.parametrize("function", [numba_flash.forward_paged, planned])
+@pytest.mark.parametrize(
+    ("changes", "error", "pattern"),
+    [
+        ({"q": [1.0]}, TypeError, r"^q must be a NumPy or CuPy array"),
+        ({"q": ones(2, 4, 1, 8, dtype=np.int32)}, TypeError, r"^q\.dtype must be one of float16, .*; got int32"),
+        ({"q": ones(2, 3, 1, 8)}, ValueError, r"^the number of heads q\.shape\[-3\] \(3\) must be a multiple of k_pages\.shape\[1\] \(2\)"),
+        ({"k_pages": [1.0]}, TypeError, r"^k_pages must be a NumPy or CuPy array"),
+        ({"k_pages": ones(5, 2, 3, 8, dtype=np.float16)}, TypeError, r"^k_pages\.dtype \(float16\) must equal q\.dtype \(float32\)"),
+        ({"v_pages": ones(2, 5, 2, 3, 6)}, ValueError, r"^v_pages must have 4 dimensions \(pages, heads, .*; got shape \(2, 5, 2, 3, 6\)"),
+        ({"k_pages": ones(5, 2, 3, 7)}, ValueError, r"^k_pages\.shape\[-1\] \(7\) must equal q\.shape\[-1\] \(8\)"),
+        ({"v_pages": ones(6, 2, 3, 6)}, ValueError, r"^v_pages\.shape\[:-1\] \(6, 2, 3\) must equal k_pages\.shape\[:-1\] \(5, 2, 3\)"),
+        ({"k_pages": ones(5, 2, 0, 8), "v_pages": ones(5, 2, 0, 6)}, ValueError, r"^k_pages\.shape\[2\] \(0\), .* must be at least 1"),
+        ({"v_pages": ones(5, 2, 3, 300)}, ValueError, r"^v_pages\.shape\[-1\] \(300\) must be between 1 and 256"),
+        ({"page_table": [[0, 1], [2, 3]]}, TypeError, r"^page_table must be a NumPy or CuPy array, .*; got list"),
+        ({"page_table": np.zeros((2, 3), np.uint32)}, TypeError, r"^page_table\.dtype \(uint32\) must be int32 or int64"),
+        (
+            {"page_table": np.zeros((3, 3), int)},
+            ValueError,
+            r"^page_table\.shape \(3, 3\) must be q\.shape\[:-3\] \(2,\) and the most pages",
+        ),
+        ({"page_table": np.zeros(2, int)}, ValueError, r"^page_table\.shape \(2,\) must be q\.shape\[:-3\] \(2,\) and the most pages"),
+        (
+            {"page_table": np.broadcast_to(0, (2, 2**30))},
+            ValueError,
+            r"^page_table\.shape\[-1\] \* k_pages\.shape\[2\] \(3221225472\) must be at most",
+        ),
+        (
+            {"page_table": np.array([[0, -1, 1], [2, 0, 0]])},
+            ValueError,
+            r"^page_table must name one of the 5 pages wherever a sequence has keys; page_table\[0, 1\] is -1",
+        ),
+        ({"page_table": np.array([[0, 1, 1], [5, 0, 0]])}, ValueError, r"page_table\[1, 0\] is 5"),
+        ({"kv_lengths": None}, TypeError, r"^kv_lengths must be a NumPy or CuPy array, .*; got NoneType"),
+        ({"kv_lengths": np.array([6.0, 1])}, TypeError, r"^kv_lengths\.dtype \(float64\) must be an integer dtype"),
+        ({"kv_lengths": np.array([6])}, ValueError, r"^kv_lengths\.shape \(1,\) must equal q\.shape\[:-3\] \(2,\)"),
+        (
+            {"kv_lengths": np.array([10, 1])},
+            ValueError,
+            r"^kv_lengths must lie between 0 and page_table\.shape\[-1\] \* k_pages\.shape\[2\] \(9\); kv_lengths\[0\] is 10",
+        ),
+        ({"q_lengths": np.array([2, 1])}, ValueError, r"^q_lengths must lie between 0 and q\.shape\[-2\] \(1\)"),
+        ({"bias": ones(1, 8)}, ValueError, r"^bias\.shape \(1, 8\) must be broadcastable to .* \(2, 4, 1, 9\)"),
+        ({"mask": ones(9)}, TypeError, r"^mask\.dtype \(float32\) must be bool"),
+        ({"softcap": -1.0}, ValueError, r"^softcap must be positive"),
+        ({"score_mod": four}, TypeError, r"^score_mod must take \(score, b, h, i, j\)"),
+    ],
+)
+def test_pages(function, changes, error, pattern):
+    with pytest.raises(error) as caught:
+        in_pages(function, **changes)
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "pattern"),
+    [
+        ({"return_lse": 1}, TypeError, r"^return_lse must be True or False; got 1"),
+        ({"out": ones(2, 4, 1, 5)}, ValueError, r"^out\.shape \(2, 4, 1, 5\) must be \(2, 4, 1, 6\)"),
+        ({"out": ones(2, 4, 1, 6, dtype=np.float64)}, TypeError, r"^out\.dtype \(float64\) must be float32"),
+        ({"dropout": 0.1}, TypeError, r"unexpected keyword argument 'dropout'"),
+    ],
+)
+def test_pages_and_results(monkeypatch, changes, error, pattern):
+    monkeypatch.undo()
+    with pytest.raises(error) as caught:
+        in_pages(**changes)
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+def test_out_must_not_overlap_pages(monkeypatch):
+    monkeypatch.undo()
+    v_pages = ones(5, 2, 3, 6)
+    with pytest.raises(ValueError, match=r"^out must not overlap v_pages; they share memory"):
+        in_pages(v_pages=v_pages, out=v_pages.reshape(-1)[:48].reshape(2, 4, 1, 6))
+
+
+def test_tables_are_checked_at_every_call(monkeypatch):
+    """The second call is served by the prepared one, whose key does not hold the values."""
+    monkeypatch.undo()
+    in_pages()
+    with pytest.raises(ValueError, match=r"page_table\[1, 0\] is -1"):
+        in_pages(page_table=np.array([[0, 4, -1], [-1, -1, 9]]))
+    with pytest.raises(ValueError, match=r"page_table\[0, 2\] is -1"):
+        in_pages(kv_lengths=np.array([7, 1]))
+
+
 # ---- the rest --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ import numba_flash
 from numba_flash.cuda import compile
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.options import Generator, Options
+from numba_flash.pages import Pages
 from numba_flash.scoremod import ScoreMod
 
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
@@ -119,6 +120,7 @@ OPTIONS = {
     "mask": Options(mask=True),
     "lengths": Options(q_lengths="int32", kv_lengths="uint8", follows=True),
     "packed": Options(q_lengths="int32", kv_lengths="int64", packed=True, follows=True),
+    "pages": Options(kv_lengths="int32", follows=True, paged=Pages(48, "int64")),
     "softcap": Options(softcap=1.0),
     "dropout": Options(dropout=0.5),
     "score_mod": Options(score_mod=ALIBI),

@@ -30,7 +30,7 @@ TIERS = {name.removesuffix("/tier.py").replace("/", ".") for name in FILES if na
 # From the top: a module imports from its own layer and from those below. What flows down through them is a problem on arrays.
 LAYERS = (
     "__main__ warmup bench dask distributed",
-    "__init__ diagnose packed api arguments annotations merge dropout reference",
+    "__init__ diagnose packed paged api arguments annotations merge dropout reference",
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
@@ -39,9 +39,10 @@ LAYERS = (
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split"))]),
     "cuda.split_rows",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
-    "cuda.arguments",
+    "cuda.arguments cuda.pages",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng",
+    "pages",
     "arrays checks precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
@@ -158,7 +159,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
-    speakers |= {"precisions.py", "dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
+    speakers |= {"pages.py", "precisions.py", "dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     for name, tree in TREES.items():
         raised = {
             node.exc.func.id
@@ -237,7 +238,7 @@ def test_functions_are_short(name):
 
 @every_file
 def test_functions_have_few_parameters(name):
-    public = ("api.py", "packed.py", "dask/__init__.py", "distributed/__init__.py")
+    public = ("api.py", "packed.py", "paged.py", "dask/__init__.py", "distributed/__init__.py")
     exempt = kernel_names(TREES[name]) | (set(numba_flash.__all__) if name in public else set())
     counts = {f.name: len(parameters(f)) for f in functions(TREES[name])}
     assert {f: n for f, n in counts.items() if n > 12 and f not in exempt} == {}

@@ -46,6 +46,8 @@ def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[
     assert_type(numba_flash.forward_packed(x, x, x, lengths, lengths), NDArray[np.float64])
     assert_type(numba_flash.forward_packed(x, x, x, lengths, lengths, return_lse=True), tuple[NDArray[np.float64], NDArray[Any]])
     assert_type(numba_flash.forward_packed(x, x, x, lengths, lengths, return_lse=flag), Any)
+    assert_type(numba_flash.forward_paged(x, x, x, lengths, lengths), NDArray[np.float64])
+    assert_type(numba_flash.forward_paged(x, x, x, lengths, lengths, return_lse=True), tuple[NDArray[np.float64], NDArray[Any]])
     assert_type(numba_flash.backward_packed(x, x, x, x, o, lse, lengths, lengths), tuple[gradient, gradient, gradient])
     assert_type(numba_flash.merge(o, lse, o, lse), tuple[NDArray[Any], NDArray[Any]])
     assert_type(numba_flash.dropout_mask((2, 3), dropout=0.5, rng=(1, 2)), NDArray[np.bool_])
@@ -154,8 +156,9 @@ def test_the_marker_of_a_typed_package_is_installed():
     [
         (numba_flash.forward, annotations.Options, {"return_lse", "out"}),
         (numba_flash.backward, annotations.BackwardOptions, {"bias_grad", "out"}),
-        (numba_flash.plan, annotations.Options, set()),
+        (numba_flash.plan, annotations.Options, {"page_table"}),
         (numba_flash.forward_packed, annotations.PackedOptions, {"return_lse", "out"}),
+        (numba_flash.forward_paged, annotations.PagedOptions, {"return_lse", "out"}),
         (numba_flash.backward_packed, annotations.PackedBackwardOptions, {"out"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -38,8 +38,8 @@ MUTANTS_SM80 = (
     Mutant(
         "values in the order of their keys",
         FORWARD,
-        "load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, place_of_key,",
-        "load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, None,",
+        "load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, place_of_key,",
+        "load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, None,",
         "mma",
     ),
     Mutant("what follows the last key", LOAD, "u32(1) if there else u32(0)", "u32(1)", "mma, lengths"),

@@ -20,9 +20,11 @@ import numpy as np
 from kernels import backward_pass, forward_pass
 from machine import Machine
 from memory import Fault
+from pages import forward, paged
 from support import random_inputs
 
 import numba_flash
+from numba_flash import call, reference
 from numba_flash.cuda import compile
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward
@@ -104,6 +106,22 @@ def backward_with_claims(*arguments, **options):
     """`kernels.backward_pass` on a `Watched` machine, of two tiles of queries for each block of keys."""
     kernels.Machine = Watched
     return backward_pass(*arguments, **options)
+
+
+def paged_pass(backend, arrays, seed, multiprocessors, resident, capability, *, size, kv_lengths, missing=None, **options):
+    """`kernels.forward_pass` of keys and values in pages of that `size`, with a table of 64 bits; its entry `missing` names no page."""
+    q, k, v, _ = arrays
+    given = paged(q, k, v, kv_lengths, size, dtype=np.int64)
+    call.check_values = lambda *_: None  # the machine's arrays are NumPy's, whose values could be checked
+    if missing is not None:
+        given.page_table[missing] = len(given.k_pages)
+    with kernels.machine(seed, multiprocessors, resident, capability=capability):
+        results = forward(kernels.OnMachine(backend, "numpy"), given, **options)
+    expected = reference.forward(q, given.k, given.v, kv_lengths=kv_lengths, **options)
+    for x, ref, unit in zip(results.values(), expected, (kernels.UNITS[q.dtype.name], 4e-6), strict=True):
+        if missing is not None:
+            ref[missing[0]] = np.nan
+        np.testing.assert_allclose(x.astype(np.float64), ref, atol=unit, rtol=unit)
 
 
 STEEP = {"scale": 1.0}  # scores so far apart that the largest so far grows from tile to tile
@@ -192,6 +210,8 @@ PROBLEMS |= {
 }
 mma = partial(Problem, forward_pass, tier="sm80", capability=(8, 0))
 few = partial(mma, nq=5, nk=300, hq=3)
+in_cache = partial(Problem, paged_pass, tier="sm80", capability=(8, 0), batch=2, nq=5, hq=4, hk=2)
+in_pages = lambda size, *lengths, **more: {"size": size, "kv_lengths": np.array(lengths)} | more
 split = partial(mma, dtype="float32")
 on_wgmma = partial(Problem, forward_pass, dtype="float32")
 float64 = partial(Problem, nq=64, nk=64, tier="simt", dtype="float64")
@@ -218,6 +238,10 @@ PROBLEMS |= {
     "few, D128": few(d=128, nk=100, hq=4),
     "few, causal": few(nq=16, nk=134, options={"causal": True}),  # key 128 is seen by the last query of the first block alone
     "few, options": few(nk=NK, options=bias_of(3, 5, NK) | DROPOUT | {"causal": True}),
+    "pages": in_cache(nk=150, options=in_pages(16, 150, 33)),
+    "pages, longer": in_cache(nk=150, options=in_pages(128, 150, 33)),
+    "pages, any size": in_cache(d=72, nk=100, options=in_pages(7, 100, 33)),
+    "pages, one missing": in_cache(nk=700, multiprocessors=8, options=in_pages(16, 690, 33, missing=(0, 43))),
     "split": split(),
     "split, D128": split(d=128, nk=70),
     "split, offset": split(made=offset),

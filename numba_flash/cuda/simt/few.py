@@ -13,6 +13,7 @@ from numba_flash.cuda import score
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, device, i64, once, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
+from numba_flash.cuda.pages import build_access, build_keys, build_missing
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
@@ -31,7 +32,8 @@ def build_scores(dtype, tile, head_dim, options):
     HEAD_DIM, ROW_STEP = head_dim, tile.threads // tile.depth
     STEPS, VECTOR = tile.block_n // ROW_STEP, tiles.vector(tile.depth, dtype)
     ACC, MODIFIED = ACCUMULATOR[dtype], options.modifies
-    fetch_rows = tiles.build_fetch_rows(dtype, head_dim, tile.padded(head_dim), ROW_STEP)
+    padded = tile.padded(head_dim)
+    fetch_rows = tiles.build_fetch_rows(dtype, head_dim, padded, ROW_STEP, options.paged)
     score_of = score.build_score(dtype, options)
 
     @device
@@ -77,9 +79,10 @@ def build_scores(dtype, tile, head_dim, options):
 
 
 @once
-def build_values(dtype, out_dtype, tile, head_dim_v):
+def build_values(dtype, out_dtype, tile, head_dim_v, pages):
     """``multiply(acc, p_smem, v, col0, careful)``: O += P V, a thread's columns and its share of
-    the keys; if `careful`, terms of weight -0.0 are absent, not zero times v.
+    the keys, of a cache if there are `pages`; if `careful`, terms of weight -0.0 are absent, not
+    zero times v.
 
     ``write(o, o_smem, acc, inverse, row0, rows)``: all shares are added in their order, and rows of
     O (heads, n, head_dim) stored in `out_dtype`, row r times ``inverse[r]``.
@@ -91,6 +94,7 @@ def build_values(dtype, out_dtype, tile, head_dim_v):
     ACC = ACCUMULATOR[dtype]
     load, _ = build_convert(dtype)
     _, store = build_convert(out_dtype)
+    element, length = build_access(pages)
 
     @device
     def absent(weight):
@@ -116,12 +120,13 @@ def build_values(dtype, out_dtype, tile, head_dim_v):
     @device
     def multiply(acc, p_smem, v, col0, careful):
         share, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        x, last = cuda.local.array(LOADS, ACC), v.shape[0] - 1
+        x, last = cuda.local.array(LOADS, ACC), length(v) - 1
         for j in range(share, KEYS, AHEAD * SHARES):
             for n in range(AHEAD):  # all are on their way before any is used
                 for c in range(COLS):
                     d = min(lane + c * LANES, HEAD_DIM_V - 1)
-                    x[n * COLS + c] = load(v[index(min(col0 + j + n * SHARES, last)), index(d)])
+                    i = min(col0 + j + n * SHARES, last)
+                    x[n * COLS + c] = load(element(v, i, d))
             if careful:
                 add_all(acc, p_smem, j, x, True)
             else:
@@ -181,7 +186,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     """Kernel ``few_simt(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters)`` with
     its signature and compile options.
 
-    q, k, v, o, lse, extras, scale_log2, low, high, parameters : as in `simt.forward`.
+    q, k, v, o, lse, extras, scale_log2, low, high, parameters : as in `simt.forward`, in pages too.
     parts : of the keys; each has results of its own, one after the other along b0 of o and lse.
 
     Rows are those of all heads that share keys: row r is query ``r // group`` of head
@@ -197,8 +202,10 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     WRITE_LSE, HIDES, SEQUENCES = write_lse, score.hides(options), options.sequences
     load, _ = build_convert(dtype)
     sequence_of = build_sequence(options)
+    capacity, heads_of, keys_of = build_keys(options)
+    missing, PAGED = build_missing(options), options.paged is not None
     scores, weigh = build_scores(dtype, tile, head_dim, options)
-    values, write = build_values(dtype, out_dtype, tile, head_dim_v)
+    values, write = build_values(dtype, out_dtype, tile, head_dim_v, options.paged)
     fold_maxima, fold_sums = build_fold(dtype, tile)
     power, log_sum = score.build_exponential(dtype, options)
 
@@ -216,7 +223,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
         acc = cuda.local.array(OUTPUTS, ACC)  # its part of O
         l_i = cuda.local.array(ROWS, ACC)  # its part of the sums
 
-        nq, nk, heads, me = q.shape[3], k.shape[3], q.shape[2], cuda.threadIdx.x
+        nq, nk, heads, me = q.shape[3], capacity(extras, k), q.shape[2], cuda.threadIdx.x
         blocks, number = (nq * GROUP + ROWS - 1) // ROWS, i64(cuda.blockIdx.x)
         row0, number = number % blocks * ROWS, number // blocks
         part, number = number % parts, number // parts
@@ -225,12 +232,14 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
         head = kv_head * GROUP
         at = Head(b0, b1, number, head, heads)
         q_heads = q[b0, b1, head : head + GROUP]
-        k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
+        k_head, v_head = heads_of(k, v, b0, b1, kv_head)
         rows, invalid = nq * GROUP, False
         if SEQUENCES:
             sequence = sequence_of(extras, b0, b1, nq, nk)
             nq, nk, invalid = sequence.queries, sequence.keys, sequence.invalid
-            k_head, v_head = k_head[:nk], v_head[:nk]
+            if PAGED and cuda.syncthreads_or(missing(k, extras, at, nk, 0, 1)):
+                nq, nk, invalid = 0, 0, True
+            k_head, v_head = keys_of(k_head, v_head, extras, at, 0, nk)
             low, high = low + sequence.shift, high + sequence.shift
         for at_smem in range(me, ROWS * PADDED, THREADS):
             r, d = at_smem // PADDED, at_smem % PADDED
@@ -308,9 +317,9 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
             if WRITE_LSE and row < rows:
                 nothing = ACC(NAN) if invalid else ACC(NEG_INF)
                 value = log_sum(m_smem[index(me)], l) if l != ACC(0) else nothing
-                into = part * k.shape[0] + b0
+                into = part * q.shape[0] + b0
                 lse[index(into), index(b1), index(head + row % GROUP), index(row // GROUP)] = value
-        into = part * k.shape[0] + b0
+        into = part * q.shape[0] + b0
         o_heads = o[into, b1, head : head + GROUP]
         write(o_heads, q_smem, acc, alpha_smem, row0, rows)
 

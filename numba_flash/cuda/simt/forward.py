@@ -9,6 +9,7 @@ from numba_flash.cuda import score
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
+from numba_flash.cuda.pages import build_keys, build_missing
 from numba_flash.cuda.schedule import build_row_block
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
@@ -20,7 +21,8 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
     """Kernel ``forward_simt(q, k, v, o, lse, extras, scale_log2, low, high, parameters)`` with its
     signature and compile options.
 
-    q, k, v, o : (b0, b1, heads, n, head_dim), o in `out_dtype`; bfloat16 comes as uint16.
+    q, k, v, o : (b0, b1, heads, n, head_dim), o in `out_dtype`; bfloat16 comes as uint16. In pages
+        k and v are (1, pages, heads, size, head_dim).
     lse : (b0, b1, heads, n).
     extras, parameters : of the options, see `numba_flash.cuda.arguments`.
     scale_log2 : ``scale * log2(e)``: scores are kept in base 2. With options in base e, and then it
@@ -36,11 +38,14 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
     SCORES, OUTPUTS = ROWS * COLS, ROWS * COLS_O
     WRITE_LSE, MODIFIED, HIDES = write_lse, options.modifies, score.hides(options)
     SEQUENCES, PACKED, FLAGGED = options.sequences, options.packed, flagged
+    PAGED = options.paged is not None
     ACC, NEG_INF, NAN = ACCUMULATOR[dtype], -math.inf, math.nan
     row_block_of = build_row_block(options, False, BLOCK_M)
-    sequence_of = build_sequence(options)
-    inner = tiles.build_inner(dtype, tile, head_dim)
-    outer = tiles.build_outer(dtype, tile, head_dim_v, "zero" if MODIFIED else "band")
+    sequence_of, missing = build_sequence(options), build_missing(options)
+    capacity, heads_of, keys_of = build_keys(options)
+    inner = tiles.build_inner(dtype, tile, head_dim, options.paged)
+    absent = "zero" if MODIFIED else "band"
+    outer = tiles.build_outer(dtype, tile, head_dim_v, absent, pages=options.paged)
     put_weights, _ = tiles.build_weights(dtype, tile)
     column = tiles.build_column(dtype, THREADS_N, COLS)
     write = tiles.build_write(dtype, tile, head_dim_v, out_dtype)
@@ -63,7 +68,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
         m_i = cuda.local.array(ROWS, ACC)  # maxima of its rows
         l_i = cuda.local.array(ROWS, ACC)  # its part of their sums
 
-        nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
+        nq, nk, heads = q.shape[3], capacity(extras, k), q.shape[2]
         tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
         b0, b1, h, m_block = row_block_of(cuda.blockIdx.x, extras, nq, heads, q.shape[1])
         at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
@@ -73,17 +78,18 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flag
         if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
             return
         kv_head = h // (heads // k.shape[2])
-        q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
+        q_head, (k_head, v_head) = q[b0, b1, h], heads_of(k, v, b0, b1, kv_head)
         lse_head = lse[b0, b1, h]
         row0 = m_block * BLOCK_M
         if SEQUENCES:
             sequence = sequence_of(extras, at.b0, at.b1, nq, nk)
             q0, nq = sequence.q0, sequence.queries
-            k0, nk = sequence.k0, sequence.keys
+            k0, nk, invalid = sequence.k0, sequence.keys, sequence.invalid
+            if PAGED and cuda.syncthreads_or(missing(k, extras, at, nk, 0, 1)):
+                nq, nk, invalid = 0, 0, True
             q_head = q_head[q0 : q0 + nq]
-            k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
+            k_head, v_head = keys_of(k_head, v_head, extras, at, k0, nk)
             low, high = low + sequence.shift, high + sequence.shift
-            invalid = sequence.invalid
             if PACKED:
                 rows, lse_head = nq, lse_head[q0 : q0 + nq]
         for r in range(ROWS):

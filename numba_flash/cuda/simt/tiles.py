@@ -21,6 +21,7 @@ from numba_flash import mask
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import SIMULATED, cuda, device, f64, inline, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
+from numba_flash.cuda.pages import build_access
 
 TERMS = 8  # of a sum, in one product on tensor cores
 APART = 128  # numbers of all accumulators that leave a thread registers for one of them twice
@@ -68,9 +69,9 @@ def vector(cols, dtype):
 
 
 @once
-def build_fetch_rows(dtype, head_dim, width, row_step):
+def build_fetch_rows(dtype, head_dim, width, row_step, pages=None):
     """``fetch_rows(regs, x, x0, first, d, steps)``: regs[i] = x[x0 + first + i * row_step, d], x
-    padded with zeros to `width` columns.
+    padded with zeros to `width` columns; of a cache if there are `pages`.
 
     Rows beyond the end repeat the last one. All loads are issued before any is used, so that their
     latencies overlap.
@@ -78,17 +79,18 @@ def build_fetch_rows(dtype, head_dim, width, row_step):
     HEAD_DIM, RAGGED, ROW_STEP = head_dim, width != head_dim, row_step
     ACC = ACCUMULATOR[dtype]
     load, _ = build_convert(dtype)
+    element, length = build_access(pages)
 
     @device
     def fetch(x, i, d):
         if RAGGED:
-            value = load(x[index(i), index(min(d, HEAD_DIM - 1))])
+            value = load(element(x, i, min(d, HEAD_DIM - 1)))
             return value if d < HEAD_DIM else ACC(0)
-        return load(x[index(i), index(d)])
+        return load(element(x, i, d))
 
     @device
     def fetch_rows(regs, x, x0, first, d, steps):
-        row, last = x0 + first, x.shape[0] - 1
+        row, last = x0 + first, length(x) - 1
         if row + (steps - 1) * ROW_STEP <= last:
             for i in range(steps):
                 regs[i] = fetch(x, row + i * ROW_STEP, d)
@@ -133,8 +135,8 @@ def build_product(tile, cols):
 
 
 @once
-def build_inner(dtype, tile, head_dim):
-    """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T,
+def build_inner(dtype, tile, head_dim, pages=None):
+    """``inner(acc, a, b, region, a_smem, b_smem)``: a tile of A B^T, b a cache with `pages`,
 
         acc[r, c] = sum_d a[row0 + row, d] * b[col0 + column, d]
 
@@ -147,7 +149,10 @@ def build_inner(dtype, tile, head_dim):
     STEPS_M, STEPS_N = tile.block_m // ROW_STEP, tile.block_n // ROW_STEP
     ACC = ACCUMULATOR[dtype]
     column = build_column(dtype, tile.threads_n, tile.cols)
-    fetch_rows = build_fetch_rows(dtype, head_dim, -(-head_dim // DEPTH) * DEPTH, ROW_STEP)
+    fetch_rows, fetch_keys = (
+        build_fetch_rows(dtype, head_dim, -(-head_dim // DEPTH) * DEPTH, ROW_STEP, x)
+        for x in (None, pages)
+    )
     PRODUCT, product = tile.product > 0, None
     if PRODUCT:
         product = build_product(tile, tile.cols)
@@ -172,7 +177,7 @@ def build_inner(dtype, tile, head_dim):
             acc[i] = ACC(0)
         for d0 in range(0, HEAD_DIM, DEPTH):
             fetch_rows(a_regs, a, region.row0, first, d0 + lane, STEPS_M)
-            fetch_rows(b_regs, b, region.col0, first, d0 + lane, STEPS_N)
+            fetch_keys(b_regs, b, region.col0, first, d0 + lane, STEPS_N)
             cuda.syncthreads()  # everyone has read the previous chunk
             for i in range(STEPS_M):
                 a_smem[index(lane), index(first + i * ROW_STEP)] = a_regs[i]
@@ -193,9 +198,9 @@ def build_inner(dtype, tile, head_dim):
 
 
 @once
-def build_outer(dtype, tile, head_dim, absent="band", accumulators=1):
+def build_outer(dtype, tile, head_dim, absent="band", accumulators=1, pages=None):
     """``outer(acc, w_smem, x, region, x_smem, edge)``: acc[r, c] += sum_j w_smem[j, row] * x[col0 +
-    j, column].
+    j, column], x a cache if there are `pages`.
 
     In an `edge` tile some terms are absent, not zero times x: a NaN that a row does not see cannot
     reach it. They are those that the band hides, or that lie beyond the end (`absent` is
@@ -220,7 +225,8 @@ def build_outer(dtype, tile, head_dim, absent="band", accumulators=1):
     PRODUCT, product = tile.product > 0, None
     if PRODUCT:
         product = build_product(tile, COLS)
-    fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP)
+    fetch_rows = build_fetch_rows(dtype, head_dim, WIDTH, ROW_STEP, pages)
+    _, length = build_access(pages)
     column = build_column(dtype, tile.threads_n, COLS)
 
     @device
@@ -276,7 +282,7 @@ def build_outer(dtype, tile, head_dim, absent="band", accumulators=1):
             cuda.syncthreads()  # the chunk is complete
             if j0 + DEPTH < BLOCK_N:  # the next chunk is on its way while this one is multiplied
                 fetch(regs, x, x0 + j0 + DEPTH, first, lane)
-            diagonal, stop = x0 + j0 - region.row0, x.shape[0] - x0 - j0
+            diagonal, stop = x0 + j0 - region.row0, length(x) - x0 - j0
             if edge:
                 multiply(own, w_smem, j0, x_smem, diagonal, stop, True, region)
             elif PRODUCT:

@@ -5,6 +5,7 @@ they may see of its keys.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.pages import Cache
 from numba_flash.cuda.schedule import build_query_block
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.sequence import build_sequence
@@ -21,7 +22,8 @@ class Block(NamedTuple):
         The second index of the arrays, the first being ``at.b0``, and the head of k and v.
     q, k, v, o, lse : arrays
         Of the head, (n, head_dim) and (n,); of a packed sequence, where it lies. Of few queries,
-        q, o and lse of all heads whose queries are rows, (group, n, ...).
+        q, o and lse of all heads whose queries are rows, (group, n, ...). In pages k and v are a
+        `numba_flash.cuda.pages.Cache` each.
     row0 : int
         The first query. Of few queries this and others are rows, as
         `numba_flash.cuda.fragment.build_row` has them, and the head is the first of the group.
@@ -66,12 +68,15 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
     """
     BLOCK_M, PARTS, SEQUENCES, PACKED = block_m, parts, options.sequences, options.packed
     GROUP, FEW = group, group > 0
+    PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
     query_block_of = build_query_block(options, banded, block_m, key_bytes)
     sequence_of = build_sequence(options)
 
     @inline
     def block_of(q, k, v, o, lse, extras, low, high, parts):
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        if PAGED:
+            nk = i32(extras.page_table.shape[2] * SIZE)
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
             number, part = i32(number // parts), i32(number % parts)
@@ -90,17 +95,27 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
         kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         if FEW:
             group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
-            q_head, k_head, v_head = q[b0, b1, group], k[b0, b1, kv_head], v[b0, b1, kv_head]
+            q_head = q[b0, b1, group]
+        else:
+            q_head = q[b0, b1, h]
+        if PAGED:
+            k_head, v_head = k[0, :, kv_head], v[0, :, kv_head]
+        else:
+            k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
+        if FEW:
             o_head, lse_head = o[o0, b1, group], lse[o0, b1, group]
         else:
-            q_head, k_head, v_head = q[b0, b1, h], k[b0, b1, kv_head], v[b0, b1, kv_head]
             o_head, lse_head = o[part * q.shape[0] + b0, b1, h], lse[part * q.shape[0] + b0, b1, h]
         row0, low, high = i32(block * BLOCK_M), i32(low), i32(high)
         if SEQUENCES:
             nq, nk, q0 = i32(sequence.queries), i32(sequence.keys), i32(sequence.q0)
             q_head = q_head[sequence.q0 : sequence.q0 + (GROUP if FEW else nq)]
-            k_head = k_head[sequence.k0 : sequence.k0 + nk]
-            v_head = v_head[sequence.k0 : sequence.k0 + nk]
+            if PAGED:
+                table = extras.page_table[b0, b1]
+                k_head, v_head = Cache(k_head, table, nk), Cache(v_head, table, nk)
+            else:
+                k_head = k_head[sequence.k0 : sequence.k0 + nk]
+                v_head = v_head[sequence.k0 : sequence.k0 + nk]
             low, high = i32(low + sequence.shift), i32(high + sequence.shift)
             invalid = sequence.invalid
             if PACKED:

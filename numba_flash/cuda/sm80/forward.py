@@ -23,10 +23,12 @@ from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
+from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import few, products
 from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
+from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.softmax import RAISED_P
 
@@ -78,19 +80,20 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask and not FEW
-    SEQUENCES, ASYNCHRONOUS = options.sequences, shape.asynchronous
+    SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
     key_bytes = 2 * (D + DV) * max(1, shape.split)
     block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts, GROUP)
     query_of, head_of, stop_of = fragment.build_row(max(1, GROUP))
+    missing = build_missing(options)
     runs = fragment.runs_of_queries(M_TILES, WARP_N, max(1, GROUP))
     HELD = max(1, held(options, runs).words)
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     if FEW:
         load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
-    load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS)
-    load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS)
+    load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
+    load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options)
     scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
@@ -152,8 +155,11 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         return Tiles(first, count)
 
     @inline
-    def finish(m_i, l_i, inverse, row, x, scale_log2, extras, parameters):
+    def finish(m_i, l_i, inverse, row, x, missed, scale_log2, extras, parameters):
         """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf."""
+        invalid = x.invalid
+        if PAGED:  # what does not exist has not been read; now all threads hear of it
+            invalid = invalid or cuda.syncthreads_or(missed) != 0
         for r in range(ROWS):
             l, i = fragment.row_sum(l_i[r]), i32(row + (r // 2 * 16 + r % 2 * 8))
             if SEQUENCES and i >= x.queries:
@@ -167,7 +173,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 value += shifts[index(x.q0 + i)]
             if DROPOUT:
                 inverse[r] *= f32(parameters.keep_scale)
-            if SEQUENCES and x.invalid:
+            if SEQUENCES and invalid:
                 inverse[r] = f32(NAN)
                 value = f32(NAN)
             if WRITE_LSE and i < x.rows and cuda.threadIdx.x % 4 == 0:
@@ -192,6 +198,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         warp = i32(cuda.threadIdx.x // 32)
         x = block_of(q, k, v, o, lse, extras, low, high, parts)
         at, row0, nq, nk, low, high = x.at, x.row0, x.queries, x.keys, x.low, x.high
+        missed = missing(k, extras, at, nk, x.part, parts if PARTS else 1)
         seen = list_of(extras, at.b0, at.b1, at.head, i32(row0 // BLOCK_M))
         first, count = tiles_of(row0, nq, nk, low, high, x.part, parts, seen)
         last, whole = listed(seen, i32(first + count - 1))
@@ -205,8 +212,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         clear, unclear = mask.clear_range(query0, query1, WARP_N, nk, low, high)
         clear, unclear = i32(clear), i32(unclear)
         col0, key0 = i32(last * BLOCK_N), i32(key_warp * WARP_N)  # of the tile, of the warp in it
-        column = i32(col0 + key0 + fragment.first_key())
-        slot = u32(0)
+        column, slot = i32(col0 + key0 + fragment.first_key()), u32(0)
         if SPLIT:
             of_head = extras.factors[index(at.b0), index(x.b1), index(x.kv_head)]
             factor = of_head[0] * of_head[1]
@@ -278,7 +284,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             ptx.copy_wait()  # also zeros of what would be the next tile
         if FEW:
             gather(smem, m_i, l_i, factor_of_warp, scale_log2)
-        finish(m_i, l_i, inverse, row, x, scale_log2, extras, parameters)
+        finish(m_i, l_i, inverse, row, x, missed, scale_log2, extras, parameters)
         if FEW:
             for r in range(ROWS):
                 inverse[r] *= factor_of_warp[r]

@@ -9,6 +9,7 @@ from numba_flash.cuda.sm80 import float64_tiles
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
 from numba_flash.cuda.sm80.tiles import hardware
+from numba_flash.options import NAMES
 
 prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
@@ -47,6 +48,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
+    if problem.options.paged and problem.dtype not in ("float16", "bfloat16"):
+        return f"serves {NAMES['paged']} in float16 and bfloat16; q.dtype is {problem.dtype}"
     wide = problem.dtype in ("float32", "float64")
     if kind == "forward" and wide and not demanded and grid.few_rows(problem):
         return (

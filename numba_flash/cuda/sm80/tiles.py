@@ -283,7 +283,7 @@ def _first(rows, d: int, hardware: Hardware):
 
 def forward_tile(problem, hardware: Hardware) -> Tile:
     """The first that serves these head dimensions and fits."""
-    tiles = MODIFIED_TILES if problem.options.modifies else FORWARD_TILES
+    tiles = MODIFIED_TILES if problem.options.takes_registers else FORWARD_TILES
     if problem.dtype == "float32":
         tiles = MODIFIED_SPLIT_TILES if problem.options.modifies else SPLIT_TILES
     return _first(tiles, max(problem.d, problem.dv), hardware).tile

@@ -18,7 +18,7 @@ from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
 from numba_flash.problem import Prepared
 
-# Options that the kernels of float32 know; the others know all.
+# Options that the kernels of float32 know; the others know all but pages.
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
 BEYOND_SOFTCAP = ("score_mod", "bias", "mask", "dropout")
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
@@ -128,6 +128,8 @@ def _why_not_backward(p, demanded: bool, dbias: bool) -> str | None:
 def _why_not_problem(p) -> str | None:
     if p.dtype not in ("float16", "bfloat16", "float32"):
         return f"serves float16, bfloat16 and float32; q.dtype is {p.dtype}"
+    if p.options.paged:
+        return f"does not know {NAMES['paged']}"
     for option in p.options.used if planes_of(p) else ():
         if option not in SERVED_FLOAT32:
             return f"does not know {NAMES[option]} with float32"
