@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import adopted, gradients, outs_of, returned
+from numba_flash.arguments import adopted, gradients, outs_of, returned, taken
+from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend, Plan, choose
 from numba_flash.precisions import Precision, resolved
@@ -42,7 +43,7 @@ def forward(
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | BlockMask | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     softcap: float | None = None,
@@ -90,8 +91,8 @@ def forward(
         ``kv_length - q_length`` of each sequence. 0 aligns the first ones.
     bias : array, broadcastable to (..., Hq, Nq, Nk), optional
         Added to the scores; q's dtype or float32, any strides, stride 0 included. -inf hides.
-    mask : array of bool, broadcastable to (..., Hq, Nq, Nk), optional
-        False hides. Tiles without a True are skipped.
+    mask : array of bool, broadcastable to (..., Hq, Nq, Nk), or BlockMask, optional
+        False hides. Tiles without a True are skipped. A `BlockMask` says it of blocks of pairs.
     q_lengths, kv_lengths : array of integers, shape (...), optional
         Numbers of queries and keys of each batch element; the rest is padding, which is not read and gets zeros. NumPy, or CuPy if q is:
         values on a GPU cannot be checked without waiting for it, so one outside ``[0, N]`` gives NaN for its batch element.
@@ -152,9 +153,10 @@ def forward(
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
     return_lse = checks.flag("return_lse", return_lse)
+    mask, size = taken(mask)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision), size)
     key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
     if run is None:
         run = call.remember(key, _prepare_forward(inputs, own, given, return_lse, backend))
@@ -205,7 +207,7 @@ def backward(
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | BlockMask | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     softcap: float | None = None,
@@ -264,9 +266,10 @@ def backward(
     Every sum has one fixed order, that of the parts of dq unless `deterministic` is False.
     """
     bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
+    mask, size = taken(mask)
     inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision), size)
     key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
     if run is None:
         run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
@@ -283,7 +286,7 @@ def plan(
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | BlockMask | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     softcap: float | None = None,
@@ -303,8 +306,9 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
+    mask, size = taken(mask)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision), size)
     problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
     check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
     return choose(problem, inputs, backend)
@@ -312,7 +316,9 @@ def plan(
 
 def _options(inputs, given: Given) -> dict:
     """Keyword arguments for `problem.bind`."""
-    return given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
+    options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
+    size = options.pop("block_size")
+    return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
 
 
 def _prepare_forward(inputs: ForwardInputs, out, given: Given, return_lse: bool, backend: str | None):
