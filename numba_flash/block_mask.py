@@ -39,8 +39,7 @@ class BlockMask:
     Parameters
     ----------
     blocks : array of bool, broadcastable to (..., Hq, ceil(Nq / bm), ceil(Nk / bn))
-        False hides all pairs of a block. NumPy, CuPy, or what `forward` takes besides; 2 to 5 dimensions, any strides, read in place by each
-        call.
+        False hides all pairs of a block. NumPy, CuPy, or what `forward` takes besides; 2 to 5 dimensions, any strides, read by each call.
     block_size : int or (int, int)
         bm queries and bn keys of a block. The last blocks may reach beyond the last query and key.
 
@@ -67,7 +66,7 @@ class BlockMask:
            [1, 1, 1, 1, 1]])
     """
 
-    __slots__ = ("blocks", "block_size")
+    __slots__ = ("block_size", "blocks")
 
     def __init__(self, blocks, block_size):
         self.blocks, self.block_size = _checked_blocks(checks.adopt("mask.blocks", blocks)), _checked_size(block_size)

@@ -15,7 +15,7 @@ _STATE = object()  # in the place of a state of the generator, which prepared ca
 
 
 class Given(NamedTuple):
-    """Arguments of a call that are not arrays, as the user gave them; but `precision` is `precisions.resolved`, and `block_size` a `BlockMask`'s."""
+    """Arguments of a call that are not arrays, as the user gave them; but `precision` is `precisions.resolved`, `block_size` a mask's."""
 
     scale: Any
     causal: Any

@@ -92,7 +92,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None) -> str | None:
 
 def _waits(p, inputs) -> bool:
     """True if a warp waits for what it reads of each pair for longer than its products take."""
-    given = [x for x in (inputs.bias, inputs.mask) if x is not None and len(x.shape) > 1]
+    mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
+    given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
     of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
     return of_pairs and max(p.d, p.dv) <= MOST_WAITING
 
