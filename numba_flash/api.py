@@ -156,10 +156,10 @@ def forward(
     mask, size = taken(mask)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision), size)
-    key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
+    key, run = call.find("forward", inputs, (own,), given, (backend, return_lse, size))
     if run is None:
-        run = call.remember(key, _prepare_forward(inputs, own, given, return_lse, backend))
+        run = call.remember(key, _prepare_forward(inputs, size, own, given, return_lse, backend))
     o, lse = run(inputs, (own, None), rng)
     o = o if out is None else out
     return (o, lse) if return_lse else o
@@ -269,10 +269,10 @@ def backward(
     mask, size = taken(mask)
     inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision), size)
-    key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
+    key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic, size))
     if run is None:
-        run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
+        run = call.remember(key, _prepare_backward(inputs, size, given, bias_grad, deterministic, backend))
     return returned(run(inputs, own, rng)[: 4 if bias_grad else 3], out)
 
 
@@ -308,28 +308,27 @@ def plan(
     """
     mask, size = taken(mask)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision), size)
-    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
+    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
+    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, size, given))
     check_lengths(problem, inputs.q_lengths, inputs.kv_lengths)
     return choose(problem, inputs, backend)
 
 
-def _options(inputs, given: Given) -> dict:
-    """Keyword arguments for `problem.bind`."""
+def _options(inputs, size, given: Given) -> dict:
+    """Keyword arguments for `problem.bind`; the mask has blocks of that size, or None."""
     options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
-    size = options.pop("block_size")
     return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
 
 
-def _prepare_forward(inputs: ForwardInputs, out, given: Given, return_lse: bool, backend: str | None):
-    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
+def _prepare_forward(inputs: ForwardInputs, size, out, given: Given, return_lse: bool, backend: str | None):
+    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(out, "dtype", None) == problem.lse_dtype else None)
     return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
 
 
-def _prepare_backward(inputs: BackwardInputs, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):
+def _prepare_backward(inputs: BackwardInputs, size, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):
     x = inputs
-    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, given))
+    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, size, given))
     return call.prepare("backward", problem, backend, inputs, gradients(inputs, bias_grad), deterministic=deterministic)

@@ -15,7 +15,7 @@ _STATE = object()  # in the place of a state of the generator, which prepared ca
 
 
 class Given(NamedTuple):
-    """Arguments of a call that are not arrays, as the user gave them; but `precision` is `precisions.resolved`, `block_size` a mask's."""
+    """Arguments of a call that are not arrays, as the user gave them; but `precision` is `precisions.resolved`."""
 
     scale: Any
     causal: Any
@@ -27,7 +27,6 @@ class Given(NamedTuple):
     score_mod: Any
     score_mod_grad: Any
     precision: Any
-    block_size: Any = None
 
 
 class Wanted(NamedTuple):

@@ -225,7 +225,8 @@ def _check_mask(name: str, mask, q, scores) -> None:
     if isinstance(mask, BlockMask):
         checks.library(f"{name}.blocks", mask.blocks, "q", q)
         blocks = (*scores[:-2], *mask.block_size.counts(*scores[-2:]))
-        checks.broadcastable(f"{name}.blocks", mask.blocks, f"(..., Hq, blocks of Nq, blocks of Nk) with {mask.block_size}", blocks)
+        bm, bn = mask.block_size
+        checks.broadcastable(f"{name}.blocks", mask.blocks, f"(..., Hq, ceil(Nq / {bm}), ceil(Nk / {bn}))", blocks)
         return
     checks.layout(name, mask)
     checks.library(name, mask, "q", q)
