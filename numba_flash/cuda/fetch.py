@@ -138,9 +138,9 @@ def build_read(runs, first, words, size, vectors, blocks=None):
     @inline
     def read_block(n, x):
         """Of a run whose keys lie in one block."""
-        i, j = i32(x.query + query_of(n)), i32(x.key + key_of(n))
-        there = u32(1) if i < x.rows and j < x.cols else u32(0)
-        seen = u32(TRUE) if fetch_small(address(x, i, j), there) != u32(0) else u32(0)
+        row, key = i32(x.query + query_of(n)), i32(x.key + key_of(n))
+        there = u32(1) if row < x.rows and key < x.cols else u32(0)
+        seen = u32(TRUE) if fetch_small(address(x, row, key), there) != u32(0) else u32(0)
         for w in range(WORDS):
             x.registers[FIRST + n * WORDS + w] = seen
 
