@@ -2,6 +2,7 @@
 
 from numba_flash import reference
 from numba_flash.api import backward, forward, plan
+from numba_flash.block_mask import BlockMask
 from numba_flash.diagnose import show_config
 from numba_flash.dropout import dropout_mask
 from numba_flash.merge import merge
@@ -12,6 +13,7 @@ from numba_flash.scoremod import alibi, relative_position
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockMask",
     "alibi",
     "backward",
     "backward_packed",

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
+from numba_flash.block_mask import BlockMask
 from numba_flash.plan import Backend
 from numba_flash.precisions import Precision
 
@@ -57,7 +58,7 @@ class Options(PackedOptions, total=False):
     """Those, and the ones of arrays with a batch axis; with `return_lse` and `out`, all of `forward`."""
 
     bias: Array | None
-    mask: Array | None
+    mask: Array | BlockMask | None
     q_lengths: Array | None
     kv_lengths: Array | None
 

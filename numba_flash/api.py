@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import adopted, gradients, outs_of, returned
+from numba_flash.arguments import adopted, gradients, outs_of, returned, taken
+from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
 from numba_flash.pages import PagedInputs
 from numba_flash.plan import Backend, Plan, choose
@@ -44,7 +45,7 @@ def forward(
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | BlockMask | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     softcap: float | None = None,
@@ -92,8 +93,8 @@ def forward(
         ``kv_length - q_length`` of each sequence. 0 aligns the first ones.
     bias : array, broadcastable to (..., Hq, Nq, Nk), optional
         Added to the scores; q's dtype or float32, any strides, stride 0 included. -inf hides.
-    mask : array of bool, broadcastable to (..., Hq, Nq, Nk), optional
-        False hides. Tiles without a True are skipped.
+    mask : array of bool, broadcastable to (..., Hq, Nq, Nk), or BlockMask, optional
+        False hides. Tiles without a True are skipped. A `BlockMask` says it of blocks of pairs.
     q_lengths, kv_lengths : array of integers, shape (...), optional
         Numbers of queries and keys of each batch element; the rest is padding, which is not read and gets zeros. NumPy, or CuPy if q is:
         values on a GPU cannot be checked without waiting for it, so one outside ``[0, N]`` gives NaN for its batch element.
@@ -154,12 +155,13 @@ def forward(
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
     return_lse = checks.flag("return_lse", return_lse)
+    mask, size = taken(mask)
     inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
     own = checks.adopt("out", out)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    key, run = call.find("forward", inputs, (own,), given, (backend, return_lse))
+    key, run = call.find("forward", inputs, (own,), given, (backend, return_lse, size))
     if run is None:
-        run = call.remember(key, _prepare_forward(inputs, own, given, return_lse, backend))
+        run = call.remember(key, _prepare_forward(inputs, size, own, given, return_lse, backend))
     o, lse = run(inputs, (own, None), rng)
     o = o if out is None else out
     return (o, lse) if return_lse else o
@@ -207,7 +209,7 @@ def backward(
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | BlockMask | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     softcap: float | None = None,
@@ -266,12 +268,13 @@ def backward(
     Every sum has one fixed order, that of the parts of dq unless `deterministic` is False.
     """
     bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
+    mask, size = taken(mask)
     inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic))
+    key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic, size))
     if run is None:
-        run = call.remember(key, _prepare_backward(inputs, given, bias_grad, deterministic, backend))
+        run = call.remember(key, _prepare_backward(inputs, size, given, bias_grad, deterministic, backend))
     return returned(run(inputs, own, rng)[: 4 if bias_grad else 3], out)
 
 
@@ -285,7 +288,7 @@ def plan(
     window: tuple[int, int] | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | BlockMask | None = None,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     softcap: float | None = None,
@@ -307,10 +310,11 @@ def plan(
     Plan
         Prints as a few readable lines.
     """
+    mask, size = taken(mask)
     names = PagedInputs._fields if page_table is None else PagedInputs.CALLED
     inputs = adopted(PagedInputs, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    options = _options(inputs, given)
+    options = _options(inputs, size, given)
     if page_table is None:
         problem = bind(inputs.q, inputs.k, inputs.v, **options)
     else:
@@ -319,20 +323,21 @@ def plan(
     return choose(problem, inputs, backend)
 
 
-def _options(inputs, given: Given) -> dict:
-    """Keyword arguments for `problem.bind`."""
-    return given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
+def _options(inputs, size, given: Given) -> dict:
+    """Keyword arguments for `problem.bind`; the mask has blocks of that size, or None."""
+    options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
+    return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
 
 
-def _prepare_forward(inputs: ForwardInputs, out, given: Given, return_lse: bool, backend: str | None):
-    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, given))
+def _prepare_forward(inputs: ForwardInputs, size, out, given: Given, return_lse: bool, backend: str | None):
+    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(out, "dtype", None) == problem.lse_dtype else None)
     return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
 
 
-def _prepare_backward(inputs: BackwardInputs, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):
+def _prepare_backward(inputs: BackwardInputs, size, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):
     x = inputs
-    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, given))
+    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, size, given))
     return call.prepare("backward", problem, backend, inputs, gradients(inputs, bias_grad), deterministic=deterministic)

@@ -1,6 +1,9 @@
 """What all public functions do with the arrays that they are given: plain ones to read, places for results, and what is handed back."""
 
+from typing import Any, NamedTuple
+
 from numba_flash import arrays, checks
+from numba_flash.block_mask import BlockMask
 from numba_flash.call import Wanted
 from numba_flash.problem import BackwardInputs, BackwardResults
 
@@ -10,6 +13,18 @@ OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
 def adopted(cls, names: tuple[str, ...], inputs: tuple):
     """`ForwardInputs` or `BackwardInputs` of plain arrays; errors call them `names`."""
     return cls(*inputs) if arrays.plain(*inputs) else cls(*map(checks.adopt, names, inputs))
+
+
+class Mask(NamedTuple):
+    """A mask as it was given: the array, and the size of its blocks, None if it is one of pairs."""
+
+    array: Any
+    block_size: Any
+
+
+def taken(mask) -> Mask:
+    """Of an argument of the user's."""
+    return Mask(mask.blocks, mask.block_size) if isinstance(mask, BlockMask) else Mask(mask, None)
 
 
 def outs_of(out, names: tuple[str, ...]) -> tuple:

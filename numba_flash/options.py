@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from numba_flash import arrays, checks
+from numba_flash.block_mask import BlockMask, BlockSize
 from numba_flash.pages import Pages
 from numba_flash.scoremod import ScoreMod
 
@@ -62,6 +63,10 @@ class Options:
         Dtype of the bias.
     mask : bool
         True if there is a boolean mask.
+    blocks : BlockSize or None
+        That of its blocks; None if it has an element for each pair.
+    listed : bool
+        In the place of `mask` for kernels each of whose tiles lies within one block: they go through lists of tiles, and need no mask.
     q_lengths, kv_lengths : str or None
         Dtype of the arrays of lengths (of offsets, if `packed`).
     packed : bool
@@ -80,6 +85,8 @@ class Options:
     score_mod: ScoreMod | None = None
     bias: str | None = None
     mask: bool = False
+    blocks: BlockSize | None = None
+    listed: bool = False
     q_lengths: str | None = None
     kv_lengths: str | None = None
     packed: bool = False
@@ -97,6 +104,11 @@ class Options:
     def sequences(self) -> bool:
         """True if each batch element has lengths of its own."""
         return self.q_lengths is not None or self.kv_lengths is not None
+
+    @property
+    def tiled(self) -> bool:
+        """True if a mask says which tiles there are."""
+        return self.mask or self.listed
 
     @property
     def modifies(self) -> bool:
@@ -131,12 +143,18 @@ class Options:
     @property
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
-        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, generator=SEEDLESS)
+        blocks = None if self.listed else self.blocks
+        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, generator=SEEDLESS, blocks=blocks)
 
     @property
     def arrays(self) -> "Options":
         """What says which optional arrays there are, alone: for kernels that compute no score."""
         return replace(self.structure, softcap=0.0, score_mod=None, dropout=0.0)
+
+    @property
+    def unlisted(self) -> "Options":
+        """The same with the mask of which lists are made."""
+        return replace(self, mask=self.tiled, listed=False)
 
 
 PLAIN = Options()
@@ -163,13 +181,14 @@ def bind(q, scores: tuple[int, ...], given: dict) -> Options:
     for name, check in (("bias", _check_bias), ("mask", _check_mask), ("q_lengths", _check_lengths), ("kv_lengths", _check_lengths)):
         if given[name] is not None:
             check(name, given[name], q, scores)
-            dtype[name] = given[name].dtype.name
+            dtype[name] = given[name].dtype.name if name != "mask" else "bool"
     probability, generator = bind_dropout(given["dropout"], given["rng"])
     return Options(
         softcap=_bind_softcap(given["softcap"], q.dtype.name),
         score_mod=ScoreMod.bind(given["score_mod"], given["score_mod_grad"], q.dtype.name, scores[-3] if len(scores) > 2 else 1),
         bias=dtype.get("bias"),
         mask="mask" in dtype,
+        blocks=_block_size(given["mask"]),
         q_lengths=dtype.get("q_lengths"),
         kv_lengths=dtype.get("kv_lengths"),
         dropout=probability,
@@ -213,11 +232,22 @@ def _check_bias(name: str, bias, q, scores) -> None:
 
 
 def _check_mask(name: str, mask, q, scores) -> None:
+    if isinstance(mask, BlockMask):
+        checks.library(f"{name}.blocks", mask.blocks, "q", q)
+        blocks = (*scores[:-2], *mask.block_size.counts(*scores[-2:]))
+        bm, bn = mask.block_size
+        checks.broadcastable(f"{name}.blocks", mask.blocks, f"(..., Hq, ceil(Nq / {bm}), ceil(Nk / {bn}))", blocks)
+        return
     checks.layout(name, mask)
     checks.library(name, mask, "q", q)
     if mask.dtype.name != "bool":
         raise TypeError(f"{name}.dtype ({mask.dtype.name}) must be bool; what is added to scores is a bias")
     checks.broadcastable(name, mask, "(..., Hq, Nq, Nk)", scores)
+
+
+def _block_size(mask) -> BlockSize | None:
+    """That of a mask whose blocks are more than pairs."""
+    return mask.block_size if isinstance(mask, BlockMask) and mask.block_size != (1, 1) else None
 
 
 def _check_lengths(name: str, x, q, scores) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from numba_flash import arrays, checks, options, pages, precisions
+from numba_flash.block_mask import BlockMask
 from numba_flash.options import PLAIN, Generator, Options
 from numba_flash.pages import Pages
 from numba_flash.precisions import Precision
@@ -225,6 +226,8 @@ def bind_paged(
     _check_array("q", q)
     pages.check(q, k_pages, v_pages, page_table)
     checks.layout("kv_lengths", kv_lengths)
+    if isinstance(given["mask"], BlockMask):
+        raise TypeError("mask must be an array, of pairs, where keys are in pages; got BlockMask")
     _, heads, size, _ = k_pages.shape
     length = page_table.shape[-1] * size
     keys = _Keys(heads, length, v_pages.shape[-1], "k_pages.shape[1]", PAGED_LENGTH, "v_pages.shape[-1]")

@@ -21,9 +21,8 @@ def _heads(x, group: int) -> np.ndarray:
 
 def _lengths(problem, given) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of queries and keys, arrays that broadcast against (b0, b1, h, i, j)."""
-    full = {"q_lengths": problem.nq, "kv_lengths": problem.nk}
-    chosen = (full[name] if given.get(name) is None else given[name] for name in full)
-    return tuple(_wide(n, 2)[..., None, None, None] for n in chosen)
+    full = (("q_lengths", problem.nq), ("kv_lengths", problem.nk))
+    return tuple(_wide(n if given.get(name) is None else given[name], 2)[..., None, None, None] for name, n in full)
 
 
 def _visible(problem, given) -> np.ndarray:
@@ -31,8 +30,9 @@ def _visible(problem, given) -> np.ndarray:
     (nq, nk), i, j = _lengths(problem, given), np.arange(problem.nq)[:, None], np.arange(problem.nk)
     shift = (nk - problem.nk) - (nq - problem.nq) if problem.options.follows else 0
     visible = (problem.low + shift <= j - i) & (j - i <= problem.high + shift) & (i < nq) & (j < nk)
-    for name, hides in (("mask", np.logical_not), ("bias", np.isneginf)):
-        visible = visible if given.get(name) is None else visible & ~hides(_wide(given[name]).astype(float if name == "bias" else bool))
+    mask = getattr(given.get("mask"), "dense", lambda *_: given.get("mask"))(problem.nq, problem.nk)  # of a `BlockMask`
+    for x, kind, hides in ((mask, bool, np.logical_not), (given.get("bias"), float, np.isneginf)):
+        visible = visible if x is None else visible & ~hides(_wide(x).astype(kind))
     return np.broadcast_to(visible, (*problem.batch, problem.hq, problem.nq, problem.nk))
 
 

@@ -94,6 +94,7 @@ def standard_attention(q, k, v, do, *, rounded, dlse=None, bias=None, mask=None,
     group, dtype = hq // max(k.shape[-3], 1), np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     scores = (*batch, hq, nq, nk)
     wide = lambda x, shape: None if x is None else np.broadcast_to(x, shape)
+    mask = mask.dense(nq, nk) if isinstance(mask, numba_flash.BlockMask) else mask
     bias, mask = wide(None if bias is None else bias.astype(dtype), scores), wide(mask, scores)
     dlse = wide(dlse, (*batch, hq, nq))
     q_lengths, kv_lengths = (np.broadcast_to(n if x is None else x, batch) for n, x in ((nq, q_lengths), (nk, kv_lengths)))

@@ -12,6 +12,7 @@ from compiled import Kernel
 from support import DTYPES
 
 import numba_flash
+from numba_flash import BlockMask
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80.few_tiles import FEW_TILES
@@ -105,6 +106,11 @@ OPTIONS = {
     "alibi": {"score_mod": numba_flash.alibi(np.linspace(0.1, 0.4, HQ))},
 }
 NAMES = ("lengths", "softcap", "bias", "mask", "dropout", "score_mod")
+OPTIONS |= {
+    "blocks": {"mask": BlockMask(on_paper((BATCH, HQ, 16, 24), bool), 128)},
+    "blocks of 64": {"mask": BlockMask(on_paper((BATCH, HQ, 32, 47), bool), 64)},
+    "blocks that do not fit": {"mask": BlockMask(on_paper((BATCH, HQ, 20, 60), bool), (100, 50))},
+}
 OPTIONS["everything"] = {option: x for name in NAMES for option, x in OPTIONS[name].items()}
 OPTIONS["everything, few"] = OPTIONS["everything"] | {
     "bias": on_paper((BATCH, HQ, 1, NK), np.float16),
@@ -112,10 +118,20 @@ OPTIONS["everything, few"] = OPTIONS["everything"] | {
 }
 # Which of them for which loop: every one is somewhere.
 CHOSEN = {
-    ("forward", 64): ("causal", "lengths", "bias", "dropout", "alibi", "everything"),
-    ("backward", 64): ("window", "lengths", "bias of float32", "mask", "softcap", "score_mod", "everything"),
-    ("forward", 128): ("everything",),
-    ("backward", 128): ("dropout", "everything"),
+    ("forward", 64): ("causal", "lengths", "bias", "dropout", "alibi", "everything", "blocks", "blocks of 64", "blocks that do not fit"),
+    ("backward", 64): (
+        "window",
+        "lengths",
+        "bias of float32",
+        "mask",
+        "softcap",
+        "score_mod",
+        "everything",
+        "blocks",
+        "blocks that do not fit",
+    ),
+    ("forward", 128): ("everything", "blocks"),
+    ("backward", 128): ("dropout", "everything", "blocks"),
     ("forward", 256): ("everything",),
     ("backward", 256): ("everything",),
 }
@@ -211,6 +227,7 @@ FLOAT32 |= {
 }
 FLOAT32 |= {
     "backward float32 100, 40": Case("backward", "float32", 100, 40, options=OPTIONS["causal"]),
+    "forward float32 64 blocks": Case("forward", "float32", 64, 64, options=OPTIONS["blocks"]),
     "backward float32 64 mask": Case("backward", "float32", 64, 64, options=OPTIONS["mask"]),
     "backward float32 64 everything": Case("backward", "float32", 64, 64, HOPPER, options=OF_FLOAT32["everything"]),
     "backward float32 64 everything for 8.0": Case("backward", "float32", 64, 64, options=OF_FLOAT32["everything"]),
@@ -240,7 +257,8 @@ def launches(name: str) -> tuple[Launch, ...]:
         return in_pages(case, q, o, gpu)
     k, v = (array(HK, NK, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
-    arrays = {each: case.options[each] for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
+    unwrapped = lambda x: x.blocks if isinstance(x, BlockMask) else x
+    arrays = {each: unwrapped(case.options[each]) for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
     lse = np.broadcast_to(np.zeros((), np.float64 if case.dtype == "float64" else np.float32), q.shape[:-1])
     if case.kind == "forward":
         inputs, results, settings = ForwardInputs(q, k, v, **arrays), ForwardResults(o, lse), {}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from compiled import Kernel
 
+from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
@@ -55,6 +56,7 @@ FORWARD = {
 }
 
 BIAS, BIAS_32, MASK, DROPOUT = Options(bias="bfloat16"), Options(bias="float32"), Options(mask=True), Options(dropout=0.5)
+LISTED, BLOCKS = Options(listed=True), Options(mask=True, blocks=BlockSize(100, 50))
 EVERYTHING = replace(LENGTHS, bias="float32", mask=True, dropout=0.5, softcap=1.0)
 PAIRS, ONES = Vectors(True, True), Vectors()
 
@@ -71,6 +73,8 @@ FORWARD_OPTIONS = {
     "forward sm90 64 bias": ("bfloat16", 64, 64, True, "none", "map", PAIRS, BIAS),
     "forward sm90 128 bias": ("bfloat16", 128, 128, True, "above", "map", PAIRS, BIAS),
     "forward sm90 256 mask": ("bfloat16", 256, 256, True, "none", "map", PAIRS, MASK),
+    "forward sm90 128 blocks": ("bfloat16", 128, 128, True, "none", "map", ONES, LISTED),
+    "forward sm90 128 blocks that do not fit": ("bfloat16", 128, 128, True, "above", "map", ONES, BLOCKS),
     "forward sm90 64 bias of float32": ("float16", 64, 64, True, "above", "map", ONES, BIAS_32),
     "forward sm90 128 bias of float32": ("float16", 128, 128, True, "none", "map", PAIRS, BIAS_32),
     "forward sm90 256 bias of float32": ("bfloat16", 256, 256, True, "none", "map", PAIRS, BIAS_32),

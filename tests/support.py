@@ -55,9 +55,11 @@ class Backend:
         """Its products are those of 16-bit floats, in which what is hidden is multiplied by 0."""
         return self.name in ("sm90", "sm80")
 
-    def to_device(self, x: np.ndarray):
+    def to_device(self, x):
         if self.library == "numpy":
             return x
+        if isinstance(x, numba_flash.BlockMask):
+            return numba_flash.BlockMask(self.to_device(x.blocks), x.block_size)
         import cupy
 
         return cupy.asarray(x)

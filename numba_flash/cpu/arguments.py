@@ -22,6 +22,8 @@ class Parameters(NamedTuple):
         Of the matrix whose random bits these are, in the place of query 0 and key 0.
     batch0, query0 : int
         Batch elements and queries before the first in the arrays.
+    mask_queries, mask_keys : int
+        Of a block of the mask; 1 where it has an element for each pair.
     """
 
     softcap: float
@@ -34,6 +36,8 @@ class Parameters(NamedTuple):
     first_key: int
     batch0: int
     query0: int
+    mask_queries: int
+    mask_keys: int
 
 
 class Extras(NamedTuple):
@@ -41,8 +45,10 @@ class Extras(NamedTuple):
 
     Attributes
     ----------
-    bias, mask : array (b0, b1, hq, nq, nk)
+    bias : array (b0, b1, hq, nq, nk)
         Of size 0 where absent.
+    mask : array (b0, b1, hq, blocks of queries, blocks of keys)
+        Likewise; of all queries, also where the other arrays have some of them alone.
     parameters : Parameters
         Their numbers.
     """

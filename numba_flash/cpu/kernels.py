@@ -53,9 +53,9 @@ def forward_items(start, stop, q, k, v, o, lse, extras, scale, low, high):
         rows.l[:] = 0
         first, last = mask.kv_range(i0, i0 + m, nk, low, high)
         for j0 in range(first, last, size_n):
-            n = min(size_n, last - j0)
-            region = Region(i0, j0, m, n, low, high)
-            if not scores.seen(region, at, extras):
+            region = scores.narrow(Region(i0, j0, m, min(size_n, last - j0), low, high), at, extras, False)
+            j0, n = region.j0, region.n
+            if n <= 0:
                 continue
             k_tile = pages.load(k_head, j0, n, k_buffer)
             v_tile = pages.load(v_head, j0, n, v_buffer)
@@ -140,9 +140,9 @@ def backward_items(start, stop, do, q, k, v, lse, delta, dq_partial, dk, dv, ext
                 at = Head(own.b0, own.b1, own.batch, own.head * group + g, kv_heads * group)
                 q_head, do_head = q[at.b0, at.b1, at.head], do[at.b0, at.b1, at.head]
                 for i0 in range(first, last, size_m):
-                    m = min(size_m, last - i0)
-                    region = Region(i0, j0, m, n, low, high)
-                    if not scores.seen(region, at, extras):
+                    region = scores.narrow(Region(i0, j0, min(size_m, last - i0), n, low, high), at, extras, True)
+                    i0, m = region.i0, region.m
+                    if m <= 0:
                         continue
                     q_tile = tiles.load(q_head, i0, m, q_buffer)
                     do_tile = tiles.load(do_head, i0, m, do_buffer)

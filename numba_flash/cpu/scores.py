@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from numba_flash import numeric, rng
-from numba_flash.cpu.arguments import is_plain
+from numba_flash.cpu.arguments import Region, is_plain
 from numba_flash.cpu.cache import cached
 from numba_flash.cpu.tiles import MINUS_INF, as_contiguous
 from numba_flash.options import SHARING
@@ -37,6 +37,15 @@ def _row_function(score_mod):
             row[c] = function(row[c], b, h, i, j0 + c)
 
     return cached(njit(**UNWRAPPED)(apply), score_mod.fingerprint)
+
+
+class Blocks(NamedTuple):
+    """The least box around what a mask leaves of a region: queries ``[i0, i1)``, keys ``[j0, j1)``; i0 >= i1 if that is nothing."""
+
+    i0: int
+    i1: int
+    j0: int
+    j1: int
 
 
 class RowFunction(NamedTuple):
@@ -99,6 +108,33 @@ def hide_row(row, mask_row):
 
 
 @njit
+def hide_blocks(row, mask_row, j0, keys):
+    """``row = -inf`` of the keys from `j0` on whose block, of so many `keys`, is False."""
+    for block in range(j0 // keys, (j0 + row.size - 1) // keys + 1):
+        if not mask_row[block]:
+            row[max(block * keys - j0, 0) : min((block + 1) * keys - j0, row.size)] = MINUS_INF
+
+
+@njit
+def blocks_seen(region, at, extras):
+    """The `Blocks` of the `arguments.Region` that the mask leaves something of."""
+    p, head = extras.parameters, extras.mask[at.b0, at.b1, at.head]
+    i0, i1 = p.query0 + region.i0, p.query0 + region.i0 + region.m
+    j0, j1 = region.j0, region.j0 + region.n
+    found = Blocks(i1, i0, j1, j0)
+    for row in range(i0 // p.mask_queries, (i1 - 1) // p.mask_queries + 1):
+        for column in range(j0 // p.mask_keys, (j1 - 1) // p.mask_keys + 1):
+            if head[row, column]:
+                found = Blocks(
+                    min(found.i0, max(row * p.mask_queries, i0)),
+                    max(found.i1, min((row + 1) * p.mask_queries, i1)),
+                    min(found.j0, max(column * p.mask_keys, j0)),
+                    max(found.j1, min((column + 1) * p.mask_keys, j1)),
+                )
+    return Blocks(found.i0 - p.query0, found.i1 - p.query0, found.j0, found.j1)
+
+
+@njit
 def modify_row(row, slope, span, extras):
     """Scores from ``scale * q . k``, those of the `arguments.Span`; `slope` receives their derivatives."""
     at = span.at
@@ -113,7 +149,11 @@ def modify_row(row, slope, span, extras):
     if extras.bias.size > 0:
         add_row(row, extras.bias[at.b0, at.b1, at.head, span.i, span.j0 : span.j0 + row.size])
     if extras.mask.size > 0:
-        hide_row(row, extras.mask[at.b0, at.b1, at.head, span.i, span.j0 : span.j0 + row.size])
+        mask_row = extras.mask[at.b0, at.b1, at.head, (parameters.query0 + span.i) // parameters.mask_queries]
+        if parameters.mask_keys == 1:
+            hide_row(row, mask_row[span.j0 : span.j0 + row.size])
+        else:
+            hide_blocks(row, mask_row, span.j0, parameters.mask_keys)
 
 
 @njit
@@ -150,6 +190,10 @@ def keep_scale(extras):
 
 def seen(region, at, extras):
     """False if the mask hides the whole `arguments.Region` of the `arguments.Head` `at`."""
+
+
+def narrow(region, at, extras, rows):
+    """The `Region` without the hidden blocks at its first and last keys, or, of its `rows`, queries; without any if all is hidden."""
 
 
 def may_hide(extras):
@@ -191,11 +235,33 @@ def _seen(region, at, extras):
     def seen(region, at, extras):
         if extras.mask.size == 0:
             return True
-        head = extras.mask[at.b0, at.b1, at.head]
-        for i in range(region.i0, region.i0 + region.m):
-            for j in range(region.j0, region.j0 + region.n):
-                if head[i, j]:
+        p, head = extras.parameters, extras.mask[at.b0, at.b1, at.head]
+        i0, j0 = p.query0 + region.i0, region.j0
+        for row in range(i0 // p.mask_queries, (i0 + region.m - 1) // p.mask_queries + 1):
+            for column in range(j0 // p.mask_keys, (j0 + region.n - 1) // p.mask_keys + 1):
+                if head[row, column]:
                     return True
         return False
 
     return seen
+
+
+@overload(narrow)
+def _narrow(region, at, extras, rows):
+    if is_plain(extras):
+        return lambda region, at, extras, rows: region
+
+    def narrow(region, at, extras, rows):
+        p = extras.parameters
+        if extras.mask.size == 0:
+            return region
+        if p.mask_queries * p.mask_keys == 1:  # whole tiles: their ends may be hidden from each other
+            if seen(region, at, extras):
+                return region
+            return Region(region.i0, region.j0, 0, 0, region.low, region.high)
+        found = blocks_seen(region, at, extras)
+        if rows:
+            return Region(found.i0, region.j0, found.i1 - found.i0, region.n, region.low, region.high)
+        return Region(region.i0, found.j0, region.m, found.j1 - found.j0, region.low, region.high)
+
+    return narrow

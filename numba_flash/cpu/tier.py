@@ -10,6 +10,7 @@ import numpy as np
 from numba import typeof, types
 
 from numba_flash import arrays, notice
+from numba_flash.block_mask import BlockSize
 from numba_flash.cpu.arguments import Cache, Extras, Parameters
 from numba_flash.cpu.kernels import (
     BACKWARD_BLOCK_M,
@@ -124,7 +125,7 @@ def _forward(problem, inputs, results, rng=None):
     q, o = _five(problem, inputs.q, results.o)
     keys_of = _keys_of(problem, inputs)
     lse = None if results.lse is None else arrays.expand(results.lse, 4)
-    bias, mask = _scores_like(problem, inputs.bias), _scores_like(problem, inputs.mask)
+    bias, mask = _scores_like(problem, inputs.bias), _mask_blocks(problem, inputs.mask)
     for piece in pieces(problem, inputs.q_lengths, inputs.kv_lengths):
         rows = piece.queries(o), None if lse is None else piece.queries(lse)
         forward(piece.problem, piece.queries(q), *keys_of(piece), *rows, _extras(piece, bias, mask))
@@ -139,7 +140,7 @@ def _backward(problem, inputs, results, rng=None):
     dq, dk, dv = _five(problem, results.dq, results.dk, results.dv)
     lse = arrays.expand(inputs.lse, 4)
     dlse = None if inputs.dlse is None else arrays.expand(inputs.dlse, 4)
-    bias, mask = _scores_like(problem, inputs.bias), _scores_like(problem, inputs.mask)
+    bias, mask = _scores_like(problem, inputs.bias), _mask_blocks(problem, inputs.mask)
     dbias_sum = None if dbias is None else _new("sum of dbias", (1,) * (5 - dbias.ndim) + dbias.shape, lse.dtype, zeros=True)
     for piece in pieces(problem, inputs.q_lengths, inputs.kv_lengths):
         own = BackwardInputs(
@@ -182,8 +183,19 @@ def _keys_of(problem, inputs):
 
 
 def _scores_like(problem, x):
-    """View of a bias or mask with the shape of the scores."""
+    """View of a bias with the shape of the scores."""
     return None if x is None else np.broadcast_to(x, (*problem.batch, problem.hq, problem.nq, problem.nk))
+
+
+def _mask_blocks(problem, x):
+    """View of a mask with an element for each of its blocks."""
+    counts = _mask_size(problem).counts(problem.nq, problem.nk)
+    return None if x is None else np.broadcast_to(x, (*problem.batch, problem.hq, *counts))
+
+
+def _mask_size(problem) -> BlockSize:
+    """Of its blocks."""
+    return problem.options.blocks or BlockSize(1, 1)
 
 
 def _extras(piece, bias, mask) -> Extras | tuple[()]:
@@ -203,9 +215,11 @@ def _extras(piece, bias, mask) -> Extras | tuple[()]:
         first_key=o.generator.first_key,
         batch0=piece.number,
         query0=0,
+        mask_queries=_mask_size(problem).queries,
+        mask_keys=_mask_size(problem).keys,
     )
     bias = NO_BIAS if bias is None else _bits(piece.scores(bias))
-    mask = NO_MASK if mask is None else piece.scores(mask).view(np.uint8)
+    mask = NO_MASK if mask is None else mask[piece.batch].view(np.uint8)
     return Extras(bias, mask, parameters)
 
 
@@ -301,7 +315,7 @@ def _panel(extras, i: slice):
     if not extras:
         return extras
     parameters = extras.parameters._replace(query0=i.start)
-    return Extras(extras.bias[:, :, :, i], extras.mask[:, :, :, i], parameters)
+    return Extras(extras.bias[:, :, :, i], extras.mask, parameters)
 
 
 def _one_head(name, x, dtype):

@@ -92,7 +92,8 @@ class Vectors(NamedTuple):
 
 def vectors_of(problem, inputs, width: int) -> Vectors:
     """Of the inputs of a call, or their layouts."""
-    return Vectors(*(in_vectors(problem, x, width) for x in (inputs.bias, inputs.mask)))
+    mask = inputs.mask if problem.options.mask and problem.options.blocks is None else None
+    return Vectors(*(in_vectors(problem, x, width) for x in (inputs.bias, mask)))
 
 
 def in_vectors(problem, x, width: int) -> bool:
@@ -129,7 +130,7 @@ def extras_class(options, of_mask=(), more=()):
     """
     names = tuple(name for name in EXTRAS if getattr(options, name))
     names += ("page_table",) if options.paged else ()
-    return _extras((*names, *(of_mask if options.mask else ()), *more))
+    return _extras((*names, *(of_mask if options.tiled else ()), *more))
 
 
 def build_extras(options):

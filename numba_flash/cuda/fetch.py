@@ -8,6 +8,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import build_row
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
+from numba_flash.cuda.score import build_elements
 
 WORD = 4  # bytes
 EVERYTHING = ("bias", "mask")
@@ -83,11 +84,12 @@ class Inside(NamedTuple):
 
 
 @once
-def build_read(runs, first, words, size, vectors):
+def build_read(runs, first, words, size, vectors, blocks=None):
     """``read(source)``: all runs of a lane, elements of `size` bytes, to `words` registers each,
     from `first` on.
 
     vectors : a run's elements are neighbours at a multiple of their size, and there are whole runs.
+    blocks : size of those that have an element each; None if pairs have.
     """
     COUNT, WIDTH, FIRST, WORDS = runs.count, runs.width, first, words
     LAST_QUERY, LAST_KEY = runs.last_query, runs.last_key
@@ -97,9 +99,14 @@ def build_read(runs, first, words, size, vectors):
     fetch_small = ptx.fetch_byte if size == 1 else ptx.fetch_half
     HALF, PACKED = runs.width * size == 2, runs.group > 1
     query_of_row, head_of_row, _ = build_row(runs.group)
+    (row_of, column_of), WITHIN = (
+        build_elements(blocks, inline),
+        blocks and blocks.keys % WIDTH == 0,
+    )
 
     @inline
     def address(x, i, j):
+        i, j = row_of(i), column_of(j)
         if PACKED:
             row = u64(i64(head_of_row(i)) * x.head + i64(query_of_row(i)) * x.row)
             return u64(x.base + row + u64(i64(j) * x.col))
@@ -129,6 +136,15 @@ def build_read(runs, first, words, size, vectors):
             x.registers[e] = value if place % PER_WORD == 0 else u32(x.registers[e] | value)
 
     @inline
+    def read_block(n, x):
+        """Of a run whose keys lie in one block."""
+        row, key = i32(x.query + query_of(n)), i32(x.key + key_of(n))
+        there = u32(1) if row < x.rows and key < x.cols else u32(0)
+        seen = u32(TRUE) if fetch_small(address(x, row, key), there) != u32(0) else u32(0)
+        for w in range(WORDS):
+            x.registers[FIRST + n * WORDS + w] = seen
+
+    @inline
     def read_run_inside(number, inside):
         n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
         ahead = u64(SIZE * (key_of(n) + w * PER_WORD))
@@ -150,6 +166,8 @@ def build_read(runs, first, words, size, vectors):
         else:
             read_runs(x)
 
+    if WITHIN:
+        return ptx.repeated(COUNT, read_block)
     return read if vectors else ptx.repeated(COUNT * WIDTH, read_element)
 
 
@@ -166,7 +184,8 @@ def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     kept, size = held(options, runs), 4 if options.bias == "float32" else 2
     read_bias = build_read(runs, 0, kept.bias, size, vectors.bias) if BIASED else None
     first, stop = runs.count * kept.bias, kept.words
-    read_mask = build_read(runs, first, kept.mask, 1, vectors.mask) if MASKED else None
+    of_mask = runs, first, kept.mask, 1, vectors.mask, options.blocks
+    read_mask = build_read(*of_mask) if MASKED else None
 
     @inline
     def source(registers, x, query, key, region, at):

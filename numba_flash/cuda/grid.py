@@ -52,19 +52,17 @@ def extras_layouts(problem, inputs) -> tuple:
     `numba_flash.cuda.arguments.EXTRAS`.
     """
     p = problem
-    scores = (*p.batch, p.hq, p.nq, p.nk)
+    heads, blocks = (*p.batch, p.hq), p.options.blocks
     views = {
-        "bias": scores,
-        "mask": scores,
+        "bias": (*heads, p.nq, p.nk),
+        "mask": (*heads, *(blocks.counts(p.nq, p.nk) if blocks else (p.nq, p.nk))),
         "q_lengths": lengths_shape(p),
         "kv_lengths": lengths_shape(p),
     }
     if p.options.paged:
         views["page_table"] = (*p.batch, p.nk // p.options.paged.size)
     return tuple(
-        (getattr(inputs, name), view)
-        for name, view in views.items()
-        if getattr(inputs, name) is not None
+        (getattr(inputs, name), view) for name, view in views.items() if getattr(p.options, name)
     )
 
 
@@ -81,10 +79,10 @@ def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
 
 def few_queries(problem) -> bool:
     """True if a problem is one of reading K and V: the queries of all heads that share keys are
-    better rows of one tile then.
+    better rows of one tile then. Those of a mask of blocks that has few of these.
     """
     p = problem
-    return 0 < p.nq <= FEW and p.hk > 0 and not p.options.packed
+    return 0 < p.nq <= FEW and p.hk > 0 and not p.options.packed and not p.options.blocks
 
 
 def bound_by_memory(problem) -> bool:

@@ -3,7 +3,8 @@
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout
@@ -11,7 +12,7 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, extras_class, in_vectors
 from numba_flash.cuda.launch import Launch
 
-THREADS, ORDER_THREADS = 1024, 128
+THREADS, ORDER_THREADS, LISTS = 1024, 128, 4  # of a block, where each warp makes one
 WORD = 32  # tiles
 WIDTHS = (16, 4, 1)  # bytes of the mask that may be read at once
 
@@ -43,6 +44,31 @@ class Tiles(NamedTuple):
         return ("bits",) if self.bits else ("tiles", "order") if self.share else ("tiles",)
 
 
+class Chosen(NamedTuple):
+    """A tile, and the problem as its kernel sees it."""
+
+    problem: Any
+    tile: Any
+
+
+def choose(problem, *tiles_of) -> Chosen:
+    """The first tile that lies within one block of the mask, wherever it is, of those that
+    ``tile_of(problem)`` names for problems without a mask, and for the problem as it is; its kernel
+    does without the mask. If none does, or there is no mask of blocks, that of the first for the
+    problem as it is.
+    """
+    p = problem
+    if p.options.blocks is None:
+        return Chosen(p, tiles_of[0](p))
+    without = replace(p, options=replace(p.options, mask=False, listed=True))
+    for tile_of in tiles_of:
+        for each in (without, p):
+            tile = tile_of(each)
+            if tile is not None and p.options.blocks.divided_by(tile.block_m, tile.block_n):
+                return Chosen(without, tile)
+    return Chosen(p, tiles_of[0](p))
+
+
 class Extras:
     """The optional arrays of kernels that go through lists; as they are where there is no mask.
 
@@ -68,8 +94,10 @@ class Extras:
         self.layouts, self.launches = grid.extras_layouts(p, inputs), ()
         self._extras_of = build_extras(p.options)
         self._class, self._names = extras_class(p.options, t.names), t.names
-        if not p.options.mask:
+        if not p.options.tiled:
             return
+        masked = replace(p, options=p.options.unlisted)
+        self._extras_of_mask = build_extras(masked.options)
         rows, columns = -(-p.nq // t.block_m), -(-p.nk // t.block_n)
         blocks, across = (columns, rows) if t.transposed else (rows, columns)
         own, all_heads = _own_axes(p, inputs.mask), (*p.batch, p.hq)
@@ -78,17 +106,15 @@ class Extras:
             "tiles": Layout.compact((*own, blocks, 1 + across), "int32"),
             "bits": Layout.compact((*own, blocks, words), "uint32"),
         }
+        builder, config, lists = _builder(masked, inputs.mask, t)
         make = Launch(
-            "tile_lists.build",
-            (
-                *(p.options.arrays, t.block_m, t.block_n),
-                *(next(w for w in WIDTHS if w == 1 or in_vectors(p, inputs.mask, w)), t.transposed),
-            ),
+            builder,
+            (masked.options.arrays, t.block_m, t.block_n, *config),
             gpu,
-            grid=math.prod(own) * blocks,
-            threads=THREADS,
+            grid=-(-math.prod(own) * blocks // lists),
+            threads=32 * LISTS if lists > 1 else THREADS,
             operands=((self._made["tiles"], 5), (self._made["bits"], 5)),
-            extras=self.layouts,
+            extras=grid.extras_layouts(masked, inputs),
             numbers=(p.nq, p.nk, p.low, p.high),
         )
         self.launches = (make,)
@@ -118,10 +144,18 @@ class Extras:
             label = f"the mask's {name}"
             made[name] = arrays.compact(label, inputs.q, x.shape, x.dtype) if given else None
         make, *count = self.launches
-        make(made["tiles"], made["bits"], extras=extras)
+        make(made["tiles"], made["bits"], extras=self._extras_of_mask(inputs))
         for launch in count:
             launch(made["bits"], made["order"])
         return self._class(*extras, *[made[name] for name in self._names])
+
+
+def _builder(p, mask, tiles: Tiles) -> tuple[str, tuple, int]:
+    """Of the kernel that makes lists, the rest of its configuration, and lists of a block."""
+    if p.options.blocks is not None:
+        return "block_lists.build", (tiles.transposed, LISTS), LISTS
+    width = next(w for w in WIDTHS if w == 1 or in_vectors(p, mask, w))
+    return "tile_lists.build", (width, tiles.transposed), 1
 
 
 def _own_axes(p, mask) -> tuple[int, int, int]:

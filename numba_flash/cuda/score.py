@@ -11,7 +11,7 @@ is: the products skip it, so that a NaN that a row does not see cannot reach it.
 import math
 from typing import NamedTuple
 
-from numba_flash.cuda.lang import device, once
+from numba_flash.cuda.lang import device, once, u32
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -111,6 +111,28 @@ def _capped(x, softcap):
 
 
 @once
+def build_elements(blocks, compile=device):
+    """``row_of(i)``, ``column_of(j)``: where in the mask query i and key j are, if it has an
+    element for each of its `blocks`; None if it has one for each pair.
+    """
+    BLOCKED, (QUERIES, KEYS) = blocks is not None, blocks or (1, 1)
+
+    @compile
+    def row_of(i):
+        if BLOCKED:
+            return u32(i) // u32(QUERIES)
+        return i
+
+    @compile
+    def column_of(j):
+        if BLOCKED:
+            return u32(j) // u32(KEYS)
+        return j
+
+    return row_of, column_of
+
+
+@once
 def build_score(dtype, options):
     """``score(raw, i, j, at, extras, parameters)``: the score of query i and key j of the `Head`
     `at`, and its derivative with respect to ``scale * raw``.
@@ -119,6 +141,7 @@ def build_score(dtype, options):
     BIASED, MASKED = bool(options.bias), options.mask
     load_bias, _ = build_convert(options.bias or "float32")
     bend = build_bend(dtype, options)
+    row_of, column_of = build_elements(options.blocks)
 
     @device
     def score(raw, i, j, at, extras, parameters):
@@ -128,7 +151,8 @@ def build_score(dtype, options):
             bias = ACC(load_bias(bias))
             x = ACC(NEG_INF) if bias == ACC(NEG_INF) else x + bias
         if MASKED:
-            visible = extras.mask[index(at.b0), index(at.b1), index(at.head), index(i), index(j)]
+            row, column = index(row_of(i)), index(column_of(j))
+            visible = extras.mask[index(at.b0), index(at.b1), index(at.head), row, column]
             x = x if visible else ACC(NEG_INF)
         return x, slope
 

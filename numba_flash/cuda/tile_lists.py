@@ -50,6 +50,43 @@ class Listed(NamedTuple):
     whole: bool
 
 
+class Which(NamedTuple):
+    """Of the lists: its head, and the number of its block."""
+
+    b0: int
+    b1: int
+    head: int
+    block: int
+
+
+@inline
+def which_list(number, shape):
+    """The `Which` of that number, among lists of this shape."""
+    block, number = u32(number % u32(shape[3])), u32(number // u32(shape[3]))
+    head, number = u32(number % u32(shape[2])), u32(number // u32(shape[2]))
+    return Which(u32(number // u32(shape[1])), u32(number % u32(shape[1])), head, block)
+
+
+@inline
+def append(tiles, bits, which, first, kind, count):
+    """A warp adds 32 tiles, from number `first` on, to a list of `count`, each lane one of its
+    kind: 0 hidden, 1 seen, 3 as a whole. Returns the new count.
+    """
+    lane = i32(cuda.threadIdx.x % WARP)
+    b0, b1, head, block = which.b0, which.b1, which.head, which.block
+    seen = u32(cuda.ballot_sync(ALL_LANES, kind != 0))
+    every_tile = u32(cuda.ballot_sync(ALL_LANES, kind == 3))
+    before = i32(cuda.popc(i32(seen & u32(u32(u32(1) << u32(lane)) - u32(1)))))
+    if kind != 0:
+        own = tiles[index(b0), index(b1), index(head), index(block)]
+        own[index(1 + count + before)] = i32(2 * (first + lane) + kind // 2)
+    if bits.shape[4] != 0 and lane == 0:
+        of_block = bits[index(b0), index(b1), index(head), index(block)]
+        of_block[index(first // WARP * 2)] = seen
+        of_block[index(first // WARP * 2 + 1)] = every_tile
+    return i32(count + i32(cuda.popc(i32(seen))))
+
+
 def build(options, block_m, block_n, width, transposed):
     """Kernel ``tile_lists(tiles, bits, extras, nq, nk, low, high)``: a block of 32 warps makes a
     list of `tiles`, and its tiles' `bits`, if wanted, uint32 (b0, b1, heads, blocks, 2 words): of
@@ -98,14 +135,12 @@ def build(options, block_m, block_n, width, transposed):
         kinds = cuda.shared.array((2, WARP), i32)  # 0 hidden, 1 seen, 3 as a whole
         registers = cuda.local.array(HELD, u32)
         number, warp = u32(cuda.blockIdx.x), i32(cuda.threadIdx.x // WARP)
-        block, number = u32(number % u32(tiles.shape[3])), u32(number // u32(tiles.shape[3]))
-        head, number = u32(number % u32(tiles.shape[2])), u32(number // u32(tiles.shape[2]))
-        b0, b1 = u32(number // u32(tiles.shape[1])), u32(number % u32(tiles.shape[1]))
+        which = which_list(number, tiles.shape)
+        b0, b1, head, block = which.b0, which.b1, which.head, which.block
         sequence = sequence_of(extras, b0, b1, nq, nk)
         queries, keys = i32(sequence.queries), i32(sequence.keys)
         low, high = i32(low + sequence.shift), i32(high + sequence.shift)
         mask_head = extras.mask[index(b0), index(b1), index(head)]
-        own = tiles[index(b0), index(b1), index(head), index(block)]
         count, slot = i32(0), i32(0)
         for first in range(0, i32(tiles.shape[4]) - 1, WARP):
             # each warp a tile
@@ -127,21 +162,11 @@ def build(options, block_m, block_n, width, transposed):
             kinds[slot, warp] = kind
             cuda.syncthreads()  # every warp's kind is there
             if warp == 0:  # each lane a tile
-                lane = i32(cuda.threadIdx.x)
-                kind = kinds[slot, lane]
-                seen = u32(cuda.ballot_sync(ALL_LANES, kind != 0))
-                every_tile = u32(cuda.ballot_sync(ALL_LANES, kind == 3))
-                before = i32(cuda.popc(i32(seen & u32(u32(u32(1) << u32(lane)) - u32(1)))))
-                if kind != 0:
-                    own[index(1 + count + before)] = i32(2 * (first + lane) + kind // 2)
-                if bits.shape[4] != 0 and lane == 0:
-                    of_block = bits[index(b0), index(b1), index(head), index(block)]
-                    of_block[index(first // WARP * 2)] = seen
-                    of_block[index(first // WARP * 2 + 1)] = every_tile
-                count = i32(count + i32(cuda.popc(i32(seen))))
+                kind = kinds[slot, i32(cuda.threadIdx.x)]
+                count = append(tiles, bits, which, first, kind, count)
             slot = i32(1 - slot)
         if cuda.threadIdx.x == 0:
-            own[index(0)] = count
+            tiles[index(b0), index(b1), index(head), index(block), 0] = count
 
     lists, words = array(types.int32, 5), array(types.uint32, 5)
     signature = types.void(lists, words, extras_type(options), *[types.int64] * 4)

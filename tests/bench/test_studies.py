@@ -259,6 +259,29 @@ def test_what_float32_is_compared_with_on_a_gpu_is_the_oracle(module):
         np.testing.assert_allclose(x, ref, rtol=0, atol=1e-14)
 
 
+def test_sparsity(tmp_path):
+    """Who goes by a mask, of blocks or of pairs, and who sees everything, are checked and timed at each density."""
+    results = run("sparsity", "--length", "300", "--head-dim", "16", "--percent", "50,1", "--repeats", "1", file=tmp_path / "sparsity.json")
+    rows = results["rows"]
+    everybody = {"numba_flash", "numba_flash, a mask of pairs", "numba_flash, dense"}
+    assert {row["contender"] for row in rows} >= everybody
+    assert {(row["percent"], row["direction"]) for row in rows} == {(p, d) for p in (50, 1) for d in ("forward", "backward")}
+    assert all(row["ms"] > 0 for row in rows if row["contender"] in everybody)
+    assert all(row["percent"] / 100 < row["visible"] <= 1 for row in rows)
+
+
+def test_sparsity_finds_what_is_wrong(module, monkeypatch):
+    """Results of another mask are not timed."""
+    sparsity, common = module("sparsity"), module("common")
+    size = sparsity.DEFAULTS["cpu"] | {"length": 300, "head_dim": 16}
+    forward = sparsity.numba_flash.forward
+    monkeypatch.setattr(sparsity.numba_flash, "forward", lambda q, k, v, mask=None, **more: forward(q, k, v, **more))
+    ours, *_ = sparsity.rows_of(20, "forward", size, common.clock("cpu"), 1)
+    assert ours["contender"] == "numba_flash"
+    assert ours["reason"].startswith("wrong: error ")
+    assert "ms" not in ours
+
+
 @pytest.mark.gpu
 def test_situations_beside_pytorch(tmp_path):
     """Every peer of a small problem is checked and timed."""

@@ -49,6 +49,22 @@ def broadcast_shapes(draw, shape):
 
 
 @st.composite
+def masks(draw, rng, scores, share):
+    """An element for each pair, a `share` of them True."""
+    return np.array(rng.random(draw(broadcast_shapes(scores))) < share)
+
+
+@st.composite
+def block_masks(draw, rng, scores, share):
+    """An element for each block."""
+    size = draw(st.sampled_from([1, 2, (1, 3), (4, 2)] if SIMULATED else [1, 16, 64, 100, 128, (16, 128), (70, 1), (1, 33)]))
+    rows, columns = (-(-n // each) for n, each in zip(scores[-2:], size if isinstance(size, tuple) else (size, size), strict=True))
+    lead = draw(broadcast_shapes(scores[:-2]))
+    whole = [1 if draw(st.booleans()) and draw(st.booleans()) else n for n in (rows, columns)]
+    return numba_flash.BlockMask(rng.random((*lead, *whole)) < share, size)
+
+
+@st.composite
 def problems(draw, dtypes):
     """Inputs, layouts and options of a random problem."""
     length = st.integers(0, LONGEST) | st.sampled_from([1, LONGEST])
@@ -69,7 +85,8 @@ def problems(draw, dtypes):
             bias[rng.random(bias.shape) < 0.2] = -np.inf
         options.append({"bias": bias, "bias_grad": draw(st.booleans())})
     if draw(st.booleans()):
-        options.append({"mask": np.array(rng.random(draw(broadcast_shapes(scores))) < draw(st.sampled_from([0.05, 0.7])))})
+        share = draw(st.sampled_from([0.05, 0.7]))
+        options.append({"mask": draw(block_masks(rng, scores, share) if draw(st.booleans()) else masks(rng, scores, share))})
     for name, n in (("q_lengths", nq), ("kv_lengths", nk)):
         if draw(st.booleans()):
             integer = draw(st.sampled_from([np.int32, np.int64, np.uint8]))

@@ -8,7 +8,7 @@ import pytest
 from test_errors import assert_raises, call_backward, call_forward, call_plan, good, nothing_is_computed  # noqa: F401
 
 import numba_flash
-from numba_flash import call
+from numba_flash import BlockMask, call
 from numba_flash.options import NAMES, PLAIN, Options
 from numba_flash.problem import bind
 
@@ -60,6 +60,14 @@ BAD = {
     "mask: floats": ({"mask": ones(3, 4)}, TypeError, r"^mask\.dtype \(float32\) must be bool; what is added to scores is a bias"),
     "mask: bytes": ({"mask": ones(3, 4, dtype=np.uint8)}, TypeError, r"^mask\.dtype \(uint8\) must be bool"),
     "mask: None of it": ({"mask": True}, TypeError, r"^mask must be a NumPy or CuPy array, .*; got bool"),
+    "blocks: of pairs": (
+        {"mask": BlockMask(np.ones((3, 4), bool), 2)},
+        ValueError,
+        r"^mask\.blocks\.shape \(3, 4\) must be broadcastable to \(\.\.\., Hq, ceil\(Nq / 2\), ceil\(Nk / 2\)\) \(2, 2, 2, 2\)",
+    ),
+    "blocks: turned": ({"mask": BlockMask(np.ones((4, 2), bool), (2, 1))}, ValueError, r"^mask\.blocks\.shape \(4, 2\) .* \(2, 2, 2, 4\)"),
+    "blocks: heads": ({"mask": BlockMask(np.ones((3, 2, 2), bool), 2)}, ValueError, r"^mask\.blocks\.shape \(3, 2, 2\) must be broad"),
+    "blocks: a pair": ({"mask": (np.ones((2, 2), bool), 2)}, TypeError, r"^mask must be a NumPy or CuPy array, .*; got tuple"),
     "lengths: too long": (
         {"kv_lengths": np.array([4, 5])},
         ValueError,
@@ -118,6 +126,33 @@ BAD = {
         r"^score_mod_grad needs a score_mod; got score_mod=None",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "error", "pattern"),
+    [
+        (ones(2, 2), 2, TypeError, r"^mask\.blocks\.dtype \(float32\) must be bool"),
+        (ones(2, dtype=bool), 2, ValueError, r"^mask\.blocks must have 2 to 5 dimensions \(.*\); got shape \(2,\)"),
+        (ones(1, 1, 1, 1, 2, 2, dtype=bool), 2, ValueError, r"^mask\.blocks must have 2 to 5 dimensions"),
+        ([[True]], 2, TypeError, r"^mask\.blocks must be a NumPy or CuPy array, .*; got list: pass np\.asarray\(mask\.blocks\)"),
+        (ones(2, 2, dtype=bool), 0, ValueError, r"^mask\.block_size must lie between 1 and 1073741824; got 0"),
+        (ones(2, 2, dtype=bool), (2, -1), ValueError, r"^mask\.block_size must lie between 1 and 1073741824; got \(2, -1\)"),
+        (ones(2, 2, dtype=bool), (2, 2**31), ValueError, r"^mask\.block_size must lie between"),
+        (ones(2, 2, dtype=bool), 2.0, TypeError, r"^mask\.block_size must be an integer; got 2\.0"),
+        (ones(2, 2, dtype=bool), True, TypeError, r"^mask\.block_size must be an integer; got True"),
+        (
+            ones(2, 2, dtype=bool),
+            (2, 2, 2),
+            TypeError,
+            r"^mask\.block_size must be an integer or a tuple \(queries, keys\); got \(2, 2, 2\)",
+        ),
+        (ones(2, 2, dtype=bool), [2, 2], TypeError, r"^mask\.block_size must be an integer"),
+    ],
+)
+def test_block_mask(blocks, size, error, pattern):
+    with pytest.raises(error) as caught:
+        BlockMask(blocks, size)
+    assert re.search(pattern, str(caught.value)), str(caught.value)
 
 
 @everywhere
@@ -287,6 +322,11 @@ def planned(q, k_pages, v_pages, **options):
             r"^page_table must name one of the 5 pages wherever a sequence has keys; page_table\[0, 1\] is -1",
         ),
         ({"page_table": np.array([[0, 1, 1], [5, 0, 0]])}, ValueError, r"page_table\[1, 0\] is 5"),
+        (
+            {"mask": numba_flash.BlockMask(np.ones((1, 2), bool), 8)},
+            TypeError,
+            r"^mask must be an array, of pairs, where keys are in pages; got BlockMask$",
+        ),
         ({"kv_lengths": None}, TypeError, r"^kv_lengths must be a NumPy or CuPy array, .*; got NoneType"),
         ({"kv_lengths": np.array([6.0, 1])}, TypeError, r"^kv_lengths\.dtype \(float64\) must be an integer dtype"),
         ({"kv_lengths": np.array([6])}, ValueError, r"^kv_lengths\.shape \(1,\) must equal q\.shape\[:-3\] \(2,\)"),
@@ -396,7 +436,7 @@ def test_relative_position(shape):
 
 def test_every_option_can_be_refused_by_name():
     """A tier refuses the options that it does not serve by what they are called: one that were not would be ignored."""
-    how = {"packed", "follows", "generator"}  # parts of others
+    how = {"packed", "follows", "generator", "blocks", "listed"}  # parts of others
     assert {field.name for field in fields(Options)} - how == set(NAMES)
     assert set(Options(softcap=1.0, mask=True, kv_lengths="int64").used) == {"softcap", "mask", "kv_lengths"}
     assert PLAIN.used == ()

@@ -39,9 +39,9 @@ LAYERS = (
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split"))]),
     "cuda.split_rows",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
-    "cuda.arguments cuda.pages",
+    "cuda.block_lists cuda.arguments cuda.pages",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
-    "problem options scoremod captures rng",
+    "problem options scoremod captures rng block_mask",
     "pages",
     "arrays checks precisions mask numeric disk notice fingerprint",
 )
@@ -159,7 +159,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
-    speakers |= {"pages.py", "precisions.py", "dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
+    speakers |= {"pages.py", "precisions.py", "block_mask.py", "dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     for name, tree in TREES.items():
         raised = {
             node.exc.func.id

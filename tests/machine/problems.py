@@ -164,6 +164,8 @@ MASKED = {"mask": RNG.random((NQ, NK)) < 0.7}
 TILES = {"mask": RNG.random((300, 300)) < 0.9}
 TILES["mask"][:256, :128] = TILES["mask"][:64, 128:256] = False
 TILES["mask"][128:256, 128:256] = True
+BLOCKS = {"mask": numba_flash.BlockMask(np.array([[0, 0, 1], [1, 0, 1], [1, 1, 0]], bool), 128)}
+SMALL_BLOCKS = {"mask": numba_flash.BlockMask(RNG.random((3, 7)) < 0.8, (128, 48)), "causal": True}
 
 
 def offset(q, k, v, do):
@@ -233,6 +235,8 @@ PROBLEMS |= {
     "mma, bias": mma(nk=88, options=bias_of(NQ, 88)),
     "mma, mask and dropout": mma(nk=NK, options=MASKED | DROPOUT),
     "mma, tiles of a mask": mma(nq=300, nk=300, options=TILES),
+    "mma, blocks": mma(nq=300, nk=300, options=BLOCKS),
+    "mma, blocks that do not fit": mma(nq=300, nk=300, options=SMALL_BLOCKS),
     "few": few(nk=400, hq=6, hk=2),
     "few, parts": few(nk=900, multiprocessors=8),
     "few, D128": few(d=128, nk=100, hq=4),
@@ -254,6 +258,7 @@ PROBLEMS |= {
     "split, bias gradient": split_gradients(nq=40, nk=40, hq=4, hk=2, made=units, options=bias_gradient(40, 40)),
     "split, bias gradient, a row far below": split_gradients(nq=40, nk=40, hq=2, hk=2, made=far_below, options=bias_gradient(40, 40)),
     "wgmma": on_wgmma(nk=300, hq=2, hk=2),
+    "wgmma, blocks": Problem(forward_pass, nq=300, nk=300, batch=2, options=BLOCKS),
     "wgmma, D128": on_wgmma(d=128, nk=100),
     "wgmma, offset": on_wgmma(nq=90, nk=70, made=offset, options={"causal": True}),  # the first queries see nothing
     "wgmma, heads": on_wgmma(nk=NK, hq=4, hk=2, made=units),
@@ -275,6 +280,7 @@ PROBLEMS |= {
     "mma, gradients, D128, long": mma_gradients(d=128, nk=300),
     "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
     "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
+    "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
 }
 
 

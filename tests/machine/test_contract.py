@@ -153,6 +153,14 @@ def tiles_of_a_mask(shape: Shape) -> dict:
     return {"mask": whole}
 
 
+def blocks_of_a_mask(shape: Shape, size, share=0.4) -> dict:
+    """One of blocks; the first queries see nothing."""
+    counts = numba_flash.BlockMask(np.ones((1, 1), bool), size).block_size.counts(shape.nq, shape.nk)
+    blocks = RNG.random((shape.heads[1], *counts)) < share
+    blocks[:, 0] = False
+    return {"mask": numba_flash.BlockMask(blocks, size)}
+
+
 ALIBI = numba_flash.alibi(np.array([0.5, 0.25], np.float32))
 SLOPES = {"score_mod": ALIBI, "score_mod_grad": ALIBI.score_mod_grad}
 SCORE_MOD = {"score_mod": tilt, "score_mod_grad": tilt_grad}
@@ -160,6 +168,7 @@ DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
 LONE = Shape(ONE, 75, 90)
 LARGE = Shape((1, 4, 2), 200, 330)
 TILES = also(LARGE, **tiles_of_a_mask(LARGE))
+NO_BLOCK = {"mask": numba_flash.BlockMask(np.zeros((1, 1), bool), 128)}
 EMPTY = {"mask": np.ones((1, 1), bool)}
 EVERYTHING = SCORE_MOD | DROPOUT | bias(LONE, "float16") | mask(LONE) | {"softcap": 3.0}
 
@@ -192,6 +201,16 @@ SINCE_TURING = {
     "bfloat16 64 tiles of a mask": ampere("bfloat16", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(PAIR, 0, 5, EMPTY))),
     "bfloat16 64 tiles of a mask, causal": ampere("bfloat16", 64, 64, (also(TILES, causal=True),)),
     "float16 128 tiles of a mask on Hopper": ampere("float16", 128, 128, (TILES,), capability=HOPPER),
+    "bfloat16 64 blocks": ampere("bfloat16", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, 128)),)),
+    "float16 64 blocks, causal": ampere("float16", 64, 64, (also(LARGE, causal=True, **blocks_of_a_mask(LARGE, 64)),)),
+    "float16 64 blocks that do not fit": ampere("float16", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, (100, 48))),)),
+    "float16 64 blocks and a bias": ampere(
+        "float16", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, 128), **bias(LARGE, "float16", 1)),), capability=HOPPER
+    ),
+    "bfloat16 128 blocks and lengths": ampere("bfloat16", 128, 128, (also(LENGTHS[0], **blocks_of_a_mask(LENGTHS[0], (128, 64))),)),
+    "float16 64 blocks, dropout, softcap on Turing": ampere(
+        "float16", 64, 64, (also(LARGE, softcap=3.0, **blocks_of_a_mask(LARGE, 128), **DROPOUT),), capability=TURING
+    ),
     "bfloat16 40 mask of keys": ampere("bfloat16", 40, 40, (also(ODD, causal=True, **mask(ODD, 1, 2)),)),
     "float16 64 dropout": ampere("float16", 64, 64, (also(NEAR, **DROPOUT), also(ODD, **DROPOUT))),
     "bfloat16 128 dropout lengths": ampere("bfloat16", 128, 128, (also(LENGTHS[1], **DROPOUT),)),
@@ -215,6 +234,11 @@ OPTIONS_ON_HOPPER = {
     "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
     "bfloat16 64 tiles of a mask, causal": hopper("bfloat16", 64, 64, (also(TILES, causal=True), also(ALL_SEEN, causal=True))),
+    "bfloat16 64 blocks": hopper("bfloat16", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, 128)), Shape(ONE, 5, 40, NO_BLOCK))),
+    "float16 128 blocks that do not fit": hopper("float16", 128, 128, (also(LARGE, causal=True, **blocks_of_a_mask(LARGE, (100, 33))),)),
+    "float16 64 blocks, a bias and lengths": hopper(
+        "float16", 64, 64, (also(LENGTHS[0], **blocks_of_a_mask(LENGTHS[0], 128), **bias(LENGTHS[0], "float16")),)
+    ),
     "float16 128 dropout": hopper("float16", 128, 128, (also(NEAR, **DROPOUT), also(LARGE, **DROPOUT))),
     "float16 64 everything": hopper("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
     "float16 256 mask and dropout": hopper("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
@@ -236,6 +260,8 @@ FLOAT32 = {
     "float32 32 bias of keys": ampere("float32", 32, 32, (also(ODD, **bias(ODD, "float32", 1, 2)),)),
     "float32 64 bias and lengths": ampere("float32", 64, 64, (also(CAUSAL_LENGTHS[0], **bias(LENGTHS[0], "float32", 0)),)),
     "float32 64 tiles of a mask": ampere("float32", 64, 64, (TILES, Shape(ONE, 5, 0, EMPTY), Shape(PAIR, 0, 5, EMPTY))),
+    "float32 64 blocks": ampere("float32", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, 128)),)),
+    "float32 64 blocks that do not fit": ampere("float32", 64, 64, (also(NEAR, **blocks_of_a_mask(NEAR, (20, 30))),)),
     "float32 64 dropout": ampere("float32", 64, 64, (also(ODD, **DROPOUT),)),
     "float32 64 everything": ampere(
         "float32", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **(EVERYTHING | bias(LONE, "float32"))),)
@@ -267,6 +293,7 @@ AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
     *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128", "bfloat16 64 tiles of a mask, causal", "float16 128 dropout")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
+    *(f"{tier} bfloat16 64 blocks" for tier in ("sm80", "sm90")),
     *(f"sm80 {name}" for name in ("float16 128, little memory", "bfloat16 64 tiles of a mask", "float16 128 bias of keys")),
     "sm80 float64 40, 24 on Ampere",
     *(f"sm80 {name}" for name in ("float32 64 causal on Hopper", "float32 128", "float32 64 tiles of a mask")),

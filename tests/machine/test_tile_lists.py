@@ -10,7 +10,7 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import SM80, machine
 
-from numba_flash import reference
+from numba_flash import BlockMask, reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
@@ -36,7 +36,8 @@ def made(tiles: Tiles, mask, nq: int, nk: int, **options):
     q, k = np.empty((BATCH, HEADS, nq, 8), np.float16), np.empty((BATCH, HEADS, nk, 8), np.float16)
     problem = bind(q, k, k, mask=mask, **options)
     lengths = {name: x for name, x in options.items() if name.endswith("lengths")}
-    inputs = ForwardInputs(q, k, k, mask=mask, **lengths)
+    blocks = mask.blocks if isinstance(mask, BlockMask) else mask
+    inputs = ForwardInputs(q, k, k, mask=blocks, **lengths)
     extras = Extras(problem, Gpu(0, (9, 0), 2), ForwardInputs(*map(Layout.of, inputs)), tiles)
     with machine():
         found = extras.of(inputs)
@@ -108,6 +109,40 @@ def test_lists_and_their_order(name, transposed):
         np.testing.assert_array_equal(order & (1 << FIRST) - 1, before)
         for row in range(listed.shape[2]):
             np.testing.assert_array_equal(order[:, :, row // share] >> FIRST + row % share & 1, none[:, :, row] == 0)
+
+
+BLOCKS = {
+    "as large as tiles": (32, 1, {}),
+    "larger": (64, HEADS, {"causal": True}),
+    "smaller": ((16, 8), HEADS, {}),
+    "that do not fit": ((50, 33), 1, {"window": (90, 20)}),
+    "long rows": ((1, 64), HEADS, {"q_lengths": np.array([150, 70]), "kv_lengths": np.array([96, 3])}),
+    "long columns": ((100, 1), 1, {}),
+    "more than a warp's tiles": (32, 1, {"nk": 1300}),
+}
+
+
+WANTED = {"lists": Tiles(32, 32), "order": Tiles(32, 64, True, 2), "bits": Tiles(32, 32, bits=True)}
+
+
+@pytest.mark.parametrize("of", named(WANTED, ("order",)))
+@pytest.mark.parametrize("name", named(BLOCKS, ("that do not fit",)))
+def test_lists_made_of_blocks_are_those_of_pairs(name, of):
+    """Bit by bit, without the mask of pairs."""
+    (size, heads, options), of = BLOCKS[name], WANTED[of]
+    nq, nk = 150, options.get("nk", 160)
+    options = {each: x for each, x in options.items() if each != "nk"}
+    counts = BlockMask(np.ones((1, 1), bool), size).block_size.counts(nq, nk)
+    mask = BlockMask(RNG.random((heads, *counts)) < 0.4, size)
+    assert mask.blocks.nbytes < mask.dense(nq, nk).nbytes
+    by_blocks, by_pairs = (made(of, each, nq, nk, **options) for each in (mask, mask.dense(nq, nk)))
+    for kind, x in by_blocks.items():
+        y = by_pairs[kind]
+        if kind == "tiles":  # what lies beyond a list's end is nobody's
+            there = np.arange(x.shape[-1]) <= x[..., :1]
+            assert there.any()
+            x, y = np.where(there, x, 0), np.where(there, y, 0)
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.full

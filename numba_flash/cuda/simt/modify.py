@@ -7,7 +7,7 @@ import math
 from numba_flash import mask, rng
 from numba_flash.cuda.lang import cuda, device, once, types
 from numba_flash.cuda.number import ACCUMULATOR, index
-from numba_flash.cuda.score import build_score
+from numba_flash.cuda.score import build_elements, build_score
 from numba_flash.cuda.simt.tiles import build_column, build_weights
 from numba_flash.options import SHARING
 
@@ -100,6 +100,22 @@ def build_seen(options, tile, transposed):
     QUERIES = tile.block_n if transposed else tile.block_m
     STEP, CHUNK = tile.threads // KEYS, 8  # loads on their way at the same time
     assert STEP > 0
+    THREADS, (row_of, column_of) = tile.threads, build_elements(options.blocks)
+
+    @device
+    def blocks_seen(region, at, extras):
+        head = extras.mask[index(at.b0), index(at.b1), index(at.head)]
+        i0, j0, queries, keys = region.row0, region.col0, region.rows, region.cols
+        if TRANSPOSED:
+            i0, j0, queries, keys = region.col0, region.row0, region.cols, region.rows
+        row0, column0 = types.int64(row_of(i0)), types.int64(column_of(j0))
+        rows = types.int64(row_of(min(i0 + QUERIES, queries) - 1)) - row0 + 1
+        columns = types.int64(column_of(min(j0 + KEYS, keys) - 1)) - column0 + 1
+        found = types.int32(0)
+        for number in range(cuda.threadIdx.x, rows * columns, THREADS):
+            row, column = row0 + number // columns, column0 + number % columns
+            found |= types.int32(head[index(row), index(column)])
+        return cuda.syncthreads_or(found) != 0
 
     @device
     def seen(region, at, extras):
@@ -119,7 +135,7 @@ def build_seen(options, tile, transposed):
             return cuda.syncthreads_or(found) != 0
         return True
 
-    return seen
+    return seen if options.blocks is None else blocks_seen
 
 
 @once

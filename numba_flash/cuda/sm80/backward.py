@@ -57,7 +57,7 @@ def build(dtype, shape, ordered, options, tile):
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
-    MASKED, AHEAD = options.mask, bool(options.bias) and D + DV <= ROOM
+    MASKED, AHEAD = options.tiled, bool(options.bias) and D + DV <= ROOM
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads

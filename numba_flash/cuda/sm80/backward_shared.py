@@ -33,7 +33,7 @@ def build(dtype, shape, ordered, options, tile):
     COLUMNS_K, COLUMNS_V = D // tile.ways, DV // tile.ways  # of a warp's dK and dV
     OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
-    MASKED, LAST = options.mask, tile.warps - 1
+    MASKED, LAST = options.tiled, tile.warps - 1
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads

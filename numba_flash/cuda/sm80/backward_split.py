@@ -42,7 +42,7 @@ def build(dtype, shape, ordered, options, tile):
     P_WORDS = 2 * PAIRS
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     PACKED, CHANGES, DROPOUT = options.packed, options.changes, bool(options.dropout)
-    MASKED, LAST, LOWERED, NAN = options.mask, tile.warps - 1, 2.0**-RAISED, math.nan
+    MASKED, LAST, LOWERED, NAN = options.tiled, tile.warps - 1, 2.0**-RAISED, math.nan
     place, _ = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads

@@ -79,7 +79,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     LOWERED = 2.0**-RAISED
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
-    WRITE_LSE, PARTS, MASKED = write_lse, parts, options.mask and not FEW
+    WRITE_LSE, PARTS, MASKED = write_lse, parts, options.tiled and not FEW
     SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it

@@ -56,7 +56,7 @@ def build(shape, ordered, options, tile, place):
     LSE_BYTES = BLOCK_M * (8 if shape.double else 4)  # and as many of delta
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * SMEM.pitch_k, BLOCK_M * SMEM.pitch_v, 2 * LSE_BYTES
     COPIES = LSE_BYTES // 16
-    ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.mask
+    ORDERED, PACKED, TURING, MASKED = ordered, options.packed, shape.turing, options.tiled
     SHARE, AGAIN = tile.share, finds_again(options, shape, tile)
     item_of = schedule.build_item(options, True, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)

@@ -21,7 +21,7 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
@@ -124,10 +124,10 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout. The same bits in every run if `deterministic`.
     """
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    gpu = gpu or launch.gpu(inputs.q.device)
+    there, of = hardware(gpu.capability), float64_tiles if problem.dtype == "float64" else tiles
+    p, tile = choose(problem, lambda p: of.backward_tile(p, there))
     deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0
-    there = hardware(gpu.capability)
-    tile = (float64_tiles if p.dtype == "float64" else tiles).backward_tile(p, there)
     split = tile.split > 0
     x, y = (
         _heads_first(p, inputs),
@@ -156,7 +156,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
     dbias = None
     if results.dbias is not None:
-        dbias = _dbias(this)
+        dbias = _dbias(this, problem)
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
@@ -210,7 +210,7 @@ def copies_of_sums(p, tile, multiprocessors: int) -> int:
     of one head are at work at the same time, unless that is too much memory. Lists of a mask know
     of one alone.
     """
-    if p.options.mask:
+    if p.options.tiled:
         return 1
     blocks = grid.blocks(p, p.nk, tile.block_n)
     heads = max(1, grid.items(p, p.nk, p.hk, tile.block_n) // max(1, blocks))
@@ -309,14 +309,14 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     return max(1, min(at_work, most))
 
 
-def _dbias(this: Pass) -> Dbias:
+def _dbias(this: Pass, problem) -> Dbias:
     """The gradient of the bias; its tiles of planes have as many columns as those of dq, dk, dv."""
     shape, planes = this.shape, None
     if this.split:
         d, dv = map(this.tile.padded, shape[:2])
         shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.splitter.made
     rows = this.temporaries.rows
-    return Dbias(this.p, this.gpu, shape, this.inputs, this.results.dbias, rows, planes)
+    return Dbias(problem, this.gpu, shape, this.inputs, this.results.dbias, rows, planes)
 
 
 def _postprocess(this: Pass) -> Launch:
@@ -326,7 +326,7 @@ def _postprocess(this: Pass) -> Launch:
     return Launch(
         f"sm80.{module}.build_postprocess",
         (
-            *(p.dtype, this.shape, this.ordered and p.options.mask, p.options.arrays, this.tile),
+            *(p.dtype, this.shape, this.ordered and p.options.tiled, p.options.arrays, this.tile),
             this.split and this.of_dlse is OF_DLSE,
         ),
         this.gpu,

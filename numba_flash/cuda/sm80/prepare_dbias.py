@@ -13,7 +13,7 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80.dbias_tiles import dbias_tile
 from numba_flash.cuda.sm80.tiles import hardware
 
@@ -41,8 +41,9 @@ class Dbias:
     """
 
     def __init__(self, problem, gpu, shape, inputs, dbias, rows, planes=None):
-        p, x, there = problem, inputs, hardware(gpu.capability)
-        tile = dbias_tile(p, there, any(grid.summed_axes(p, dbias)))
+        x, there = inputs, hardware(gpu.capability)
+        sums = any(grid.summed_axes(problem, dbias))
+        p, tile = choose(problem, lambda p: dbias_tile(p, there, sums))
         this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
         turns = gpu.multiprocessors * tile.min_blocks
         shares = this.shares(turns, MOST_SHARES, SHARE_COST)

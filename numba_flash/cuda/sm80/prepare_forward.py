@@ -17,7 +17,7 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, tiles
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import few_tile
@@ -36,8 +36,8 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout.
     """
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    tile = _tile(p, gpu)
+    gpu = gpu or launch.gpu(inputs.q.device)
+    p, tile = choose(problem, lambda p: _tile(p, gpu), lambda p: _within_blocks(p, gpu))
     parts = _parts(p, gpu, tile)
     if parts > 1 and p.dtype != "float64":
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
@@ -125,6 +125,17 @@ def _tile(p, gpu) -> Tile:
         return tile
     few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
     return of.small_tile(p, there, few) or tile
+
+
+def _within_blocks(p, gpu) -> Tile | None:
+    """The first tile of all for as many columns that lies within the blocks of the mask, if one
+    does.
+    """
+    d, limit = max(p.d, p.dv), hardware(gpu.capability).shared_limit
+    split = p.dtype == "float32"
+    rows = tiles.SPLIT_TILES if split else (*tiles.MODIFIED_TILES, *tiles.SMALL_TILES)
+    fit = (row.tile for row in rows if d <= row.d and row.shared <= limit)
+    return next((t for t in fit if p.options.blocks.divided_by(t.block_m, t.block_n)), None)
 
 
 def tile_of(p, there: Hardware) -> Tile:

@@ -99,7 +99,7 @@ def build_order(ordered, options, tile):
         in memory, takes as long as a fraction of a tile.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
-    ORDERED, SHARE, MASKED = ordered, tile.share, options.mask
+    ORDERED, SHARE, MASKED = ordered, tile.share, options.tiled
 
     @inline
     def blocks_before(item, at):
@@ -238,7 +238,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
         4 * BLOCK_M * D,
     )
     ROWS_HELD, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
-    IN_ORDER, SHARE = ordered and options.mask, tile.share
+    IN_ORDER, SHARE = ordered and options.tiled, tile.share
     WARP_ROWS, SPLIT, HAS_DLSE, INF = BLOCK_M // tile.warps, shape.split > 0, has_dlse, math.inf
     LOWERED = 2.0**-RAISED
     store_floats = build_store_floats(ROWS // 16, COLUMNS, has_dlse)

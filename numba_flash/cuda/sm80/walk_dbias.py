@@ -68,9 +68,9 @@ def build_places(options, banded, summed, block_m, block_n, flagged=False):
 
     flagged : heads whose ``extras.flags`` are not 0 are left out.
     """
-    BLOCK_M, BLOCK_N, SUM_H, MASKED = block_m, block_n, summed[2], options.mask
+    BLOCK_M, BLOCK_N, SUM_H, MASKED = block_m, block_n, summed[2], options.tiled
     FLAGGED = flagged
-    HIDES = banded or options.sequences or options.mask or flagged
+    HIDES = banded or options.sequences or options.tiled or flagged
     _, _, following = build_coordinates(summed)
     sequence_of = build_sequence(options)
 

@@ -48,8 +48,8 @@ def build_listed_tiles(in_parts, block_m):
 
 def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
-    WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.mask
-    OPTIONS = options.modifies_beyond_softcap
+    WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.tiled
+    OPTIONS = options.modifies_beyond_softcap or options.listed
     item_of = schedule.build_item(options, banded, in_parts, tile.block_m, tile.block_n)
     listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 
@@ -105,7 +105,7 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
     load_q = pipeline.build_load(Q, head_dim, tile.block_m, planes=tile.planes)
     load_k = pipeline.build_load(K, head_dim, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
-    BLOCK_M, MASKED = tile.block_m, options.mask
+    BLOCK_M, MASKED = tile.block_m, options.tiled
     list_of, listed = tile_lists.build_access(MASKED)
 
     @inline

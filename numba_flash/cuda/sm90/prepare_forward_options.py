@@ -7,7 +7,7 @@ import numpy as np
 from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Row, Tile
@@ -48,7 +48,10 @@ def words_held(options) -> int:
 
 def options_tile(problem) -> Tile:
     """Tile of the forward kernel."""
-    p = problem
+    return choose(problem, _tile).tile
+
+
+def _tile(p) -> Tile:
     rows = TILES[words_held(p.options)]
     return next(row.tile for row in rows if p.nk <= row.keys and p.d <= row.d and p.dv <= row.dv)
 
@@ -57,12 +60,11 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout.
     """
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    gpu, (p, tile) = gpu or launch.gpu(inputs.q.device), choose(problem, _tile)
     if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
         return tensor_maps.through_compact(
-            lambda results: prepare(p, inputs, results, gpu), results
+            lambda results: prepare(problem, inputs, results, gpu), results
         )
-    tile = options_tile(p)
     extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results

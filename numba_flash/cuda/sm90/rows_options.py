@@ -59,7 +59,7 @@ def build_rows(options, block_m, block_n, q, work):
     An entry of a list is read one tile before it is needed; before the first of them lies how many
     there are, which is read there for nothing.
     """
-    BLOCK_M, BLOCK_N, WORK, MASKED = block_m, block_n, one_type(work), options.mask
+    BLOCK_M, BLOCK_N, WORK, MASKED = block_m, block_n, one_type(work), options.tiled
     begin_item = build_begin(block_n, q, work)
     list_of, listed = tile_lists.build_access(MASKED)
 

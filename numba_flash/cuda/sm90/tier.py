@@ -94,7 +94,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
 
 def _waits(p, inputs) -> bool:
     """True if a warp waits for what it reads of each pair for longer than its products take."""
-    given = [x for x in (inputs.bias, inputs.mask) if x is not None and len(x.shape) > 1]
+    mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
+    given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
     of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
     return of_pairs and max(p.d, p.dv) <= MOST_WAITING
 
@@ -117,6 +118,8 @@ def _why_not_backward(p, demanded: bool, dbias: bool) -> str | None:
     """Of options beyond a softcap."""
     if dbias:
         return "does not know the gradient of a bias"
+    if p.options.blocks:
+        return "does not know a mask of blocks in the backward pass"
     options = " or ".join(NAMES[name] for name in p.options.used if name in BEYOND_SOFTCAP)
     if max(p.d, p.dv) > MOST_WITH_OPTIONS:
         return f"has no backward pass with {options} beyond head dimension {MOST_WITH_OPTIONS}"

@@ -1,6 +1,7 @@
 """Every sm80 kernel down to machine code, with no GPU, for the generations that it serves: instructions, registers, memory."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from support import SIMULATED, named
@@ -17,6 +18,7 @@ from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
 
 from numba_flash.cuda import compile
 from numba_flash.cuda.sm80.tiles import padded
+from numba_flash.options import PLAIN
 
 # Bytes of registers that may go to memory, of kernels whose names begin like this or, after "*", hold it.
 SPILLS = {
@@ -48,6 +50,8 @@ SPILLS = {
     # 3 to 9 % faster than half the scores at a time
     "sm80 backward 64 bias of float32": 190,
     "sm80 backward 64 mask": 40,
+    "sm80 backward 64 blocks that do not fit": 160,  # in tiles at the edges of blocks alone
+    "sm80 backward 128 blocks": 40,
     "sm80 backward 128 dropout": 100,
 }
 MAIN = [name for name, kernel in KERNELS.items() if re.fullmatch(r"sm80\.(forward|backward)\w*\.build", kernel.builder)]
@@ -104,6 +108,27 @@ def test_a_table_of_pages_is_read_once_for_rows_of_one_page(page, words):
     text = compiled.ptx(KERNELS[f"sm80 forward 128, pages of {page}, 16 rows for 9.0"])
     assert text.count("ld.global.nc.b32") == 3 * words
     assert text.count("cp.async.cg") >= 3 * 16
+
+
+LIST_LOADS = 6  # of a list: how long it is, the first tile, and the next
+
+
+@pytest.mark.parametrize("name", named(("sm80 forward 64 blocks", "sm80 forward 128 blocks"), ("sm80 forward 128 blocks",)))
+def test_a_mask_of_blocks_is_lists_alone(name):
+    """Where tiles lie within blocks, kernels are those of plain attention but for a list: no mask, no number of the options."""
+    kernel = KERNELS[name]
+    dtype, shape, write_lse, band, parts, options, tile = kernel.config
+    assert options == replace(PLAIN, listed=True)
+    plain = kernel._replace(config=(dtype, shape, write_lse, band, parts, PLAIN, tile))
+    with_list, without = (kernel_counts.counts(each, kernel_counts.PTX) for each in (kernel, plain))
+    loads = lambda found: sum(n for what, n in found.items() if what.startswith("ld.global"))
+    assert 0 < loads(with_list) - loads(without) <= LIST_LOADS
+    same = lambda found: {what: n for what, n in found.items() if not what.startswith(("ld.", "parameters", kernel_counts.ALL))}
+    assert same(with_list) == same(without)
+    assert with_list[kernel_counts.ALL] < 1.05 * without[kernel_counts.ALL]
+    of_list, of_none = (compile._resources(compiled.linked(each).log) for each in (kernel, plain))
+    print(of_list, of_none)
+    assert of_list["registers"] <= of_none["registers"] + 2  # what the assembler makes of it
 
 
 @pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] == "float64"], ()))

@@ -1,0 +1,50 @@
+"""Mistakes that one could make where a mask has an element for each block of pairs, as those of `mutants`."""
+
+from mutants import Mutant
+
+LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
+LOAD_FORWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm80/sum_dq.py"
+
+MUTANTS_BLOCKS = (
+    Mutant("a list that nobody has", LISTS, "if b0 < u32(tiles.shape[0]):", "if True:", "mma, blocks"),
+    Mutant(
+        "the row of blocks of a column",
+        LISTS,
+        "i32(row_of(row0)), i32(column_of(col0))",
+        "i32(row_of(col0)), i32(column_of(col0))",
+        "mma, blocks",
+    ),
+    Mutant(
+        "the last block of a tile left out",
+        LISTS,
+        "i32(column_of(i32(col1 - 1))) + 1)",
+        "i32(column_of(i32(col1 - 1))))",
+        "mma, blocks that do not fit",
+    ),
+    Mutant(
+        "whole where one block is visible", LISTS, "every = every if seen else i32(1)", "every = i32(every)", "mma, blocks that do not fit"
+    ),
+    Mutant(
+        "whole where the band hides",
+        LISTS,
+        "kind = kind if clear else min(kind, i32(1))",
+        "kind = i32(kind)",
+        "mma, blocks that do not fit",
+    ),
+    Mutant("a tile in several blocks", MASK, "% queries == 0 and self", "% queries == 0 or self", "mma, blocks that do not fit"),
+    Mutant("the block of a query for its key", FETCH, "row_of(i), column_of(j)", "row_of(i), column_of(i)", "mma, blocks that do not fit"),
+    Mutant(
+        "b1 that nobody writes down",
+        LOAD_FORWARD,
+        "options.modifies_beyond_softcap or options.listed",
+        "options.modifies_beyond_softcap",
+        "wgmma, blocks",
+    ),
+    Mutant(
+        "turns at sums of tiles that are hidden",
+        SUM,
+        "ORDERED, SHARE, MASKED = ordered, tile.share, options.tiled",
+        "ORDERED, SHARE, MASKED = ordered, tile.share, options.mask",
+        "mma, gradients, blocks",
+    ),
+)
