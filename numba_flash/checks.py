@@ -10,7 +10,7 @@ from numba_flash import arrays
 
 def adopt(name: str, x):
     """`x` as a plain NumPy or CuPy array on the same memory, see `arrays.adopt`; raise if it offers that and cannot do it."""
-    if arrays.plain(x):
+    if x is None or arrays.plain(x):
         return x
     try:
         return arrays.adopt(x)
@@ -72,7 +72,7 @@ def broadcastable(name: str, x, target: str, shape: tuple[int, ...]) -> None:
 
 def flag(name: str, value) -> bool:
     """`value` as a bool."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False; got {value!r}")
     return bool(value)
 
@@ -95,3 +95,20 @@ def real(name: str, value) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite; got {value!r}")
     return number
+
+
+def outs_memory(named, reaches, outs: int) -> None:
+    """Check that the last few arrays, `outs` of them, may be written: not read-only, and disjoint from all before them.
+
+    `named` are pairs of a name and an array, with the `Reach` of each.
+    """
+    before = []
+    for (name, x), reach in zip(named, reaches, strict=True):
+        low, high = arrays.address(x) + reach.low, arrays.address(x) + reach.high
+        if len(before) >= len(named) - outs:
+            if not arrays.writeable(x):
+                raise ValueError(f"{name} must be writeable; it is read-only")
+            for other, y, bottom, top in before:
+                if low < top and bottom < high and arrays.overlap(x, y):
+                    raise ValueError(f"{name} must not overlap {other}; they share memory")
+        before.append((name, x, low, high))

@@ -290,15 +290,6 @@ def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs:
         raise ValueError(f"{name} must not overlap itself; it has strides {out.strides} for shape {out.shape}")
 
 
-def check_out_memory(name: str, out: Any, inputs: dict[str, Any]) -> None:
-    """Check that `out` may be written: not read-only, and disjoint from every input."""
-    if not arrays.writeable(out):
-        raise ValueError(f"{name} must be writeable; it is read-only")
-    for other, x in inputs.items():
-        if arrays.overlap(out, x):
-            raise ValueError(f"{name} must not overlap {other}; they share memory")
-
-
 def _shape(x) -> tuple[int, ...]:
     """Shape with the head axis present: ``(n, d)`` means one head."""
     return tuple(x.shape) if x.ndim > 2 else (1, *x.shape)

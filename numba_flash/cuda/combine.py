@@ -85,7 +85,7 @@ def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
             for w in range(WARPS):
                 m = max(m, largest[w, lane])
             largest[0, lane] = m
-        cuda.syncthreads()  # those of the first warp are of all
+        cuda.syncthreads()  # the first warp's are of all
         for other in range(LANES):
             m = max(m, largest[0, other])
         shift, total = m if m != ACC(NEG_INF) else ACC(0), ACC(0)

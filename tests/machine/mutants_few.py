@@ -12,7 +12,11 @@ MUTANTS_FEW = (
     Mutant("maxima of warps before they are there", FEW, "        cuda.syncthreads()  # m and l of all warps are there\n", "", "few"),
     Mutant("rows of warps before they are there", FEW, "        cuda.syncthreads()  # rows of all warps are there\n", "", "few"),
     Mutant(
-        "maxima of parts before they are there", COMBINE, "        cuda.syncthreads()  # those of the first warp are of all\n", "", "few, parts"
+        "maxima of parts before they are there",
+        COMBINE,
+        "        cuda.syncthreads()  # the first warp's are of all\n",
+        "",
+        "few, parts",
     ),
     Mutant("sums of parts before they are there", COMBINE, "        cuda.syncthreads()  # all sums are there\n", "", "few, parts"),
     # ---- keys of warps, and their results made one
