@@ -7,12 +7,12 @@ import ctypes
 import math
 import sys
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 _DLPACK_CPU = 1
+_plain = {type(None), np.ndarray}
 
 
 def cupy():
@@ -30,12 +30,13 @@ def library(x) -> str | None:
 
 def plain(*xs) -> bool:
     """True if each is None, or an array of NumPy or CuPy and of no subclass."""
-    return _plain_types(getattr(cupy(), "ndarray", None)).issuperset(map(type, xs))
-
-
-@cache
-def _plain_types(of_cupy) -> frozenset:
-    return frozenset({type(None), np.ndarray, of_cupy})
+    if _plain.issuperset(map(type, xs)):
+        return True
+    of_cupy = getattr(cupy(), "ndarray", None)
+    if of_cupy is None or of_cupy in _plain:
+        return False
+    _plain.add(of_cupy)  # imported since
+    return plain(*xs)
 
 
 def adopt(x):
@@ -88,7 +89,8 @@ def layout(x):
         return None
     if isinstance(x, np.ndarray):
         return type(x), x.shape, x.strides, x.dtype, -1, x.flags.aligned
-    return type(x), x.shape, x.strides, x.dtype, x.data.device_id, x.data.ptr % 16
+    data = x.data
+    return type(x), x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16
 
 
 class Layout(NamedTuple):
@@ -169,15 +171,25 @@ def overlap(x, y) -> bool:
     return bool(np.shares_memory(_shadow(x, x0, x1), _shadow(y, y0, y1)))
 
 
+class Reach(NamedTuple):
+    """Bytes from the address of an array to its lowest element, 0 or less, and to the end of its highest; both 0 for an empty one."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, x) -> "Reach":
+        """That of all arrays of one layout."""
+        if x.size == 0:
+            return cls(0, 0)
+        steps = [stride * (size - 1) for stride, size in zip(x.strides, x.shape, strict=True)]
+        return cls(sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize)
+
+
 def _extent(x) -> tuple[int, int]:
     """First address, and the one past the last, of the elements of `x`; empty arrays have none."""
-    start = address(x)
-    if x.flags.c_contiguous:
-        return start, start + x.nbytes
-    if x.size == 0:
-        return start, start
-    steps = [stride * (size - 1) for stride, size in zip(x.strides, x.shape, strict=True)]
-    return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + x.dtype.itemsize
+    start, reach = address(x), Reach.of(x)
+    return start + reach.low, start + reach.high
 
 
 def _shadow(x, start: int, stop: int) -> np.ndarray:
@@ -205,23 +217,29 @@ def named(name: str, shape: tuple[int, ...], dtype):
         raise memory_error(name, shape, dtype) from error
 
 
-def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
-    """New array beside `like`: its library, device and axis order in memory (so heads-last inputs give heads-last results).
-
-    Raises
-    ------
-    MemoryError
-        Naming the array, its shape and size.
+def allocator(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
+    """Function that makes a new array beside arrays of the layout of `like`, each time it is called: its library, device and axis order
+    in memory (so heads-last inputs give heads-last results). MemoryError names the array, its shape and size.
     """
     xp = np if isinstance(like, np.ndarray) else cupy()
-    dtype = like.dtype if dtype is None else dtype
-    try:
-        if like.flags.c_contiguous or like.ndim != len(shape):
-            return xp.empty(shape, dtype)
+    dtype, in_order, axes = np.dtype(like.dtype if dtype is None else dtype), tuple(shape), None
+    if like.ndim == len(shape) and not like.flags.c_contiguous:
         order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
-        return xp.empty([shape[axis] for axis in order], dtype).transpose(np.argsort(order).tolist())
-    except MemoryError as error:
-        raise memory_error(name, shape, dtype) from error
+        in_order, axes = tuple(shape[axis] for axis in order), np.argsort(order).tolist()
+
+    def allocate():
+        try:
+            x = xp.empty(in_order, dtype)
+        except MemoryError as error:
+            raise memory_error(name, shape, dtype) from error
+        return x if axes is None else x.transpose(axes)
+
+    return allocate
+
+
+def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
+    """What an `allocator` makes."""
+    return allocator(name, like, shape, dtype)()
 
 
 def compact(name: str, like, shape: tuple[int, ...], dtype):

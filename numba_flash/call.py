@@ -7,7 +7,7 @@ from numba_flash import arrays, plan, scoremod
 from numba_flash.arrays import Layout
 from numba_flash.options import is_state
 from numba_flash.plan import choose, tier
-from numba_flash.problem import Prepared, Problem, check_lengths, check_out_layout, check_out_memory
+from numba_flash.problem import Prepared, Problem, check_lengths, check_out_layout, check_outs_memory
 
 _prepared: dict[tuple, "_Call"] = {}
 _PREPARED_LIMIT = 4096
@@ -43,14 +43,14 @@ def find(kind: str, inputs: tuple, outs: tuple, given: Given, others: tuple):
     Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions of the user are part of it
     with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
-    if is_state(given.rng):
+    if given.rng is not None and is_state(given.rng):
         given = given._replace(rng=_STATE)
     prepared = _prepared
     try:
         if given.score_mod is not None:
             score_mod = scoremod.find(given.score_mod, given.score_mod_grad)
             given, prepared = given._replace(score_mod=score_mod, score_mod_grad=None), score_mod.prepared
-        inner = [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
+        inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         key = (kind, *map(arrays.layout, inputs), *map(arrays.layout, outs), given, *map(type, given), *inner, others)
         return key, prepared.get(key)
     except (AttributeError, TypeError):
@@ -118,6 +118,11 @@ class _Call:
     def __init__(self, prepare, problem: Problem, inputs, wanted):
         self._prepare, self.problem, self._run = prepare, problem, None
         self._wanted, self._of_wanted = wanted, tuple(wanted._asdict().items())
+        self._allocators = tuple(
+            None if what is None else arrays.allocator(name, getattr(inputs, what.like), what.shape, what.dtype)
+            for name, what in self._of_wanted
+        )
+        self._reaches = None
         self._has_lengths, self._draws = problem.options.sequences, bool(problem.options.dropout)
         self._labels = ("out",) if "o" in wanted._fields else tuple(f"out[{i}]" for i in range(len(wanted)))
         lengths = [name for name in ("q_lengths", "kv_lengths") if getattr(inputs, name) is not None]
@@ -146,21 +151,20 @@ class _Call:
                 self._check_outs(inputs, outs)
                 break
         results = []
-        for (name, what), out in zip(self._of_wanted, outs, strict=True):
-            if what is None or out is not None:
-                results.append(out)
-            else:
-                results.append(arrays.empty(name, getattr(inputs, what.like), what.shape, what.dtype))
+        for allocate, out in zip(self._allocators, outs, strict=True):
+            results.append(out if out is not None or allocate is None else allocate())
         return self._wanted._make(results)
 
     def _check_outs(self, inputs, outs: tuple) -> None:
-        others = {name: x for name, x in inputs._asdict().items() if x is not None}
-        for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
-            if out is not None:
-                if self._run is None:  # later calls have the same layouts
+        named = [(name, x) for name, x in zip((*inputs._fields, *self._labels), (*inputs, *outs), strict=False) if x is not None]
+        if self._reaches is None:  # later calls have the same layouts
+            others = {name: x for name, x in inputs._asdict().items() if x is not None}
+            for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
+                if out is not None:
                     check_out_layout(label, out, what.dtype or getattr(inputs, what.like).dtype.name, what.shape, others)
-                check_out_memory(label, out, others)
-                others[label] = out
+                    others[label] = out
+            self._reaches = [arrays.Reach.of(x) for _, x in named]
+        check_outs_memory(named, self._reaches, sum(x is not None for x in outs))
 
     def _execute(self, inputs, results, state: tuple) -> None:
         if self._run is None:

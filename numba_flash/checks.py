@@ -10,7 +10,7 @@ from numba_flash import arrays
 
 def adopt(name: str, x):
     """`x` as a plain NumPy or CuPy array on the same memory, see `arrays.adopt`; raise if it offers that and cannot do it."""
-    if arrays.plain(x):
+    if x is None or arrays.plain(x):
         return x
     try:
         return arrays.adopt(x)
@@ -72,7 +72,7 @@ def broadcastable(name: str, x, target: str, shape: tuple[int, ...]) -> None:
 
 def flag(name: str, value) -> bool:
     """`value` as a bool."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False; got {value!r}")
     return bool(value)
 

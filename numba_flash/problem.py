@@ -244,13 +244,21 @@ def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs:
         raise ValueError(f"{name} must not overlap itself; it has strides {out.strides} for shape {out.shape}")
 
 
-def check_out_memory(name: str, out: Any, inputs: dict[str, Any]) -> None:
-    """Check that `out` may be written: not read-only, and disjoint from every input."""
-    if not arrays.writeable(out):
-        raise ValueError(f"{name} must be writeable; it is read-only")
-    for other, x in inputs.items():
-        if arrays.overlap(out, x):
-            raise ValueError(f"{name} must not overlap {other}; they share memory")
+def check_outs_memory(named, reaches, outs: int) -> None:
+    """Check that the last few arrays, `outs` of them, may be written: not read-only, and disjoint from all before them.
+
+    `named` are pairs of a name and an array, with the `Reach` of each.
+    """
+    before = []
+    for (name, x), reach in zip(named, reaches, strict=True):
+        low, high = arrays.address(x) + reach.low, arrays.address(x) + reach.high
+        if len(before) >= len(named) - outs:
+            if not arrays.writeable(x):
+                raise ValueError(f"{name} must be writeable; it is read-only")
+            for other, y, bottom, top in before:
+                if low < top and bottom < high and arrays.overlap(x, y):
+                    raise ValueError(f"{name} must not overlap {other}; they share memory")
+        before.append((name, x, low, high))
 
 
 def _shape(x) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ def machine(
     capability : tuple of two ints
         What kernels are compiled for.
     """
-    gpu = launch.Gpu(0, capability, multiprocessors)
+    gpu, allocator = launch.Gpu(0, capability, multiprocessors), arrays.allocator
 
     def load(self):
         run = Executed(self, seed, resident, core)
@@ -123,7 +123,8 @@ def machine(
             (launch, "gpu", lambda device: gpu),
             (launch, "gpu_of", lambda x: gpu),
             (launch.Launch, "_load", load),
-            *((arrays, name, _unwritten(getattr(arrays, name))) for name in ("empty", "compact")),
+            (arrays, "allocator", lambda *what: _unwritten(allocator(*what))),
+            (arrays, "compact", _unwritten(arrays.compact)),
             *((tier(name), "takes_numpy", lambda: True) for name in BACKENDS if name != "cpu"),
         ):
             stack.enter_context(mock.patch.object(module, name, instead))
