@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
     SPLIT,
@@ -164,12 +163,10 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
     combine = _combine(partial, results, gpu, parts, bool(tile.group))
+    scratch = Scratch(partial, ("parts of o", "parts of lse"))
 
     def run(inputs, results, rng=None):
-        o_parts, lse_parts = (
-            arrays.compact(f"parts of {x}", inputs.q, y.shape, y.dtype)
-            for x, y in partial._asdict().items()
-        )
+        o_parts, lse_parts = scratch.beside(inputs.q)
         given = None if rng is None else numbers(rng)
         x = operands.of(inputs)
         forward(x.q, x.k, x.v, o_parts, lse_parts, extras=x.extras, numbers=given)

@@ -2,8 +2,7 @@
 
 import math
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Launch
@@ -44,10 +43,10 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     partial = partial_results(p, parts)
     forward = _forward(p, inputs, partial, gpu, tile, parts)
     combine = combine_launch(partial, results, gpu, parts)
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), scratch_of(partial)
 
     def run(inputs, results):
-        o_parts, lse_parts = allocate(partial, inputs.q)
+        o_parts, lse_parts = scratch.beside(inputs.q)
         forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(inputs))
         combine(o_parts, lse_parts, results.o, results.lse)
 
@@ -62,14 +61,9 @@ def partial_results(p, parts: int) -> ForwardResults:
     )
 
 
-def allocate(partial: ForwardResults, like) -> ForwardResults:
-    """Arrays of these layouts."""
-    return ForwardResults(
-        *(
-            arrays.compact(f"parts of {name}", like, x.shape, x.dtype)
-            for name, x in partial._asdict().items()
-        )
-    )
+def scratch_of(partial: ForwardResults) -> Scratch:
+    """Where arrays of these layouts come from."""
+    return Scratch(partial, ("parts of o", "parts of lse"))
 
 
 def combine_launch(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:

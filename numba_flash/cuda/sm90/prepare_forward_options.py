@@ -10,9 +10,9 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm90.arguments import LOG2E
 from numba_flash.cuda.sm90.prepare_forward import (
-    allocate,
     combine_launch,
     partial_results,
+    scratch_of,
     sizes_of,
 )
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Row, Tile
@@ -73,9 +73,10 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     partial = partial_results(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts)
     combine = combine_launch(partial, results, gpu, parts) if parts > 1 else None
+    scratch = scratch_of(partial)
 
     def run(inputs, results, rng=None):
-        into = allocate(partial, inputs.q) if combine else results
+        into = scratch.beside(inputs.q) if combine else results
         mapped = (inputs.q, inputs.k, inputs.v, into.o)[: len(forward.maps)]
         given = None if rng is None else numbers(rng)
         forward(*mapped, *into, extras=extras.of(inputs), numbers=given)

@@ -7,9 +7,9 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm90.arguments import scales
 from numba_flash.cuda.sm90.prepare_forward import (
-    allocate,
     combine_launch,
     partial_results,
+    scratch_of,
     sizes_of,
 )
 from numba_flash.cuda.sm90.split_tiles import SplitTile, padded, split_tile
@@ -31,11 +31,12 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     partial = partial_results(p, parts) if parts > 1 else results
     forward = _forward(p, inputs, splitter, partial, gpu, tile, parts)
     combine = combine_launch(partial, results, gpu, parts) if parts > 1 else None
-    lengths_of = build_extras(p.options)
+    lengths_of, scratch = build_extras(p.options), scratch_of(partial)
     extras = extras_class(p.options, (), SPLIT)
 
     def run(inputs, results):
-        x, into = splitter.of(inputs), allocate(partial, inputs.q) if combine else results
+        x = splitter.of(inputs)
+        into = scratch.beside(inputs.q) if combine else results
         (o,) = grid.heads_first(p, into.o)
         more = extras(*lengths_of(inputs), *x.extras)
         forward(x.q, x.k, x.v, o, into.lse, extras=more)
