@@ -226,7 +226,7 @@ def bind_paged(
     _check_array("q", q)
     pages.check(q, k_pages, v_pages, page_table)
     checks.layout("kv_lengths", kv_lengths)
-    if isinstance(given["mask"], BlockMask):
+    if isinstance(given.get("mask"), BlockMask):
         raise TypeError("mask must be an array, of pairs, where keys are in pages; got BlockMask")
     _, heads, size, _ = k_pages.shape
     length = page_table.shape[-1] * size

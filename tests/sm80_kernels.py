@@ -290,7 +290,7 @@ def kernels() -> dict[str, Launch]:
     for name, case in CASES.items():
         try:
             made = launches(name)
-        except Exception:
+        except NotImplementedError:  # the tier refuses it
             continue
         for launch in made:
             kernel = Kernel(launch.builder, launch.config, case.capability)

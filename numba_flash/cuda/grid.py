@@ -59,11 +59,11 @@ def extras_layouts(problem, inputs) -> tuple:
         "q_lengths": lengths_shape(p),
         "kv_lengths": lengths_shape(p),
     }
+    wanted = [name for name in views if getattr(p.options, name)]
     if p.options.paged:
         views["page_table"] = (*p.batch, p.nk // p.options.paged.size)
-    return tuple(
-        (getattr(inputs, name), view) for name, view in views.items() if getattr(p.options, name)
-    )
+        wanted.append("page_table")
+    return tuple((getattr(inputs, name), views[name]) for name in wanted)
 
 
 def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
