@@ -144,7 +144,7 @@ def test_values_whose_sum_is_beyond_float32(backend):
 @simulator
 def test_terms_of_a_tile_are_summed_apart(backend):
     """All weights are 1: o is the sum over tiles of their own sums, divided by N."""
-    n, block = 64, tile_for("forward", "float32", 2).block_n
+    n, block = 20, tile_for("forward", "float32", 2).block_n
     v = np.random.default_rng(0).standard_normal((1, n, 1)).astype(np.float32)
     q, k = np.zeros((1, 1, 2), np.float32), np.ones((1, n, 2), np.float32)
     sums = np.float32(0)
