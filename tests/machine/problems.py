@@ -165,7 +165,10 @@ TILES = {"mask": RNG.random((300, 300)) < 0.9}
 TILES["mask"][:256, :128] = TILES["mask"][:64, 128:256] = False
 TILES["mask"][128:256, 128:256] = True
 BLOCKS = {"mask": numba_flash.BlockMask(np.array([[0, 0, 1], [1, 0, 1], [1, 1, 0]], bool), 128)}
-SMALL_BLOCKS = {"mask": numba_flash.BlockMask(RNG.random((3, 7)) < 0.8, (128, 48)), "causal": True}
+SMALL = RNG.random((3, 7)) < 0.8
+SMALL[0, :3] = True  # of a tile that the band cuts all blocks are visible
+SMALL[1, :2] = True, False  # of one that it does not cut a part is
+SMALL_BLOCKS = {"mask": numba_flash.BlockMask(SMALL, (128, 48)), "causal": True}
 
 
 def offset(q, k, v, do):

@@ -360,7 +360,7 @@ def test_forward(name, pytestconfig):
 
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
-FORWARD_ALONE.add("sm90 float16 256 mask and dropout")
+FORWARD_ALONE |= {name for name in GROUPS if name.startswith("sm90") and " blocks" in name} | {"sm90 float16 256 mask and dropout"}
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])

@@ -146,6 +146,17 @@ def test_options_of_gradients_are_named_together():
     assert tier.why_not("backward", p, gradients, False, H200) == sentence
 
 
+@pytest.mark.parametrize("demanded", [True, False])
+def test_gradients_under_a_mask_of_blocks_are_not_served(demanded):
+    """Forward they go through lists as those of a mask of pairs."""
+    p = problem(mask=numba_flash.BlockMask(np.ones((1, 1), bool), 256))
+    inputs = inputs_of(p)
+    x = np.zeros((*p.batch, p.hq, p.nq, p.d), np.float16)
+    gradients = BackwardInputs(x, *inputs[:3], x, None)
+    assert tier.why_not("forward", p, inputs, demanded, H200) is None
+    assert tier.why_not("backward", p, gradients, demanded, H200) == "does not know a mask of blocks in the backward pass"
+
+
 def test_a_wanted_gradient_of_a_bias_is_refused_before_anything_is_computed():
     x, lse = np.zeros((2, 5, 16), np.float16), np.zeros((2, 5), np.float32)
     bias = np.zeros((5, 5), np.float16)
