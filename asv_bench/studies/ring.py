@@ -187,10 +187,10 @@ def communicator(rank: int, boxes: list, spread: Spread):
     return distributed.Nccl(of_cupy.NcclCommunicator(len(boxes), unique, rank), host=queues)
 
 
-def process(rank: int, boxes: list, done, spread: Spread) -> None:
+def process(rank: int, boxes: list, done, spread: Any, work) -> None:
     """One process of a ring: what it says is put into the queue `done`."""
     try:
-        done.put((rank, measured(rank, boxes, spread)))
+        done.put((rank, work(rank, boxes, spread)))
     except Exception as error:
         done.put((rank, f"{type(error).__name__}: {error}"))
         raise
@@ -224,25 +224,30 @@ def measured(rank: int, boxes: list, spread: Spread) -> dict:
     row = {"ms": timing.median(rounds[1:])}
     if spread.place == "cpu":
         return row
-    timeline = Timeline(spread.carrier)
+    return row | watched(comm, spread.carrier, both)
+
+
+def watched(comm, carrier: str, both) -> dict:
+    """The timeline of both passes of one process."""
+    timeline = Timeline(carrier)
     with ExitStack() as stack:
         api = SimpleNamespace(forward=timeline.computed(loops.api.forward), backward=timeline.computed(loops.api.backward))
-        for target, name, watched in (
+        for target, name, seen in (
             (loops, "api", api),
             (loops, "merge_into", timeline.computed(loops.merge_into)),
             (comm, "exchange", timeline.exchanged(comm.exchange)),
         ):
-            stack.enter_context(patch.object(target, name, watched))
+            stack.enter_context(patch.object(target, name, seen))
         both()
-    return row | timeline.read()
+    return timeline.read()
 
 
-def in_processes(count: int, spread: Spread) -> list[dict]:
-    """What each process says."""
+def in_processes(count: int, spread: Any, work=measured) -> list[dict]:
+    """What ``work(rank, boxes, spread)`` returns in each process."""
     context = multiprocessing.get_context("spawn")
     boxes = [[context.Queue() for _ in range(count)] for _ in range(count)]
     done = context.Queue()
-    processes = [context.Process(target=process, args=(rank, boxes, done, spread)) for rank in range(count)]
+    processes = [context.Process(target=process, args=(rank, boxes, done, spread, work)) for rank in range(count)]
     for each in processes:
         each.start()
     try:

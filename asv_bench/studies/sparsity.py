@@ -135,8 +135,9 @@ def main(arguments: list[str] | None = None) -> None:
     with clock.current():
         for percent in options.percent:
             for direction in ("forward", "backward"):
+                before = len(rows)
                 rows += rows_of(percent, direction, size, clock, common.repeats(options, clock.place))
-                print(*rows[-3:], sep="\n", flush=True)
+                print(*rows[before:], sep="\n", flush=True)
     common.write(options, "sparsity", clock.place, rows, **size)
 
 
