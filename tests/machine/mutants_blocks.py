@@ -36,7 +36,7 @@ MUTANTS_BLOCKS = (
     Mutant(
         "b1 that nobody writes down",
         LOAD_FORWARD,
-        "options.modifies_beyond_softcap or options.listed",
+        "options.modifies_or_lists",
         "options.modifies_beyond_softcap",
         "wgmma, blocks",
     ),
