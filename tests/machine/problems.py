@@ -284,6 +284,8 @@ PROBLEMS |= {
     "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
     "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
     "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
+    "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
+    "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=SMALL_BLOCKS),
 }
 
 
