@@ -291,7 +291,11 @@ BLOCKS_ON_HOPPER = {
     "float16 72, 40 blocks of (64, 256)": hopper("float16", 72, 40, (also(LONG, **blocks_of_a_mask(LONG, (64, 256), 0.7)),)),
     "bfloat16 64 blocks of 64, causal": hopper("bfloat16", 64, 64, (also(LARGE, causal=True, **blocks_of_a_mask(LARGE, 64)),)),
 }
-TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32 | DOUBLE, "simt": FLOAT64}
+TIERS = {
+    "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER,
+    "sm80": SINCE_TURING | FLOAT32 | DOUBLE,
+    "simt": FLOAT64,
+}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
 QUICK = {"sm80 bfloat16 64 causal": 1, "sm80 float64 24, 8 causal": 1}  # problems of a group that run backward without --full
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
