@@ -126,6 +126,11 @@ class Options:
         return bool(self.score_mod or self.bias or self.mask or self.dropout)
 
     @property
+    def modifies_or_lists(self) -> bool:
+        """True if anything but a softcap does, or tiles are listed: kernels of options know both."""
+        return self.modifies_beyond_softcap or self.listed
+
+    @property
     def changes(self) -> bool:
         """True if a score may be something else than a scaled product, or hidden."""
         return bool(self.softcap or self.score_mod or self.bias)

@@ -57,6 +57,7 @@ FORWARD = {
 
 BIAS, BIAS_32, MASK, DROPOUT = Options(bias="bfloat16"), Options(bias="float32"), Options(mask=True), Options(dropout=0.5)
 LISTED, BLOCKS = Options(listed=True), Options(mask=True, blocks=BlockSize(100, 50))
+ODD_BLOCKS = Options(mask=True, blocks=BlockSize(100, 33))
 EVERYTHING = replace(LENGTHS, bias="float32", mask=True, dropout=0.5, softcap=1.0)
 PAIRS, ONES = Vectors(True, True), Vectors()
 
@@ -120,6 +121,12 @@ BACKWARD_OPTIONS = {
     "backward sm90 64 packed dropout": ("bfloat16", 64, 64, False, False, True, PAIRS, replace(PACKED, dropout=0.5)),
     "backward sm90 64 mask": ("bfloat16", 64, 64, False, True, True, PAIRS, MASK),
     "backward sm90 128 mask": ("float16", 128, 128, False, True, True, ONES, MASK),
+    "backward sm90 64 blocks": ("float16", 64, 64, True, True, False, ONES, LISTED),
+    "backward sm90 128 blocks": ("bfloat16", 128, 128, False, True, True, ONES, LISTED),
+    "backward sm90 64 blocks and a bias": ("bfloat16", 64, 64, False, True, True, PAIRS, replace(BIAS, listed=True)),
+    "backward sm90 64 blocks that do not fit": ("bfloat16", 64, 64, False, True, True, ONES, BLOCKS),
+    "backward sm90 128 blocks that do not fit": ("float16", 128, 128, False, True, True, ONES, BLOCKS),
+    "backward sm90 128 blocks of odd sizes": ("float16", 128, 128, False, True, True, ONES, ODD_BLOCKS),
     "backward sm90 64 bias": ("bfloat16", 64, 64, False, True, True, PAIRS, BIAS),
     "backward sm90 128 bias of float32": ("float16", 128, 128, False, True, True, ONES, BIAS_32),
     "backward sm90 64 softcap and dropout": ("float16", 64, 64, False, True, True, PAIRS, Options(dropout=0.5, softcap=1.0)),

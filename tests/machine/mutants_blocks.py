@@ -3,7 +3,8 @@
 from mutants import Mutant
 
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
-LOAD_FORWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm80/sum_dq.py"
+LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
+BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
 
 MUTANTS_BLOCKS = (
     Mutant("a list that nobody has", LISTS, "if b0 < u32(tiles.shape[0]):", "if True:", "mma, blocks"),
@@ -36,7 +37,7 @@ MUTANTS_BLOCKS = (
     Mutant(
         "b1 that nobody writes down",
         LOAD_FORWARD,
-        "options.modifies_beyond_softcap or options.listed",
+        "options.modifies_or_lists",
         "options.modifies_beyond_softcap",
         "wgmma, blocks",
     ),
@@ -46,5 +47,35 @@ MUTANTS_BLOCKS = (
         "ORDERED, SHARE, MASKED = ordered, tile.share, options.tiled",
         "ORDERED, SHARE, MASKED = ordered, tile.share, options.mask",
         "mma, gradients, blocks",
+    ),
+    Mutant(
+        "tiles that nobody counts",
+        LOAD_BACKWARD,
+        "OPTIONS, MASKED = options.modifies_or_lists, options.tiled",
+        "OPTIONS, MASKED = options.modifies_beyond_softcap, options.tiled",
+        "gradients, blocks",
+    ),
+    Mutant(
+        "tiles of queries that are hidden",
+        LOAD_BACKWARD,
+        "Q = options.modifies_or_lists, options.tiled",
+        "Q = options.modifies_or_lists, options.mask",
+        "gradients, blocks",
+    ),
+    Mutant(
+        "sums of tiles that are hidden",
+        LOAD_BACKWARD,
+        "MASKED, walk = options.tiled",
+        "MASKED, walk = options.mask",
+        "gradients, blocks",
+    ),
+    Mutant("dK without its scale", BACKWARD_OPTIONS, "factor[r] * scale", "factor[r] * f32(1)", "gradients, blocks"),
+    Mutant("lists of keys for each query", HOST, "transposed=True", "transposed=False", "gradients, blocks"),
+    Mutant(
+        "neighbours in two blocks",
+        FETCH,
+        "blocks and blocks.keys % WIDTH == 0",
+        "blocks and blocks.keys % WIDTH != WIDTH",
+        "gradients, blocks that do not fit",
     ),
 )

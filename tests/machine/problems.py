@@ -169,6 +169,7 @@ SMALL = RNG.random((3, 7)) < 0.8
 SMALL[0, :3] = True  # of a tile that the band cuts all blocks are visible
 SMALL[1, :2] = True, False  # of one that it does not cut a part is
 SMALL_BLOCKS = {"mask": numba_flash.BlockMask(SMALL, (128, 48)), "causal": True}
+ODD_BLOCKS = {"mask": numba_flash.BlockMask(np.random.default_rng(9).random((3, 10)) < 0.7, (100, 33)), "causal": True}
 
 
 def offset(q, k, v, do):
@@ -284,6 +285,8 @@ PROBLEMS |= {
     "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
     "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
     "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
+    "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
+    "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
 }
 
 

@@ -285,7 +285,17 @@ DOUBLE = {
         layouts=("strided", "reversed", "transposed", "heads last"),
     ),
 }
-TIERS = {"sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER, "sm80": SINCE_TURING | FLOAT32 | DOUBLE, "simt": FLOAT64}
+WIDE, LONG = also(LARGE, window=(150, 40), **blocks_of_a_mask(LARGE, 128, 0.7)), Shape(PAIR, 70, 520)
+BLOCKS_ON_HOPPER = {
+    "float16 128 blocks, window, dropout, softcap": hopper("float16", 128, 128, (also(WIDE, softcap=3.0, **DROPOUT),)),
+    "float16 72, 40 blocks of (64, 256)": hopper("float16", 72, 40, (also(LONG, **blocks_of_a_mask(LONG, (64, 256), 0.7)),)),
+    "bfloat16 64 blocks of 64, causal": hopper("bfloat16", 64, 64, (also(LARGE, causal=True, **blocks_of_a_mask(LARGE, 64)),)),
+}
+TIERS = {
+    "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER,
+    "sm80": SINCE_TURING | FLOAT32 | DOUBLE,
+    "simt": FLOAT64,
+}
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
 QUICK = {"sm80 bfloat16 64 causal": 1, "sm80 float64 24, 8 causal": 1}  # problems of a group that run backward without --full
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
@@ -360,7 +370,7 @@ def test_forward(name, pytestconfig):
 
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
-FORWARD_ALONE |= {name for name in GROUPS if name.startswith("sm90") and " blocks" in name} | {"sm90 float16 256 mask and dropout"}
+FORWARD_ALONE |= {"sm90 float16 256 mask and dropout"}
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])

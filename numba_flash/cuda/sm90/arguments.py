@@ -56,10 +56,11 @@ class Scales(NamedTuple):
 
 class OptionScales(NamedTuple):
     """What leads from scores to base 2, or, where options hide and drop alone, from raw products;
-    and the numbers of the options.
+    the scale itself, of dK; and the numbers of the options, of which lists alone need none.
     """
 
     scale_log2: float
+    scale: float
     parameters: Any
 
 

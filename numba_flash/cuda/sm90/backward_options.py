@@ -81,7 +81,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         interleave_v(smem, V, turn, keys, me)
 
     @inline
-    def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, parameters):
+    def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale, parameters):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
         commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
@@ -99,7 +99,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         for r in range(2):
             invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
-            scaled[r] = factor[r] * f32(parameters.scale)
+            scaled[r] = factor[r] * scale
             if DROPOUT:
                 factor[r] *= f32(parameters.keep_scale)
         pipeline.release(smem, WORK, turn)
@@ -197,7 +197,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq)
                 n = u32(n + 1)
-            finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, parameters)
+            finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale, parameters)
             turn = u32(turn + 1)
 
     return build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)

@@ -63,7 +63,7 @@ def build_write_work(banded, ordered, options, tile, layout):
     BANDED, ORDERED, PACKED = banded, ordered, options.packed
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, transposed=True)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
-    OPTIONS, MASKED = options.modifies_beyond_softcap, options.mask
+    OPTIONS, MASKED = options.modifies_or_lists, options.tiled
     listed_together = build_walk(BLOCK_N, layout.work).together
 
     @inline
@@ -146,7 +146,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
-    OPTIONS, MASKED, Q = options.modifies_beyond_softcap, options.mask, one_type(layout.q)
+    OPTIONS, MASKED, Q = options.modifies_or_lists, options.tiled, one_type(layout.q)
     NOTES = layout.notes if OPTIONS else 0
     walk = build_walk(BLOCK_N, layout.work)
     listing_of, listed = walk.listing_of, walk.listed
@@ -218,7 +218,7 @@ def build_add_dq(ordered, options, tile, layout):
     """  # fmt: skip
     BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
     DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
-    MASKED, walk = options.mask, build_walk(BLOCK_N, layout.work)
+    MASKED, walk = options.tiled, build_walk(BLOCK_N, layout.work)
     listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
 
     @inline
@@ -329,8 +329,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
 
     maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
     numbers = named(Scales, f32)
-    if options.modifies_beyond_softcap:
-        numbers = named(OptionScales, f32, parameters_type(options))
+    if options.modifies_or_lists:
+        numbers = named(OptionScales, f32, f32, parameters_type(options))
     signature = types.void(
         types.UniTuple(u64, len(maps)),
         *[array(u32 if tile.planes == 1 else f32, 5)] * 2,

@@ -49,7 +49,7 @@ def build_listed_tiles(in_parts, block_m):
 def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
     WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.tiled
-    OPTIONS = options.modifies_beyond_softcap or options.listed
+    OPTIONS = options.modifies_or_lists
     item_of = schedule.build_item(options, banded, in_parts, tile.block_m, tile.block_n)
     listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 

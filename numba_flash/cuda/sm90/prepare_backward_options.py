@@ -9,7 +9,7 @@ import numpy as np
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile
 from numba_flash.cuda.sm90.prepare_backward import (
@@ -30,10 +30,10 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout. The same bits in every run if `deterministic`.
     """
-    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), backward_options_tile(problem)
+    gpu, (p, tile) = gpu or launch.gpu(inputs.q.device), choose(problem, backward_options_tile)
     if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
         # only arrays of the user's are like that
-        again = lambda results: prepare(p, inputs, results, deterministic, gpu)
+        again = lambda results: prepare(problem, inputs, results, deterministic, gpu)
         return tensor_maps.through_compact(again, results)
     row_blocks = row_blocks_of(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
@@ -70,7 +70,8 @@ def _main(this: Pass, lists: Extras):
     p, tile, results, there = this.p, this.tile, this.results, this.temporaries
     sizes = sizes_of(this)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
-    numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
+    scales = scale_log2, np.float32(p.scale)
+    numbers = lambda rng=None: (sizes, *scales, parameters_of(p, rng))
     banded, to_map = p.band != "none" and not this.ordered, not p.options.packed
     vectors = vectors_of(p, this.inputs, KEYS_OF_RUN)
     main = Launch(
@@ -96,7 +97,7 @@ def _postprocess(this: Pass, lists: Extras, tiles: Tiles) -> Launch:
     p, tile = this.p, this.tile
     return Launch(
         "sm90.postprocess.build",
-        (p.dtype, p.d, p.options.arrays, tile, tiles.names if p.options.mask else ()),
+        (p.dtype, p.d, p.options.arrays, tile, tiles.names if p.options.tiled else ()),
         this.gpu,
         grid=math.prod(this.row_blocks),
         threads=WARP_GROUP * tile.consumers,

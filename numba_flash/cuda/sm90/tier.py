@@ -118,8 +118,6 @@ def _why_not_backward(p, demanded: bool, dbias: bool) -> str | None:
     """Of options beyond a softcap."""
     if dbias:
         return "does not know the gradient of a bias"
-    if p.options.blocks:
-        return "does not know a mask of blocks in the backward pass"
     options = " or ".join(NAMES[name] for name in p.options.used if name in BEYOND_SOFTCAP)
     if max(p.d, p.dv) > MOST_WITH_OPTIONS:
         return f"has no backward pass with {options} beyond head dimension {MOST_WITH_OPTIONS}"

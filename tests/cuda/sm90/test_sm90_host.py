@@ -22,7 +22,7 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_forward, tier
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, tier
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
@@ -75,6 +75,8 @@ REFUSED = {
 OPTIONS_BEYOND_A_CAP = {
     "bias": (problem(bias=np.zeros(200, np.float32)), "a bias"),
     "mask": (problem(mask=np.ones(200, bool)), "a mask array"),
+    "blocks": (problem(mask=numba_flash.BlockMask(np.ones((1, 2), bool), 128)), "a mask array"),
+    "blocks that do not fit": (problem(mask=numba_flash.BlockMask(np.ones((2, 4), bool), 50)), "a mask array"),
     "dropout": (problem(dropout=0.5, rng=(1, 2)), "dropout"),
     "score_mod": (problem(score_mod=numba_flash.alibi([0.5, 0.25])), "a score_mod"),
 }
@@ -144,17 +146,6 @@ def test_options_of_gradients_are_named_together():
     gradients = BackwardInputs(x, *inputs_of(p)[:3], x, None)
     sentence = "serves gradients with a mask array or dropout on demand only (backend='sm90'): not timed yet"
     assert tier.why_not("backward", p, gradients, False, H200) == sentence
-
-
-@pytest.mark.parametrize("demanded", [True, False])
-def test_gradients_under_a_mask_of_blocks_are_not_served(demanded):
-    """Forward they go through lists as those of a mask of pairs."""
-    p = problem(mask=numba_flash.BlockMask(np.ones((1, 1), bool), 256))
-    inputs = inputs_of(p)
-    x = np.zeros((*p.batch, p.hq, p.nq, p.d), np.float16)
-    gradients = BackwardInputs(x, *inputs[:3], x, None)
-    assert tier.why_not("forward", p, inputs, demanded, H200) is None
-    assert tier.why_not("backward", p, gradients, demanded, H200) == "does not know a mask of blocks in the backward pass"
 
 
 def test_a_wanted_gradient_of_a_bias_is_refused_before_anything_is_computed():
@@ -462,6 +453,41 @@ def backward_launches(p: Problem) -> tuple[Launch, ...]:
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))
     return prepare_backward.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+
+
+@pytest.mark.parametrize(
+    ("d", "size", "fits"),
+    [
+        (64, 128, True),
+        (64, (384, 128), True),
+        (64, (64, 128), False),
+        (64, (128, 64), False),
+        (128, (64, 128), True),
+        (128, (96, 128), False),
+        (128, 64, False),
+    ],
+)
+def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(d, size, fits):
+    """The main kernel is that of the problem with lists in the place of the mask, and takes as many queries at a time as without one."""
+    bias = np.zeros((300, 300), np.float16)
+    p = problem(nq=300, nk=300, d=d, bias=bias, mask=numba_flash.BlockMask(np.ones((1, 1), bool), size))
+    q, k, v, o = layouts_of(p)
+    inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))
+    inputs = inputs._replace(bias=Layout.of(bias), mask=Layout.compact((1, 1), "bool"))
+    for deterministic in (True, False):
+        prepared = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), deterministic, H200)
+        lists, *order, preprocess, main, postprocess = prepared.launches
+        *_, options, tile = main.config
+        assert options == replace(p.options.structure, mask=not fits, listed=fits, blocks=None if fits else p.options.blocks)
+        assert tile == backward_options_tile(replace(p, options=options))
+        assert (tile.part == tile.block_m // 2) == fits
+        assert lists.builder == "block_lists.build"
+        assert lists.config[1:4] == (tile.block_m, tile.block_n, True)
+        names = ("tiles", "order") if deterministic else ("tiles",)
+        assert len(order) == len(names) - 1
+        assert postprocess.config[-1] == names
+        arrays = 1 if fits else 2
+        assert [len(each.extras) for each in (preprocess, main, postprocess)] == [arrays, *[arrays + len(names)] * 2]
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
