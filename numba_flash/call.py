@@ -123,7 +123,8 @@ class _Call:
             None if what is None else arrays.allocator(name, getattr(inputs, what.like), what.shape, what.dtype)
             for name, what in self._of_wanted
         )
-        self._reaches = None
+        self._reaches, self._device = None, arrays.device_id(inputs.q)
+        self._current = None if self._device < 0 else arrays.cupy().cuda.runtime.getDevice
         self._has_lengths, self._draws = problem.options.sequences, bool(problem.options.dropout)
         self._labels = ("out",) if "o" in wanted._fields else tuple(f"out[{i}]" for i in range(len(wanted)))
         lengths = [name for name in ("q_lengths", "kv_lengths", "page_table") if getattr(inputs, name, None) is not None]
@@ -131,6 +132,9 @@ class _Call:
         self._host_lengths = [name for name in lengths if on_gpu and arrays.library(getattr(inputs, name)) == "numpy"]
 
     def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
+        if self._current is not None and self._current() != self._device:
+            with inputs.q.device:  # where results and what is kept between kernels have to be
+                return self(inputs, outs, rng)
         if self._has_lengths:
             inputs = self._check_lengths(inputs)
         results = self._allocate(inputs, outs)

@@ -119,8 +119,8 @@ def test_problems_that_are_served(p):
 
 
 @pytest.mark.parametrize(("p", "option"), OPTIONS_BEYOND_A_CAP.values(), ids=OPTIONS_BEYOND_A_CAP)
-def test_gradients_with_options_are_served_on_demand(p, option):
-    """Up to head dimension 128, and not that of a bias; else `sm80` gets them. Forward, the tile is that of the kernel with options."""
+def test_gradients_with_options_are_served(p, option):
+    """Up to head dimension 128, and not that of a bias, which `sm80` gets. Forward, the tile is that of the kernel with options."""
     inputs = inputs_of(p)
     x = np.zeros((*p.batch, p.hq, p.nq, p.d), np.float16)
     gradients = BackwardInputs(x, *inputs[:3], x, None)
@@ -131,20 +131,18 @@ def test_gradients_with_options_are_served_on_demand(p, option):
         assert {why_not(replace(p, d=136), demanded), why_not(replace(p, dv=136), demanded)} == {wide}
         assert why_not(p, demanded, dbias=True) == "does not know the gradient of a bias"
         assert why_not(replace(p, dtype="float64"), demanded) == "serves float16, bfloat16 and float32; q.dtype is float64"
-    assert why_not(p, True) is why_not(replace(p, d=128, dv=128), True) is None
-    assert why_not(p, False) == f"serves gradients with {option} on demand only (backend='sm90'): not timed yet"
+        assert why_not(p, demanded) is why_not(replace(p, d=128, dv=128), demanded) is None
     tile = options_tile(p)
     assert tier.tiles_of(p) == (("forward", (tile.block_m, tile.block_n)),)
     assert choose(p, inputs, None, gpu=H200).backend == "sm90"
-    assert choose(p, gradients, None, "backward", gpu=H200).backend == "sm80"
-    assert choose(p, gradients, "sm90", "backward", gpu=H200).backend == "sm90"
+    assert choose(p, gradients, None, "backward", gpu=H200).backend == "sm90"
 
 
 def test_options_of_gradients_are_named_together():
-    p = problem(mask=np.ones(200, bool), dropout=0.5, rng=(1, 2), softcap=3.0)
-    x = np.zeros((2, 2, 100, 64), np.float16)
+    p = problem(mask=np.ones(200, bool), dropout=0.5, rng=(1, 2), softcap=3.0, d=136, dv=136)
+    x = np.zeros((2, 2, 100, 136), np.float16)
     gradients = BackwardInputs(x, *inputs_of(p)[:3], x, None)
-    sentence = "serves gradients with a mask array or dropout on demand only (backend='sm90'): not timed yet"
+    sentence = "has no backward pass with a mask array or dropout beyond head dimension 128"
     assert tier.why_not("backward", p, gradients, False, H200) == sentence
 
 
