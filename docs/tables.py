@@ -387,6 +387,19 @@ def by_model(study: dict, row: dict) -> str:
     return f"{1e3 * way(work, Machine(row['processes'], link, forward, backward, memory)):.1f}"
 
 
+def gpus_measured(study: dict) -> str:
+    """One sequence on several GPUs beside the same on one: time and efficiency, with the least and the most of all rounds."""
+    heads = f"{study['heads']} heads over {study['heads_kv']}"
+    rows = []
+    for row in study["rows"]:
+        if "direction" in row:
+            name = f"{row['direction']}, {'causal' if row['causal'] else 'full'}, {row['layout']}"
+            efficiency = f"{row['efficiency']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+            rows.append([name, row["tokens"], row["gpus"], f"{row['ms_alone']:.1f}", f"{row['ms']:.1f}", efficiency])
+    text = f"{study['device']}, NCCL, {study['dtype']}, {heads}, D = {study['head_dim']}:\n\n"
+    return text + table(["what", "tokens", "GPUs", "ms on one", "ms on all", "efficiency"], rows)
+
+
 def blocks_measured(study: dict) -> str:
     """Attention on dask arrays by size of chunks, beside one call."""
     heads = f"{study['heads']} heads over {study['heads_kv']}"
@@ -451,6 +464,7 @@ BLOCKS = {
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
+    "gpus-measured": Block(gpus_measured, ("h100/gpus",), _study("gpus", "h100")),
     "dask-measured": Block(blocks_measured, ("h200/blocks",), _study("blocks", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),

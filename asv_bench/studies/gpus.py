@@ -132,7 +132,7 @@ def rows_of(said: list[dict], spread: Spread) -> list[dict]:
         each = [one[direction] for one in said]
         together = [max(times) for times in zip(*(one["together"] for one in each), strict=True)]
         alone = each[0]["alone"]
-        if each[0]["error"] > BOUNDS[spread.shape["dtype"]] or not all(one["same_bits"] for one in each):
+        if not each[0]["error"] <= BOUNDS[spread.shape["dtype"]] or not all(one["same_bits"] for one in each):
             raise RuntimeError(f"{direction}, {spread}: error {each[0]['error']}, same bits: {[one['same_bits'] for one in each]}")
         efficiencies = [one / (len(said) * all_) for one, all_ in zip(alone, together, strict=True)]
         row = {"direction": direction, "tokens": spread.tokens, "causal": spread.causal, "layout": spread.layout, "gpus": len(said)}
