@@ -194,8 +194,8 @@ def float32(figure, results: dict) -> None:
     legend(figure, axes)
 
 
-def ring(figure, study: dict) -> None:
-    """When kernels ran in one process of each ring, and when transfers were on their way."""
+def timelines(figure, study: dict) -> None:
+    """When kernels ran in one of the processes, and when transfers were on their way, or waited for."""
     rows = [row for row in study["rows"] if row.get("spans")]
     figure.set_size_inches(10, 0.8 + 1.2 * max(1, len(rows)))
     axes = figure.subplots(max(1, len(rows)), 1, squeeze=False).ravel()
@@ -206,7 +206,8 @@ def ring(figure, study: dict) -> None:
             spans = [(start, stop - start) for start, stop in row["spans"][what]]
             axis.broken_barh(spans, (height - 0.4, 0.8), color=STYLES[who][0], edgecolor="white", linewidth=0.3, zorder=2)
         axis.set_yticks((0, 1), ("transfers", "kernels"))
-        axis.set_title(f"{row['what']}, {'causal' if row['causal'] else 'full'}, {row['processes']} processes", fontsize=9)
+        mask, processes = "causal" if row["causal"] else "full", row.get("processes", row["gpus"])
+        axis.set_title(f"{row['what']}, {_short(row['tokens'])} tokens, {mask}, {processes} processes", fontsize=9)
     axes[-1].set_xlabel("ms")
 
 
@@ -241,7 +242,8 @@ ALL = {
     "scaling-cpu": Figure(scaling, ("2-core-cpu/scaling",), "scaling-cpu", "time and memory against N on a CPU"),
     "tiles": Figure(tiles, ("h200/tiles",), "tiles", "time with each tile"),
     "float32": Figure(float32, ("h200/float32",), "float32", "errors of float32 against time, and on data in kelvin"),
-    "ring": Figure(ring, ("h200/ring",), "ring-measured", "kernels and transfers of one process over time"),
+    "ring": Figure(timelines, ("h200/ring",), "ring-measured", "kernels and transfers of one process over time"),
+    "gpus": Figure(timelines, ("h200/gpus",), "gpus-measured", "kernels and transfers of process 0 over time"),
     "accuracy": Figure(accuracy, tables.BLOCKS["accuracy"].sources, "accuracy", "root mean square errors by dtype"),
 }
 

@@ -395,9 +395,10 @@ def gpus_measured(study: dict) -> str:
         if "direction" in row:
             name = f"{row['direction']}, {'causal' if row['causal'] else 'full'}, {row['layout']}"
             efficiency = f"{row['efficiency']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
-            rows.append([name, row["tokens"], row["gpus"], f"{row['ms_alone']:.1f}", f"{row['ms']:.1f}", efficiency])
+            ms = (f"{row[each]:.1f}" for each in ("ms_alone", "ms_at_once", "ms"))
+            rows.append([name, row["tokens"], row["gpus"], *ms, efficiency])
     text = f"{study['device']}, NCCL, {study['dtype']}, {heads}, D = {study['head_dim']}:\n\n"
-    return text + table(["what", "tokens", "GPUs", "ms on one", "ms on all", "efficiency"], rows)
+    return text + table(["what", "tokens", "GPUs", "ms of one", "ms, each all of it", "ms together", "efficiency"], rows)
 
 
 def blocks_measured(study: dict) -> str:
@@ -464,7 +465,7 @@ BLOCKS = {
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
-    "gpus-measured": Block(gpus_measured, ("h100/gpus",), _study("gpus", "h100")),
+    "gpus-measured": Block(gpus_measured, ("h200/gpus",), _study("gpus", "h200")),
     "dask-measured": Block(blocks_measured, ("h200/blocks",), _study("blocks", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),

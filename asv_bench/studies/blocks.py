@@ -3,7 +3,7 @@
 Workers are processes of one thread; on a machine with GPUs each has one, as dask-cuda starts them. By several sizes of chunks along queries
 and keys, causal; the call that all is compared with runs in such a worker, too.
 
-    python asv_bench/studies/blocks.py --json FILE [--workers 1] [--tokens 65536] [--chunks 4096,8192,16384]
+    python asv_bench/studies/blocks.py --json FILE [--workers 1] [--tokens 131072] [--chunks 8192,16384,32768]
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numba_flash
 import numba_flash.dask
 
 DEFAULTS = {
-    "gpu": {"dtype": "float16", "heads": 16, "heads_kv": 2, "head_dim": 128, "tokens": 2**16, "chunks": [2**12, 2**13, 2**14]},
+    "gpu": {"dtype": "float16", "heads": 16, "heads_kv": 8, "head_dim": 128, "tokens": 2**17, "chunks": [2**13, 2**14, 2**15]},
     "cpu": {"dtype": "float32", "heads": 2, "heads_kv": 1, "head_dim": 64, "tokens": 2**12, "chunks": [2**9, 2**10, 2**11]},
 }
 SMALL = 64  # tokens of a call that loads, or compiles, the kernels
@@ -176,8 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--workers", type=int, metavar="W", help="default: as many as there are GPUs, on the CPU 1")
-    parser.add_argument("--tokens", type=int, help="default 65536, on the CPU 4096")
-    parser.add_argument("--chunks", type=common.numbers, help="default 4096, 8192 and 16384, on the CPU 512 to 2048")
+    parser.add_argument("--tokens", type=int, help="default 131072, on the CPU 4096")
+    parser.add_argument("--chunks", type=common.numbers, help="default 8192, 16384 and 32768, on the CPU 512 to 2048")
     options = parser.parse_args(arguments)
     clock = common.clock()
     shape = DEFAULTS[clock.place] | {name: x for name in ("tokens", "chunks") if (x := getattr(options, name))}

@@ -1,8 +1,10 @@
 """One sequence on all GPUs of a machine, beside the same one on one of them: how much faster, and who waited for what.
 
-A process per GPU, by NCCL. In each round, and in random order, all compute the sequence together, each its part of it, or process 0
-computes all of it while the others wait. Efficiency is the time alone over (GPUs times time together). Process 0 compares its part of o and
-of the gradients with those that it computed alone, and everybody compares the bits of later calls with those of the first.
+A process per GPU, by NCCL. In each round, and in random order, all compute the sequence together, each its part of it; or process 0
+computes all of it while the others wait; or each computes all of it for itself, at the same time. Efficiency is the time alone over (GPUs
+times time together). The slowest of those at the same time, over the time alone, says what other chips or clocks make of it: nothing is
+sent there. Process 0 compares its part of o and of the gradients with those that it computed alone, and everybody compares the bits of
+later calls with those of the first.
 
     python asv_bench/studies/gpus.py --json FILE [--tokens 32768,131072,524288]
 """
@@ -28,7 +30,7 @@ TOKENS = [2**15, 2**17, 2**19]
 TURN = 0.1  # seconds that a turn lasts at least
 FAST = 5e14  # operations per second of a GPU, to guess how many calls that takes
 ROUNDS = 5
-DIRECTIONS, WAYS = ("forward", "backward"), ("alone", "together")
+DIRECTIONS, WAYS = ("forward", "backward"), ("alone", "at once", "together")
 
 
 class Spread(NamedTuple):
@@ -94,8 +96,9 @@ def measured(rank: int, boxes: list, spread: Spread) -> dict:
     rows = cupy.asarray(distributed.positions(spread.tokens, **given))
     own = [distributed.shard(x, **given) for x in whole]
     ways = {"together": bound(own, distributed.forward, distributed.backward, causal=spread.causal, **given)}
+    ways["at once"] = bound(whole, numba_flash.forward, numba_flash.backward, causal=spread.causal)
     if rank == 0:
-        ways["alone"] = bound(whole, numba_flash.forward, numba_flash.backward, causal=spread.causal)
+        ways["alone"] = ways["at once"]
     said = {}
     for direction in DIRECTIONS:
         first = ways["together"][direction]()
@@ -130,13 +133,14 @@ def rows_of(said: list[dict], spread: Spread) -> list[dict]:
     rows = []
     for direction in DIRECTIONS:
         each = [one[direction] for one in said]
-        together = [max(times) for times in zip(*(one["together"] for one in each), strict=True)]
+        together, at_once = ([max(times) for times in zip(*(one[way] for one in each), strict=True)] for way in ("together", "at once"))
         alone = each[0]["alone"]
         if not each[0]["error"] <= BOUNDS[spread.shape["dtype"]] or not all(one["same_bits"] for one in each):
             raise RuntimeError(f"{direction}, {spread}: error {each[0]['error']}, same bits: {[one['same_bits'] for one in each]}")
         efficiencies = [one / (len(said) * all_) for one, all_ in zip(alone, together, strict=True)]
         row = {"direction": direction, "tokens": spread.tokens, "causal": spread.causal, "layout": spread.layout, "gpus": len(said)}
-        row |= {"ms": median(together), "ms_alone": median(alone), "efficiency": median(efficiencies), "error": each[0]["error"]}
+        row |= {"ms": median(together), "ms_alone": median(alone), "ms_at_once": median(at_once)}
+        row |= {"efficiency": median(efficiencies), "error": each[0]["error"]}
         rows.append(row | {"least": min(efficiencies), "most": max(efficiencies)})
     return rows
 

@@ -287,13 +287,13 @@ def test_efficiency_on_several_gpus(module):
     """A round together takes as long as its slowest process; what is wrong, or has other bits, is no result."""
     gpus = module("gpus")
     spread = gpus.Spread(gpus.SHAPE, 1000, True, 3)
-    of = lambda alone, together: {"error": 1e-3, "same_bits": True, "alone": alone, "together": together}
+    of = lambda *ms: {"error": 1e-3, "same_bits": True} | dict(zip(gpus.WAYS, ms, strict=True))
     said = [
-        dict.fromkeys(gpus.DIRECTIONS, of([8.0, 8.0, 6.0], [4.0, 4.0, 4.0])),
-        dict.fromkeys(gpus.DIRECTIONS, of([0.0] * 3, [3.0, 5.0, 3.0])),
+        dict.fromkeys(gpus.DIRECTIONS, of([8.0, 8.0, 6.0], [8.0, 9.0, 9.0], [4.0, 4.0, 4.0])),
+        dict.fromkeys(gpus.DIRECTIONS, of([0.0] * 3, [9.0, 8.0, 10.0], [3.0, 5.0, 3.0])),
     ]
     for row in gpus.rows_of(said, spread):
-        assert (row["ms"], row["ms_alone"], row["gpus"], row["layout"]) == (4.0, 8.0, 2, "zigzag")
+        assert (row["ms"], row["ms_alone"], row["ms_at_once"], row["gpus"], row["layout"]) == (4.0, 8.0, 9.0, 2, "zigzag")
         assert (row["efficiency"], row["least"], row["most"]) == (0.8, 0.75, 1.0)
     for wrong in ({"error": 0.1}, {"error": math.nan}, {"same_bits": False}):
         with pytest.raises(RuntimeError, match="forward"):

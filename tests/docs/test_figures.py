@@ -112,6 +112,17 @@ RESULTS = {
             {"what": "gather", "processes": 2, "gpus": 2, "carrier": "nccl", "causal": False, "tokens": 65536, "ms": 800.0},
         ],
     },
+    "h200/gpus": {
+        "device": "H",
+        "dtype": "float16",
+        **{"heads": 4, "heads_kv": 2, "head_dim": 8},
+        "rows": [
+            {"direction": "forward", "tokens": 64, "causal": True, "layout": "zigzag", "gpus": 2, "ms": 5.0, "ms_alone": 8.0}
+            | {"ms_at_once": 9.0, "efficiency": 0.8, "least": 0.7, "most": 0.9},
+            {"what": "timeline", "tokens": 64, "causal": True, "gpus": 2}
+            | {"spans": {"kernels": [[0.5, 1.0], [1.1, 2.0]], "transfers": [[0.6, 0.9]]}},
+        ],
+    },
     "h200/blocks": {
         "device": "H",
         "dtype": "float16",
@@ -186,6 +197,7 @@ EXPECTED = {
         "| one call | 1 | 1 | 10.0, 30.0 |  | 5 |",
         "| 16 | 2 | 2 | 6.0, 20.0 | 10, 20 | 3 |",
     ],
+    "gpus-measured": ["| forward, causal, zigzag | 64 | 2 | 8.0 | 9.0 | 5.0 | 0.80 (0.70 to 0.90) |"],
     "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
     "torch-cpu": ["| forward | 1.25 to 2.00 |"],
     "limits": [
@@ -275,9 +287,10 @@ def test_a_ring_is_measured_beside_its_model():
     assert tables.by_model(RESULTS["h200/ring"], ring | {"gpus": 0}) == "-"
 
 
-def test_the_timeline_of_a_ring_has_a_bar_for_each_span():
+@pytest.mark.parametrize("study", ["ring", "gpus"])
+def test_a_timeline_has_a_bar_for_each_span(study):
     canvas = pytest.importorskip("matplotlib.figure", reason="figures need numba_flash[examples]").Figure()
-    figures.ring(canvas, RESULTS["h200/ring"])
+    figures.timelines(canvas, RESULTS[f"h200/{study}"])
     (axis,) = canvas.axes
     bars = {round(bar.get_extents().y0): bar.get_extents() for of_one in axis.collections for bar in of_one.get_paths()}
     spans = sorted((bar.get_extents().x0, bar.get_extents().x1) for of_one in axis.collections for bar in of_one.get_paths())
