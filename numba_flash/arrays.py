@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _DLPACK_CPU = 1
+_ALIGNMENT = 512  # bytes, of arrays of CuPy's pool
 _plain = {type(None), np.ndarray}
 
 
@@ -248,6 +249,51 @@ def compact(name: str, like, shape: tuple[int, ...], dtype):
         return (np if isinstance(like, np.ndarray) else cupy()).empty(shape, dtype)
     except MemoryError as error:
         raise memory_error(name, shape, dtype) from error
+
+
+class Scratch:
+    """Arrays that kernels of one call hand to each other, which nobody else looks at: on a GPU in one piece of memory.
+
+    Parameters
+    ----------
+    layouts : named tuple of Layout or None
+        What `Layout.compact` says of each.
+    names : sequence of str
+        What errors call them.
+    """
+
+    def __init__(self, layouts, names):
+        self._layouts, self._names, self._offsets, self._bytes = layouts, names, [], 0
+        for x in layouts:
+            self._offsets.append(self._bytes)
+            size = 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
+            self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def beside(self, like):
+        """The named tuple of new ones beside `like`: arrays of NumPy, or a `Place` of each on CuPy's current device."""
+        layouts = self._layouts
+        if isinstance(like, np.ndarray):
+            named = zip(self._names, layouts, strict=True)
+            return layouts._make(x and compact(name, like, x.shape, x.dtype) for name, x in named)
+        try:
+            memory = cupy().cuda.alloc(self._bytes)
+        except MemoryError as error:
+            raise memory_error(", ".join(self._names), (self._bytes,), "uint8") from error
+        there = zip(layouts, self._offsets, strict=True)
+        return layouts._make([x and Place(memory + offset, x.strides[0]) for x, offset in there])
+
+
+class Place:
+    """Memory of an array on a GPU that only kernels see: all that a launch looks at."""
+
+    __slots__ = ("_step", "data")
+
+    def __init__(self, data, step: int):
+        self.data, self._step = data, step
+
+    def __getitem__(self, i: int) -> "Place":
+        """That of the array's `i`-th element along the first axis."""
+        return Place(self.data + i * self._step, 0)
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:

@@ -103,6 +103,11 @@ def _layouts(named):
     return type(named)(*map(Layout.of, named))
 
 
+def _place(allocate, out):
+    """Where a result goes: to `out`, or into a new array; None if nobody wants it."""
+    return out if out is not None or allocate is None else allocate()
+
+
 class _Call:
     """A checked problem on arrays of known layouts: allocate the results, run, return them.
 
@@ -155,10 +160,7 @@ class _Call:
             if out is not None:
                 self._check_outs(inputs, outs)
                 break
-        results = []
-        for allocate, out in zip(self._allocators, outs, strict=True):
-            results.append(out if out is not None or allocate is None else allocate())
-        return self._wanted._make(results)
+        return self._wanted._make(map(_place, self._allocators, outs))
 
     def _check_outs(self, inputs, outs: tuple) -> None:
         called = getattr(inputs, "CALLED", inputs._fields)

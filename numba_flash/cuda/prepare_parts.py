@@ -4,8 +4,7 @@
 
 import math
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
 from numba_flash.cuda.launch import Launch
 from numba_flash.problem import ForwardResults
@@ -21,14 +20,9 @@ def layouts(p, parts: int) -> ForwardResults:
     return ForwardResults(*(Layout.compact(x, accumulator) for x in ((*shape, p.dv), shape)))
 
 
-def allocate(partial: ForwardResults, like) -> ForwardResults:
-    """Arrays of these layouts."""
-    return ForwardResults(
-        *(
-            arrays.compact(f"parts of {name}", like, x.shape, x.dtype)
-            for name, x in partial._asdict().items()
-        )
-    )
+def scratch(partial: ForwardResults) -> Scratch:
+    """Where arrays of these layouts come from."""
+    return Scratch(partial, ("parts of o", "parts of lse"))
 
 
 def combine(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import Centred, Words, build_extras, chunked, planes_of
 from numba_flash.cuda.launch import Launch
@@ -36,6 +35,8 @@ class Split(NamedTuple):
         Planes; do None in a forward pass.
     factors, shifts, centres, flags
         As in `numba_flash.cuda.split`.
+    extremes : int32 (heads of arrays, chunks, 2)
+        What one kernel finds for the other.
     """
 
     q: Any
@@ -46,6 +47,7 @@ class Split(NamedTuple):
     shifts: Any
     centres: Any
     flags: Any
+    extremes: Any
 
     @property
     def extras(self) -> tuple:
@@ -106,8 +108,9 @@ class Splitter:
             shifts=Layout.compact(queries, "float32"),
             centres=Layout.compact((2, *keys[:3], max(p.d, p.dv)), "float32"),
             flags=Layout.compact(queries[:3], "int32"),
+            extremes=Layout.compact((parts, chunks, 2), "int32"),
         )
-        self._extremes = Layout.compact((parts, chunks, 2), "int32")
+        self._scratch = Scratch(self.made, [f"float16 planes: {name}" for name in Split._fields])
         made, given = self.made, tuple((each, 5) for each in x)
         wide = chunked(*(each for each in x if each is not None))
         extras = grid.extras_layouts(p, inputs)
@@ -117,7 +120,7 @@ class Splitter:
             gpu,
             grid=parts * chunks,
             threads=THREADS,
-            operands=(*given, (self._extremes, 3), (made.centres, 5)),
+            operands=(*given, (made.extremes, 3), (made.centres, 5)),
             extras=extras,
         )
         split = Launch(
@@ -127,7 +130,7 @@ class Splitter:
             grid=parts * -(-longest // ROWS),
             threads=THREADS,
             operands=(
-                *(*given, (self._extremes, 3), (made.centres, 5)),
+                *(*given, (made.extremes, 3), (made.centres, 5)),
                 *((made.q, 5), (made.k, 5), (made.v, 5), (made.do, 5)),
                 *((made.factors, 4), (made.shifts, 4), (made.flags, 3)),
             ),
@@ -138,17 +141,10 @@ class Splitter:
 
     def of(self, inputs) -> Split:
         """The arrays of a call; what is in them is made."""
-        x = self._given(inputs)
-        named = {**self.made._asdict(), "extremes": self._extremes}
-        made = {
-            name: y and arrays.compact(f"float16 planes: {name}", inputs.q, y.shape, y.dtype)
-            for name, y in named.items()
-        }
-        extremes, extras = made.pop("extremes"), self._extras_of(inputs)
-        y = Split(**made)
+        x, extras, y = self._given(inputs), self._extras_of(inputs), self._scratch.beside(inputs.q)
         statistics, split = self.launches
-        statistics(*x, extremes, y.centres, extras=extras)
-        split(*x, extremes, y.centres, *y[:4], y.factors, y.shifts, y.flags, extras=extras)
+        statistics(*x, y.extremes, y.centres, extras=extras)
+        split(*x, y.extremes, y.centres, *y[:4], y.factors, y.shifts, y.flags, extras=extras)
         return y
 
     def _given(self, inputs) -> tuple:

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, extras_class, in_vectors
 from numba_flash.cuda.launch import Launch
@@ -42,6 +41,14 @@ class Tiles(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """Of what the kernel gets."""
         return ("bits",) if self.bits else ("tiles", "order") if self.share else ("tiles",)
+
+
+class Made(NamedTuple):
+    """What is made of a mask, or its layouts; None where nobody wants it."""
+
+    tiles: Any
+    bits: Any
+    order: Any
 
 
 class Chosen(NamedTuple):
@@ -101,11 +108,13 @@ class Extras:
         rows, columns = -(-p.nq // t.block_m), -(-p.nk // t.block_n)
         blocks, across = (columns, rows) if t.transposed else (rows, columns)
         own, all_heads = _own_axes(p, inputs.mask), (*p.batch, p.hq)
-        words = 2 * -(-across // WORD) if t.share or t.bits else 0
-        self._made = {
-            "tiles": Layout.compact((*own, blocks, 1 + across), "int32"),
-            "bits": Layout.compact((*own, blocks, words), "uint32"),
-        }
+        words, groups = 2 * -(-across // WORD), -(-rows // t.share) if t.share else 0
+        made = Made(
+            tiles=Layout.compact((*own, blocks, 1 + across), "int32"),
+            bits=Layout.compact((*own, blocks, words), "uint32") if t.share or t.bits else None,
+            order=Layout.compact((*own, blocks + 1, groups), "int32") if t.share else None,
+        )
+        self._scratch = Scratch(made, [f"the mask's {name}" for name in Made._fields])
         builder, config, lists = _builder(masked, inputs.mask, t)
         make = Launch(
             builder,
@@ -113,24 +122,22 @@ class Extras:
             gpu,
             grid=-(-math.prod(own) * blocks // lists),
             threads=32 * LISTS if lists > 1 else THREADS,
-            operands=((self._made["tiles"], 5), (self._made["bits"], 5)),
+            operands=((made.tiles, 5), (made.bits, 5)),
             extras=grid.extras_layouts(masked, inputs),
             numbers=(p.nq, p.nk, p.low, p.high),
         )
         self.launches = (make,)
         if t.share:
-            groups = -(-rows // t.share)
-            self._made["order"] = Layout.compact((*own, blocks + 1, groups), "int32")
             count = Launch(
                 "tile_lists.build_order",
                 (t.share, ORDER_THREADS),
                 gpu,
                 grid=-(-math.prod(own) * groups // ORDER_THREADS),
                 threads=ORDER_THREADS,
-                operands=((self._made["bits"], 5), (self._made["order"], 5)),
+                operands=((made.bits, 5), (made.order, 5)),
             )
             self.launches = (make, count)
-        wanted = (self._made[name] for name in t.names)
+        wanted = (getattr(made, name) for name in t.names)
         self.layouts += tuple((x, (*all_heads, *x.shape[3:])) for x in wanted)
 
     def of(self, inputs):
@@ -138,16 +145,11 @@ class Extras:
         extras = self._extras_of(inputs)
         if not self.launches:
             return extras
-        made = {}
-        for name, x in self._made.items():  # bits that nobody wants have no words
-            given = 0 not in x.shape
-            label = f"the mask's {name}"
-            made[name] = arrays.compact(label, inputs.q, x.shape, x.dtype) if given else None
-        make, *count = self.launches
-        make(made["tiles"], made["bits"], extras=self._extras_of_mask(inputs))
+        made, (make, *count) = self._scratch.beside(inputs.q), self.launches
+        make(made.tiles, made.bits, extras=self._extras_of_mask(inputs))
         for launch in count:
-            launch(made["bits"], made["order"])
-        return self._class(*extras, *[made[name] for name in self._names])
+            launch(made.bits, made.order)
+        return self._class(*extras, *[getattr(made, name) for name in self._names])
 
 
 def _builder(p, mask, tiles: Tiles) -> tuple[str, tuple, int]:

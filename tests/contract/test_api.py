@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -167,6 +168,67 @@ def test_an_address_on_a_gpu_counts_by_what_is_left_of_16():
     same = [[arrays.layout(at(x)) == arrays.layout(at(y)) for x in addresses] for y in addresses]
     assert same == [[x % 16 == y % 16 for x in addresses] for y in addresses]
     assert [arrays.Layout.of(at(ptr)).offset for ptr in addresses] == [0, 0, 8, 2]
+
+
+class Pointer(NamedTuple):
+    """Stands in for CuPy's pointer to memory."""
+
+    ptr: int
+
+    def __add__(self, offset: int) -> "Pointer":
+        return Pointer(self.ptr + offset)
+
+
+class Arrays(NamedTuple):
+    """What kernels hand to each other."""
+
+    x: Any
+    y: Any
+    z: Any
+    w: Any
+
+
+SCRATCH = Arrays(*(n and arrays.Layout.compact((2, n), "float32") for n in (3, None, 500, 1)))
+
+
+def test_what_kernels_hand_to_each_other_is_one_piece_on_a_gpu(monkeypatch):
+    allocated = []
+    memory = SimpleNamespace(alloc=lambda size: allocated.append(size) or Pointer(1 << 20))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=memory))
+    there = arrays.Scratch(SCRATCH, "abcd").beside(SimpleNamespace())
+    x, z, w = there.x.data.ptr, there.z.data.ptr, there.w.data.ptr
+    ends = [0, x + 2 * 3 * 4, z + 2 * 500 * 4, w + 2 * 4]
+    assert there.y is None
+    assert all(start % 512 == 0 and start >= end for start, end in zip((x, z, w, (1 << 20) + allocated[0]), ends, strict=True))
+    assert (there.z[0].data.ptr, there.z[1].data.ptr) == (z, z + 500 * 4)
+    assert len(allocated) == 1
+    new = arrays.Scratch(SCRATCH, "abcd").beside(np.empty(1))
+    assert [None if x is None else (x.shape, x.dtype.name) for x in new] == [
+        ((2, 3), "float32"),
+        None,
+        ((2, 500), "float32"),
+        ((2, 1), "float32"),
+    ]
+
+
+def test_no_room_for_what_kernels_hand_to_each_other_names_it(monkeypatch):
+    def alloc(size):
+        raise MemoryError
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(alloc=alloc)))
+    with pytest.raises(MemoryError, match=r"^a, b, c, d: cannot allocate 5120 bytes for shape \(5120,\), dtype uint8$"):
+        arrays.Scratch(SCRATCH, "abcd").beside(SimpleNamespace())
+
+
+def test_arrays_of_cupy_are_plain_once_it_is_imported(monkeypatch):
+    class Array:
+        pass
+
+    monkeypatch.setattr(arrays, "_plain", set(arrays._plain))
+    assert not arrays.plain(Array())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
+    assert arrays.plain(Array(), None, np.empty(1))
+    assert not arrays.plain(type("Subclass", (Array,), {})(), Array())
 
 
 def test_prepared_calls_are_bounded(prepared, monkeypatch):

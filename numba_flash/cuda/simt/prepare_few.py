@@ -55,10 +55,10 @@ def prepare(problem, inputs, results, gpu) -> Prepared:
             *(parts, parameters_of(p, None)),
         ),
     )
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
 
     def run(inputs, results):
-        into = prepare_parts.allocate(partial, inputs.q) if combine else results
+        into = scratch.beside(inputs.q) if combine else results
         forward(inputs.q, inputs.k, inputs.v, *into, extras=extras_of(inputs))
         if combine:
             combine(*into, *results)

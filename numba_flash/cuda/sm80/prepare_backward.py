@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
     FACTORS,
@@ -58,10 +57,9 @@ class Temporaries(NamedTuple):
     dq_sum: Layout
     flags: Layout
 
-    def allocate(self, like) -> "Temporaries":
-        """Such arrays beside `like`."""
-        named = zip(("rows", "sums of dq", "flags"), self, strict=True)
-        return Temporaries(*[arrays.compact(name, like, x.shape, x.dtype) for name, x in named])
+    def scratch(self) -> Scratch:
+        """Where such arrays come from."""
+        return Scratch(self, ("rows", "sums of dq", "flags"))
 
 
 class Pass(NamedTuple):
@@ -157,12 +155,12 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     dbias = None
     if results.dbias is not None:
         dbias = _dbias(this, problem)
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), there.scratch()
 
     def run(inputs, results, rng=None):
         x, extras, own = _heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
-        rows, dq_sum, flags = this.temporaries.allocate(inputs.q)
+        rows, dq_sum, flags = scratch.beside(inputs.q)
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
         given = None if rng is None else numbers(rng)
         main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=own, numbers=given)
@@ -182,7 +180,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     def run_split(inputs, results, rng=None):
         x, extras, own = _heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
-        rows, dq_sum, flags = this.temporaries.allocate(inputs.q)
+        rows, dq_sum, flags = scratch.beside(inputs.q)
         y = splitter.of(inputs)
         own_split = of_preprocess(*extras, *y.extras)
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=own_split)

@@ -169,9 +169,10 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
     combine_parts = prepare_parts.combine_many if tile.group else prepare_parts.combine
     combine = combine_parts(partial, results, gpu, parts)
+    scratch = prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
-        o_parts, lse_parts = prepare_parts.allocate(partial, inputs.q)
+        o_parts, lse_parts = scratch.beside(inputs.q)
         given = None if rng is None else numbers(rng)
         x = operands.of(inputs)
         forward(x.q, x.k, x.v, o_parts, lse_parts, extras=x.extras, numbers=given)

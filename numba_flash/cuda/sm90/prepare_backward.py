@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
@@ -59,12 +58,9 @@ class Temporaries(NamedTuple):
     flags: Layout | None
     ds: Layout | None
 
-    def allocate(self, like) -> "Temporaries":
-        """Such arrays beside `like`."""
-        named = zip(("rows", "sums of dq", "flags", "dS"), self, strict=True)
-        return Temporaries(
-            *[x if x is None else arrays.compact(name, like, x.shape, x.dtype) for name, x in named]
-        )
+    def scratch(self) -> Scratch:
+        """Where such arrays come from."""
+        return Scratch(self, ("rows", "sums of dq", "flags", "dS"))
 
 
 class Pass(NamedTuple):
@@ -116,11 +112,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     preprocess = preprocess_launch(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
 
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
 
     def run(inputs, results):
         extras = extras_of(inputs)
-        there = this.temporaries.allocate(inputs.q)
+        there = scratch.beside(inputs.q)
         sums = there.dq_sum if tile.adds_dq else None
         x = inputs.do, inputs.o, inputs.lse, inputs.dlse
         preprocess(*x, there.rows, sums, there.flags, extras=extras)
@@ -338,7 +334,7 @@ def _prepare_parts(this: Pass) -> Prepared:
         dq, dk, dv = results.dq, results.dk, results.dv
         stored, stored_dq = ((), ()) if p.options.packed else ((dk, dv), (dq,))
         maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
-        lse2, delta = there.rows
+        lse2, delta = there.rows[0], there.rows[1]
         for of_main, of_dq in at_a_time:
             main(*maps, dk, dv, lse2, delta, there.ds, None, extras=extras, numbers=of_main)
             sum_dq(

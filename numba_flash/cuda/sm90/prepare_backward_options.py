@@ -50,16 +50,16 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=1 if deterministic else 0)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
 
     def run(inputs, results, rng=None):
-        x, there, own = inputs, this.temporaries.allocate(inputs.q), lists.of(inputs)
+        x, there, own = inputs, scratch.beside(inputs.q), lists.of(inputs)
         dq, dk, dv = results[:3]
         rows, sums, flags, _ = there
         preprocess(x.do, x.o, x.lse, x.dlse, rows, sums, flags, extras=extras_of(inputs))
         mapped = (x.do, x.q, x.k, x.v, dk, dv)[: len(main.maps)]
         given = None if rng is None else numbers(rng)
-        main(*mapped, dk, dv, *rows, sums, flags, extras=own, numbers=given)
+        main(*mapped, dk, dv, rows[0], rows[1], sums, flags, extras=own, numbers=given)
         postprocess(sums, dq, extras=own)
 
     return Prepared(run, (*lists.launches, preprocess, main, postprocess))

@@ -41,11 +41,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
     preprocess, main = _preprocess(this, splitter.made), _main(this, splitter.made)
     postprocess = _postprocess(this, splitter.made)
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
     of_rows, of_factors = (extras_class(p.options, more=names) for names in (SPLIT, FACTORS))
 
     def run(inputs, results):
-        extras, there = extras_of(inputs), this.temporaries.allocate(inputs.q)
+        extras, there = extras_of(inputs), scratch.beside(inputs.q)
         x = splitter.of(inputs)
         do, o = grid.heads_first(p, inputs.do, inputs.o)
         dq, dk, dv = grid.heads_first(p, *results[:3])

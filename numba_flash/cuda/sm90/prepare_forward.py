@@ -38,10 +38,10 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     partial = prepare_parts.layouts(p, parts)
     forward = _forward(p, inputs, partial, gpu, tile, parts)
     combine = prepare_parts.combine(partial, results, gpu, parts)
-    extras_of = build_extras(p.options)
+    extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
 
     def run(inputs, results):
-        o_parts, lse_parts = prepare_parts.allocate(partial, inputs.q)
+        o_parts, lse_parts = scratch.beside(inputs.q)
         forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(inputs))
         combine(o_parts, lse_parts, results.o, results.lse)
 

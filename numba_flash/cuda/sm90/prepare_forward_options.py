@@ -70,9 +70,10 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
+    scratch = prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
-        into = prepare_parts.allocate(partial, inputs.q) if combine else results
+        into = scratch.beside(inputs.q) if combine else results
         mapped = (inputs.q, inputs.k, inputs.v, into.o)[: len(forward.maps)]
         given = None if rng is None else numbers(rng)
         forward(*mapped, *into, extras=extras.of(inputs), numbers=given)

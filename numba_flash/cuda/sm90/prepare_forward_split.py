@@ -26,14 +26,12 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward = _forward(p, inputs, splitter, partial, gpu, tile, parts)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
-    lengths_of = build_extras(p.options)
+    lengths_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
     extras = extras_class(p.options, (), SPLIT)
 
     def run(inputs, results):
-        x, into = (
-            splitter.of(inputs),
-            prepare_parts.allocate(partial, inputs.q) if combine else results,
-        )
+        x = splitter.of(inputs)
+        into = scratch.beside(inputs.q) if combine else results
         (o,) = grid.heads_first(p, into.o)
         more = extras(*lengths_of(inputs), *x.extras)
         forward(x.q, x.k, x.v, o, into.lse, extras=more)
