@@ -1,12 +1,13 @@
-"""Prepared kernel launches on CuPy's current stream through cuda.core, or in Numba's simulator."""
+"""Prepared kernel launches on CuPy's current stream through the driver, or in Numba's simulator."""
 
 import ctypes
 import importlib
 import math
 import os
+import struct
 import threading
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from glob import glob
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ DRIVER = "libcuda.so.1"
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
 # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice.
 OLD_DRIVER, NO_DEVICE = 35, 100
+# Numbers as kernels read them, each in a word of its own.
+WORD, FORMATS = 8, {int: "q", np.uint64: "Q", float: "d", np.float64: "d", np.float32: "f4x"}
 
 _thread = threading.local()
 
@@ -132,19 +135,15 @@ def _kernel(builder: str, config: tuple, device: int, shared_bytes: int):
 
 
 @lru_cache(maxsize=256)
-def _stream(handle: int):
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
-
-
-@lru_cache(maxsize=256)
 def _simulated_kernel(builder: str, config: tuple):
     from numba import cuda
 
     module, function = builder.rsplit(".", 1)
     kernel, _, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)(*config)
     return cuda.jit(kernel)
+
+
+ADDRESS = 4  # its place in what `_numba_array` says
 
 
 def _numba_array(x, view: int | tuple[int, ...]) -> list[int]:
@@ -166,10 +165,56 @@ def _flat(numbers) -> list:
     return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
 
 
+class Block:
+    """Memory with all arguments of a kernel, for one call at a time, in words::
+
+        addresses of arrays | pointers to tensor maps, and to each other argument | other arguments
+
+    What changes with every call comes first, so that it is written at once; the pointers are those
+    that the driver takes.
+
+    Parameters
+    ----------
+    maps : int
+        How many tensor maps there are, the first arguments.
+    views : sequence of lists
+        The arrays, as `_numba_array` describes them.
+    numbers : sequence
+        The arguments after these.
+    """
+
+    def __init__(self, maps: int, views, numbers):
+        fixed = [word for view in views for word in view]
+        first = len(views) + maps + len(fixed) + len(numbers)  # word of the other arguments
+        self._memory = memory = ctypes.create_string_buffer(
+            WORD * (first + len(fixed) + len(numbers))
+        )
+        base = ctypes.addressof(memory)
+        places = [base + WORD * (first + i) for i in range(len(fixed) + len(numbers))]
+        at = 0
+        for i, view in enumerate(views):
+            places[at + ADDRESS] = base + WORD * i
+            at += len(view)
+        struct.pack_into(f"<{len(places)}Q", memory, WORD * (len(views) + maps), *places)
+        struct.pack_into(f"<{len(fixed)}q", memory, WORD * first, *fixed)
+        self.write = partial(struct.Struct(f"<{len(views)}Q{maps}Q").pack_into, memory, 0)
+        formats = "".join(FORMATS[type(x)] for x in numbers)
+        self._write_numbers = partial(
+            struct.Struct(f"<{formats}").pack_into, memory, WORD * (first + len(fixed))
+        )
+        self.pointers, self._numbers = base + WORD * len(views), None
+
+    def write_numbers(self, numbers) -> None:
+        """Put in the numbers, unless they are those of the last call."""
+        if numbers is not self._numbers:
+            self._write_numbers(*_flat(numbers))
+            self._numbers = numbers
+
+
 @dataclass(eq=False)
 class Launch:
-    """One kernel with its grid and every argument but the addresses; a call costs one list copy and
-    one launch on CuPy's current stream.
+    """One kernel with its grid and every argument but the addresses; a call writes those into a
+    `Block`, and launches on CuPy's current stream.
 
     The kernel is found or compiled, and loaded, when it runs for the first time.
 
@@ -230,20 +275,19 @@ class Launch:
             self._submit = self._simulate
             return
         import cupy
-        from cuda.core import LaunchConfig, launch
+        from cuda.bindings import driver
 
-        self._cupy, self._launch = cupy.cuda, launch
+        self._cupy = cupy.cuda
         self._kernel = _kernel(self.builder, self.config, self._device, self.shared_bytes)
-        self._config = LaunchConfig(
-            grid=self.grid, block=self.threads, shmem_size=self.shared_bytes
+        function, shape = (
+            driver.CUfunction(int(self._kernel.handle)),
+            (self.grid, 1, 1, self.threads, 1, 1),
         )
-        arguments, slots = [0] * len(self.maps), [*range(len(self.maps))]
-        for x, view in (*self.operands, *self.extras):
-            slots.append(len(arguments) + 4)
-            arguments += _numba_array(x, view)
-        self._at = [TensorMaps(x, rows).at for x, rows in self.maps]
-        # complete lists at once: another thread may load at the same time
-        self._slots, self._arguments = slots, arguments + _flat(self.numbers)
+        self._launch = partial(driver.cuLaunchKernel, function, *shape, self.shared_bytes)
+        self._maps = TensorMaps(self.maps)
+        views = [_numba_array(x, view) for x, view in (*self.operands, *self.extras)]
+        self._new_block = partial(Block, len(self.maps), views, _flat(self.numbers))
+        self._blocks = []  # that no call is using
         self._submit = self._submit_to_gpu
 
     def _submit_to_gpu(self, operands, extras, numbers) -> None:
@@ -254,17 +298,19 @@ class Launch:
             # a new thread has no context until it names a device
             self._cupy.Device(self._device).use()
             _thread.__dict__[self._device] = True
-        arguments = self._arguments.copy()
-        for slot, x in zip(self._slots, operands + extras, strict=True):
-            if x is not None:
-                arguments[slot] = x.data.ptr
-        for i, at in enumerate(self._at):
-            arguments[i] = at(arguments[i])
-        if numbers is not None:
-            numbers = _flat(numbers)
-            arguments[-len(numbers) :] = numbers
-        stream = _stream(self._cupy.get_current_stream().ptr)
-        self._launch(stream, self._config, self._kernel, *arguments)
+        addresses = [0 if x is None else x.data.ptr for x in operands + extras]
+        mapped = len(self.maps)
+        maps = self._maps[tuple(addresses[:mapped])]  # held until the driver has copied them
+        try:
+            block = self._blocks.pop()
+        except IndexError:  # the first call, or one beside another
+            block = self._new_block()
+        block.write(*addresses[mapped:], *maps.pointers)
+        block.write_numbers(self.numbers if numbers is None else numbers)
+        (error,) = self._launch(self._cupy.get_current_stream().ptr, block.pointers, 0)
+        self._blocks.append(block)
+        if error:
+            raise RuntimeError(f"{self.builder} cannot be launched: {error.name}")
 
     def _simulate(self, operands, extras, numbers) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import (

@@ -1,9 +1,11 @@
 """Tensor maps: descriptors by which the copy engine of Hopper finds tiles of an array."""
 
+from typing import NamedTuple
+
 from numba_flash import arrays
 from numba_flash.cuda.swizzle import PANEL
 
-MOST = 256  # of one array of one launch
+MOST = 256  # of one array of one launch, and of all together
 UNIT = 16  # bytes, of strides and addresses
 
 
@@ -29,58 +31,70 @@ def why_not(name: str, x) -> str | None:
     return None
 
 
-class _Memory:
-    """Device memory at an address, in the protocol that cuda.core reads."""
+class Described(NamedTuple):
+    """Tensor maps of the arrays of a launch, and where each lies."""
 
-    __slots__ = ("__cuda_array_interface__",)
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]):
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "strides": strides,
-            "typestr": "<u2",
-            "data": (address, False),
-            "stream": None,
-        }
+    pointers: tuple[int, ...]
+    descriptors: tuple
 
 
-class TensorMaps:
-    """Tensor maps of (..., n, d) arrays of 16-bit elements as five dimensions, with boxes of `rows`
-    rows of one panel of 64 columns.
+class TensorMaps(dict):
+    """Tensor maps for a launch, `Described`, by the addresses of its arrays: programs use the same
+    memory again and again.
+    """
 
-    One for each address at which an array of this layout was seen: programs use the same memory
-    again and again.
+    def __init__(self, maps):
+        self._each = [_TensorMaps(x, rows) for x, rows in maps]
+
+    def __missing__(self, addresses: tuple[int, ...]) -> Described:
+        if len(self) >= MOST:
+            self.clear()
+        there = zip(self._each, addresses, strict=True)
+        descriptors = tuple(each[address] for each, address in there)
+        pointers = tuple(descriptor.getPtr() for descriptor in descriptors)
+        found = self[addresses] = Described(pointers, descriptors)
+        return found
+
+
+class _TensorMaps(dict):
+    """Tensor maps of a (..., n, d) array of 16-bit elements as five dimensions, with boxes of
+    `rows` rows of one panel of 64 columns, by its address.
     """
 
     def __init__(self, x, rows: int):
-        self._shape, self._rows, self._maps = (1,) * (5 - len(x.shape)) + tuple(x.shape), rows, {}
+        self._shape, self._rows = (1,) * (5 - len(x.shape)) + tuple(x.shape), rows
         strides = zip(self._shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
         # the stride of an axis of one element is never used, but checked
-        self._strides = (*(UNIT if n == 1 else stride for n, stride in strides), 2)
+        self._strides = tuple(UNIT if n == 1 else stride for n, stride in strides)
 
-    def at(self, address: int):
-        """The descriptor for an array that begins there."""
-        descriptor = self._maps.get(address)
-        if descriptor is None:
-            if len(self._maps) >= MOST:
-                self._maps = {}
-            descriptor = self._maps[address] = self._describe(address)
+    def __missing__(self, address: int):
+        if len(self) >= MOST:
+            self.clear()
+        descriptor = self[address] = self._describe(address)
         return descriptor
 
     def _describe(self, address: int):
-        from cuda.core import TensorMapDescriptorOptions
-        from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
-        from cuda.core.utils import StridedMemoryView
+        from cuda.bindings import driver
 
-        view = StridedMemoryView.from_cuda_array_interface(
-            _Memory(address, self._shape, self._strides), stream_ptr=-1
+        # the driver counts axes from the last
+        long = lambda numbers: [driver.cuuint64_t(n) for n in reversed(numbers)]
+        short = lambda numbers: [driver.cuuint32_t(n) for n in reversed(numbers)]
+        error, descriptor = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            5,
+            address,
+            long(self._shape),
+            long(self._strides),
+            short((1, 1, 1, self._rows, PANEL)),
+            short((1, 1, 1, 1, 1)),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
-        box, promotion = (1, 1, 1, self._rows, PANEL), TensorMapL2Promotion.L2_256B
-        options = TensorMapDescriptorOptions(
-            box_dim=box, swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=promotion
-        )
-        return view.as_tensor_map(options=options)
+        if error:
+            raise RuntimeError(f"no tensor map for shape {self._shape}: {error.name}")
+        return descriptor
 
 
 def through_compact(prepare, results):
