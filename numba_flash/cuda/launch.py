@@ -2,9 +2,9 @@
 
 import ctypes
 import importlib
-import math
+import importlib.util
 import os
-import struct
+import sys
 import threading
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache, partial
@@ -14,16 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from numba_flash import arrays
-from numba_flash.cuda import compile
+from numba_flash.cuda import compile, driver
+from numba_flash.cuda.packing import Block, flat, numba_array
 from numba_flash.cuda.tensor_maps import TensorMaps
 
-DRIVER = "libcuda.so.1"
 # Of a PC or server; in WSL; on Jetson boards.
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
 # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice.
 OLD_DRIVER, NO_DEVICE = 35, 100
-# Numbers as kernels read them, each in a word of its own.
-WORD, FORMATS = 8, {int: "q", np.uint64: "Q", float: "d", np.float64: "d", np.float32: "f4x"}
+# cudaDeviceAttr: compute capability, and how many multiprocessors there are.
+MAJOR, MINOR, MULTIPROCESSORS = 75, 76, 16
 
 _thread = threading.local()
 
@@ -36,17 +36,14 @@ def simulated() -> bool:
 @lru_cache(maxsize=1)
 def _no_gpu() -> str | None:
     """Reason why no CUDA kernel can run in this process, or None."""
-    for module in ("cupy", "cuda.core", "numba_cuda"):
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            return (
-                _no_gpu_in_sight()
-                or f"{module} cannot be imported ({error}); install numba_flash[cuda13] or"
-                " numba_flash[cuda12]"
-            )
-    import cupy
-
+    advice = "install numba_flash[cuda13] or numba_flash[cuda12]"
+    try:
+        import cupy
+    except ImportError as error:
+        return _no_gpu_in_sight() or f"cupy cannot be imported ({error}); {advice}"
+    for module in ("cuda.core", "numba_cuda"):  # wanted once a kernel has to be compiled
+        if not _installed(module):
+            return _no_gpu_in_sight() or f"{module} is missing; {advice}"
     try:
         return None if cupy.cuda.runtime.getDeviceCount() else "no NVIDIA GPU found"
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -57,14 +54,22 @@ def _no_gpu() -> str | None:
         return _no_gpu_in_sight() or f"{reason}: {error}"
 
 
+def _installed(module: str) -> bool:
+    """True if a module can be found; it is not imported, which takes long."""
+    try:
+        return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
+    except ImportError:  # of what it is part of
+        return False
+
+
 def _no_gpu_in_sight() -> str | None:
     """Why this machine seems to have no GPU, or None. Asks no driver: one that has been asked is of
     no use to forked children.
     """
     try:
-        ctypes.CDLL(DRIVER)
+        ctypes.CDLL(driver.NAME)
     except OSError:
-        return f"no NVIDIA GPU found: there is no driver ({DRIVER})"
+        return f"no NVIDIA GPU found: there is no driver ({driver.NAME})"
     if not any(map(glob, DEVICES)):
         return f"no NVIDIA GPU found: there is a driver, but no device ({DEVICES[0]})"
     return None
@@ -100,10 +105,11 @@ def gpu(device: int) -> Gpu:
     """The GPU of that number, or the simulator."""
     if device < 0:
         return Gpu(device, (0, 0), 1)
-    from cuda.core import Device
+    import cupy
 
-    there = Device(device)
-    return Gpu(device, tuple(there.compute_capability), there.properties.multiprocessor_count)
+    about = cupy.cuda.runtime.deviceGetAttribute
+    capability = (about(MAJOR, device), about(MINOR, device))
+    return Gpu(device, capability, about(MULTIPROCESSORS, device))
 
 
 def gpu_of(x) -> Gpu:
@@ -113,25 +119,10 @@ def gpu_of(x) -> Gpu:
 
 
 @lru_cache(maxsize=256)
-def _kernel(builder: str, config: tuple, device: int, shared_bytes: int):
-    """Loaded kernel for one device, allowed to use that much dynamic shared memory."""
-    from cuda.bindings import driver
-    from cuda.core import Device, ObjectCode
-
-    Device(device).set_current()
-    kernel = ObjectCode.from_cubin(
-        compile.cubin(builder, config, gpu(device).capability)
-    ).get_kernel("kernel")
-    if shared_bytes:
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuKernelSetAttribute(
-            limit, shared_bytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(device)
-        )
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(
-                f"{builder} needs {shared_bytes} bytes of shared memory: {error.name}"
-            )
-    return kernel
+def _kernel(builder: str, config: tuple, device: int, shared_bytes: int) -> int:
+    """Handle of a kernel that is loaded for one device, the current one."""
+    code = compile.cubin(builder, config, gpu(device).capability)
+    return driver.load(code, device, shared_bytes, builder)
 
 
 @lru_cache(maxsize=256)
@@ -141,74 +132,6 @@ def _simulated_kernel(builder: str, config: tuple):
     module, function = builder.rsplit(".", 1)
     kernel, _, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)(*config)
     return cuda.jit(kernel)
-
-
-ADDRESS = 4  # its place in what `_numba_array` says
-
-
-def _numba_array(x, view: int | tuple[int, ...]) -> list[int]:
-    """A Numba array argument of a layout, flattened: no parent or owner, size, itemsize, address (0
-    for now), shape, strides; all 0 for None.
-    """
-    ndim = view if isinstance(view, int) else len(view)
-    if x is None:
-        return [0] * (5 + 2 * ndim)
-    shape, strides = (1,) * (ndim - x.ndim) + x.shape, arrays.expanded_strides(x, ndim)
-    if shape != view and isinstance(view, tuple):
-        strides = [0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
-        shape = view
-    return [0, 0, math.prod(shape), x.dtype.itemsize, 0, *shape, *strides]
-
-
-def _flat(numbers) -> list:
-    """Numbers as the driver takes them: those of tuples one by one."""
-    return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
-
-
-class Block:
-    """Memory with all arguments of a kernel, for one call at a time, in words::
-
-        addresses of arrays | pointers to tensor maps, and to each other argument | other arguments
-
-    What changes with every call comes first, so that it is written at once; the pointers are those
-    that the driver takes.
-
-    Parameters
-    ----------
-    maps : int
-        How many tensor maps there are, the first arguments.
-    views : sequence of lists
-        The arrays, as `_numba_array` describes them.
-    numbers : sequence
-        The arguments after these.
-    """
-
-    def __init__(self, maps: int, views, numbers):
-        fixed = [word for view in views for word in view]
-        first = len(views) + maps + len(fixed) + len(numbers)  # word of the other arguments
-        self._memory = memory = ctypes.create_string_buffer(
-            WORD * (first + len(fixed) + len(numbers))
-        )
-        base = ctypes.addressof(memory)
-        places = [base + WORD * (first + i) for i in range(len(fixed) + len(numbers))]
-        at = 0
-        for i, view in enumerate(views):
-            places[at + ADDRESS] = base + WORD * i
-            at += len(view)
-        struct.pack_into(f"<{len(places)}Q", memory, WORD * (len(views) + maps), *places)
-        struct.pack_into(f"<{len(fixed)}q", memory, WORD * first, *fixed)
-        self.write = partial(struct.Struct(f"<{len(views)}Q{maps}Q").pack_into, memory, 0)
-        formats = "".join(FORMATS[type(x)] for x in numbers)
-        self._write_numbers = partial(
-            struct.Struct(f"<{formats}").pack_into, memory, WORD * (first + len(fixed))
-        )
-        self.pointers, self._numbers = base + WORD * len(views), None
-
-    def write_numbers(self, numbers) -> None:
-        """Put in the numbers, unless they are those of the last call."""
-        if numbers is not self._numbers:
-            self._write_numbers(*_flat(numbers))
-            self._numbers = numbers
 
 
 @dataclass(eq=False)
@@ -258,16 +181,18 @@ class Launch:
     shared_bytes: int = 0
 
     def __post_init__(self):
-        self._device, self._submit = self.gpu.device, None
+        self._device, self._submit = self.gpu.device, self._load_and_submit
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         """Launch on arrays: those of `maps` first, then `operands`, and `extras` by name; `numbers`
         None are those it was made with.
         """
         if self.grid:
-            if self._submit is None:
-                self._load()
             self._submit(operands, extras, numbers)
+
+    def _load_and_submit(self, operands, extras, numbers) -> None:
+        self._load()
+        self._submit(operands, extras, numbers)
 
     def _load(self) -> None:
         if self._device < 0:
@@ -275,42 +200,49 @@ class Launch:
             self._submit = self._simulate
             return
         import cupy
-        from cuda.bindings import driver
 
-        self._cupy = cupy.cuda
-        self._kernel = _kernel(self.builder, self.config, self._device, self.shared_bytes)
-        function, shape = (
-            driver.CUfunction(int(self._kernel.handle)),
-            (self.grid, 1, 1, self.threads, 1, 1),
+        self._current, self._stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+        self._gpu = partial(cupy.cuda.Device, self._device)
+        with self._gpu() as gpu:
+            gpu.use()  # so that there is a context
+            kernel = _kernel(self.builder, self.config, self._device, self.shared_bytes)
+        views = [numba_array(x, view) for x, view in (*self.operands, *self.extras)]
+        self._new_block = partial(
+            Block,
+            *(kernel, self.grid, self.threads, self.shared_bytes),
+            *(len(self.maps), views, flat(self.numbers)),
         )
-        self._launch = partial(driver.cuLaunchKernel, function, *shape, self.shared_bytes)
         self._maps = TensorMaps(self.maps)
-        views = [_numba_array(x, view) for x, view in (*self.operands, *self.extras)]
-        self._new_block = partial(Block, len(self.maps), views, _flat(self.numbers))
         self._blocks = []  # that no call is using
         self._submit = self._submit_to_gpu
 
     def _submit_to_gpu(self, operands, extras, numbers) -> None:
-        if self._cupy.runtime.getDevice() != self._device:
-            with self._cupy.Device(self._device):
+        if self._current() != self._device:
+            with self._gpu():
                 return self._submit_to_gpu(operands, extras, numbers)
-        if self._device not in _thread.__dict__:
-            # a new thread has no context until it names a device
-            self._cupy.Device(self._device).use()
-            _thread.__dict__[self._device] = True
         addresses = [0 if x is None else x.data.ptr for x in operands + extras]
-        mapped = len(self.maps)
-        maps = self._maps[tuple(addresses[:mapped])]  # held until the driver has copied them
+        if self.maps:
+            mapped = len(self.maps)
+            maps = self._maps[tuple(addresses[:mapped])]  # held until the driver has copied them
+            addresses = addresses[mapped:] + maps.pointers
         try:
             block = self._blocks.pop()
         except IndexError:  # the first call, or one beside another
             block = self._new_block()
-        block.write(*addresses[mapped:], *maps.pointers)
-        block.write_numbers(self.numbers if numbers is None else numbers)
-        (error,) = self._launch(self._cupy.get_current_stream().ptr, block.pointers, 0)
+        block.write(self._stream().ptr, *addresses)
+        if numbers is None:
+            numbers = self.numbers
+        if numbers is not block.numbers:
+            block.write_numbers(numbers)
+        error = block.launch()
+        if error and self._device not in _thread.__dict__:
+            # a new thread has no context until it names a device
+            self._gpu().use()
+            _thread.__dict__[self._device] = True
+            error = block.launch()
         self._blocks.append(block)
         if error:
-            raise RuntimeError(f"{self.builder} cannot be launched: {error.name}")
+            driver.check(error, f"{self.builder} cannot be launched")
 
     def _simulate(self, operands, extras, numbers) -> None:
         from numba.cuda.simulator.cudadrv.devicearray import (

@@ -1,11 +1,14 @@
 """Tensor maps: descriptors by which the copy engine of Hopper finds tiles of an array."""
 
-from typing import NamedTuple
+import ctypes
+from typing import Any, NamedTuple
 
 from numba_flash import arrays
+from numba_flash.cuda.driver import TensorMapEncoder
 from numba_flash.cuda.swizzle import PANEL
 
-MOST = 256  # of one array of one launch, and of all together
+MOST = 256  # of a launch
+BYTES, ALIGNMENT = 128, 64
 UNIT = 16  # bytes, of strides and addresses
 
 
@@ -32,69 +35,44 @@ def why_not(name: str, x) -> str | None:
 
 
 class Described(NamedTuple):
-    """Tensor maps of the arrays of a launch, and where each lies."""
+    """Tensor maps of the arrays of a launch: where each lies in their `memory`."""
 
-    pointers: tuple[int, ...]
-    descriptors: tuple
+    pointers: list[int]
+    memory: Any
 
 
 class TensorMaps(dict):
     """Tensor maps for a launch, `Described`, by the addresses of its arrays: programs use the same
     memory again and again.
+
+    Parameters
+    ----------
+    maps : sequence of (Layout, int)
+        Arrays (..., n, d) of 16-bit elements, which maps take as five dimensions; and the rows of
+        boxes, of one panel of 64 columns.
     """
 
     def __init__(self, maps):
-        self._each = [_TensorMaps(x, rows) for x, rows in maps]
+        self._encoders = [_encoder(x, rows) for x, rows in maps]
 
     def __missing__(self, addresses: tuple[int, ...]) -> Described:
         if len(self) >= MOST:
             self.clear()
-        there = zip(self._each, addresses, strict=True)
-        descriptors = tuple(each[address] for each, address in there)
-        pointers = tuple(descriptor.getPtr() for descriptor in descriptors)
-        found = self[addresses] = Described(pointers, descriptors)
+        memory = ctypes.create_string_buffer(BYTES * len(addresses) + ALIGNMENT)
+        first = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+        pointers = [first + BYTES * i for i in range(len(addresses))]
+        for encoder, place, address in zip(self._encoders, pointers, addresses, strict=True):
+            encoder.write(place, address)
+        found = self[addresses] = Described(pointers, memory)
         return found
 
 
-class _TensorMaps(dict):
-    """Tensor maps of a (..., n, d) array of 16-bit elements as five dimensions, with boxes of
-    `rows` rows of one panel of 64 columns, by its address.
-    """
-
-    def __init__(self, x, rows: int):
-        self._shape, self._rows = (1,) * (5 - len(x.shape)) + tuple(x.shape), rows
-        strides = zip(self._shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
-        # the stride of an axis of one element is never used, but checked
-        self._strides = tuple(UNIT if n == 1 else stride for n, stride in strides)
-
-    def __missing__(self, address: int):
-        if len(self) >= MOST:
-            self.clear()
-        descriptor = self[address] = self._describe(address)
-        return descriptor
-
-    def _describe(self, address: int):
-        from cuda.bindings import driver
-
-        # the driver counts axes from the last
-        long = lambda numbers: [driver.cuuint64_t(n) for n in reversed(numbers)]
-        short = lambda numbers: [driver.cuuint32_t(n) for n in reversed(numbers)]
-        error, descriptor = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            5,
-            address,
-            long(self._shape),
-            long(self._strides),
-            short((1, 1, 1, self._rows, PANEL)),
-            short((1, 1, 1, 1, 1)),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        if error:
-            raise RuntimeError(f"no tensor map for shape {self._shape}: {error.name}")
-        return descriptor
+def _encoder(x, rows: int) -> TensorMapEncoder:
+    shape = (1,) * (5 - len(x.shape)) + tuple(x.shape)
+    strides = zip(shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
+    # the stride of an axis of one element is never used, but checked
+    strides = tuple(UNIT if n == 1 else stride for n, stride in strides)
+    return TensorMapEncoder(shape, strides, (1, 1, 1, rows, PANEL))
 
 
 def through_compact(prepare, results):

@@ -13,6 +13,7 @@ from support import no_gpu
 
 import numba_flash
 from numba_flash import arrays, call
+from numba_flash.cuda import driver as cuda_driver
 from numba_flash.cuda import launch
 from numba_flash.problem import ForwardInputs, ForwardResults, Prepared, bind
 
@@ -505,7 +506,7 @@ def test_why_there_is_no_gpu(cupy, driver, device, expected, monkeypatch, tmp_pa
     if driver:
         monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: None)
     else:
-        monkeypatch.setattr(launch, "DRIVER", "libcuda.so.of.another.planet")
+        monkeypatch.setattr(cuda_driver, "NAME", "libcuda.so.of.another.planet")
         expected = expected.replace("libcuda.so.1", "libcuda.so.of.another.planet")
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(launch, "glob", lambda pattern: [*tmp_path.glob("nvidia[0-9]*")] if device and "nvidia[0-9]" in pattern else [])
@@ -513,6 +514,15 @@ def test_why_there_is_no_gpu(cupy, driver, device, expected, monkeypatch, tmp_pa
         monkeypatch.setitem(sys.modules, name, module)
     reason = launch._no_gpu.__wrapped__()
     assert reason.startswith(expected)
+
+
+@pytest.mark.parametrize("module", ["cuda.core", "numba_cuda"])
+def test_a_package_that_compiles_is_missed_before_there_is_something_to_compile(module, monkeypatch):
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(launch, "glob", lambda pattern: [pattern])
+    for name in ("cupy", "cuda.core", "numba_cuda"):
+        monkeypatch.setitem(sys.modules, name, None if name == module else NoRuntime())
+    assert launch._no_gpu.__wrapped__() == f"{module} is missing; install numba_flash[cuda13] or numba_flash[cuda12]"
 
 
 def test_cpu_demanded_for_gpu_arrays(monkeypatch):
@@ -713,7 +723,9 @@ def test_out_of_memory_in_backward(name, monkeypatch):
 class NoRoom:
     """An array library with no memory left."""
 
-    ndarray = FakeCupy.ndarray
+    class ndarray(FakeCupy.ndarray):
+        def __init__(self, shape, dtype):
+            raise MemoryError
 
     @staticmethod
     def empty(*arguments):
@@ -745,9 +757,10 @@ def test_out_of_memory_on_the_way_back_from_a_gpu(monkeypatch):
     for name, replacement in (("current_gpu", nullcontext), ("to_gpu", lambda name, x: x), ("empty", lambda *_: there)):
         monkeypatch.setattr(arrays, name, replacement)
     inputs, wanted = ForwardInputs(q, q, q), ForwardResults(call.Wanted("q", q.shape), None)
-    run = call._CallThroughGpu(lambda inputs, results: Prepared(lambda *_: None), bind(q, q, q), inputs, wanted)
+    outs = (np.ones_like(q), None)
+    run = call._CallThroughGpu(lambda inputs, results: Prepared(lambda *_: None), bind(q, q, q), inputs, outs, wanted)
     with pytest.raises(MemoryError, match=r"^o: cannot allocate 24 bytes for shape \(2, 3\), dtype float32$"):
-        run(inputs, (np.ones_like(q), None), None)
+        run(inputs, outs, None)
 
 
 def test_sizes_are_counted_in_the_dtype_of_each_result(monkeypatch):

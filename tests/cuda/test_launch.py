@@ -4,15 +4,21 @@ import ctypes
 import re
 import struct
 import sys
+import threading
 from operator import index
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from support import SIMULATED
 
+import numba_flash
+from numba_flash import call
 from numba_flash.arrays import Layout
-from numba_flash.cuda import launch
+from numba_flash.cuda import driver as cuda_driver
+from numba_flash.cuda import launch, packing
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.tensor_maps import MOST, Described, TensorMaps
 from numba_flash.plan import tier
@@ -25,37 +31,69 @@ def on_gpu(address: int) -> SimpleNamespace:
 
 
 class Driver:
-    """Reads the arguments of each launch where the driver would, each of the type that `kinds` says ("map" for a pointer to a tensor map);
-    does `meanwhile` once, when a launch is about to be made; `error` is what it answers.
+    """Stands in for the driver's library. Reads the arguments of each launch where the driver would, each of the type that `kinds` says
+    ("map" for a pointer to a tensor map); does `meanwhile` once, when a launch is about to be made. `errors` are what it answers to the
+    next launches, and `used` the devices that were made current.
     """
 
     def __init__(self):
-        self.launched, self.shapes, self.kinds, self.meanwhile, self.error = [], [], None, None, 0
+        self.launched, self.configs, self.kinds, self.meanwhile, self.errors = [], [], None, None, []
+        self.current, self.before, self.used = 0, [], []
 
-    def launch(self, function, *shape_and_places):
-        *shape, stream, pointers, extra = shape_and_places
+    def cuLaunchKernelEx(self, config, kernel, pointers, extra):
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
-        places = (ctypes.c_uint64 * len(self.kinds)).from_address(pointers)
+        places = (ctypes.c_uint64 * len(self.kinds)).from_address(pointers.value)
         read = lambda kind, place: struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))[0]
         self.launched.append(tuple(place if kind == "map" else read(kind, place) for kind, place in zip(self.kinds, places, strict=True)))
-        self.shapes.append((function, *shape, stream, extra))
-        return (self.error,)
+        words = cuda_driver.LaunchConfig.from_buffer_copy(config)
+        self.configs.append((kernel.value, *(getattr(words, name) for name, _ in words._fields_), extra))
+        return self.errors.pop(0) if self.errors else 0
+
+    def cuGetErrorName(self, error, place):
+        place._obj.value = b"CUDA_ERROR_OUT_OF_SPIRITS"
+
+    def cuTensorMapEncodeTiled(self, place, kind, rank, address, shape, strides, box, steps, *options):
+        ctypes.memmove(place.value, struct.pack("QII", address.value, kind, rank), 16)
+        self.encoded = (*map(list, (shape, strides, box, steps)), [x.value for x in options])
+        return self.errors.pop(0) if self.errors else 0
+
+
+class Device(NamedTuple):
+    """Stands in for CuPy's."""
+
+    driver: Driver
+    number: int
+
+    def use(self):
+        self.driver.used.append(self.number)
+
+    def __enter__(self):
+        self.driver.before.append(self.driver.current)
+        self.driver.current = self.number
+        return self
+
+    def __exit__(self, *_):
+        self.driver.current = self.driver.before.pop()
 
 
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    runtime, stream = SimpleNamespace(getDevice=lambda: 0), SimpleNamespace(ptr=3)
-    cupy = SimpleNamespace(runtime=runtime, Device=lambda number: SimpleNamespace(use=lambda: None), get_current_stream=lambda: stream)
+    runtime, stream = SimpleNamespace(getDevice=lambda: driver.current), SimpleNamespace(ptr=3)
+    cupy = SimpleNamespace(runtime=runtime, Device=lambda number: Device(driver, number), get_current_stream=lambda: stream)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy))
-    bindings = SimpleNamespace(CUfunction=lambda handle: ("function", handle), cuLaunchKernel=driver.launch)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=bindings))
-    monkeypatch.setattr(launch, "_kernel", lambda *_: SimpleNamespace(handle=5))
-    monkeypatch.setattr(launch, "_thread", SimpleNamespace())
-    monkeypatch.setattr(TensorMaps, "__missing__", lambda self, addresses: Described(tuple(x + 1 for x in addresses), ()))
+    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
+    monkeypatch.setattr(launch, "_kernel", lambda *_: 5)
+    monkeypatch.setattr(launch, "_thread", threading.local())
     return driver
+
+
+@pytest.fixture
+def maps_at_one_more(monkeypatch):
+    """Each tensor map seems to lie one byte after its array."""
+    monkeypatch.setattr(TensorMaps, "__missing__", lambda self, addresses: Described([x + 1 for x in addresses], None))
 
 
 X, Y = Layout.compact((2, 3), "float32"), Layout.compact((5,), "float64")
@@ -75,6 +113,7 @@ def small() -> Launch:
     )
 
 
+HOPPER = Gpu(0, (9, 0), 132)
 KINDS = ("map", *"q" * 25, *"qqd")
 
 
@@ -83,6 +122,7 @@ def arguments(mapped, x, y, *numbers):
     return mapped + 1, 0, 0, 6, 4, x, 1, 2, 3, 0, 12, 4, *[0] * 7, 0, 0, 5, 8, y, 5, 8, *numbers
 
 
+@pytest.mark.usefixtures("maps_at_one_more")
 def test_every_call_has_its_own_arrays_and_numbers(driver):
     driver.kinds, prepared = KINDS, small()
     for _ in range(2):
@@ -90,9 +130,10 @@ def test_every_call_has_its_own_arrays_and_numbers(driver):
         prepared(on_gpu(160), on_gpu(320), None, extras=(on_gpu(480),))
     assert driver.launched == 2 * [arguments(16, 32, 48, 1, 2, 0.25), arguments(160, 320, 480, 7, 8, 0.5)]
     assert len(prepared._blocks) == 1, "calls one after the other use the same memory"
-    assert driver.shapes == 4 * [(("function", 5), 1, 1, 1, 32, 1, 1, 4096, 3, 0)]
+    assert driver.configs == 4 * [(5, 1, 1, 1, 32, 1, 1, 4096, 3, None, 0, None)]
 
 
+@pytest.mark.usefixtures("maps_at_one_more")
 def test_a_call_in_the_middle_of_another_changes_nothing_of_it(driver):
     """As another thread may make one at any time, until the driver has read the arguments."""
     driver.kinds, prepared = KINDS, small()
@@ -102,27 +143,158 @@ def test_a_call_in_the_middle_of_another_changes_nothing_of_it(driver):
     assert driver.launched[1:] == [arguments(160, 320, 480, 1, 2, 0.25), arguments(16, 32, 48, 7, 8, 0.5)]
 
 
-def test_what_the_driver_refuses_is_an_error(driver):
-    class Refused(int):
-        name = "CUDA_ERROR_OUT_OF_SPIRITS"
+def test_threads_that_share_a_launch_share_no_arguments(driver):
+    """What each launch reads is of one call: all that it is given are multiples of one number, and so is its tensor map."""
+    driver.kinds, prepared = KINDS, small()
+    threads, calls, interval = 4, 200, sys.getswitchinterval()
 
-    driver.kinds, driver.error, prepared = KINDS, Refused(1), small()
-    with pytest.raises(RuntimeError, match=r"^module\.build cannot be launched: CUDA_ERROR_OUT_OF_SPIRITS$"):
+    def make_calls(first):
+        for number in range(first, first + calls):
+            at = [on_gpu(64 * number * i) for i in (1, 2, 3)]
+            prepared(at[0], at[1], None, extras=(at[2],), numbers=((number, 2 * number), 0.5 * number))
+
+    workers = [threading.Thread(target=make_calls, args=(1 + 1000 * i,)) for i in range(threads)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(interval)
+    seen = []
+    for place, *others in driver.launched:
+        number = others[-3]
+        seen.append(number)
+        assert (place, *others) == arguments(place - 1, 128 * number, 192 * number, number, 2 * number, 0.5 * number)
+    assert sorted(seen) == sorted(1000 * i + 1 + j for i in range(threads) for j in range(calls))
+    assert len(prepared._blocks) <= threads
+
+
+@pytest.mark.usefixtures("maps_at_one_more")
+def test_an_array_of_another_gpu_makes_that_the_current_one(driver):
+    driver.kinds, prepared, seen = KINDS, small(), []
+    driver.current, driver.meanwhile = 1, lambda: seen.append(driver.current)
+    prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
+    assert (seen, driver.current) == ([0], 1)
+
+
+@pytest.mark.usefixtures("maps_at_one_more")
+def test_a_new_thread_names_the_device_and_launches_again(driver):
+    """The driver has no context for it until then."""
+    driver.kinds, prepared = KINDS, small()
+    prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
+    driver.used, driver.errors = [], [201]
+    prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
+    assert driver.used == [0]
+    assert driver.launched == 3 * [arguments(16, 32, 48, 7, 8, 0.5)]
+
+
+@pytest.mark.usefixtures("maps_at_one_more")
+def test_what_the_driver_refuses_is_an_error(driver):
+    driver.kinds, driver.errors, prepared = KINDS, [1, 1], small()
+    with pytest.raises(RuntimeError, match=r"^module\.build cannot be launched: CUDA_ERROR_OUT_OF_SPIRITS \(1\)$"):
         prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
 
 
-def test_tensor_maps_are_made_once_for_an_address_and_few_are_kept(monkeypatch):
-    made = []
-    of_one = type(TensorMaps([(X, 64)])._each[0])
-    monkeypatch.setattr(of_one, "_describe", lambda self, at: made.append(at) or SimpleNamespace(getPtr=lambda: at + 1))
+def test_tensor_maps_are_made_once_for_an_address_and_few_are_kept(driver, monkeypatch):
+    made, write = [], cuda_driver.TensorMapEncoder.write
+    monkeypatch.setattr(cuda_driver.TensorMapEncoder, "write", lambda self, place, at: made.append(at) or write(self, place, at))
     maps = TensorMaps([(X, 64), (X, 32)])
-    for _ in range(2):
-        assert maps[16, 32].pointers == (17, 33)
-    assert maps[16, 48].pointers == (17, 49)
-    assert made == [16, 32, 48]
-    for i in range(3 * MOST):
-        assert maps[i, 32].pointers == (i + 1, 33)
-        assert max(len(maps), *map(len, maps._each)) <= MOST
+    for addresses in ((16, 32), (16, 32), (16, 48)):
+        found = maps[addresses]
+        assert [place % 64 for place in found.pointers] == [0, 0]
+        assert [struct.unpack("QII", ctypes.string_at(place, 16)) for place in found.pointers] == [(at, 1, 5) for at in addresses]
+    assert made == [16, 32, 16, 48]
+    for i in range(1, 3 * MOST):
+        assert len(maps[i, 32].pointers) == 2
+        assert len(maps) <= MOST
+
+
+def test_a_tensor_map_has_axes_from_the_last_on(driver):
+    maps = TensorMaps([(Layout((4, 1, 300, 64), (900000, 8, 3000, 2), np.dtype("float16")), 128)])
+    maps[(16,)]
+    assert driver.encoded == ([64, 300, 1, 4, 1], [3000, 16, 900000, 16], [64, 128, 1, 1, 1], [1] * 5, [0, 3, 3, 0])
+    driver.errors = [1]
+    with pytest.raises(RuntimeError, match=r"^no tensor map can be made: CUDA_ERROR_OUT_OF_SPIRITS \(1\)$"):
+        maps[(32,)]
+
+
+def test_names_and_words_are_those_of_the_driver():
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    names = [name for name in vars(cuda_driver) if name.startswith(("FUNC_", "TENSOR_"))]
+    members = {}
+    for kind in (
+        "CUfunction_attribute",
+        *(f"CUtensorMap{x}" for x in ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill")),
+    ):
+        members |= {member.name: member.value for member in getattr(bindings, kind)}
+    assert len(names) == 6
+    assert {name: getattr(cuda_driver, name) for name in names} == {name: members[f"CU_{name}"] for name in names}
+    config = bindings.CUlaunchConfig()
+    named = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes", "hStream")
+    for number, name in enumerate(named, start=1):
+        setattr(config, name, bindings.CUstream(number) if name == "hStream" else number)
+    ours = cuda_driver.LaunchConfig.from_address(config.getPtr())
+    assert [getattr(ours, name) for name, _ in ours._fields_] == [*range(1, 9), None, 0]
+
+
+class OnGpu:
+    """All that a prepared call looks at of CuPy's array; a new one is `OnGpu(shape, dtype)`."""
+
+    def __init__(self, shape, dtype):
+        x = np.empty(shape, dtype)
+        self.shape, self.strides, self.dtype, self.ndim, self.size, self.flags = x.shape, x.strides, x.dtype, x.ndim, x.size, x.flags
+        self.data = Memory(1 << 20)
+
+
+class Memory(NamedTuple):
+    """Of an `OnGpu`."""
+
+    ptr: int
+    device_id: int = 0
+
+    def __add__(self, offset: int) -> "Memory":
+        return Memory(self.ptr + offset)
+
+
+# Python functions of the package that run in one call: each is a twentieth of a microsecond or more.
+MOST_CALLED = {"forward": 14, "forward out": 23, "backward": 34}
+
+
+@pytest.mark.parametrize("name", MOST_CALLED)
+def test_a_call_that_is_prepared_goes_through_few_functions(name, driver, monkeypatch):
+    package, called = str(Path(numba_flash.__file__).parent), []
+    vars(sys.modules["cupy"]).update(ndarray=OnGpu)
+    vars(sys.modules["cupy"].cuda).update(alloc=lambda size: Memory(1 << 21))
+    for module, attribute, instead in (
+        (call, "_prepared", {}),
+        (launch, "why_not", lambda x: None),
+        (launch, "gpu", lambda device: HOPPER),
+    ):
+        monkeypatch.setattr(module, attribute, instead)
+    q, k, v, do, o = (OnGpu((2, 64, 512, 64), "float16") for _ in range(5))
+    lse = OnGpu(q.shape[:-1], "float32")
+    for i, x in enumerate((q, k, v, do, o, lse), start=1):
+        x.data = Memory(i << 30)
+    run = {
+        "forward": lambda: numba_flash.forward(q, k, v),
+        "forward out": lambda: numba_flash.forward(q, k, v, out=o),
+        "backward": lambda: numba_flash.backward(do, q, k, v, o, lse),
+    }[name]
+    driver.kinds = ()
+    run()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            called.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}")
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    assert len(called) <= MOST_CALLED[name], "\n".join(called)
 
 
 OF_PTX = {"u64": "Q", "s64": "q", "u32": "I", "s32": "i", "f64": "d", "f32": "f"}
@@ -135,6 +307,7 @@ TIERS = {
 
 @pytest.mark.parametrize("name", ["sm90", *(pytest.param(name, marks=pytest.mark.full) for name in ("sm80", "simt"))])
 @pytest.mark.skipif(SIMULATED, reason="the simulator has no parameters")
+@pytest.mark.usefixtures("maps_at_one_more")
 def test_arguments_lie_as_the_kernel_declares_them(name, request):
     """Each as wide as the compiled code reads it, in its order and number."""
     pytest.importorskip("numba_cuda", reason="the kernel is compiled")
@@ -180,8 +353,8 @@ def test_an_array_is_seen_with_more_axes_or_broadcast(shape, view, strided):
     x = np.arange(float(np.prod(shape))).reshape(shape)
     x = np.repeat(x, 2, axis=-1)[..., ::2] if strided and shape else x
     ndim = view if isinstance(view, int) else len(view)
-    *header, address = launch._numba_array(Layout.of(x), view)[:5]
-    described = launch._numba_array(Layout.of(x), view)[5:]
+    *header, address = packing.numba_array(Layout.of(x), view)[:5]
+    described = packing.numba_array(Layout.of(x), view)[5:]
     seen = np.lib.stride_tricks.as_strided(x, described[:ndim], described[ndim:])
     expected = x.reshape((1,) * (ndim - x.ndim) + x.shape) if isinstance(view, int) else np.broadcast_to(x, view)
     np.testing.assert_array_equal(seen, expected)
@@ -190,5 +363,5 @@ def test_an_array_is_seen_with_more_axes_or_broadcast(shape, view, strided):
 
 
 def test_an_array_that_is_absent_is_described_by_zeros():
-    assert launch._numba_array(None, 4) == [0] * 13
-    assert launch._numba_array(None, (2, 3)) == [0] * 9
+    assert packing.numba_array(None, 4) == [0] * 13
+    assert packing.numba_array(None, (2, 3)) == [0] * 9

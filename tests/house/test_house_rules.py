@@ -34,7 +34,7 @@ LAYERS = (
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
-    "cuda.launch cuda.compile cuda.grid cuda.tensor_maps",
+    "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver",
     # kernels, and what only they have
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split"))]),
     "cuda.split_rows",
@@ -46,7 +46,9 @@ LAYERS = (
     "arrays checks precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
-CUDA_HOSTS = re.compile(r"cuda\.(launch|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options)_)?tiles|(\w+\.)?prepare_\w+)")
+CUDA_HOSTS = re.compile(
+    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options)_)?tiles|(\w+\.)?prepare_\w+)"
+)
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
 every_module = pytest.mark.parametrize("module", MODULES)

@@ -16,7 +16,7 @@ from support import Backend, random_inputs
 import numba_flash
 from numba_flash import arrays, call, reference
 from numba_flash.arrays import Layout
-from numba_flash.cuda import launch
+from numba_flash.cuda import launch, packing
 from numba_flash.plan import BACKENDS, tier
 from numba_flash.problem import BackwardResults, ForwardResults
 
@@ -57,11 +57,11 @@ class Executed:
         arguments = [TensorMap(self._as_described(x, layout), rows) for x, (layout, rows) in zip(operands, prepared.maps, strict=False)]
         views = (*prepared.operands, *prepared.extras)
         for x, (layout, view) in zip((*operands[mapped:], *extras), views, strict=True):
-            described = launch._numba_array(layout, view)
+            described = packing.numba_array(layout, view)
             if x is not None:
                 described[4] = machine.memory.place(prepared.builder, x)
             arguments += described
-        arguments += launch._flat(prepared.numbers if numbers is None else numbers)
+        arguments += packing.flat(prepared.numbers if numbers is None else numbers)
         machine.launch(arguments, prepared.grid, prepared.threads, prepared.shared_bytes)
 
     def machine(self, text: str) -> Machine:

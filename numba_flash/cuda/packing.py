@@ -1,0 +1,95 @@
+"""Arguments of kernels as the driver takes them: arrays as Numba describes them, numbers, and the
+memory of a launch.
+"""
+
+import ctypes
+import math
+import struct
+from functools import partial
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.cuda import driver
+
+# Numbers as kernels read them, each in a word of its own.
+WORD, FORMATS = 8, {int: "q", np.uint64: "Q", float: "d", np.float64: "d", np.float32: "f4x"}
+CONFIG_WORDS = ctypes.sizeof(driver.LaunchConfig) // WORD
+ATTRIBUTE_WORDS = (
+    ctypes.sizeof(driver.LaunchConfig) - driver.LaunchConfig.attributes.offset
+) // WORD
+ADDRESS = 4  # its place in what `numba_array` says
+
+
+def numba_array(x, view: int | tuple[int, ...]) -> list[int]:
+    """A Numba array argument of a layout, flattened: no parent or owner, size, itemsize, address (0
+    for now), shape, strides; all 0 for None.
+    """
+    ndim = view if isinstance(view, int) else len(view)
+    if x is None:
+        return [0] * (5 + 2 * ndim)
+    shape, strides = (1,) * (ndim - x.ndim) + x.shape, arrays.expanded_strides(x, ndim)
+    if shape != view and isinstance(view, tuple):
+        strides = [0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
+        shape = view
+    return [0, 0, math.prod(shape), x.dtype.itemsize, 0, *shape, *strides]
+
+
+def flat(numbers) -> list:
+    """Numbers as the driver takes them: those of tuples one by one."""
+    return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
+
+
+class Block:
+    """Memory with all that one launch at a time hands to the driver, in words::
+
+        grid, threads, shared memory | stream | no attributes | addresses of arrays |
+        pointers to tensor maps, and to each other argument | other arguments
+
+    What changes with every call is written at once, and the pointers are those that the driver
+    takes, which has read everything when it returns.
+
+    Parameters
+    ----------
+    kernel : int
+        Its handle.
+    grid, threads, shared_bytes : int
+        As in `Launch`.
+    maps : int
+        How many tensor maps there are, the first arguments.
+    views : sequence of lists
+        The arrays, as `numba_array` describes them.
+    numbers : sequence
+        The arguments after these.
+    """
+
+    def __init__(self, kernel, grid, threads, shared_bytes, maps: int, views, numbers):
+        fixed = [word for view in views for word in view]
+        shape = struct.pack("7I4x", grid, 1, 1, threads, 1, 1, shared_bytes)
+        pointers = CONFIG_WORDS + len(views)  # the word where they begin
+        first = pointers + maps + len(fixed) + len(numbers)
+        memory = ctypes.create_string_buffer(WORD * (first + len(fixed) + len(numbers)))
+        base = ctypes.addressof(memory)
+        places = [base + WORD * (first + i) for i in range(len(fixed) + len(numbers))]
+        at = 0
+        for i, view in enumerate(views):
+            places[at + ADDRESS] = base + WORD * (CONFIG_WORDS + i)
+            at += len(view)
+        memory[: len(shape)] = shape
+        struct.pack_into(f"{len(places)}Q", memory, WORD * (pointers + maps), *places)
+        struct.pack_into(f"{len(fixed)}q", memory, WORD * first, *fixed)
+        changing = struct.Struct(f"Q{WORD * ATTRIBUTE_WORDS}x{len(views) + maps}Q")
+        self.write = partial(changing.pack_into, memory, len(shape))
+        formats = struct.Struct("".join(FORMATS[type(x)] for x in numbers))
+        self._write_numbers = partial(formats.pack_into, memory, WORD * (first + len(fixed)))
+        self.numbers = None  # that are there
+        places_of_arguments = ctypes.c_void_p(base + WORD * pointers)
+        self.launch = partial(
+            driver.library().cuLaunchKernelEx,
+            *(memory, ctypes.c_void_p(kernel), places_of_arguments, None),
+        )
+
+    def write_numbers(self, numbers) -> None:
+        """Put in the numbers, which stay there for the calls that follow."""
+        self._write_numbers(*flat(numbers))
+        self.numbers = numbers
