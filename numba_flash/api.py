@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import adopted, gradients, outs_of, returned, taken
+from numba_flash.arguments import backward_inputs, forward_inputs, gradients, outs_of, returned, taken
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
 from numba_flash.pages import PagedInputs
@@ -154,15 +154,10 @@ def forward(
            [0.27, 0.27, 0.45, 0.  ],
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
-    return_lse = checks.flag("return_lse", return_lse)
     mask, size = taken(mask)
-    inputs = adopted(ForwardInputs, FORWARD, (q, k, v, bias, mask, q_lengths, kv_lengths))
-    own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    key, run = call.find("forward", inputs, (own,), given, (backend, return_lse, size))
-    if run is None:
-        run = call.remember(key, _prepare_forward(inputs, size, own, given, return_lse, backend))
-    o, lse = run(inputs, (own, None), rng)
+    inputs = forward_inputs((q, k, v, bias, mask, q_lengths, kv_lengths))
+    given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
+    o, lse = call.computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse, size))
     o = o if out is None else out
     return (o, lse) if return_lse else o
 
@@ -267,15 +262,13 @@ def backward(
     reach the gradients of what shares a tile with it.
     Every sum has one fixed order, that of the parts of dq unless `deterministic` is False.
     """
-    bias_grad, deterministic = checks.flag("bias_grad", bias_grad), checks.flag("deterministic", deterministic)
+    bias_grad = checks.flag("bias_grad", bias_grad)
     mask, size = taken(mask)
-    inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
-    own = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    key, run = call.find("backward", inputs, own, given, (backend, bias_grad, deterministic, size))
-    if run is None:
-        run = call.remember(key, _prepare_backward(inputs, size, given, bias_grad, deterministic, backend))
-    return returned(run(inputs, own, rng)[: 4 if bias_grad else 3], out)
+    inputs = backward_inputs((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
+    outs = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
+    given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
+    results = call.computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, bias_grad, deterministic, size))
+    return returned(results[: 4 if bias_grad else 3], out)
 
 
 def plan(
@@ -312,7 +305,7 @@ def plan(
     """
     mask, size = taken(mask)
     names = PagedInputs._fields if page_table is None else PagedInputs.CALLED
-    inputs = adopted(PagedInputs, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table))
+    inputs = PagedInputs(*map(checks.adopt, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table)))
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     options = _options(inputs, size, given)
     if page_table is None:
@@ -329,15 +322,16 @@ def _options(inputs, size, given: Given) -> dict:
     return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
 
 
-def _prepare_forward(inputs: ForwardInputs, size, out, given: Given, return_lse: bool, backend: str | None):
+def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool, size):
+    return_lse = checks.flag("return_lse", return_lse)
     problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
-    o = Wanted("q", shape, problem.lse_dtype if getattr(out, "dtype", None) == problem.lse_dtype else None)
-    return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
+    o = Wanted("q", shape, problem.lse_dtype if getattr(outs[0], "dtype", None) == problem.lse_dtype else None)
+    return call.prepare("forward", problem, backend, inputs, outs, ForwardResults(o, lse))
 
 
-def _prepare_backward(inputs: BackwardInputs, size, given: Given, bias_grad: bool, deterministic: bool, backend: str | None):
-    x = inputs
+def _prepare_backward(inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, bias_grad: bool, deterministic: bool, size):
+    deterministic, x = checks.flag("deterministic", deterministic), inputs
     problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, size, given))
-    return call.prepare("backward", problem, backend, inputs, gradients(inputs, bias_grad), deterministic=deterministic)
+    return call.prepare("backward", problem, backend, inputs, outs, gradients(inputs, bias_grad), deterministic=deterministic)

@@ -1,18 +1,15 @@
-"""What all public functions do with the arrays that they are given: plain ones to read, places for results, and what is handed back."""
+"""What all public functions do with the arrays that they are given: what is read, places for results, and what is handed back."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
-from numba_flash import arrays, checks
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Wanted
-from numba_flash.problem import BackwardInputs, BackwardResults
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs
 
-OUTS = ("out[0]", "out[1]", "out[2]", "out[3]")
-
-
-def adopted(cls, names: tuple[str, ...], inputs: tuple):
-    """`ForwardInputs` or `BackwardInputs` of plain arrays; errors call them `names`."""
-    return cls(*inputs) if arrays.plain(*inputs) else cls(*map(checks.adopt, names, inputs))
+# Of a tuple, in half the time of the classes themselves.
+forward_inputs, backward_inputs = partial(tuple.__new__, ForwardInputs), partial(tuple.__new__, BackwardInputs)
+NOWHERE = (None,) * len(BackwardResults._fields)
 
 
 class Mask(NamedTuple):
@@ -22,19 +19,24 @@ class Mask(NamedTuple):
     block_size: Any
 
 
+NO_MASK = Mask(None, None)
+
+
 def taken(mask) -> Mask:
     """Of an argument of the user's."""
+    if mask is None:
+        return NO_MASK
     return Mask(mask.blocks, mask.block_size) if isinstance(mask, BlockMask) else Mask(mask, None)
 
 
 def outs_of(out, names: tuple[str, ...]) -> tuple:
-    """The four places for gradients of `backward`, as arrays that kernels can write."""
+    """The four places for gradients of `backward`, as the user gave them."""
     if out is None:
-        out = (None,) * len(names)
-    elif not isinstance(out, tuple) or len(out) != len(names):
+        return NOWHERE
+    if not isinstance(out, tuple) or len(out) != len(names):
         got = f"{len(out)} of them" if isinstance(out, tuple) else type(out).__name__
         raise TypeError(f"out must be a tuple ({', '.join(names)}); got {got}")
-    return (*map(checks.adopt, OUTS, out), *[None] * (4 - len(out)))
+    return out + NOWHERE[len(out) :]
 
 
 def returned(results: tuple, out: tuple | None) -> tuple:

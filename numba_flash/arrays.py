@@ -7,13 +7,13 @@ import ctypes
 import math
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 _DLPACK_CPU = 1
 _ALIGNMENT = 512  # bytes, of arrays of CuPy's pool
-_plain = {type(None), np.ndarray}
 
 
 def cupy():
@@ -29,15 +29,9 @@ def library(x) -> str | None:
     return "cupy" if cp is not None and isinstance(x, cp.ndarray) else None
 
 
-def plain(*xs) -> bool:
-    """True if each is None, or an array of NumPy or CuPy and of no subclass."""
-    if _plain.issuperset(map(type, xs)):
-        return True
-    of_cupy = getattr(cupy(), "ndarray", None)
-    if of_cupy is None or of_cupy in _plain:
-        return False
-    _plain.add(of_cupy)  # imported since
-    return plain(*xs)
+def plain(x) -> bool:
+    """True for an array of NumPy or CuPy and of no subclass, and for None."""
+    return x is None or type(x) in (np.ndarray, getattr(cupy(), "ndarray", None))
 
 
 def adopt(x):
@@ -84,14 +78,23 @@ def aligned(x) -> bool:
     return x.size == 0 or address(x) % max(x.dtype.itemsize, 1) == 0
 
 
-def layout(x):
-    """Everything about an array but its address: kind, shape, strides, dtype, device, alignment (to 16 bytes on a GPU). None for None."""
-    if x is None:
-        return None
-    if isinstance(x, np.ndarray):
-        return type(x), x.shape, x.strides, x.dtype, -1, x.flags.aligned
-    data = x.data
-    return type(x), x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16
+def layouts(xs) -> list[tuple | None] | None:
+    """Everything about each array but its address: shape, strides, dtype, device, alignment (to 16 bytes on a GPU); None for None.
+
+    None, if one of them is not `plain`.
+    """
+    of_cupy, found = getattr(sys.modules.get("cupy"), "ndarray", None), []
+    for x in xs:
+        if x is None:
+            found.append(None)
+        elif type(x) is of_cupy:
+            data = x.data
+            found.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
+        elif type(x) is np.ndarray:
+            found.append((x.shape, x.strides, x.dtype, -1, x.flags.aligned))
+        else:
+            return None
+    return found
 
 
 class Layout(NamedTuple):
@@ -218,29 +221,23 @@ def named(name: str, shape: tuple[int, ...], dtype):
         raise memory_error(name, shape, dtype) from error
 
 
-def allocator(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
+def allocator(like, shape: tuple[int, ...], dtype: str | None = None):
     """Function that makes a new array beside arrays of the layout of `like`, each time it is called: its library, device and axis order
-    in memory (so heads-last inputs give heads-last results). MemoryError names the array, its shape and size.
+    in memory (so heads-last inputs give heads-last results).
     """
-    xp = np if isinstance(like, np.ndarray) else cupy()
-    dtype, in_order, axes = np.dtype(like.dtype if dtype is None else dtype), tuple(shape), None
-    if like.ndim == len(shape) and not like.flags.c_contiguous:
-        order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
-        in_order, axes = tuple(shape[axis] for axis in order), np.argsort(order).tolist()
-
-    def allocate():
-        try:
-            x = xp.empty(in_order, dtype)
-        except MemoryError as error:
-            raise memory_error(name, shape, dtype) from error
-        return x if axes is None else x.transpose(axes)
-
-    return allocate
+    new = np.empty if isinstance(like, np.ndarray) else cupy().ndarray  # CuPy's `empty` does the same and takes longer
+    dtype = np.dtype(like.dtype if dtype is None else dtype)
+    if like.ndim != len(shape) or like.flags.c_contiguous:
+        return partial(new, tuple(shape), dtype)
+    order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
+    in_order, axes = tuple(shape[axis] for axis in order), np.argsort(order).tolist()
+    return lambda: new(in_order, dtype).transpose(axes)
 
 
 def empty(name: str, like, shape: tuple[int, ...], dtype: str | None = None):
-    """What an `allocator` makes."""
-    return allocator(name, like, shape, dtype)()
+    """What an `allocator` makes; MemoryError naming the array if there is no room."""
+    with named(name, shape, like.dtype if dtype is None else dtype):
+        return allocator(like, shape, dtype)()
 
 
 def compact(name: str, like, shape: tuple[int, ...], dtype):
@@ -263,9 +260,9 @@ class Scratch:
     """
 
     def __init__(self, layouts, names):
-        self._layouts, self._names, self._offsets, self._bytes = layouts, names, [], 0
+        self._layouts, self._names, self._places, self._bytes = layouts, names, [], 0
         for x in layouts:
-            self._offsets.append(self._bytes)
+            self._places.append(x and (self._bytes, x.strides[0]))
             size = 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
             self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -279,8 +276,7 @@ class Scratch:
             memory = cupy().cuda.alloc(self._bytes)
         except MemoryError as error:
             raise memory_error(", ".join(self._names), (self._bytes,), "uint8") from error
-        there = zip(layouts, self._offsets, strict=True)
-        return layouts._make([x and Place(memory + offset, x.strides[0]) for x, offset in there])
+        return layouts._make([x and Place(memory + x[0], x[1]) for x in self._places])
 
 
 class Place:
@@ -314,8 +310,10 @@ def to_gpu(name: str, x: np.ndarray):
     """Copy on CuPy's current device; MemoryError naming the array if there is no room. Axes of stride 0 stay such."""
     import cupy as cp
 
-    repeated = tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for stride, size in zip(x.strides, x.shape, strict=True))
     with named(name, x.shape, x.dtype):
+        if 0 not in x.strides:
+            return cp.asarray(x)
+        repeated = tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for stride, size in zip(x.strides, x.shape, strict=True))
         return cp.broadcast_to(cp.asarray(x[repeated]), x.shape)
 
 

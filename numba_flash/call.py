@@ -29,6 +29,9 @@ class Given(NamedTuple):
     precision: Any
 
 
+given = partial(tuple.__new__, Given)  # of a tuple: in half the time of the class itself
+
+
 class Wanted(NamedTuple):
     """A result: the name of the input that it resembles, its shape, and its dtype; None for that input's."""
 
@@ -37,21 +40,55 @@ class Wanted(NamedTuple):
     dtype: str | None = None
 
 
-def find(kind: str, inputs: tuple, outs: tuple, given: Given, others: tuple):
+def computed(prepare_call, names: tuple[str, ...], inputs, outs: tuple, given: Given, more: tuple):
+    """What a public function computes, prepared once for all calls with arguments like these.
+
+    Parameters
+    ----------
+    prepare_call : callable
+        ``prepare_call(inputs, outs, given, *more)`` returns what `prepare` does; a function for each public one.
+    names : tuple of str
+        What errors call the inputs.
+    inputs : named tuple
+        Arrays, as the user gave them; None where absent.
+    outs : tuple
+        The user's places for the results, None where there is none.
+    given : Given
+        The other arguments that all functions have.
+    more : tuple
+        Those that they do not.
+    """
+    key, run = find(prepare_call, inputs, outs, given, more)
+    if run is None:
+        inputs, outs = inputs._make(map(checks.adopt, names, inputs)), tuple(map(checks.adopt, labels(outs), outs))
+        key, run = find(prepare_call, inputs, outs, given, more)
+        if run is None:
+            run = remember(key, prepare_call(inputs, outs, given, *more))
+    return run(inputs, outs, given.rng)
+
+
+def labels(outs: tuple) -> tuple[str, ...]:
+    """What errors call places for results: those of gradients are a tuple, `forward` has one."""
+    return ("out", "lse") if len(outs) == 2 else tuple(f"out[{i}]" for i in range(len(outs)))
+
+
+def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple):
     """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one.
 
-    Both are None if `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions of the user are part of it
-    with all that they reach now, and keep their own prepared calls, which are forgotten with them.
+    Both are None if an array is not plain, or `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions
+    of the user are part of it with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
+    layouts, prepared = arrays.layouts(inputs + outs), _prepared
+    if layouts is None:
+        return None, None
     if given.rng is not None and is_state(given.rng):
         given = given._replace(rng=_STATE)
-    prepared = _prepared
     try:
         if given.score_mod is not None:
             score_mod = scoremod.find(given.score_mod, given.score_mod_grad)
             given, prepared = given._replace(score_mod=score_mod, score_mod_grad=None), score_mod.prepared
         inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
-        key = (kind, *map(arrays.layout, inputs), *map(arrays.layout, outs), given, *map(type, given), *inner, others)
+        key = (prepare_call, given, more, *map(type, given), *map(type, more), *inner, *layouts)
         return key, prepared.get(key)
     except (AttributeError, TypeError):
         return None, None
@@ -68,7 +105,7 @@ def remember(key, call):
     return call
 
 
-def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **settings) -> "_Call":
+def prepare(kind: str, problem: Problem, backend: str | None, inputs, outs: tuple, wanted, **settings) -> "_Call":
     """Choose a backend and bind it to the layouts of `inputs`.
 
     Parameters
@@ -81,6 +118,8 @@ def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **
         Demanded by the user.
     inputs : ForwardInputs or BackwardInputs
         Arrays, None where absent.
+    outs : tuple
+        Places for results, None where there is none.
     wanted : ForwardResults or BackwardResults
         What is `Wanted`, or None where a result is not.
     **settings
@@ -95,17 +134,12 @@ def prepare(kind: str, problem: Problem, backend: str | None, inputs, wanted, **
     module = tier(chosen)
     bound = partial(plan.prepare, chosen, kind, problem, **settings)
     through_gpu = arrays.library(inputs.q) == "numpy" and not module.takes_numpy()
-    return (_CallThroughGpu if through_gpu else _Call)(bound, problem, inputs, wanted)
+    return (_CallThroughGpu if through_gpu else _Call)(bound, problem, inputs, outs, wanted)
 
 
 def _layouts(named):
     """The layouts of a named tuple of arrays."""
     return type(named)(*map(Layout.of, named))
-
-
-def _place(allocate, out):
-    """Where a result goes: to `out`, or into a new array; None if nobody wants it."""
-    return out if out is not None or allocate is None else allocate()
 
 
 class _Call:
@@ -117,88 +151,93 @@ class _Call:
         ``prepare(inputs, results)`` returns `Prepared` for all arrays of these layouts.
     problem : Problem
         What is computed.
-    inputs, wanted : named tuples
+    inputs, outs, wanted
         See `prepare`.
     """
 
-    def __init__(self, prepare, problem: Problem, inputs, wanted):
-        self._prepare, self.problem, self._run = prepare, problem, None
-        self._wanted, self._of_wanted = wanted, tuple(wanted._asdict().items())
+    def __init__(self, prepare, problem: Problem, inputs, outs: tuple, wanted):
+        self._prepare, self.problem, self._execute = prepare, problem, self._execute_first
+        self._wanted, self._named = wanted, partial(tuple.__new__, type(wanted))
         self._allocators = tuple(
-            None if what is None else arrays.allocator(name, getattr(inputs, what.like), what.shape, what.dtype)
-            for name, what in self._of_wanted
+            None if what is None or out is not None else arrays.allocator(getattr(inputs, what.like), what.shape, what.dtype)
+            for what, out in zip(wanted, outs, strict=True)
         )
+        self._outs = sum(out is not None for out in outs)
         self._reaches, self._device = None, arrays.device_id(inputs.q)
         self._current = None if self._device < 0 else arrays.cupy().cuda.runtime.getDevice
-        self._has_lengths, self._draws = problem.options.sequences, bool(problem.options.dropout)
-        self._labels = ("out",) if "o" in wanted._fields else tuple(f"out[{i}]" for i in range(len(wanted)))
-        lengths = [name for name in ("q_lengths", "kv_lengths", "page_table") if getattr(inputs, name, None) is not None]
-        on_gpu = arrays.library(inputs.q) == "cupy"
-        self._host_lengths = [name for name in lengths if on_gpu and arrays.library(getattr(inputs, name)) == "numpy"]
+        self._draws = bool(problem.options.dropout)
+        lengths = (name for name in ("q_lengths", "kv_lengths", "page_table") if hasattr(inputs, name))
+        self._host_lengths = [name for name in lengths if arrays.library(getattr(inputs, name)) == "numpy"]
 
     def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
         if self._current is not None and self._current() != self._device:
             with inputs.q.device:  # where results and what is kept between kernels have to be
                 return self(inputs, outs, rng)
-        if self._has_lengths:
+        if self._host_lengths:
             inputs = self._check_lengths(inputs)
+        if self._outs:
+            self._check_outs(inputs, outs)
         results = self._allocate(inputs, outs)
-        self._execute(inputs, results, (tuple(map(int, rng)),) if self._draws else ())
+        if self._draws:
+            self._execute(inputs, results, tuple(map(int, rng)))
+        else:
+            self._execute(inputs, results)
         return results
 
     def _check_lengths(self, inputs):
-        """The inputs, with lengths and a table that came from the host beside q."""
+        """The inputs, with lengths and a table that came from the host beside q, where that is a GPU, which is current."""
         check_values(self.problem, inputs)
-        if not self._host_lengths:
+        if self._device < 0:
             return inputs
-        with inputs.q.device:
-            return inputs._replace(**{name: arrays.to_gpu(name, getattr(inputs, name)) for name in self._host_lengths})
+        return inputs._replace(**{name: arrays.to_gpu(name, getattr(inputs, name)) for name in self._host_lengths})
 
     def _allocate(self, inputs, outs: tuple):
-        """The user's `outs`, checked, and new arrays in the place of those that are None."""
-        for out in outs:
-            if out is not None:
-                self._check_outs(inputs, outs)
-                break
-        return self._wanted._make(map(_place, self._allocators, outs))
+        """The user's `outs`, and new arrays for the other results."""
+        results = []
+        try:
+            for allocate, out in zip(self._allocators, outs, strict=True):
+                results.append(out if allocate is None else allocate())
+        except MemoryError as error:
+            name, what = self._wanted._fields[len(results)], self._wanted[len(results)]
+            raise arrays.memory_error(name, what.shape, what.dtype or getattr(inputs, what.like).dtype) from error
+        return self._named(results)
 
     def _check_outs(self, inputs, outs: tuple) -> None:
-        called = getattr(inputs, "CALLED", inputs._fields)
-        named = [(name, x) for name, x in zip((*called, *self._labels), (*inputs, *outs), strict=False) if x is not None]
+        """That results may go to `outs`."""
+        xs = [x for x in inputs + outs if x is not None]
         if self._reaches is None:  # later calls have the same layouts
+            called = getattr(inputs, "CALLED", inputs._fields)
             others = {name: x for name, x in zip(called, inputs, strict=True) if x is not None}
-            for label, what, out in zip(self._labels, self._wanted, outs, strict=False):
+            for label, what, out in zip(labels(outs), self._wanted, outs, strict=True):
                 if out is not None:
                     check_out_layout(label, out, what.dtype or getattr(inputs, what.like).dtype.name, what.shape, others)
                     others[label] = out
-            self._reaches = [arrays.Reach.of(x) for _, x in named]
-        checks.outs_memory(named, self._reaches, sum(x is not None for x in outs))
+            self._names, self._reaches = tuple(others), [arrays.Reach.of(x) for x in xs]
+        checks.outs_memory(self._names, xs, self._reaches, self._outs)
 
-    def _execute(self, inputs, results, state: tuple) -> None:
-        if self._run is None:
-            prepared: Prepared = self._prepare(_layouts(inputs), _layouts(results))
-            self._run = prepared.run
-        self._run(inputs, results, *state)
+    def _execute_first(self, inputs, results, *state) -> None:
+        """Prepare what runs from now on, and run it."""
+        self._execute = self._prepare(_layouts(inputs), _layouts(results)).run
+        self._execute(inputs, results, *state)
 
 
 class _CallThroughGpu(_Call):
     """The same for NumPy arrays on a machine with a GPU: they go over and come back, through the device that was current at first."""
 
-    def __init__(self, prepare, problem: Problem, inputs, wanted):
-        super().__init__(prepare, problem, inputs, wanted)
-        self._gpu = arrays.current_gpu()
+    def __init__(self, prepare, problem: Problem, inputs, outs: tuple, wanted):
+        super().__init__(lambda inputs, results: Prepared(self._execute_on_gpu), problem, inputs, outs, wanted)
+        self._gpu, self._prepare_on_gpu, self._there = arrays.current_gpu(), prepare, None
 
-    def _execute(self, inputs, results, state: tuple) -> None:
+    def _execute_on_gpu(self, inputs, results, *state) -> None:
         with self._gpu:
-            self._execute_on_gpu(inputs, results, state)
-
-    def _execute_on_gpu(self, inputs, results, state: tuple) -> None:
-        on_gpu = inputs._make(None if x is None else arrays.to_gpu(name, x) for name, x in inputs._asdict().items())
-        there = results._make(
-            None if x is None else arrays.empty(name, getattr(on_gpu, what.like), what.shape, what.dtype)
-            for (name, what), x in zip(self._of_wanted, results, strict=True)
-        )
-        super()._execute(on_gpu, there, state)
-        for name, x, result in zip(self._wanted._fields, there, results, strict=True):
-            if x is not None:
-                arrays.to_host(name, x, result)
+            on_gpu = inputs._make(None if x is None else arrays.to_gpu(name, x) for name, x in inputs._asdict().items())
+            there = results._make(
+                None if x is None else arrays.empty(name, getattr(on_gpu, what.like), what.shape, what.dtype)
+                for (name, x), what in zip(results._asdict().items(), self._wanted, strict=True)
+            )
+            if self._there is None:
+                self._there = self._prepare_on_gpu(_layouts(on_gpu), _layouts(there))
+            self._there.run(on_gpu, there, *state)
+            for name, x, result in zip(results._fields, there, results, strict=True):
+                if x is not None:
+                    arrays.to_host(name, x, result)

@@ -10,7 +10,7 @@ from numba_flash import arrays
 
 def adopt(name: str, x):
     """`x` as a plain NumPy or CuPy array on the same memory, see `arrays.adopt`; raise if it offers that and cannot do it."""
-    if x is None or arrays.plain(x):
+    if arrays.plain(x):
         return x
     try:
         return arrays.adopt(x)
@@ -97,18 +97,18 @@ def real(name: str, value) -> float:
     return number
 
 
-def outs_memory(named, reaches, outs: int) -> None:
+def outs_memory(names, xs, reaches, outs: int) -> None:
     """Check that the last few arrays, `outs` of them, may be written: not read-only, and disjoint from all before them.
 
-    `named` are pairs of a name and an array, with the `Reach` of each.
+    `reaches` has the `Reach` of each, and `names` what errors call it.
     """
-    before = []
-    for (name, x), reach in zip(named, reaches, strict=True):
-        low, high = arrays.address(x) + reach.low, arrays.address(x) + reach.high
-        if len(before) >= len(named) - outs:
-            if not arrays.writeable(x):
-                raise ValueError(f"{name} must be writeable; it is read-only")
-            for other, y, bottom, top in before:
-                if low < top and bottom < high and arrays.overlap(x, y):
-                    raise ValueError(f"{name} must not overlap {other}; they share memory")
-        before.append((name, x, low, high))
+    starts = [*map(arrays.address, xs)]
+    spans = [(start + low, start + high) for start, (low, high) in zip(starts, reaches, strict=True)]
+    for i in range(len(xs) - outs, len(xs)):
+        low, high = spans[i]
+        if not arrays.writeable(xs[i]):
+            raise ValueError(f"{names[i]} must be writeable; it is read-only")
+        for j in range(i):
+            bottom, top = spans[j]
+            if low < top and bottom < high and arrays.overlap(xs[i], xs[j]):
+                raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, State, T
-from numba_flash.arguments import adopted, gradients, outs_of, returned
+from numba_flash.arguments import backward_inputs, forward_inputs, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
 from numba_flash.precisions import Precision, resolved
@@ -98,14 +98,9 @@ def forward_packed(
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
     """
-    return_lse = checks.flag("return_lse", return_lse)
-    inputs = adopted(ForwardInputs, FORWARD, (q, k, v, None, None, q_offsets, k_offsets))
-    own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    key, run = call.find("forward_packed", inputs, (own,), given, (backend, return_lse))
-    if run is None:
-        run = call.remember(key, _prepare_forward(inputs, given, return_lse, backend))
-    o, lse = run(inputs, (own, None), rng)
+    inputs = forward_inputs((q, k, v, None, None, q_offsets, k_offsets))
+    given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
+    o, lse = call.computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse))
     o = o if out is None else out
     return (o, lse) if return_lse else o
 
@@ -190,26 +185,22 @@ def backward_packed(
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
     """
-    deterministic = checks.flag("deterministic", deterministic)
-    inputs = adopted(BackwardInputs, BACKWARD, (do, q, k, v, o, lse, dlse, None, None, q_offsets, k_offsets))
-    own = outs_of(out, ("dq", "dk", "dv"))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    key, run = call.find("backward_packed", inputs, own, given, (backend, deterministic))
-    if run is None:
-        run = call.remember(key, _prepare_backward(inputs, given, deterministic, backend))
-    return returned(run(inputs, own, rng)[:3], out)
+    inputs, outs = backward_inputs((do, q, k, v, o, lse, dlse, None, None, q_offsets, k_offsets)), outs_of(out, ("dq", "dk", "dv"))
+    given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
+    results = call.computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, deterministic))
+    return returned(results[:3], out)
 
 
-def _prepare_forward(inputs: ForwardInputs, given: Given, return_lse: bool, backend: str | None):
-    x = inputs
+def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool):
+    return_lse, x = checks.flag("return_lse", return_lse), inputs
     problem = bind_packed(x.q, x.k, x.v, x.q_lengths, x.kv_lengths, **given._asdict())
     shape = (*x.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[1::-1], problem.lse_dtype) if return_lse else None
-    return call.prepare("forward", problem, backend, inputs, ForwardResults(Wanted("q", shape), lse))
+    return call.prepare("forward", problem, backend, inputs, outs, ForwardResults(Wanted("q", shape), lse))
 
 
-def _prepare_backward(inputs: BackwardInputs, given: Given, deterministic: bool, backend: str | None):
-    x = inputs
+def _prepare_backward(inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, deterministic: bool):
+    deterministic, x = checks.flag("deterministic", deterministic), inputs
     lengths = x.q_lengths, x.kv_lengths
     problem = bind_packed_backward(x.do, x.q, x.k, x.v, x.o, x.lse, *lengths, dlse=x.dlse, **given._asdict())
-    return call.prepare("backward", problem, backend, inputs, gradients(inputs, False), deterministic=deterministic)
+    return call.prepare("backward", problem, backend, inputs, outs, gradients(inputs, False), deterministic=deterministic)

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, PagedOptions, T
-from numba_flash.arguments import adopted
 from numba_flash.call import Given, Wanted
 from numba_flash.pages import PagedInputs
 from numba_flash.plan import Backend
@@ -125,23 +124,18 @@ def forward_paged(
     >>> numba_flash.forward_paged(q, k_pages, v_pages, table, np.array(3))  # the mean of 4, 5 and 0
     array([[[3.]]], dtype=float32)
     """
-    return_lse = checks.flag("return_lse", return_lse)
-    inputs = adopted(PagedInputs, PagedInputs.CALLED, (q, k_pages, v_pages, bias, mask, q_lengths, kv_lengths, page_table))
-    own = checks.adopt("out", out)
-    given = Given(scale, causal, window, q_start, softcap, 0.0, None, score_mod, None, resolved(precision))
-    key, run = call.find("forward_paged", inputs, (own,), given, (backend, return_lse))
-    if run is None:
-        run = call.remember(key, _prepare(inputs, own, given, return_lse, backend))
-    o, lse = run(inputs, (own, None), None)
+    inputs = PagedInputs(q, k_pages, v_pages, bias, mask, q_lengths, kv_lengths, page_table)
+    given = call.given((scale, causal, window, q_start, softcap, 0.0, None, score_mod, None, resolved(precision)))
+    o, lse = call.computed(_prepare, PagedInputs.CALLED, inputs, (out, None), given, (backend, return_lse))
     o = o if out is None else out
     return (o, lse) if return_lse else o
 
 
-def _prepare(inputs: PagedInputs, out, given: Given, return_lse: bool, backend: str | None):
-    x = inputs
+def _prepare(inputs: PagedInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool):
+    return_lse, x = checks.flag("return_lse", return_lse), inputs
     options = given._asdict() | {"bias": x.bias, "mask": x.mask, "q_lengths": x.q_lengths}
     problem = bind_paged(x.q, x.k, x.v, x.page_table, x.kv_lengths, **options)
     shape = (*x.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
-    o = Wanted("q", shape, problem.lse_dtype if getattr(out, "dtype", None) == problem.lse_dtype else None)
-    return call.prepare("forward", problem, backend, inputs, ForwardResults(o, lse))
+    o = Wanted("q", shape, problem.lse_dtype if getattr(outs[0], "dtype", None) == problem.lse_dtype else None)
+    return call.prepare("forward", problem, backend, inputs, outs, ForwardResults(o, lse))

@@ -218,7 +218,10 @@ class Array:
 
     streams: Streams
 
-    def __init__(self, memory: Memory, x: np.ndarray):
+    def __init__(self, memory: Memory | tuple[int, ...], x):
+        if isinstance(memory, tuple):  # a new one, of that shape and dtype `x`
+            shape, dtype, memory = memory, x, Memory(int(np.prod(memory)) * np.dtype(x).itemsize)
+            x = memory.raw.view(dtype).reshape(shape)
         self._memory, self.x = memory, x
         self.dtype, self.shape, self.strides, self.ndim, self.size, self.nbytes = x.dtype, x.shape, x.strides, x.ndim, x.size, x.nbytes
         self.flags, self.device = x.flags, memory.device
@@ -302,9 +305,7 @@ def do(run, name: str = "") -> None:
 
 
 def empty(shape, dtype) -> Array:
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    memory = Memory(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-    return Array(memory, memory.raw.view(dtype).reshape(shape))
+    return Array((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
 
 def asarray(x: np.ndarray) -> Array:

@@ -25,6 +25,14 @@ def heads_first(problem, *operands) -> tuple:
     return tuple(x if x is None else x.swapaxes(0, 1) for x in operands)
 
 
+def inputs_heads_first(problem, inputs):
+    """The same of the inputs of a backward pass."""
+    if not problem.options.packed:
+        return inputs
+    do, q, k, v, o = heads_first(problem, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    return inputs._replace(do=do, q=q, k=k, v=v, o=o)
+
+
 def blocks(problem, rows: int, block: int) -> int:
     """Blocks of so many of the `rows` of one head; for packed sequences at least as many as all of
     them have together.

@@ -17,7 +17,7 @@ everywhere = pytest.mark.parametrize("caller", [call_forward, call_backward, cal
 
 @pytest.fixture(autouse=True)
 def nothing_is_allocated(monkeypatch):
-    monkeypatch.setattr(call.arrays, "allocator", lambda name, *_: lambda: pytest.fail(f"{name} was allocated"))
+    monkeypatch.setattr(call.arrays, "allocator", lambda *_: lambda: pytest.fail("a result was allocated"))
 
 
 def four(score, b, h, i):

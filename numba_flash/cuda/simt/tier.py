@@ -212,7 +212,10 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     `left` make of the gradient of a bias is added to that of the others, which is there.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    x, delta = _heads_first(p, inputs), Layout.compact(inputs.lse.shape, inputs.lse.dtype)
+    x, delta = (
+        grid.inputs_heads_first(p, inputs),
+        Layout.compact(inputs.lse.shape, inputs.lse.dtype),
+    )
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
     flagged, of_delta = (), ()
@@ -261,7 +264,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     flags_alone = extras_class(PLAIN, more=FLAGS)
 
     def run(inputs, results, rng=None, left=None):
-        x, extras = _heads_first(p, inputs), extras_of(inputs)
+        x, extras = grid.inputs_heads_first(p, inputs), extras_of(inputs)
         own = extras if left is None else class_with_flags(*extras, left)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
@@ -276,14 +279,6 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     return Prepared(
         run, (preprocess, dkdv_launch, dq_launch, *(dbias.launches if dbias is not None else ()))
     )
-
-
-def _heads_first(problem, inputs):
-    """The inputs of the backward pass, with packed arrays as (heads, total, d)."""
-    if not problem.options.packed:
-        return inputs
-    do, q, k, v, o = grid.heads_first(problem, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
-    return inputs._replace(do=do, q=q, k=k, v=v, o=o)
 
 
 class _Dbias:

@@ -128,7 +128,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0
     split = tile.split > 0
     x, y = (
-        _heads_first(p, inputs),
+        grid.inputs_heads_first(p, inputs),
         results._replace(
             **dict(zip(("dq", "dk", "dv"), grid.heads_first(p, *results[:3]), strict=True))
         ),
@@ -158,7 +158,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     extras_of, scratch = build_extras(p.options), there.scratch()
 
     def run(inputs, results, rng=None):
-        x, extras, own = _heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
+        x, extras, own = grid.inputs_heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         rows, dq_sum, flags = scratch.beside(inputs.q)
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
@@ -178,7 +178,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     of_postprocess = extras_class(p.options, wanted, this.of_dlse)
 
     def run_split(inputs, results, rng=None):
-        x, extras, own = _heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
+        x, extras, own = grid.inputs_heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         rows, dq_sum, flags = scratch.beside(inputs.q)
         y = splitter.of(inputs)
@@ -195,12 +195,6 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         return y.flags
 
     return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
-
-
-def _heads_first(p, inputs):
-    """The inputs, with packed arrays as (heads, total, d)."""
-    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
-    return inputs._replace(do=do, q=q, k=k, v=v, o=o)
 
 
 def copies_of_sums(p, tile, multiprocessors: int) -> int:
