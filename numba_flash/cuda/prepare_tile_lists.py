@@ -13,6 +13,7 @@ from numba_flash.cuda.arguments import build_extras, extras_class, in_vectors
 from numba_flash.cuda.launch import Launch
 
 THREADS, ORDER_THREADS, LISTS = 1024, 128, 4  # of a block, where each warp makes one
+QUEUE_THREADS = 128
 WORD = 32  # tiles
 WIDTHS = (16, 4, 1)  # bytes of the mask that may be read at once
 
@@ -30,6 +31,8 @@ class Tiles(NamedTuple):
         Blocks of queries of a group, whose order is wanted too; 0 if it is not.
     bits : bool
         Bits instead of lists.
+    queue : bool
+        Blocks are taken by those that have done with others, the longest lists first.
     """
 
     block_m: int
@@ -37,11 +40,14 @@ class Tiles(NamedTuple):
     transposed: bool = False
     share: int = 0
     bits: bool = False
+    queue: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of what the kernel gets."""
-        return ("bits",) if self.bits else ("tiles", "order") if self.share else ("tiles",)
+        if self.bits:
+            return ("bits",)
+        return ("tiles", *(("order",) if self.share else ()), *(("queue",) if self.queue else ()))
 
 
 class Chosen(NamedTuple):
@@ -117,7 +123,7 @@ class Extras:
             extras=grid.extras_layouts(masked, inputs),
             numbers=(p.nq, p.nk, p.low, p.high),
         )
-        self.launches = (make,)
+        self.launches, self._operands = (make,), (("tiles", "bits"),)
         if t.share:
             groups = -(-rows // t.share)
             self._made["order"] = Layout.compact((*own, blocks + 1, groups), "int32")
@@ -129,7 +135,20 @@ class Extras:
                 threads=ORDER_THREADS,
                 operands=((self._made["bits"], 5), (self._made["order"], 5)),
             )
-            self.launches = (make, count)
+            self.launches += (count,)
+            self._operands += (("bits", "order"),)
+        if t.queue:
+            self._made["queue"] = Layout.compact((*own, 1, blocks + 1), "int32")
+            queue = Launch(
+                "tile_lists.build_queue",
+                (QUEUE_THREADS,),
+                gpu,
+                grid=-(-math.prod(own) * blocks // (QUEUE_THREADS // 32)),
+                threads=QUEUE_THREADS,
+                operands=((self._made["tiles"], 5), (self._made["queue"], 5)),
+            )
+            self.launches += (queue,)
+            self._operands += (("tiles", "queue"),)
         wanted = (self._made[name] for name in t.names)
         self.layouts += tuple((x, (*all_heads, *x.shape[3:])) for x in wanted)
 
@@ -143,10 +162,9 @@ class Extras:
             given = 0 not in x.shape
             label = f"the mask's {name}"
             made[name] = arrays.compact(label, inputs.q, x.shape, x.dtype) if given else None
-        make, *count = self.launches
-        make(made["tiles"], made["bits"], extras=self._extras_of_mask(inputs))
-        for launch in count:
-            launch(made["bits"], made["order"])
+        for launch, names in zip(self.launches, self._operands, strict=True):
+            of_mask = self._extras_of_mask(inputs) if launch is self.launches[0] else ()
+            launch(*[made[name] for name in names], extras=of_mask)
         return self._class(*extras, *[made[name] for name in self._names])
 
 
