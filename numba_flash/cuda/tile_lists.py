@@ -218,7 +218,7 @@ def build_queue(threads):
     longest lists. One warp per list.
 
     queue : int32 (b0, b1, heads, 1, blocks + 1): numbers of blocks; and, after those of the first
-        head, how many work items have been taken, for which see `take`.
+        head, how many work items have been taken.
     """
     WARPS = threads // WARP
 
@@ -248,7 +248,7 @@ def build_queue(threads):
 
 @inline
 def take(queue):
-    """Number of the next work item."""
+    """How many work items had been taken from it before this one."""
     last = u64(queue.shape[4] - 1)
     return ptx.next_number(u64(ptx.global_address(queue) + u64(4) * last))
 

@@ -71,8 +71,8 @@ def build_write_work(banded, ordered, options, tile, layout):
     def next_number(smem, turn, taken, flags, extras):
         """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
         been claimed before, by a block at work, however few blocks the GPU has room for. It does so
-        when it has asked for all tiles of the last one, lest others wait longer; and, too, where
-        lists make some items much longer than others.
+        when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
+        claimed, too, because they differ.
         """
         if CLAIMS:
             if turn != u32(0):
@@ -332,9 +332,9 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
     maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
-    numbers = named(Scales, f32)
-    if options.modifies_or_lists and not options.only_lists:
-        numbers = named(OptionScales, f32, f32, parameters_type(options))
+    numbers = named(OptionScales, f32, f32, parameters_type(options))
+    if options.only_lists or not options.modifies_or_lists:
+        numbers = named(Scales, f32)
     signature = types.void(
         types.UniTuple(u64, len(maps)),
         *[array(u32 if tile.planes == 1 else f32, 5)] * 2,
@@ -345,8 +345,5 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         named(Sizes, i64),
         numbers,
     )
-    return (
-        backward_sm90,
-        signature,
-        {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)},
-    )
+    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
+    return backward_sm90, signature, more

@@ -59,10 +59,12 @@ def build_write_work(banded, in_parts, options, tile, layout):
     @inline
     def write_work(smem, turn, o, extras, sizes):
         pipeline.wait_free(smem, WORK, turn)
-        if MASKED:
-            number = tile_lists.take(extras.queue)
-        else:
+        if not MASKED:
             number = schedule.zigzag(turn, cuda.gridDim.x)
+        elif turn == u32(0):  # each block has one
+            number = i32(cuda.blockIdx.x)
+        else:
+            number = i32(tile_lists.take(extras.queue) + i32(cuda.gridDim.x))
         if number < sizes.items:
             item = item_of(number, o.shape, extras, sizes)
             kv_head = i32(u32(item.head) // u32(sizes.group))

@@ -52,7 +52,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
     )
     share = 1 if deterministic else 0
-    tiles = Tiles(tile.block_m, tile.block_n, True, share, queue=not deterministic)
+    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=not deterministic)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
     extras_of = build_extras(p.options)

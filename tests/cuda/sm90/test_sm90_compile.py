@@ -33,6 +33,9 @@ from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
 SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
+# Threads that move data need more for lists.
+SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
+SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
