@@ -7,6 +7,7 @@ from typing import NamedTuple
 from numba import njit
 
 from numba_flash import mask
+from numba_flash.cuda import tile_lists
 from numba_flash.cuda.lang import cuda, device, i32, i64, inline, once, types, u32
 from numba_flash.cuda.sequence import build_sequence
 
@@ -282,13 +283,10 @@ def build_item(options, banded, split, block_m, block_n, transposed=False, queue
             b, head = u32(pair // heads), u32(pair % heads)
             b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
         if QUEUED:
-            first_head = u32(head * u32(sizes.group)) if TRANSPOSED else u32(head)
-            queue = extras.queue[i64(b0), i64(b1), i64(first_head), 0]
-            if u32(block) < u32(queue.shape[0] - 1):  # packed sequences have numbers beyond
-                block = u32(queue[i64(block)])
-        rows_begin, rows = i32(0), all_rows
-        columns_begin, columns = i32(0), all_columns
-        invalid = i32(0)
+            of_head = u32(head * u32(sizes.group if TRANSPOSED else 1))
+            block = tile_lists.queued(extras.queue, b0, b1, of_head, block)
+        rows_begin, columns_begin, invalid = i32(0), i32(0), i32(0)
+        rows, columns = all_rows, all_columns
         if SEQUENCES:
             if TRANSPOSED:
                 sequence = sequence_of(extras, b0, b1, all_columns, all_rows)

@@ -247,6 +247,15 @@ def build_queue(threads):
 
 
 @inline
+def queued(queue, b0, b1, head, block):
+    """Which block of a head comes at that place; packed sequences have places beyond blocks."""
+    of_head = queue[index(b0), index(b1), index(head), 0]
+    if u32(block) < u32(of_head.shape[0] - 1):
+        return u32(of_head[index(block)])
+    return u32(block)
+
+
+@inline
 def take(queue):
     """How many work items had been taken from it before this one."""
     last = u64(queue.shape[4] - 1)

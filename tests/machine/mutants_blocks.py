@@ -81,15 +81,15 @@ MUTANTS_BLOCKS = (
         "gradients, blocks that do not fit",
     ),
     Mutant(
-        "what lies after an empty list", ROWS, "if item.keys > 0 else i32(-1)", "if item.keys >= 0 else i32(-1)", "wgmma, blocks, window"
+        "what lies before an empty list", ROWS, "if item.keys > 0 else i32(-1)", "if item.keys > 0 else i32(-2)", "wgmma, blocks, window"
     ),
     Mutant("tiles of a list from the last one up", ROWS, "listed(last, i32(-t))", "listed(last, i32(t))", "wgmma, blocks, window"),
     Mutant("the same first item for all", LOAD_FORWARD, "number = i32(cuda.blockIdx.x)", "number = i32(0)", "wgmma, blocks"),
     Mutant(
-        "items taken that blocks began with",
+        "an item that nobody takes",
         LOAD_FORWARD,
         "tile_lists.take(extras.queue) + i32(cuda.gridDim.x)",
-        "tile_lists.take(extras.queue) + i32(1)",
+        "tile_lists.take(extras.queue) + i32(cuda.gridDim.x + 1)",
         "wgmma, blocks",
     ),
     Mutant("a queue from which one item is taken", TILE_LISTS, "index(blocks)] = i32(0)", "index(blocks)] = i32(1)", "wgmma, blocks"),

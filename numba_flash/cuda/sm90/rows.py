@@ -2,7 +2,7 @@
 hidden.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import fragment, softmax, tile_lists
@@ -67,9 +67,18 @@ def build_begin(block_n, q, work):
     return begin_item
 
 
+class Follow(NamedTuple):
+    """Functions; see `build_follow`."""
+
+    lists_among: Any
+    last_of: Any
+    column: Any
+    begin_at: Any
+
+
 @once
 def build_follow(options, block_m, block_n, work):
-    """Functions of a consumer whose tiles are listed, if they are:
+    """`Follow` of a consumer whose tiles are listed, if they are:
 
     ``lists_among(extras)``: what there is of lists.
     ``last_of(smem, turn, item, lists)``: where the last tile of a `Begun` item is listed; of an
@@ -103,7 +112,7 @@ def build_follow(options, block_m, block_n, work):
     def begin_at(item, col):
         return Begun(item.count, item.row, col, item.keys, item.low, item.high, item.q_tile)
 
-    return lists_among, last_of, column, begin_at
+    return Follow(lists_among, last_of, column, begin_at)
 
 
 @once
