@@ -22,7 +22,7 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, tier
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, prepare_forward_options, tier
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
