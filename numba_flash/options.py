@@ -131,6 +131,11 @@ class Options:
         return self.modifies_beyond_softcap or self.listed
 
     @property
+    def only_lists(self) -> bool:
+        """True if tiles are listed, and nothing else is asked for but lengths: kernels without options do that."""
+        return self.listed and not self.modifies
+
+    @property
     def changes(self) -> bool:
         """True if a score may be something else than a scaled product, or hidden."""
         return bool(self.softcap or self.score_mod or self.bias)

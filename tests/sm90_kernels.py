@@ -7,8 +7,8 @@ from compiled import Kernel
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
+from numba_flash.cuda.sm90.options_tiles import LISTED_TILES, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
-from numba_flash.cuda.sm90.options_tiles import crowded
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.prepare_forward_options import words_held
@@ -19,6 +19,8 @@ from numba_flash.options import PLAIN, Options
 LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
 PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=True)
 SOFTCAP = Options(softcap=1.0)
+LISTED = Options(listed=True)
+LISTED_LENGTHS, LISTED_PACKED, LISTED_SOFTCAP = (replace(options, listed=True) for options in (LENGTHS, PACKED, SOFTCAP))
 
 
 def first(table: tuple[Row, ...], d: int, dv: int):
@@ -54,9 +56,20 @@ FORWARD = {
     "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
     "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
 }
+# dtype, head dimensions, lse, band, store, options
+LISTS = {
+    "64 lists": ("bfloat16", 64, 64, True, "none", "map", LISTED),
+    "64 lists, causal": ("float16", 64, 64, True, "above", "map", LISTED),
+    "128 lists": ("float16", 128, 128, True, "none", "map", LISTED),
+    "128 lists, window": ("bfloat16", 128, 128, True, "both", "map", LISTED),
+    "128 lists, lengths, parts": ("float16", 128, 128, True, "above", "parts", LISTED_LENGTHS),
+    "128 lists, packed": ("bfloat16", 128, 128, True, "above", "words", LISTED_PACKED),
+    "256 lists": ("bfloat16", 256, 256, True, "none", "map", LISTED),
+    "256 lists, parts": ("bfloat16", 256, 256, True, "none", "parts", LISTED),
+}
 
 BIAS, BIAS_32, MASK, DROPOUT = Options(bias="bfloat16"), Options(bias="float32"), Options(mask=True), Options(dropout=0.5)
-LISTED, BLOCKS = Options(listed=True), Options(mask=True, blocks=BlockSize(100, 50))
+BLOCKS = Options(mask=True, blocks=BlockSize(100, 50))
 ODD_BLOCKS = Options(mask=True, blocks=BlockSize(100, 33))
 EVERYTHING = replace(LENGTHS, bias="float32", mask=True, dropout=0.5, softcap=1.0)
 PAIRS, ONES = Vectors(True, True), Vectors()
@@ -66,6 +79,8 @@ def options_tile_of(options: Options, d: int) -> Tile:
     return first(OPTION_TILES[words_held(options)], d, d)
 
 
+FORWARD |= {name: (*config, options_tile_of(config[-1], config[1])) for name, config in LISTS.items()}
+
 # One for each tile: dtype, head dimensions, lse, band, store, how bias and mask are read, options.
 FORWARD_OPTIONS = {
     "forward sm90 64 dropout": ("bfloat16", 64, 64, True, "above", "words", PAIRS, replace(PACKED, dropout=0.5)),
@@ -74,7 +89,7 @@ FORWARD_OPTIONS = {
     "forward sm90 64 bias": ("bfloat16", 64, 64, True, "none", "map", PAIRS, BIAS),
     "forward sm90 128 bias": ("bfloat16", 128, 128, True, "above", "map", PAIRS, BIAS),
     "forward sm90 256 mask": ("bfloat16", 256, 256, True, "none", "map", PAIRS, MASK),
-    "forward sm90 128 blocks": ("bfloat16", 128, 128, True, "none", "map", ONES, LISTED),
+    "forward sm90 128 blocks": ("bfloat16", 128, 128, True, "none", "map", ONES, LISTED_SOFTCAP),
     "forward sm90 128 blocks that do not fit": ("bfloat16", 128, 128, True, "above", "map", ONES, BLOCKS),
     "forward sm90 64 bias of float32": ("float16", 64, 64, True, "above", "map", ONES, BIAS_32),
     "forward sm90 128 bias of float32": ("float16", 128, 128, True, "none", "map", PAIRS, BIAS_32),
@@ -113,6 +128,15 @@ BACKWARD = {
     "backward softcap, 64": ("bfloat16", 64, 64, False, True, True, SOFTCAP),
 }
 BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BACKWARD.items()}
+BACKWARD_LISTS = {
+    "backward 64 lists": ("bfloat16", 64, 64, False, True, True, LISTED),
+    "backward 64 lists, lengths, in any order": ("float16", 64, 64, True, True, False, LISTED_LENGTHS),
+    "backward 128 lists": ("float16", 128, 128, False, True, True, LISTED),
+    "backward 128 lists, in any order": ("bfloat16", 128, 128, False, True, False, LISTED),
+    "backward 128 lists, packed": ("bfloat16", 128, 128, False, False, True, LISTED_PACKED),
+    "backward 72, 40 lists, lengths": ("float16", 72, 40, False, True, True, LISTED_LENGTHS),
+}
+BACKWARD |= {name: (*config, first(LISTED_TILES, *config[1:3])) for name, config in BACKWARD_LISTS.items()}
 
 # dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
 BACKWARD_OPTIONS = {
@@ -121,8 +145,8 @@ BACKWARD_OPTIONS = {
     "backward sm90 64 packed dropout": ("bfloat16", 64, 64, False, False, True, PAIRS, replace(PACKED, dropout=0.5)),
     "backward sm90 64 mask": ("bfloat16", 64, 64, False, True, True, PAIRS, MASK),
     "backward sm90 128 mask": ("float16", 128, 128, False, True, True, ONES, MASK),
-    "backward sm90 64 blocks": ("float16", 64, 64, True, True, False, ONES, LISTED),
-    "backward sm90 128 blocks": ("bfloat16", 128, 128, False, True, True, ONES, LISTED),
+    "backward sm90 64 blocks": ("float16", 64, 64, True, True, False, ONES, LISTED_SOFTCAP),
+    "backward sm90 128 blocks": ("bfloat16", 128, 128, False, True, True, ONES, LISTED_SOFTCAP),
     "backward sm90 64 blocks and a bias": ("bfloat16", 64, 64, False, True, True, PAIRS, replace(BIAS, listed=True)),
     "backward sm90 64 blocks that do not fit": ("bfloat16", 64, 64, False, True, True, ONES, BLOCKS),
     "backward sm90 128 blocks that do not fit": ("float16", 128, 128, False, True, True, ONES, BLOCKS),

@@ -126,7 +126,8 @@ def _extras(names: tuple[str, ...]):
 
 def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
-    that a kernel wants: "tiles", "order", "bits" (`numba_flash.cuda.tile_lists`); and with `more`.
+    that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.tile_lists`); and with
+    `more`.
     """
     names = tuple(name for name in EXTRAS if getattr(options, name))
     names += ("page_table",) if options.paged else ()
@@ -167,6 +168,7 @@ def extras_type(options, of_mask=(), more=()):
         "page_table": options.paged and array(getattr(types, options.paged.table), 3),
         "tiles": array(types.int32, 5),
         "order": array(types.int32, 5),
+        "queue": array(types.int32, 5),
         "bits": array(types.uint32, 5),
         "factors": array(types.float32, 4),
         "shifts": array(types.float32, 4),

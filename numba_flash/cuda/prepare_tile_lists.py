@@ -12,6 +12,7 @@ from numba_flash.cuda.arguments import build_extras, extras_class, in_vectors
 from numba_flash.cuda.launch import Launch
 
 THREADS, ORDER_THREADS, LISTS = 1024, 128, 4  # of a block, where each warp makes one
+QUEUE_THREADS = 128
 WORD = 32  # tiles
 WIDTHS = (16, 4, 1)  # bytes of the mask that may be read at once
 
@@ -29,6 +30,8 @@ class Tiles(NamedTuple):
         Blocks of queries of a group, whose order is wanted too; 0 if it is not.
     bits : bool
         Bits instead of lists.
+    queue : bool
+        Blocks are taken by those that have done with others, the longest lists first.
     """
 
     block_m: int
@@ -36,11 +39,14 @@ class Tiles(NamedTuple):
     transposed: bool = False
     share: int = 0
     bits: bool = False
+    queue: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of what the kernel gets."""
-        return ("bits",) if self.bits else ("tiles", "order") if self.share else ("tiles",)
+        if self.bits:
+            return ("bits",)
+        return ("tiles", *(("order",) if self.share else ()), *(("queue",) if self.queue else ()))
 
 
 class Made(NamedTuple):
@@ -49,6 +55,7 @@ class Made(NamedTuple):
     tiles: Any
     bits: Any
     order: Any
+    queue: Any
 
 
 class Chosen(NamedTuple):
@@ -113,6 +120,7 @@ class Extras:
             tiles=Layout.compact((*own, blocks, 1 + across), "int32"),
             bits=Layout.compact((*own, blocks, words), "uint32") if t.share or t.bits else None,
             order=Layout.compact((*own, blocks + 1, groups), "int32") if t.share else None,
+            queue=Layout.compact((*own, 1, blocks + 1), "int32") if t.queue else None,
         )
         self._scratch = Scratch(made, [f"the mask's {name}" for name in Made._fields])
         builder, config, lists = _builder(masked, inputs.mask, t)
@@ -126,7 +134,7 @@ class Extras:
             extras=grid.extras_layouts(masked, inputs),
             numbers=(p.nq, p.nk, p.low, p.high),
         )
-        self.launches = (make,)
+        self.launches, self._operands = (make,), (("tiles", "bits"),)
         if t.share:
             count = Launch(
                 "tile_lists.build_order",
@@ -136,7 +144,19 @@ class Extras:
                 threads=ORDER_THREADS,
                 operands=((made.bits, 5), (made.order, 5)),
             )
-            self.launches = (make, count)
+            self.launches += (count,)
+            self._operands += (("bits", "order"),)
+        if t.queue:
+            queue = Launch(
+                "tile_lists.build_queue",
+                (QUEUE_THREADS,),
+                gpu,
+                grid=-(-math.prod(own) * blocks // (QUEUE_THREADS // 32)),
+                threads=QUEUE_THREADS,
+                operands=((made.tiles, 5), (made.queue, 5)),
+            )
+            self.launches += (queue,)
+            self._operands += (("tiles", "queue"),)
         wanted = (getattr(made, name) for name in t.names)
         self.layouts += tuple((x, (*all_heads, *x.shape[3:])) for x in wanted)
 
@@ -145,10 +165,10 @@ class Extras:
         extras = self._extras_of(inputs)
         if not self.launches:
             return extras
-        made, (make, *count) = self._scratch.beside(inputs.q), self.launches
-        make(made.tiles, made.bits, extras=self._extras_of_mask(inputs))
-        for launch in count:
-            launch(made.bits, made.order)
+        made = self._scratch.beside(inputs.q)
+        for launch, names in zip(self.launches, self._operands, strict=True):
+            of_mask = self._extras_of_mask(inputs) if launch is self.launches[0] else ()
+            launch(*[getattr(made, name) for name in names], extras=of_mask)
         return self._class(*extras, *[getattr(made, name) for name in self._names])
 
 

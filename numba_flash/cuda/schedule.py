@@ -7,6 +7,7 @@ from typing import NamedTuple
 from numba import njit
 
 from numba_flash import mask
+from numba_flash.cuda import tile_lists
 from numba_flash.cuda.lang import cuda, device, i32, i64, inline, once, types, u32
 from numba_flash.cuda.sequence import build_sequence
 
@@ -239,7 +240,7 @@ def zigzag(turn, blocks):
 
 
 @once
-def build_item(options, banded, split, block_m, block_n, transposed=False):
+def build_item(options, banded, split, block_m, block_n, transposed=False, queued=False):
     """``item(index, shape, extras, sizes)``: the work `Item` of a number.
 
     `shape` is (_, b1, heads, rows); `sizes` has the fields low, high, columns, parts, section and
@@ -248,10 +249,11 @@ def build_item(options, banded, split, block_m, block_n, transposed=False):
     the grid, `zigzag` gives everyone the same work, and keys are read again while they are in the
     cache. With `split` each of several parts gets its share of the tiles. There is always a tile,
     if only one in which all is hidden. If `transposed`, queries and keys change places, and the
-    band too, and the first blocks come first, always in sections.
+    band too, and the first blocks come first, always in sections. If `queued`, blocks of a head
+    come as its queue says (`numba_flash.cuda.tile_lists`), of a group as that of its first head.
     """
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES = block_m, block_n, options.packed, options.sequences
-    IN_SECTIONS, SPLIT, TRANSPOSED = banded or transposed, split, transposed
+    IN_SECTIONS, SPLIT, TRANSPOSED, QUEUED = banded or transposed, split, transposed, queued
     sequence_of = build_sequence(options)
 
     @inline
@@ -274,15 +276,17 @@ def build_item(options, banded, split, block_m, block_n, transposed=False):
                 within = u32(index - number * section * blocks)
                 size = min(section, u32(pairs - number * section))
                 block, pair = u32(within // size), u32(number * section + within % size)
-                if not TRANSPOSED:
+                if not TRANSPOSED and not QUEUED:
                     block = blocks - u32(1) - block
             else:
                 block, pair = u32(index % blocks), u32(index // blocks)
             b, head = u32(pair // heads), u32(pair % heads)
             b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
-        rows_begin, rows = i32(0), all_rows
-        columns_begin, columns = i32(0), all_columns
-        invalid = i32(0)
+        if QUEUED:
+            of_head = u32(head * u32(sizes.group if TRANSPOSED else 1))
+            block = tile_lists.queued(extras.queue, b0, b1, of_head, block)
+        rows_begin, columns_begin, invalid = i32(0), i32(0), i32(0)
+        rows, columns = all_rows, all_columns
         if SEQUENCES:
             if TRANSPOSED:
                 sequence = sequence_of(extras, b0, b1, all_columns, all_rows)

@@ -19,6 +19,7 @@ from numba_flash.cuda.sequence import build_sequence
 
 WARP = 32  # threads; tiles that a block looks at together, one by each warp
 BATCH = 4  # loads of a lane that are under way together
+BLOCKS_AT_ONCE = 8  # whose bits are under way together
 FIRST = 24  # bit from which on an order has flags
 
 
@@ -185,6 +186,7 @@ def build_order(share, threads):
     SHARE, GROUP, THREADS = share, (1 << share) - 1, threads
 
     def order_of_blocks(bits, order, extras):
+        words = cuda.local.array(BLOCKS_AT_ONCE, u32)  # registers
         number = u32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         groups, heads, b1s = u32(order.shape[4]), u32(order.shape[2]), u32(order.shape[1])
         group, number = index(number % groups), u32(number // groups)
@@ -193,17 +195,71 @@ def build_order(share, threads):
         if number < u32(order.shape[0]) * b1s:
             word, shift = index(group * SHARE // WARP * 2), u32(group * SHARE % WARP)
             count, some, last = i32(0), u32(0), i32(order.shape[3]) - 1
-            for block in range(last + 1):
-                none = u32(u32(GROUP) & u32(~some))
-                order[b0, b1, head, index(block), group] = i32(count + i32(u32(none << u32(FIRST))))
-                if block < last:
-                    seen = u32(bits[b0, b1, head, index(block), word] >> shift) & u32(GROUP)
+            for first in range(0, last + 1, BLOCKS_AT_ONCE):
+                for n in range(BLOCKS_AT_ONCE):
+                    words[n] = u32(0)
+                    if first + n < last:
+                        words[n] = bits[b0, b1, head, index(first + n), word]
+                for n in range(BLOCKS_AT_ONCE):
+                    if first + n <= last:
+                        none = u32(u32(u32(GROUP) & u32(~some)) << u32(FIRST))
+                        order[b0, b1, head, index(first + n), group] = i32(count + i32(none))
+                    seen = u32(words[n] >> shift) & u32(GROUP)
                     count = i32(count + 1) if seen != u32(0) else count
                     some = u32(some | u32(seen))
 
     counts = array(types.int32, 5)
     signature = types.void(array(types.uint32, 5), counts, types.Tuple(()))
     return order_of_blocks, signature, {"launch_bounds": (threads, 1)}
+
+
+def build_queue(threads):
+    """Kernel ``queue(tiles, queue, extras)``: which blocks are worked on first: those with the
+    longest lists. One warp per list.
+
+    queue : int32 (b0, b1, heads, 1, blocks + 1): numbers of blocks; and, after those of the first
+        head, how many work items have been taken.
+    """
+    WARPS = threads // WARP
+
+    def queue_of_blocks(tiles, queue, extras):
+        warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
+        number = u32(i32(cuda.blockIdx.x) * WARPS + warp)
+        which = which_list(number, tiles.shape)
+        b0, b1, head, block = which.b0, which.b1, which.head, i32(which.block)
+        if b0 < u32(tiles.shape[0]):
+            of_head = tiles[index(b0), index(b1), index(head)]
+            own, before, blocks = of_head[index(block), 0], i32(0), i32(tiles.shape[3])
+            for first in range(0, blocks, WARP):
+                other, ahead = i32(first + lane), False
+                if other < blocks:
+                    count = of_head[index(other), 0]
+                    ahead = count > own or (count == own and other < block)
+                before = i32(before + i32(cuda.popc(i32(cuda.ballot_sync(ALL_LANES, ahead)))))
+            if lane == 0:
+                queue[index(b0), index(b1), index(head), 0, index(before)] = block
+                if number == u32(0):
+                    queue[0, 0, 0, 0, index(blocks)] = i32(0)
+
+    lists = array(types.int32, 5)
+    signature = types.void(lists, lists, types.Tuple(()))
+    return queue_of_blocks, signature, {"launch_bounds": (threads, 1)}
+
+
+@inline
+def queued(queue, b0, b1, head, block):
+    """Which block of a head comes at that place; packed sequences have places beyond blocks."""
+    of_head = queue[index(b0), index(b1), index(head), 0]
+    if u32(block) < u32(of_head.shape[0] - 1):
+        return u32(of_head[index(block)])
+    return u32(block)
+
+
+@inline
+def take(queue):
+    """How many work items had been taken from it before this one."""
+    last = u64(queue.shape[4] - 1)
+    return ptx.next_number(u64(ptx.global_address(queue) + u64(4) * last))
 
 
 @inline

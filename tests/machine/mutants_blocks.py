@@ -5,6 +5,8 @@ from mutants import Mutant
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
 BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
+BACKWARD, P_AND_DS, ROWS = "cuda/sm90/backward.py", "cuda/sm90/softmax_backward.py", "cuda/sm90/rows.py"
+TILE_LISTS = "cuda/tile_lists.py"
 
 MUTANTS_BLOCKS = (
     Mutant("a list that nobody has", LISTS, "if b0 < u32(tiles.shape[0]):", "if True:", "mma, blocks"),
@@ -69,7 +71,7 @@ MUTANTS_BLOCKS = (
         "MASKED, walk = options.mask",
         "gradients, blocks",
     ),
-    Mutant("dK without its scale", BACKWARD_OPTIONS, "factor[r] * scale", "factor[r] * f32(1)", "gradients, blocks"),
+    Mutant("dK without its scale", BACKWARD_OPTIONS, "factor[r] * scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"),
     Mutant("lists of keys for each query", HOST, "transposed=True", "transposed=False", "gradients, blocks"),
     Mutant(
         "neighbours in two blocks",
@@ -77,5 +79,34 @@ MUTANTS_BLOCKS = (
         "blocks and blocks.keys % WIDTH == 0",
         "blocks and blocks.keys % WIDTH != WIDTH",
         "gradients, blocks that do not fit",
+    ),
+    Mutant(
+        "what lies before an empty list", ROWS, "if item.keys > 0 else i32(-1)", "if item.keys > 0 else i32(-2)", "wgmma, blocks, window"
+    ),
+    Mutant("tiles of a list from the last one up", ROWS, "listed(last, i32(-t))", "listed(last, i32(t))", "wgmma, blocks, window"),
+    Mutant("the same first item for all", LOAD_FORWARD, "number = i32(cuda.blockIdx.x)", "number = i32(0)", "wgmma, blocks"),
+    Mutant(
+        "an item that nobody takes",
+        LOAD_FORWARD,
+        "tile_lists.take(extras.queue) + i32(cuda.gridDim.x)",
+        "tile_lists.take(extras.queue) + i32(cuda.gridDim.x + 1)",
+        "wgmma, blocks",
+    ),
+    Mutant("a queue from which one item is taken", TILE_LISTS, "index(blocks)] = i32(0)", "index(blocks)] = i32(1)", "wgmma, blocks"),
+    Mutant("blocks of equal lists in one place", TILE_LISTS, "count == own and other < block", "count == own and False", "wgmma, blocks"),
+    Mutant("the bits of a block eight before", TILE_LISTS, "index(first + n), word]", "index(n), word]", "gradients, many blocks"),
+    Mutant(
+        "queries of a range of tiles",
+        P_AND_DS,
+        "        if LISTED:\n            row0 = listed_row0(smem, n)\n        row0 = i32(row0 + me",
+        "        row0 = i32(row0 + me",
+        "gradients, blocks, window",
+    ),
+    Mutant(
+        "as many tiles as the band leaves",
+        BACKWARD,
+        "            if LISTED:\n                tiles",
+        "            if False:\n                tiles",
+        "gradients, blocks",
     ),
 )

@@ -290,7 +290,11 @@ BLOCKS_ON_HOPPER = {
     "float16 128 blocks, window, dropout, softcap": hopper("float16", 128, 128, (also(WIDE, softcap=3.0, **DROPOUT),)),
     "float16 72, 40 blocks of (64, 256)": hopper("float16", 72, 40, (also(LONG, **blocks_of_a_mask(LONG, (64, 256), 0.7)),)),
     "bfloat16 64 blocks of 64, causal": hopper("bfloat16", 64, 64, (also(LARGE, causal=True, **blocks_of_a_mask(LARGE, 64)),)),
+    "float16 64 blocks and a score_mod": hopper("float16", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, 128), **SCORE_MOD),)),
+    "bfloat16 128 blocks, window": hopper("bfloat16", 128, 128, (also(LARGE, window=(150, 40), **blocks_of_a_mask(LARGE, 128, 0.7)),)),
+    "float16 64 blocks, causal, lengths": hopper("float16", 64, 64, (also(CAUSAL_LENGTHS[0], **blocks_of_a_mask(LENGTHS[0], 128)),)),
 }
+BLOCKS_OF_LARGE = blocks_of_a_mask(LARGE, 128)
 TIERS = {
     "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER,
     "sm80": SINCE_TURING | FLOAT32 | DOUBLE,
@@ -304,6 +308,7 @@ AGAIN = {
     *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128", "bfloat16 64 tiles of a mask, causal", "float16 128 dropout")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"{tier} bfloat16 64 blocks" for tier in ("sm80", "sm90")),
+    "sm90 bfloat16 128 blocks, window",
     *(f"sm80 {name}" for name in ("float16 128, little memory", "bfloat16 64 tiles of a mask", "float16 128 bias of keys")),
     "sm80 float64 40, 24 on Ampere",
     *(f"sm80 {name}" for name in ("float32 64 causal on Hopper", "float32 128", "float32 64 tiles of a mask")),
@@ -422,14 +427,18 @@ def test_gradients_of_lse_in_any_order(backend):
 
 
 @pytest.mark.full
-def test_gradients_under_a_mask_in_any_order():
+@pytest.mark.parametrize(
+    ("d", "masked"), [(64, TILES.options), (64, BLOCKS_OF_LARGE), (128, BLOCKS_OF_LARGE)], ids=("pairs", "blocks", "blocks, D128")
+)
+def test_gradients_under_a_mask_in_any_order(d, masked):
     """On Hopper; and with a gradient of the lse."""
-    arrays = inputs_of(OPTIONS_ON_HOPPER["bfloat16 64 tiles of a mask, causal"], LARGE)
-    options = TILES.options | {"dlse": np.random.default_rng(5).standard_normal((1, 4, LARGE.nq)).astype(np.float32)}
+    group = Group(SM90, "bfloat16", d, d, ())
+    arrays = inputs_of(group, LARGE)
+    options = masked | {"dlse": np.random.default_rng(5).standard_normal((1, 4, LARGE.nq)).astype(np.float32)}
     results = []
     for deterministic, resident in ((False, None), (True, None), (True, 1)):
         with machine(seed=len(results), multiprocessors=4, resident=resident):
-            results.append(backward(Group(SM90, "bfloat16", 64, 64, ()), arrays, deterministic=deterministic, **options))
+            results.append(backward(group, arrays, deterministic=deterministic, **options))
         compare(results[-1], *arrays, **options)
     assert all(same_bits(x, results[2][name]) for name, x in results[1].items()), "bits depend on how many blocks are at work"
 

@@ -56,7 +56,7 @@ class Scales(NamedTuple):
 
 class OptionScales(NamedTuple):
     """What leads from scores to base 2, or, where options hide and drop alone, from raw products;
-    the scale itself, of dK; and the numbers of the options, of which lists alone need none.
+    the scale itself, of dK; and the numbers of the options.
     """
 
     scale_log2: float

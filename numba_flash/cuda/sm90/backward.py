@@ -14,7 +14,7 @@ keys: a flag counts who was there.
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, one_type
+from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
@@ -36,7 +36,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         fragments.
     flags : int32, one per (b0, b1, head, row block), and one more: the number of the next work
         item.
-    extras : lengths, see `numba_flash.cuda.arguments`.
+    extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
@@ -49,7 +49,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
     TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
     NEXT = SCORES if AHEAD else 0
-    SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
+    SEQUENCES, BFLOAT16, LISTED = options.sequences, dtype == "bfloat16", options.listed
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
     clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
@@ -175,7 +175,10 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             zero_k(dk_acc)
             zero_v(dv_acc)
             row0 = begin_item(smem, turn, me, n, sT, k_rows)
-            begin, end = n, u32(n + u32(count * group))
+            tiles = i32(count * group)
+            if LISTED:
+                tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
+            begin, end = n, u32(n + u32(tiles))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T

@@ -16,8 +16,8 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_produce
-from numba_flash.cuda.sm90.rows import build_begin, build_hide
+from numba_flash.cuda.sm90.load_forward import LISTS, build_produce
+from numba_flash.cuda.sm90.rows import build_begin, build_follow, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
 
@@ -33,7 +33,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     o : (b0, b1, heads, n, head_dim_v) as words of two elements, or with `store_by` "parts" as
         float32, b0 repeated for each part of the keys.
     lse : (b0, b1, heads, n), natural logarithm.
-    extras : lengths, see `numba_flash.cuda.arguments`.
+    extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
@@ -43,7 +43,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     ALIGNMENT, V_PANEL = SMEM.ALIGNMENT, panel_bytes(BLOCK_N)
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     BANDED, CAPPED = band != "none", bool(options.softcap)
-    TO_MAP, PARTS = store_by == "map", store_by == "parts"
+    TO_MAP, PARTS, LISTED = store_by == "map", store_by == "parts", options.listed
     SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
     produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
@@ -56,6 +56,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
     cap, hide = softmax.build_cap(SCORES), build_hide(BLOCK_N, band == "both")
     begin_item = build_begin(BLOCK_N, SMEM.q, SMEM.work)
+    lists_among, last_of, column, begin_at = build_follow(options, BLOCK_M, BLOCK_N, SMEM.work)
 
     @inline
     def first_softmax(s, m_i, l_i, alpha, item, scales):
@@ -92,7 +93,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         pipeline.release_group(smem, K, n)
 
     @inline
-    def consume(maps, smem, me, o, lse, batches, scales):
+    def consume(maps, smem, me, o, lse, lists, batches, scales):
         """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
         tile first.
         """
@@ -107,6 +108,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         l_done = cuda.local.array(2, f32)  # the same of l_i
         turn, n, scale_log2 = u32(0), u32(0), scales.scale_log2
         item = begin_item(smem, me, turn)
+        if LISTED:
+            last = last_of(smem, turn, item, lists)
+            item = begin_at(item, column(last, 0))
         zero(acc)
         softmax.reset(m_i, l_i)
         # (1) S = Q K^T of the first tile of all
@@ -122,6 +126,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
                 clear_tail(smem, V, n, item.keys - col, me)
             for t in range(1, item.count):
                 n, col = u32(n + 1), i32(col - BLOCK_N)
+                if LISTED and BANDED:
+                    col = column(last, t)
                 overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
                 if t == item.count - 1:
                     pipeline.release_group(smem, Q, turn)
@@ -143,6 +149,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             item = begin_item(smem, me, turn)
             if item.count == END:
                 break
+            if LISTED:
+                last = last_of(smem, turn, item, lists)
+                item = begin_at(item, column(last, 0))
             overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
             softmax.hand_over(m_i, l_i, m_done, l_done)
             first_softmax(s, m_i, l_i, alpha, item, scales)
@@ -179,7 +188,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             me = group - 1
             if PING_PONG and me == CONSUMERS - 1:
                 pipeline.pass_turn(0)
-            consume(maps, smem, me, o, lse, i32(sizes.b0), scales)
+            consume(maps, smem, me, o, lse, lists_among(extras), i32(sizes.b0), scales)
             if PING_PONG and me == 0:
                 pipeline.await_turn(0)  # the turn that nobody takes
             if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
@@ -190,7 +199,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         types.UniTuple(u64, len(maps)),
         array(f32 if PARTS else u32, 5),
         array(f32, 4),
-        extras_type(options),
+        extras_type(options, LISTS),
         named(Sizes, i64),
         named(Scales, f32),
     )

@@ -60,21 +60,25 @@ def build_write_work(banded, ordered, options, tile, layout):
     """
     BLOCK_M, BLOCK_N, IN_PARTS = tile.block_m, tile.block_n, not tile.adds_dq
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
-    BANDED, ORDERED, PACKED = banded, ordered, options.packed
-    item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, transposed=True)
+    BANDED, PACKED, QUEUED = banded, options.packed, options.tiled and not ordered
+    CLAIMS = ordered or QUEUED
+    item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_or_lists, options.tiled
     listed_together = build_walk(BLOCK_N, layout.work).together
 
     @inline
-    def next_number(smem, turn, taken, flags):
-        """Number of the next work item. If ORDERED, a block claims it: whom an item waits for has
+    def next_number(smem, turn, taken, flags, extras):
+        """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
         been claimed before, by a block at work, however few blocks the GPU has room for. It does so
-        when it has asked for all tiles of the last one, lest others wait longer.
+        when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
+        claimed, too, because they differ.
         """
-        if ORDERED:
+        if CLAIMS:
             if turn != u32(0):
                 pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))
+            if QUEUED:
+                return tile_lists.take(extras.queue)
             last = u64(flags.shape[0] - 1)
             return ptx.next_number(u64(ptx.global_address(flags) + u64(4) * last))
         if BANDED:
@@ -86,7 +90,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         turn, taken, there = u32(0), u32(0), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
-            number = next_number(smem, turn, taken, flags)
+            number = next_number(smem, turn, taken, flags, extras)
             taken = u32(taken + 1)
             there = number < sizes.items
             if there:
@@ -138,7 +142,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     work item needs; with options, write down a `TileNote` of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
-    DO_FIRST, ORDERED = not tile.adds_dq, ordered
+    DO_FIRST, CLAIMS = not tile.adds_dq, ordered or options.tiled
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
@@ -200,7 +204,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                     if DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
                     n = u32(n + 1)
-            if ORDERED:
+            if CLAIMS:
                 pipeline.commit(smem, FETCHED, turn)
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)
@@ -328,9 +332,9 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
     maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
-    numbers = named(Scales, f32)
-    if options.modifies_or_lists:
-        numbers = named(OptionScales, f32, f32, parameters_type(options))
+    numbers = named(OptionScales, f32, f32, parameters_type(options))
+    if options.only_lists or not options.modifies_or_lists:
+        numbers = named(Scales, f32)
     signature = types.void(
         types.UniTuple(u64, len(maps)),
         *[array(u32 if tile.planes == 1 else f32, 5)] * 2,
@@ -341,8 +345,5 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         named(Sizes, i64),
         numbers,
     )
-    return (
-        backward_sm90,
-        signature,
-        {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)},
-    )
+    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
+    return backward_sm90, signature, more

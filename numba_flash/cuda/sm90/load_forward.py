@@ -11,6 +11,7 @@ from numba_flash.cuda.sm90.arguments import END, SCORES_B1, ForwardWork, one_typ
 from numba_flash.cuda.sm90.pipeline import Place
 
 WORD = words(ForwardWork)
+LISTS = ("tiles", "queue")  # what kernels want of a mask
 
 
 class Tiles(NamedTuple):
@@ -50,13 +51,20 @@ def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
     WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.tiled
     OPTIONS = options.modifies_or_lists
-    item_of = schedule.build_item(options, banded, in_parts, tile.block_m, tile.block_n)
+    item_of = schedule.build_item(
+        options, banded, in_parts, tile.block_m, tile.block_n, queued=MASKED
+    )
     listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 
     @inline
     def write_work(smem, turn, o, extras, sizes):
         pipeline.wait_free(smem, WORK, turn)
-        number = schedule.zigzag(turn, cuda.gridDim.x)
+        if not MASKED:
+            number = schedule.zigzag(turn, cuda.gridDim.x)
+        elif turn == u32(0):  # each block has one
+            number = i32(cuda.blockIdx.x)
+        else:
+            number = i32(tile_lists.take(extras.queue) + i32(cuda.gridDim.x))
         if number < sizes.items:
             item = item_of(number, o.shape, extras, sizes)
             kv_head = i32(u32(item.head) // u32(sizes.group))

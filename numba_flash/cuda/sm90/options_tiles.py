@@ -1,19 +1,39 @@
-"""Tiles of the backward pass on Hopper with bias, mask, dropout or a function of the score. Numba
-is not imported here.
+"""Tiles of the backward pass on Hopper with bias, mask, dropout or a function of the score, or for
+lists of tiles alone. Numba is not imported here.
 """
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-from numba_flash.cuda.sm90.tiles import ANY, AddingTile, Row
+from numba_flash.cuda.sm90.tiles import ANY, BACKWARD_TILES, AddingTile, BackwardTile, Row
 
 NOTE_BYTES = 16  # of what is written down about a tile of queries
 MOST = 128  # head dimension
 
 
+class NotedTile(AddingTile):
+    """Of a tile about whose tiles of queries something is written down."""
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory, as without options, and `notes` of the tiles of queries."""
+        layout = super().layout(head_dim, head_dim_v)
+        layout.notes = -(-layout.bytes // NOTE_BYTES) * NOTE_BYTES - layout.ALIGNMENT
+        layout.bytes = layout.notes + NOTE_BYTES * self.stages + layout.ALIGNMENT
+        return layout
+
+
 @dataclass(frozen=True)
-class OptionsBackwardTile(AddingTile):
+class ListedTile(NotedTile, BackwardTile):
+    """A tile of the kernel without options that goes through lists."""
+
+    @classmethod
+    def of(cls, tile: BackwardTile) -> "ListedTile":
+        return cls(tile.block_m, tile.stages, tile.do_stages, tile.ahead)
+
+
+@dataclass(frozen=True)
+class OptionsBackwardTile(NotedTile):
     """Shape of a block's work.
 
     Attributes
@@ -36,13 +56,6 @@ class OptionsBackwardTile(AddingTile):
     def columns(self) -> int:
         return self.part
 
-    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory, as without options, and `notes` of the tiles of queries."""
-        layout = super().layout(head_dim, head_dim_v)
-        layout.notes = -(-layout.bytes // NOTE_BYTES) * NOTE_BYTES - layout.ALIGNMENT
-        layout.bytes = layout.notes + NOTE_BYTES * self.stages + layout.ALIGNMENT
-        return layout
-
 
 SMALL, LARGE = OptionsBackwardTile(128, 2, 2, part=64), OptionsBackwardTile(64, 3, 2, part=32)
 # By whether options are `crowded`. Chosen by registers.
@@ -55,13 +68,18 @@ TILES = {
 }
 
 
+LISTED_TILES = tuple(
+    row._replace(tile=ListedTile.of(row.tile)) for row in BACKWARD_TILES if row.d <= MOST
+)
+
+
 def crowded(options) -> bool:
     """True if a thread needs many registers for each score: for its slope, or bias and mask."""
     return options.sloped or bool(options.bias and options.mask)
 
 
-def backward_options_tile(problem) -> OptionsBackwardTile:
+def backward_options_tile(problem) -> OptionsBackwardTile | ListedTile:
     """Tile of the main kernel."""
     p = problem
-    rows = TILES[crowded(p.options)]
+    rows = LISTED_TILES if p.options.only_lists else TILES[crowded(p.options)]
     return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)

@@ -1,5 +1,5 @@
-"""The backward pass of the `sm90` tier with bias, mask, dropout or a function of the score, from
-the host: kernels and grids.
+"""The backward pass of the `sm90` tier with bias, mask, dropout or a function of the score, or with
+lists of tiles alone, from the host: kernels and grids.
 """
 
 import math
@@ -10,7 +10,7 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm90.arguments import LOG2E
+from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
@@ -20,10 +20,14 @@ from numba_flash.cuda.sm90.prepare_backward import (
     sizes_of,
     temporaries,
 )
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
+# Bytes of sums of dq of heads whose blocks of keys are handed out together, where these wait for
+# each other at tiles of lists: the more heads, the fewer blocks of one are at work at the same
+# time, and the less they wait, but the less of the sums is in the L2 cache.
+SUMS_AT_WORK = 2**26
 
 
 def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
@@ -47,7 +51,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         row_blocks=row_blocks,
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
     )
-    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=1 if deterministic else 0)
+    share = 1 if deterministic else 0
+    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=not deterministic)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
@@ -65,18 +70,28 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     return Prepared(run, (*lists.launches, preprocess, main, postprocess))
 
 
+def _sizes_of(this: Pass) -> Sizes:
+    """Numbers of the main kernel's work."""
+    p, sizes = this.p, sizes_of(this)
+    if not (this.ordered and p.options.tiled):
+        return sizes
+    sums_of_a_head = 4 * DQ_PART * this.tile.consumers * -(-p.nq // this.tile.block_m)
+    return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))
+
+
 def _main(this: Pass, lists: Extras):
     """The main kernel, and its numbers as a function of the generator's state."""
     p, tile, results, there = this.p, this.tile, this.results, this.temporaries
-    sizes = sizes_of(this)
+    sizes = _sizes_of(this)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
-    scales = scale_log2, np.float32(p.scale)
-    numbers = lambda rng=None: (sizes, *scales, parameters_of(p, rng))
+    numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
+    how_read = (vectors_of(p, this.inputs, KEYS_OF_RUN),)
+    if p.options.only_lists:
+        numbers, how_read = lambda: (sizes, scales(p)), ()
     banded, to_map = p.band != "none" and not this.ordered, not p.options.packed
-    vectors = vectors_of(p, this.inputs, KEYS_OF_RUN)
     main = Launch(
         tile.kernel,
-        (p.dtype, p.d, p.dv, banded, to_map, this.ordered, vectors, p.options.structure, tile),
+        (p.dtype, p.d, p.dv, banded, to_map, this.ordered, *how_read, p.options.structure, tile),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,

@@ -8,7 +8,7 @@ from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm90.arguments import LOG2E
+from numba_flash.cuda.sm90.arguments import LOG2E, scales
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Row, Tile
 from numba_flash.problem import Prepared
@@ -65,7 +65,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         return tensor_maps.through_compact(
             lambda results: prepare(problem, inputs, results, gpu), results
         )
-    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n))
+    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=True))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts)
@@ -94,10 +94,14 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int):
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
+    builder, how_read = "sm90.forward_options.build", (vectors,)
+    if p.options.only_lists:
+        builder, how_read = "sm90.forward.build", ()
+        numbers = lambda: (sizes, scales(p))
     write_lse, structure = results.lse is not None, p.options.structure
     forward = Launch(
-        "sm90.forward_options.build",
-        (p.dtype, p.d, p.dv, write_lse, p.band, store, vectors, structure, tile),
+        builder,
+        (p.dtype, p.d, p.dv, write_lse, p.band, store, *how_read, structure, tile),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,

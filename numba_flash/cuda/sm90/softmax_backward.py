@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
-from numba_flash.cuda.sm90.arguments import BackwardWork, one_type, words
+from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
+from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panels
 
 ROWS = 64  # keys of a fragment
-WORD = words(BackwardWork)
+WORD, NOTE = words(BackwardWork), words(TileNote)
 
 
 class Bounds(NamedTuple):
@@ -67,6 +68,7 @@ def build(head_dim, head_dim_v, options, tile):
     cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, True)
     clear_q = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim), BLOCK_M)
     clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
+    LISTED, NOTES = options.listed, SMEM.notes if options.listed else 0
     SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline
@@ -100,15 +102,27 @@ def build(head_dim, head_dim_v, options, tile):
 
     @inline
     def next_row0(smem, me, row0):
-        """First query of the next tile: of the same head, or the last tile of the next one."""
+        """First query of the next tile: of the same head, or the last tile of the next one; tiles
+        that are listed have it in their `TileNote`.
+        """
+        if LISTED:
+            return row0
         row0 = i32(row0 - BLOCK_M)
         return bound(smem, me, BOUND.last) if row0 == bound(smem, me, BOUND.end_of_head) else row0
+
+    @inline
+    def listed_row0(smem, n):
+        """First query of the n-th tile, which is listed, and whose Q is there."""
+        at = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
+        return ptx.load_shared(u32(at + u32(4 * NOTE.row0)))
 
     @inline
     def wait_q(smem, turn, me, n, row0):
         """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
         pipeline.wait_ready(smem, Q, n)
         if SEQUENCES:
+            if LISTED:
+                row0 = listed_row0(smem, n)
             rest = pipeline.read(smem, WORK, turn, WORD.queries) - row0
             clear_q(smem, Q, n, rest, me)
 
@@ -117,6 +131,8 @@ def build(head_dim, head_dim_v, options, tile):
         """The same for dO."""
         pipeline.wait_ready(smem, DO, n)
         if SEQUENCES:
+            if LISTED:
+                row0 = listed_row0(smem, n)
             rest = pipeline.read(smem, WORK, turn, WORD.queries) - row0
             clear_do(smem, DO, n, rest, me)
 
@@ -159,6 +175,8 @@ def build(head_dim, head_dim_v, options, tile):
     @inline
     def recompute_p(sT, smem, turn, me, n, row0, scales):
         """Softcap and mask, then (2) P^T."""
+        if LISTED:
+            row0 = listed_row0(smem, n)
         row0 = i32(row0 + me * QUERIES_APART)
         if CAPPED:
             cap(sT, scales.slope)

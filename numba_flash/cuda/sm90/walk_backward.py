@@ -39,7 +39,7 @@ class Walk(NamedTuple):
 
 def lists_of(ordered) -> tuple[str, ...]:
     """What the kernels of a backward pass want of a mask."""
-    return ("tiles", "order") if ordered else ("tiles",)
+    return ("tiles", "order" if ordered else "queue")
 
 
 @once

@@ -22,7 +22,7 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, tier
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, prepare_forward_options, tier
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
@@ -481,11 +481,48 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
         assert (tile.part == tile.block_m // 2) == fits
         assert lists.builder == "block_lists.build"
         assert lists.config[1:4] == (tile.block_m, tile.block_n, True)
-        names = ("tiles", "order") if deterministic else ("tiles",)
-        assert len(order) == len(names) - 1
+        names = ("tiles", "order" if deterministic else "queue")
+        assert [each.builder for each in order] == ["tile_lists.build_order" if deterministic else "tile_lists.build_queue"]
         assert postprocess.config[-1] == names
         arrays = 1 if fits else 2
         assert [len(each.extras) for each in (preprocess, main, postprocess)] == [arrays, *[arrays + len(names)] * 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [({}, True), ({"causal": True}, True), ({"softcap": 2.0}, False), ({"bias": np.zeros((300, 300), np.float16)}, False)],
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
+    """They follow lists, with tiles as large as without a mask, forward and backward."""
+    p = problem(nq=300, nk=300, d=d, mask=numba_flash.BlockMask(np.ones((1, 1), bool), 128), **options)
+    q, k, v, o = layouts_of(p)
+    of_mask, lse = Layout.compact((1, 1), "bool"), Layout.compact(q.shape[:-1], "float32")
+    given = {"mask": of_mask, "bias": Layout.of(options["bias"]) if "bias" in options else None}
+    lists, queue, forward = prepare_forward_options.prepare(p, ForwardInputs(q, k, v, **given), ForwardResults(o, lse), H200).launches
+    assert (lists.builder, queue.builder) == ("block_lists.build", "tile_lists.build_queue")
+    assert forward.builder == ("sm90.forward.build" if plain else "sm90.forward_options.build")
+    inputs = BackwardInputs(o, q, k, v, o, lse, **given)
+    _, _, _, main, _ = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+    assert main.builder == ("sm90.backward.build" if plain else "sm90.backward_options.build")
+    if plain:
+        assert forward.numbers[1] == main.numbers[1] == scales(p)
+        tile, usual = main.config[-1], backward_tile(p)
+        assert (tile.block_m, tile.stages, tile.do_stages, tile.ahead) == (usual.block_m, usual.stages, usual.do_stages, usual.ahead)
+        assert tile.layout(d, d).bytes <= SHARED_LIMIT
+
+
+def test_more_heads_are_at_work_where_blocks_of_lists_wait_for_each_other():
+    """As many as have twice the sums of dq at work that those have whose blocks do not wait."""
+    for nq, listed, dense in ((16384, 8, 4), (2**20, 1, 1)):
+        p = problem(nq=nq, nk=nq, d=128, hq=16, hk=16, mask=numba_flash.BlockMask(np.ones((1, 1), bool), 128))
+        q, k, v, o = layouts_of(p)
+        inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
+        sections = [
+            prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), ordered, H200).launches[3].numbers[0].section
+            for ordered in (True, False)
+        ]
+        assert sections == [listed, dense]
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
