@@ -20,6 +20,7 @@ from numba_flash.cuda.sm90.prepare_backward import (
     sizes_of,
     temporaries,
 )
+from numba_flash.cuda.sm90.prepare_dbias import Dbias
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
@@ -50,7 +51,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=1 if deterministic else 0)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
-    extras_of = build_extras(p.options)
+    extras_of, dbias = build_extras(p.options), None
+    if results.dbias is not None:
+        dbias = Dbias(problem, gpu, this.inputs, results.dbias, this.temporaries.rows)
 
     def run(inputs, results, rng=None):
         x, there, own = inputs, this.temporaries.allocate(inputs.q), lists.of(inputs)
@@ -61,8 +64,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         given = None if rng is None else numbers(rng)
         main(*mapped, dk, dv, *rows, sums, flags, extras=own, numbers=given)
         postprocess(sums, dq, extras=own)
+        if dbias is not None:
+            dbias.run(x, rows, results.dbias, rng)
 
-    return Prepared(run, (*lists.launches, preprocess, main, postprocess))
+    launches = () if dbias is None else dbias.launches
+    return Prepared(run, (*lists.launches, preprocess, main, postprocess, *launches))
 
 
 def _main(this: Pass, lists: Extras):
