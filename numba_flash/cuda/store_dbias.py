@@ -72,10 +72,15 @@ class Target(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """A lane's registers, and sums of them."""
+    """A lane's registers, and sums of them; its warp and its number there; and where the sums of
+    all are put together in shared memory.
+    """
 
     acc: Any
     sums: Any
+    warp: int
+    lane: int
+    smem: int
 
 
 @once
@@ -232,17 +237,24 @@ def build_store_sums(out_dtype, turing, summed, fragments):
         return i32(m * WARP_ROWS + lane // 4 + query_of(n)), k
 
     @inline
+    def clear(n, t):
+        t.sums[n] = f32(0)
+
+    @inline
+    def put(n, t):
+        total, (at, way) = fold(t.sums[n]), place(n, t.warp, t.lane)
+        if (not SUM_I or t.lane < 4) and (not SUM_J or t.lane % 4 == 0):
+            ptx.store_shared_vector(u32(t.smem + u32((way * LENGTH + at) * 4)), (total,))
+
+    clear_all, put_all = ptx.repeated(OWN, clear), ptx.repeated(OWN, put)
+
+    @inline
     def store(out, acc, smem, row0, col0):
-        sums = cuda.local.array(OWN, f32)
-        warp, lane = warp_number(), lane_number()
-        for n in range(OWN):
-            sums[n] = f32(0)
-        add_all(Sums(acc, sums))
+        t = Sums(acc, cuda.local.array(OWN, f32), warp_number(), lane_number(), smem)
+        clear_all(t)
+        add_all(t)
         meet()  # what was there has been read
-        for n in range(OWN):
-            total, (at, way) = fold(sums[n]), place(i32(n), warp, lane)
-            if (not SUM_I or lane < 4) and (not SUM_J or lane % 4 == 0):
-                ptx.store_shared_vector(u32(smem + u32((way * LENGTH + at) * 4)), (total,))
+        put_all(t)
         meet()  # all parts of all sums are there
         for at in range(i32(i32(cuda.threadIdx.x) - FIRST_THREAD), LENGTH, THREADS):
             total = f32(0)

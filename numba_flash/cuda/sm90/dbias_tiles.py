@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
 
+from numba_flash.cuda.sm90.options_tiles import MOST
 from numba_flash.cuda.sm90.tiles import ANY, WORK_BYTES, Row, WarpGroups, lay_out
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 WARPS = 4  # of a consumer
-MOST = 128  # head dimension
+ALL_REGISTERS = 504  # per thread, of three warp groups
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,22 @@ class DbiasTile(WarpGroups):
         keys of a block.
     row_stages, key_stages : int
         Slots of the ring of Q and dO tiles, and of that of parts of K and V tiles.
+    fewest : int
+        Registers per thread of the producer's warp group; the consumers have the others.
     """
 
     part: int
     parts: int
     row_stages: int
     key_stages: int
+    fewest: int = 24
     consumers: ClassVar[int] = 2
     block_m: ClassVar[int] = 128
     note_stages: ClassVar[int] = 4
-    # per thread of the producer's warp group, which finds the tiles, and of the consumers'
-    registers: ClassVar[tuple[int, int]] = (24, 240)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return self.fewest, (ALL_REGISTERS - self.fewest) // self.consumers
 
     @property
     def block_n(self) -> int:
@@ -55,22 +61,28 @@ class DbiasTile(WarpGroups):
         return lay_out(rings, slots, values=0, sums=values)
 
 
-# By the bytes of what a thread keeps of a score besides its sum. Chosen by registers.
-NARROW = (Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5)))
+# Of 128 queries by 192, 128 and 128 keys: for a bias of 16 bits alone; with other options; with many
+# of them, or a bias of float32. Chosen by registers, of which the first lacks a few, and by how much
+# a tile reads for each of its scores: Q, K, V and dO come from the L2 cache. None was timed yet.
 WIDE = (Row(ANY, 64, 64, DbiasTile(64, 3, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 3, 4, 5)))
+NARROW = (Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5)))
+CROWDED = (
+    Row(ANY, 64, 64, DbiasTile(32, 4, 4, 16, 56)),
+    Row(ANY, MOST, MOST, DbiasTile(32, 4, 4, 8, 56)),
+)
 
 
-def _of(table):
-    return lambda p: next(row.tile for row in table if p.d <= row.d and p.dv <= row.dv)
-
-
-narrow_tile, wide_tile = _of(NARROW), _of(WIDE)
+def narrow_tile(problem) -> DbiasTile:
+    """Of 128 keys."""
+    p, o = problem, problem.options
+    several = bool(o.mask) + bool(o.score_mod) + bool(o.sequences) > 1
+    rows = CROWDED if o.bias == "float32" or o.dropout or several else NARROW
+    return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
 
 
 def dbias_tile(problem) -> DbiasTile:
-    """The wider one, which reads less for each score, where a bias of 16 bits is all that a thread
-    needs registers for.
-    """
-    o = problem.options
-    alone = o.bias != "float32" and not (o.mask or o.dropout or o.score_mod or o.softcap)
-    return (wide_tile if alone else narrow_tile)(problem)
+    """The widest whose bias and sums registers have room for."""
+    p, o = problem, problem.options
+    if o.bias == "float32" or o.mask or o.dropout or o.score_mod or o.softcap:
+        return narrow_tile(p)
+    return next(row.tile for row in WIDE if p.d <= row.d and p.dv <= row.dv)
