@@ -162,7 +162,7 @@ class DqWork(NamedTuple):
 class DbiasNote(NamedTuple):
     """What is written down about a step of the gradient of a bias: a tile of scores, its head, the
     sequence; the share of the walk; what `kind` of step it is, of `DbiasKind`; and where the
-    block's next tile of the gradient is. All int32.
+    block's next tile of the gradient is, some tile after the last. All int32.
     """
 
     b0: int
@@ -185,14 +185,13 @@ class DbiasNote(NamedTuple):
 
 class DbiasKind(NamedTuple):
     """Bits of the kind of a step: nothing of its tile is hidden, as far as a map tells; the sum is
-    complete with it; there is nothing to add; a sequence was invalid; another sum comes after it.
+    complete with it; there is nothing to add; a sequence was invalid.
     """
 
     whole: int = 1
     last: int = 2
     empty: int = 4
     invalid: int = 8
-    followed: int = 16
 
 
 END = -1  # in the place of the count of tiles: there is no more work

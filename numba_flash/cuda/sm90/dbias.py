@@ -136,12 +136,7 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
     QUERIES, KEY_TILES, NOTES = map(one_type, (SMEM.rows, SMEM.keys, SMEM.notes))
     VALUES, SUMS, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.sums, SMEM.ALIGNMENT, 4 * BLOCK_M
     SCORES, ALL_SCORES, MINE = PART // 2, PARTS * PART // 2, ROWS * ROW_BYTES
-    BFLOAT16, DROPOUT, MASKED, NAN = (
-        dtype == "bfloat16",
-        bool(options.dropout),
-        options.mask,
-        math.nan,
-    )
+    BFLOAT16, DROPOUT, MASKED = dtype == "bfloat16", bool(options.dropout), options.mask
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     KIND, NONE, ONE, ON, OFF, NAN = one_type(DbiasKind()), 0, 1, 1, 0, math.nan
     runs = fragment.runs_of_columns(PART)
@@ -179,10 +174,7 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
         """Where the bias of a tile of the gradient is; it has all queries and keys."""
         queries, keys = i32(t.extent.queries), i32(t.extent.keys)
         region = Region(row0, col0, queries, keys, i32(0), i32(0))
-        query, key = (
-            i32(row0 + first_row(t.me)),
-            i32(col0 + first_column()),
-        )
+        query, key = i32(row0 + first_row(t.me)), i32(col0 + first_column())
         return Bias(t.bias_mask, query, key, region, head, t.extras)
 
     @inline
@@ -246,10 +238,8 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
         differentiate(t.acc[part * SCORES :], s, t.dp, t.delta, t.parameters)
 
-    fetch_all, weigh_and_add_all = (
-        ptx.repeated(PARTS, fetch_part),
-        ptx.repeated(PARTS, weigh_and_add),
-    )
+    fetch_all = ptx.repeated(PARTS, fetch_part)
+    weigh_and_add_all = ptx.repeated(PARTS, weigh_and_add)
 
     @inline
     def load_rows(smem, me, n, values):

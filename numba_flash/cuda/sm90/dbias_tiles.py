@@ -61,9 +61,9 @@ class DbiasTile(WarpGroups):
         return lay_out(rings, slots, values=0, sums=values)
 
 
-# Of 128 queries by 192, 128 and 128 keys: for a bias of 16 bits alone; with other options; with many
-# of them, or a bias of float32. Chosen by registers, of which the first lacks a few, and by how much
-# a tile reads for each of its scores: Q, K, V and dO come from the L2 cache. None was timed yet.
+# Of 128 queries by 192, 128 and 128 keys: for a bias of 16 bits alone; with other options; with
+# many of them, or a bias of float32. Chosen by registers, of which the first lacks a few, and by
+# what a tile reads for each of its scores: Q, K, V and dO come from the L2 cache. None was timed.
 WIDE = (Row(ANY, 64, 64, DbiasTile(64, 3, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 3, 4, 5)))
 NARROW = (Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5)))
 CROWDED = (

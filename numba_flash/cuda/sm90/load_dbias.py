@@ -96,12 +96,11 @@ def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
             m = u32(m + u32(1))
 
     @inline
-    def kind_of(step, following, empty, stop, followed):
+    def kind_of(step, following, empty, stop):
         kind = u32(KIND.whole) if step.whole else u32(0)
         kind |= u32(KIND.empty) if empty else u32(0)
         kind |= u32(KIND.last) if following.number >= stop else u32(0)
         kind |= u32(KIND.invalid) if following.invalid else u32(0)
-        kind |= u32(KIND.followed) if followed else u32(0)
         return kind
 
     @inline
@@ -116,7 +115,7 @@ def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
                 empty, following = step.number >= space.stop, step
                 if not empty:
                     following = proceed(step, space, extras)
-                kind = kind_of(step, following, empty, space.stop, number < items)
+                kind = kind_of(step, following, empty, space.stop)
                 place = place_of(step.walk, space, extras)
                 note_step(smem, turn, place, item.share, kind, next_own)
                 turn = u32(turn + u32(1))
