@@ -3,7 +3,7 @@
 from mutants import Mutant
 
 DBIAS, LOAD, HOST = "cuda/sm90/dbias.py", "cuda/sm90/load_dbias.py", "cuda/prepare_dbias.py"
-WALK, STORE = "cuda/walk_dbias.py", "cuda/store_dbias.py"
+WALK, STORE, SOFTMAX = "cuda/walk_dbias.py", "cuda/store_dbias.py", "cuda/sm90/softmax_dbias.py"
 
 MUTANTS_DBIAS = (
     # ---- who may touch which shared memory when
@@ -39,9 +39,9 @@ MUTANTS_DBIAS = (
     ),
     Mutant("the bias of this tile again", DBIAS, "read(t, NOTE.next_row0), read", "read(t, NOTE.row0), read", "bias gradient"),
     Mutant("the bias of no tile", DBIAS, "            fetched = there\n", "            fetched = True\n", "bias gradient, causal"),
-    Mutant("the lse of the other query", DBIAS, "f32(LOG2E) - lse[e // 2 % 2])", "f32(LOG2E) - lse[e % 2])", "bias gradient"),
-    Mutant("dS of what was dropped", DBIAS, "slope if weight > f32(0) else f32(0)\n", "slope\n", "bias gradient, dropout"),
-    Mutant("what follows the last key", DBIAS, "slope = slope if weight != f32(0) else f32(0)", "slope = slope", "bias gradient, lengths"),
+    Mutant("the lse of the other query", SOFTMAX, "f32(LOG2E) - lse[e // 2 % 2])", "f32(LOG2E) - lse[e % 2])", "bias gradient"),
+    Mutant("dS of what was dropped", SOFTMAX, "slope if weight > f32(0) else f32(0)\n", "slope\n", "bias gradient, dropout"),
+    Mutant("dP beyond the last key", SOFTMAX, "slope = slope if weight != f32(0) else f32(0)", "slope = slope", "bias gradient, lengths"),
     Mutant("the rows of the other consumer", DBIAS, "u32(me * MINE)", "u32(0)", "bias gradient"),
     Mutant("the first part of K for all", LOAD, "i32(col0 + part * PART)", "col0", "bias gradient"),
     # ---- the walk

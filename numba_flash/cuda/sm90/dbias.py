@@ -17,16 +17,21 @@ from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, DbiasKind, one_type
 from numba_flash.cuda.sm90.dbias_tiles import WARPS
 from numba_flash.cuda.sm90.load_dbias import NOTE, build_produce
+from numba_flash.cuda.sm90.softmax_dbias import (
+    ROWS,
+    build_differentiate,
+    first_column,
+    first_row,
+    release_keys,
+)
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.swizzle import ROW_BYTES
-
-ROWS = 64  # queries of a consumer
 
 
 class Step(NamedTuple):
@@ -60,26 +65,6 @@ class Step(NamedTuple):
     parameters: Any
 
 
-@inline
-def first_row(me):
-    """This thread's first query in a tile; found again where it is wanted, for registers."""
-    thread = ptx.thread_here()
-    return i32(me * ROWS + thread % 128 // 32 * 16 + thread % 32 // 4)
-
-
-@inline
-def first_column():
-    """Its first key."""
-    return i32(ptx.thread_here() % 4 * 2)
-
-
-@inline
-def release_keys(smem, ring, n):
-    """As `pipeline.release_group`."""
-    if ptx.thread_here() % 128 == 0:
-        pipeline.release(smem, ring, n)
-
-
 class Bias(NamedTuple):
     """A consumer's part of the bias on its way into registers."""
 
@@ -89,33 +74,6 @@ class Bias(NamedTuple):
     region: Region
     at: Head
     extras: Any
-
-
-@once
-def build_differentiate(options, scores):
-    """``recompute_p(s, lse)``: (2) P = exp(S - lse), in the place of S; ``differentiate(acc, p, dp,
-    delta, parameters)``: (5) acc += dS = P * (dP - delta), where P is negative if dropped.
-    """
-    SCORES, DROPOUT, SEQUENCES = scores, bool(options.dropout), options.sequences
-
-    @inline
-    def recompute_p(s, lse):
-        for e in range(SCORES):
-            s[e] = ptx.ex2(s[e] * f32(LOG2E) - lse[e // 2 % 2])
-
-    @inline
-    def differentiate(acc, p, dp, delta, parameters):
-        for e in range(SCORES):
-            weight, slope = p[e], dp[e]
-            if DROPOUT:  # dP is 0 where the weight is -P
-                slope = slope if weight > f32(0) else f32(0)
-                slope *= f32(parameters.keep_scale)
-            slope -= delta[e // 2 % 2]
-            if SEQUENCES:  # what lies beyond the end may be NaN, and 0 * NaN is not 0
-                slope = slope if weight != f32(0) else f32(0)
-            acc[e] += (abs(weight) if DROPOUT else weight) * slope
-
-    return recompute_p, differentiate
 
 
 def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype, summed, tile):
