@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import Extent, extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import Head, Region

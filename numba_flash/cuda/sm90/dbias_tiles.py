@@ -65,7 +65,10 @@ class DbiasTile(WarpGroups):
 # many of them, or a bias of float32. Chosen by registers, of which the first lacks a few, and by
 # what a tile reads for each of its scores: Q, K, V and dO come from the L2 cache. None was timed.
 WIDE = (Row(ANY, 64, 64, DbiasTile(64, 3, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 3, 4, 5)))
-NARROW = (Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5)))
+NARROW = (
+    Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16, 40)),
+    Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5, 40)),
+)
 CROWDED = (
     Row(ANY, 64, 64, DbiasTile(32, 4, 4, 16, 56)),
     Row(ANY, MOST, MOST, DbiasTile(32, 4, 4, 8, 56)),
