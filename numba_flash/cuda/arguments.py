@@ -46,6 +46,27 @@ class Parameters(NamedTuple):
     first_key: int
 
 
+class Extent(NamedTuple):
+    """How large a problem is, for what goes through all of its scores; and the band.
+
+    Attributes
+    ----------
+    b0, b1, heads, kv_heads, queries, keys : int
+        Sizes of the arrays.
+    low, high : int
+        The band, of key - query.
+    """
+
+    b0: int
+    b1: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    low: int
+    high: int
+
+
 def planes_of(problem) -> int:
     """Float16 numbers for each of a problem's arrays that the kernels read; 0 if these are not
     float32. One has 11 bits, as TF32 has.

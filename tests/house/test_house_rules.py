@@ -39,7 +39,7 @@ LAYERS = (
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split"))]),
     "cuda.split_rows",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
-    "cuda.block_lists cuda.arguments cuda.pages",
+    "cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng block_mask",
     "pages",

@@ -8,8 +8,8 @@ DMMA = "cuda/ptx/mma_float64.py"
 DOUBLE_FORWARD, DOUBLE_BACKWARD = "cuda/sm80/forward_float64.py", "cuda/sm80/backward_float64.py"
 PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
-DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/sm80/store_dbias.py"
-WALK_DBIAS, SIMT_DBIAS = "cuda/sm80/walk_dbias.py", "cuda/simt/dbias.py"
+DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/store_dbias.py"
+WALK_DBIAS, SIMT_DBIAS = "cuda/walk_dbias.py", "cuda/simt/dbias.py"
 LISTS, BLOCK = "cuda/tile_lists.py", "cuda/sm80/block.py"
 BACKWARD_SPLIT, BEFORE = "cuda/sm80/backward_split.py", "cuda/preprocess.py"
 SOFTMAX_BACKWARD = "cuda/sm80/softmax_backward.py"
@@ -278,14 +278,14 @@ MUTANTS_SM80 = (
     Mutant(
         "sums over the tile that is read",
         STORE_DBIAS,
-        "cuda.syncthreads()  # the last tile has been read\n",
+        "meet()  # what was there has been read\n",
         "pass\n",
         "mma, bias gradient",
     ),
     Mutant(
         "sums before all warps' are there",
         STORE_DBIAS,
-        "cuda.syncthreads()  # all parts of all sums are there\n",
+        "meet()  # all parts of all sums are there\n",
         "pass\n",
         "mma, bias gradient",
     ),

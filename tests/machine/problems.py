@@ -295,6 +295,24 @@ PROBLEMS |= {
     "gradients, blocks, window": Problem(backward_pass, nq=300, nk=300, options=WINDOW_OF_BLOCKS),
 }
 
+DRAW = np.random.default_rng(11)
+learned_bias = lambda *shape: {"bias": DRAW.standard_normal(shape).astype(np.float16), "bias_grad": True}
+dbias = partial(Problem, backward_pass, nq=130, nk=200, batch=2)
+PROBLEMS |= {
+    "bias gradient": dbias(options=learned_bias(130, 200)),
+    "bias gradient, heads": dbias(nq=40, nk=60, hq=4, hk=2, batch=1, options=learned_bias(40, 60)),
+    "bias gradient, D128": dbias(d=128, nk=70, batch=1, options=learned_bias(130, 70)),
+    "bias gradient, keys": dbias(options=learned_bias(200)),
+    "bias gradient, queries": dbias(nk=60, options=learned_bias(130, 1)),
+    "bias gradient, causal": dbias(nq=300, nk=130, batch=1, options=learned_bias(300, 130) | {"causal": True, "q_start": -140}),
+    "bias gradient, lengths": dbias(
+        options=learned_bias(130, 200) | {"q_lengths": np.array([60, 130]), "kv_lengths": np.array([127, 200])}
+    ),
+    "bias gradient, dropout": dbias(nq=40, nk=60, options=learned_bias(2, 1, 40, 60) | DROPOUT),
+    "bias gradient, shares": dbias(nq=40, nk=60, batch=5, multiprocessors=3, options=learned_bias(40, 60)),
+    "bias gradient, tiles of a mask": dbias(nq=300, nk=300, batch=1, options=learned_bias(300, 300) | HIDDEN),
+}
+
 
 def run(problem: Problem, seed: int) -> None:
     """A problem, in the order of that seed."""

@@ -224,15 +224,11 @@ SINCE_TURING = {
 ALL_SEEN = Shape(ONE, 3, 40, EMPTY)
 
 
-def without_bias_grad(group: Group) -> Group:
-    """The same problems; the gradient of a bias is not wanted."""
-    options = [{name: x for name, x in shape.options.items() if name != "bias_grad"} for shape in group.shapes]
-    return group._replace(shapes=tuple(shape._replace(options=x) for shape, x in zip(group.shapes, options, strict=True)))
-
-
 OPTIONS_ON_HOPPER = {
     "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
+    "bfloat16 128 bias of keys": hopper("bfloat16", 128, 128, (also(NEAR, **bias(NEAR, "bfloat16", 0, 1, 2)),)),
+    "float16 40, 72 bias of queries": hopper("float16", 40, 72, (also(ODD, causal=True, **bias(ODD, "float16", 0, 3)),)),
     "bfloat16 64 tiles of a mask, causal": hopper("bfloat16", 64, 64, (also(TILES, causal=True), also(ALL_SEEN, causal=True))),
     "bfloat16 64 blocks": hopper("bfloat16", 64, 64, (also(LARGE, **blocks_of_a_mask(LARGE, 128)), Shape(ONE, 5, 40, NO_BLOCK))),
     "float16 128 blocks that do not fit": hopper("float16", 128, 128, (also(LARGE, causal=True, **blocks_of_a_mask(LARGE, (100, 33))),)),
@@ -247,7 +243,6 @@ OPTIONS_ON_HOPPER = {
     "float16 72, 40 softcap, dropout, lengths": hopper("float16", 72, 40, (also(LENGTHS[0], softcap=2.0, **DROPOUT),)),
     "bfloat16 128 everything": hopper("bfloat16", 128, 128, (also(LONE, causal=True, **(EVERYTHING | bias(LONE, "float32"))),)),
 }
-OPTIONS_ON_HOPPER = {name: without_bias_grad(group) for name, group in OPTIONS_ON_HOPPER.items()}
 
 FLOAT32 = {
     "float32 64": ampere("float32", 64, 64, AROUND[:1]),
@@ -305,6 +300,7 @@ QUICK = {"sm80 bfloat16 64 causal": 1, "sm80 float64 24, 8 causal": 1}  # proble
 # One of each kind of kernel runs in two orders. (What must not happen in any order the machine finds in one.)
 AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
+    "sm90 bfloat16 64 bias",
     *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128", "bfloat16 64 tiles of a mask, causal", "float16 128 dropout")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"{tier} bfloat16 64 blocks" for tier in ("sm80", "sm90")),

@@ -14,13 +14,14 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 from apart import run
 from mutants import MUTANTS
 from mutants_blocks import MUTANTS_BLOCKS
+from mutants_dbias import MUTANTS_DBIAS
 from mutants_few import MUTANTS_FEW
 from mutants_pages import MUTANTS_PAGES
 from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from problems import CAUGHT, PROBLEMS
 
-ALL = (*MUTANTS, *MUTANTS_SPLIT, *MUTANTS_SM80, *MUTANTS_FEW, *MUTANTS_PAGES, *MUTANTS_BLOCKS)
+ALL = (*MUTANTS, *MUTANTS_SPLIT, *MUTANTS_SM80, *MUTANTS_FEW, *MUTANTS_PAGES, *MUTANTS_BLOCKS, *MUTANTS_DBIAS)
 
 
 @pytest.fixture(scope="session")

@@ -17,17 +17,17 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.arguments import OF_DBIAS, extras_type, parameters_type
-from numba_flash.cuda.broadcast import Walk, build_coordinates
+from numba_flash.cuda.arguments import OF_DBIAS, Extent, extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.store_dbias import build_store
+from numba_flash.cuda.sm80.load_dbias import Tensors, build_loads
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
-from numba_flash.cuda.sm80.walk_dbias import Space, Step, Tensors, build_loads, build_places
+from numba_flash.cuda.store_dbias import Fragments, build_store
+from numba_flash.cuda.walk_dbias import Space, Step, build_begin, build_places
 
 
 class Bias(NamedTuple):
@@ -56,6 +56,12 @@ class Work(NamedTuple):
     tensors: Tensors
     extras: Any
     parameters: Any
+
+
+@inline
+def synchronise():
+    """Wait for all threads of the block."""
+    cuda.syncthreads()
 
 
 @once
@@ -140,7 +146,6 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     SCORES, DROPOUT, MASKED = M_TILES * KEYS // 2, bool(options.dropout), options.mask
     ALL_SCORES = PARTS * SCORES
     TWO_STAGES, TURING, NAN, SPLIT = STAGES > 1, shape.turing, math.nan, shape.split > 0
-    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     runs = fragment.runs_of_queries(M_TILES, KEYS)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
@@ -153,9 +158,12 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     modify = build_modify(dtype, options, runs, False, shape.turing)
     drop = build_drop(options, runs)
     recompute_p, differentiate = build_softmax(options, M_TILES, SPLIT)
-    owned, walked, _ = build_coordinates(summed)
+    begin = build_begin(summed, BLOCK_M, BLOCK_N)
     place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N, SPLIT)
-    store = build_store(out_dtype, shape, runs, summed, tile)
+    fragments = Fragments(
+        runs, PARTS, KEYS, tile.warps_m, WARPS_N, WARP_ROWS, 8, 0, THREADS, synchronise
+    )
+    store = build_store(out_dtype, shape.wide, shape.turing, summed, fragments)
 
     @inline
     def warp_number():
@@ -258,32 +266,24 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
         bias_mask = cuda.local.array(ALL_HELD, u32)
 
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
-        row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
-        column_blocks = i32(u32(i32(nk + (BLOCK_N - 1))) // u32(BLOCK_N))
-        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
-        own, share = owned(i32(cuda.blockIdx.x), sizes)
-        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
-        steps *= (row_blocks if SUM_I else 1) * (column_blocks if SUM_J else 1)
-        shares = out.shape[0]
-        start, stop = i32(steps * share // shares), i32(steps * (share + 1) // shares)
-        group = i32(u32(heads) // u32(k.shape[2]))
-        kv_head = i32(u32(own.head) // u32(group))
-        space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(low), i32(high))
+        b0, b1, kv_heads = i32(q.shape[0]), i32(q.shape[1]), i32(k.shape[2])
+        extent = Extent(b0, b1, heads, kv_heads, nq, nk, i32(low), i32(high))
+        item = begin(i32(cuda.blockIdx.x), extent, out.shape[0])
+        space, own, share = item.space, item.space.own, item.share
         tensors = Tensors(do, q, k, v, rows)
         region = Region(i32(own.i * BLOCK_M), i32(own.j * BLOCK_N), nq, nk, i32(low), i32(high))
         at = Head(own.b0, own.b1, i32(0), own.head, heads)
         fetch_all(Bias(bias_mask, region, at, extras))
         zero(acc)
-        walk = own if start >= stop else walked(start, sizes)
-        step = find(Step(start, walk, False, False), space, extras)
+        step = find(item.step, space, extras)
         slot = u32(0)
-        if step.number < stop:
+        if step.number < space.stop:
             place = place_of(step.walk, space, extras)
             load_qk(smem, slot, tensors, place)
             if TWO_STAGES:
                 load_dov(smem, slot, tensors, place)
 
-        while step.number < stop:
+        while step.number < space.stop:
             if not TURING:
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
@@ -300,7 +300,7 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
                 if not TURING:
                     ptx.copy_wait()
                 cuda.syncthreads()  # V and dO are there; Q and K have been read
-                if following.number < stop:
+                if following.number < space.stop:
                     load_qk(smem, slot, tensors, place_of(following.walk, space, extras))
                 add_all(work)
             step = following

@@ -1,9 +1,5 @@
 """The gradient of the bias in the `sm80` tier from the host: which kernels run with which grid."""
 
-import math
-
-from numba_flash import arrays
-from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import (
     OF_DBIAS,
@@ -13,13 +9,12 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80.dbias_tiles import dbias_tile
 from numba_flash.cuda.sm80.tiles import hardware
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
-SUM_THREADS = 128
-MOST_SHARES, SHARE_COST = 32, 4  # of a walk; in steps of it
 
 
 class Dbias:
@@ -44,12 +39,8 @@ class Dbias:
         x, there = inputs, hardware(gpu.capability)
         sums = any(grid.summed_axes(problem, dbias))
         p, tile = choose(problem, lambda p: dbias_tile(p, there, sums))
-        this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
-        turns = gpu.multiprocessors * tile.min_blocks
-        shares = this.shares(turns, MOST_SHARES, SHARE_COST)
-        of_gradient = (1,) * (5 - dbias.ndim) + dbias.shape
-        self._shares = Layout.compact((shares, *of_gradient), "float32")
-        out = dbias if shares == 1 else self._shares
+        self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors * tile.min_blocks)
+        out = self._shares.out
         shape = shape._replace(
             vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
         )
@@ -63,39 +54,28 @@ class Dbias:
             "sm80.dbias.build",
             (
                 *(p.dtype, shape, p.band != "none", p.options.structure),
-                *(out.dtype.name, this.summed, tile),
+                *(out.dtype.name, self._shares.summed, tile),
             ),
             gpu,
-            grid=this.tiles * shares,
+            grid=self._shares.items,
             threads=tile.threads,
             shared_bytes=tile.layout(*shape.columns).bytes,
             operands=((read.do, 5), (read.q, 5), (read.k, 5), (read.v, 5), (rows, 5), (out, 6)),
             extras=self._extras.layouts + more,
             numbers=self._numbers(),
         )
-        self.launches = (*self._extras.launches, self._sum)
-        if shares > 1:
-            self._sum_shares = Launch(
-                "sum_shares.build",
-                (p.dtype, dbias.dtype.name, SUM_THREADS),
-                gpu,
-                grid=-(-math.prod(of_gradient) // SUM_THREADS),
-                threads=SUM_THREADS,
-                operands=((self._shares, 6), (dbias, 5)),
-            )
-            self.launches = (*self.launches, self._sum_shares)
+        self.launches = (*self._extras.launches, self._sum, *self._shares.launches)
 
     def run(self, x, rows, dbias, rng, planes=None) -> None:
         """Launch them, with the generator in the state `rng` if there is one; `planes` of this call
         if they were prepared for some.
         """
-        split, out, shares = self._shares.shape[0] > 1, dbias, self._shares
-        if split:
-            out = arrays.compact("dbias's shares", dbias, shares.shape, shares.dtype)
         numbers = None if rng is None else self._numbers(rng)
         read, extras = x, self._extras.of(x)
         if planes is not None:
             read, extras = planes, self._with_planes(*extras, planes.factors, planes.flags)
-        self._sum(read.do, read.q, read.k, read.v, rows, out, extras=extras, numbers=numbers)
-        if split:
-            self._sum_shares(out, dbias)
+
+        def sum_to(out):
+            self._sum(read.do, read.q, read.k, read.v, rows, out, extras=extras, numbers=numbers)
+
+        self._shares.run(dbias, sum_to)

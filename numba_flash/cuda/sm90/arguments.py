@@ -159,6 +159,41 @@ class DqWork(NamedTuple):
     ends: int
 
 
+class DbiasNote(NamedTuple):
+    """What is written down about a step of the gradient of a bias: a tile of scores, its head, the
+    sequence; the share of the walk; what `kind` of step it is, of `DbiasKind`; and where the
+    block's next tile of the gradient is, some tile after the last. All int32.
+    """
+
+    b0: int
+    b1: int
+    head: int
+    row0: int
+    col0: int
+    queries: int
+    keys: int
+    low: int
+    high: int
+    share: int
+    kind: int
+    next_b0: int
+    next_b1: int
+    next_head: int
+    next_row0: int
+    next_col0: int
+
+
+class DbiasKind(NamedTuple):
+    """Bits of the kind of a step: nothing of its tile is hidden, as far as a map tells; the sum is
+    complete with it; there is nothing to add; a sequence was invalid.
+    """
+
+    whole: int = 1
+    last: int = 2
+    empty: int = 4
+    invalid: int = 8
+
+
 END = -1  # in the place of the count of tiles: there is no more work
 
 

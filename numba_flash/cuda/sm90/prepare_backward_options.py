@@ -20,6 +20,7 @@ from numba_flash.cuda.sm90.prepare_backward import (
     sizes_of,
     temporaries,
 )
+from numba_flash.cuda.sm90.prepare_dbias import Dbias
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
@@ -56,6 +57,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
+    dbias = None
+    if results.dbias is not None:
+        dbias = Dbias(problem, gpu, this.inputs, results.dbias, this.temporaries.rows)
 
     def run(inputs, results, rng=None):
         x, there, own = inputs, scratch.beside(inputs.q), lists.of(inputs)
@@ -66,8 +70,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         given = None if rng is None else numbers(rng)
         main(*mapped, dk, dv, rows[0], rows[1], sums, flags, extras=own, numbers=given)
         postprocess(sums, dq, extras=own)
+        if dbias is not None:
+            dbias.run(x, rows, results.dbias, rng)
 
-    return Prepared(run, (*lists.launches, preprocess, main, postprocess))
+    launches = () if dbias is None else dbias.launches
+    return Prepared(run, (*lists.launches, preprocess, main, postprocess, *launches))
 
 
 def _sizes_of(this: Pass) -> Sizes:

@@ -88,7 +88,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
     with_options = kind == "backward" and problem.options.modifies_beyond_softcap
-    of_options = _why_not_backward(problem, dbias) if with_options else None
+    of_options = _why_not_backward(problem) if with_options else None
     return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
 
 
@@ -114,10 +114,8 @@ def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
     return prepare_split.why_not(p, demanded, "sm90")
 
 
-def _why_not_backward(p, dbias: bool) -> str | None:
+def _why_not_backward(p) -> str | None:
     """Of options beyond a softcap."""
-    if dbias:
-        return "does not know the gradient of a bias"
     options = " or ".join(NAMES[name] for name in p.options.used if name in BEYOND_SOFTCAP)
     if max(p.d, p.dv) > MOST_WITH_OPTIONS:
         return f"has no backward pass with {options} beyond head dimension {MOST_WITH_OPTIONS}"

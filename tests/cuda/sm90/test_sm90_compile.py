@@ -20,6 +20,7 @@ from sm90_kernels import (
     BACKWARD_OPTIONS,
     BACKWARD_SPLIT,
     COMBINE,
+    DBIAS,
     DQ,
     FORWARD,
     FORWARD_OPTIONS,
@@ -36,12 +37,15 @@ SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed"
 # Threads that move data need more for lists.
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
+# Sums of 128 x 192, and their bias, leave a part of the scores fewer registers than tensor cores want in one piece.
+SPILLS |= {"dbias sm90 64 lengths": 310, **dict.fromkeys(("dbias sm90 64", "dbias sm90 128", "dbias sm90 64 shares"), 260)}
+SPILLS |= {"dbias sm90 64 of keys": 260, "dbias sm90 72, 40 everything": 20}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
     *(f"64-{2**31}-none", "forward sm90 64 bias", "backward 64, causal", "backward sm90 64 dropout"),
-    *("preprocess packed", "postprocess packed", "dq packed, 136", "combine"),
+    *("preprocess packed", "postprocess packed", "dq packed, 136", "combine", "dbias sm90 64"),
 )
 
 
@@ -88,6 +92,25 @@ def check_resources(name, tile, shared_bytes):
     fewest, most = tile.registers
     assert fewest + tile.consumers * most <= used["registers"] * (tile.consumers + 1), "the consumers would wait for registers forever"
     assert used["shared_bytes"] + shared_bytes <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("name", named(DBIAS, QUICK))
+def test_resources_of_the_gradient_of_a_bias(name):
+    """The same."""
+    _, d, dv, *_, tile = KERNELS[name].config
+    check_resources(name, tile, tile.layout(d, dv).bytes)
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(DBIAS, QUICK))
+def test_instructions_of_the_gradient_of_a_bias(name):
+    """As many products as there are, of each part S and dP; no sum leaves its registers but to be stored."""
+    _, d, dv, *_, tile = DBIAS[name]
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    names = {each.split(".")[0] for each in found}
+    assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"HMMA", "UTMASTG", "ATOMG", "REDG"}
+    assert sum(each.startswith("HGMMA") for each in found) == tile.parts * (-(-d // 16) - (-dv // 16))
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")

@@ -23,7 +23,8 @@ from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, prepare_forward_options, tier
-from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, Sizes, TileNote, scales
+from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
+from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
 from numba_flash.cuda.sm90.tiles import (
@@ -120,7 +121,7 @@ def test_problems_that_are_served(p):
 
 @pytest.mark.parametrize(("p", "option"), OPTIONS_BEYOND_A_CAP.values(), ids=OPTIONS_BEYOND_A_CAP)
 def test_gradients_with_options_are_served(p, option):
-    """Up to head dimension 128, and not that of a bias, which `sm80` gets. Forward, the tile is that of the kernel with options."""
+    """Up to head dimension 128, that of a bias among them. Forward, the tile is that of the kernel with options."""
     inputs = inputs_of(p)
     x = np.zeros((*p.batch, p.hq, p.nq, p.d), np.float16)
     gradients = BackwardInputs(x, *inputs[:3], x, None)
@@ -129,7 +130,7 @@ def test_gradients_with_options_are_served(p, option):
         assert tier.why_not("forward", p, inputs, demanded, H200) is None
         wide = f"has no backward pass with {option} beyond head dimension 128"
         assert {why_not(replace(p, d=136), demanded), why_not(replace(p, dv=136), demanded)} == {wide}
-        assert why_not(p, demanded, dbias=True) == "does not know the gradient of a bias"
+        assert why_not(p, demanded, dbias=bool(p.options.bias)) is None
         assert why_not(replace(p, dtype="float64"), demanded) == "serves float16, bfloat16 and float32; q.dtype is float64"
         assert why_not(p, demanded) is why_not(replace(p, d=128, dv=128), demanded) is None
     tile = options_tile(p)
@@ -147,12 +148,12 @@ def test_options_of_gradients_are_named_together():
 
 
 def test_a_wanted_gradient_of_a_bias_is_refused_before_anything_is_computed():
-    x, lse = np.zeros((2, 5, 16), np.float16), np.zeros((2, 5), np.float32)
+    x, lse = np.zeros((2, 5, 136), np.float16), np.zeros((2, 5), np.float32)
     bias = np.zeros((5, 5), np.float16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "why_not", lambda x: None)
         patch.setattr(launch, "gpu_of", lambda x: H200)
-        with pytest.raises(NotImplementedError, match="backend sm90: does not know the gradient of a bias"):
+        with pytest.raises(NotImplementedError, match="backend sm90: has no backward pass with a bias beyond head dimension 128"):
             numba_flash.backward(x, x, x, x, x, lse, bias=bias, bias_grad=True, backend="sm90")
 
 
@@ -556,6 +557,65 @@ def test_boxes_have_as_many_rows_as_tiles(d, dv, causal):
     tile = backward_tile(p)
     assert main.maps == ((o, tile.block_m), (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (k, KEYS), (v, KEYS))
     assert last.maps == (() if tile.adds_dq else ((k, tile.block_n), (q, KEYS)))
+
+
+# ---- the gradient of a bias ----------------------------------------------------------------------------------------------------------
+
+
+def dbias_launch(p: Problem, bias, **arrays) -> Launch:
+    """What sums the gradient of a bias of that layout."""
+    q, k, v, o = layouts_of(p)
+    given = {name: Layout.of(x) for name, x in arrays.items()}
+    lse, bias = Layout.compact((*p.batch, p.hq, p.nq), "float32"), Layout.of(bias)
+    inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias, **given), BackwardResults(q, k, v, bias)
+    launches = prepare_backward_options.prepare(p, inputs, results, True, H200).launches
+    return next(each for each in launches if each.builder == "sm90.dbias.build")
+
+
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 64), (128, 64), (40, 128), (128, 128)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout": 0.5, "rng": (1, 2)}], ids=list)
+def test_shared_memory_of_the_gradient_of_a_bias(d, dv, options):
+    p = problem(d=d, dv=dv, bias=np.zeros(200, np.float16), **options)
+    tile = dbias_tile(p)
+    layout = tile.layout(d, dv)
+    assert layout.bytes <= SHARED_LIMIT
+    assert 4 * len(DbiasNote._fields) <= WORK_BYTES
+    pieces = [(layout.values, 4 * tile.block_m * tile.row_stages), (layout.sums, 4 * max(8 * tile.block_n, tile.block_m))]
+    for name in ("rows", "keys", "notes"):
+        ring = getattr(layout, name)
+        pieces += [(ring.tiles, ring.slot_bytes * ring.slots), (ring.ready, 8 * ring.slots), (ring.free, 8 * ring.slots)]
+        assert name == "notes" or ring.tiles % 1024 == ring.slot_bytes % 1024 == 0, "swizzled panels begin at multiples of 1024"
+    pieces.sort()
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
+    assert tile.row_stages >= 2, "a step has Q and dO at the same time"
+    assert tile.registers[0] + 2 * tile.registers[1] == 504
+
+
+def test_boxes_of_the_gradient_of_a_bias():
+    """Fewer bytes than a part has would never complete it; blocks are no more than multiprocessors, and no more than there is work."""
+    bias = np.zeros((4, 1000, 2000), np.float16)
+    p = problem(nq=1000, nk=2000, batch=(3,), hq=4, hk=2, bias=bias)
+    q, k, v, o = layouts_of(p)
+    sums, tile = dbias_launch(p, bias), dbias_tile(p)
+    assert sums.maps == ((o, tile.block_m), (q, tile.block_m), (k, tile.part), (v, tile.part))
+    extent, items, _ = sums.numbers
+    assert extent == (1, 3, 4, 2, 1000, 2000, p.low, p.high)
+    assert items == 4 * 8 * 11
+    assert sums.grid == 132
+    few = problem(nq=100, nk=100, batch=(), bias=bias[0, :100, :100])
+    assert dbias_launch(few, bias[0, :100, :100]).grid == 2, "a share for each head"
+
+
+@pytest.mark.parametrize(("size", "keys"), [(None, 192), (128, 128), ((128, 192), 192), (100, 128)])
+def test_tiles_of_the_gradient_of_a_bias_under_blocks(size, keys):
+    """The narrower ones lie in a block of 128 keys, too; where none does, a mask takes registers."""
+    bias = np.zeros((300, 300), np.float16)
+    blocks = None if size is None else numba_flash.BlockMask(np.ones([-(-300 // n) for n in np.broadcast_to(size, 2)], bool), size)
+    p = problem(nq=300, nk=300, bias=bias, **({} if blocks is None else {"mask": blocks}))
+    arrays = {} if blocks is None else {"mask": blocks.blocks}
+    sums = dbias_launch(p, bias, **arrays)
+    assert sums.config[-1].block_n == keys
+    assert sums.config[-4].mask == (size == 100)
 
 
 # ---- who computes what ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Tiles of the gradient of a bias on Hopper. Numba is not imported here."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+from numba_flash.cuda.sm90.options_tiles import MOST
+from numba_flash.cuda.sm90.tiles import ANY, WORK_BYTES, Row, WarpGroups, lay_out
+from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
+
+WARPS = 4  # of a consumer
+ALL_REGISTERS = 504  # per thread, of three warp groups
+
+
+@dataclass(frozen=True)
+class DbiasTile(WarpGroups):
+    """Shape of a block of the gradient of the bias.
+
+    Attributes
+    ----------
+    part, parts : int
+        A consumer has scores of so many keys in registers at a time; so many times that are the
+        keys of a block.
+    row_stages, key_stages : int
+        Slots of the ring of Q and dO tiles, and of that of parts of K and V tiles.
+    fewest : int
+        Registers per thread of the producer's warp group; the consumers have the others.
+    """
+
+    part: int
+    parts: int
+    row_stages: int
+    key_stages: int
+    fewest: int = 24
+    consumers: ClassVar[int] = 2
+    block_m: ClassVar[int] = 128
+    note_stages: ClassVar[int] = 4
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return self.fewest, (ALL_REGISTERS - self.fewest) // self.consumers
+
+    @property
+    def block_n(self) -> int:
+        return self.part * self.parts
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them; the lse or delta
+        (`values`) of each tile of `rows`; where a block's `sums` over its rows or columns go; the
+        `bytes` of all.
+        """
+        most = max(panels(head_dim), panels(head_dim_v))
+        rings = {
+            "rows": (most * panel_bytes(self.block_m), self.row_stages),
+            "keys": (most * panel_bytes(self.part), self.key_stages),
+            "notes": (WORK_BYTES, self.note_stages),
+        }
+        values = 4 * self.block_m * self.row_stages
+        sums = 4 * max(WARPS * self.consumers * self.block_n, self.block_m)
+        slots = -(-(values + sums) // ALIGNMENT) * ALIGNMENT
+        return lay_out(rings, slots, values=0, sums=values)
+
+
+# Of 128 queries by 192, 128 and 128 keys: for a bias of 16 bits alone; with other options; with
+# many of them, or a bias of float32. Chosen by registers, of which the first lacks a few, and by
+# what a tile reads for each of its scores: Q, K, V and dO come from the L2 cache. None was timed.
+WIDE = (Row(ANY, 64, 64, DbiasTile(64, 3, 4, 16)), Row(ANY, MOST, MOST, DbiasTile(64, 3, 4, 5)))
+NARROW = (
+    Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16, 40)),
+    Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5, 40)),
+)
+CROWDED = (
+    Row(ANY, 64, 64, DbiasTile(32, 4, 4, 16, 56)),
+    Row(ANY, MOST, MOST, DbiasTile(32, 4, 4, 8, 56)),
+)
+
+
+def narrow_tile(problem) -> DbiasTile:
+    """Of 128 keys."""
+    p, o = problem, problem.options
+    several = bool(o.mask) + bool(o.score_mod) + bool(o.sequences) > 1
+    rows = CROWDED if o.bias == "float32" or o.dropout or several else NARROW
+    return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
+
+
+def dbias_tile(problem) -> DbiasTile:
+    """The widest whose bias and sums registers have room for."""
+    p, o = problem, problem.options
+    if o.bias == "float32" or o.mask or o.dropout or o.score_mod or o.softcap:
+        return narrow_tile(p)
+    return next(row.tile for row in WIDE if p.d <= row.d and p.dv <= row.dv)

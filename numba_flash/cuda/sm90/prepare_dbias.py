@@ -1,0 +1,57 @@
+"""The gradient of a bias in the `sm90` tier from the host: which kernels run with which grid."""
+
+from numba_flash.cuda.arguments import Extent, in_vectors, parameters_of, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
+from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, narrow_tile
+
+KEYS_OF_RUN = 2  # neighbours among a lane's scores
+
+
+class Dbias:
+    """One launch, or two where the walk over what the bias broadcasts is split into shares.
+
+    Parameters
+    ----------
+    problem, gpu
+        What it is prepared for.
+    inputs : BackwardInputs
+        Layouts.
+    dbias, rows : Layout
+        The result; the lse in base 2 and delta, as `numba_flash.cuda.preprocess` writes them.
+    """
+
+    def __init__(self, problem, gpu, inputs, dbias, rows):
+        x, (p, tile) = inputs, choose(problem, dbias_tile, narrow_tile)
+        self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors)
+        out, items = self._shares.out, self._shares.items
+        self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
+        extent = Extent(*p.batch, p.hq, p.hk, p.nq, p.nk, p.low, p.high)
+        self._numbers = lambda rng=None: (extent, items, parameters_of(p, rng))
+        self._sum = Launch(
+            "sm90.dbias.build",
+            (
+                *(p.dtype, p.d, p.dv, p.band != "none", vectors_of(p, x, KEYS_OF_RUN)),
+                *(in_vectors(p, out, KEYS_OF_RUN), p.options.structure, out.dtype.name),
+                *(self._shares.summed, tile),
+            ),
+            gpu,
+            grid=min(items, gpu.multiprocessors),
+            threads=tile.threads,
+            shared_bytes=tile.layout(p.d, p.dv).bytes,
+            operands=((rows, 5), (out, 6)),
+            extras=self._extras.layouts,
+            numbers=self._numbers(),
+            maps=((x.do, tile.block_m), (x.q, tile.block_m), (x.k, tile.part), (x.v, tile.part)),
+        )
+        self.launches = (*self._extras.launches, self._sum, *self._shares.launches)
+
+    def run(self, x, rows, dbias, rng) -> None:
+        """Launch them, with the generator in the state `rng` if there is one."""
+        numbers, extras = None if rng is None else self._numbers(rng), self._extras.of(x)
+
+        def sum_to(out):
+            self._sum(x.do, x.q, x.k, x.v, rows, out, extras=extras, numbers=numbers)
+
+        self._shares.run(dbias, sum_to)
