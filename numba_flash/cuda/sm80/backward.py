@@ -54,29 +54,33 @@ def build(dtype, shape, ordered, options, tile):
     PITCH_K, PITCH_V, PITCH_DS = SMEM.pitch_k, SMEM.pitch_v, SMEM.pitch_ds
     Q_BYTES, DO_BYTES, DS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, BLOCK_N * PITCH_DS
     ROWS_BYTES, LSE_BYTES, PARTS = 8 * BLOCK_M, 4 * BLOCK_M, BLOCK_M // COLUMNS
-    SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
+    SCORES, PAIRS, STARTS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4, COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
     MASKED, AHEAD = options.tiled, bool(options.bias) and D + DV <= ROOM
+    MAKES_DQ = tile.makes_dq
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
-    v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
+    v_dot = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, M_TILES, DV, COLUMNS, PITCH_V)
     ds_q = products.build_nn(kind, M_TILES, D, COLUMNS, PITCH_K)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
     softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
-    tile_of, fetch, recompute_p, pack_weights, differentiate, SLOPES, WORDS = softmax_of
+    tile_of, fetch, recompute_p, pack_weights, begin_dp, differentiate, SLOPES, WORDS = softmax_of
     put_ds = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_dk = products.build_put(M_TILES, D, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
-    sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
+    if MAKES_DQ:
+        sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
+    else:
+        (sum_of, wait, release), add_dq = sum_dq.build_order(ordered, options, tile), None
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -86,6 +90,7 @@ def build(dtype, shape, ordered, options, tile):
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
         p = cuda.local.array(PAIRS, u32)  # of P^T, then of dS^T, two elements of 16 bits each
+        start = cuda.local.array(STARTS, f32)  # what dP^T of its columns begins with
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
@@ -128,7 +133,7 @@ def build(dtype, shape, ordered, options, tile):
                 other = u32(slot ^ u32(1))
                 if n + 1 < tiles:
                     load_tile(smem, other, do, q, rows, item, walk)
-                if n > 0:
+                if MAKES_DQ and n > 0:
                     # (7) dQ = dQ + dS K of the tile before
                     wait(flags, done)
                     add_dq(u32(ds + other * u32(DS_BYTES)), k_tile, dq_sum, done, u32(0))
@@ -144,7 +149,8 @@ def build(dtype, shape, ordered, options, tile):
                 # (1) S^T = K Q^T
                 k_qt(sT, k_warp, q_tile)
                 # (4) dP^T = V dO^T
-                v_dot(dpT, v_warp, do_tile)
+                begin_dp(start, u32(lse + u32(LSE_BYTES)))
+                v_dot(dpT, v_warp, do_tile, start)
                 # (2) P^T = exp(S^T - lse)
                 recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
                 row0, ahead = i32(row0 + COLUMNS), here
@@ -159,21 +165,23 @@ def build(dtype, shape, ordered, options, tile):
                 differentiate(dpT, sT, slope, u32(lse + u32(LSE_BYTES)), parameters)
                 # (6) dK = dK + dS^T Q
                 pack(p, dpT)
-                put_ds(u32(ds_warp + slot * u32(DS_BYTES) + u32(part * COLUMNS * 2)), p)
+                if MAKES_DQ:
+                    put_ds(u32(ds_warp + slot * u32(DS_BYTES) + u32(part * COLUMNS * 2)), p)
                 ds_q(dk_acc, p, q_tile)
             if STAGES == 1:
                 cuda.syncthreads()  # dS^T is there; this tile has been read
                 if n + 1 < tiles:
                     load_tile(smem, u32(0), do, q, rows, item, walk)
-                # (7) dQ = dQ + dS K
-                wait(flags, this)
-                add_dq(ds, k_tile, dq_sum, this, u32(0))
+                if MAKES_DQ:
+                    # (7) dQ = dQ + dS K
+                    wait(flags, this)
+                    add_dq(ds, k_tile, dq_sum, this, u32(0))
             n = i32(n + 1)
 
         cuda.syncthreads()  # the last dS^T is there
         if tiles > 1:
             release(flags, done)
-        if STAGES > 1 and tiles > 0:
+        if MAKES_DQ and STAGES > 1 and tiles > 0:
             wait(flags, this)
             add_dq(
                 u32(ds + u32((tiles - 1) % STAGES) * u32(DS_BYTES)), k_tile, dq_sum, this, u32(0)

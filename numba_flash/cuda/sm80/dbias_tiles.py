@@ -1,10 +1,12 @@
 """Tiles of the gradient of the bias in the `sm80` tier. Numba is not imported here."""
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, pitch
+from numba_flash.cuda.grid import summed_axes
+from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, padded, pitch
 
 
 class DbiasLayout(NamedTuple):
@@ -111,3 +113,50 @@ def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
         if d <= row.d and size <= row.bias and row.shared <= hardware.shared_limit
     )
     return tile if summed else replace(tile, parts=1)
+
+
+class DqDbiasLayout(NamedTuple):
+    """The same where dQ is made at once, and of each thread its part of the bias; of each warp dQ of
+    its keys.
+    """
+
+    q: int
+    do: int
+    rows: int
+    k: int
+    v: int
+    bias: int
+    dq: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DqDbiasTile(DbiasTile):
+    """Shape of a block of dQ and the gradient of the bias, which has all keys."""
+
+    def layout(self, d: int, dv: int) -> DqDbiasLayout:
+        *starts, end = super().layout(d, dv)
+        bias = 2 * self.block_m * self.block_n
+        dq = 4 * self.block_m * self.warps_n * padded(d)
+        return DqDbiasLayout(*starts, end, end + bias, end + bias + dq)
+
+
+# Registers of dbias and shared memory for K and V end it. Not timed yet.
+MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
+
+
+def dq_dbias_tile(problem, hardware: Hardware, dbias) -> DqDbiasTile | None:
+    """Where a bias of 16 bits is all that changes scores, and many heads share it; or None."""
+    p, o = problem, problem.options
+    *shared, rows, columns = summed_axes(p, dbias)
+    steps = math.prod(n for n, gone in zip((*p.batch, p.hq), shared, strict=True) if gone)
+    if o.softcap or o.score_mod or o.mask or o.dropout or o.sequences or p.band != "none":
+        return None
+    if p.dtype not in ("float16", "bfloat16") or o.bias not in ("float16", "bfloat16"):
+        return None
+    if max(p.d, p.dv) > MOST_COLUMNS or p.nk > MOST_KEYS or hardware.shared_limit < LEAST_SHARED:
+        return None
+    if rows or columns or steps < FEWEST_STEPS or p.nq * p.nk == 0:
+        return None
+    parts = -(-p.nk // (4 * KEYS))
+    return DqDbiasTile(2, 4, 2, parts, 2, 1)

@@ -22,9 +22,10 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import float64_tiles, tiles
+from numba_flash.cuda.sm80 import float64_tiles, prepare_dq_dbias, tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
+from numba_flash.cuda.sm80.prepare_dq_dbias import DqDbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -146,14 +147,20 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
         double=p.dtype == "float64",
     )
+    joint = prepare_dq_dbias.tile_of(p, shape, x, results.dbias, there)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
+    if joint is not None:
+        tile, deterministic, copies = tiles.KEYS_ALONE, False, 0  # nothing is added in an order
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)
     splitter = Splitter(p, gpu, inputs, columns) if split else None
     there = _temporaries(p, tile, copies)
     this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
-    preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
+    preprocess, (main, numbers) = _preprocess(this), _main(this)
+    if joint is not None:
+        return _with_dq_dbias(this, preprocess, main, joint)
+    postprocess = _postprocess(this)
     dbias = None
     if results.dbias is not None:
         dbias = _dbias(this, problem)
@@ -199,6 +206,22 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
 
 
+def _with_dq_dbias(this: Pass, preprocess: Launch, main: Launch, tile) -> Prepared:
+    """Where one kernel makes dQ and the gradient of the bias, and the main one dK and dV."""
+    p, y, rows = this.p, this.results, this.temporaries.rows
+    dq_dbias = DqDbias(p, this.gpu, this.shape, this.inputs, y.dq, y.dbias, rows, tile)
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results, rng=None):
+        x, extras, y = inputs, extras_of(inputs), results
+        rows, dq_sum, flags = this.temporaries.allocate(x.q)
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
+        main(x.do, x.q, x.k, x.v, y.dk, y.dv, rows, dq_sum, flags, extras=extras)
+        dq_dbias.run(x, rows, y.dq, y.dbias)
+
+    return Prepared(run, (preprocess, main, *dq_dbias.launches))
+
+
 def _heads_first(p, inputs):
     """The inputs, with packed arrays as (heads, total, d)."""
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
@@ -236,7 +259,7 @@ def _temporaries(p, tile, copies: int) -> Temporaries:
 def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
-    sum_bytes = this.number().itemsize * tile.block_m * tile.padded(p.d)
+    sum_bytes = this.number().itemsize * tile.block_m * tile.padded(p.d) if this.copies else 0
     whole = chunked(x.do, x.o)
     return Launch(
         "preprocess.build",
@@ -270,7 +293,7 @@ def _main(this: Pass):
         group=p.hq // max(1, p.hk),
         section=section(p, tile, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
-        doublings=this.copies.bit_length() - 1,
+        doublings=max(1, this.copies).bit_length() - 1,
     )
     scale_log2 = this.number(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, this.number(p.scale), parameters_of(p, rng))

@@ -87,6 +87,9 @@ class BackwardLayout(NamedTuple):
     pitch_ds: int
 
 
+NO_DQ = (0, 0)
+
+
 @dataclass(frozen=True)
 class BackwardTile:
     """Shape of a block of the backward pass.
@@ -98,7 +101,7 @@ class BackwardTile:
     block_m, columns : int
         Queries of a tile, and those of which a warp has scores in registers at a time.
     dq_warps : tuple of two ints
-        Warps along the rows and the columns of dQ.
+        Warps along the rows and the columns of dQ; `NO_DQ` if another kernel makes that.
     stages : int
         Tiles of Q, dO and dS that there is room for.
     min_blocks : int
@@ -125,6 +128,11 @@ class BackwardTile:
     ways: int = 1
     dq_parts: int = 1
     split: int = 0
+
+    @property
+    def makes_dq(self) -> bool:
+        """Blocks of keys add to dQ."""
+        return self.dq_warps != NO_DQ
 
     @property
     def kernel(self) -> str:
@@ -154,7 +162,7 @@ class BackwardTile:
         sizes = (
             *(self.block_n * pitch_k, self.block_n * pitch_v),
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
-            *((p, p) if self.ways > 1 else (self.stages * p, 0)),
+            *((p, p) if self.ways > 1 else (self.stages * p * self.makes_dq, 0)),
             self.stages * 2 * 4 * self.block_m,
             4 * self.warps * self.block_m // self.columns if self.split else 0,
         )
@@ -312,6 +320,9 @@ BACKWARD_TILES = (
     Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
     Row(256, 64 * KB, BackwardTile(2, 1, 32, 16, (1, 2), 1, 1, 2, 2, 2)),
 )
+
+# Where dQ is made with the gradient of a bias (`dbias_tiles.dq_dbias_tile`). Not timed yet.
+KEYS_ALONE = BackwardTile(4, 2, 64, 32, NO_DQ, 2, 3)
 
 # With options that bend scores: fewer of them at a time, or fewer columns, for registers.
 BENT_BACKWARD_TILES = (

@@ -1,0 +1,74 @@
+"""dQ and the gradient of the bias at once in the `sm80` tier from the host: which kernels run with
+which grid.
+"""
+
+import math
+
+import numpy as np
+
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras, in_vectors, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.sm80.dbias_tiles import dq_dbias_tile
+from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN, Shares
+
+LOG2E = math.log2(math.e)
+
+
+def tile_of(problem, shape, inputs, dbias, hardware):
+    """The tile of a problem that has one and arrays that are read and written by whole chunks, else
+    None; dbias is a layout, or None.
+    """
+    vectors = vectors_of(problem, inputs, KEYS_OF_RUN)
+    if dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
+        return None
+    return dq_dbias_tile(problem, hardware, dbias)
+
+
+class DqDbias:
+    """One launch, or two where the walk over what the bias broadcasts is split into shares.
+
+    Parameters
+    ----------
+    problem, gpu
+        What it is prepared for.
+    shape : Shape
+        Of the backward pass.
+    inputs : BackwardInputs
+        Layouts.
+    dq, dbias, rows : Layout
+        The results; the lse and delta, as `numba_flash.cuda.preprocess` writes them.
+    tile : DqDbiasTile
+        As `tile_of` says.
+    """
+
+    def __init__(self, problem, gpu, shape, inputs, dq, dbias, rows, tile):
+        p, x = problem, inputs
+        this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
+        self._shares = Shares(p, gpu, dbias, this, gpu.multiprocessors * tile.min_blocks)
+        out = self._shares.out
+        shape = shape._replace(
+            vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
+        )
+        self._extras_of = build_extras(p.options)
+        self._main = Launch(
+            "sm80.dq_dbias.build",
+            (p.dtype, shape, p.options.structure, out.dtype.name, this.summed, tile),
+            gpu,
+            grid=this.tiles * self._shares.count,
+            threads=tile.threads,
+            shared_bytes=tile.layout(*shape.columns).bytes,
+            operands=(
+                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (dq, 5)),
+                *((rows, 5), (out, 6)),
+            ),
+            extras=grid.extras_layouts(p, x),
+            numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
+        )
+        self.launches = (self._main, *self._shares.launches)
+
+    def run(self, x, rows, dq, dbias) -> None:
+        """Launch them."""
+        out = self._shares.allocate(dbias)
+        self._main(x.do, x.q, x.k, x.v, dq, rows, out, extras=self._extras_of(x))
+        self._shares.add(out, dbias)
