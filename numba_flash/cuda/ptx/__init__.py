@@ -153,9 +153,6 @@ from numba_flash.cuda.ptx.memory import (
     store_shared_zero16 as store_shared_zero16,
 )
 from numba_flash.cuda.ptx.mma import (
-    begun_product as begun_product,
-)
-from numba_flash.cuda.ptx.mma import (
     LOW as LOW,
 )
 from numba_flash.cuda.ptx.mma import (
@@ -163,6 +160,9 @@ from numba_flash.cuda.ptx.mma import (
 )
 from numba_flash.cuda.ptx.mma import (
     Planes as Planes,
+)
+from numba_flash.cuda.ptx.mma import (
+    begun_product as begun_product,
 )
 from numba_flash.cuda.ptx.mma import (
     load_matrices as load_matrices,

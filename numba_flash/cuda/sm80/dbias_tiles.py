@@ -116,7 +116,7 @@ def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
 
 
 class DqDbiasLayout(NamedTuple):
-    """The same where dQ is made at once, and of each thread its part of the bias; of each warp dQ of
+    """The same where dQ is made at once; with each thread's part of the bias, and each warp's dQ of
     its keys.
     """
 

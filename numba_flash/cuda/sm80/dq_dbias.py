@@ -1,5 +1,5 @@
-"""dQ and the gradient of an additive bias at once, on tensor cores since Ampere, where all keys of a
-head fit in one tile: dQ = dS K, and dbias = dS, summed over the axes that the bias broadcasts.
+"""dQ and the gradient of an additive bias at once, on tensor cores since Ampere, where all keys of
+a head fit in one tile: dQ = dS K, and dbias = dS, summed over the axes that the bias broadcasts.
 
 One block of threads owns some rows of dbias, in registers, and walks over the heads that the bias
 is shared by, with S and dP of these rows and all keys: every row of dQ is done there, and every sum
@@ -17,13 +17,14 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
-from numba_flash.cuda.number import array, index
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
+from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.load_dq_dbias import build_loads, head_address, times
 from numba_flash.cuda.sm80.store_dbias import build_store
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
-from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_loads, build_places
+from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_places
 
 VECTOR = 16  # bytes that a thread stores side by side
 HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
@@ -133,6 +134,7 @@ def build_half(kind, depths, pitches, value, tile, hidden):
     q_kt = products.build_nt(kind, M_TILES, HALF, D, PITCH_K, PITCH_K, True)
     do_vt = products.build_nt_from(kind, M_TILES, HALF, DV, PITCH_V, PITCH_V, True, True)
     ds_k = products.build_nn(kind, M_TILES, D, HALF, PITCH_K)
+    first_ds_k = products.build_nn(kind, M_TILES, D, HALF, PITCH_K, fresh=True)
     pack, _ = fragment.build_pack(M_TILES * HALF // 4, *kind)
 
     @inline
@@ -158,18 +160,21 @@ def build_half(kind, depths, pitches, value, tile, hidden):
                     to = number // 2 * (M_TILES * HALF)
                     to += (4 * m + number % 2 * 2 + x // 2) * 4 + 2 * r + x % 2
                     t.acc[to] += t.dp[e]
-        # (7) dQ = dQ + dS K
+        # (7) dQ = dQ + dS K, from 0
         pack(t.ds, t.dp)
-        ds_k(t.dq_acc, t.ds, keys)
+        if number == 0:
+            first_ds_k(t.dq_acc, t.ds, keys)
+        else:
+            ds_k(t.dq_acc, t.ds, keys)
 
     return half
 
 
 @once
 def build_add_dq(shape, kind, tile):
-    """``put(smem, dq_acc)``: a warp's dQ of its keys to shared memory; ``add(smem, dq_head, row0,
-    queries, scale)``: a share of the block's rows, the sum of all warps that have them, to dQ
-    (n, head_dim).
+    """``put(smem, dq_acc)``: a warp's dQ of its keys to shared memory; ``add(smem, dq, at, row0,
+    queries, scale)``: a share of the block's rows, the sum of all warps that have them, to dQ of a
+    `numba_flash.cuda.score.Head`.
     """
     M_TILES, WARPS_N, THREADS, HEAD_DIM = tile.m_tiles, tile.warps_n, tile.threads, shape.head_dim
     GROUPS = padded(HEAD_DIM) // 8
@@ -186,10 +191,11 @@ def build_add_dq(shape, kind, tile):
             ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
 
     @inline
-    def add(smem, dq_head, row0, queries, scale):
+    def add(smem, dq, at, row0, queries, scale):
         thread = ptx.thread_here()
         warp, lane = i32(thread // 32), i32(thread % 32)
         warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
+        head = head_address(dq, at, at.head)
         for turn in range(MINE):
             n = i32(warp_n * MINE + turn)
             at = u32(smem + u32((n * THREADS + warp_m * (32 * WARPS_N) + lane) * VECTOR))
@@ -208,8 +214,8 @@ def build_add_dq(shape, kind, tile):
                 for r in range(2):
                     if row + 8 * r < queries:
                         word = pack2(total[2 * r] * scale, total[2 * r + 1] * scale)
-                        to = u64(i64(row + 8 * r) * dq_head.strides[0] + i64(2 * column))
-                        ptx.store_global(u64(ptx.global_address(dq_head) + to), (word,))
+                        to = u64(head + times(row + 8 * r, dq.strides[3]))
+                        ptx.store_global(u64(to + u64(u32(2 * column))), (word,))
 
     return put, add
 
@@ -229,7 +235,6 @@ def build_go(shape, kind, places, loads, half, tile):
     D, DV = map(padded, shape[:2])
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     hold_do = products.build_hold(M_TILES, DV, PITCH_V)
-    zero, _ = softmax.build_zero(M_TILES * D // 2)
     put_dq, add_dq = build_add_dq(shape, kind, tile)
     add_all = ptx.repeated(2 * tile.parts, half)
 
@@ -257,7 +262,6 @@ def build_go(shape, kind, places, loads, half, tile):
             hold_do(t.do, u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(row * PITCH_V)))
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32((row + lane // 4) * 4))
             hold_rows(lse, t.shift, t.start)
-            zero(t.dq_acc)
             k = u32(smem + u32(K) + slot * u32(K_BYTES) + u32(key * PITCH_K))
             v = u32(smem + u32(V) + slot * u32(V_BYTES) + u32(key * PITCH_V))
             add_all(
@@ -268,8 +272,7 @@ def build_go(shape, kind, places, loads, half, tile):
             )  # fmt: skip
             put_dq(u32(smem + u32(DQ)), t.dq_acc)
             cuda.syncthreads()  # dQ of all keys is there
-            dq_head = x.dq[index(here.b0), index(here.b1), index(here.head)]
-            add_dq(u32(smem + u32(DQ)), dq_head, x.row0, x.space.queries, x.scale)
+            add_dq(u32(smem + u32(DQ)), x.dq, here, x.row0, x.space.queries, x.scale)
             slot = u32(slot ^ u32(1))
 
     return go
@@ -299,7 +302,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
     kind = products.Kind(dtype == "bfloat16", False)
-    load_qk, load_dov = build_loads(shape, tile)
+    load = build_loads(shape, tile)
     zero, _ = softmax.build_zero(ALL_SCORES)
     fetch_bias = build_fetch(options, runs, shape.vectors)
     keep, value, hides = build_bias(options, M_TILES, THREADS)
@@ -308,11 +311,6 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     keep_all = ptx.repeated(PARTS, keep)
     owned, walked, following = build_coordinates(summed)
     place_of, _, _ = build_places(options, False, summed, BLOCK_M, tile.block_n)
-
-    @inline
-    def load(smem, slot, tensors, place):
-        load_qk(smem, slot, tensors, place)
-        load_dov(smem, slot, tensors, place)
 
     places = place_of, following
     go, go_where_some_are_hidden = (

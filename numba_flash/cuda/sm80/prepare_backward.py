@@ -147,7 +147,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
         double=p.dtype == "float64",
     )
-    joint = prepare_dq_dbias.tile_of(p, shape, x, results.dbias, there)
+    joint = prepare_dq_dbias.tile_of(p, shape, x, y.dq, y.dbias, there)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     if joint is not None:
         tile, deterministic, copies = tiles.KEYS_ALONE, False, 0  # nothing is added in an order

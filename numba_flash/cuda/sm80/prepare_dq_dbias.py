@@ -13,14 +13,17 @@ from numba_flash.cuda.sm80.dbias_tiles import dq_dbias_tile
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN, Shares
 
 LOG2E = math.log2(math.e)
+MOST_STRIDE = 2**32  # bytes
 
 
-def tile_of(problem, shape, inputs, dbias, hardware):
+def tile_of(problem, shape, inputs, dq, dbias, hardware):
     """The tile of a problem that has one and arrays that are read and written by whole chunks, else
     None; dbias is a layout, or None.
     """
-    vectors = vectors_of(problem, inputs, KEYS_OF_RUN)
+    vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
     if dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
+        return None
+    if not all(0 <= s < MOST_STRIDE for each in (x.do, x.q, x.k, x.v, dq) for s in each.strides):
         return None
     return dq_dbias_tile(problem, hardware, dbias)
 

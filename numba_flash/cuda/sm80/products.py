@@ -111,12 +111,14 @@ def build_nt_from(kind, m_tiles, columns, depth, a_pitch, b_pitch, held=False, b
 
 
 @once
-def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None):
-    """``product(acc, a, b)``: acc += A B, with A in registers unless it has a pitch."""
+def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False):
+    """``product(acc, a, b)``: acc += A B, or acc = A B if `fresh`, with A in registers unless it
+    has a pitch.
+    """
     HELD = a_pitch is None
     a = None if HELD else Matrices(16 * a_pitch, 32, False)
     b = Matrices(32, 16 * b_pitch, True)
-    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     beside_a, _ = build_lane(a_pitch or 0)
     beside, _ = build_lane(b_pitch)
 
