@@ -251,6 +251,9 @@ from numba_flash.cuda.ptx.scalar import (
 from numba_flash.cuda.ptx.scalar import (
     unpack_float16_high as unpack_float16_high,
 )
+from numba_flash.cuda.ptx.scalar import (
+    word_here as word_here,
+)
 from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers as wgmma_registers,
 )

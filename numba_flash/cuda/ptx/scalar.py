@@ -56,6 +56,8 @@ unpack_float16_high = instruction(
 # The number of the thread, read here: what is computed from it is not kept in registers, or even in
 # memory, from one turn of a loop to the next.
 thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
+# The same word, as far as the compiler knows another one here: what is made of it is not kept.
+word_here = instruction("word_here", "mov.b32 $0, $1;", u32, u32)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 add_lower = instruction(  # the lower 16 bits of $1 and $2

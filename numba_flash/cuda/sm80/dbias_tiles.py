@@ -132,21 +132,37 @@ class DqDbiasLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class DqDbiasTile(DbiasTile):
-    """Shape of a block of dQ and the gradient of the bias, which has all keys."""
+    """Shape of a block of dQ and the gradient of the bias, which has all keys; or of that gradient
+    alone.
+
+    Attributes
+    ----------
+    makes_dq : bool
+        It makes dQ, too.
+    """
+
+    makes_dq: bool = True
 
     def layout(self, d: int, dv: int) -> DqDbiasLayout:
         *starts, end = super().layout(d, dv)
-        bias = 2 * self.block_m * self.block_n
-        dq = 4 * self.block_m * self.warps_n * padded(d)
+        bias = 2 * self.block_m * self.block_n * self.makes_dq
+        dq = 4 * self.block_m * self.warps_n * padded(d) * self.makes_dq
         return DqDbiasLayout(*starts, end, end + bias, end + bias + dq)
 
 
-# Registers of dbias and shared memory for K and V end it. Not timed yet.
+# Of all keys, where they fit: registers of dbias, and shared memory for K and V, end that.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
+WARPS_OF_KEYS = 4
+# None timed yet: of that gradient alone, where a bias of 16 bits is all that changes scores.
+MOST_ALONE = 64
+ALONE_TILES = (DbiasRow(MOST_ALONE, 2, 163 * KB, DqDbiasTile(2, 2, 2, 2, 2, 2, False)),)
 
 
 def dq_dbias_tile(problem, hardware: Hardware, dbias) -> DqDbiasTile | None:
-    """Where a bias of 16 bits is all that changes scores, and many heads share it; or None."""
+    """The tile of dQ and the gradient of the bias, or of that alone, where a bias of 16 bits is all
+    that changes scores, and several heads or batch elements share it; else None. `dbias` is a
+    layout.
+    """
     p, o = problem, problem.options
     *shared, rows, columns = summed_axes(p, dbias)
     steps = math.prod(n for n, gone in zip((*p.batch, p.hq), shared, strict=True) if gone)
@@ -154,9 +170,14 @@ def dq_dbias_tile(problem, hardware: Hardware, dbias) -> DqDbiasTile | None:
         return None
     if p.dtype not in ("float16", "bfloat16") or o.bias not in ("float16", "bfloat16"):
         return None
-    if max(p.d, p.dv) > MOST_COLUMNS or p.nk > MOST_KEYS or hardware.shared_limit < LEAST_SHARED:
+    if hardware.turing or rows or columns or steps < 2 or p.nq * p.nk == 0:
         return None
-    if rows or columns or steps < FEWEST_STEPS or p.nq * p.nk == 0:
+    d = max(p.d, p.dv)
+    if any(MOST_ALONE % padded(each) for each in (p.d, p.dv)):  # warps copy whole rows
         return None
-    parts = -(-p.nk // (4 * KEYS))
-    return DqDbiasTile(2, 4, 2, parts, 2, 1)
+    if d <= MOST_COLUMNS and p.nk <= MOST_KEYS and steps >= FEWEST_STEPS:
+        if hardware.shared_limit >= LEAST_SHARED:
+            parts = -(-p.nk // (WARPS_OF_KEYS * KEYS))
+            return DqDbiasTile(2, WARPS_OF_KEYS, 2, parts, 2, 1)
+    rows = (row for row in ALONE_TILES if d <= row.d and row.shared <= hardware.shared_limit)
+    return next((row.tile for row in rows), None)

@@ -17,12 +17,13 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.load_dq_dbias import build_loads, head_address, times
+from numba_flash.cuda.sm80.load_dq_dbias import build_loads
 from numba_flash.cuda.sm80.store_dbias import build_store
+from numba_flash.cuda.sm80.store_dq import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_places
 
@@ -78,23 +79,20 @@ class Way(NamedTuple):
 
 
 @once
-def build_bias(options, m_tiles, threads):
-    """``keep(part, held)``: the bias of a part's keys to shared memory, in the order in which
-    ``value(words, r, x)`` takes it: row r and element x of what a thread loads for 16 rows;
-    ``hides(words)``: one of a part's is -inf.
+def build_bias(options, tile):
+    """``hides(part, words)``: one of a part's keys has a bias of -inf; ``keep(part, held)``: that
+    becomes the bias of keys beyond the last, and all of it goes to shared memory if it lies there;
+    ``words_of(number, m, bias)``: four words of half a part, for 16 rows; ``value(words, r, x)``:
+    row r and element x of them.
     """
-    WORDS, THREADS, M_TILES = (
-        held(options, fragment.runs_of_queries(m_tiles, KEYS)).words,
-        threads,
-        m_tiles,
-    )
+    M_TILES, THREADS, IN_SHARED = tile.m_tiles, tile.threads, tile.makes_dq
+    WORDS = held(options, fragment.runs_of_queries(M_TILES, KEYS)).words
     BFLOAT16 = options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
 
     @inline
     def hides(part, words):
-        """One of a part's is -inf."""
         least = u32(0)
         for e in range(WORDS):
             least = minima(least, words[part * WORDS + e])
@@ -102,17 +100,35 @@ def build_bias(options, m_tiles, threads):
         return lower == u32(HIDDEN) or upper == u32(HIDDEN)
 
     @inline
+    def four(number, m, words):
+        """Of half a part of the keys, and 16 rows."""
+        first = number // 2 * WORDS + 8 * m + number % 2 * 2
+        return words[first], words[first + 1], words[first + 4], words[first + 5]
+
+    @inline
+    def words_of(number, m, bias):
+        if IN_SHARED:
+            at = u32(bias + u32((number * M_TILES + m) * THREADS * VECTOR))
+            return ptx.load_shared_words(at)
+        words = four(number, m, bias)
+        # floats that are made of them would take registers for the whole walk
+        return (
+            ptx.word_here(words[0]),
+            ptx.word_here(words[1]),
+            ptx.word_here(words[2]),
+            ptx.word_here(words[3]),
+        )
+
+    @inline
     def keep(part, t):
-        there = i32(t.column + part * KEYS) < t.keys  # runs of keys are there as a whole, or not
-        for half in range(2):
-            for m in range(M_TILES):
-                at = u32(t.smem + u32(((part * 2 + half) * M_TILES + m) * THREADS * VECTOR))
-                first = part * WORDS + 8 * m + 2 * half
-                words = (t.words[first], t.words[first + 1], t.words[first + 4], t.words[first + 5])
-                if not there:
-                    hidden = u32(HIDDEN << 16 | HIDDEN)
-                    words = (hidden, hidden, hidden, hidden)
-                ptx.store_shared_vector(at, words)
+        if i32(t.column + part * KEYS) >= t.keys:  # runs of keys are there as a whole, or not
+            for e in range(WORDS):
+                t.words[part * WORDS + e] = u32(HIDDEN << 16 | HIDDEN)
+        if IN_SHARED:
+            for half in range(2):
+                for m in range(M_TILES):
+                    at = u32(t.smem + u32(((part * 2 + half) * M_TILES + m) * THREADS * VECTOR))
+                    ptx.store_shared_vector(at, four(part * 2 + half, m, t.words))
 
     @inline
     def value(words, r, x):
@@ -121,15 +137,15 @@ def build_bias(options, m_tiles, threads):
             return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
         return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
 
-    return keep, value, hides
+    return hides, keep, words_of, value
 
 
 @once
-def build_half(kind, depths, pitches, value, tile, hidden):
+def build_half(kind, depths, pitches, words_of, value, tile, hidden):
     """``half(number, work)``: S, P, dP, dS of half a part of the keys, added to dbias, and its dS K
     to dQ. Scores may be `hidden` by the bias, whatever they are.
     """
-    M_TILES, THREADS, HIDDEN, NEG_INF = tile.m_tiles, tile.threads, hidden, -math.inf
+    M_TILES, MAKES_DQ, HIDDEN, NEG_INF = tile.m_tiles, tile.makes_dq, hidden, -math.inf
     (D, DV), (PITCH_K, PITCH_V) = depths, pitches
     q_kt = products.build_nt(kind, M_TILES, HALF, D, PITCH_K, PITCH_K, True)
     do_vt = products.build_nt_from(kind, M_TILES, HALF, DV, PITCH_V, PITCH_V, True, True)
@@ -145,8 +161,7 @@ def build_half(kind, depths, pitches, value, tile, hidden):
         # (4) dP = dO V^T - delta
         do_vt(t.dp, t.do, u32(t.v + u32(number * HALF * PITCH_V)), t.start)
         for m in range(M_TILES):
-            at = u32(t.bias + u32((number * M_TILES + m) * THREADS * VECTOR))
-            words = ptx.load_shared_words(at)
+            words = words_of(number, m, t.bias)
             for r in range(2):
                 for x in range(4):
                     e = (2 * m + x // 2) * 4 + 2 * r + x % 2
@@ -160,64 +175,15 @@ def build_half(kind, depths, pitches, value, tile, hidden):
                     to = number // 2 * (M_TILES * HALF)
                     to += (4 * m + number % 2 * 2 + x // 2) * 4 + 2 * r + x % 2
                     t.acc[to] += t.dp[e]
-        # (7) dQ = dQ + dS K, from 0
-        pack(t.ds, t.dp)
-        if number == 0:
-            first_ds_k(t.dq_acc, t.ds, keys)
-        else:
-            ds_k(t.dq_acc, t.ds, keys)
+        if MAKES_DQ:
+            # (7) dQ = dQ + dS K, from 0
+            pack(t.ds, t.dp)
+            if number == 0:
+                first_ds_k(t.dq_acc, t.ds, keys)
+            else:
+                ds_k(t.dq_acc, t.ds, keys)
 
     return half
-
-
-@once
-def build_add_dq(shape, kind, tile):
-    """``put(smem, dq_acc)``: a warp's dQ of its keys to shared memory; ``add(smem, dq, at, row0,
-    queries, scale)``: a share of the block's rows, the sum of all warps that have them, to dQ of a
-    `numba_flash.cuda.score.Head`.
-    """
-    M_TILES, WARPS_N, THREADS, HEAD_DIM = tile.m_tiles, tile.warps_n, tile.threads, shape.head_dim
-    GROUPS = padded(HEAD_DIM) // 8
-    VECTORS = M_TILES * GROUPS  # of a thread
-    MINE = VECTORS // WARPS_N
-    _, pack2 = fragment.build_pack(0, *kind)
-    assert VECTORS % WARPS_N == 0
-
-    @inline
-    def put(smem, dq_acc):
-        mine = u32(smem + u32(ptx.thread_here() * VECTOR))
-        for n in range(VECTORS):
-            x = (dq_acc[4 * n], dq_acc[4 * n + 1], dq_acc[4 * n + 2], dq_acc[4 * n + 3])
-            ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
-
-    @inline
-    def add(smem, dq, at, row0, queries, scale):
-        thread = ptx.thread_here()
-        warp, lane = i32(thread // 32), i32(thread % 32)
-        warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
-        head = head_address(dq, at, at.head)
-        for turn in range(MINE):
-            n = i32(warp_n * MINE + turn)
-            at = u32(smem + u32((n * THREADS + warp_m * (32 * WARPS_N) + lane) * VECTOR))
-            total = (f32(0), f32(0), f32(0), f32(0))
-            for w in range(WARPS_N):
-                x = ptx.load_shared_words(u32(at + u32(w * 32 * VECTOR)))
-                total = (
-                    total[0] + ptx.as_float32(x[0]),
-                    total[1] + ptx.as_float32(x[1]),
-                    total[2] + ptx.as_float32(x[2]),
-                    total[3] + ptx.as_float32(x[3]),
-                )
-            m, column = i32(n // GROUPS), i32(n % GROUPS * 8 + lane % 4 * 2)
-            row = i32(row0 + warp_m * (16 * M_TILES) + m * 16 + lane // 4)
-            if column < HEAD_DIM:
-                for r in range(2):
-                    if row + 8 * r < queries:
-                        word = pack2(total[2 * r] * scale, total[2 * r + 1] * scale)
-                        to = u64(head + times(row + 8 * r, dq.strides[3]))
-                        ptx.store_global(u64(to + u64(u32(2 * column))), (word,))
-
-    return put, add
 
 
 @once
@@ -235,7 +201,8 @@ def build_go(shape, kind, places, loads, half, tile):
     D, DV = map(padded, shape[:2])
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     hold_do = products.build_hold(M_TILES, DV, PITCH_V)
-    put_dq, add_dq = build_add_dq(shape, kind, tile)
+    MAKES_DQ = tile.makes_dq
+    put_dq, add_dq = build_add_dq(shape, kind, tile) if MAKES_DQ else (None, None)
     add_all = ptx.repeated(2 * tile.parts, half)
 
     @inline
@@ -270,9 +237,10 @@ def build_go(shape, kind, places, loads, half, tile):
                     t.scale_log2,
                 )
             )  # fmt: skip
-            put_dq(u32(smem + u32(DQ)), t.dq_acc)
-            cuda.syncthreads()  # dQ of all keys is there
-            add_dq(u32(smem + u32(DQ)), x.dq, here, x.row0, x.space.queries, x.scale)
+            if MAKES_DQ:
+                put_dq(u32(smem + u32(DQ)), t.dq_acc)
+                cuda.syncthreads()  # dQ of all keys is there
+                add_dq(u32(smem + u32(DQ)), x.dq, here, x.row0, x.space.queries, x.scale)
             slot = u32(slot ^ u32(1))
 
     return go
@@ -289,7 +257,8 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags; the
         last two are not).
     """
-    BLOCK_M, THREADS, PARTS = tile.block_m, tile.threads, tile.parts
+    BLOCK_M, BLOCK_N, THREADS, PARTS = tile.block_m, tile.block_n, tile.threads, tile.parts
+    IN_SHARED = tile.makes_dq  # the bias, for registers
     M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
     WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS
     SMEM = tile.layout(*shape.columns)
@@ -305,12 +274,13 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     load = build_loads(shape, tile)
     zero, _ = softmax.build_zero(ALL_SCORES)
     fetch_bias = build_fetch(options, runs, shape.vectors)
-    keep, value, hides = build_bias(options, M_TILES, THREADS)
+    hides, keep, words_of, value = build_bias(options, tile)
     depths, pitches = (D, DV), tuple(map(pitch, shape.columns))
-    halves = (build_half(kind, depths, pitches, value, tile, hidden) for hidden in (False, True))
+    of_half = kind, depths, pitches, words_of, value, tile
+    halves = (build_half(*of_half, hidden) for hidden in (False, True))
     keep_all = ptx.repeated(PARTS, keep)
     owned, walked, following = build_coordinates(summed)
-    place_of, _, _ = build_places(options, False, summed, BLOCK_M, tile.block_n)
+    place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
 
     places = place_of, following
     go, go_where_some_are_hidden = (
@@ -334,7 +304,8 @@ def build(dtype, shape, options, out_dtype, summed, tile):
 
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
         row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
-        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, i32(1))
+        column_blocks = i32(u32(i32(nk + (BLOCK_N - 1))) // u32(BLOCK_N))
+        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
         own, share = owned(i32(cuda.blockIdx.x), sizes)
         steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
         shares = out.shape[0]
@@ -348,10 +319,10 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         walk = walked(number, sizes)
         load(smem, u32(0), tensors, place_of(walk, space, extras))
 
-        row0 = i32(own.i * BLOCK_M)
+        row0, col0 = i32(own.i * BLOCK_M), i32(own.j * BLOCK_N)
         row = i32(row0 + warp_m * WARP_ROWS + lane // 4)
-        column = i32(warp_n * WARP_KEYS + fragment.first_key())
-        region = Region(row0, i32(0), nq, nk, i32(-nq), i32(nk))
+        column = i32(col0 + warp_n * WARP_KEYS + fragment.first_key())
+        region = Region(row0, col0, nq, nk, i32(-nq), i32(nk))
         at = Head(own.b0, own.b1, i32(0), own.head, heads)
         some_hidden = i32(0)
         for part in range(PARTS):
@@ -363,15 +334,15 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         hidden = cuda.syncthreads_or(some_hidden) != 0
         zero(acc)
         work = Work(
-            s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0), my_bias,
-            scale_log2,
+            s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0),
+            my_bias if IN_SHARED else bias, scale_log2,
         )  # fmt: skip
         way = Way(number, stop, walk, sizes, space, row0, smem, tensors, dq, extras, scale)
         if hidden:
             go_where_some_are_hidden(way, work)
         else:
             go(way, work)
-        store(out[share, own.b0, own.b1, own.head], acc, smem, row0, i32(0))
+        store(out[share, own.b0, own.b1, own.head], acc, smem, row0, col0)
 
     signature = types.void(
         *[array(types.uint16, 5)] * 5,

@@ -93,7 +93,7 @@ def build_loads(shape, tile):
         copy_q(q, tensors.q, at, at.head, r.row0, r.rows)
         copy_do(do, tensors.do, at, at.head, r.row0, r.rows)
         copy_rows(u32(smem + u32(ROWS) + slot * u32(8 * BLOCK_M)), tensors.rows, at, r.row0)
-        copy_k(k, tensors.k, at, kv_head, i32(0), r.cols)
-        copy_v(v, tensors.v, at, kv_head, i32(0), r.cols)
+        copy_k(k, tensors.k, at, kv_head, r.col0, r.cols)
+        copy_v(v, tensors.v, at, kv_head, r.col0, r.cols)
 
     return load

@@ -117,14 +117,14 @@ class Dbias:
         )
         self.launches = (*self._extras.launches, self._sum, *self._shares.launches)
 
-    def run(self, x, rows, dbias, rng, planes=None) -> None:
+    def run(self, x, rows, results, rng, planes=None) -> None:
         """Launch them, with the generator in the state `rng` if there is one; `planes` of this call
         if they were prepared for some.
         """
-        out = self._shares.allocate(dbias)
+        out = self._shares.allocate(results.dbias)
         numbers = None if rng is None else self._numbers(rng)
         read, extras = x, self._extras.of(x)
         if planes is not None:
             read, extras = planes, self._with_planes(*extras, planes.factors, planes.flags)
         self._sum(read.do, read.q, read.k, read.v, rows, out, extras=extras, numbers=numbers)
-        self._shares.add(out, dbias)
+        self._shares.add(out, results.dbias)

@@ -1,5 +1,5 @@
-"""dQ and the gradient of the bias at once in the `sm80` tier from the host: which kernels run with
-which grid.
+"""dQ and the gradient of the bias at once, or that alone, in the `sm80` tier from the host, where a
+bias is all that changes scores: which kernels run with which grid.
 """
 
 import math
@@ -16,16 +16,17 @@ LOG2E = math.log2(math.e)
 MOST_STRIDE = 2**32  # bytes
 
 
-def tile_of(problem, shape, inputs, dq, dbias, hardware):
-    """The tile of a problem that has one and arrays that are read and written by whole chunks, else
-    None; dbias is a layout, or None.
+def tile_of(problem, shape, inputs, results, hardware):
+    """The `DqDbiasTile` of a problem that has one, and arrays that are read and written by whole
+    chunks, else None.
     """
     vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
-    if dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
+    if results.dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
         return None
-    if not all(0 <= s < MOST_STRIDE for each in (x.do, x.q, x.k, x.v, dq) for s in each.strides):
+    read_and_written = (x.do, x.q, x.k, x.v, results.dq)
+    if not all(0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides):
         return None
-    return dq_dbias_tile(problem, hardware, dbias)
+    return dq_dbias_tile(problem, hardware, results.dbias)
 
 
 class DqDbias:
@@ -39,14 +40,16 @@ class DqDbias:
         Of the backward pass.
     inputs : BackwardInputs
         Layouts.
-    dq, dbias, rows : Layout
-        The results; the lse and delta, as `numba_flash.cuda.preprocess` writes them.
+    results : BackwardResults
+        Layouts; dQ is written only if the tile makes it.
+    rows : Layout
+        The lse and delta, as `numba_flash.cuda.preprocess` writes them.
     tile : DqDbiasTile
         As `tile_of` says.
     """
 
-    def __init__(self, problem, gpu, shape, inputs, dq, dbias, rows, tile):
-        p, x = problem, inputs
+    def __init__(self, problem, gpu, shape, inputs, results, rows, tile):
+        p, x, dbias = problem, inputs, results.dbias
         this = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n)
         self._shares = Shares(p, gpu, dbias, this, gpu.multiprocessors * tile.min_blocks)
         out = self._shares.out
@@ -62,7 +65,7 @@ class DqDbias:
             threads=tile.threads,
             shared_bytes=tile.layout(*shape.columns).bytes,
             operands=(
-                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (dq, 5)),
+                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (results.dq, 5)),
                 *((rows, 5), (out, 6)),
             ),
             extras=grid.extras_layouts(p, x),
@@ -70,8 +73,8 @@ class DqDbias:
         )
         self.launches = (self._main, *self._shares.launches)
 
-    def run(self, x, rows, dq, dbias) -> None:
-        """Launch them."""
-        out = self._shares.allocate(dbias)
-        self._main(x.do, x.q, x.k, x.v, dq, rows, out, extras=self._extras_of(x))
-        self._shares.add(out, dbias)
+    def run(self, x, rows, results, rng=None) -> None:
+        """Launch them; no generator has a state here."""
+        out = self._shares.allocate(results.dbias)
+        self._main(x.do, x.q, x.k, x.v, results.dq, rows, out, extras=self._extras_of(x))
+        self._shares.add(out, results.dbias)
