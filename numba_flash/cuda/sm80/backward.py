@@ -10,7 +10,7 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, named, types, u32
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
@@ -64,7 +64,7 @@ def build(dtype, shape, ordered, options, tile):
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
-    v_dot = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
+    v_dot_from = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, M_TILES, DV, COLUMNS, PITCH_V)
     ds_q = products.build_nn(kind, M_TILES, D, COLUMNS, PITCH_K)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
@@ -82,6 +82,13 @@ def build(dtype, shape, ordered, options, tile):
     else:
         (sum_of, wait, release), add_dq = sum_dq.build_order(ordered, options, tile), None
 
+    @inline
+    def v_dot(dpT, v, do, delta):
+        """V dO^T, and what that begins with."""
+        start = cuda.local.array(STARTS, f32)
+        begin_dp(start, delta)
+        v_dot_from(dpT, v, do, start)
+
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
     ):
@@ -90,7 +97,6 @@ def build(dtype, shape, ordered, options, tile):
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
         p = cuda.local.array(PAIRS, u32)  # of P^T, then of dS^T, two elements of 16 bits each
-        start = cuda.local.array(STARTS, f32)  # what dP^T of its columns begins with
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
@@ -149,8 +155,7 @@ def build(dtype, shape, ordered, options, tile):
                 # (1) S^T = K Q^T
                 k_qt(sT, k_warp, q_tile)
                 # (4) dP^T = V dO^T
-                begin_dp(start, u32(lse + u32(LSE_BYTES)))
-                v_dot(dpT, v_warp, do_tile, start)
+                v_dot(dpT, v_warp, do_tile, u32(lse + u32(LSE_BYTES)))
                 # (2) P^T = exp(S^T - lse)
                 recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
                 row0, ahead = i32(row0 + COLUMNS), here
@@ -172,10 +177,9 @@ def build(dtype, shape, ordered, options, tile):
                 cuda.syncthreads()  # dS^T is there; this tile has been read
                 if n + 1 < tiles:
                     load_tile(smem, u32(0), do, q, rows, item, walk)
-                if MAKES_DQ:
-                    # (7) dQ = dQ + dS K
-                    wait(flags, this)
-                    add_dq(ds, k_tile, dq_sum, this, u32(0))
+                # (7) dQ = dQ + dS K
+                wait(flags, this)
+                add_dq(ds, k_tile, dq_sum, this, u32(0))
             n = i32(n + 1)
 
         cuda.syncthreads()  # the last dS^T is there

@@ -39,7 +39,7 @@ def build(dtype, shape, ordered, options, tile):
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
-    v_dot = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
+    v_dot_from = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, M_TILES, COLUMNS_V, BLOCK_M, PITCH_V, PITCH_P)
     ds_q = products.build_nn(kind, M_TILES, COLUMNS_K, BLOCK_M, PITCH_K, PITCH_P)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
@@ -51,6 +51,13 @@ def build(dtype, shape, ordered, options, tile):
     put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
     sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
+
+    @inline
+    def v_dot(dpT, v, do, delta):
+        """V dO^T, and what that begins with."""
+        start = cuda.local.array(STARTS, f32)
+        begin_dp(start, delta)
+        v_dot_from(dpT, v, do, start)
 
     @inline
     def key_of_part(row):
@@ -68,7 +75,6 @@ def build(dtype, shape, ordered, options, tile):
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
         p = cuda.local.array(PAIRS, u32)  # of P^T, then of dS^T, two elements of 16 bits each
-        start = cuda.local.array(STARTS, f32)  # what dP^T of its columns begins with
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
@@ -119,8 +125,8 @@ def build(dtype, shape, ordered, options, tile):
             # (1) S^T = K Q^T
             k_qt(sT, k_group, u32(q_tile + u32(column * PITCH_K)))
             # (4) dP^T = V dO^T
-            begin_dp(start, u32(lse + u32(LSE_BYTES)))
-            v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)), start)
+            delta = u32(lse + u32(LSE_BYTES))
+            v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)), delta)
             # (2) P^T = exp(S^T - lse)
             recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
             pack_weights(p, sT)

@@ -1,12 +1,10 @@
 """Tiles of the gradient of the bias in the `sm80` tier. Numba is not imported here."""
 
-import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from numba_flash.cuda.grid import summed_axes
-from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, padded, pitch
+from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, BackwardTile, Hardware, padded, pitch
 
 
 class DbiasLayout(NamedTuple):
@@ -131,6 +129,13 @@ class DqDbiasLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
+class KeysTile(BackwardTile):
+    """Shape of a block of dK and dV, where another kernel makes dQ."""
+
+    makes_dq: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class DqDbiasTile(DbiasTile):
     """Shape of a block of dQ and the gradient of the bias, which has all keys; or of that gradient
     alone.
@@ -153,24 +158,22 @@ class DqDbiasTile(DbiasTile):
 # Of all keys, where they fit: registers of dbias, and shared memory for K and V, end that.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
 WARPS_OF_KEYS = 4
+KEYS_TILE = KeysTile(4, 2, 64, 32, (2, 2), 2, 3)  # beside it
 # None timed yet: of that gradient alone, where a bias of 16 bits is all that changes scores.
 MOST_ALONE = 64
 ALONE_TILES = (DbiasRow(MOST_ALONE, 2, 163 * KB, DqDbiasTile(2, 2, 2, 2, 2, 2, False)),)
 
 
-def dq_dbias_tile(problem, hardware: Hardware, dbias) -> DqDbiasTile | None:
+def dq_dbias_tile(problem, hardware: Hardware, steps: int) -> DqDbiasTile | None:
     """The tile of dQ and the gradient of the bias, or of that alone, where a bias of 16 bits is all
-    that changes scores, and several heads or batch elements share it; else None. `dbias` is a
-    layout.
+    that changes scores, and several heads, `steps`, share it; else None.
     """
     p, o = problem, problem.options
-    *shared, rows, columns = summed_axes(p, dbias)
-    steps = math.prod(n for n, gone in zip((*p.batch, p.hq), shared, strict=True) if gone)
     if o.softcap or o.score_mod or o.mask or o.dropout or o.sequences or p.band != "none":
         return None
     if p.dtype not in ("float16", "bfloat16") or o.bias not in ("float16", "bfloat16"):
         return None
-    if hardware.turing or rows or columns or steps < 2 or p.nq * p.nk == 0:
+    if hardware.turing or steps < 2 or p.nq * p.nk == 0:
         return None
     d = max(p.d, p.dv)
     if any(MOST_ALONE % padded(each) for each in (p.d, p.dv)):  # warps copy whole rows

@@ -21,23 +21,14 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
 from numba_flash.cuda.sm80.load_dq_dbias import build_loads
 from numba_flash.cuda.sm80.store_dbias import build_store
 from numba_flash.cuda.sm80.store_dq import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_places
 
-VECTOR = 16  # bytes that a thread stores side by side
 HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
-
-
-class Held(NamedTuple):
-    """A thread's part of the bias on its way to shared memory."""
-
-    words: Any
-    smem: int
-    column: int
-    keys: int
 
 
 class Work(NamedTuple):
@@ -76,68 +67,6 @@ class Way(NamedTuple):
     dq: Any
     extras: Any
     scale: float
-
-
-@once
-def build_bias(options, tile):
-    """``hides(part, words)``: one of a part's keys has a bias of -inf; ``keep(part, held)``: that
-    becomes the bias of keys beyond the last, and all of it goes to shared memory if it lies there;
-    ``words_of(number, m, bias)``: four words of half a part, for 16 rows; ``value(words, r, x)``:
-    row r and element x of them.
-    """
-    M_TILES, THREADS, IN_SHARED = tile.m_tiles, tile.threads, tile.makes_dq
-    WORDS = held(options, fragment.runs_of_queries(M_TILES, KEYS)).words
-    BFLOAT16 = options.bias == "bfloat16"
-    HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
-    minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
-
-    @inline
-    def hides(part, words):
-        least = u32(0)
-        for e in range(WORDS):
-            least = minima(least, words[part * WORDS + e])
-        lower, upper = u32(least & u32(0xFFFF)), u32(least >> u32(16))
-        return lower == u32(HIDDEN) or upper == u32(HIDDEN)
-
-    @inline
-    def four(number, m, words):
-        """Of half a part of the keys, and 16 rows."""
-        first = number // 2 * WORDS + 8 * m + number % 2 * 2
-        return words[first], words[first + 1], words[first + 4], words[first + 5]
-
-    @inline
-    def words_of(number, m, bias):
-        if IN_SHARED:
-            at = u32(bias + u32((number * M_TILES + m) * THREADS * VECTOR))
-            return ptx.load_shared_words(at)
-        words = four(number, m, bias)
-        # floats that are made of them would take registers for the whole walk
-        return (
-            ptx.word_here(words[0]),
-            ptx.word_here(words[1]),
-            ptx.word_here(words[2]),
-            ptx.word_here(words[3]),
-        )
-
-    @inline
-    def keep(part, t):
-        if i32(t.column + part * KEYS) >= t.keys:  # runs of keys are there as a whole, or not
-            for e in range(WORDS):
-                t.words[part * WORDS + e] = u32(HIDDEN << 16 | HIDDEN)
-        if IN_SHARED:
-            for half in range(2):
-                for m in range(M_TILES):
-                    at = u32(t.smem + u32(((part * 2 + half) * M_TILES + m) * THREADS * VECTOR))
-                    ptx.store_shared_vector(at, four(part * 2 + half, m, t.words))
-
-    @inline
-    def value(words, r, x):
-        word = words[2 * r + x // 2]
-        if BFLOAT16:
-            return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
-        return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
-
-    return hides, keep, words_of, value
 
 
 @once
@@ -258,7 +187,6 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         last two are not).
     """
     BLOCK_M, BLOCK_N, THREADS, PARTS = tile.block_m, tile.block_n, tile.threads, tile.parts
-    IN_SHARED = tile.makes_dq  # the bias, for registers
     M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
     WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS
     SMEM = tile.layout(*shape.columns)
@@ -269,7 +197,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     SUM_0, SUM_1, SUM_H = summed[:3]
     runs = fragment.runs_of_queries(M_TILES, KEYS)
     HELD = held(options, runs).words
-    ALL_HELD = PARTS * HELD
+    ALL_HELD, IN_SHARED = PARTS * HELD, tile.makes_dq
     kind = products.Kind(dtype == "bfloat16", False)
     load = build_loads(shape, tile)
     zero, _ = softmax.build_zero(ALL_SCORES)

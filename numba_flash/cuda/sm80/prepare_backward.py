@@ -23,6 +23,7 @@ from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, prepare_dq_dbias, tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
+from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.prepare_dq_dbias import DqDbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, hardware
@@ -126,7 +127,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     joint = bias_tile is not None and bias_tile.makes_dq
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     if joint:
-        tile, deterministic, copies = tiles.KEYS_ALONE, False, 0  # nothing is added in an order
+        tile, deterministic, copies = KEYS_TILE, False, 0  # nothing is added in an order
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)

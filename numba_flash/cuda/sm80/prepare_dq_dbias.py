@@ -26,7 +26,12 @@ def tile_of(problem, shape, inputs, results, hardware):
     read_and_written = (x.do, x.q, x.k, x.v, results.dq)
     if not all(0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides):
         return None
-    return dq_dbias_tile(problem, hardware, results.dbias)
+    *shared, rows, columns = grid.summed_axes(problem, results.dbias)
+    if rows or columns:
+        return None
+    sizes = (*problem.batch, problem.hq)
+    steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
+    return dq_dbias_tile(problem, hardware, steps)
 
 
 class DqDbias:

@@ -1,13 +1,12 @@
-"""dQ of warps that share rows and have a part of the keys each, on its way from registers to memory:
-it is added in shared memory, in their order.
+"""dQ of warps that share rows and have a part of the keys each, on its way from registers to
+memory: it is added in shared memory, in their order.
 """
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import f32, i32, inline, once, u32, u64
+from numba_flash.cuda.sm80.keep_bias import VECTOR
 from numba_flash.cuda.sm80.load_dq_dbias import head_address, times
 from numba_flash.cuda.sm80.tiles import padded
-
-VECTOR = 16  # bytes that a thread stores side by side
 
 
 @once

@@ -87,9 +87,6 @@ class BackwardLayout(NamedTuple):
     pitch_ds: int
 
 
-NO_DQ = (0, 0)
-
-
 @dataclass(frozen=True)
 class BackwardTile:
     """Shape of a block of the backward pass.
@@ -101,7 +98,7 @@ class BackwardTile:
     block_m, columns : int
         Queries of a tile, and those of which a warp has scores in registers at a time.
     dq_warps : tuple of two ints
-        Warps along the rows and the columns of dQ; `NO_DQ` if another kernel makes that.
+        Warps along the rows and the columns of dQ.
     stages : int
         Tiles of Q, dO and dS that there is room for.
     min_blocks : int
@@ -128,11 +125,7 @@ class BackwardTile:
     ways: int = 1
     dq_parts: int = 1
     split: int = 0
-
-    @property
-    def makes_dq(self) -> bool:
-        """Blocks of keys add to dQ."""
-        return self.dq_warps != NO_DQ
+    makes_dq: ClassVar[bool] = True  # see `numba_flash.cuda.sm80.dbias_tiles`
 
     @property
     def kernel(self) -> str:
@@ -185,8 +178,7 @@ class Hardware(NamedTuple):
     shared_limit: int
 
 
-KB = 1024
-# CUDA C++ Programming Guide, "Compute Capabilities": shared memory of a block; 99 KB elsewhere.
+KB = 1024  # CUDA C++ Programming Guide, "Compute Capabilities", of a block; 99 KB elsewhere
 SHARED_LIMIT = {
     (7, 5): 64 * KB,
     **dict.fromkeys([(8, 0), (8, 7)], 163 * KB),
@@ -320,9 +312,6 @@ BACKWARD_TILES = (
     Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
     Row(256, 64 * KB, BackwardTile(2, 1, 32, 16, (1, 2), 1, 1, 2, 2, 2)),
 )
-
-# Where dQ is made with the gradient of a bias (`dbias_tiles.dq_dbias_tile`). Not timed yet.
-KEYS_ALONE = BackwardTile(4, 2, 64, 32, NO_DQ, 2, 3)
 
 # With options that bend scores: fewer of them at a time, or fewer columns, for registers.
 BENT_BACKWARD_TILES = (
