@@ -58,7 +58,6 @@ def build(dtype, shape, ordered, options, tile):
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
     MASKED, AHEAD = options.tiled, bool(options.bias) and D + DV <= ROOM
-    MAKES_DQ = tile.makes_dq
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
@@ -77,10 +76,7 @@ def build(dtype, shape, ordered, options, tile):
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
-    if MAKES_DQ:
-        sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
-    else:
-        (sum_of, wait, release), add_dq = sum_dq.build_order(ordered, options, tile), None
+    sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
 
     @inline
     def v_dot(dpT, v, do, delta):
@@ -139,7 +135,7 @@ def build(dtype, shape, ordered, options, tile):
                 other = u32(slot ^ u32(1))
                 if n + 1 < tiles:
                     load_tile(smem, other, do, q, rows, item, walk)
-                if MAKES_DQ and n > 0:
+                if n > 0:
                     # (7) dQ = dQ + dS K of the tile before
                     wait(flags, done)
                     add_dq(u32(ds + other * u32(DS_BYTES)), k_tile, dq_sum, done, u32(0))
@@ -170,8 +166,7 @@ def build(dtype, shape, ordered, options, tile):
                 differentiate(dpT, sT, slope, u32(lse + u32(LSE_BYTES)), parameters)
                 # (6) dK = dK + dS^T Q
                 pack(p, dpT)
-                if MAKES_DQ:
-                    put_ds(u32(ds_warp + slot * u32(DS_BYTES) + u32(part * COLUMNS * 2)), p)
+                put_ds(u32(ds_warp + slot * u32(DS_BYTES) + u32(part * COLUMNS * 2)), p)
                 ds_q(dk_acc, p, q_tile)
             if STAGES == 1:
                 cuda.syncthreads()  # dS^T is there; this tile has been read
@@ -185,7 +180,7 @@ def build(dtype, shape, ordered, options, tile):
         cuda.syncthreads()  # the last dS^T is there
         if tiles > 1:
             release(flags, done)
-        if MAKES_DQ and STAGES > 1 and tiles > 0:
+        if STAGES > 1 and tiles > 0:
             wait(flags, this)
             add_dq(
                 u32(ds + u32((tiles - 1) % STAGES) * u32(DS_BYTES)), k_tile, dq_sum, this, u32(0)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, BackwardTile, Hardware, padded, pitch
+from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, padded, pitch
 
 
 class DbiasLayout(NamedTuple):
@@ -128,11 +128,56 @@ class DqDbiasLayout(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
-class KeysTile(BackwardTile):
-    """Shape of a block of dK and dV, where another kernel makes dQ."""
+class KeysLayout(NamedTuple):
+    """Where a block of dK and dV keeps what in shared memory, in bytes: of one of two slots, Q, dO,
+    the lse and delta of queries, and their bias; and bytes of a slot. K and V lie in the second one
+    before the first tile of queries does, and dK and dV after the last.
+    """
 
-    makes_dq: ClassVar[bool] = False
+    q: int
+    do: int
+    rows: int
+    bias: int
+    slot: int
+    k: int
+    v: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class KeysTile:
+    """Shape of a block of dK and dV, where another kernel makes dQ.
+
+    Attributes
+    ----------
+    warps, m_tiles : int
+        Warps of a block; times 16, the keys of each.
+    block_m : int
+        Queries of a tile, at least half as many as keys.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps: int
+    m_tiles: int
+    block_m: int
+    min_blocks: int
+
+    @property
+    def block_n(self) -> int:
+        return ROWS * self.m_tiles * self.warps
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def layout(self, d: int, dv: int) -> KeysLayout:
+        sizes = self.block_m * pitch(d), self.block_m * pitch(dv), 8 * self.block_m
+        q, do, rows, bias = accumulate(sizes, initial=0)
+        slot = bias + self.block_m * pitch(self.block_n)
+        v = slot + self.block_n * pitch(d)
+        end = max(2 * slot, v + self.block_n * pitch(dv))
+        return KeysLayout(q, do, rows, bias, slot, slot, v, end)
 
 
 @dataclass(frozen=True)
@@ -158,7 +203,7 @@ class DqDbiasTile(DbiasTile):
 # Of all keys, where they fit: registers of dbias, and shared memory for K and V, end that.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
 WARPS_OF_KEYS = 4
-KEYS_TILE = KeysTile(4, 2, 64, 32, (2, 2), 2, 3)  # beside it
+KEYS_TILE = KeysTile(4, 2, 64, 3)  # beside it
 # None timed yet: of that gradient alone, where a bias of 16 bits is all that changes scores.
 MOST_ALONE = 64
 ALONE_TILES = (DbiasRow(MOST_ALONE, 2, 163 * KB, DqDbiasTile(2, 2, 2, 2, 2, 2, False)),)

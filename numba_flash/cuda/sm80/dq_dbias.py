@@ -18,7 +18,7 @@ from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
-from numba_flash.cuda.number import array
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
@@ -176,8 +176,8 @@ def build_go(shape, kind, places, loads, half, tile):
 
 
 def build(dtype, shape, options, out_dtype, summed, tile):
-    """Kernel ``dq_dbias_sm80(do, q, k, v, dq, rows, out, extras, scale_log2, scale)`` with its
-    signature and compile options.
+    """Kernel ``dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2,
+    scale)`` with its signature and compile options.
 
     do, q, k, v, dq : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes; no more
         keys than a tile has.
@@ -185,6 +185,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         `numba_flash.cuda.preprocess` writes them.
     out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags; the
         last two are not).
+    hides_some : int32, for each tile of dbias whether a bias in it is -inf.
     """
     BLOCK_M, BLOCK_N, THREADS, PARTS = tile.block_m, tile.block_n, tile.threads, tile.parts
     M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
@@ -216,7 +217,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     )
     store = build_store(out_dtype, shape, runs, summed, tile)
 
-    def dq_dbias_sm80(do, q, k, v, dq, rows, out, extras, scale_log2, scale):
+    def dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2, scale):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S, of half a part of the keys
@@ -260,6 +261,8 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         my_bias = u32(smem + u32(BIAS) + u32(cuda.threadIdx.x * VECTOR))
         keep_all(Held(bias, my_bias, column, nk))
         hidden = cuda.syncthreads_or(some_hidden) != 0
+        if share == 0 and cuda.threadIdx.x == 0:
+            hides_some[index(cuda.blockIdx.x)] = i32(1) if hidden else i32(0)
         zero(acc)
         work = Work(
             s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0),
@@ -276,6 +279,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         *[array(types.uint16, 5)] * 5,
         array(f32, 5),
         array(f32 if out_dtype == "float32" else types.uint16, 6),
+        array(i32, 1),
         extras_type(options),
         *(f32, f32),
     )

@@ -23,9 +23,8 @@ from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, prepare_dq_dbias, tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
-from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
-from numba_flash.cuda.sm80.prepare_dq_dbias import DqDbias
+from numba_flash.cuda.sm80.prepare_dq_dbias import DkDv, DqDbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -127,20 +126,19 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     joint = bias_tile is not None and bias_tile.makes_dq
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     if joint:
-        tile, deterministic, copies = KEYS_TILE, False, 0  # nothing is added in an order
+        deterministic, copies = False, 0  # nothing is added in an order
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)
     splitter = Splitter(p, gpu, inputs, columns) if split else None
     there = _temporaries(p, tile, copies)
     this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
-    preprocess, (main, numbers) = _preprocess(this), _main(this)
-    dbias = None
+    preprocess, dbias = _preprocess(this), None
     if results.dbias is not None:
         dbias = _dbias(this, problem, bias_tile)
     if joint:
-        return _with_dq_dbias(this, preprocess, main, dbias)
-    postprocess = _postprocess(this)
+        return _with_dq_dbias(this, preprocess, dbias)
+    (main, numbers), postprocess = _main(this), _postprocess(this)
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
@@ -183,18 +181,19 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
 
 
-def _with_dq_dbias(this: Pass, preprocess: Launch, main: Launch, dq_dbias: DqDbias) -> Prepared:
-    """Where one kernel makes dQ and the gradient of the bias, and the main one dK and dV."""
+def _with_dq_dbias(this: Pass, preprocess: Launch, dq_dbias: DqDbias) -> Prepared:
+    """Where one kernel makes dQ and the gradient of the bias, and another one dK and dV."""
+    arrays_of_all = this.shape, this.inputs, this.results, this.temporaries.rows
+    dk_dv = DkDv(this.p, this.gpu, *arrays_of_all, dq_dbias.hides_some)
     extras_of = build_extras(this.p.options)
 
     def run(inputs, results, rng=None):
         x, extras, y = inputs, extras_of(inputs), results
         rows, dq_sum, flags = this.temporaries.allocate(x.q)
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
-        main(x.do, x.q, x.k, x.v, y.dk, y.dv, rows, dq_sum, flags, extras=extras)
-        dq_dbias.run(x, rows, y)
+        dk_dv.run(x, rows, y, dq_dbias.run(x, rows, y))
 
-    return Prepared(run, (preprocess, main, *dq_dbias.launches))
+    return Prepared(run, (preprocess, *dq_dbias.launches, dk_dv.launch))
 
 
 def _heads_first(p, inputs):
@@ -268,7 +267,7 @@ def _main(this: Pass):
         group=p.hq // max(1, p.hk),
         section=section(p, tile, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
-        doublings=max(1, this.copies).bit_length() - 1,
+        doublings=this.copies.bit_length() - 1,
     )
     scale_log2 = this.number(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, this.number(p.scale), parameters_of(p, rng))

@@ -1,15 +1,17 @@
-"""dQ and the gradient of the bias at once, or that alone, in the `sm80` tier from the host, where a
-bias is all that changes scores: which kernels run with which grid.
+"""dQ and the gradient of the bias at once, beside dK and dV, or that gradient alone, in the `sm80`
+tier from the host, where a bias is all that changes scores: which kernels run with which grid.
 """
 
 import math
 
 import numpy as np
 
+from numba_flash import arrays
+from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, in_vectors, vectors_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.sm80.dbias_tiles import dq_dbias_tile
+from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, dq_dbias_tile
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN, Shares
 
 LOG2E = math.log2(math.e)
@@ -23,7 +25,7 @@ def tile_of(problem, shape, inputs, results, hardware):
     vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
     if results.dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
         return None
-    read_and_written = (x.do, x.q, x.k, x.v, results.dq)
+    read_and_written = (x.do, x.q, x.k, x.v, x.bias, results.dq)
     if not all(0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides):
         return None
     *shared, rows, columns = grid.summed_axes(problem, results.dbias)
@@ -62,6 +64,7 @@ class DqDbias:
             vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
         )
         self._extras_of = build_extras(p.options)
+        self.hides_some = Layout.compact((this.tiles,), "int32")
         self._main = Launch(
             "sm80.dq_dbias.build",
             (p.dtype, shape, p.options.structure, out.dtype.name, this.summed, tile),
@@ -71,15 +74,45 @@ class DqDbias:
             shared_bytes=tile.layout(*shape.columns).bytes,
             operands=(
                 *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (results.dq, 5)),
-                *((rows, 5), (out, 6)),
+                *((rows, 5), (out, 6), (self.hides_some, 1)),
             ),
             extras=grid.extras_layouts(p, x),
             numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
         )
         self.launches = (self._main, *self._shares.launches)
 
-    def run(self, x, rows, results, rng=None) -> None:
-        """Launch them; no generator has a state here."""
-        out = self._shares.allocate(results.dbias)
-        self._main(x.do, x.q, x.k, x.v, results.dq, rows, out, extras=self._extras_of(x))
+    def run(self, x, rows, results, rng=None):
+        """Launch them; no generator has a state here. Which tiles of the bias hide something."""
+        out, like = self._shares.allocate(results.dbias), self.hides_some
+        hides_some = arrays.compact("tiles of the bias", x.q, like.shape, like.dtype)
+        operands = x.do, x.q, x.k, x.v, results.dq, rows, out, hides_some
+        self._main(*operands, extras=self._extras_of(x))
         self._shares.add(out, results.dbias)
+        return hides_some
+
+
+class DkDv:
+    """One launch, after those of `DqDbias`; `hides_some` is the layout of what these return."""
+
+    def __init__(self, problem, gpu, shape, inputs, results, rows, hides_some):
+        p, x, y, tile = problem, inputs, results, KEYS_TILE
+        self._extras_of = build_extras(p.options)
+        self.launch = Launch(
+            "sm80.dk_dv.build",
+            (p.dtype, shape, p.options.structure, tile),
+            gpu,
+            grid=grid.items(p, p.nk, p.hk, tile.block_n),
+            threads=tile.threads,
+            shared_bytes=tile.layout(*shape.columns).bytes,
+            operands=(
+                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (y.dk, 5), (y.dv, 5)),
+                *((rows, 5), (hides_some, 1)),
+            ),
+            extras=grid.extras_layouts(p, x),
+            numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
+        )
+
+    def run(self, x, rows, results, hides_some) -> None:
+        """Launch it."""
+        operands = x.do, x.q, x.k, x.v, results.dk, results.dv, rows, hides_some
+        self.launch(*operands, extras=self._extras_of(x))

@@ -125,7 +125,6 @@ class BackwardTile:
     ways: int = 1
     dq_parts: int = 1
     split: int = 0
-    makes_dq: ClassVar[bool] = True  # see `numba_flash.cuda.sm80.dbias_tiles`
 
     @property
     def kernel(self) -> str:
@@ -155,7 +154,7 @@ class BackwardTile:
         sizes = (
             *(self.block_n * pitch_k, self.block_n * pitch_v),
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
-            *((p, p) if self.ways > 1 else (self.stages * p * self.makes_dq, 0)),
+            *((p, p) if self.ways > 1 else (self.stages * p, 0)),
             self.stages * 2 * 4 * self.block_m,
             4 * self.warps * self.block_m // self.columns if self.split else 0,
         )
@@ -178,7 +177,8 @@ class Hardware(NamedTuple):
     shared_limit: int
 
 
-KB = 1024  # CUDA C++ Programming Guide, "Compute Capabilities", of a block; 99 KB elsewhere
+KB = 1024
+# CUDA C++ Programming Guide, "Compute Capabilities": shared memory of a block; 99 KB elsewhere.
 SHARED_LIMIT = {
     (7, 5): 64 * KB,
     **dict.fromkeys([(8, 0), (8, 7)], 163 * KB),
