@@ -20,18 +20,13 @@ MUTANTS_BIAS = (
     Mutant(
         "queries before they are there",
         DK_DV,
-        "            ptx.copy_wait()\n            cuda.syncthreads()  # this tile is there; the one before has been read\n",
-        "            cuda.syncthreads()  # this tile is there; the one before has been read\n",
+        "            ptx.copy_wait()\n            cuda.syncthreads()  # this tile",
+        "            cuda.syncthreads()  # this tile",
         BOTH,
     ),
     Mutant(
-        "queries in the place of keys that are read",
-        DK_DV,
-        "        cuda.syncthreads()  # K and V have been read: other tiles may take their place\n",
-        "",
-        BOTH,
+        "gradients in the place of queries that are read", DK_DV, "        cuda.syncthreads()  # the last tile has been read\n", "", BOTH
     ),
-    Mutant("gradients in the place of queries that are read", DK_DV, "        cuda.syncthreads()  # the last tile has been read\n", "", BOTH),
     # ---- which numbers
     Mutant("delta of rows as if of columns", MMA, "[x, x, y, y] if by_row", "[x, y, x, y] if by_row", BOTH),
     Mutant("dP that begins with delta", DQ_DBIAS, "start[r] = -ptx", "start[r] = ptx", ALONE),
@@ -41,7 +36,13 @@ MUTANTS_BIAS = (
     Mutant("the bias of a half for both", KEEP_BIAS, "8 * m + number % 2 * 2", "8 * m", ALONE),
     Mutant("the bias of the first key for all of a lane's", DK_DV, "words[x // 2]), x)", "words[0]), x)", BOTH),
     Mutant("keys beyond the last one are seen", KEEP_BIAS, ">= t.keys:", ">= t.keys + 1000:", HIDDEN),
-    Mutant("the first queries of a head again", DK_DV, "head, row0, slot = x.at.head, i32(0), u32(0)", "head, row0, slot = x.at.head, i32(-64), u32(0)", BOTH),
+    Mutant(
+        "the first queries of a head again",
+        DK_DV,
+        "head, row0, slot = x.at.head, i32(0), u32(0)",
+        "head, row0, slot = x.at.head, i32(-64), u32(0)",
+        BOTH,
+    ),
     Mutant("chunks of the first column", LOAD, "u32(2 * column + chunk", "u32(chunk", BOTH),
     # ---- scores that are hidden, whatever they are
     Mutant(

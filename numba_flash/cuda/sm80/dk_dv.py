@@ -160,7 +160,7 @@ def build_go(shape, half, tile):
         of_lane += u32((warp * WARP_KEYS + lane // 4 * KEYS_OF_LANE) * 2)
         while head < x.at.head + x.group:
             ptx.copy_wait()
-            cuda.syncthreads()  # this tile is there; the one before has been read
+            cuda.syncthreads()  # this tile is there; the one before, or K and V, have been read
             row0 = i32(row0 + BLOCK_M)
             if row0 >= x.queries:
                 head, row0 = i32(head + 1), i32(0)
@@ -249,7 +249,6 @@ def build(dtype, shape, options, tile):
         some = cuda.syncthreads_or(some_hidden) != 0  # K and V are there
         hold_k(k_words, k_warp)
         hold_v(v_words, v_warp)
-        cuda.syncthreads()  # K and V have been read: other tiles may take their place
         work = Work(
             s, dp, p, dk_acc, dv_acc, k_words, v_words, smem, smem, smem, smem, scale_log2
         )  # fmt: skip
