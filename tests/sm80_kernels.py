@@ -25,6 +25,7 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
+OF_A_BIAS = ("dbias", "dq_dbias", "dk_dv")  # main loops of a backward pass, too
 AROUND = (
     "backward",
     "backward, any strides",
@@ -57,6 +58,8 @@ class Case(NamedTuple):
         Of a backward pass.
     page : int
         Keys of a page; 0 if there are no pages.
+    nk : int
+        Keys, without pages.
     """
 
     kind: str
@@ -69,6 +72,7 @@ class Case(NamedTuple):
     aligned: bool = True
     deterministic: bool = True
     page: int = 0
+    nk: int = 3000
 
 
 NQ, NK, HQ, HK, BATCH = 2000, 3000, 4, 2, 2
@@ -199,6 +203,12 @@ OTHERS = {
     "backward 13, 7": Case("backward", "bfloat16", 13, 7, options={"causal": True}),
     "backward, any strides": Case("backward", "float16", 128, 128, aligned=False),
     "backward 64 bias for 9.0": Case("backward", "float16", 64, 64, HOPPER, OPTIONS["bias"]),
+    **{
+        f"backward {d}, {nk} keys, dq with bias gradient for 9.0": Case(
+            "backward", dtype, d, d, HOPPER, {"bias": on_paper((NQ, nk), DTYPES[dtype])}, nk=nk
+        )
+        for d, nk, dtype in ((32, 384, "float16"), (16, 200, "bfloat16"))
+    },
     **{f"{kind} {d} {name}": Case(kind, "float16", d, d, options=OPTIONS[name]) for (kind, d), names in CHOSEN.items() for name in names},
 }
 # Float32 as pairs of float16; where it is refused there is no kernel.
@@ -255,7 +265,7 @@ def launches(name: str) -> tuple[Launch, ...]:
     q, o = (array(HQ, case.nq, d) for d in (case.d, case.dv))
     if case.page:
         return in_pages(case, q, o, gpu)
-    k, v = (array(HK, NK, d) for d in (case.d, case.dv))
+    k, v = (array(HK, case.nk, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
     unwrapped = lambda x: x.blocks if isinstance(x, BlockMask) else x
     arrays = {each: unwrapped(case.options[each]) for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}
@@ -296,7 +306,7 @@ def kernels() -> dict[str, Launch]:
             kernel = Kernel(launch.builder, launch.config, case.capability)
             if launch.builder not in OF_OTHERS and kernel not in seen:
                 part = launch.builder.removeprefix("sm80.").removesuffix(".build").replace(".build_", " ")
-                if part != "dbias" and not part.startswith(case.kind) and name not in AROUND:
+                if part not in OF_A_BIAS and not part.startswith(case.kind) and name not in AROUND:
                     continue
                 seen.add(kernel)
                 found[f"sm80 {name}" if part.startswith(case.kind) else f"sm80 {name}: {part}"] = launch

@@ -314,6 +314,24 @@ PROBLEMS |= {
 }
 
 
+def beyond(q, k, v, do):
+    """A key whose products overflow, which the bias of `HIDES` hides."""
+    k[:, :, 5] = 3e38
+    return q, k, v, do
+
+
+# Of one bias for all heads, far below 0, so that a score of 0 has no finite weight; a column of it hides.
+HIDES = np.random.default_rng(10).standard_normal((70, 136)) - 200
+HIDES[:, 5], HIDES[3, 7] = -np.inf, -np.inf
+of_a_bias = lambda *shape: {"bias": np.random.default_rng(11).standard_normal(shape).astype(np.float16), "bias_grad": True}
+PROBLEMS |= {
+    "mma, dq and bias gradient": mma_gradients(d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136)),
+    "mma, dq and bias gradient, hidden": mma_gradients(
+        nq=70, nk=136, batch=4, hq=2, dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True}
+    ),
+}
+
+
 def run(problem: Problem, seed: int) -> None:
     """A problem, in the order of that seed."""
     p = problem

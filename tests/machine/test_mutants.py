@@ -13,6 +13,7 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from apart import run
 from mutants import MUTANTS
+from mutants_bias import MUTANTS_BIAS
 from mutants_blocks import MUTANTS_BLOCKS
 from mutants_dbias import MUTANTS_DBIAS
 from mutants_few import MUTANTS_FEW
@@ -21,7 +22,7 @@ from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from problems import CAUGHT, PROBLEMS
 
-ALL = (*MUTANTS, *MUTANTS_SPLIT, *MUTANTS_SM80, *MUTANTS_FEW, *MUTANTS_PAGES, *MUTANTS_BLOCKS, *MUTANTS_DBIAS)
+ALL = (*MUTANTS, *MUTANTS_SPLIT, *MUTANTS_SM80, *MUTANTS_FEW, *MUTANTS_PAGES, *MUTANTS_BLOCKS, *MUTANTS_DBIAS, *MUTANTS_BIAS)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ A product is made of 8 x 8 matrices of 16-bit elements. ldmatrix loads four of t
 elements; lane l gives the address of row l % 8 of matrix l // 8.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
@@ -54,6 +54,15 @@ def _mma(builder, kind, steps, c, a, b):
     return c
 
 
+class Begun(NamedTuple):
+    """Functions of kernels: ``multiply(acc, left, right)``, and ``multiply_from(acc, left, right,
+    start)``, whose sums begin with `start`; see `product`.
+    """
+
+    multiply: Any
+    multiply_from: Any
+
+
 def product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False):
     """Function ``multiply(acc, a, b)`` of kernels: ``acc += A B``, or ``acc = A B`` if `fresh`.
 
@@ -61,8 +70,17 @@ def product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False):
     unless it is None, are their `Matrices`; then `a` is an array of registers, four for each tile
     and step. Registers of acc: of 8 columns after the other, for one tile of rows after the other.
     """
+    return begun_product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh).multiply
+
+
+def begun_product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False, by_row=False):
+    """`Begun`: that, and ``acc = start + A B``, of one number for each row, two of a lane for each
+    tile of them, or one for each column, two of a lane for 8 of them. They take no instruction:
+    tensor cores add to other registers than those they write to.
+    """
     kind = "bf16" if bfloat16 else "f16"
     mma_steps = 2 if turing else 1
+    count = m_tiles * n_tiles * 2
 
     def one_step(builder, sums, fragments, address, step):
         for n in range(n_tiles):
@@ -73,34 +91,57 @@ def product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False):
                     pair = right[2 * half :][:2]
                     sums[i] = _mma(builder, kind, mma_steps, sums[i], fragments[m], pair)
 
+    def run(context, builder, acc, left, values, start):
+        """The sums, four of each of `count`, that begin with what `start` makes of registers."""
+        registers = pointers(context, builder, acc, values[0], 4 * count)
+        sums = start(registers)
+        if a is None:
+            count_a = 4 * m_tiles * steps
+            held = [builder.load(x) for x in pointers(context, builder, left, values[1], count_a)]
+        for step in range(steps):
+            if a is None:
+                fragments = [held[4 * (m * steps + step) :][:4] for m in range(m_tiles)]
+            else:
+                at = [m * a.tile + step * a.step for m in range(m_tiles)]
+                fragments = [_load(builder, values[1], x, a.transposed) for x in at]
+            one_step(builder, sums, fragments, values[2], step)
+        new = [value for each in sums for value in each]
+        for pointer, value in zip(registers, new, strict=True):
+            builder.store(value, pointer)
+        return context.get_dummy_value()
+
     @intrinsic
     def multiply(context, acc, left, right):
         def codegen(context, builder, signature, values):
-            count = m_tiles * n_tiles * 2
-            registers = pointers(context, builder, acc, values[0], 4 * count)
-            zero = ir.Constant(F32, 0)
-            old = [zero if fresh else builder.load(pointer) for pointer in registers]
-            sums = [old[4 * i :][:4] for i in range(count)]
-            if a is None:
-                count_a = 4 * m_tiles * steps
-                held = [
-                    builder.load(x) for x in pointers(context, builder, left, values[1], count_a)
-                ]
-            for step in range(steps):
-                if a is None:
-                    fragments = [held[4 * (m * steps + step) :][:4] for m in range(m_tiles)]
-                else:
-                    at = [m * a.tile + step * a.step for m in range(m_tiles)]
-                    fragments = [_load(builder, values[1], x, a.transposed) for x in at]
-                one_step(builder, sums, fragments, values[2], step)
-            new = [value for each in sums for value in each]
-            for pointer, value in zip(registers, new, strict=True):
-                builder.store(value, pointer)
-            return context.get_dummy_value()
+            def old(registers):
+                zero = ir.Constant(F32, 0)
+                loaded = [zero if fresh else builder.load(pointer) for pointer in registers]
+                return [loaded[4 * i :][:4] for i in range(count)]
+
+            return run(context, builder, acc, left, values, old)
 
         return types.void(acc, left, right), codegen
 
-    return multiply
+    @intrinsic
+    def multiply_from(context, acc, left, right, start):
+        def codegen(context, builder, signature, values):
+            def given(registers):
+                pairs = m_tiles if by_row else 2 * n_tiles
+                own = [
+                    builder.load(x) for x in pointers(context, builder, start, values[3], 2 * pairs)
+                ]
+                sums = []
+                for i in range(count):
+                    m, column = divmod(i, 2 * n_tiles)
+                    x, y = own[2 * (m if by_row else column) :][:2]
+                    sums.append([x, x, y, y] if by_row else [x, y, x, y])
+                return sums
+
+            return run(context, builder, acc, left, values, given)
+
+        return types.void(acc, left, right, start), codegen
+
+    return Begun(multiply, multiply_from)
 
 
 def load_matrices(m_tiles, steps, a):

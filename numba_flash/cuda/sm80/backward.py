@@ -10,7 +10,7 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, named, types, u32
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
@@ -54,7 +54,7 @@ def build(dtype, shape, ordered, options, tile):
     PITCH_K, PITCH_V, PITCH_DS = SMEM.pitch_k, SMEM.pitch_v, SMEM.pitch_ds
     Q_BYTES, DO_BYTES, DS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, BLOCK_N * PITCH_DS
     ROWS_BYTES, LSE_BYTES, PARTS = 8 * BLOCK_M, 4 * BLOCK_M, BLOCK_M // COLUMNS
-    SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
+    SCORES, PAIRS, STARTS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4, COLUMNS // 4
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
     MASKED, AHEAD = options.tiled, bool(options.bias) and D + DV <= ROOM
@@ -63,20 +63,27 @@ def build(dtype, shape, ordered, options, tile):
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
-    v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
+    v_dot_from = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, M_TILES, DV, COLUMNS, PITCH_V)
     ds_q = products.build_nn(kind, M_TILES, D, COLUMNS, PITCH_K)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
     softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
-    tile_of, fetch, recompute_p, pack_weights, differentiate, SLOPES, WORDS = softmax_of
+    tile_of, fetch, recompute_p, pack_weights, begin_dp, differentiate, SLOPES, WORDS = softmax_of
     put_ds = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_dk = products.build_put(M_TILES, D, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_KEYS, shape.head_dim, shape.wide, key_of, D)
     store_dv = build_store(WARP_KEYS, shape.head_dim_v, shape.wide, key_of, DV)
     sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
+
+    @inline
+    def v_dot(dpT, v, do, delta):
+        """V dO^T, and what that begins with."""
+        start = cuda.local.array(STARTS, f32)
+        begin_dp(start, delta)
+        v_dot_from(dpT, v, do, start)
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -144,7 +151,7 @@ def build(dtype, shape, ordered, options, tile):
                 # (1) S^T = K Q^T
                 k_qt(sT, k_warp, q_tile)
                 # (4) dP^T = V dO^T
-                v_dot(dpT, v_warp, do_tile)
+                v_dot(dpT, v_warp, do_tile, u32(lse + u32(LSE_BYTES)))
                 # (2) P^T = exp(S^T - lse)
                 recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
                 row0, ahead = i32(row0 + COLUMNS), here

@@ -29,7 +29,7 @@ def build(dtype, shape, ordered, options, tile):
     PITCH_K, PITCH_V, PITCH_P = SMEM.pitch_k, SMEM.pitch_v, SMEM.pitch_ds
     Q_BYTES, DO_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V
     ROWS_BYTES, LSE_BYTES = 8 * BLOCK_M, 4 * BLOCK_M
-    SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
+    SCORES, PAIRS, STARTS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4, COLUMNS // 4
     COLUMNS_K, COLUMNS_V = D // tile.ways, DV // tile.ways  # of a warp's dK and dV
     OUTPUTS_K, OUTPUTS_V = M_TILES * COLUMNS_K // 2, M_TILES * COLUMNS_V // 2
     TURING, PACKED, DROPOUT, NAN = shape.turing, options.packed, bool(options.dropout), math.nan
@@ -39,18 +39,25 @@ def build(dtype, shape, ordered, options, tile):
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
-    v_dot = products.build_nt(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, False)
+    v_dot_from = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, M_TILES, COLUMNS_V, BLOCK_M, PITCH_V, PITCH_P)
     ds_q = products.build_nn(kind, M_TILES, COLUMNS_K, BLOCK_M, PITCH_K, PITCH_P)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
     softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
-    tile_of, fetch, recompute_p, pack_weights, differentiate, SLOPES, WORDS = softmax_of
+    tile_of, fetch, recompute_p, pack_weights, begin_dp, differentiate, SLOPES, WORDS = softmax_of
     put_p = products.build_put_words(M_TILES, COLUMNS, PITCH_P)
     put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
     sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
+
+    @inline
+    def v_dot(dpT, v, do, delta):
+        """V dO^T, and what that begins with."""
+        start = cuda.local.array(STARTS, f32)
+        begin_dp(start, delta)
+        v_dot_from(dpT, v, do, start)
 
     @inline
     def key_of_part(row):
@@ -118,7 +125,8 @@ def build(dtype, shape, ordered, options, tile):
             # (1) S^T = K Q^T
             k_qt(sT, k_group, u32(q_tile + u32(column * PITCH_K)))
             # (4) dP^T = V dO^T
-            v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)))
+            delta = u32(lse + u32(LSE_BYTES))
+            v_dot(dpT, v_group, u32(do_tile + u32(column * PITCH_V)), delta)
             # (2) P^T = exp(S^T - lse)
             recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters)
             pack_weights(p, sT)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, pitch
+from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, padded, pitch
 
 
 class DbiasLayout(NamedTuple):
@@ -111,3 +111,106 @@ def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
         if d <= row.d and size <= row.bias and row.shared <= hardware.shared_limit
     )
     return tile if summed else replace(tile, parts=1)
+
+
+class DqDbiasLayout(NamedTuple):
+    """The same where dQ is made at once; with each thread's part of the bias, and each warp's dQ of
+    its keys.
+    """
+
+    q: int
+    do: int
+    rows: int
+    k: int
+    v: int
+    bias: int
+    dq: int
+    bytes: int
+
+
+class KeysLayout(NamedTuple):
+    """Where a block of dK and dV keeps what in shared memory, in bytes: of one of two slots, Q, dO,
+    the lse and delta of queries, and their bias; and bytes of a slot. K and V lie in the second one
+    before the first tile of queries does, and dK and dV after the last.
+    """
+
+    q: int
+    do: int
+    rows: int
+    bias: int
+    slot: int
+    k: int
+    v: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class KeysTile:
+    """Shape of a block of dK and dV, where another kernel makes dQ.
+
+    Attributes
+    ----------
+    warps, m_tiles : int
+        Warps of a block; times 16, the keys of each.
+    block_m : int
+        Queries of a tile, at least half as many as keys.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps: int
+    m_tiles: int
+    block_m: int
+    min_blocks: int
+
+    @property
+    def block_n(self) -> int:
+        return ROWS * self.m_tiles * self.warps
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def layout(self, d: int, dv: int) -> KeysLayout:
+        sizes = self.block_m * pitch(d), self.block_m * pitch(dv), 8 * self.block_m
+        q, do, rows, bias = accumulate(sizes, initial=0)
+        slot = bias + self.block_m * pitch(self.block_n)
+        v = slot + self.block_n * pitch(d)
+        end = max(2 * slot, v + self.block_n * pitch(dv))
+        return KeysLayout(q, do, rows, bias, slot, slot, v, end)
+
+
+@dataclass(frozen=True)
+class DqDbiasTile(DbiasTile):
+    """Shape of a block of dQ and the gradient of the bias, which has all keys."""
+
+    def layout(self, d: int, dv: int) -> DqDbiasLayout:
+        *starts, end = super().layout(d, dv)
+        bias, dq = 2 * self.block_m * self.block_n, 4 * self.block_m * self.warps_n * padded(d)
+        return DqDbiasLayout(*starts, end, end + bias, end + bias + dq)
+
+
+# All keys have to fit: registers of dbias, and shared memory for K and V, end that. B = 384, H = 4,
+# N = 384, D = 32 on an H200: 617 us; with the kernels of others 784. Blocks of dK and dV, of warps,
+# 16 keys each, queries: (4, 2, 32) 617, (4, 2, 64) 624, (4, 1, 64) 647, (8, 1, 64) 661.
+MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
+WARPS_OF_KEYS = 4
+KEYS_TILE = KeysTile(4, 2, 32, 3)  # beside it
+
+
+def dq_dbias_tile(problem, hardware: Hardware, steps: int) -> DqDbiasTile | None:
+    """The tile of dQ and the gradient of the bias, where a bias of 16 bits is all that changes
+    scores, and several heads, `steps`, share it; else None.
+    """
+    p, o = problem, problem.options
+    if o.softcap or o.score_mod or o.mask or o.dropout or o.sequences or p.band != "none":
+        return None
+    if p.dtype not in ("float16", "bfloat16") or o.bias not in ("float16", "bfloat16"):
+        return None
+    if hardware.turing or steps < FEWEST_STEPS or p.nq * p.nk == 0:
+        return None
+    if any(MOST_COLUMNS % padded(each) for each in (p.d, p.dv)):  # warps copy whole rows
+        return None
+    if p.nk > MOST_KEYS or hardware.shared_limit < LEAST_SHARED:
+        return None
+    return DqDbiasTile(2, WARPS_OF_KEYS, 2, -(-p.nk // (WARPS_OF_KEYS * KEYS)), 2, 1)

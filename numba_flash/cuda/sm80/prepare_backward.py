@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.arrays import Layout, Scratch
+from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
     FACTORS,
@@ -21,9 +21,10 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import float64_tiles, tiles
-from numba_flash.cuda.sm80.arguments import Shape, Sizes
+from numba_flash.cuda.sm80 import float64_tiles, prepare_dq_dbias, tiles
+from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
+from numba_flash.cuda.sm80.prepare_dq_dbias import DkDv, DqDbias
 from numba_flash.cuda.sm80.tiles import BackwardTile, hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -37,29 +38,6 @@ SUMS_OF_COPIES = 2**27  # bytes of all copies, if there are several
 # time. Without one, sums in the cache gain more (H200, bfloat16, D = 256, over FlashAttention-2 for
 # N = 512, 1k, 2k, 4k: 1.24, 1.13, 1.03, 0.96; by PATIENCE 1.12, 0.94, 0.93, 0.98).
 LAG, PATIENCE = 2, 8
-
-
-class Temporaries(NamedTuple):
-    """Arrays that the kernels of one call hand to each other.
-
-    Attributes
-    ----------
-    rows : float32 (2, b0, b1, heads, rows)
-        The lse and delta, as kernels number rows.
-    dq_sum : float32 (b0, b1, heads, row blocks, copies * BLOCK_M * D)
-        Sums of dQ, in the order of fragments.
-    flags : int32
-        How many blocks of keys have added to each row block's copies, and the number of the next
-        work item.
-    """
-
-    rows: Layout
-    dq_sum: Layout
-    flags: Layout
-
-    def scratch(self) -> Scratch:
-        """Where such arrays come from."""
-        return Scratch(self, ("rows", "sums of dq", "flags"))
 
 
 class Pass(NamedTuple):
@@ -144,17 +122,22 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
         double=p.dtype == "float64",
     )
+    bias_tile = prepare_dq_dbias.tile_of(p, shape, x, y, there)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
+    if bias_tile is not None:
+        deterministic, copies = False, 0  # nothing is added in an order
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)
     splitter = Splitter(p, gpu, inputs, columns) if split else None
     there = _temporaries(p, tile, copies)
     this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
-    preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
-    dbias = None
+    preprocess, dbias = _preprocess(this), None
     if results.dbias is not None:
-        dbias = _dbias(this, problem)
+        dbias = _dbias(this, problem, bias_tile)
+    if bias_tile is not None:
+        return _with_dq_dbias(this, preprocess, dbias)
+    (main, numbers), postprocess = _main(this), _postprocess(this)
     extras_of, scratch = build_extras(p.options), there.scratch()
 
     def run(inputs, results, rng=None):
@@ -166,7 +149,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=own, numbers=given)
         postprocess(dq_sum, dq, extras=own)
         if dbias is not None:
-            dbias.run(x, rows, results.dbias, rng)
+            dbias.run(x, rows, results, rng)
 
     launches = () if dbias is None else dbias.launches
     made = (*lists.launches, preprocess, main, postprocess, *launches)
@@ -191,10 +174,25 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         own_split = of_postprocess(*own, *[named[name] for name in this.of_dlse])
         postprocess(dq_sum, dq, extras=own_split)
         if dbias is not None:
-            dbias.run(x, rows, results.dbias, rng, y)
+            dbias.run(x, rows, results, rng, y)
         return y.flags
 
     return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
+
+
+def _with_dq_dbias(this: Pass, preprocess: Launch, dq_dbias: DqDbias) -> Prepared:
+    """Where one kernel makes dQ and the gradient of the bias, and another one dK and dV."""
+    arrays_of_all = this.shape, this.inputs, this.results, this.temporaries.rows
+    dk_dv = DkDv(this.p, this.gpu, *arrays_of_all, dq_dbias.hides_some)
+    extras_of, scratch = build_extras(this.p.options), this.temporaries.scratch()
+
+    def run(inputs, results, rng=None):
+        x, extras, y = inputs, extras_of(inputs), results
+        rows, dq_sum, flags = scratch.beside(x.q)
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
+        dk_dv.run(x, rows, y, dq_dbias.run(x, rows, y))
+
+    return Prepared(run, (preprocess, *dq_dbias.launches, dk_dv.launch))
 
 
 def copies_of_sums(p, tile, multiprocessors: int) -> int:
@@ -228,7 +226,7 @@ def _temporaries(p, tile, copies: int) -> Temporaries:
 def _preprocess(this: Pass) -> Launch:
     """The lse in the base of the scores, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
-    sum_bytes = this.number().itemsize * tile.block_m * tile.padded(p.d)
+    sum_bytes = this.number().itemsize * tile.block_m * tile.padded(p.d) if this.copies else 0
     whole = chunked(x.do, x.o)
     return Launch(
         "preprocess.build",
@@ -301,13 +299,17 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     return max(1, min(at_work, most))
 
 
-def _dbias(this: Pass, problem) -> Dbias:
-    """The gradient of the bias; its tiles of planes have as many columns as those of dq, dk, dv."""
+def _dbias(this: Pass, problem, tile) -> Dbias | DqDbias:
+    """The gradient of the bias, in this `DqDbiasTile` if there is one; tiles of planes have as many
+    columns as those of dq, dk, dv.
+    """
     shape, planes = this.shape, None
     if this.split:
         d, dv = map(this.tile.padded, shape[:2])
         shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.splitter.made
     rows = this.temporaries.rows
+    if tile is not None:
+        return DqDbias(problem, this.gpu, shape, this.inputs, this.results, rows, tile)
     return Dbias(problem, this.gpu, shape, this.inputs, this.results.dbias, rows, planes)
 
 

@@ -66,7 +66,7 @@ class Dbias:
         )
         self.launches = (*self._extras.launches, self._sum, *self._shares.launches)
 
-    def run(self, x, rows, dbias, rng, planes=None) -> None:
+    def run(self, x, rows, results, rng, planes=None) -> None:
         """Launch them, with the generator in the state `rng` if there is one; `planes` of this call
         if they were prepared for some.
         """

@@ -88,12 +88,37 @@ def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
 
 
 @once
-def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None):
-    """``product(acc, a, b)``: acc += A B, with A in registers unless it has a pitch."""
+def build_nt_from(kind, m_tiles, columns, depth, a_pitch, b_pitch, held=False, by_row=False):
+    """``product(acc, a, b, start)``: acc = start + A B^T, with a number for each column, or each
+    row if it is `by_row`, as `numba_flash.cuda.ptx.begun_product` takes them.
+    """
+    HELD = held
+    a = None if held else Matrices(16 * a_pitch, 32, False)
+    b = Matrices(16 * b_pitch, 32, False)
+    sizes = m_tiles, columns // 16, depth // 16
+    multiply = ptx.begun_product(*sizes, a, b, *kind, by_row=by_row).multiply_from
+    beside, _ = build_lane(a_pitch)
+    _, below = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b, start):
+        if HELD:
+            multiply(acc, a, below(b), start)
+        else:
+            multiply(acc, beside(a), below(b), start)
+
+    return product
+
+
+@once
+def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False):
+    """``product(acc, a, b)``: acc += A B, or acc = A B if `fresh`, with A in registers unless it
+    has a pitch.
+    """
     HELD = a_pitch is None
     a = None if HELD else Matrices(16 * a_pitch, 32, False)
     b = Matrices(32, 16 * b_pitch, True)
-    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     beside_a, _ = build_lane(a_pitch or 0)
     beside, _ = build_lane(b_pitch)
 

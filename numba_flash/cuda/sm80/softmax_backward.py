@@ -46,6 +46,7 @@ class SoftmaxBackward(NamedTuple):
     fetch: Any
     recompute_p: Any
     pack_weights: Any
+    begin_dp: Any
     differentiate: Any
     slopes: int
     words: int
@@ -66,7 +67,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     read = build_fetch(options, runs, vectors)
     modify = build_modify(dtype, options, runs, True, kind.turing)
     drop = build_drop(options, runs)
-    SPLIT = split > 0
+    SPLIT, LESS = split > 0, not (split or options.dropout)
     if split:
         pack_weights, _ = fragment.build_split(PAIRS, split, DROPOUT)
     else:
@@ -124,17 +125,31 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
             drop(sT, tile.query, tile.key, tile.at, parameters)
 
     @inline
+    def begin_dp(start, delta):
+        """What the product dP begins with, for each of a lane's columns: -delta, or 0 where dropout
+        or planes make something else of the product first.
+        """
+        for j in range(COLUMNS // 8):
+            row_delta = (f32(0), f32(0))
+            if LESS:
+                row_delta = ptx.load_shared_pair(u32(delta + u32(32 * j)))
+            for c in range(2):
+                start[2 * j + c] = -row_delta[c]
+
+    @inline
     def ds_of(w, dp, delta, parameters):
         if DROPOUT:  # dP is 0 where w is -P
             dp = dp if w > f32(0) else f32(0)
             return abs(w) * (dp * f32(parameters.keep_scale) - delta)
-        return w * (dp - delta)
+        return w * dp if LESS else w * (dp - delta)
 
     @inline
     def differentiate(dpT, pT, slope, delta, parameters):
-        """(5) dS = P * (dP - delta), in the place of dP."""
+        """(5) dS = P * (dP - delta), in the place of dP, which may have begun with -delta."""
         for j in range(COLUMNS // 8):
-            row_delta = ptx.load_shared_pair(u32(delta + u32(32 * j)))
+            row_delta = (f32(0), f32(0))
+            if not LESS:
+                row_delta = ptx.load_shared_pair(u32(delta + u32(32 * j)))
             for r in range(KEY_ROWS):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
@@ -144,4 +159,6 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
 
     slopes = m_tiles * COUNT if SLOPES else 1
     words = max(1, held(options, runs).words)
-    return SoftmaxBackward(tile_of, fetch, recompute_p, pack_weights, differentiate, slopes, words)
+    return SoftmaxBackward(
+        tile_of, fetch, recompute_p, pack_weights, begin_dp, differentiate, slopes, words
+    )

@@ -17,8 +17,9 @@ from numba_flash.cuda import launch
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
+from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, WARPS_OF_KEYS, DqDbiasTile
 from numba_flash.cuda.sm80.few_tiles import FEW_TILES, float_pitch
-from numba_flash.cuda.sm80.tiles import hardware, pitch
+from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 T4, A100, H200 = Gpu(0, (7, 5), 40), Gpu(0, (8, 0), 108), Gpu(0, (9, 0), 132)
@@ -396,3 +397,64 @@ def test_few_queries_with_a_mask_have_no_lists():
     inputs = inputs_of(nq=1)._replace(**options)
     (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
     assert forward.builder == "sm80.forward.build"
+
+
+# ---- a bias that is all that changes scores ----------------------------------------------------------------------------------------------
+
+JOINT, GENERAL = ("sm80.dq_dbias.build", "sm80.dk_dv.build"), ("sm80.dbias.build",)
+LOOPS = {
+    "keys of a tile": ({"nk": 384, "d": 32}, {}, H200, JOINT),
+    "keys of two tiles": ({"nk": 392, "d": 32}, {}, H200, GENERAL),
+    "few that share it": ({"nk": 384, "d": 32, "batch": (2,)}, {}, H200, GENERAL),
+    "head dimension 64": ({"nk": 384, "d": 64}, {}, H200, GENERAL),
+    "rows that are no power of two": ({"nk": 384, "d": 48}, {}, H200, GENERAL),
+    "less shared memory": ({"nk": 384, "d": 32}, {}, A100, GENERAL),
+    "Turing": ({"nk": 384, "d": 32}, {}, T4, GENERAL),
+    "keys that are no runs": ({"nk": 100, "d": 32}, {}, H200, GENERAL),
+    "a band": ({"nk": 384, "d": 32}, {"causal": True}, H200, GENERAL),
+    "lengths": ({"nk": 384, "d": 32}, {"kv_lengths": np.full(8, 300)}, H200, GENERAL),
+    "a mask": ({"nk": 384, "d": 32}, {"mask": np.ones((100, 384), bool)}, H200, GENERAL),
+    "dropout": ({"nk": 384, "d": 32}, {"dropout": 0.1, "rng": (1, 2)}, H200, GENERAL),
+    "a softcap": ({"nk": 384, "d": 32}, {"softcap": 2.0}, H200, GENERAL),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "gpu", "loops"), LOOPS.values(), ids=LOOPS)
+def test_loops_of_a_bias_alone(sizes, options, gpu, loops):
+    """One kernel makes dQ with the gradient of a bias where all keys fit in a tile, and nothing is summed in memory."""
+    sizes = {"batch": (8,), "hq": 2, "hk": 2} | sizes
+    bias = np.zeros((2, 100, sizes["nk"]), np.float16)
+    built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
+    assert [each for each in built if each in {*JOINT, *GENERAL}] == list(loops)
+    assert ("sm80.backward.build" in built) == ("sm80.sum_dq.build_postprocess" in built) == (loops != JOINT)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        np.zeros((8, 2, 100, 384), np.float16),
+        np.zeros((100, 384), np.float32),
+        np.zeros(384, np.float16),
+        np.zeros((100, 768), np.float16)[:, ::2],
+    ],
+    ids=["not shared", "float32", "of keys", "strided"],
+)
+def test_other_biases_have_the_general_loop(bias):
+    built = [each.builder for each in gradients_of(bias, {}, H200, batch=(8,), hq=2, hk=2, nk=384, d=32)]
+    assert set(built) & {*JOINT, *GENERAL} == {*GENERAL}
+
+
+def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:
+    """Launches of a backward pass with that of the bias."""
+    arrays = {name: options[name] for name in ("mask", "kv_lengths") if name in options}
+    inputs = inputs_of(**sizes)._replace(bias=bias, **arrays)
+    return launches("backward", problem({"bias": bias, **options}, **sizes), gpu, inputs)
+
+
+def test_shared_memory_of_a_bias_alone_fits():
+    """Of every tile, at its largest head dimension."""
+    for parts in range(1, MOST_KEYS // (KEYS * WARPS_OF_KEYS) + 1):
+        tile = DqDbiasTile(2, WARPS_OF_KEYS, 2, parts, 2, 1)
+        assert tile.block_n <= MOST_KEYS
+        assert tile.layout(MOST_COLUMNS, MOST_COLUMNS).bytes <= LEAST_SHARED
+    assert KEYS_TILE.min_blocks * (KEYS_TILE.layout(MOST_COLUMNS, MOST_COLUMNS).bytes + 1024) <= 228 * 1024

@@ -1,0 +1,283 @@
+"""dQ and the gradient of an additive bias at once, on tensor cores since Ampere, where all keys of
+a head fit in one tile: dQ = dS K, and dbias = dS, summed over the axes that the bias broadcasts.
+
+One block of threads owns some rows of dbias, in registers, and walks over the heads that the bias
+is shared by, with S and dP of these rows and all keys: every row of dQ is done there, and every sum
+has one owner and one order. Shares of the walk are added by `numba_flash.cuda.sum_shares`.
+
+The bias is read once; each thread keeps what belongs to its scores in shared memory, -inf beyond
+the last key. Warps that share rows each have a part of the keys; dQ of their parts is added in
+shared memory, in their order.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.broadcast import Walk, build_coordinates
+from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
+from numba_flash.cuda.number import array, index
+from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
+from numba_flash.cuda.sm80.load_dq_dbias import build_loads
+from numba_flash.cuda.sm80.store_dbias import build_store
+from numba_flash.cuda.sm80.store_dq import build_add_dq
+from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
+from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_places
+
+HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
+
+
+class Work(NamedTuple):
+    """What parts of a tile of scores are computed with: registers, where this warp's keys are in
+    shared memory, where the thread's bias is, and the scale.
+    """
+
+    s: Any
+    dp: Any
+    ds: Any
+    acc: Any
+    dq_acc: Any
+    q: Any
+    do: Any
+    shift: Any
+    start: Any
+    k: int
+    v: int
+    bias: int
+    scale_log2: float
+
+
+class Way(NamedTuple):
+    """A block's way over the heads that its part of the bias is shared by: the numbers of the first
+    step and of that after the last, its coordinates, and what it reads and writes.
+    """
+
+    number: int
+    stop: int
+    walk: Walk
+    sizes: Walk
+    space: Space
+    row0: int
+    smem: int
+    tensors: Tensors
+    dq: Any
+    extras: Any
+    scale: float
+
+
+@once
+def build_half(kind, depths, pitches, words_of, value, tile, hidden):
+    """``half(number, work)``: S, P, dP, dS of half a part of the keys, added to dbias, and its dS K
+    to dQ. Scores may be `hidden` by the bias, whatever they are.
+    """
+    M_TILES, HIDDEN, NEG_INF = tile.m_tiles, hidden, -math.inf
+    (D, DV), (PITCH_K, PITCH_V) = depths, pitches
+    q_kt = products.build_nt(kind, M_TILES, HALF, D, PITCH_K, PITCH_K, True)
+    do_vt = products.build_nt_from(kind, M_TILES, HALF, DV, PITCH_V, PITCH_V, True, True)
+    ds_k = products.build_nn(kind, M_TILES, D, HALF, PITCH_K)
+    first_ds_k = products.build_nn(kind, M_TILES, D, HALF, PITCH_K, fresh=True)
+    pack, _ = fragment.build_pack(M_TILES * HALF // 4, *kind)
+
+    @inline
+    def half(number, t):
+        keys = u32(t.k + u32(number * HALF * PITCH_K))
+        # (1) S = Q K^T
+        q_kt(t.s, t.q, keys)
+        # (4) dP = dO V^T - delta
+        do_vt(t.dp, t.do, u32(t.v + u32(number * HALF * PITCH_V)), t.start)
+        for m in range(M_TILES):
+            words = words_of(number, m, t.bias)
+            for r in range(2):
+                for x in range(4):
+                    e = (2 * m + x // 2) * 4 + 2 * r + x % 2
+                    bias = value(words, r, x)
+                    # (2) P = exp(S - lse)
+                    score = t.s[e] * t.scale_log2 + (bias * f32(LOG2E) - t.shift[2 * m + r])
+                    if HIDDEN:
+                        score = f32(NEG_INF) if bias == f32(NEG_INF) else score
+                    # (5) dbias = dbias + dS, where dS = P * (dP - delta)
+                    t.dp[e] *= ptx.ex2(score)
+                    to = number // 2 * (M_TILES * HALF)
+                    to += (4 * m + number % 2 * 2 + x // 2) * 4 + 2 * r + x % 2
+                    t.acc[to] += t.dp[e]
+        # (7) dQ = dQ + dS K, from 0
+        pack(t.ds, t.dp)
+        if number == 0:
+            first_ds_k(t.dq_acc, t.ds, keys)
+        else:
+            ds_k(t.dq_acc, t.ds, keys)
+
+    return half
+
+
+@once
+def build_go(shape, kind, places, loads, half, tile):
+    """``go(way, work)``: the whole walk, with the first tile on its way already; `half` as
+    `build_half` makes it.
+    """
+    (place_of, following), load = places, loads
+    M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
+    BLOCK_M, WARP_ROWS, WARP_KEYS = tile.block_m, 16 * tile.m_tiles, KEYS * tile.parts
+    SMEM, (PITCH_K, PITCH_V) = tile.layout(*shape.columns), map(pitch, shape.columns)
+    Q, DO, ROWS, K, V, DQ = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v, SMEM.dq
+    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, 8 * BLOCK_M
+    K_BYTES, V_BYTES, LSE_BYTES = tile.block_n * PITCH_K, tile.block_n * PITCH_V, 4 * BLOCK_M
+    D, DV = map(padded, shape[:2])
+    hold_q = products.build_hold(M_TILES, D, PITCH_K)
+    hold_do = products.build_hold(M_TILES, DV, PITCH_V)
+    put_dq, add_dq = build_add_dq(shape, kind, tile)
+    add_all = ptx.repeated(2 * tile.parts, half)
+
+    @inline
+    def hold_rows(lse, shift, start):
+        """The lse, and -delta, of this lane's rows."""
+        for r in range(ROWS_OF_LANE):
+            at = u32(lse + u32(32 * r))
+            shift[r] = ptx.as_float32(u32(ptx.load_shared(at)))
+            start[r] = -ptx.as_float32(u32(ptx.load_shared(u32(at + u32(LSE_BYTES)))))
+
+    @inline
+    def go(x, t):
+        number, walk, slot, smem = x.number, x.walk, u32(0), x.smem
+        warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
+        row, key = i32(warp // WARPS_N * WARP_ROWS), i32(warp % WARPS_N * WARP_KEYS)
+        while number < x.stop:
+            ptx.copy_wait()
+            cuda.syncthreads()  # this tile is there; the one before, and its dQ, have been read
+            here = place_of(walk, x.space, x.extras).at
+            number, walk = i32(number + 1), following(walk, x.sizes)
+            if number < x.stop:
+                load(smem, u32(slot ^ u32(1)), x.tensors, place_of(walk, x.space, x.extras))
+            hold_q(t.q, u32(smem + u32(Q) + slot * u32(Q_BYTES) + u32(row * PITCH_K)))
+            hold_do(t.do, u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(row * PITCH_V)))
+            lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32((row + lane // 4) * 4))
+            hold_rows(lse, t.shift, t.start)
+            k = u32(smem + u32(K) + slot * u32(K_BYTES) + u32(key * PITCH_K))
+            v = u32(smem + u32(V) + slot * u32(V_BYTES) + u32(key * PITCH_V))
+            add_all(
+                Work(
+                    t.s, t.dp, t.ds, t.acc, t.dq_acc, t.q, t.do, t.shift, t.start, k, v, t.bias,
+                    t.scale_log2,
+                )
+            )  # fmt: skip
+            put_dq(u32(smem + u32(DQ)), t.dq_acc)
+            cuda.syncthreads()  # dQ of all keys is there
+            add_dq(u32(smem + u32(DQ)), x.dq, here, x.row0, x.space.queries, x.scale)
+            slot = u32(slot ^ u32(1))
+
+    return go
+
+
+def build(dtype, shape, options, out_dtype, summed, tile):
+    """Kernel ``dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2,
+    scale)`` with its signature and compile options.
+
+    do, q, k, v, dq : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes; no more
+        keys than a tile has.
+    rows : (2, b0, b1, heads, at least n): the lse and delta of each query, as
+        `numba_flash.cuda.preprocess` writes them.
+    out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags; the
+        last two are not).
+    hides_some : int32, for each tile of dbias whether a bias in it is -inf.
+    """
+    BLOCK_M, BLOCK_N, THREADS, PARTS = tile.block_m, tile.block_n, tile.threads, tile.parts
+    M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
+    WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS
+    SMEM = tile.layout(*shape.columns)
+    BIAS, D, DV = SMEM.bias, *map(padded, shape[:2])
+    SCORES, WORDS = M_TILES * HALF // 2, M_TILES * HALF // 4
+    ALL_SCORES, OUTPUTS = 2 * PARTS * SCORES, M_TILES * D // 2
+    Q_WORDS, DO_WORDS, STARTS = M_TILES * D // 4, M_TILES * DV // 4, 2 * M_TILES
+    SUM_0, SUM_1, SUM_H = summed[:3]
+    runs = fragment.runs_of_queries(M_TILES, KEYS)
+    HELD = held(options, runs).words
+    ALL_HELD = PARTS * HELD
+    kind = products.Kind(dtype == "bfloat16", False)
+    load = build_loads(shape, tile)
+    zero, _ = softmax.build_zero(ALL_SCORES)
+    fetch_bias = build_fetch(options, runs, shape.vectors)
+    hides, keep, words_of, value = build_bias(options, tile)
+    depths, pitches = (D, DV), tuple(map(pitch, shape.columns))
+    of_half = kind, depths, pitches, words_of, value, tile
+    halves = (build_half(*of_half, hidden) for hidden in (False, True))
+    keep_all = ptx.repeated(PARTS, keep)
+    owned, walked, following = build_coordinates(summed)
+    place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
+
+    places = place_of, following
+    go, go_where_some_are_hidden = (
+        build_go(shape, kind, places, load, half, tile) for half in halves
+    )
+    store = build_store(out_dtype, shape, runs, summed, tile)
+
+    def dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2, scale):
+        smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
+        # registers of each thread
+        s = cuda.local.array(SCORES, f32)  # fragment of S, of half a part of the keys
+        dp = cuda.local.array(SCORES, f32)  # of dP, then of dS
+        ds = cuda.local.array(WORDS, u32)  # of dS, two elements of 16 bits each
+        acc = cuda.local.array(ALL_SCORES, f32)  # of dbias
+        dq_acc = cuda.local.array(OUTPUTS, f32)  # of dQ, of the warp's keys
+        q_words = cuda.local.array(Q_WORDS, u32)  # of Q
+        do_words = cuda.local.array(DO_WORDS, u32)  # of dO
+        bias = cuda.local.array(ALL_HELD, u32)
+        shift = cuda.local.array(ROWS_OF_LANE, f32)  # lse of the lane's rows
+        start = cuda.local.array(STARTS, f32)  # what their dP begins with
+
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
+        column_blocks = i32(u32(i32(nk + (BLOCK_N - 1))) // u32(BLOCK_N))
+        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
+        own, share = owned(i32(cuda.blockIdx.x), sizes)
+        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
+        shares = out.shape[0]
+        number, stop = i32(steps * share // shares), i32(steps * (share + 1) // shares)
+        group = i32(u32(heads) // u32(k.shape[2]))
+        kv_head = i32(u32(own.head) // u32(group))
+        space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(-nq), i32(nk))
+        tensors = Tensors(do, q, k, v, rows)
+        warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
+        warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
+        walk = walked(number, sizes)
+        load(smem, u32(0), tensors, place_of(walk, space, extras))
+
+        row0, col0 = i32(own.i * BLOCK_M), i32(own.j * BLOCK_N)
+        row = i32(row0 + warp_m * WARP_ROWS + lane // 4)
+        column = i32(col0 + warp_n * WARP_KEYS + fragment.first_key())
+        region = Region(row0, col0, nq, nk, i32(-nq), i32(nk))
+        at = Head(own.b0, own.b1, i32(0), own.head, heads)
+        some_hidden = i32(0)
+        for part in range(PARTS):
+            key = i32(column + part * KEYS)
+            fetch_bias(bias[part * HELD :], row, key, region, at, False, extras)
+            some_hidden = i32(1) if hides(part, bias) else some_hidden
+        my_bias = u32(smem + u32(BIAS) + u32(cuda.threadIdx.x * VECTOR))
+        keep_all(Held(bias, my_bias, column, nk))
+        hidden = cuda.syncthreads_or(some_hidden) != 0
+        if share == 0 and cuda.threadIdx.x == 0:
+            hides_some[index(cuda.blockIdx.x)] = i32(1) if hidden else i32(0)
+        zero(acc)
+        work = Work(
+            s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0),
+            my_bias, scale_log2,
+        )  # fmt: skip
+        way = Way(number, stop, walk, sizes, space, row0, smem, tensors, dq, extras, scale)
+        if hidden:
+            go_where_some_are_hidden(way, work)
+        else:
+            go(way, work)
+        store(out[share, own.b0, own.b1, own.head], acc, smem, row0, col0)
+
+    signature = types.void(
+        *[array(types.uint16, 5)] * 5,
+        array(f32, 5),
+        array(f32 if out_dtype == "float32" else types.uint16, 6),
+        array(i32, 1),
+        extras_type(options),
+        *(f32, f32),
+    )
+    return dq_dbias_sm80, signature, {"launch_bounds": (THREADS, tile.min_blocks)}

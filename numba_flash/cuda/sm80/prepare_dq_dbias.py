@@ -1,0 +1,121 @@
+"""dQ and the gradient of the bias at once, beside dK and dV, in the `sm80` tier from the host, where
+a bias is all that changes scores: which kernels run with which grid.
+"""
+
+import math
+
+import numpy as np
+
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras, in_vectors, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, dq_dbias_tile
+from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
+
+LOG2E = math.log2(math.e)
+MOST_STRIDE = 2**32  # bytes
+
+
+def tile_of(problem, shape, inputs, results, hardware):
+    """The `DqDbiasTile` of a problem that has one, and arrays that are read and written by whole
+    chunks, else None.
+    """
+    vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
+    if results.dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
+        return None
+    read_and_written = (x.do, x.q, x.k, x.v, x.bias, results.dq)
+    if not all(0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides):
+        return None
+    *shared, rows, columns = grid.summed_axes(problem, results.dbias)
+    if rows or columns:
+        return None
+    sizes = (*problem.batch, problem.hq)
+    steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
+    return dq_dbias_tile(problem, hardware, steps)
+
+
+class DqDbias:
+    """One launch, or two where the walk over what the bias broadcasts is split into shares.
+
+    Parameters
+    ----------
+    problem, gpu
+        What it is prepared for.
+    shape : Shape
+        Of the backward pass.
+    inputs : BackwardInputs
+        Layouts.
+    results : BackwardResults
+        Layouts.
+    rows : Layout
+        The lse and delta, as `numba_flash.cuda.preprocess` writes them.
+    tile : DqDbiasTile
+        As `tile_of` says.
+    """
+
+    def __init__(self, problem, gpu, shape, inputs, results, rows, tile):
+        p, x, dbias = problem, inputs, results.dbias
+        self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors * tile.min_blocks)
+        out = self._shares.out
+        shape = shape._replace(
+            vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
+        )
+        self._extras_of = build_extras(p.options)
+        self.hides_some = Layout.compact((self._shares.items,), "int32")
+        self._main = Launch(
+            "sm80.dq_dbias.build",
+            (p.dtype, shape, p.options.structure, out.dtype.name, self._shares.summed, tile),
+            gpu,
+            grid=self._shares.items,
+            threads=tile.threads,
+            shared_bytes=tile.layout(*shape.columns).bytes,
+            operands=(
+                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (results.dq, 5)),
+                *((rows, 5), (out, 6), (self.hides_some, 1)),
+            ),
+            extras=grid.extras_layouts(p, x),
+            numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
+        )
+        self.launches = (self._main, *self._shares.launches)
+
+    def run(self, x, rows, results):
+        """Launch them. Which tiles of the bias hide something."""
+        like, extras = self.hides_some, self._extras_of(x)
+        hides_some = arrays.compact("tiles of the bias", x.q, like.shape, like.dtype)
+
+        def sum_to(out):
+            operands = x.do, x.q, x.k, x.v, results.dq, rows, out, hides_some
+            self._main(*operands, extras=extras)
+
+        self._shares.run(results.dbias, sum_to)
+        return hides_some
+
+
+class DkDv:
+    """One launch, after those of `DqDbias`; `hides_some` is the layout of what these return."""
+
+    def __init__(self, problem, gpu, shape, inputs, results, rows, hides_some):
+        p, x, y, tile = problem, inputs, results, KEYS_TILE
+        self._extras_of = build_extras(p.options)
+        self.launch = Launch(
+            "sm80.dk_dv.build",
+            (p.dtype, shape, p.options.structure, tile),
+            gpu,
+            grid=grid.items(p, p.nk, p.hk, tile.block_n),
+            threads=tile.threads,
+            shared_bytes=tile.layout(*shape.columns).bytes,
+            operands=(
+                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (y.dk, 5), (y.dv, 5)),
+                *((rows, 5), (hides_some, 1)),
+            ),
+            extras=grid.extras_layouts(p, x),
+            numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
+        )
+
+    def run(self, x, rows, results, hides_some) -> None:
+        """Launch it."""
+        operands = x.do, x.q, x.k, x.v, results.dk, results.dv, rows, hides_some
+        self.launch(*operands, extras=self._extras_of(x))
