@@ -78,4 +78,4 @@ class Dbias:
         def sum_to(out):
             self._sum(read.do, read.q, read.k, read.v, rows, out, extras=extras, numbers=numbers)
 
-        self._shares.run(dbias, sum_to)
+        self._shares.run(results.dbias, sum_to)

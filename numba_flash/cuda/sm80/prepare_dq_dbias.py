@@ -1,5 +1,5 @@
-"""dQ and the gradient of the bias at once, beside dK and dV, in the `sm80` tier from the host, where
-a bias is all that changes scores: which kernels run with which grid.
+"""dQ and the gradient of the bias at once, beside dK and dV, in the `sm80` tier from the host, if a
+bias is all that changes scores: which kernels run with which grid.
 """
 
 import math

@@ -23,10 +23,10 @@ SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
 BEYOND_SOFTCAP = ("score_mod", "bias", "mask", "dropout")
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
-# Up to here tiles have too few products to hide the loads of a bias or a mask: for a mask of each
-# pair sm80, with more warps, took 0.90 of the time at D = 64, and 1.17 of it at 128 (H200, N =
-# 4096).
-MOST_WAITING = 64
+# Up to here tiles have too few products to hide the loads of a bias or a mask of each pair. Time of
+# sm80, with more warps, over that of sm90 on an H200: forward, N = 4096, a mask, 0.90 at D = 64, 1.17
+# at 128; backward, N = 384, a bias, 0.85 at D = 32, with its gradient 0.77; N = 2048, D = 64, 1.09.
+MOST_WAITING = {"forward": 64, "backward": 32}
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
@@ -78,10 +78,11 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return None
     if kind == "forward" and not demanded and grid.bound_by_memory(problem):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
-    if kind == "forward" and not demanded and _waits(problem, inputs):
+    if not demanded and _waits(kind, problem, inputs):
         return (
             "serves a bias or a mask of each pair up to head dimension"
-            f" {MOST_WAITING} on demand only (backend='sm90'): it waits for it longer than others"
+            f" {MOST_WAITING[kind]} on demand only (backend='sm90'): it waits for it longer than"
+            " others"
         )
     if problem.dtype == "float32":
         return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
@@ -92,12 +93,12 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
 
 
-def _waits(p, inputs) -> bool:
+def _waits(kind: str, p, inputs) -> bool:
     """True if a warp waits for what it reads of each pair for longer than its products take."""
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
     of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
-    return of_pairs and max(p.d, p.dv) <= MOST_WAITING
+    return of_pairs and max(p.d, p.dv) <= MOST_WAITING[kind]
 
 
 def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
