@@ -23,6 +23,17 @@ def pitch(head_dim: int) -> int:
     return 2 * (padded(head_dim) + CHUNK)
 
 
+class SharedRows(NamedTuple):
+    """Where warps that share rows keep in shared memory what they tell each other, in bytes: P, and
+    a number for each row of a warp; what there is in all; and the pitch of V.
+    """
+
+    p: int
+    numbers: int
+    bytes: int
+    pitch_v: int
+
+
 @dataclass(frozen=True)
 class Tile:
     """Shape of a block of the forward pass.
@@ -39,6 +50,9 @@ class Tile:
         Q stays in registers.
     min_blocks : int
         Blocks per multiprocessor that the register allocation must allow.
+    ways : int
+        So many warps, 1 or 2, share rows, each with its part of their scores, and of the columns of
+        O (`numba_flash.cuda.sm80.share`).
     """
 
     warps: int
@@ -47,24 +61,38 @@ class Tile:
     stages: int
     q_registers: bool
     min_blocks: int
+    ways: int = 1
     group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.few_tiles`
 
     @property
     def block_m(self) -> int:
-        return ROWS * self.m_tiles * self.warps
+        return ROWS * self.m_tiles * self.warps // self.ways
 
     @property
     def warp_n(self) -> int:
-        return self.block_n
+        return self.block_n // self.ways
 
     @property
     def threads(self) -> int:
         return WARP * self.warps
 
+    def columns(self, dv: int) -> int:
+        """Of a tile of V or O: whole steps of a product for each of the warps that share them."""
+        return -(-dv // (ROWS * self.ways)) * ROWS * self.ways
+
     def shared_bytes(self, d: int, dv: int) -> int:
-        """Q, or O on its way out; K and V."""
-        q = self.block_m * max(pitch(d), pitch(dv))
-        return q + self.stages * self.block_n * (pitch(d) + pitch(dv))
+        """Q, or O on its way out; K and V; what warps tell each other."""
+        return self.shared(d, dv).bytes
+
+    def shared(self, d: int, dv: int) -> SharedRows:
+        pitch_v = pitch(self.columns(dv))
+        q = self.block_m * max(pitch(d), pitch_v)
+        p = q + self.stages * self.block_n * (pitch(d) + pitch_v)
+        if self.ways == 1:
+            return SharedRows(p, p, p, pitch_v)
+        rows = self.warps * ROWS * self.m_tiles
+        numbers = p + rows * KEYS * 2
+        return SharedRows(p, numbers, numbers + rows * 4, pitch_v)
 
 
 class BackwardLayout(NamedTuple):
