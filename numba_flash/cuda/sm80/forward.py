@@ -94,9 +94,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     if FEW:
         load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
-    load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
-    of_v = options, tile.columns(COLUMNS_V)
-    load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, *of_v)
+    of_keys = THREADS, place_of_key, ASYNCHRONOUS, options
+    load_k = build_load_keys(BLOCK_N, COLUMNS_K, *of_keys)
+    load_v = build_load_keys(BLOCK_N, COLUMNS_V, *of_keys, tile.columns(COLUMNS_V))
     scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)

@@ -89,7 +89,8 @@ def build_load(
             for step in range(ROWS // STEP):
                 at = u32(target + u32(place(i32(step * STEP)) * PITCH))
                 i = i32(first + row0 + step * STEP)
-                for c in range(0, CHUNKS, ACROSS):
+                one(at, x, source, i, chunk, rest > i32(step * STEP))
+                for c in range(ACROSS, CHUNKS, ACROSS):
                     here, there = u32(at + u32(c * (2 * CHUNK))), u64(source + u64(c * (2 * CHUNK)))
                     one(here, x, there, i, i32(chunk + c), rest > i32(step * STEP))
                 source = u64(source + u64(i64(STEP) * stride))
