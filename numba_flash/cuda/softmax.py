@@ -131,17 +131,12 @@ def build_online(count, careful=False):
 
 
 class Raise(NamedTuple):
-    """Functions that rescale O and l where scores have outgrown the shift of a row.
+    """Functions that rescale O and l where scores have outgrown the shift of a row:
+    ``all(s, acc, m_i, l_i, scale_log2)`` of a warp that has its rows alone, and its halves,
+    ``find(best, s, m_i, scale_log2)``, whether a row needs it, with the largest of this lane's
+    scores, and ``rescale(best, acc, m_i, l_i, scale_log2)``, with the largest of all.
 
-    Attributes
-    ----------
-    all : function
-        ``all(s, acc, m_i, l_i, scale_log2)``, of a warp that has its rows alone. Most tiles need
-        it nowhere; what lanes know of their own scores tells.
-    find, rescale : function
-        Its halves, between which those who share rows agree: ``find(best, s, m_i, scale_log2)``,
-        whether a row needs it, and the largest of this lane's scores; ``rescale(best, acc, m_i,
-        l_i, scale_log2)``, with the largest of all.
+    Most tiles need it nowhere; what lanes know of their own scores tells.
     """
 
     all: Any

@@ -107,7 +107,7 @@ class Count:
 
 
 def _block_reduction(machine, each):
-    """A barrier of all threads of a block, or of so many, which tells each of them of how many, or whether of any or all, a predicate is true."""
+    """A barrier of all threads of a block, or of so many, which tells each of how many, or whether of any or all, a predicate is true."""
     destination, *names, text = each.operands
     number, threads = (reader(machine, name, np.uint32) for name in (names if len(names) > 1 else [*names, "0"]))
     get = predicate(machine, text)

@@ -287,6 +287,7 @@ PROBLEMS |= {
     "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
     "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
+    "mma, D136": mma(d=136, nq=200, nk=300, capability=(9, 0), options=STEEP),
 }
 
 

@@ -27,7 +27,7 @@ from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import few, products
 from numba_flash.cuda.sm80.block import build_block
-from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
+from numba_flash.cuda.sm80.load import build_load, build_store_floats
 from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.share import build_share
 from numba_flash.cuda.sm80.tiles import padded, pitch
@@ -60,13 +60,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     with its signature and compile options.
     """
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
-    WARP_N, GROUP, FEW = tile.warp_n, tile.group, tile.group > 0
-    WAYS, SHARED = tile.ways, tile.ways > 1
+    WARP_N, WAYS, GROUP, FEW = tile.warp_n, tile.ways, tile.group, tile.group > 0
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
     ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES
     D, DV = padded(shape.head_dim), tile.columns(shape.head_dim_v) // WAYS  # of a warp
     SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split > 0, shape.columns  # of a row of a tile
-    PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(tile.columns(COLUMNS_V))
+    ALL_V = tile.columns(COLUMNS_V)  # with those that no warp may lack
+    PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(ALL_V)
     K_SMEM = BLOCK_M * max(PITCH_K, PITCH_V)
     V_SMEM = K_SMEM + STAGES * BLOCK_N * PITCH_K
     # columns of Q and K after which V is loaded, if there is no room for that before
@@ -94,26 +94,21 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     if FEW:
         load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
-    of_keys = THREADS, place_of_key, ASYNCHRONOUS, options
-    load_k = build_load_keys(BLOCK_N, COLUMNS_K, *of_keys)
-    load_v = build_load_keys(BLOCK_N, COLUMNS_V, *of_keys, tile.columns(COLUMNS_V))
+    load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
+    of_v = BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options
+    load_v = build_load_keys(*of_v, ALL_V)
     scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
-    raise_shifts = raising.all
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, False, shape.turing)
     list_of, listed = tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
-    put = products.build_put(M_TILES, DV, PITCH_V, dtype == "bfloat16", shape.turing)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
-    STORED = WARP_ROWS // WAYS  # rows that a warp stores
-    store = build_store(STORED, shape.head_dim_v, shape.wide, None, tile.columns(shape.head_dim_v))
-    if SHARED:
-        kind = products.Kind(dtype == "bfloat16", shape.turing)
-        raise_both, values_both, add_sums, meet = build_share(kind, tile, shape, DV, raising)
+    share = build_share(tile, shape, dtype == "bfloat16", raising, values, store_floats)
+    raise_shifts, values, add_sums, store_floats, store = share
 
     @inline
     def hide(s, row, col0, clear, unclear, keys, low, high):
@@ -223,7 +218,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         clear, unclear = i32(clear), i32(unclear)
         col0, key0 = i32(last * BLOCK_N), i32(key_warp * WARP_N)  # of the tile, of the warp in it
         column, slot = i32(col0 + key0 + fragment.first_key()), u32(0)
-        o_column = u32(key_warp * DV) if SHARED else u32(0)  # the first of the warp's O
         if SPLIT:
             of_head = extras.factors[index(at.b0), index(x.b1), index(x.kv_head)]
             factor = of_head[0] * of_head[1]
@@ -277,10 +271,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             else:
                 hide(s, row, i32(col0 + key0), clear, unclear, nk, low, high)
             # (2) m_i, O = alpha O
-            if SHARED:
-                raise_both(s, acc, m_i, l_i, scale_log2, smem)
-            else:
-                raise_shifts(s, acc, m_i, l_i, scale_log2)
+            raise_shifts(s, acc, m_i, l_i, scale_log2, smem)
             # (3) P, (4) l_i
             exponentials(s, m_i, l_i, scale_log2)
             if DROPOUT:
@@ -288,10 +279,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             # (5) O += P V
             pack(p, s)
             v_tile = u32(smem + u32(V_SMEM) + slot * u32(V_BYTES) + u32(key0 * PITCH_V))
-            if SHARED:
-                values_both(acc, p, u32(v_tile + o_column * u32(2)), smem)
-            else:
-                values(acc, p, v_tile)
+            values(acc, p, v_tile, smem)
             if STAGES > 1:
                 slot = slot ^ u32(1)
             col0, whole = next0, next_whole
@@ -301,8 +289,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             ptx.copy_wait()  # also zeros of what would be the next tile
         if FEW:
             gather(smem, m_i, l_i, factor_of_warp, scale_log2)
-        if SHARED:
-            add_sums(l_i, smem)
+        add_sums(l_i, smem)
         finish(m_i, l_i, inverse, row, key_warp == 0, x, missed, scale_log2, extras, parameters)
         if FEW:
             for r in range(ROWS):
@@ -314,19 +301,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 centre = extras.centres[1, index(at.b0), index(x.b1), index(x.kv_head)]
                 for r in range(ROWS):
                     m_i[r] = f32(0 if inverse[r] == f32(0) else 1)
-            o = x.o[:, index(o_column) :] if SHARED else x.o
-            store_floats(o, acc, inverse, row, x.rows, centre, m_i)
+            store_floats(x.o, acc, inverse, row, x.rows, centre, m_i)
         else:
-            o_warp = u32(smem + u32(row_warp * WARP_ROWS * PITCH_V))
             cuda.syncthreads()  # Q has been read
-            put(u32(o_warp + o_column * u32(2)), acc, inverse)
-            if SHARED:
-                meet()  # all of their rows are there
-            else:
-                cuda.syncwarp()  # all of the warp's rows are there
-            stored = i32(key_warp * STORED)
-            o_warp = u32(o_warp + u32(stored * PITCH_V))
-            store(o_warp, x.o, i32(row0 + row_warp * WARP_ROWS + stored), x.rows)
+            store(smem, x, acc, inverse)
 
     signature = signature_of(options, SPLIT, FLOATS, () if FEW else ("tiles",))
     return forward_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

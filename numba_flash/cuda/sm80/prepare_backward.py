@@ -24,8 +24,8 @@ from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80 import backward_tiles, float64_tiles
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
-from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
+from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 

@@ -1,4 +1,4 @@
-"""Two warps that share rows of the forward pass, for head dimensions at which one warp has
+"""Warps that share rows of the forward pass. Two do so for head dimensions at which one warp has
 registers for 16 rows of O alone: each makes the scores of its part of a tile's keys, and has its
 part of the columns of O.
 
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.tiles import KEYS, WARP
+from numba_flash.cuda.sm80.load import build_store
+from numba_flash.cuda.sm80.tiles import KEYS, WARP, pitch
 
 PAIR = 2 * WARP  # threads
 FIRST_BARRIER = 1  # of those with numbers; 0 is that of all threads
@@ -26,21 +28,25 @@ class Share(NamedTuple):
     Attributes
     ----------
     raise_shifts : function
-        ``raise_shifts(s, acc, m_i, l_i, scale_log2, smem)``: as `numba_flash.cuda.softmax.Raise`
-        has it for a warp alone.
+        ``raise_shifts(s, acc, m_i, l_i, scale_log2, smem)``: `numba_flash.cuda.softmax.Raise`, for
+        all scores of the warp's rows.
     values : function
-        ``values(acc, p, v, smem)``: O += P V, of the warp's columns; p is packed P of its own keys,
-        whose values are at v, columns included.
+        ``values(acc, p, v, smem)``: O += P V, in the warp's columns; p is P of its own keys, whose
+        values are at v.
     add_sums : function
-        ``add_sums(l_i, smem)``: l of all keys, in the first lane of a row alone.
-    meet : function
-        ``meet()``: the two wait for each other.
+        ``add_sums(l_i, smem)``: l of all keys.
+    store_floats : function
+        As `numba_flash.cuda.sm80.load.build_store_floats` makes it, in the warp's columns.
+    store : function
+        ``store(smem, x, acc, inverse)``: rows of O, each times its `inverse`, by way of shared
+        memory to those of a `numba_flash.cuda.sm80.block.Block`.
     """
 
     raise_shifts: Any
     values: Any
     add_sums: Any
-    meet: Any
+    store_floats: Any
+    store: Any
 
 
 class Rounds(NamedTuple):
@@ -105,8 +111,8 @@ def build_values(kind, tile, shared, columns):
     M_TILES, WARP_N, ROUNDS = tile.m_tiles, tile.warp_n, tile.warp_n // KEYS
     QUADS = M_TILES * KEYS // 16  # of four words of P: a step of a product
     ALL, BYTES, PAIRS = 4 * QUADS, QUADS * WARP * QUAD_BYTES, tile.warp_n // 4
-    WORDS, PITCH, NEXT = shared.p, shared.pitch_v, KEYS * shared.pitch_v
-    product = products.build_nn(kind, M_TILES, columns, KEYS, PITCH)
+    WORDS, PITCH, NEXT, OWN = shared.p, shared.pitch_v, KEYS * shared.pitch_v, columns
+    product = products.build_nn(kind, M_TILES, OWN, KEYS, PITCH)
     meet, _ = build_meet()
 
     @inline
@@ -138,9 +144,12 @@ def build_values(kind, tile, shared, columns):
 
     @inline
     def values(acc, p, v, smem):
-        warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
+        thread = ptx.thread_here()
+        warp, lane = i32(thread // 32), i32(thread % 32)
         words = u32(smem + u32(WORDS + lane * QUAD_BYTES))
-        v_other = u32(v + u32((1 - 2 * (warp % 2)) * (WARP_N * PITCH)))
+        part = i32(warp % 2)
+        v = u32(v + u32(part * (2 * OWN)))
+        v_other = u32(v + u32((1 - 2 * part) * (WARP_N * PITCH)))
         own, other = u32(words + u32(warp * BYTES)), u32(words + u32((warp ^ 1) * BYTES))
         x = Rounds(acc, p, v, v_other, own, other)
         put(i32(0), x)
@@ -149,17 +158,67 @@ def build_values(kind, tile, shared, columns):
     return values
 
 
-def build_share(kind, tile, shape, columns, raise_):
-    """The `Share` of a tile, with so many `columns` of a warp's O."""
+@once
+def build_store_rows(tile, shape, bfloat16, meet):
+    """``store(smem, x, acc, inverse)`` of `Share`."""
+    WAYS, M_TILES, WARP_ROWS, STORED = tile.ways, tile.m_tiles, *tile.rows_of_warp
+    COLUMNS = tile.columns(shape.head_dim_v)
+    OWN, PITCH = COLUMNS // WAYS, pitch(COLUMNS)
+    put = products.build_put(M_TILES, OWN, PITCH, bfloat16, shape.turing)
+    store_rows = build_store(STORED, shape.head_dim_v, shape.wide, None, COLUMNS)
+
+    @inline
+    def store(smem, x, acc, inverse):
+        warp = i32(cuda.threadIdx.x // 32)
+        first, part = i32(warp // WAYS * WARP_ROWS), i32(warp % WAYS)
+        put(u32(smem + u32(first * PITCH + part * (2 * OWN))), acc, inverse)
+        meet()  # all of their rows are there
+        first = i32(first + part * STORED)
+        store_rows(u32(smem + u32(first * PITCH)), x.o, i32(x.row0 + first), x.rows)
+
+    return store
+
+
+def build_alone(tile, shape, bfloat16, raising, values, store_floats):
+    """The `Share` of warps that have their rows alone."""
+    raise_all = raising.all
+
+    @inline
+    def raise_shifts(s, acc, m_i, l_i, scale_log2, smem):
+        raise_all(s, acc, m_i, l_i, scale_log2)
+
+    @inline
+    def values_of_all(acc, p, v, smem):
+        values(acc, p, v)
+
+    @inline
+    def add_sums(l_i, smem):
+        pass
+
+    @inline
+    def meet():
+        cuda.syncwarp()
+
+    store = build_store_rows(tile, shape, bfloat16, meet)
+    return Share(raise_shifts, values_of_all, add_sums, store_floats, store)
+
+
+def build_share(tile, shape, bfloat16, raising, values, store_floats):
+    """The `Share` of a tile; with `values` of warps that have their rows alone, and
+    `store_floats` of as many columns as a warp has.
+    """
+    if tile.ways == 1:
+        return build_alone(tile, shape, bfloat16, raising, values, store_floats)
     shared, ROWS = tile.shared(shape.head_dim, shape.head_dim_v), 2 * tile.m_tiles
+    OWN = tile.columns(shape.head_dim_v) // tile.ways
     meet, meet_any = build_meet()
     exchange = build_exchange(tile, shared)
-    find, rescale = raise_.find, raise_.rescale
+    find, rescale = raising.find, raising.rescale
 
     @inline
     def raise_shifts(s, acc, m_i, l_i, scale_log2, smem):
         best, others = cuda.local.array(ROWS, f32), cuda.local.array(ROWS, f32)
-        # P of the tile before has been read, too
+        # by now P of the tile before has been read, too
         if meet_any(find(best, s, m_i, scale_log2)):
             for r in range(ROWS):
                 best[r] = fragment.row_maximum(best[r])
@@ -174,8 +233,15 @@ def build_share(kind, tile, shape, columns, raise_):
         for r in range(ROWS):
             l_i[r] = fragment.row_sum(l_i[r])
         exchange(l_i, others, smem)
-        for r in range(ROWS):
+        for r in range(ROWS):  # the sum over lanes follows
             total = l_i[r] + others[r]
             l_i[r] = total if cuda.threadIdx.x % 4 == 0 else f32(0)
 
-    return Share(raise_shifts, build_values(kind, tile, shared, columns), add_sums, meet)
+    @inline
+    def store_columns(x, acc, factor, row, stop, centre, weight):
+        own = x[:, index(cuda.threadIdx.x // 32 % 2 * OWN) :]
+        store_floats(own, acc, factor, row, stop, centre, weight)
+
+    values = build_values(products.Kind(bfloat16, shape.turing), tile, shared, OWN)
+    store = build_store_rows(tile, shape, bfloat16, meet)
+    return Share(raise_shifts, values, add_sums, store_columns, store)

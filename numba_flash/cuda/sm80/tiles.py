@@ -72,6 +72,11 @@ class Tile:
         return self.block_n // self.ways
 
     @property
+    def rows_of_warp(self) -> tuple[int, int]:
+        """Those that it works on, and those of O that it stores."""
+        return ROWS * self.m_tiles, ROWS * self.m_tiles // self.ways
+
+    @property
     def threads(self) -> int:
         return WARP * self.warps
 
