@@ -144,7 +144,7 @@ def build_values(kind, tile, shared, columns):
 
     @inline
     def values(acc, p, v, smem):
-        thread = ptx.thread_here()
+        thread = ptx.thread_here()  # for registers
         warp, lane = i32(thread // 32), i32(thread % 32)
         words = u32(smem + u32(WORDS + lane * QUAD_BYTES))
         part = i32(warp % 2)
