@@ -15,8 +15,9 @@ import numba_flash
 from numba_flash import BlockMask
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm80.backward_tiles import BACKWARD_TILES
 from numba_flash.cuda.sm80.few_tiles import FEW_TILES
-from numba_flash.cuda.sm80.tiles import BACKWARD_TILES, FORWARD_TILES
+from numba_flash.cuda.sm80.tiles import FORWARD_TILES
 from numba_flash.pages import PagedInputs
 from numba_flash.plan import choose, tier
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind, bind_paged

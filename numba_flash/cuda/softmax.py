@@ -130,21 +130,31 @@ def build_online(count, careful=False):
     return online
 
 
-@once
-def build_raise(count, outputs, tiles, lazy=LAZY, arithmetic=FLOAT32):
-    """``raise_shifts(s, acc, m_i, l_i, scale_log2)``: shifts that suit these scores too, with O and
-    l rescaled, if a row of the warp needs that, by more than `lazy`. There are `count` scores and
-    `outputs` registers of O of each tile.
+class Raise(NamedTuple):
+    """Functions that rescale O and l where scores have outgrown the shift of a row:
+    ``all(s, acc, m_i, l_i, scale_log2)`` of a warp that has its rows alone, and its halves,
+    ``find(best, s, m_i, scale_log2)``, whether a row needs it, with the largest of this lane's
+    scores, and ``rescale(best, acc, m_i, l_i, scale_log2)``, with the largest of all.
 
     Most tiles need it nowhere; what lanes know of their own scores tells.
+    """
+
+    all: Any
+    find: Any
+    rescale: Any
+
+
+@once
+def build_raise(count, outputs, tiles, lazy=LAZY, arithmetic=FLOAT32):
+    """The `Raise` for shifts that scores exceed by no more than `lazy`, of `count` scores and
+    `outputs` registers of O of each tile.
     """
     ROWS, COUNT, GROUPS, OUTPUTS, MOST = 2 * tiles, count, count // 4, outputs // 4, lazy
     ACC, maximum = arithmetic.number, arithmetic.maximum
     power, highest = arithmetic.power, arithmetic.row_maximum
 
     @inline
-    def raise_shifts(s, acc, m_i, l_i, scale_log2):
-        best = cuda.local.array(ROWS, ACC)  # of this lane's scores
+    def find(best, s, m_i, scale_log2):
         needed = False
         for r in range(ROWS):
             e = r // 2 * COUNT + 2 * (r % 2)
@@ -155,20 +165,30 @@ def build_raise(count, outputs, tiles, lazy=LAZY, arithmetic=FLOAT32):
                 other = maximum(other, maximum(s[4 * j + 4 + e], s[4 * j + 5 + e]))
             best[r] = maximum(one, other)
             needed = needed or (best[r] - m_i[r]) * scale_log2 > ACC(MOST)
-        if cuda.any_sync(ALL_LANES, needed):
-            for r in range(ROWS):
-                m_new = highest(best[r])
-                alpha = ACC(1)
-                if (m_new - m_i[r]) * scale_log2 > ACC(MOST):
-                    alpha = power((m_i[r] - m_new) * scale_log2)
-                    m_i[r] = m_new
-                l_i[r] *= alpha
-                for j in range(OUTPUTS):
-                    e = r // 2 * OUTPUTS * 4 + 4 * j + 2 * (r % 2)
-                    acc[e] *= alpha
-                    acc[e + 1] *= alpha
+        return needed
 
-    return raise_shifts
+    @inline
+    def rescale(best, acc, m_i, l_i, scale_log2):
+        for r in range(ROWS):
+            alpha = ACC(1)
+            if (best[r] - m_i[r]) * scale_log2 > ACC(MOST):
+                alpha = power((m_i[r] - best[r]) * scale_log2)
+                m_i[r] = best[r]
+            l_i[r] *= alpha
+            for j in range(OUTPUTS):
+                e = r // 2 * OUTPUTS * 4 + 4 * j + 2 * (r % 2)
+                acc[e] *= alpha
+                acc[e + 1] *= alpha
+
+    @inline
+    def all_of_them(s, acc, m_i, l_i, scale_log2):
+        best = cuda.local.array(ROWS, ACC)  # of each row
+        if cuda.any_sync(ALL_LANES, find(best, s, m_i, scale_log2)):
+            for r in range(ROWS):
+                best[r] = highest(best[r])
+            rescale(best, acc, m_i, l_i, scale_log2)
+
+    return Raise(all_of_them, find, rescale)
 
 
 @once

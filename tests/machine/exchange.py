@@ -107,32 +107,36 @@ class Count:
 
 
 def _block_reduction(machine, each):
-    """A barrier of all threads of a block, which tells each of them of how many, or whether of any or all, a predicate is true."""
-    destination, number, text = each.operands
-    number, get = int(number), predicate(machine, text)
+    """A barrier of all threads of a block, or of so many, which tells each of how many, or whether of any or all, a predicate is true."""
+    destination, *names, text = each.operands
+    number, threads = (reader(machine, name, np.uint32) for name in (names if len(names) > 1 else [*names, "0"]))
+    get = predicate(machine, text)
     kind = each.opcode.removeprefix("bar.red.")
     decide = {"popc.u32": lambda n, all_: np.uint32(n), "or.pred": lambda n, all_: n > 0, "and.pred": lambda n, all_: n == all_}[kind]
 
     def run(warp):
         if not warp.gathers():
             return
-        block = warp.block
-        threads = block.machine.threads
-        count = block.counts.setdefault(number, Count(Meeting(block.order)))
-        count.of.arrived += int(warp.lanes.sum())
+        block, lane = warp.block, int(np.flatnonzero(warp.lanes)[0])
+        key = int(spread(number(warp))[lane])
+        expected = int(spread(threads(warp))[lane]) or block.machine.threads
+        count = block.counts.setdefault(key, Count(Meeting(block.order)))
+        count.of.arrived += LANES
+        if count.of.arrived > expected:
+            raise Fault(f"{count.of.arrived} threads at barrier {key}, which waits for {expected}")
         count.true += int((spread(get(warp)) & warp.lanes).sum())
         block.order.meet(warp)
         count.of.known.join(block.order.released(warp))
 
         def goes_on():
             warp.clocks.join(count.of.known)
-            warp.write(destination, np.full(LANES, decide(count.true, threads)))
+            warp.write(destination, np.full(LANES, decide(count.true, expected)))
 
-        if count.of.arrived < threads:
-            warp.wait_for(f"barrier {number}, line {each.line}", lambda: count.of.complete, goes_on)
+        if count.of.arrived < expected:
+            warp.wait_for(f"barrier {key}, line {each.line}", lambda: count.of.complete, goes_on)
             return
         count.of.complete = True
-        del block.counts[number]
+        del block.counts[key]
         machine.events += 1
         goes_on()
 

@@ -3,6 +3,7 @@
 from mutants import Mutant
 
 FORWARD, BACKWARD, SHARED = "cuda/sm80/forward.py", "cuda/sm80/backward.py", "cuda/sm80/backward_shared.py"
+SHARE = "cuda/sm80/share.py"
 LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
 DMMA = "cuda/ptx/mma_float64.py"
 DOUBLE_FORWARD, DOUBLE_BACKWARD = "cuda/sm80/forward_float64.py", "cuda/sm80/backward_float64.py"
@@ -33,13 +34,13 @@ MUTANTS_SM80 = (
     ),
     Mutant("the next keys in the slot of these", FORWARD, "load_keys(smem, slot ^ u32(1),", "load_keys(smem, slot,", "mma"),
     Mutant("K overwritten in the only slot", FORWARD, "            cuda.syncthreads()  # V is there; K has been read\n", "", "mma, D128"),
-    Mutant("rows of O before they are there", FORWARD, "            cuda.syncwarp()  # all of the warp's rows are there\n", "", "mma"),
+    Mutant("rows of O before they are there", SHARE, "        cuda.syncwarp()\n", "        pass\n", "mma"),
     # ---- tiles and their products
     Mutant(
         "values in the order of their keys",
         FORWARD,
-        "load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, place_of_key,",
-        "load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, None,",
+        "BLOCK_N, COLUMNS_V, THREADS, place_of_key,",
+        "BLOCK_N, COLUMNS_V, THREADS, None,",
         "mma",
     ),
     Mutant("what follows the last key", LOAD, "u32(1) if there else u32(0)", "u32(1)", "mma, lengths"),
@@ -58,7 +59,7 @@ MUTANTS_SM80 = (
     ),
     Mutant("the same eight columns twice", MMA, "a[step * 4 // steps :][: 4 // steps]", "a[: 4 // steps]", "mma, Turing"),
     # ---- softmax and the mask
-    Mutant("a sum with another shift", SOFTMAX, "                l_i[r] *= alpha\n", "", "mma, steep"),
+    Mutant("a sum with another shift", SOFTMAX, "            l_i[r] *= alpha\n", "", "mma, steep"),
     Mutant(
         "rows of another lane",
         FORWARD,
@@ -194,6 +195,19 @@ MUTANTS_SM80 = (
         "index(b1), index(h)] != 0",
         "split, gradients, a NaN",
     ),
+    # ---- warps that share rows
+    Mutant("P before the other warp has put it", SHARE, "        meet()  # P of the other warp is there\n", "", "mma, D136"),
+    Mutant("P over P that is read", SHARE, "            meet()  # and has been read\n", "", "mma, D136"),
+    Mutant(
+        "P of the other warp with values of its own", SHARE, "u32(x.v_other + u32(n * NEXT))", "u32(x.v_own + u32(n * NEXT))", "mma, D136"
+    ),
+    Mutant("the first keys of the other warp alone", SHARE, "u32(x.v_other + u32(n * NEXT))", "x.v_other", "mma, D136"),
+    Mutant("a shift of a warp's own", SHARE, "ptx.maximum(best[r], others[r])", "best[r]", "mma, D136"),
+    Mutant("a sum over half of the keys", SHARE, "total = l_i[r] + others[r]", "total = l_i[r]", "mma, D136"),
+    Mutant("one barrier for all that share rows", SHARE, "FIRST_BARRIER + cuda.threadIdx.x // PAIR", "FIRST_BARRIER", "mma, D136"),
+    Mutant("warps that do not agree to rescale", SHARE, "u32(1) if true else u32(0)", "u32(cuda.threadIdx.x // 32 % 2)", "mma, D136"),
+    Mutant("O before the other warp has put its columns", SHARE, "        meet()  # all of their rows are there\n", "", "mma, D136"),
+    Mutant("the same columns of O for both", SHARE, "u32(part * (2 * OWN))", "u32(0 * part)", "mma, D136"),
     # ---- backward
     Mutant(
         "no barrier between tiles of queries",

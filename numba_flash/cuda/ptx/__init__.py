@@ -6,6 +6,9 @@ code of them.
 """
 
 from numba_flash.cuda.ptx.barrier import (
+    barrier_any as barrier_any,
+)
+from numba_flash.cuda.ptx.barrier import (
     barrier_arrive as barrier_arrive,
 )
 from numba_flash.cuda.ptx.barrier import (

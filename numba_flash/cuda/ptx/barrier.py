@@ -30,6 +30,12 @@ fence_mbarrier_init = instruction(
 )
 
 barrier_sync = instruction("barrier_sync", "bar.sync $0, $1;", _void, u32, u32)
+# Whether the last argument is not 0 for a thread of those that wait.
+barrier_any = instruction(
+    "barrier_any",
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; bar.red.or.pred p, $1, $2, p; selp.u32 $0, 1, 0, p; }",
+    u32, u32, u32, u32,
+)  # fmt: skip
 barrier_arrive = instruction("barrier_arrive", "bar.arrive $0, $1;", _void, u32, u32)
 fence_proxy_async = instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", _void)
 

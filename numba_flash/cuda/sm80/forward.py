@@ -27,8 +27,9 @@ from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import few, products
 from numba_flash.cuda.sm80.block import build_block
-from numba_flash.cuda.sm80.load import build_load, build_store, build_store_floats
+from numba_flash.cuda.sm80.load import build_load, build_store_floats
 from numba_flash.cuda.sm80.load_pages import build_load_keys
+from numba_flash.cuda.sm80.share import build_share
 from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.softmax import RAISED_P
 
@@ -59,12 +60,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     with its signature and compile options.
     """
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
-    WARP_N, GROUP, FEW = tile.warp_n, tile.group, tile.group > 0
+    WARP_N, WAYS, GROUP, FEW = tile.warp_n, tile.ways, tile.group, tile.group > 0
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
     ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES
-    D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
+    D, DV = padded(shape.head_dim), tile.columns(shape.head_dim_v) // WAYS  # of a warp
     SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split > 0, shape.columns  # of a row of a tile
-    PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(COLUMNS_V)
+    ALL_V = tile.columns(COLUMNS_V)  # with those that no warp may lack
+    PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(ALL_V)
     K_SMEM = BLOCK_M * max(PITCH_K, PITCH_V)
     V_SMEM = K_SMEM + STAGES * BLOCK_N * PITCH_K
     # columns of Q and K after which V is loaded, if there is no room for that before
@@ -93,19 +95,20 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     if FEW:
         load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
     load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
-    load_v = build_load_keys(BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options)
+    of_v = BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options
+    load_v = build_load_keys(*of_v, ALL_V)
     scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
-    raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
+    raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, False, shape.turing)
     list_of, listed = tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
-    put = products.build_put(M_TILES, DV, PITCH_V, dtype == "bfloat16", shape.turing)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
-    store = build_store(WARP_ROWS, shape.head_dim_v, shape.wide)
+    share = build_share(tile, shape, dtype == "bfloat16", raising, values, store_floats)
+    raise_shifts, values, add_sums, store_floats, store = share
 
     @inline
     def hide(s, row, col0, clear, unclear, keys, low, high):
@@ -155,8 +158,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         return Tiles(first, count)
 
     @inline
-    def finish(m_i, l_i, inverse, row, x, missed, scale_log2, extras, parameters):
-        """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf."""
+    def finish(m_i, l_i, inverse, row, first, x, missed, scale_log2, extras, parameters):
+        """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf. The
+        `first` warp of those that have the row writes that.
+        """
         invalid = x.invalid
         if PAGED:  # what does not exist has not been read; now all threads hear of it
             invalid = invalid or cuda.syncthreads_or(missed) != 0
@@ -176,11 +181,11 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             if SEQUENCES and invalid:
                 inverse[r] = f32(NAN)
                 value = f32(NAN)
-            if WRITE_LSE and i < x.rows and cuda.threadIdx.x % 4 == 0:
-                if not FEW:
-                    x.lse[index(i)] = value
-                elif cuda.threadIdx.x < 32:  # all warps have the same
+            if WRITE_LSE and first and i < x.rows and cuda.threadIdx.x % 4 == 0:
+                if FEW:
                     x.lse[index(head_of(i)), index(query_of(i))] = value
+                else:
+                    x.lse[index(i)] = value
 
     def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
@@ -204,7 +209,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         last, whole = listed(seen, i32(first + count - 1))
         next_whole = whole
 
-        row_warp, key_warp = (i32(0), warp) if FEW else (warp, i32(0))
+        row_warp, key_warp = (i32(0), warp) if FEW else (i32(warp // WAYS), i32(warp % WAYS))
         q_warp = u32(smem + u32(row_warp * WARP_ROWS * PITCH_K))
         warp0 = i32(row0 + row_warp * WARP_ROWS)
         row = i32(warp0 + cuda.threadIdx.x % 32 // 4)
@@ -266,7 +271,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             else:
                 hide(s, row, i32(col0 + key0), clear, unclear, nk, low, high)
             # (2) m_i, O = alpha O
-            raise_shifts(s, acc, m_i, l_i, scale_log2)
+            raise_shifts(s, acc, m_i, l_i, scale_log2, smem)
             # (3) P, (4) l_i
             exponentials(s, m_i, l_i, scale_log2)
             if DROPOUT:
@@ -274,7 +279,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             # (5) O += P V
             pack(p, s)
             v_tile = u32(smem + u32(V_SMEM) + slot * u32(V_BYTES) + u32(key0 * PITCH_V))
-            values(acc, p, v_tile)
+            values(acc, p, v_tile, smem)
             if STAGES > 1:
                 slot = slot ^ u32(1)
             col0, whole = next0, next_whole
@@ -284,7 +289,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             ptx.copy_wait()  # also zeros of what would be the next tile
         if FEW:
             gather(smem, m_i, l_i, factor_of_warp, scale_log2)
-        finish(m_i, l_i, inverse, row, x, missed, scale_log2, extras, parameters)
+        add_sums(l_i, smem)
+        finish(m_i, l_i, inverse, row, key_warp == 0, x, missed, scale_log2, extras, parameters)
         if FEW:
             for r in range(ROWS):
                 inverse[r] *= factor_of_warp[r]
@@ -297,11 +303,8 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                     m_i[r] = f32(0 if inverse[r] == f32(0) else 1)
             store_floats(x.o, acc, inverse, row, x.rows, centre, m_i)
         else:
-            o_warp = u32(smem + u32(warp * WARP_ROWS * PITCH_V))
             cuda.syncthreads()  # Q has been read
-            put(o_warp, acc, inverse)
-            cuda.syncwarp()  # all of the warp's rows are there
-            store(o_warp, x.o, i32(row0 + warp * WARP_ROWS), x.rows)
+            store(smem, x, acc, inverse)
 
     signature = signature_of(options, SPLIT, FLOATS, () if FEW else ("tiles",))
     return forward_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

@@ -41,7 +41,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     scores = products.build_nt(M_TILES, BLOCK_N, D, PITCH_K, TERMS)
     values = products.build_nn(M_TILES, DV, BLOCK_N, PITCH_V, TERMS)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
-    raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES, arithmetic=softmax.FLOAT64)
+    raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES, arithmetic=softmax.FLOAT64).all
     exponentials = softmax.build_exponentials(SCORES, M_TILES, arithmetic=softmax.FLOAT64)
     hide_row = softmax.build_hide(SCORES, band == "both")
     store = products.build_store(M_TILES, DV, shape.wide)

@@ -12,6 +12,8 @@ from numba_flash.cuda.lang import cuda, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
 
+LINE = 8  # chunks, 128 bytes
+
 
 @inline
 def in_order(row):
@@ -45,6 +47,11 @@ def build_chunk(head_dim, columns, asynchronous):
     return chunk_of
 
 
+def chunks_across(chunks, threads):
+    """Of the chunks of a row, how many are loaded at the same time: all, or a line of memory."""
+    return LINE if threads % chunks and chunks % LINE == 0 else chunks
+
+
 @once
 def build_load(
     rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False
@@ -63,8 +70,9 @@ def build_load(
     PITCH, COMPACT, ROW_BYTES = pitch(columns), compact, 2 * head_dim
     CHUNKS = columns // CHUNK
     TOTAL = rows * CHUNKS
-    STEP = threads // CHUNKS  # rows that are loaded at the same time
-    REGULAR = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
+    ACROSS = chunks_across(CHUNKS, threads)
+    STEP = threads // ACROSS  # rows that are loaded at the same time
+    REGULAR = threads % ACROSS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
     place, one = place or in_order, build_chunk(head_dim, columns, asynchronous)
 
     @inline
@@ -74,7 +82,7 @@ def build_load(
         base = u64(ptx.global_address(x) + u64(i64(first) * stride))
         rest = i32(stop - first)
         if REGULAR:
-            row0, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
+            row0, chunk = i32(thread // ACROSS), i32(thread % ACROSS)
             source = u64(base + u64(i64(row0) * stride + i64(chunk * (2 * CHUNK))))
             target = u32(tile + u32(place(row0) * PITCH + chunk * (2 * CHUNK)))
             rest = i32(rest - row0)
@@ -82,6 +90,9 @@ def build_load(
                 at = u32(target + u32(place(i32(step * STEP)) * PITCH))
                 i = i32(first + row0 + step * STEP)
                 one(at, x, source, i, chunk, rest > i32(step * STEP))
+                for c in range(ACROSS, CHUNKS, ACROSS):
+                    here, there = u32(at + u32(c * (2 * CHUNK))), u64(source + u64(c * (2 * CHUNK)))
+                    one(here, x, there, i, i32(chunk + c), rest > i32(step * STEP))
                 source = u64(source + u64(i64(STEP) * stride))
         else:
             for number in range(thread, TOTAL, THREADS):

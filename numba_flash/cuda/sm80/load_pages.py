@@ -42,14 +42,14 @@ class Lookups(NamedTuple):
 
 
 @once
-def build_load_keys(rows, head_dim, threads, place, asynchronous, options):
+def build_load_keys(rows, head_dim, threads, place, asynchronous, options, columns=None):
     """``load(tile, x, first, stop)``: as `numba_flash.cuda.sm80.load.build_load` makes it, if there
     are no pages. Else x is a `numba_flash.cuda.pages.Cache`, `first` a multiple of `rows`, and
     where a page does not exist, there are zeros.
     """
     if options.paged is None:
-        return build_load(rows, head_dim, threads, place, asynchronous)
-    columns, size = padded(head_dim), options.paged.size
+        return build_load(rows, head_dim, threads, place, asynchronous, columns)
+    columns, size = columns or padded(head_dim), options.paged.size
     THREADS, PITCH, CHUNKS = threads, pitch(columns), columns // CHUNK
     TOTAL = rows * CHUNKS
     STEP = threads // CHUNKS  # rows that are loaded at the same time

@@ -21,11 +21,12 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import float64_tiles, prepare_dq_dbias, tiles
+from numba_flash.cuda.sm80 import backward_tiles, float64_tiles, prepare_dq_dbias
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
+from numba_flash.cuda.sm80.backward_tiles import BackwardTile
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.prepare_dq_dbias import DkDv, DqDbias
-from numba_flash.cuda.sm80.tiles import BackwardTile, hardware
+from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 LOG2E = math.log2(math.e)
@@ -101,7 +102,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     dropout. The same bits in every run if `deterministic`.
     """
     gpu = gpu or launch.gpu(inputs.q.device)
-    there, of = hardware(gpu.capability), float64_tiles if problem.dtype == "float64" else tiles
+    there = hardware(gpu.capability)
+    of = float64_tiles if problem.dtype == "float64" else backward_tiles
     p, tile = choose(problem, lambda p: of.backward_tile(p, there))
     deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0
     split = tile.split > 0

@@ -1,10 +1,9 @@
-"""Tiles of the `sm80` tier, what was measured, how they lie in shared memory; without Numba."""
+"""Tiles of the `sm80` tier's forward pass, what was measured, how they lie in shared memory; and
+what all of its tiles have in common. Numba is not imported here.
+"""
 
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
-
-from numba_flash.cuda.arguments import planes_of
 
 CHUNK = 8  # elements of 16 bits that are copied at a time
 WARP, ROWS = 32, 16  # threads of a warp; rows of one of its products
@@ -23,6 +22,17 @@ def pitch(head_dim: int) -> int:
     return 2 * (padded(head_dim) + CHUNK)
 
 
+class SharedRows(NamedTuple):
+    """Where warps that share rows keep in shared memory what they tell each other, in bytes: P, and
+    a number for each row of a warp; what there is in all; and the pitch of V.
+    """
+
+    p: int
+    numbers: int
+    bytes: int
+    pitch_v: int
+
+
 @dataclass(frozen=True)
 class Tile:
     """Shape of a block of the forward pass.
@@ -39,6 +49,9 @@ class Tile:
         Q stays in registers.
     min_blocks : int
         Blocks per multiprocessor that the register allocation must allow.
+    ways : int
+        So many warps, 1 or 2, share rows, each with its part of their scores, and of the columns of
+        O (`numba_flash.cuda.sm80.share`).
     """
 
     warps: int
@@ -47,119 +60,43 @@ class Tile:
     stages: int
     q_registers: bool
     min_blocks: int
+    ways: int = 1
     group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.few_tiles`
 
     @property
     def block_m(self) -> int:
-        return ROWS * self.m_tiles * self.warps
-
-    @property
-    def warp_n(self) -> int:
-        return self.block_n
-
-    @property
-    def threads(self) -> int:
-        return WARP * self.warps
-
-    def shared_bytes(self, d: int, dv: int) -> int:
-        """Q, or O on its way out; K and V."""
-        q = self.block_m * max(pitch(d), pitch(dv))
-        return q + self.stages * self.block_n * (pitch(d) + pitch(dv))
-
-
-class BackwardLayout(NamedTuple):
-    """Where a block of the backward pass keeps what in shared memory, in bytes: tiles of K, V, Q,
-    dO, dS^T, P^T, the lse and delta of queries, factors of parts of dS^T; what there is in all; and
-    pitches.
-    """
-
-    k: int
-    v: int
-    q: int
-    do: int
-    ds: int
-    p: int
-    rows: int
-    factors: int
-    bytes: int
-    pitch_k: int
-    pitch_v: int
-    pitch_ds: int
-
-
-@dataclass(frozen=True)
-class BackwardTile:
-    """Shape of a block of the backward pass.
-
-    Attributes
-    ----------
-    warps, m_tiles : int
-        Warps of a block; times 16, the keys of each.
-    block_m, columns : int
-        Queries of a tile, and those of which a warp has scores in registers at a time.
-    dq_warps : tuple of two ints
-        Warps along the rows and the columns of dQ.
-    stages : int
-        Tiles of Q, dO and dS that there is room for.
-    min_blocks : int
-        Blocks per multiprocessor that the register allocation must allow.
-    share : int
-        Row blocks that share a flag.
-    ways : int
-        So many warps share keys, each with its part of their scores, and of the columns of their dK
-        and dV; P and dS then go through shared memory (`numba_flash.cuda.sm80.backward_shared`).
-    dq_parts : int
-        A warp makes so many parts of its columns of dQ one after the other.
-    split : int
-        Of float32, how many numbers of 16 bits each has in its place.
-    """
-
-    warps: int
-    m_tiles: int
-    block_m: int
-    columns: int
-    dq_warps: tuple[int, int]
-    stages: int
-    min_blocks: int
-    share: int = 4
-    ways: int = 1
-    dq_parts: int = 1
-    split: int = 0
-
-    @property
-    def kernel(self) -> str:
-        """What builds the main kernel."""
-        if self.split:
-            return "sm80.backward_split.build"
-        return "sm80.backward.build" if self.ways == 1 else "sm80.backward_shared.build"
-
-    @property
-    def block_n(self) -> int:
         return ROWS * self.m_tiles * self.warps // self.ways
 
     @property
+    def warp_n(self) -> int:
+        return self.block_n // self.ways
+
+    @property
+    def rows_of_warp(self) -> tuple[int, int]:
+        """Those that it works on, and those of O that it stores."""
+        return ROWS * self.m_tiles, ROWS * self.m_tiles // self.ways
+
+    @property
     def threads(self) -> int:
         return WARP * self.warps
 
-    def padded(self, head_dim: int) -> int:
-        """Columns of a tile: whole steps of a product for each of the warps along dQ's columns."""
-        unit = ROWS * max(self.dq_warps[1] * self.dq_parts, self.ways)
-        return -(-head_dim // unit) * unit
+    def columns(self, dv: int) -> int:
+        """Of a tile of V or O: whole steps of a product for each of the warps that share them."""
+        return -(-dv // (ROWS * self.ways)) * ROWS * self.ways
 
-    def layout(self, d: int, dv: int) -> BackwardLayout:
-        planes = max(1, self.split)
-        pitch_k, pitch_v = pitch(planes * self.padded(d)), pitch(planes * self.padded(dv))
-        pitch_ds = pitch(planes * self.block_m)
-        p = self.block_n * pitch_ds
-        sizes = (
-            *(self.block_n * pitch_k, self.block_n * pitch_v),
-            *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
-            *((p, p) if self.ways > 1 else (self.stages * p, 0)),
-            self.stages * 2 * 4 * self.block_m,
-            4 * self.warps * self.block_m // self.columns if self.split else 0,
-        )
-        starts = accumulate(sizes, initial=0)
-        return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
+    def shared_bytes(self, d: int, dv: int) -> int:
+        """Q, or O on its way out; K and V; what warps tell each other."""
+        return self.shared(d, dv).bytes
+
+    def shared(self, d: int, dv: int) -> SharedRows:
+        pitch_v = pitch(self.columns(dv))
+        q = self.block_m * max(pitch(d), pitch_v)
+        p = q + self.stages * self.block_n * (pitch(d) + pitch_v)
+        if self.ways == 1:
+            return SharedRows(p, p, p, pitch_v)
+        rows = self.warps * ROWS * self.m_tiles
+        numbers = p + rows * KEYS * 2
+        return SharedRows(p, numbers, numbers + rows * 4, pitch_v)
 
 
 class Hardware(NamedTuple):
@@ -223,8 +160,11 @@ FORWARD_TILES = (
     Row(128, 163 * KB, Tile(4, 2, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 2, 32, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
-    # 317, 273; Tile(8, 1, 64, 1, False, 1) 311, 267
-    Row(256, 227 * KB, Tile(8, 1, 128, 1, False, 1)),
+    # at D = 192 warps that share rows lose 1 to 4 %
+    Row(192, 227 * KB, Tile(8, 1, 128, 1, False, 1)),
+    # 335, 319; Tile(8, 1, 128, 1, False, 1) 315, 274; two ways and 64 keys 322, 305; N = 16384: 341,
+    # 341; 320, 323; 328, 330
+    Row(256, 227 * KB, Tile(8, 2, 128, 1, False, 1, 2)),
     Row(256, 163 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(256, 99 * KB, Tile(4, 1, 32, 1, False, 1)),
     Row(256, 64 * KB, Tile(2, 1, 32, 1, False, 1)),
@@ -276,7 +216,7 @@ MODIFIED_SPLIT_TILES = (
 )
 
 
-def _first(rows, d: int, hardware: Hardware):
+def first(rows, d: int, hardware: Hardware):
     """The first row that serves these head dimensions and fits, or None."""
     return next((row for row in rows if d <= row.d and row.shared <= hardware.shared_limit), None)
 
@@ -286,65 +226,12 @@ def forward_tile(problem, hardware: Hardware) -> Tile:
     tiles = MODIFIED_TILES if problem.options.takes_registers else FORWARD_TILES
     if problem.dtype == "float32":
         tiles = MODIFIED_SPLIT_TILES if problem.options.modifies else SPLIT_TILES
-    return _first(tiles, max(problem.d, problem.dv), hardware).tile
+    return first(tiles, max(problem.d, problem.dv), hardware).tile
 
 
 def small_tile(problem, hardware: Hardware, few: bool) -> Tile | None:
     """That for a small problem, with `few` blocks of rows or keys; None for any other."""
-    p, row = problem, _first(SMALL_TILES, max(problem.d, problem.dv), hardware)
+    p, row = problem, first(SMALL_TILES, max(problem.d, problem.dv), hardware)
     if row is None or p.options.modifies or p.dtype == "float32":
         return None
     return row.tile if few or (p.band != "none" and p.nk < row.keys) else None
-
-
-# In the deterministic order, over FlashAttention-2, N = 4096 and 16384: D = 64 1.13, 1.05, D = 128
-# 1.07, 1.01, D = 256 0.98, 0.91. With a flag for each four row blocks D = 128 0.99, 0.94.
-BACKWARD_TILES = (
-    Row(64, 227 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2, 4)),
-    Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
-    Row(64, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4)),
-    Row(128, 227 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 2, 1, 1, 2)),
-    Row(128, 163 * KB, BackwardTile(8, 2, 64, 32, (2, 4), 1, 1, 1, 2)),
-    Row(128, 99 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4, 2)),
-    Row(128, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4, 2)),
-    Row(256, 227 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 2, 1, 1, 4)),
-    Row(256, 163 * KB, BackwardTile(8, 2, 64, 16, (2, 4), 1, 1, 1, 4)),
-    Row(256, 99 * KB, BackwardTile(4, 1, 32, 16, (1, 4), 1, 1, 2, 2)),
-    Row(256, 64 * KB, BackwardTile(2, 1, 32, 16, (1, 2), 1, 1, 2, 2, 2)),
-)
-
-# With options that bend scores: fewer of them at a time, or fewer columns, for registers.
-BENT_BACKWARD_TILES = (
-    Row(64, 227 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 2, 2, 4)),
-    Row(64, 99 * KB, BackwardTile(4, 2, 64, 16, (2, 2), 1, 2, 4)),
-    Row(64, 64 * KB, BackwardTile(8, 1, 32, 16, (2, 4), 1, 1, 4)),
-    Row(128, 227 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 2, 1, 4)),
-    Row(128, 163 * KB, BackwardTile(8, 1, 64, 32, (2, 4), 1, 1, 4)),
-    *BACKWARD_TILES[5:],
-)
-
-# Of float32, likewise. Rows of dQ of a warp are of one part of the scores.
-SPLIT_BACKWARD_TILES = (
-    # 76.1; BackwardTile(4, 1, 64, 32, (2, 2), 1, 3, 4) 71.5
-    Row(32, 163 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
-    # 79.7; BackwardTile(4, 1, 32, 32, (2, 2), 1, 3, 4) 79.9
-    Row(64, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4)),
-    # 86.8; BackwardTile(4, 1, 32, 32, (2, 2), 1, 2, 4) 83.9
-    Row(128, 227 * KB, BackwardTile(8, 1, 32, 32, (2, 4), 1, 1, 4)),
-    Row(128, 163 * KB, BackwardTile(4, 1, 32, 32, (2, 2), 1, 1, 4)),
-)
-
-# Where options take the registers of the first. Not timed.
-MODIFIED_SPLIT_BACKWARD_TILE = Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 2, 4))
-
-
-def backward_tile(problem, hardware: Hardware) -> BackwardTile:
-    """The first that serves these head dimensions and fits."""
-    if problem.dtype == "float32":
-        tiles = SPLIT_BACKWARD_TILES
-        if problem.options.modifies:
-            tiles = (MODIFIED_SPLIT_BACKWARD_TILE, *tiles[1:])
-        tile = _first(tiles, max(problem.d, problem.dv), hardware).tile
-        return replace(tile, split=planes_of(problem))
-    tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES
-    return _first(tiles, max(problem.d, problem.dv), hardware).tile

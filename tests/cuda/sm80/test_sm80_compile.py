@@ -43,6 +43,8 @@ SPILLS = {
     "sm80 forward 32 for 10.0": 40,  # the same tile
     "sm80 forward 256, pages of 16, 200 rows for 8.0": 440,  # where a key is takes registers that its tile does not leave; not timed
     "sm80 forward 256 for 7.5": 80,  # no smaller tile is left
+    "sm80 forward 256 for 9.0": 20,  # one number, read once for a tile
+    "sm80 forward 256 for 10.0": 20,  # the same tile
     "sm80 backward 64 for 12.0": 90,  # the same text does not for 8.6 and 8.9
     "sm80 backward 256 for": 40,
     "sm80 backward 128 for": 60,
