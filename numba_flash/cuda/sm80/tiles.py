@@ -162,8 +162,8 @@ FORWARD_TILES = (
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
     # at D = 192 warps that share rows lose 1 to 4 %
     Row(192, 227 * KB, Tile(8, 1, 128, 1, False, 1)),
-    # 335, 319; Tile(8, 1, 128, 1, False, 1) 315, 274; two ways and 64 keys 322, 305; N = 16384: 341,
-    # 341; 320, 323; 328, 330
+    # 335, 319; Tile(8, 1, 128, 1, False, 1) 315, 274; two ways and 64 keys 322, 305; with N = 16384
+    # 341, 341; 320, 323; 328, 330
     Row(256, 227 * KB, Tile(8, 2, 128, 1, False, 1, 2)),
     Row(256, 163 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(256, 99 * KB, Tile(4, 1, 32, 1, False, 1)),

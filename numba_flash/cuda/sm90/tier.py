@@ -24,8 +24,9 @@ BEYOND_SOFTCAP = ("score_mod", "bias", "mask", "dropout")
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
 # Up to here tiles have too few products to hide the loads of a bias or a mask of each pair. Time of
-# sm80, with more warps, over that of sm90 on an H200: forward, N = 4096, a mask, 0.90 at D = 64, 1.17
-# at 128; backward, N = 384, a bias, 0.85 at D = 32, with its gradient 0.77; N = 2048, D = 64, 1.09.
+# sm80, with more warps, over that of sm90 on an H200: forward, N = 4096, a mask, 0.90 at D = 64 and
+# 1.17 at 128; backward, N = 384, a bias, 0.85 at D = 32, with its gradient 0.77; N = 2048, D = 64,
+# with it, 1.09.
 MOST_WAITING = {"forward": 64, "backward": 32}
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
