@@ -23,10 +23,10 @@ from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
 from numba_flash.cuda.sm80.load_dq_dbias import build_loads
-from numba_flash.cuda.sm80.store_dbias import build_store
+from numba_flash.cuda.store_dbias import build_store
 from numba_flash.cuda.sm80.store_dq import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
-from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_places
+from numba_flash.cuda.walk_dbias import Space, Tensors, build_places
 
 HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
 
