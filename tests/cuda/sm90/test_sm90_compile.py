@@ -189,7 +189,7 @@ def test_instructions_of_the_backward_pass_with_options(name):
     names = {each.split(".")[0] for each in found}
     assert {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
     assert ("UTMASTG" in names) == to_map
-    assert names & {"ATOMG", "REDG"} == ({"ATOMG", "REDG"} if ordered else {"ATOMG"} if options.tiled else set())
+    assert names & {"ATOMG", "REDG"} == ({"ATOMG", "REDG"} if ordered else {"ATOMG"} if options.listed else set())
     assert not names & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
     of_part = -(-d // 16) + -(-dv // 16) + tile.part // 16
     assert sum(each.startswith("HGMMA") for each in found) == of_part + (tile.block_n + tile.block_m) // 16
