@@ -12,6 +12,8 @@ from numba_flash.problem import ForwardResults
 
 ROWS, LANES = 4, 32
 WARPS = 8  # that share many parts of a row
+FEWEST_ARRIVALS = 1024
+_arrivals = {}
 
 
 def layouts(p, parts: int) -> ForwardResults:
@@ -29,6 +31,23 @@ def allocate(partial: ForwardResults, like) -> ForwardResults:
             for name, x in partial._asdict().items()
         )
     )
+
+
+def arrivals_layout(count: int) -> Layout:
+    """Of so many of `arrivals`."""
+    return Layout.compact((count,), "uint32")
+
+
+def arrivals(like, count: int):
+    """At least so many numbers beside `like` (uint32) that are 0 whenever a kernel begins: those
+    that use them leave them so, and kernels of a stream follow each other. Each stream has some.
+    """
+    stream = arrays.stream_id(like)
+    kept = _arrivals.get(stream)
+    if kept is None or kept.size < count:
+        kept = arrays.zeros("arrivals", like, (max(count, FEWEST_ARRIVALS),), "uint32")
+        _arrivals[stream] = kept
+    return kept
 
 
 def combine(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:

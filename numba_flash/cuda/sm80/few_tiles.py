@@ -12,6 +12,8 @@ from typing import NamedTuple
 from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, Hardware, Tile, padded
 
 RESERVED = KB  # of the shared memory of each block, by the driver
+# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel.
+MOST_JOINED = 64
 
 
 def float_pitch(head_dim: int) -> int:
@@ -27,9 +29,12 @@ class FewTile(Tile):
     ----------
     group : int
         Heads that read the same keys: their queries are the rows.
+    around : int
+        Bytes of memory that the cache may fetch around each copy.
     """
 
     group: int = 1
+    around: int = 256
 
     @property
     def block_m(self) -> int:
@@ -41,9 +46,11 @@ class FewTile(Tile):
         return self.block_n // self.warps
 
     def shared_bytes(self, d: int, dv: int) -> int:
-        """As of others; in the end, in the place of all, each warp's O, m and l."""
+        """As of others; in the end, in the place of all, each warp's O, m and l, and then weights
+        of parts of the keys.
+        """
         of_rows = self.warps * self.block_m * (float_pitch(dv) + 8)
-        return max(super().shared_bytes(d, dv), of_rows)
+        return max(super().shared_bytes(d, dv), of_rows, 4 * self.block_m * MOST_JOINED)
 
     def resident(self, d: int, dv: int, hardware: Hardware) -> int:
         """Blocks that a multiprocessor has at the same time."""
