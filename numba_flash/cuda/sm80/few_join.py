@@ -22,8 +22,9 @@ def build_weights(tile, write_lse):
     shared memory, ``weights[part * BLOCK_M + row]``, and the lse of all of them.
     """
     BLOCK_M, WARPS, WRITE_LSE, NEG_INF = tile.block_m, tile.warps, write_lse, -math.inf
-    ROWS, TURNS = -(-tile.block_m // tile.warps), -(-MOST_JOINED // WARP)  # of a warp; of a lane
-    HELD = ROWS * TURNS
+    ROWS, TURNS = tile.block_m // tile.warps, -(-MOST_JOINED // WARP)  # of a warp; of a lane
+    AT_ONCE = math.gcd(ROWS, 4)
+    HELD = AT_ONCE * TURNS
     query_of, head_of, _ = fragment.build_row(tile.group)
 
     @inline
@@ -35,45 +36,54 @@ def build_weights(tile, write_lse):
         return value
 
     @inline
-    def weigh(smem, lse_parts, lse, x, rows, parts):
-        warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
-        powers = cuda.local.array(HELD, f32)
+    def read(powers, lse_parts, x, rows, parts, first):
+        """The lse of parts of some rows, all on their way before any is used."""
         b0s = i32(u32(lse_parts.shape[0]) // u32(parts))
-        for n in range(ROWS):  # all are on their way before any is used
-            row = i32(warp + n * WARPS)
+        for n in range(AT_ONCE):
+            row = i32(first + n * WARPS)
             i = i32(x.row0 + row)
             for turn in range(TURNS):
-                part = i32(lane + turn * WARP)
+                part = i32(cuda.threadIdx.x % WARP + turn * WARP)
                 powers[n * TURNS + turn] = f32(NEG_INF)
                 if row < rows and part < parts:
                     b0 = part * b0s + x.at.b0
                     head = lse_parts[index(b0), index(x.b1), index(x.at.head + head_of(i))]
                     at = u64(ptx.global_address(head) + u64(i64(query_of(i)) * 4))
                     powers[n * TURNS + turn] = ptx.load_global_one(at)
-        for n in range(ROWS):
-            row, largest, total = i32(warp + n * WARPS), f32(NEG_INF), f32(0)
-            for turn in range(TURNS):
-                largest = ptx.maximum(largest, powers[n * TURNS + turn])
-            largest = over_lanes(largest, True)
-            # a row that saw nothing in any part is shifted by 0
-            shift = largest if largest != f32(NEG_INF) else f32(0)
-            for turn in range(TURNS):
-                powers[n * TURNS + turn] = math.exp(powers[n * TURNS + turn] - shift)
-                total += powers[n * TURNS + turn]
-            total = over_lanes(total, False)
-            inverse = f32(0) if total == f32(0) else f32(1) / total
-            if row < rows:
-                for turn in range(TURNS):
-                    part = i32(lane + turn * WARP)
-                    if part < parts:
-                        at = u32(smem + u32(4 * (part * BLOCK_M + row)))
-                        weight = powers[n * TURNS + turn] * inverse
-                        ptx.store_shared(at, i32(ptx.as_uint32(weight)))
-                if WRITE_LSE and lane == 0:
-                    i = i32(x.row0 + row)
-                    head, query = index(x.at.head + head_of(i)), index(query_of(i))
-                    value = shift + math.log(total) if total != f32(0) else f32(NEG_INF)
-                    lse[index(x.at.b0), index(x.b1), head, query] = value
+
+    @inline
+    def weigh_row(smem, powers, n, lse, x, row, parts):
+        """The n-th of those that were read."""
+        lane, largest, total = i32(cuda.threadIdx.x % WARP), f32(NEG_INF), f32(0)
+        for turn in range(TURNS):
+            largest = ptx.maximum(largest, powers[n * TURNS + turn])
+        largest = over_lanes(largest, True)
+        # a row that saw nothing in any part is shifted by 0
+        shift = largest if largest != f32(NEG_INF) else f32(0)
+        for turn in range(TURNS):
+            powers[n * TURNS + turn] = math.exp(powers[n * TURNS + turn] - shift)
+            total += powers[n * TURNS + turn]
+        total = over_lanes(total, False)
+        inverse = f32(0) if total == f32(0) else ptx.rcp(total)
+        for turn in range(TURNS):
+            part = i32(lane + turn * WARP)
+            if part < parts:
+                at = u32(smem + u32(4 * (part * BLOCK_M + row)))
+                ptx.store_shared(at, i32(ptx.as_uint32(powers[n * TURNS + turn] * inverse)))
+        i = i32(x.row0 + row)
+        if WRITE_LSE and lane == 0 and i < x.rows:
+            head, query = index(x.at.head + head_of(i)), index(query_of(i))
+            value = shift + math.log(total) if total != f32(0) else f32(NEG_INF)
+            lse[index(x.at.b0), index(x.b1), head, query] = value
+
+    @inline
+    def weigh(smem, lse_parts, lse, x, rows, parts):
+        powers = cuda.local.array(HELD, f32)
+        for turn in range(ROWS // AT_ONCE):
+            first = i32(cuda.threadIdx.x // WARP + turn * (AT_ONCE * WARPS))
+            read(powers, lse_parts, x, rows, parts, first)
+            for n in range(AT_ONCE):
+                weigh_row(smem, powers, n, lse, x, i32(first + n * WARPS), parts)
 
     return weigh
 

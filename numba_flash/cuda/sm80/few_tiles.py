@@ -31,10 +31,14 @@ class FewTile(Tile):
         Heads that read the same keys: their queries are the rows.
     around : int
         Bytes of memory that the cache may fetch around each copy.
+    apart : bool
+        Warps do not wait for each other while they go through the keys. For GPUs before Hopper the
+        assembler makes calls of what lets lanes of a warp wait, and keeps registers for them.
     """
 
     group: int = 1
     around: int = 256
+    apart: bool = True
 
     @property
     def block_m(self) -> int:
@@ -75,12 +79,14 @@ class FewRow(NamedTuple):
 # with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k: 268, 328 with two stages. Rows for less
 # memory and those of 32 queries were not compared.
 FEW_TILES = (
-    FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3)),
-    FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2)),
-    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2)),
+    FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
+    FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),
+    FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
+    FewRow(64, 32, 227 * KB, FewTile(4, 2, 128, 2, False, 2)),
+    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2, apart=False)),
     FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 1, False, 3)),
-    FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2)),
-    FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2)),
+    FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
+    FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2, apart=False)),
     FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),
     FewRow(256, 16, 227 * KB, FewTile(2, 1, 64, 1, False, 2)),
 )
@@ -98,4 +104,5 @@ def few_tile(problem, hardware: Hardware) -> FewTile | None:
         return None
     group, rows_of = p.hq // p.hk, lambda row: row.rows
     chosen = next((row for row in fit if group * p.nq <= row.rows), max(fit, key=rows_of))
-    return replace(chosen.tile, group=group)
+    apart = chosen.tile.apart and not p.options.modifies  # for registers, too
+    return replace(chosen.tile, group=group, apart=apart)

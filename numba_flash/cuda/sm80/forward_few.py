@@ -62,7 +62,7 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
     whole_o, whole_lse, arrivals : if parts are `joined`, what the last block of those that share
         rows makes of them; see `numba_flash.cuda.sm80.few_join`.
     """
-    BLOCK_N, THREADS, STAGES = tile.block_n, tile.threads, tile.stages
+    BLOCK_N, THREADS, STAGES, APART = tile.block_n, tile.threads, tile.stages, tile.apart
     WARP_N, GROUP, M_TILES, Q_REGISTERS = tile.warp_n, tile.group, tile.m_tiles, tile.q_registers
     ROWS, BLOCK_M = 2 * tile.m_tiles, tile.block_m
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
@@ -118,8 +118,8 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
         if start < stop and x.row0 < x.queries:
             count = i32(i32(u32(i32(stop + (BLOCK_N - 1))) // u32(BLOCK_N)) - first)
         if PARTS:
-            share = (count + parts - 1) // parts
-            before = min(x.part * share, count)
+            share = i32(u32(count + parts - 1) // u32(parts))
+            before = min(i32(x.part * share), count)
             first, count = i32(first + before), i32(min(share, count - before))
         return Tiles(first, count)
 
@@ -129,11 +129,19 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
             ptx.copy_commit()
 
     @inline
+    def meet():
+        """All lanes, who know what each other did then."""
+        if APART:
+            cuda.syncwarp()
+        else:
+            cuda.syncthreads()
+
+    @inline
     def wait():
-        """Until the oldest group is there, for all lanes."""
+        """Until the oldest group of all lanes is there."""
         if ASYNCHRONOUS:
             wait_for_one()
-        cuda.syncwarp()
+        meet()
 
     @inline
     def finish(m_i, l_i, inverse, row, x, missed, scale_log2, parameters):
@@ -198,8 +206,8 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
             load_q(smem, x.q, row0, nq)
             commit()
             for n in range(STAGES):
+                next0 = i32(col0 - n * BLOCK_N)
                 if n < count:
-                    next0 = i32(col0 - n * BLOCK_N)
                     find(found, x.k, next0, nk)
                     load_k(u32(k_smem + u32(n * K_BYTES)), x.k, next0, nk, found)
                 commit()
@@ -222,7 +230,7 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
             # (1) S = Q K^T
             wait()
             scores(s, q_words if Q_REGISTERS else smem, k_tile)
-            cuda.syncwarp()  # all lanes have read K
+            meet()  # all lanes have read K
             if count > STAGES:
                 load_k(k_tile, x.k, next0, nk, found)
             commit()
@@ -230,7 +238,7 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
                 region = Region(row0, col0, nq, nk, low, high)
                 modify(s, s, bias_mask, row, column, region, at, False, parameters)
                 following = i32(col0 - BLOCK_N)
-                keys = i32(nk) if count > 1 else i32(-BLOCK_N)  # none before the first tile
+                keys = i32(nk) if count > 1 else i32(following)
                 region = Region(row0, following, nq, keys, low, high)
                 key = i32(following + fragment.first_key())
                 fetch(bias_mask, row, key, region, at, False, extras)  # of the next tile
@@ -246,7 +254,7 @@ def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile
             pack(p, s)
             wait()
             values(acc, p, v_tile)
-            cuda.syncwarp()  # all lanes have read V
+            meet()  # all lanes have read V
             if count > STAGES:
                 load_v(v_tile, x.v, next0, nk, found)
             commit()
