@@ -104,5 +104,4 @@ def few_tile(problem, hardware: Hardware) -> FewTile | None:
         return None
     group, rows_of = p.hq // p.hk, lambda row: row.rows
     chosen = next((row for row in fit if group * p.nq <= row.rows), max(fit, key=rows_of))
-    apart = chosen.tile.apart and not p.options.modifies  # for registers, too
-    return replace(chosen.tile, group=group, apart=apart)
+    return replace(chosen.tile, group=group)
