@@ -41,9 +41,10 @@ def signature_of(out_dtype, options, parts):
     """Of the kernel; o and lse are float32 of `parts` of the keys, if there are any, and the arrays
     of results come behind them.
     """
+    floats = parts or out_dtype == "float32"
     return types.void(
         *[array(types.uint16, 5)] * 3,
-        array("float32" if parts else out_dtype, 5),
+        array(f32 if floats else types.uint16, 5),
         array(f32, 4),
         array(out_dtype, 5),
         array(f32, 4),
