@@ -75,6 +75,8 @@ def build_pages(rows, head_dim, threads, place, asynchronous, size, around=0):
     STEP = threads // CHUNKS  # rows that are loaded at the same time
     regular = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
     lookups = Lookups.of(rows, STEP, size) if regular else Lookups(1, 1, 1)
+    if OF_WARP and not asynchronous:  # loops of more are left as they are, words in memory
+        lookups = lookups._replace(at_once=1)
     OF_PAGE, AT_ONCE = lookups.rows, lookups.at_once
     one = build_chunk(head_dim, columns, asynchronous, around)
     place_of, fetch = build_place(size), ptx.fetch(1)
