@@ -359,3 +359,7 @@ def main(name: str, directory: str, orders: int) -> int:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return CAUGHT
     return 0
+PROBLEMS |= {
+    "few, apart": few(nk=400, hq=6, hk=2, capability=kernels.HOPPER),
+    "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
+}
