@@ -9,9 +9,6 @@ FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
 MUTANTS_FEW = (
     # ---- who may touch which shared memory when
     Mutant("a group too few is waited for", FORWARD, "ptx.copy_wait_but(2 * STAGES - 1)", "ptx.copy_wait_but(2 * STAGES)", "few, D128"),
-    Mutant("other lanes' copies before they are there", FORWARD, "            wait_for_one()\n        meet()\n", "            wait_for_one()\n", "few"),
-    Mutant("keys over those that lanes read", FORWARD, "            meet()  # all lanes have read K\n", "", "few, apart"),
-    Mutant("values over those that lanes read", FORWARD, "            meet()  # all lanes have read V\n", "", "few, apart"),
     Mutant("Q of other warps before it is there", FORWARD, "            cuda.syncthreads()  # Q of all threads is there\n", "", "few, apart"),
     Mutant("the first warp's keys for all", LOAD, "            thread = i32(thread % WARP)\n", "            pass\n", "few, apart"),
     Mutant("sums over tiles that others read", FEW, "        cuda.syncthreads()  # all tiles have been read\n", "", "few"),

@@ -19,7 +19,7 @@ MUTANTS_PAGES = (
         "pages",
     ),
     Mutant("values of the first head for all", BLOCK, "v[0, :, kv_head]", "v[0, :, 0]", "pages"),
-    Mutant("a page of each row for several", LOAD, "if shared % step == 0 else 1", "if shared % step == 0 else 2", "pages"),
+    Mutant("a page of each row for several", LOAD, "if shared % step == 0 else 1", "if shared % step == 0 else 2", "pages of 7"),
     # ---- what is not read
     Mutant("keys behind the last", LOAD, "there = i32(i0 + (step + n) * STEP) < stop", "there = True", "pages"),
     Mutant("keys behind the last, one chunk at a time", LOAD, "chunk, at, i < stop)", "chunk, at, True)", "pages, any size"),

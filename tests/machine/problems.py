@@ -361,5 +361,6 @@ def main(name: str, directory: str, orders: int) -> int:
     return 0
 PROBLEMS |= {
     "few, apart": few(nk=400, hq=6, hk=2, capability=kernels.HOPPER),
+    "pages of 7": in_cache(nk=100, options=in_pages(7, 100, 33)),
     "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
 }

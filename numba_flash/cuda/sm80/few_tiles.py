@@ -2,8 +2,8 @@
 
 What such a problem takes is how long the memory needs for K and V, if enough of them is under way:
 about bandwidth times latency, 4.8 TB/s times 800 ns on an H200, 29 KB for each multiprocessor.
-Copies pause while a warp waits for a tile and multiplies it, so several blocks run on each, every
-one with a tile under way.
+Each warp has places for its keys and values of one or two tiles, and asks for others as soon as it
+has read what is there; several blocks run on each multiprocessor.
 """
 
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, us beside other tiles (warps, rows, keys, stages), and a copy of as many
+# On an H200, bfloat16, when warps of a block waited for each other, us beside other tiles (warps, rows, keys, stages), and a copy of as many
 # bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with (2, 16, 64, 2), 520 with (4, 16, 128, 2),
 # copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8, 12.6, 12.0. D = 64, 64 x 4k: 509, 511
 # with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k: 268, 328 with two stages. Rows for less
