@@ -73,11 +73,11 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, when warps of a block waited for each other, us beside other tiles (warps, rows, keys, stages), and a copy of as many
-# bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with (2, 16, 64, 2), 520 with (4, 16, 128, 2),
-# copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8, 12.6, 12.0. D = 64, 64 x 4k: 509, 511
-# with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k: 268, 328 with two stages. Rows for less
-# memory and those of 32 queries were not compared.
+# On an H200, bfloat16, when warps of a block waited for each other, us beside other tiles (warps,
+# rows, keys, stages), and a copy of as many bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with
+# (2, 16, 64, 2), 520 with (4, 16, 128, 2), copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8,
+# 12.6, 12.0. D = 64, 64 x 4k: 509, 511 with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k:
+# 268, 328 with two stages. Rows for less memory and those of 32 queries were not compared.
 FEW_TILES = (
     FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),

@@ -55,7 +55,7 @@ def signature_of(out_dtype, options, parts):
     )
 
 
-def build(dtype, out_dtype, shape, write_lse, band, parts, joined, options, tile):
+def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile):
     """Kernel ``forward_few(q, k, v, o, lse, whole_o, whole_lse, arrivals, extras, scale_log2, low,
     high, parts, parameters)`` with its signature and compile options.
 

@@ -99,7 +99,7 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
         parameters_of(p, rng),
     )
     operands = (inputs.q, 5), (inputs.k, 5), (inputs.v, 5), (into.o, 5), (into.lse, 4)
-    config = p.dtype, last.o.dtype.name, shape, last.lse is not None, p.band, parts > 1, joined
+    config = p.dtype, shape, last.o.dtype.name, last.lse is not None, p.band, parts > 1, joined
     forward = Launch(
         "sm80.forward_few.build",
         (*config, p.options.structure, tile),
