@@ -288,6 +288,12 @@ PROBLEMS |= {
     "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
 }
+PROBLEMS |= {
+    "few, six parts": few(nk=700, multiprocessors=8),
+    "few, apart": few(nk=400, hq=6, hk=2, capability=kernels.HOPPER),
+    "pages of 7": in_cache(nk=100, options=in_pages(7, 100, 33)),
+    "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
+}
 
 
 def run(problem: Problem, seed: int) -> None:
@@ -359,8 +365,3 @@ def main(name: str, directory: str, orders: int) -> int:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return CAUGHT
     return 0
-PROBLEMS |= {
-    "few, apart": few(nk=400, hq=6, hk=2, capability=kernels.HOPPER),
-    "pages of 7": in_cache(nk=100, options=in_pages(7, 100, 33)),
-    "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
-}
