@@ -7,7 +7,8 @@ from compiled import Kernel
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
-from numba_flash.cuda.sm90.dbias_tiles import CROWDED, NARROW, WIDE
+from numba_flash.cuda.sm90.dbias_tiles import CROWDED
+from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.options_tiles import LISTED_TILES, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
@@ -166,13 +167,13 @@ BACKWARD_OPTIONS = {
 # dtype, head dimensions, banded, how bias and mask are read, pairs written at once, options, what is written, summed, tiles
 OF_BATCH, OF_QUERIES, OF_KEYS = (True, False, False, False, False), (True, False, True, True, False), (True, False, False, False, True)
 DBIAS = {
-    "dbias sm90 64": ("bfloat16", 64, 64, False, PAIRS, True, BIAS, "bfloat16", OF_BATCH, WIDE),
-    "dbias sm90 128": ("bfloat16", 128, 128, True, PAIRS, True, BIAS, "bfloat16", OF_BATCH, WIDE),
-    "dbias sm90 64 shares": ("bfloat16", 64, 64, False, PAIRS, True, BIAS, "float32", OF_BATCH, WIDE),
-    "dbias sm90 64 of keys": ("bfloat16", 64, 64, False, PAIRS, True, BIAS, "bfloat16", OF_QUERIES, WIDE),
-    "dbias sm90 64 lengths": ("bfloat16", 64, 64, True, PAIRS, True, replace(LENGTHS, bias="bfloat16"), "bfloat16", OF_BATCH, WIDE),
-    "dbias sm90 64 softcap": ("bfloat16", 64, 64, False, PAIRS, True, replace(BIAS, softcap=1.0), "bfloat16", OF_BATCH, NARROW),
-    "dbias sm90 128 mask": ("bfloat16", 128, 128, False, ONES, False, replace(BIAS, mask=True), "bfloat16", OF_BATCH, NARROW),
+    "dbias sm90 64": ("bfloat16", 64, 64, False, PAIRS, True, BIAS, "bfloat16", OF_BATCH, DBIAS_TILES),
+    "dbias sm90 128": ("bfloat16", 128, 128, True, PAIRS, True, BIAS, "bfloat16", OF_BATCH, DBIAS_TILES),
+    "dbias sm90 64 shares": ("bfloat16", 64, 64, False, PAIRS, True, BIAS, "float32", OF_BATCH, DBIAS_TILES),
+    "dbias sm90 64 of keys": ("bfloat16", 64, 64, False, PAIRS, True, BIAS, "bfloat16", OF_QUERIES, DBIAS_TILES),
+    "dbias sm90 64 lengths": ("bfloat16", 64, 64, True, PAIRS, True, replace(LENGTHS, bias="bfloat16"), "bfloat16", OF_BATCH, DBIAS_TILES),
+    "dbias sm90 64 softcap": ("bfloat16", 64, 64, False, PAIRS, True, replace(BIAS, softcap=1.0), "bfloat16", OF_BATCH, DBIAS_TILES),
+    "dbias sm90 128 mask": ("bfloat16", 128, 128, False, ONES, False, replace(BIAS, mask=True), "bfloat16", OF_BATCH, DBIAS_TILES),
     "dbias sm90 64 bias of float32": ("float16", 64, 64, True, PAIRS, True, BIAS_32, "float32", OF_BATCH, CROWDED),
     "dbias sm90 72, 40 everything": ("float16", 72, 40, True, ONES, False, EVERYTHING, "float32", OF_KEYS, CROWDED),
 }

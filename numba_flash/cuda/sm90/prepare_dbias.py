@@ -4,7 +4,7 @@ from numba_flash.cuda.arguments import Extent, in_vectors, parameters_of, vector
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, narrow_tile
+from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
@@ -23,7 +23,7 @@ class Dbias:
     """
 
     def __init__(self, problem, gpu, inputs, dbias, rows):
-        x, (p, tile) = inputs, choose(problem, dbias_tile, narrow_tile)
+        x, (p, tile) = inputs, choose(problem, dbias_tile)
         self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors)
         out, items = self._shares.out, self._shares.items
         self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
