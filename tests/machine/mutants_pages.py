@@ -23,7 +23,7 @@ MUTANTS_PAGES = (
     # ---- what is not read
     Mutant("keys behind the last", LOAD, "there = i32(i0 + (step + n) * STEP) < stop", "there = True", "pages"),
     Mutant("keys behind the last, one chunk at a time", LOAD, "chunk, at, i < stop)", "chunk, at, True)", "pages, any size"),
-    Mutant("entries behind the last", LOAD, "u32(1) if i < stop else u32(0)", "u32(1)", "pages"),
+    Mutant("entries behind the last", LOAD, "u32(1) if i < stop else u32(0)", "u32(1)", "pages of 7"),
     # ---- pages that do not exist
     Mutant("a page that does not exist is read", LOAD, "there and page < u32(x.pages.shape[0])", "there", "pages, one missing"),
     Mutant("threads keep it to themselves", FORWARD, "cuda.syncthreads_or(missed) != 0", "missed != 0", "pages, one missing"),

@@ -334,7 +334,7 @@ PROBLEMS |= {
 PROBLEMS |= {
     "few, six parts": few(nk=700, multiprocessors=8),
     "few, apart": few(nk=400, hq=6, hk=2, capability=kernels.HOPPER),
-    "pages of 7": in_cache(nk=100, options=in_pages(7, 100, 33)),
+    "pages of 7": in_cache(nk=100, options=in_pages(7, 33, 100)),
     "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
 }
 
