@@ -6,6 +6,7 @@ CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device
 import ctypes
 import math
 import sys
+import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 _DLPACK_CPU = 1
 _ALIGNMENT = 512  # bytes, of arrays of CuPy's pool
+PER_THREAD_STREAM = 2  # the handle that means another stream in each thread (CUDA runtime, "Stream synchronization behavior")
 
 
 def cupy():
@@ -246,6 +248,23 @@ def compact(name: str, like, shape: tuple[int, ...], dtype):
         return (np if isinstance(like, np.ndarray) else cupy()).empty(shape, dtype)
     except MemoryError as error:
         raise memory_error(name, shape, dtype) from error
+
+
+def zeros(name: str, like, shape: tuple[int, ...], dtype):
+    """The same, of zeros."""
+    x = compact(name, like, shape, dtype)
+    x.fill(0)
+    return x
+
+
+def stream_id(like) -> tuple:
+    """What tells CuPy's current stream from others, and those of other devices; of NumPy arrays the calling thread, whose launches
+    follow each other.
+    """
+    if isinstance(like, np.ndarray):
+        return -1, threading.get_ident()
+    stream = cupy().cuda.get_current_stream().ptr
+    return like.data.device_id, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0
 
 
 class Scratch:

@@ -4,6 +4,7 @@
 
 import math
 
+from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
 from numba_flash.cuda.launch import Launch
@@ -11,6 +12,8 @@ from numba_flash.problem import ForwardResults
 
 ROWS, LANES = 4, 32
 WARPS = 8  # that share many parts of a row
+FEWEST_ARRIVALS = 1024
+_arrivals = {}
 
 
 def layouts(p, parts: int) -> ForwardResults:
@@ -23,6 +26,23 @@ def layouts(p, parts: int) -> ForwardResults:
 def scratch(partial: ForwardResults) -> Scratch:
     """Where arrays of these layouts come from."""
     return Scratch(partial, ("parts of o", "parts of lse"))
+
+
+def arrivals_layout(count: int) -> Layout:
+    """Of so many of `arrivals`."""
+    return Layout.compact((count,), "uint32")
+
+
+def arrivals(like, count: int):
+    """At least so many numbers beside `like` (uint32) that are 0 whenever a kernel begins: those
+    that use them leave them so, and kernels of a stream follow each other. Each stream has some.
+    """
+    stream = arrays.stream_id(like)
+    kept = _arrivals.get(stream)
+    if kept is None or kept.size < count:
+        kept = arrays.zeros("arrivals", like, (max(count, FEWEST_ARRIVALS),), "uint32")
+        _arrivals[stream] = kept
+    return kept
 
 
 def combine(partial: ForwardResults, results: ForwardResults, gpu, parts: int) -> Launch:

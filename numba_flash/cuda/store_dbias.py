@@ -23,10 +23,12 @@ class Fragments(NamedTuple):
         Warps along queries and along keys.
     warp_rows, lane_keys : int
         Queries of a warp; keys from the first of one lane to that of the next.
-    first_thread, threads : int
-        Which threads have them.
+    first_warp : int
+        Warps of the block that have nothing of it come before.
+    again : bool
+        A thread finds its place again, for registers.
     meet : function
-        ``meet()`` waits for all of them.
+        ``meet()`` waits for all that have some of it.
     """
 
     runs: Any
@@ -36,8 +38,8 @@ class Fragments(NamedTuple):
     warps_n: int
     warp_rows: int
     lane_keys: int
-    first_thread: int
-    threads: int
+    first_warp: int
+    again: bool
     meet: Any
 
     @property
@@ -60,15 +62,12 @@ class Fragments(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a lane's registers go: the head's part of the gradient, the first query and key, and
-    the address of the element there.
-    """
+    """Where a lane's registers go: the head's part of the gradient, and the first query and key."""
 
     acc: Any
     out: Any
     row: int
     column: int
-    address: int
 
 
 class Sums(NamedTuple):
@@ -114,24 +113,6 @@ def build_element(out_dtype, turing):
 
 
 @once
-def build_place(fragments):
-    """``warp()`` and ``lane()`` of this thread, the former among those of the `Fragments`; found
-    where they are wanted, for registers.
-    """
-    FIRST_WARP = fragments.first_thread // WARP
-
-    @inline
-    def warp():
-        return i32(ptx.thread_here() // WARP - FIRST_WARP)
-
-    @inline
-    def lane():
-        return i32(ptx.thread_here() % WARP)
-
-    return warp, lane
-
-
-@once
 def build_store_runs(out_dtype, wide, turing, fragments):
     """As `build_store`, of a tile that is not summed."""
     f, runs = fragments, fragments.runs
@@ -140,7 +121,7 @@ def build_store_runs(out_dtype, wide, turing, fragments):
     WARP_ROWS, PART_KEYS, LANE_KEYS = f.warp_rows, f.part_keys, f.lane_keys
     WARP_KEYS, SIZE = f.parts * f.part_keys, 4 if FLOAT32 else 2
     register, query_of, key_of = runs.register, runs.query, runs.key
-    write, (warp_number, lane_number) = build_element(out_dtype, turing), build_place(f)
+    write, FIRST_WARP, AGAIN = build_element(out_dtype, turing), f.first_warp, f.again
     _, pack2 = build_pack(0, out_dtype == "bfloat16", turing)
 
     @inline
@@ -152,20 +133,20 @@ def build_store_runs(out_dtype, wide, turing, fragments):
             for x in range(WIDTH):
                 write(t.out, i, i32(j + x), t.acc[e + register(n, x)])
         elif i < t.out.shape[0] and j < t.out.shape[1]:
-            ahead = u64(SIZE * (part * PART_KEYS + key_of(n)))
-            at = u64(t.address + u64(i64(query_of(n)) * t.out.strides[0]) + ahead)
-            a, b = t.acc[e + register(n, 0)], t.acc[e + register(n, 1)]
+            at = u64(i64(i) * t.out.strides[0] + i64(j) * SIZE)
+            at = u64(at + ptx.global_address(t.out))
             if PAIRS and FLOAT32:
-                ptx.store_global(at, (a, b))
+                ptx.store_global(at, (t.acc[e + register(n, 0)], t.acc[e + register(n, 1)]))
             elif PAIRS:
-                ptx.store_global(at, (pack2(a, b),))
+                word = pack2(t.acc[e + register(n, 0)], t.acc[e + register(n, 1)])
+                ptx.store_global(at, (word,))
             elif FLOAT32:
                 for x in range(0, WIDTH, 4):
                     a, b = t.acc[e + register(n, x)], t.acc[e + register(n, x + 1)]
                     c, d = t.acc[e + register(n, x + 2)], t.acc[e + register(n, x + 3)]
                     ptx.store_global(u64(at + u64(4 * x)), (a, b, c, d))
             else:
-                a = pack2(a, b)
+                a = pack2(t.acc[e + register(n, 0)], t.acc[e + register(n, 1)])
                 b = pack2(t.acc[e + register(n, 2)], t.acc[e + register(n, 3)])
                 c = pack2(t.acc[e + register(n, 4)], t.acc[e + register(n, 5)])
                 d = pack2(t.acc[e + register(n, 6)], t.acc[e + register(n, 7)])
@@ -175,11 +156,13 @@ def build_store_runs(out_dtype, wide, turing, fragments):
 
     @inline
     def store(out, acc, smem, row0, col0):
-        warp, lane = warp_number(), lane_number()
+        warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
+        if AGAIN:
+            warp, lane = i32(ptx.thread_here() // WARP), i32(ptx.thread_here() % WARP)
+        warp = i32(warp - FIRST_WARP)
         row = i32(row0 + warp // WARPS_N * WARP_ROWS + lane // 4)
         column = i32(col0 + warp % WARPS_N * WARP_KEYS + lane % 4 * LANE_KEYS)
-        first = u64(i64(row) * out.strides[0] + i64(column) * SIZE)
-        store_all(Target(acc, out, row, column, u64(ptx.global_address(out) + first)))
+        store_all(Target(acc, out, row, column))
 
     return store
 
@@ -191,7 +174,7 @@ def build_store_sums(out_dtype, turing, summed, fragments):
     """
     SUM_I, SUM_J = summed
     f, runs = fragments, fragments.runs
-    WARPS_N, THREADS, FIRST_THREAD, meet = f.warps_n, f.threads, f.first_thread, f.meet
+    WARPS_N, THREADS, meet = f.warps_n, f.warps_m * f.warps_n * WARP, f.meet
     WARP_ROWS, PART_KEYS, LANE_KEYS = f.warp_rows, f.part_keys, f.lane_keys
     WARP_KEYS, ROWS_OF_LANE, COLUMNS = f.parts * f.part_keys, f.rows, f.columns // f.parts
     WIDTH, COUNT, SCORES = runs.width, runs.count, runs.count * runs.width
@@ -200,7 +183,7 @@ def build_store_sums(out_dtype, turing, summed, fragments):
     OWN = {(True, False): f.columns, (False, True): ROWS_OF_LANE}.get(summed, 1)
     LENGTH = {(True, False): f.block_n, (False, True): f.block_m}.get(summed, 1)
     WAYS = (f.warps_m if SUM_I else 1) * (f.warps_n if SUM_J else 1)
-    write, (warp_number, lane_number) = build_element(out_dtype, turing), build_place(f)
+    write, FIRST_WARP, AGAIN = build_element(out_dtype, turing), f.first_warp, f.again
 
     @inline
     def add_run(number, t):
@@ -250,13 +233,17 @@ def build_store_sums(out_dtype, turing, summed, fragments):
 
     @inline
     def store(out, acc, smem, row0, col0):
-        t = Sums(acc, cuda.local.array(OWN, f32), warp_number(), lane_number(), smem)
+        warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
+        if AGAIN:
+            warp, lane = i32(ptx.thread_here() // WARP), i32(ptx.thread_here() % WARP)
+        warp = i32(warp - FIRST_WARP)
+        t = Sums(acc, cuda.local.array(OWN, f32), warp, lane, smem)
         clear_all(t)
         add_all(t)
         meet()  # what was there has been read
         put_all(t)
         meet()  # all parts of all sums are there
-        for at in range(i32(i32(cuda.threadIdx.x) - FIRST_THREAD), LENGTH, THREADS):
+        for at in range(i32(warp * WARP + lane), LENGTH, THREADS):
             total = f32(0)
             for way in range(WAYS):
                 total += ptx.as_float32(

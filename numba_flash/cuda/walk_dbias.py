@@ -82,9 +82,7 @@ def build_begin(summed, block_m, block_n):
         group = i32(u32(heads) // u32(extent.kv_heads))
         kv_head = i32(u32(own.head) // u32(group))
         space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(extent.low), i32(extent.high))
-        walk = Walk(i32(0), i32(0), i32(0), i32(0), i32(0))
-        if start < stop:
-            walk = walked(start, sizes)
+        walk = own if start >= stop else walked(start, sizes)
         return Item(space, share, Step(start, walk, False, False))
 
     return begin

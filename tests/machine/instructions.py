@@ -180,9 +180,10 @@ def _add_floats(machine, each):
 def _atomic(machine, each):
     if re.fullmatch(r"red\.relaxed\.gpu\.global\.add((\.v4)?\.f32|\.f64)", each.opcode):
         return _add_floats(machine, each)
-    if not re.fullmatch(r"(atom|red)\.(relaxed|release)\.gpu\.global\.add\.s32", each.opcode):
+    if not re.fullmatch(r"(atom|red)\.(relaxed|release|acq_rel)\.gpu\.global\.(add\.s32|inc\.u32)", each.opcode):
         raise ValueError("only additions of integers to flags and counters")
-    returns, releases = each.opcode.startswith("atom"), ".release." in each.opcode
+    returns, wraps = each.opcode.startswith("atom"), ".inc." in each.opcode
+    releases, acquires = (any(text in each.opcode for text in (f".{kind}.", ".acq_rel.")) for kind in ("release", "acquire"))
     destination, where, what = each.operands if returns else (None, *each.operands)
     (get_at,) = readers(machine, [where], np.uint64)
     (get_value,) = readers(machine, [what], np.int32)
@@ -197,7 +198,11 @@ def _atomic(machine, each):
                 machine.streams.release(int(at[0]), warp.known_streams)
             old = region.load(at, 4).view(np.int32)
             before[lane] = old[0, 0]
-            region.store(at, (old + np.int32(spread(get_value(warp))[lane])).view(np.uint8))
+            given = np.int32(spread(get_value(warp))[lane])  # to add; or the last number before it begins anew
+            new = (old + 1 if old[0, 0] < given else 0 * old) if wraps else old + given
+            region.store(at, new.astype(np.int32).view(np.uint8))
+            if acquires:
+                machine.streams.acquire(int(at[0]), warp.known_streams)
         machine.events += 1
         if returns:
             warp.write(destination, before)

@@ -33,6 +33,9 @@ def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
         gc.enable()
 
 
+KINDS = {int: "u64", np.uint64: "u64", float: "f64", np.float64: "f64", np.float32: "f32"}  # of numbers, as `packing.FORMATS`
+
+
 class Executed:
     """In the place of a `Launch`'s call: the same arguments, executed by the machine.
 
@@ -61,7 +64,11 @@ class Executed:
             if x is not None:
                 described[4] = machine.memory.place(prepared.builder, x)
             arguments += described
-        arguments += packing.flat(prepared.numbers if numbers is None else numbers)
+        numbers = packing.flat(prepared.numbers if numbers is None else numbers)
+        for number, parameter in zip(numbers, machine.kernel.parameters[len(arguments) :], strict=True):
+            if KINDS[type(number)] != parameter.kind:  # the driver copies what it is given
+                raise Fault(f"{prepared.builder} is given {number!r} for a parameter that is {parameter.kind}")
+        arguments += numbers
         machine.launch(arguments, prepared.grid, prepared.threads, prepared.shared_bytes)
 
     def machine(self, text: str) -> Machine:

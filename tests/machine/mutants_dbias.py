@@ -18,10 +18,14 @@ MUTANTS_DBIAS = (
         LOAD,
         "            pipeline.wait_free(smem, KEY_TILES, m)\n            load_v",
         "            load_v",
-        "bias gradient",
+        "bias gradient, D128",
     ),
     Mutant(
-        "steps overwritten", LOAD, "        pipeline.wait_free(smem, NOTES, turn)\n        for word", "        for word", "bias gradient"
+        "steps overwritten",
+        LOAD,
+        "        pipeline.wait_free(smem, NOTES, turn)\n        for word",
+        "        for word",
+        "bias gradient, causal",
     ),
     Mutant("fewer bytes than come", LOAD, "tile.block_m, BYTES)", "tile.block_m)", "bias gradient"),
     Mutant(

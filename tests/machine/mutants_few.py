@@ -2,12 +2,17 @@
 
 from mutants import Mutant
 
-FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward.py", "cuda/sm80/block.py", "cuda/combine.py"
+FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward_few.py", "cuda/sm80/block.py", "cuda/combine.py"
+JOIN, LOAD = "cuda/sm80/few_join.py", "cuda/sm80/load.py"
 FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
 
 MUTANTS_FEW = (
     # ---- who may touch which shared memory when
-    Mutant("zeros of the next tile over sums", FORWARD, "ptx.copy_wait()  # also zeros", "pass  # also zeros", "few, D128"),
+    Mutant("a group too few is waited for", FORWARD, "ptx.copy_wait_but(2 * STAGES - 1)", "ptx.copy_wait_but(2 * STAGES)", "few, D128"),
+    Mutant(
+        "Q of other warps before it is there", FORWARD, "            cuda.syncthreads()  # Q of all threads is there\n", "", "few, apart"
+    ),
+    Mutant("the first warp's keys for all", LOAD, "            thread = i32(thread % WARP)\n", "            pass\n", "few, apart"),
     Mutant("sums over tiles that others read", FEW, "        cuda.syncthreads()  # all tiles have been read\n", "", "few"),
     Mutant("maxima of warps before they are there", FEW, "        cuda.syncthreads()  # m and l of all warps are there\n", "", "few"),
     Mutant("rows of warps before they are there", FEW, "        cuda.syncthreads()  # rows of all warps are there\n", "", "few"),
@@ -16,15 +21,32 @@ MUTANTS_FEW = (
         COMBINE,
         "        cuda.syncthreads()  # the first warp's are of all\n",
         "",
+        "few, many parts",
+    ),
+    Mutant("sums of parts before they are there", COMBINE, "        cuda.syncthreads()  # all sums are there\n", "", "few, many parts"),
+    Mutant("parts joined before all are there", JOIN, "ptx.count_arrival(counter, u32(parts - 1)) == u32(parts - 1)", "1", "few, parts"),
+    Mutant(
+        "an arrival before all threads have written",
+        JOIN,
+        "        cuda.syncthreads()  # all threads have written; shared memory has been read\n",
+        "",
         "few, parts",
     ),
-    Mutant("sums of parts before they are there", COMBINE, "        cuda.syncthreads()  # all sums are there\n", "", "few, parts"),
+    Mutant(
+        "an arrival that tells nothing", "cuda/ptx/memory.py", "atom.acq_rel.gpu.global.inc", "atom.relaxed.gpu.global.inc", "few, parts"
+    ),
+    Mutant(
+        "counts that do not begin anew", JOIN, "count_arrival(counter, u32(parts - 1))", "count_arrival(counter, u32(parts))", "few, parts"
+    ),
+    Mutant("weights before they are there", JOIN, "            cuda.syncthreads()  # all weights are there\n", "", "few, parts"),
     # ---- keys of warps, and their results made one
-    Mutant("the same keys for all warps", FORWARD, "i32(key_warp * WARP_N)  # of", "i32(0)  # of", "few"),
-    Mutant("values of the first warp for all", FORWARD, "u32(V_BYTES) + u32(key0 * PITCH_V)", "u32(V_BYTES)", "few"),
+    Mutant("the same keys for all warps", FORWARD, "i32(i32(cuda.threadIdx.x // 32) * WARP_N)  # of", "i32(0)  # of", "few"),
+    Mutant("values of the first warp for all", FORWARD, "u32(smem + u32(V_SMEM) + u32(key0 * PITCH_V))", "u32(smem + u32(V_SMEM))", "few"),
     Mutant("O of warps with shifts of their own", FORWARD, "inverse[r] *= factor_of_warp[r]", "inverse[r] *= f32(1)", "few"),
     Mutant("l of warps with shifts of their own", FEW, "total += ptx.ex2((m - shift) * scale_log2) * l", "total += l", "few"),
-    Mutant("parts with shifts of their own", COMBINE, "math.exp(lse_parts[part, b1, h, i] - shift)", "ACC(1)", "few, parts"),
+    Mutant("parts with shifts of their own", COMBINE, "math.exp(lse_parts[part, b1, h, i] - shift)", "ACC(1)", "few, many parts"),
+    Mutant("joined parts with shifts of their own", JOIN, "math.exp(powers[n * TURNS + turn] - shift)", "f32(1)", "few, parts"),
+    Mutant("the last part once more", JOIN, "                if part + n < parts:\n", "                if True:\n", "few, six parts"),
     # ---- rows, queries and heads
     Mutant("queries of the first head for all", FEW, "own = x[index(head_of(i32(first + row)))]", "own = x[index(0)]", "few"),
     Mutant("the group's number for its first head", BLOCK, "h = i32(h * GROUP)", "h = i32(h)", "few"),

@@ -2,13 +2,13 @@
 
 from mutants import Mutant
 
-LOAD, PAGES, FORWARD, BLOCK = "cuda/sm80/load_pages.py", "cuda/pages.py", "cuda/sm80/forward.py", "cuda/sm80/block.py"
+LOAD, PAGES, FORWARD, BLOCK = "cuda/sm80/load_pages.py", "cuda/pages.py", "cuda/sm80/forward_few.py", "cuda/sm80/block.py"
 
 MUTANTS_PAGES = (
     # ---- where a key is
     Mutant("the first page for all keys", LOAD, "i64(place_of(i).entry) * x.table.strides[0]", "i64(0)", "pages"),
     Mutant("entries of the table as of 32 bits", LOAD, "* x.table.strides[0]", "* i64(4)", "pages"),
-    Mutant("the first word for all that are there", LOAD, "copy(x, words[w],", "copy(x, words[0],", "pages"),
+    Mutant("the first word for all that are there", LOAD, "copy_chunk(x, words[w],", "copy_chunk(x, words[0],", "pages"),
     Mutant("rows in a page counted from the first key", PAGES, "u32(u32(key) - u32(entry * u32(SIZE)))", "u32(key)", "pages"),
     Mutant("the first rows of a page again", LOAD, "u32(row + u32(n * STEP))", "u32(row)", "pages, longer"),
     Mutant(
@@ -19,7 +19,7 @@ MUTANTS_PAGES = (
         "pages",
     ),
     Mutant("values of the first head for all", BLOCK, "v[0, :, kv_head]", "v[0, :, 0]", "pages"),
-    Mutant("a page of each row for several", LOAD, "if shared % step == 0 else 1", "if shared % step == 0 else 2", "pages"),
+    Mutant("a page of each row for several", LOAD, "if shared % step == 0 else 1", "if shared % step == 0 else 2", "pages of 7"),
     # ---- what is not read
     Mutant("keys behind the last", LOAD, "there = i32(i0 + (step + n) * STEP) < stop", "there = True", "pages"),
     Mutant("keys behind the last, one chunk at a time", LOAD, "chunk, at, i < stop)", "chunk, at, True)", "pages, any size"),

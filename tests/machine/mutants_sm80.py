@@ -63,8 +63,8 @@ MUTANTS_SM80 = (
     Mutant(
         "rows of another lane",
         FORWARD,
-        "                i = query_of(i32(row + (r // 2 * 16 +",
-        "                i = query_of(i32(row + (r // 2 * 8 +",
+        "                i = i32(row + (r // 2 * 16 +",
+        "                i = i32(row + (r // 2 * 8 +",
         "mma, causal",
     ),
     Mutant(

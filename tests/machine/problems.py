@@ -302,9 +302,9 @@ PROBLEMS |= {
     "bias gradient": dbias(options=learned_bias(130, 200)),
     "bias gradient, heads": dbias(nq=40, nk=60, hq=4, hk=2, batch=1, options=learned_bias(40, 60)),
     "bias gradient, D128": dbias(d=128, nk=70, batch=1, options=learned_bias(130, 70)),
-    "bias gradient, keys": dbias(options=learned_bias(200)),
+    "bias gradient, keys": dbias(nq=40, nk=400, batch=1, options=learned_bias(400)),
     "bias gradient, queries": dbias(nk=60, options=learned_bias(130, 1)),
-    "bias gradient, causal": dbias(nq=300, nk=130, batch=1, options=learned_bias(300, 130) | {"causal": True, "q_start": -140}),
+    "bias gradient, causal": dbias(nq=900, nk=40, batch=1, options=learned_bias(900, 40) | {"causal": True, "q_start": -800}),
     "bias gradient, lengths": dbias(
         options=learned_bias(130, 200) | {"q_lengths": np.array([60, 130]), "kv_lengths": np.array([127, 200])}
     ),
@@ -330,6 +330,12 @@ PROBLEMS |= {
         nq=70, nk=136, batch=4, hq=2, dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True}
     ),
     "mma, D200": mma(d=200, nq=200, nk=300, capability=(9, 0), options=STEEP),
+}
+PROBLEMS |= {
+    "few, six parts": few(nk=700, multiprocessors=8),
+    "few, apart": few(nk=400, hq=6, hk=2, capability=kernels.HOPPER),
+    "pages of 7": in_cache(nk=100, options=in_pages(7, 100, 33)),
+    "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
 }
 
 

@@ -8,7 +8,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import SIMT, machine, ptx
+from kernels import SIMT, forward_pass, machine, ptx
 from machine import Machine
 from naive import check
 from support import DTYPES, random_inputs
@@ -16,6 +16,7 @@ from support import DTYPES, random_inputs
 import numba_flash
 from numba_flash.bench.cases import Cell
 from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.simt.few_tiles import TILES
 from numba_flash.warmup import kernels_of
 
 NQ, NK, D = 20, 37, 8
@@ -36,6 +37,20 @@ def test_options_compute_what_they_mean(name, dtype):
     arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=NQ, nk=NK, d=D, dtype=dtype)
     with machine(capability=(8, 0)):
         check(SIMT, *arrays, **OPTIONS[name](DTYPES[dtype]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("dtype", "heads", "nq"), [("float32", (2, 2), 1), ("float64", (1, 1), 1), ("float32", (4, 1), 1), ("float64", (1, 1), 2)]
+)
+def test_few_queries_have_a_tile_of_as_many_rows(dtype, heads, nq):
+    """One, two or four; without lanes of their own, where maxima and sums are made."""
+    hq, hk = heads
+    arrays = random_inputs(batch=(1,), hq=hq, hk=hk, nq=nq, nk=600, d=40, dtype=dtype)
+    rows = nq * hq // hk
+    assert rows in [tile.rows for tile in TILES[dtype]]
+    for multiprocessors in (1, 3):
+        forward_pass("simt", arrays, rows, multiprocessors, capability=(8, 0))
 
 
 @pytest.mark.full

@@ -111,6 +111,18 @@ def test_lists_and_their_order(name, transposed):
             np.testing.assert_array_equal(order[:, :, row // share] >> FIRST + row % share & 1, none[:, :, row] == 0)
 
 
+@pytest.mark.parametrize(("heads", "lengths"), [(1, False), (HEADS, True)])
+def test_a_queue_begins_with_the_longest_lists(heads, lengths):
+    """Each block has one place in it, of equals the first one the first; and nobody has taken any."""
+    nq, nk = 1300, 160
+    mask = BlockMask(RNG.random((heads, -(-nq // 32), nk // 32)) < 0.4, 32)
+    options = {"q_lengths": np.array([1300, 70])} if lengths else {}
+    found = made(Tiles(32, 32, queue=True), mask, nq, nk, **options)
+    assert found["queue"][0, 0, 0, -1] == 0
+    for counts, (queue,) in zip(found["tiles"][..., 0].reshape(-1, 41), found["queue"][..., :-1].reshape(-1, 1, 41), strict=True):
+        np.testing.assert_array_equal(queue, np.argsort(-counts, kind="stable"))
+
+
 BLOCKS = {
     "as large as tiles": (32, 1, {}),
     "larger": (64, HEADS, {"causal": True}),

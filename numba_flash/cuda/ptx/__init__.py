@@ -60,7 +60,16 @@ from numba_flash.cuda.ptx.copy import (
     copy16 as copy16,
 )
 from numba_flash.cuda.ptx.copy import (
+    copy16_far as copy16_far,
+)
+from numba_flash.cuda.ptx.copy import (
+    copy_commit as copy_commit,
+)
+from numba_flash.cuda.ptx.copy import (
     copy_wait as copy_wait,
+)
+from numba_flash.cuda.ptx.copy import (
+    copy_wait_but as copy_wait_but,
 )
 from numba_flash.cuda.ptx.copy import (
     tensor_load as tensor_load,
@@ -82,6 +91,9 @@ from numba_flash.cuda.ptx.memory import (
 )
 from numba_flash.cuda.ptx.memory import (
     add_one as add_one,
+)
+from numba_flash.cuda.ptx.memory import (
+    count_arrival as count_arrival,
 )
 from numba_flash.cuda.ptx.memory import (
     fetch as fetch,

@@ -23,6 +23,23 @@ copy8 = instruction(
     _void, u32, u64, u32,
 )  # fmt: skip
 copy_wait = instruction("copy_wait", "cp.async.wait_all;", _void)
+copy_commit = instruction("copy_commit", "cp.async.commit_group;", _void)
+
+
+def copy16_far(size):
+    """`copy16`, which lets the cache fetch so many bytes around it."""
+    return instruction(
+        f"copy16_far{size}",
+        "{ .reg .pred ignored; setp.eq.u32 ignored, $2, 0;"
+        f" cp.async.cg.shared.global.L2::{size}B [$0], [$1], 16, ignored; }}",
+        _void, u32, u64, u32,
+    )  # fmt: skip
+
+
+def copy_wait_but(groups):
+    """Function that waits for all groups of the thread's copies but its last ones, so many."""
+    return instruction(f"copy_wait_but{groups}", f"cp.async.wait_group {groups};", _void)
+
 
 # Tensor copies (PTX ISA 9.7.9.27): a box of a tensor map of five dimensions.
 tensor_load = instruction(

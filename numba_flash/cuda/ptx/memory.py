@@ -33,6 +33,11 @@ add_four = instruction(
 add_float64 = instruction(
     "add_float64", "red.relaxed.gpu.global.add.f64 [$0], $1;", _void, u64, f64
 )
+# Those who have come to a place, which counts to the $2 of the last one and begins anew; each of
+# them knows what others wrote before they came.
+count_arrival = instruction(
+    "count_arrival", "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", u32, u64, u32
+)
 # Numbers that are handed out one by one.
 next_number = instruction("next_number", "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;", i32, u64)
 

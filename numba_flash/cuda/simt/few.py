@@ -17,7 +17,6 @@ from numba_flash.cuda.pages import build_access, build_keys, build_missing
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
-from numba_flash.cuda.simt.few_tiles import AHEAD
 
 NEG_INF = -math.inf
 
@@ -90,6 +89,7 @@ def build_values(dtype, out_dtype, tile, head_dim_v, pages):
     ROWS, KEYS, GROUP = tile.rows, tile.block_n, tile.group
     LANES = tile.lanes(head_dim_v)
     SHARES, COLS = tile.threads // LANES, -(-head_dim_v // LANES)
+    AHEAD = tile.ahead
     HEAD_DIM_V, THREADS, LOADS = head_dim_v, tile.threads, AHEAD * COLS
     ACC = ACCUMULATOR[dtype]
     load, _ = build_convert(dtype)
@@ -111,11 +111,17 @@ def build_values(dtype, out_dtype, tile, head_dim_v, pages):
                     acc[r * COLS + c] += weights[r] * x[first + c]
 
     @device
+    def add_four(acc, p_smem, j, x, first, careful):
+        add(acc, p_smem, j, x, first, careful)
+        add(acc, p_smem, j + SHARES, x, first + COLS, careful)
+        add(acc, p_smem, j + 2 * SHARES, x, first + 2 * COLS, careful)
+        add(acc, p_smem, j + 3 * SHARES, x, first + 3 * COLS, careful)
+
+    @device
     def add_all(acc, p_smem, j, x, careful):
-        add(acc, p_smem, j, x, 0, careful)
-        add(acc, p_smem, j + SHARES, x, COLS, careful)
-        add(acc, p_smem, j + 2 * SHARES, x, 2 * COLS, careful)
-        add(acc, p_smem, j + 3 * SHARES, x, 3 * COLS, careful)
+        add_four(acc, p_smem, j, x, 0, careful)
+        if AHEAD > 4:
+            add_four(acc, p_smem, j + 4 * SHARES, x, 4 * COLS, careful)
 
     @device
     def multiply(acc, p_smem, v, col0, careful):
@@ -167,17 +173,19 @@ def build_fold(dtype, tile):
     def fold_maxima(x_smem, fold_smem):
         row, part = cuda.threadIdx.x % ROWS, cuda.threadIdx.x // ROWS
         largest = ACC(NEG_INF)
-        for j in range(part, KEYS, PARTS):
-            largest = max(largest, x_smem[index(j), index(row)])
-        fold_smem[index(part), index(row)] = largest
+        if part < PARTS:
+            for j in range(part, KEYS, PARTS):
+                largest = max(largest, x_smem[index(j), index(row)])
+            fold_smem[index(part), index(row)] = largest
 
     @device
     def fold_sums(x_smem, fold_smem):
         row, part = cuda.threadIdx.x % ROWS, cuda.threadIdx.x // ROWS
         total = ACC(0)
-        for j in range(part, KEYS, PARTS):
-            total += x_smem[index(j), index(row)]
-        fold_smem[index(part), index(row)] = total
+        if part < PARTS:
+            for j in range(part, KEYS, PARTS):
+                total += x_smem[index(j), index(row)]
+            fold_smem[index(part), index(row)] = total
 
     return fold_maxima, fold_sums
 

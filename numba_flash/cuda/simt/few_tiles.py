@@ -7,8 +7,8 @@ chunk of K for each thread's registers, and some rows of V.
 from dataclasses import dataclass
 
 MOST_COLUMNS = 4  # of O, that a thread has of each row
-AHEAD = 4  # keys whose V a thread has under way at the same time
 WARP = 32
+MOST_FOLDS = 16  # threads that share a row, as one goes through what they have
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class FewTile:
         Columns of K that are staged at the same time.
     min_blocks : int
         Blocks per multiprocessor that the register allocation must allow.
+    ahead : int
+        Keys whose V a thread has under way at the same time, 4 or 8.
     group : int
         Heads that read the same keys.
     """
@@ -33,6 +35,7 @@ class FewTile:
     threads: int
     depth: int
     min_blocks: int
+    ahead: int = 4
     group: int = 1
 
     @property
@@ -46,7 +49,7 @@ class FewTile:
     @property
     def folds(self) -> int:
         """Threads that share a row where its maximum or sum is made."""
-        return self.threads // self.rows
+        return min(self.threads // self.rows, MOST_FOLDS)
 
     def padded(self, head_dim: int) -> int:
         """Columns of Q and K in whole chunks."""
@@ -54,7 +57,7 @@ class FewTile:
 
     def lanes(self, head_dim_v: int) -> int:
         """Threads that share the columns of O; the others have other keys."""
-        enough = max(-(-head_dim_v // MOST_COLUMNS), min(head_dim_v, WARP), AHEAD)
+        enough = max(-(-head_dim_v // MOST_COLUMNS), min(head_dim_v, WARP), self.ahead)
         return min(1 << (enough - 1).bit_length(), self.threads // 2)
 
     def pitch(self, columns: int, dtype: str) -> int:
@@ -64,9 +67,21 @@ class FewTile:
         return columns + (2 if dtype == "float64" else 4)
 
 
-# By accumulator, those of fewer rows first; chosen by registers and shared memory, not timed.
+# By accumulator, those of fewer rows first: these take fewer registers, so that more blocks have
+# something under way. Chosen by registers and shared memory, not timed.
 TILES = {
-    "float32": (FewTile(8, 128, 32, 3), FewTile(16, 128, 32, 2)),
-    "float64": (FewTile(8, 128, 16, 2),),
+    "float32": (
+        FewTile(1, 128, 32, 5, 8),
+        FewTile(2, 128, 32, 4),
+        FewTile(4, 128, 32, 3),
+        FewTile(8, 128, 32, 3),
+        FewTile(16, 128, 32, 2),
+    ),
+    "float64": (
+        FewTile(1, 128, 16, 4),
+        FewTile(2, 128, 16, 3),
+        FewTile(4, 128, 16, 2),
+        FewTile(8, 128, 16, 2),
+    ),
 }
 SIMULATOR_TILE = FewTile(2, 8, 2, 1)

@@ -79,7 +79,7 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
             nk = i32(extras.page_table.shape[2] * SIZE)
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
-            number, part = i32(number // parts), i32(number % parts)
+            number, part = i32(u32(number) // u32(parts)), i32(u32(number) % u32(parts))
         shape = q.shape
         if FEW:
             shape = (q.shape[0], q.shape[1], k.shape[2], q.shape[3] * GROUP, q.shape[4])

@@ -161,7 +161,7 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
     begin = build_begin(summed, BLOCK_M, BLOCK_N)
     place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N, SPLIT)
     fragments = Fragments(
-        runs, PARTS, KEYS, tile.warps_m, WARPS_N, WARP_ROWS, 8, 0, THREADS, synchronise
+        runs, PARTS, KEYS, tile.warps_m, WARPS_N, WARP_ROWS, 8, 0, False, synchronise
     )
     store = build_store(out_dtype, shape.wide, shape.turing, summed, fragments)
 

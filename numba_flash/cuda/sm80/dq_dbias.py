@@ -21,12 +21,14 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
+from numba_flash.cuda.sm80.load_dbias import Tensors
 from numba_flash.cuda.sm80.load_dq_dbias import build_loads
-from numba_flash.cuda.sm80.store_dbias import build_store
 from numba_flash.cuda.sm80.store_dq import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
-from numba_flash.cuda.sm80.walk_dbias import Space, Tensors, build_places
+from numba_flash.cuda.store_dbias import Fragments, build_store
+from numba_flash.cuda.walk_dbias import Space, build_places
 
 HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
 
@@ -212,7 +214,10 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     go, go_where_some_are_hidden = (
         build_go(shape, kind, places, load, half, tile) for half in halves
     )
-    store = build_store(out_dtype, shape, runs, summed, tile)
+    fragments = Fragments(
+        runs, PARTS, KEYS, tile.warps_m, WARPS_N, WARP_ROWS, 8, 0, False, synchronise
+    )
+    store = build_store(out_dtype, shape.wide, False, summed, fragments)
 
     def dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2, scale):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))

@@ -2,8 +2,8 @@
 
 What such a problem takes is how long the memory needs for K and V, if enough of them is under way:
 about bandwidth times latency, 4.8 TB/s times 800 ns on an H200, 29 KB for each multiprocessor.
-Copies pause while a warp waits for a tile and multiplies it, so several blocks run on each, every
-one with a tile under way.
+Each warp has places for its keys and values of one or two tiles, and asks for others as soon as it
+has read what is there; several blocks run on each multiprocessor.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +12,8 @@ from typing import NamedTuple
 from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, Hardware, Tile, padded
 
 RESERVED = KB  # of the shared memory of each block, by the driver
+# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel.
+MOST_JOINED = 64
 
 
 def float_pitch(head_dim: int) -> int:
@@ -27,9 +29,16 @@ class FewTile(Tile):
     ----------
     group : int
         Heads that read the same keys: their queries are the rows.
+    around : int
+        Bytes of memory that the cache may fetch around each copy.
+    apart : bool
+        Warps do not wait for each other while they go through the keys. For GPUs before Hopper the
+        assembler makes calls of what lets lanes of a warp wait, and keeps registers for them.
     """
 
     group: int = 1
+    around: int = 256
+    apart: bool = True
 
     @property
     def block_m(self) -> int:
@@ -41,9 +50,11 @@ class FewTile(Tile):
         return self.block_n // self.warps
 
     def shared_bytes(self, d: int, dv: int) -> int:
-        """As of others; in the end, in the place of all, each warp's O, m and l."""
+        """As of others; in the end, in the place of all, each warp's O, m and l, and then weights
+        of parts of the keys.
+        """
         of_rows = self.warps * self.block_m * (float_pitch(dv) + 8)
-        return max(super().shared_bytes(d, dv), of_rows)
+        return max(super().shared_bytes(d, dv), of_rows, 4 * self.block_m * MOST_JOINED)
 
     def resident(self, d: int, dv: int, hardware: Hardware) -> int:
         """Blocks that a multiprocessor has at the same time."""
@@ -62,18 +73,20 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, us beside other tiles (warps, rows, keys, stages), and a copy of as many
-# bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with (2, 16, 64, 2), 520 with (4, 16, 128, 2),
-# copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8, 12.6, 12.0. D = 64, 64 x 4k: 509, 511
-# with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k: 268, 328 with two stages. Rows for less
-# memory and those of 32 queries were not compared.
+# On an H200, bfloat16, when warps of a block waited for each other, us beside other tiles (warps,
+# rows, keys, stages), and a copy of as many bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with
+# (2, 16, 64, 2), 520 with (4, 16, 128, 2), copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8,
+# 12.6, 12.0. D = 64, 64 x 4k: 509, 511 with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k:
+# 268, 328 with two stages. Rows for less memory and those of 32 queries were not compared.
 FEW_TILES = (
-    FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3)),
-    FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2)),
-    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2)),
+    FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
+    FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),
+    FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
+    FewRow(64, 32, 227 * KB, FewTile(4, 2, 128, 2, False, 2)),
+    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2, apart=False)),
     FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 1, False, 3)),
-    FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2)),
-    FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2)),
+    FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
+    FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2, apart=False)),
     FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),
     FewRow(256, 16, 227 * KB, FewTile(2, 1, 64, 1, False, 2)),
 )

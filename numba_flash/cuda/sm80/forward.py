@@ -25,7 +25,7 @@ from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
-from numba_flash.cuda.sm80 import few, products
+from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store_floats
 from numba_flash.cuda.sm80.load_pages import build_load_keys
@@ -60,7 +60,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     with its signature and compile options.
     """
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
-    WARP_N, WAYS, GROUP, FEW = tile.warp_n, tile.ways, tile.group, tile.group > 0
+    WARP_N, WAYS = tile.warp_n, tile.ways
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
     ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES
     D, DV = padded(shape.head_dim), tile.columns(shape.head_dim_v) // WAYS  # of a warp
@@ -81,19 +81,16 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     LOWERED = 2.0**-RAISED
     SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
-    WRITE_LSE, PARTS, MASKED = write_lse, parts, options.tiled and not FEW
+    WRITE_LSE, PARTS, MASKED = write_lse, parts, options.tiled
     SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
     key_bytes = 2 * (D + DV) * max(1, shape.split)
-    block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts, GROUP)
-    query_of, head_of, stop_of = fragment.build_row(max(1, GROUP))
+    block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
     missing = build_missing(options)
-    runs = fragment.runs_of_queries(M_TILES, WARP_N, max(1, GROUP))
+    runs = fragment.runs_of_queries(M_TILES, WARP_N)
     HELD = max(1, held(options, runs).words)
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
-    if FEW:
-        load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
     load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
     of_v = BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options
     load_v = build_load_keys(*of_v, ALL_V)
@@ -116,7 +113,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         if col0 < clear or col0 >= unclear:
             column = i32(col0 + fragment.first_key())
             for r in range(ROWS):
-                i = query_of(i32(row + (r // 2 * 16 + r % 2 * 8)))
+                i = i32(row + (r // 2 * 16 + r % 2 * 8))
                 start, stop = mask.kv_range(i, i32(i + 1), keys, low, high)
                 hide_row(s, r, i32(i32(start) - column), i32(i32(stop) - column))
 
@@ -143,8 +140,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     @inline
     def tiles_of(row0, nq, nk, low, high, part, parts, seen):
         """The `Tiles` of keys that rows from row0 on see; `seen` is their list, if there is one."""
-        query0, query1 = query_of(row0), stop_of(min(i32(row0 + BLOCK_M), nq))
-        start, stop = mask.kv_range(query0, query1, nk, low, high)
+        start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
         start, stop = i32(start), i32(stop)
         first, count = i32(u32(start) // u32(BLOCK_N)), i32(0)
         if MASKED:
@@ -182,10 +178,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 inverse[r] = f32(NAN)
                 value = f32(NAN)
             if WRITE_LSE and first and i < x.rows and cuda.threadIdx.x % 4 == 0:
-                if FEW:
-                    x.lse[index(head_of(i)), index(query_of(i))] = value
-                else:
-                    x.lse[index(i)] = value
+                x.lse[index(i)] = value
 
     def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
@@ -198,7 +191,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         m_i = cuda.local.array(ROWS, f32)  # shifts of the thread's rows
         l_i = cuda.local.array(ROWS, f32)  # its part of their sums
         inverse = cuda.local.array(ROWS, f32)  # what their O has to be multiplied by in the end
-        factor_of_warp = cuda.local.array(ROWS if FEW else 1, f32)  # its share of that
 
         warp = i32(cuda.threadIdx.x // 32)
         x = block_of(q, k, v, o, lse, extras, low, high, parts)
@@ -209,12 +201,11 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         last, whole = listed(seen, i32(first + count - 1))
         next_whole = whole
 
-        row_warp, key_warp = (i32(0), warp) if FEW else (i32(warp // WAYS), i32(warp % WAYS))
+        row_warp, key_warp = i32(warp // WAYS), i32(warp % WAYS)
         q_warp = u32(smem + u32(row_warp * WARP_ROWS * PITCH_K))
         warp0 = i32(row0 + row_warp * WARP_ROWS)
         row = i32(warp0 + cuda.threadIdx.x % 32 // 4)
-        query0, query1 = query_of(warp0), stop_of(warp0 + WARP_ROWS)
-        clear, unclear = mask.clear_range(query0, query1, WARP_N, nk, low, high)
+        clear, unclear = mask.clear_range(warp0, warp0 + WARP_ROWS, WARP_N, nk, low, high)
         clear, unclear = i32(clear), i32(unclear)
         col0, key0 = i32(last * BLOCK_N), i32(key_warp * WARP_N)  # of the tile, of the warp in it
         column, slot = i32(col0 + key0 + fragment.first_key()), u32(0)
@@ -287,15 +278,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
 
         if ASYNCHRONOUS:
             ptx.copy_wait()  # also zeros of what would be the next tile
-        if FEW:
-            gather(smem, m_i, l_i, factor_of_warp, scale_log2)
         add_sums(l_i, smem)
         finish(m_i, l_i, inverse, row, key_warp == 0, x, missed, scale_log2, extras, parameters)
-        if FEW:
-            for r in range(ROWS):
-                inverse[r] *= factor_of_warp[r]
-            store_rows(smem, x.o, acc, inverse, row0, x.rows)
-        elif FLOATS:
+        if FLOATS:
             centre = x.lse  # nobody reads it
             if SPLIT:
                 centre = extras.centres[1, index(at.b0), index(x.b1), index(x.kv_head)]
@@ -306,5 +291,5 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             cuda.syncthreads()  # Q has been read
             store(smem, x, acc, inverse)
 
-    signature = signature_of(options, SPLIT, FLOATS, () if FEW else ("tiles",))
+    signature = signature_of(options, SPLIT, FLOATS, ("tiles",))
     return forward_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

@@ -22,18 +22,20 @@ def in_order(row):
 
 
 @once
-def build_chunk(head_dim, columns, asynchronous):
+def build_chunk(head_dim, columns, asynchronous, around=0):
     """``chunk_of(target, x, source, i, chunk, there)``: one chunk of row i of x, at the address
-    `source`, into shared memory; zeros unless it is there.
+    `source`, into shared memory; zeros unless it is there. The cache may fetch as many bytes
+    `around` it.
     """
     HEAD_DIM, WHOLE, ASYNCHRONOUS = head_dim, head_dim == columns, asynchronous
+    copy16 = ptx.copy16_far(around) if around else ptx.copy16
 
     @inline
     def chunk_of(target, x, source, i, chunk, there):
         if ASYNCHRONOUS:
             if not WHOLE:
                 there = there and chunk * CHUNK < HEAD_DIM
-            ptx.copy16(target, source, u32(1) if there else u32(0))
+            copy16(target, source, u32(1) if there else u32(0))
         else:
             words = cuda.local.array(4, u32)
             for w in range(4):
@@ -54,7 +56,7 @@ def chunks_across(chunks, threads):
 
 @once
 def build_load(
-    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False
+    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False, around=0
 ):
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on, into shared memory.
@@ -64,20 +66,25 @@ def build_load(
     columns : of the tile, zeros beyond the head dimension.
     compact : rows follow each other; nothing is computed from their stride, which takes registers.
     again : in every call a thread computes anew which rows are its own, for registers.
+    around : bytes that the cache may fetch around each copy.
+
+    The `threads` of a warp load a tile of its own.
     """
     columns = columns or padded(head_dim)
-    ROWS, THREADS, AGAIN = rows, threads, again
+    ROWS, THREADS, AGAIN, OF_WARP = rows, threads, again, threads == WARP
     PITCH, COMPACT, ROW_BYTES = pitch(columns), compact, 2 * head_dim
     CHUNKS = columns // CHUNK
     TOTAL = rows * CHUNKS
     ACROSS = chunks_across(CHUNKS, threads)
     STEP = threads // ACROSS  # rows that are loaded at the same time
     REGULAR = threads % ACROSS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
-    place, one = place or in_order, build_chunk(head_dim, columns, asynchronous)
+    place, one = place or in_order, build_chunk(head_dim, columns, asynchronous, around)
 
     @inline
     def load(tile, x, first, stop):
         thread = ptx.thread_here() if AGAIN else i32(cuda.threadIdx.x)
+        if OF_WARP:
+            thread = i32(thread % WARP)
         stride = i64(ROW_BYTES) if COMPACT else i64(x.strides[0])
         base = u64(ptx.global_address(x) + u64(i64(first) * stride))
         rest = i32(stop - first)

@@ -79,7 +79,7 @@ def build_copy_rows(block_m):
 @once
 def build_loads(shape, tile):
     """``load(smem, slot, tensors, place)``: Q, dO, the lse and delta of their rows, K and V of a
-    `numba_flash.cuda.sm80.walk_dbias.Place`.
+    `numba_flash.cuda.walk_dbias.Place`.
     """
     BLOCK_M, THREADS = tile.block_m, tile.threads
     (COLUMNS_K, COLUMNS_V), SMEM = shape.columns, tile.layout(*shape.columns)

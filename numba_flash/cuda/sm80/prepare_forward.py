@@ -8,7 +8,6 @@ import numpy as np
 from numba_flash.cuda import grid, launch, prepare_parts
 from numba_flash.cuda.arguments import (
     SPLIT,
-    build_extras,
     chunked,
     extras_class,
     parameters_of,
@@ -18,17 +17,13 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import float64_tiles, tiles
+from numba_flash.cuda.sm80 import float64_tiles, prepare_few, tiles
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import few_tile
 from numba_flash.cuda.sm80.tiles import Hardware, Tile, hardware, padded
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
-# Of a multiprocessor, where they only have to keep the memory busy: with three, 131k keys of 8
-# heads (D = 128) took 144 us instead of 141, 4096 keys of 2048 heads (D = 64) 525 instead of 509
-# (H200).
-ENOUGH_BLOCKS = 2
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
@@ -38,7 +33,9 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """
     gpu = gpu or launch.gpu(inputs.q.device)
     p, tile = choose(problem, lambda p: _tile(p, gpu), lambda p: _within_blocks(p, gpu))
-    parts = _parts(p, gpu, tile)
+    if tile.group:
+        return prepare_few.prepare(p, inputs, results, gpu, tile)
+    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1 and p.dtype != "float64":
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
     operands = Operands(p, gpu, inputs, tile)
@@ -70,14 +67,6 @@ class Read(NamedTuple):
     flags: Any
 
 
-class AsGiven:
-    """In the place of `Extras` where tiles of a mask are not listed: few queries read it once."""
-
-    def __init__(self, p, gpu, inputs, listed):
-        self.layouts, self.launches = grid.extras_layouts(p, inputs), ()
-        self.of = build_extras(p.options)
-
-
 class Operands:
     """The arrays of a call as the attention kernel reads them: float32 in planes of float16, and
     lists of the mask's tiles among the `extras`.
@@ -96,7 +85,7 @@ class Operands:
         self._p, self._splitter = p, None
         self.vectors = vectors_of(p, inputs, KEYS_OF_RUN)
         listed = Tiles(tile.block_m, tile.block_n)
-        self._extras = extras = (AsGiven if tile.group else Extras)(p, gpu, inputs, listed)
+        self._extras = extras = Extras(p, gpu, inputs, listed)
         self.launches = extras.launches
         if p.dtype != "float32":
             x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
@@ -150,25 +139,12 @@ def _tiles_of(p):
     return float64_tiles if p.dtype == "float64" else tiles
 
 
-def _blocks(p, tile: Tile) -> int:
-    rows, heads = (p.nq * tile.group, p.hk) if tile.group else (p.nq, p.hq)
-    return grid.items(p, rows, heads, tile.block_m)
-
-
-def _parts(p, gpu, tile: Tile) -> int:
-    if not tile.group:
-        return grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
-    resident = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, hardware(gpu.capability)))
-    return grid.few_parts(p, tile, gpu.multiprocessors * resident)
-
-
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
     partial = prepare_parts.layouts(p, parts)
     operands = Operands(p, gpu, inputs, tile)
     forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
-    combine_parts = prepare_parts.combine_many if tile.group else prepare_parts.combine
-    combine = combine_parts(partial, results, gpu, parts)
+    combine = prepare_parts.combine(partial, results, gpu, parts)
     scratch = prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
@@ -213,7 +189,7 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         builder,
         (p.dtype, shape, write_lse, p.band, in_parts, p.options.structure, tile),
         gpu,
-        grid=_blocks(p, tile) * parts,
+        grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,
         shared_bytes=tile.shared_bytes(*shape.columns),
         operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),

@@ -113,9 +113,7 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
     def meet():
         pipeline.meet_consumers(CONSUMERS)
 
-    fragments = Fragments(
-        runs, PARTS, PART, CONSUMERS * WARPS, 1, 16, 2, WARP_GROUP, CONSUMERS * WARP_GROUP, meet
-    )
+    fragments = Fragments(runs, PARTS, PART, CONSUMERS * WARPS, 1, 16, 2, WARPS, True, meet)
     store = build_store(out_dtype, wide, False, summed, fragments)
 
     @inline

@@ -15,7 +15,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import LISTS, build_produce
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
 from numba_flash.cuda.sm90.rows_options import build_rows
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
@@ -187,7 +187,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         types.UniTuple(u64, len(maps)),
         array(f32 if PARTS else u32, 5),
         array(f32, 4),
-        extras_type(options, LISTS),
+        extras_type(options, lists_of(options)),
         named(Sizes, i64),
         f32,
         parameters_type(options),

@@ -60,7 +60,7 @@ def build_write_work(banded, ordered, options, tile, layout):
     """
     BLOCK_M, BLOCK_N, IN_PARTS = tile.block_m, tile.block_n, not tile.adds_dq
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
-    BANDED, PACKED, QUEUED = banded, options.packed, options.tiled and not ordered
+    BANDED, PACKED, QUEUED = banded, options.packed, options.listed and not ordered
     CLAIMS = ordered or QUEUED
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
@@ -142,7 +142,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     work item needs; with options, write down a `TileNote` of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
-    DO_FIRST, CLAIMS = not tile.adds_dq, ordered or options.tiled
+    DO_FIRST, CLAIMS = not tile.adds_dq, ordered or options.listed
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
@@ -341,7 +341,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         *[array(f32, 4)] * 2,
         array(f32, 5),
         array(i32, 1),
-        extras_type(options, lists_of(ordered), () if tile.planes == 1 else FACTORS),
+        extras_type(options, lists_of(options, ordered), () if tile.planes == 1 else FACTORS),
         named(Sizes, i64),
         numbers,
     )

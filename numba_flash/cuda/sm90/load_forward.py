@@ -11,7 +11,6 @@ from numba_flash.cuda.sm90.arguments import END, SCORES_B1, ForwardWork, one_typ
 from numba_flash.cuda.sm90.pipeline import Place
 
 WORD = words(ForwardWork)
-LISTS = ("tiles", "queue")  # what kernels want of a mask
 
 
 class Tiles(NamedTuple):
@@ -22,6 +21,11 @@ class Tiles(NamedTuple):
     first: int
     count: int
     keys: int
+
+
+def lists_of(options) -> tuple[str, ...]:
+    """What the kernels want of a mask."""
+    return ("tiles", "queue") if options.listed else ("tiles",)
 
 
 @once
@@ -50,16 +54,16 @@ def build_listed_tiles(in_parts, block_m):
 def build_write_work(banded, in_parts, options, tile, layout):
     """``write_work(smem, turn, o, extras, sizes)``: write down this block's next work item."""
     WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.tiled
-    OPTIONS = options.modifies_or_lists
+    OPTIONS, QUEUED = options.modifies_or_lists, options.listed
     item_of = schedule.build_item(
-        options, banded, in_parts, tile.block_m, tile.block_n, queued=MASKED
+        options, banded, in_parts, tile.block_m, tile.block_n, queued=QUEUED
     )
     listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 
     @inline
     def write_work(smem, turn, o, extras, sizes):
         pipeline.wait_free(smem, WORK, turn)
-        if not MASKED:
+        if not QUEUED:
             number = schedule.zigzag(turn, cuda.gridDim.x)
         elif turn == u32(0):  # each block has one
             number = i32(cuda.blockIdx.x)

@@ -52,8 +52,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         row_blocks=row_blocks,
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
     )
-    share = 1 if deterministic else 0
-    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=not deterministic)
+    share, queue = (1, False) if deterministic else (0, p.options.listed)
+    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=queue)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
@@ -80,7 +80,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
 def _sizes_of(this: Pass) -> Sizes:
     """Numbers of the main kernel's work."""
     p, sizes = this.p, sizes_of(this)
-    if not (this.ordered and p.options.tiled):
+    if not (this.ordered and p.options.listed):
         return sizes
     sums_of_a_head = 4 * DQ_PART * this.tile.consumers * -(-p.nq // this.tile.block_m)
     return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))

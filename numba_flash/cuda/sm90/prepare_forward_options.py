@@ -65,7 +65,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         return tensor_maps.through_compact(
             lambda results: prepare(problem, inputs, results, gpu), results
         )
-    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=True))
+    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts)

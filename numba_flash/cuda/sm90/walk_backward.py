@@ -37,9 +37,11 @@ class Walk(NamedTuple):
     order_of: Any
 
 
-def lists_of(ordered) -> tuple[str, ...]:
+def lists_of(options, ordered) -> tuple[str, ...]:
     """What the kernels of a backward pass want of a mask."""
-    return ("tiles", "order" if ordered else "queue")
+    if ordered:
+        return ("tiles", "order")
+    return ("tiles", "queue") if options.listed else ("tiles",)
 
 
 @once

@@ -106,12 +106,14 @@ def test_resources(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("page", "words"), [(1, 16), (16, 8), (256, 1)])
+@pytest.mark.parametrize(("page", "words"), [(1, 16), (16, 4), (256, 2)])
 def test_a_table_of_pages_is_read_once_for_rows_of_one_page(page, words):
-    """Of 16 rows of a thread in a tile of 128 keys, of K before the loop, and of K and V in it."""
+    """Of 16 rows of a thread in a warp's 32 keys of a tile, before the loop and in it: once for K and V, if there are few words; else
+    four at a time, for each.
+    """
     text = compiled.ptx(KERNELS[f"sm80 forward 128, pages of {page}, 16 rows for 9.0"])
-    assert text.count("ld.global.nc.b32") == 3 * words
-    assert text.count("cp.async.cg") >= 3 * 16
+    assert text.count("ld.global.nc.b32") == words
+    assert text.count("cp.async.cg") >= 4 * (4 if page == 1 else 16)
 
 
 LIST_LOADS = 6  # of a list: how long it is, the first tile, and the next
@@ -172,7 +174,7 @@ def test_instructions(name):
     assert dtype != "float32" or count % 3 == 0
     assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
     assert any(each.startswith("ldmatrix.sync.aligned.m8n8.x4.trans") for each in found)
-    copies = found.count("cp.async.cg.shared.global")
+    copies = sum(each.startswith("cp.async.cg.shared.global") for each in found)
     tiles = copies > 0
     assert tiles == (shape.asynchronous or (kernel.builder.startswith("sm80.backward") and depth == 16))
     assert not (tiles and depth == 8)
@@ -181,4 +183,5 @@ def test_instructions(name):
         assert {"HMMA", "LDSM"} <= {*machine}
         assert may_spill(name) or not {*machine} & {"STL", "LDL"}
         assert ("LDGSTS" in machine) == tiles
-        assert machine.count("LDGSTS") < 2 * copies or not tiles  # one each, not one for rows that are there and one for zeros
+        # one each, not one for rows that are there and one for zeros; the assembler may unroll the loop of several words of a table
+        assert machine.count("LDGSTS") < 2 * copies or not tiles or "pages of 1," in name

@@ -18,7 +18,7 @@ from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
 from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, WARPS_OF_KEYS, DqDbiasTile
-from numba_flash.cuda.sm80.few_tiles import FEW_TILES, float_pitch
+from numba_flash.cuda.sm80.few_tiles import FEW_TILES, MOST_JOINED, float_pitch
 from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
@@ -227,6 +227,11 @@ def test_rows_that_are_copied_in_whole_chunks(x, whole):
     assert chunked(Layout.of(X), Layout.of(x)) == whole
 
 
+def joins(forward) -> bool:
+    """True if the last block of a kernel puts parts together, without a second kernel."""
+    return forward.builder == "sm80.forward_few.build" and forward.config[6]
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": np.array([3, 4])}], ids=list)
 @pytest.mark.parametrize(("nq", "nk"), [(1, 20000), (128, 20000), (129, 20000), (5000, 500), (300, 300), (0, 5), (5, 0)])
@@ -242,7 +247,7 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     row_blocks = 2 * 1 * math.ceil(2 * nq / tile.block_m) if tile.group else 2 * 2 * math.ceil(nq / tile.block_m)
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
-    assert (parts > 1) == bool(combine)
+    assert (parts > 1) == bool(combine or joins(forward))
     assert parts == 1 or tile.group or row_blocks * 2 <= gpu.multiprocessors
 
 
@@ -359,13 +364,14 @@ def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
 @pytest.mark.parametrize(
     ("sizes", "gpu", "parts"),
     [
-        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 32),  # 8 * 32 blocks, 2 on nearly each of 132 multiprocessors
-        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 2),
+        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 49),  # 8 * 49 blocks, 3 on nearly each of 132 multiprocessors
+        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 8),  # two turns and a half
         ({"nk": 1024, "hq": 64, "hk": 8}, H200, 8),  # a tile each
         ({"nk": 100, "hq": 64, "hk": 8}, H200, 1),  # a second kernel would take longer
-        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 256),  # 4 tiles each, as with 264
+        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 128),  # 8 tiles each
         ({"nk": 131072, "hq": 64, "hk": 8}, A100, 27),
-        ({"nk": 131072, "hq": 264, "hk": 264}, H200, 1),
+        ({"nk": 131072, "hq": 264, "hk": 264}, H200, 16),
+        ({"nk": 4096, "hq": 32, "hk": 32, "d": 64, "batch": (64,)}, H200, 1),
         ({"nk": 0, "hq": 1, "hk": 1}, H200, 1),
     ],
 )
@@ -373,7 +379,8 @@ def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
     sizes = {"nq": 1, "d": 128, "batch": (1,)} | sizes
     forward, *combine = launches("forward", problem(**sizes), gpu)
     assert forward.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
-    assert len(combine) == (parts > 1)
+    assert joins(forward) == (1 < parts <= MOST_JOINED)
+    assert len(combine) == (parts > MOST_JOINED)
     if combine:
         assert combine[0].grid == math.prod(sizes["batch"]) * sizes["hq"]
         assert combine[0].numbers == (parts,)
@@ -381,10 +388,14 @@ def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
 
 def test_one_kernel_combines_any_number_of_parts():
     """So that a cache that grows needs none anew."""
-    of = lambda nk: launches("forward", problem(nq=1, nk=nk, d=128, hq=8, hk=1), H200)
-    (short, combine_short), (long, combine_long) = of(3000), of(100000)
+    of = lambda nk, b: launches("forward", problem(nq=1, nk=nk, d=128, hq=8, hk=1, batch=(b,)), H200)
+    (short, combine_short), (long, combine_long) = of(50000, 1), of(100000, 1)
     assert combine_short.numbers != combine_long.numbers
     assert (short.config, combine_short.config) == (long.config, combine_long.config)
+    (short,), (long,) = of(3000, 8), of(100000, 8)
+    assert joins(short)
+    assert short.numbers != long.numbers
+    assert short.config == long.config
 
 
 def test_options_of_few_queries_have_the_registers_of_other_rows():
@@ -396,7 +407,7 @@ def test_few_queries_with_a_mask_have_no_lists():
     options = {"mask": np.ones((1, 1, 1, 200), bool)}
     inputs = inputs_of(nq=1)._replace(**options)
     (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
-    assert forward.builder == "sm80.forward.build"
+    assert forward.builder == "sm80.forward_few.build"
 
 
 # ---- a bias that is all that changes scores ----------------------------------------------------------------------------------------------

@@ -482,8 +482,8 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
         assert (tile.part == tile.block_m // 2) == fits
         assert lists.builder == "block_lists.build"
         assert lists.config[1:4] == (tile.block_m, tile.block_n, True)
-        names = ("tiles", "order" if deterministic else "queue")
-        assert [each.builder for each in order] == ["tile_lists.build_order" if deterministic else "tile_lists.build_queue"]
+        names = ("tiles", "order") if deterministic else ("tiles", "queue") if fits else ("tiles",)
+        assert [each.builder for each in order] == [f"tile_lists.build_{name}" for name in names[1:]]
         assert postprocess.config[-1] == names
         arrays = 1 if fits else 2
         assert [len(each.extras) for each in (preprocess, main, postprocess)] == [arrays, *[arrays + len(names)] * 2]

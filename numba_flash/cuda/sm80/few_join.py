@@ -1,0 +1,150 @@
+"""Results over parts of the keys, made one by the last of the blocks that have the same rows: as
+`numba_flash.cuda.combine` does, without another launch.
+
+Who is last depends on what the GPU does meanwhile, but not what it adds up, nor in which order.
+"""
+
+import math
+
+from numba_flash.cuda import fragment, ptx
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
+from numba_flash.cuda.number import build_convert, index
+from numba_flash.cuda.sm80.few_tiles import MOST_JOINED
+from numba_flash.cuda.sm80.tiles import WARP
+
+AHEAD = 8  # parts of an element of O that a thread has under way at the same time
+
+
+@once
+def build_weights(tile, write_lse):
+    """``weigh(smem, lse_parts, lse, x, rows, parts)``: the weight of each part of each row, in
+    shared memory, ``weights[part * BLOCK_M + row]``, and the lse of all of them.
+    """
+    BLOCK_M, WARPS, WRITE_LSE, NEG_INF = tile.block_m, tile.warps, write_lse, -math.inf
+    ROWS, TURNS = tile.block_m // tile.warps, -(-MOST_JOINED // WARP)  # of a warp; of a lane
+    AT_ONCE = math.gcd(ROWS, 4)
+    HELD = AT_ONCE * TURNS
+    query_of, head_of, _ = fragment.build_row(tile.group)
+
+    @inline
+    def over_lanes(value, largest):
+        """Their maximum, or their sum in an order that is always the same."""
+        for fold in range(5):
+            other = cuda.shfl_xor_sync(ALL_LANES, value, 16 >> fold)
+            value = ptx.maximum(value, other) if largest else value + other
+        return value
+
+    @inline
+    def read(powers, lse_parts, x, rows, parts, first):
+        """The lse of parts of some rows, all on their way before any is used."""
+        b0s = i32(u32(lse_parts.shape[0]) // u32(parts))
+        for n in range(AT_ONCE):
+            row = i32(first + n * WARPS)
+            i = i32(x.row0 + row)
+            for turn in range(TURNS):
+                part = i32(cuda.threadIdx.x % WARP + turn * WARP)
+                powers[n * TURNS + turn] = f32(NEG_INF)
+                if row < rows and part < parts:
+                    b0 = part * b0s + x.at.b0
+                    head = lse_parts[index(b0), index(x.b1), index(x.at.head + head_of(i))]
+                    at = u64(ptx.global_address(head) + u64(i64(query_of(i)) * 4))
+                    powers[n * TURNS + turn] = ptx.load_global_one(at)
+
+    @inline
+    def weigh_row(smem, powers, n, lse, x, row, parts):
+        """The n-th of those that were read."""
+        lane, largest, total = i32(cuda.threadIdx.x % WARP), f32(NEG_INF), f32(0)
+        for turn in range(TURNS):
+            largest = ptx.maximum(largest, powers[n * TURNS + turn])
+        largest = over_lanes(largest, True)
+        # a row that saw nothing in any part is shifted by 0
+        shift = largest if largest != f32(NEG_INF) else f32(0)
+        for turn in range(TURNS):
+            powers[n * TURNS + turn] = math.exp(powers[n * TURNS + turn] - shift)
+            total += powers[n * TURNS + turn]
+        total = over_lanes(total, False)
+        inverse = f32(0) if total == f32(0) else ptx.rcp(total)
+        for turn in range(TURNS):
+            part = i32(lane + turn * WARP)
+            if part < parts:
+                at = u32(smem + u32(4 * (part * BLOCK_M + row)))
+                ptx.store_shared(at, i32(ptx.as_uint32(powers[n * TURNS + turn] * inverse)))
+        i = i32(x.row0 + row)
+        if WRITE_LSE and lane == 0 and i < x.rows:
+            head, query = index(x.at.head + head_of(i)), index(query_of(i))
+            value = shift + math.log(total) if total != f32(0) else f32(NEG_INF)
+            lse[index(x.at.b0), index(x.b1), head, query] = value
+
+    @inline
+    def weigh(smem, lse_parts, lse, x, rows, parts):
+        powers = cuda.local.array(HELD, f32)
+        for turn in range(ROWS // AT_ONCE):
+            first = i32(cuda.threadIdx.x // WARP + turn * (AT_ONCE * WARPS))
+            read(powers, lse_parts, x, rows, parts, first)
+            for n in range(AT_ONCE):
+                weigh_row(smem, powers, n, lse, x, i32(first + n * WARPS), parts)
+
+    return weigh
+
+
+@once
+def build_join(tile, head_dim_v, out_dtype, write_lse):
+    """``join(smem, o_parts, lse_parts, o, lse, arrivals, x, parts)``: rows of the `Block` x, once
+    all `parts` of the keys are done; `arrivals`, a number for each block of rows, is 0 before and
+    after.
+    """
+    BLOCK_M, THREADS = tile.block_m, tile.threads
+    WIDTH = 4 if head_dim_v % 4 == 0 else 1  # elements of O that a thread has at the same time
+    ACROSS, LOADED = head_dim_v // WIDTH, WIDTH * AHEAD
+    query_of, head_of, _ = fragment.build_row(tile.group)
+    weigh = build_weights(tile, write_lse)
+    _, store = build_convert(out_dtype)
+
+    @inline
+    def add_parts(acc, smem, row, at, step, parts):
+        """acc += the sum of all parts of some columns of a row; a part is `step` bytes behind the
+        one before.
+        """
+        loaded = cuda.local.array(LOADED, f32)
+        for part in range(0, parts, AHEAD):
+            for n in range(AHEAD):
+                source = u64(at + u64(i64(min(part + n, parts - 1)) * step))
+                if WIDTH == 4:
+                    four = ptx.load_global_four(source)
+                    for c in range(4):
+                        loaded[n * WIDTH + c] = four[c]
+                else:
+                    loaded[n * WIDTH] = ptx.load_global_one(source)
+            for n in range(AHEAD):
+                if part + n < parts:
+                    word = ptx.load_shared(u32(smem + u32(4 * ((part + n) * BLOCK_M + row))))
+                    for c in range(WIDTH):
+                        acc[c] += ptx.as_float32(u32(word)) * loaded[n * WIDTH + c]
+
+    @inline
+    def join(smem, o_parts, lse_parts, o, lse, arrivals, x, parts):
+        parts, last = i32(parts), 0
+        cuda.syncthreads()  # all threads have written; shared memory has been read
+        if cuda.threadIdx.x == 0:
+            number = u64(u32(cuda.blockIdx.x) // u32(parts))
+            counter = u64(ptx.global_address(arrivals) + number * u64(4))
+            last = i32(ptx.count_arrival(counter, u32(parts - 1)) == u32(parts - 1))
+        if cuda.syncthreads_or(last) != 0:
+            rows = min(i32(x.rows - x.row0), i32(BLOCK_M))
+            weigh(smem, lse_parts, lse, x, rows, parts)
+            cuda.syncthreads()  # all weights are there
+            acc, step = cuda.local.array(WIDTH, f32), i64(o.shape[0]) * o_parts.strides[0]
+            for number in range(i32(cuda.threadIdx.x), i32(rows * ACROSS), THREADS):
+                row, d = i32(u32(number) // u32(ACROSS)), i32(u32(number) % u32(ACROSS) * WIDTH)
+                i = i32(x.row0 + row)
+                b0, b1 = index(x.at.b0), index(x.b1)
+                head, query = index(x.at.head + head_of(i)), index(query_of(i))
+                for c in range(WIDTH):
+                    acc[c] = f32(0)
+                at = ptx.global_address(o_parts[b0, b1, head, query])
+                add_parts(acc, smem, row, u64(at + u64(d * 4)), step, parts)
+                for c in range(WIDTH):
+                    o[b0, b1, head, query, index(d + c)] = store(acc[c])
+
+    return join

@@ -1,0 +1,121 @@
+"""Few queries with many keys in the `sm80` tier from the host: which kernels run with which grid.
+Numba is not imported here.
+"""
+
+import math
+
+import numpy as np
+
+from numba_flash.cuda import grid, prepare_parts
+from numba_flash.cuda.arguments import build_extras, chunked, parameters_of, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.few_tiles import MOST_JOINED, FewTile
+from numba_flash.cuda.sm80.tiles import hardware
+from numba_flash.problem import Prepared
+
+LOG2E = math.log2(math.e)
+KEYS_OF_RUN = 8  # neighbours among a lane's scores
+
+
+def prepare(p, inputs, results, gpu, tile: FewTile) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
+    dropout.
+    """
+    there = hardware(gpu.capability)
+    parts = grid.few_parts(p, tile, gpu.multiprocessors * tile.resident(p.d, p.dv, there))
+    if parts == 1:
+        return _prepare_whole(p, inputs, results, gpu, tile)
+    if parts > MOST_JOINED:
+        return _prepare_parts(p, inputs, results, gpu, tile, parts)
+    return _prepare_joined(p, inputs, results, gpu, tile, parts)
+
+
+def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
+    """All keys at once."""
+    forward, numbers = _forward(p, inputs, results, gpu, tile, 1)
+    extras_of = build_extras(p.options)
+
+    def run(inputs, results, rng=None):
+        given = None if rng is None else numbers(rng)
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
+        forward(q, k, v, results.o, results.lse, None, None, None, extras=extras, numbers=given)
+
+    return Prepared(run, (forward,))
+
+
+def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepared:
+    """By way of float32 results over parts of the keys, made one by the last block of each."""
+    partial = prepare_parts.layouts(p, parts)
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts, results)
+    extras_of, count = build_extras(p.options), forward.grid // parts
+    scratch = prepare_parts.scratch(partial)
+
+    def run(inputs, results, rng=None):
+        o, lse = scratch.beside(inputs.q)
+        arrivals = prepare_parts.arrivals(inputs.q, count)
+        given = None if rng is None else numbers(rng)
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
+        forward(q, k, v, o, lse, *results, arrivals, extras=extras, numbers=given)
+
+    return Prepared(run, (forward,))
+
+
+def _prepare_parts(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepared:
+    """The same of so many parts that another kernel combines them."""
+    partial = prepare_parts.layouts(p, parts)
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
+    combine = prepare_parts.combine_many(partial, results, gpu, parts)
+    extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
+
+    def run(inputs, results, rng=None):
+        o, lse = scratch.beside(inputs.q)
+        given = None if rng is None else numbers(rng)
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
+        forward(q, k, v, o, lse, None, None, None, extras=extras, numbers=given)
+        combine(o, lse, *results)
+
+    return Prepared(run, (forward, combine))
+
+
+def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
+    """The kernel, on results of the problem, or on float32 parts of them, which it joins if there
+    are `whole` ones; and its numbers as a function of the generator's state.
+    """
+    joined = whole is not None
+    whole_o, whole_lse = whole if joined else (None, None)
+    last = whole if joined else into
+    items = grid.items(p, p.nq * tile.group, p.hk, tile.block_m)
+    shape = Shape(
+        head_dim=p.d,
+        head_dim_v=p.dv,
+        turing=hardware(gpu.capability).turing,
+        asynchronous=not hardware(gpu.capability).turing and chunked(inputs.q, inputs.k, inputs.v),
+        wide=False,
+        vectors=vectors_of(p, inputs, KEYS_OF_RUN),
+    )
+    numbers = lambda rng=None: (
+        np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
+        p.low,
+        p.high,
+        parts,
+        parameters_of(p, rng),
+    )
+    operands = (inputs.q, 5), (inputs.k, 5), (inputs.v, 5), (into.o, 5), (into.lse, 4)
+    config = p.dtype, shape, last.o.dtype.name, last.lse is not None, p.band, parts > 1, joined
+    forward = Launch(
+        "sm80.forward_few.build",
+        (*config, p.options.structure, tile),
+        gpu,
+        grid=items * parts,
+        threads=tile.threads,
+        shared_bytes=tile.shared_bytes(p.d, p.dv),
+        operands=(
+            *operands,
+            *((whole_o, 5), (whole_lse, 4)),
+            (prepare_parts.arrivals_layout(items) if joined else None, 1),
+        ),
+        extras=grid.extras_layouts(p, inputs),
+        numbers=numbers(),
+    )
+    return forward, numbers
