@@ -196,18 +196,18 @@ MUTANTS_SM80 = (
         "split, gradients, a NaN",
     ),
     # ---- warps that share rows
-    Mutant("P before the other warp has put it", SHARE, "        meet()  # P of the other warp is there\n", "", "mma, D136"),
-    Mutant("P over P that is read", SHARE, "            meet()  # and has been read\n", "", "mma, D136"),
+    Mutant("P before the other warp has put it", SHARE, "        meet()  # P of the other warp is there\n", "", "mma, D200"),
+    Mutant("P over P that is read", SHARE, "            meet()  # and has been read\n", "", "mma, D200"),
     Mutant(
-        "P of the other warp with values of its own", SHARE, "u32(x.v_other + u32(n * NEXT))", "u32(x.v_own + u32(n * NEXT))", "mma, D136"
+        "P of the other warp with values of its own", SHARE, "u32(x.v_other + u32(n * NEXT))", "u32(x.v_own + u32(n * NEXT))", "mma, D200"
     ),
-    Mutant("the first keys of the other warp alone", SHARE, "u32(x.v_other + u32(n * NEXT))", "x.v_other", "mma, D136"),
-    Mutant("a shift of a warp's own", SHARE, "ptx.maximum(best[r], others[r])", "best[r]", "mma, D136"),
-    Mutant("a sum over half of the keys", SHARE, "total = l_i[r] + others[r]", "total = l_i[r]", "mma, D136"),
-    Mutant("one barrier for all that share rows", SHARE, "FIRST_BARRIER + cuda.threadIdx.x // PAIR", "FIRST_BARRIER", "mma, D136"),
-    Mutant("warps that do not agree to rescale", SHARE, "u32(1) if true else u32(0)", "u32(cuda.threadIdx.x // 32 % 2)", "mma, D136"),
-    Mutant("O before the other warp has put its columns", SHARE, "        meet()  # all of their rows are there\n", "", "mma, D136"),
-    Mutant("the same columns of O for both", SHARE, "u32(part * (2 * OWN))", "u32(0 * part)", "mma, D136"),
+    Mutant("the first keys of the other warp alone", SHARE, "u32(x.v_other + u32(n * NEXT))", "x.v_other", "mma, D200"),
+    Mutant("a shift of a warp's own", SHARE, "ptx.maximum(best[r], others[r])", "best[r]", "mma, D200"),
+    Mutant("a sum over half of the keys", SHARE, "total = l_i[r] + others[r]", "total = l_i[r]", "mma, D200"),
+    Mutant("one barrier for all that share rows", SHARE, "FIRST_BARRIER + cuda.threadIdx.x // PAIR", "FIRST_BARRIER", "mma, D200"),
+    Mutant("each warp decides whether to rescale", SHARE, "meet_any(find(", "cuda.any_sync(0xFFFFFFFF, find(", "mma, D200"),
+    Mutant("O before the other warp has put its columns", SHARE, "        meet()  # all of their rows are there\n", "", "mma, D200"),
+    Mutant("the same columns of O for both", SHARE, "u32(part * (2 * OWN))", "u32(0 * part)", "mma, D200"),
     # ---- backward
     Mutant(
         "no barrier between tiles of queries",

@@ -329,7 +329,7 @@ PROBLEMS |= {
     "mma, dq and bias gradient, hidden": mma_gradients(
         nq=70, nk=136, batch=4, hq=2, dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True}
     ),
-    "mma, D136": mma(d=136, nq=200, nk=300, capability=(9, 0), options=STEEP),
+    "mma, D200": mma(d=200, nq=200, nk=300, capability=(9, 0), options=STEEP),
 }
 PROBLEMS |= {
     "few, six parts": few(nk=700, multiprocessors=8),

@@ -31,7 +31,9 @@ from numba_flash.cuda.sm80.load import build_load, build_store_floats
 from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.share import build_share
 from numba_flash.cuda.sm80.tiles import padded, pitch
-from numba_flash.cuda.softmax import RAISED_P
+from numba_flash.cuda.softmax import NEG_INF, RAISED_P
+
+NAN, LN2 = math.nan, math.log(2.0)
 
 
 def signature_of(options, split, floats, of_mask):
@@ -76,16 +78,14 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
     P_WORDS = ALL_SCORES if SPLIT else ALL_SCORES // 2
     Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
-    NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
     RAISED, CENTRED = (RAISED_P, Centred.of(options)) if SPLIT else (0, Centred(False, False))
-    LOWERED = 2.0**-RAISED
-    SHIFTED, FLOATS = CENTRED.keys, parts or SPLIT
+    LOWERED, SHIFTED, FLOATS = 2.0**-RAISED, CENTRED.keys, parts or SPLIT
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
     WRITE_LSE, PARTS, MASKED = write_lse, parts, options.tiled
     SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
-    key_bytes = 2 * (D + DV) * max(1, shape.split)
+    key_bytes = 2 * (D + DV * WAYS) * max(1, shape.split)
     block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
     missing = build_missing(options)
     runs = fragment.runs_of_queries(M_TILES, WARP_N)
