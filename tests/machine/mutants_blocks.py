@@ -84,7 +84,7 @@ MUTANTS_BLOCKS = (
         "what lies before an empty list", ROWS, "if item.keys > 0 else i32(-1)", "if item.keys > 0 else i32(-2)", "wgmma, blocks, window"
     ),
     Mutant("tiles of a list from the last one up", ROWS, "listed(last, i32(-t))", "listed(last, i32(t))", "wgmma, blocks, window"),
-    Mutant("the same first item for all", LOAD_FORWARD, "number = i32(cuda.blockIdx.x)", "number = i32(0)", "wgmma, blocks"),
+    Mutant("the same first item for all", LOAD_FORWARD, "number = i32(cuda.blockIdx.x)", "number = i32(0)", "wgmma, blocks, window"),
     Mutant(
         "an item that nobody takes",
         LOAD_FORWARD,

@@ -290,7 +290,7 @@ PROBLEMS |= {
     "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
     "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
-    "wgmma, blocks, window": Problem(forward_pass, nq=300, nk=300, options=WINDOW_OF_BLOCKS),
+    "wgmma, blocks, window": Problem(forward_pass, nq=300, nk=300, multiprocessors=2, options=WINDOW_OF_BLOCKS),
     "gradients, many blocks": Problem(backward_pass, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
     "gradients, blocks, window": Problem(backward_pass, nq=300, nk=300, options=WINDOW_OF_BLOCKS),
 }
