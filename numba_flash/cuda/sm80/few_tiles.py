@@ -12,8 +12,11 @@ from typing import NamedTuple
 from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, Hardware, Tile, padded
 
 RESERVED = KB  # of the shared memory of each block, by the driver
-# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel.
-MOST_JOINED = 64
+# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel. If
+# so many parts have no more tiles each than that, there are no more. Keys of 8 heads, D = 128, in a
+# graph on an H200: 4k in 16 parts 11.5 us, in 32 14.8, by two kernels 11.4; 8k 14.5, 17.7, 14.5.
+MOST_JOINED, FEW_TILES_EACH = 16, 4
+ENOUGH_BLOCKS = 2  # of a multiprocessor, for parts of the keys
 
 
 def float_pitch(head_dim: int) -> int:
@@ -37,7 +40,7 @@ class FewTile(Tile):
     """
 
     group: int = 1
-    around: int = 256
+    around: int = 128
     apart: bool = True
 
     @property
@@ -73,11 +76,11 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, when warps of a block waited for each other, us beside other tiles (warps,
-# rows, keys, stages), and a copy of as many bytes. D = 128, group of 8: 16 x 32k keys 521, 526 with
-# (2, 16, 64, 2), 520 with (4, 16, 128, 2), copy 503; 1 x 131k 141, 145, 144, copy 128; 1 x 1k 11.8,
-# 12.6, 12.0. D = 64, 64 x 4k: 509, 511 with one stage, 526 with (2, 16, 64, 2). D = 256, 16 x 8k:
-# 268, 328 with two stages. Rows for less memory and those of 32 queries were not compared.
+# On an H200, bfloat16, us beside other tiles (warps, keys, stages), and a copy of as many bytes.
+# D = 128, group of 8: 16 x 32k keys 516, 545 with (2, 64, 1), 526 with (4, 128, 2), copy 512.
+# D = 64, 64 x 4k: 507, 515 with one stage, 509 with three, copy 510; where the cache fetches 128
+# bytes around each copy 501, 256 507, none 518. Rows for less memory and those of 32 queries were
+# not compared.
 FEW_TILES = (
     FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),

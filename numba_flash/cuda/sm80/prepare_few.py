@@ -10,7 +10,7 @@ from numba_flash.cuda import grid, prepare_parts
 from numba_flash.cuda.arguments import build_extras, chunked, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.few_tiles import MOST_JOINED, FewTile
+from numba_flash.cuda.sm80.few_tiles import ENOUGH_BLOCKS, FEW_TILES_EACH, MOST_JOINED, FewTile
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import Prepared
 
@@ -23,7 +23,10 @@ def prepare(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     dropout.
     """
     there = hardware(gpu.capability)
-    parts = grid.few_parts(p, tile, gpu.multiprocessors * tile.resident(p.d, p.dv, there))
+    blocks = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, there))
+    parts = grid.few_parts(p, tile, gpu.multiprocessors * blocks)
+    if parts > MOST_JOINED and p.nk <= MOST_JOINED * FEW_TILES_EACH * tile.block_n:
+        parts = MOST_JOINED
     if parts == 1:
         return _prepare_whole(p, inputs, results, gpu, tile)
     if parts > MOST_JOINED:

@@ -364,13 +364,15 @@ def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
 @pytest.mark.parametrize(
     ("sizes", "gpu", "parts"),
     [
-        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 49),  # 8 * 49 blocks, 3 on nearly each of 132 multiprocessors
-        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 8),  # two turns and a half
+        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 32),  # 8 * 32 blocks, two on nearly each of 132 multiprocessors
+        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 2),  # a turn
         ({"nk": 1024, "hq": 64, "hk": 8}, H200, 8),  # a tile each
         ({"nk": 100, "hq": 64, "hk": 8}, H200, 1),  # a second kernel would take longer
-        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 128),  # 8 tiles each
+        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 256),  # 4 tiles each, as with 264
         ({"nk": 131072, "hq": 64, "hk": 8}, A100, 27),
-        ({"nk": 131072, "hq": 264, "hk": 264}, H200, 16),
+        ({"nk": 8192, "hq": 64, "hk": 8}, H200, 16),  # one kernel
+        ({"nk": 8193, "hq": 64, "hk": 8}, H200, 33),
+        ({"nk": 131072, "hq": 264, "hk": 264}, H200, 1),
         ({"nk": 4096, "hq": 32, "hk": 32, "d": 64, "batch": (64,)}, H200, 1),
         ({"nk": 0, "hq": 1, "hk": 1}, H200, 1),
     ],
