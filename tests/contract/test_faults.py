@@ -16,6 +16,7 @@ import pytest
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import numba_flash
+from numba_flash import call
 from numba_flash.cpu import pool
 from numba_flash.cpu import tier as cpu
 
@@ -104,7 +105,7 @@ def test_interrupts_wait_for_the_blocks_that_run_and_drop_the_others(runner):
     def interrupt(number, frame):
         raise KeyboardInterrupt
 
-    def call():
+    def call_runner():
         try:
             runner.call(lambda: runner(block, 100, 1))
         finally:
@@ -114,7 +115,7 @@ def test_interrupts_wait_for_the_blocks_that_run_and_drop_the_others(runner):
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            call()
+            call_runner()
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert len(begun) == 2, "the other blocks are dropped"
@@ -306,7 +307,10 @@ def test_a_memory_error_names_the_array_whichever_it_is(monkeypatch):
         make()  # prepared and compiled
     for name in ("empty", "zeros", "ones", "full"):
         monkeypatch.setattr(np, name, fail.wrap(getattr(np, name)))
+    call._prepared.clear()  # what is prepared knows how to allocate
     for make in calls.values():
+        fail.number = None
+        make()
         for number in range(1, 1000):
             fail.number, fail.calls = number, 0
             try:

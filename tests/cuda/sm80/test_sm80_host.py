@@ -394,7 +394,7 @@ def test_one_kernel_combines_any_number_of_parts():
     (short, combine_short), (long, combine_long) = of(50000, 1), of(100000, 1)
     assert combine_short.numbers != combine_long.numbers
     assert (short.config, combine_short.config) == (long.config, combine_long.config)
-    (short,), (long,) = of(3000, 8), of(100000, 8)
+    (short,), (long,) = of(3000, 32), of(100000, 32)
     assert joins(short)
     assert short.numbers != long.numbers
     assert short.config == long.config

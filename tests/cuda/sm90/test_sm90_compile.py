@@ -37,7 +37,7 @@ SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed"
 # Threads that move data need more for lists.
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
-SPILLS |= {"dbias sm90 128 mask": 70}
+SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 20 for name in ("64", "128", "64 shares", "64 of keys")}}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
