@@ -27,7 +27,9 @@ from numba_flash.problem import BackwardResults, Prepared
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Bytes of sums of dq of heads whose blocks of keys are handed out together, where these wait for
 # each other at tiles of lists: the more heads, the fewer blocks of one are at work at the same
-# time, and the less they wait, but the less of the sums is in the L2 cache.
+# time, and the less they wait, but the less of the sums is in the L2 cache. D = 128, N = 16384, 16
+# heads, random blocks of which 50, 20, 10 and 5 % are visible, on an H200: 6.3, 2.8, 1.6, 1.03 ms;
+# half as many bytes 6.4, 3.2, 1.9, 1.32; twice as many 7.1, 3.0, 1.6, 0.96.
 SUMS_AT_WORK = 2**26
 
 

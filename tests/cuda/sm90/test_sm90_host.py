@@ -195,25 +195,28 @@ def test_few_queries_of_many_keys_are_served_on_demand():
         assert tier.why_not("backward", p, of_gradients, False, H200) != sentence
 
 
+@pytest.mark.parametrize(("kind", "most"), [("forward", 64), ("backward", 32)])
 @pytest.mark.parametrize("name", ["bias", "mask"])
-def test_what_a_small_head_waits_for_is_served_on_demand(name):
-    sentence = (
-        "serves a bias or a mask of each pair up to head dimension 64 on demand only (backend='sm90'): it waits for it longer than others"
-    )
+def test_what_a_small_head_waits_for_is_served_on_demand(name, kind, most):
+    which = f"serves a bias or a mask of each pair up to head dimension {most} on demand only"
+    sentence = f"{which} (backend='sm90'): it waits for it longer than others"
     dtype = bool if name == "mask" else np.float16
     of_pairs, of_keys = np.zeros((100, 200), dtype), np.zeros(200, dtype)
     broadcast = np.broadcast_to(of_keys, (100, 200))
     for d, dv, x, refused in (
-        (64, 64, of_pairs, True),
-        (64, 72, of_pairs, False),
+        (most, most, of_pairs, True),
+        (most, most + 8, of_pairs, False),
         (32, 32, of_keys, False),
         (32, 32, of_keys[None], False),
         (32, 32, broadcast, False),
     ):
         p = problem(d=d, dv=dv, **{name: x})
         inputs = inputs_of(p)._replace(**{name: x})
-        assert tier.why_not("forward", p, inputs, True, H200) is None
-        assert tier.why_not("forward", p, inputs, False, H200) == (sentence if refused else None)
+        if kind == "backward":
+            o = np.zeros((*p.batch, p.hq, p.nq, p.dv), np.float16)
+            inputs = BackwardInputs(o, *inputs[:3], o, None)._replace(**{name: x})
+        assert tier.why_not(kind, p, inputs, True, H200) is None
+        assert tier.why_not(kind, p, inputs, False, H200) == (sentence if refused else None)
 
 
 def test_float32_in_any_strides_is_served():
