@@ -35,13 +35,15 @@ def arrivals_layout(count: int) -> Layout:
 
 def arrivals(like, count: int):
     """At least so many numbers beside `like` (uint32) that are 0 whenever a kernel begins: those
-    that use them leave them so, and kernels of a stream follow each other. Each stream has some.
+    that use them leave them so, and kernels of a stream follow each other. Each stream has some; a
+    call that is captured has its own, which the graph makes 0.
     """
     stream = arrays.stream_id(like)
     kept = _arrivals.get(stream)
     if kept is None or kept.size < count:
         kept = arrays.zeros("arrivals", like, (max(count, FEWEST_ARRIVALS),), "uint32")
-        _arrivals[stream] = kept
+        if stream is not None:
+            _arrivals[stream] = kept
     return kept
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from support import DTYPES, SIMULATED
 if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 
+from numba_flash import arrays
 from numba_flash.arrays import Layout
-from numba_flash.cuda import launch
+from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
@@ -386,6 +388,26 @@ def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
     if combine:
         assert combine[0].grid == math.prod(sizes["batch"]) * sizes["hq"]
         assert combine[0].numbers == (parts,)
+
+
+def test_who_counts_arrivals_where(monkeypatch):
+    """Calls on a stream follow each other; a graph may run beside them."""
+    like = SimpleNamespace(data=SimpleNamespace(device_id=0))
+    stream = SimpleNamespace(ptr=0, is_capturing=lambda: captured)
+    monkeypatch.setattr(arrays, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream)))
+    monkeypatch.setattr(arrays, "zeros", lambda name, like, shape, dtype: np.zeros(shape, dtype))
+    monkeypatch.setattr(prepare_parts, "_arrivals", {})
+    captured = False
+    first = prepare_parts.arrivals(like, 3)
+    assert prepare_parts.arrivals(like, 1000) is first
+    stream.ptr = 77
+    other = prepare_parts.arrivals(like, 3)
+    assert other is not first
+    captured = True
+    assert prepare_parts.arrivals(like, 3) is not other
+    captured = False
+    assert prepare_parts.arrivals(like, 3) is other
+    assert prepare_parts.arrivals(like, 5000).size >= 5000
 
 
 def test_one_kernel_combines_any_number_of_parts():
