@@ -6,7 +6,6 @@ CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device
 import ctypes
 import math
 import sys
-import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +14,6 @@ import numpy as np
 
 _DLPACK_CPU = 1
 _ALIGNMENT = 512  # bytes, of arrays of CuPy's pool
-LEGACY_STREAMS = 0, 1  # handles of the one that cannot be captured
-PER_THREAD_STREAM = 2  # the handle that means another stream in each thread (CUDA runtime, "Stream synchronization behavior")
 
 
 def cupy():
@@ -249,25 +246,6 @@ def compact(name: str, like, shape: tuple[int, ...], dtype):
         return (np if isinstance(like, np.ndarray) else cupy()).empty(shape, dtype)
     except MemoryError as error:
         raise memory_error(name, shape, dtype) from error
-
-
-def zeros(name: str, like, shape: tuple[int, ...], dtype):
-    """The same, of zeros."""
-    x = compact(name, like, shape, dtype)
-    x.fill(0)
-    return x
-
-
-def stream_id(like) -> tuple | None:
-    """What tells CuPy's current stream from others, and those of other devices; of NumPy arrays the calling thread, whose launches
-    follow each other. None if it is being captured into a graph, which may run on any stream.
-    """
-    if isinstance(like, np.ndarray):
-        return -1, threading.get_ident()
-    stream = cupy().cuda.get_current_stream()
-    if stream.ptr not in LEGACY_STREAMS and stream.is_capturing():
-        return None
-    return like.data.device_id, stream.ptr, threading.get_ident() if stream.ptr == PER_THREAD_STREAM else 0
 
 
 class Scratch:

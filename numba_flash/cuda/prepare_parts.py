@@ -3,6 +3,9 @@
 """
 
 import math
+import threading
+
+import numpy as np
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
@@ -13,6 +16,9 @@ from numba_flash.problem import ForwardResults
 ROWS, LANES = 4, 32
 WARPS = 8  # that share many parts of a row
 FEWEST_ARRIVALS = 1024
+LEGACY_STREAMS = 0, 1  # handles of the one that cannot be captured
+# The handle that means another one in each thread (CUDA runtime, "Stream synchronization behavior").
+PER_THREAD_STREAM = 2
 _arrivals = {}
 
 
@@ -33,15 +39,30 @@ def arrivals_layout(count: int) -> Layout:
     return Layout.compact((count,), "uint32")
 
 
+def _stream(like) -> tuple | None:
+    """What tells CuPy's current stream from others, and those of other devices; of NumPy arrays the
+    calling thread, whose launches follow each other. None if it is being captured into a graph,
+    which may run on any stream.
+    """
+    if isinstance(like, np.ndarray):
+        return -1, threading.get_ident()
+    stream = arrays.cupy().cuda.get_current_stream()
+    if stream.ptr not in LEGACY_STREAMS and stream.is_capturing():
+        return None
+    thread = threading.get_ident() if stream.ptr == PER_THREAD_STREAM else 0
+    return like.data.device_id, stream.ptr, thread
+
+
 def arrivals(like, count: int):
     """At least so many numbers beside `like` (uint32) that are 0 whenever a kernel begins: those
     that use them leave them so, and kernels of a stream follow each other. Each stream has some; a
     call that is captured has its own, which the graph makes 0.
     """
-    stream = arrays.stream_id(like)
+    stream = _stream(like)
     kept = _arrivals.get(stream)
     if kept is None or kept.size < count:
-        kept = arrays.zeros("arrivals", like, (max(count, FEWEST_ARRIVALS),), "uint32")
+        kept = arrays.compact("arrivals", like, (max(count, FEWEST_ARRIVALS),), "uint32")
+        kept.fill(0)
         if stream is not None:
             _arrivals[stream] = kept
     return kept

@@ -395,10 +395,11 @@ def test_who_counts_arrivals_where(monkeypatch):
     like = SimpleNamespace(data=SimpleNamespace(device_id=0))
     stream = SimpleNamespace(ptr=0, is_capturing=lambda: captured)
     monkeypatch.setattr(arrays, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream)))
-    monkeypatch.setattr(arrays, "zeros", lambda name, like, shape, dtype: np.zeros(shape, dtype))
+    monkeypatch.setattr(arrays, "compact", lambda name, like, shape, dtype: np.ones(shape, dtype))
     monkeypatch.setattr(prepare_parts, "_arrivals", {})
     captured = False
     first = prepare_parts.arrivals(like, 3)
+    assert not first.any()
     assert prepare_parts.arrivals(like, 1000) is first
     stream.ptr = 77
     other = prepare_parts.arrivals(like, 3)
