@@ -17,7 +17,8 @@ ROWS, LANES = 4, 32
 WARPS = 8  # that share many parts of a row
 FEWEST_ARRIVALS = 1024
 LEGACY_STREAMS = 0, 1  # handles of the one that cannot be captured
-# The handle that means another one in each thread (CUDA runtime, "Stream synchronization behavior").
+# The handle that means another stream in each thread (CUDA runtime, "Stream synchronization
+# behavior").
 PER_THREAD_STREAM = 2
 _arrivals = {}
 
