@@ -1,7 +1,7 @@
 """Find out whether a path joins two marks in a picture, one token for each pixel: 65,537 tokens and attention among blocks.
 
 The task is made after Path-X of the Long Range Arena (Tay et al., arXiv:2011.04006), whose pictures of 128 x 128 pixels are read as
-sequences, and its larger sister Path-256; path_pictures.py draws the pictures. The pixels of a tile of 8 x 16 are neighbours in the sequence.
+sequences, and its larger sister Path-256; path_pictures.py draws the pictures. Pixels of a tile of 8 x 16 are neighbours in the sequence.
 One more token, at its end, is to give the answer. With the 5 x 5 pixels about each as patch,
 
     x = patch W_embedding                                                                (1)
@@ -12,8 +12,8 @@ One more token, at its end, is to give the answer. With the 5 x 5 pixels about e
     z = LayerNorm(x) W_head + b                                                          (6)
 
 where (2) to (5) are repeated with the same weights, for longer curves more often. (3) makes scores depend on where pixels lie relative to
-each other (Su et al., arXiv:2104.09864). In (4) a tile sees itself and its eight neighbours, and the last token sees all and is seen by all:
-a `numba_flash.BlockMask`. So what a mark says goes along its curve by a few pixels with each repetition, from both ends.
+each other (Su et al., arXiv:2104.09864). In (4) a tile sees itself and its eight neighbours, and the last token sees all and is seen by
+all: a `numba_flash.BlockMask`. So what a mark says goes along its curve by a few pixels with each repetition, from both ends.
 
 It is easier than Path-X in two ways. In training every pixel of ink says whether the start, the goal and both can be reached from it (three
 of z; the fourth is the last token's answer), where Path-X has one bit for a picture. And small pictures with short curves come first, then
@@ -45,6 +45,7 @@ ROUNDS = {32: 4, 64: 5, 128: 7, 256: 9}  # repetitions by pixels along a side
 LAST_SHARE = 0.5  # of the time is for the largest pictures
 LOSS_SCALE = 128.0  # gradients are this much larger on their way back, or float16 would round the small ones to 0
 LARGEST_NORM = 1.0  # of all gradients together
+FIRST_RATE, LAST_RATE = 1.5, 0.15  # over the learning rate of train_transformer.py
 to_host = lambda x: x if xp is np else x.get()
 
 
@@ -68,12 +69,13 @@ def visible(size):
 def make_grid(size, head_dim, precision):
     by_tile = np.arange(size * size).reshape(size // TILE_ROWS, TILE_ROWS, size // TILE_COLUMNS, TILE_COLUMNS)
     pixels = by_tile.swapaxes(1, 2).reshape(-1)
-    angles = np.zeros((size * size + 1, head_dim // 2))
-    turns = np.stack(np.divmod(pixels, size), axis=1)[..., None] / np.array(WAVELENGTHS)
-    angles[:-1, : turns[0].size] = 2 * np.pi * turns.reshape(len(pixels), -1)
-    table = lambda function: xp.asarray(function(angles)[None, :, None].astype(precision))
+    turns = (np.stack(np.divmod(pixels, size), axis=1)[..., None] / np.array(WAVELENGTHS)).reshape(len(pixels), -1)
+    cos, sin = np.ones((len(pixels) + 1, head_dim // 2)), np.zeros((len(pixels) + 1, head_dim // 2))
+    cos[:-1, : turns.shape[1]], sin[:-1, : turns.shape[1]] = np.cos(2 * np.pi * turns), np.sin(2 * np.pi * turns)
+    cos[-1, : turns.shape[1]] = 0  # the last token is nowhere
+    on_device = lambda table: xp.asarray(table[None, :, None].astype(precision))
     mask = numba_flash.BlockMask(xp.asarray(visible(size)), TILE_ROWS * TILE_COLUMNS)
-    return Grid(xp.asarray(pixels), mask, table(np.cos), table(np.sin))
+    return Grid(xp.asarray(pixels), mask, on_device(cos), on_device(sin))
 
 
 def turn(x, cos, sin):
@@ -196,19 +198,19 @@ def clipped(gradients):
 
 
 def initial_parameters(rng, options):
-    """Drawn by NumPy. At first a token sees what is near it, and the last one is nearly 0, so that (2) enlarges what it has seen."""
+    """Drawn by NumPy. At first a token looks for its like, a pixel nearby, and the last token, which is like ink, anywhere."""
     precision = "float64" if options.dtype == "float64" else "float32"
     width, heads, head_dim = options.width, options.heads, options.width // options.heads
     array = lambda x: xp.asarray(np.asarray(x).astype(precision))
-    draw_matrix = lambda rows, columns, size=1.0: rng.normal(0, size * rows**-0.5, (rows, columns))
+    random = lambda rows, columns, size=1.0: rng.normal(0, size * rows**-0.5, (rows, columns))
     norm = lambda i="": {f"gain{i}": array(np.ones(width)), f"shift{i}": array(np.zeros(width))}
-    embedding, near = draw_matrix(INPUTS, width, 3.0), np.zeros((heads, head_dim))
-    embedding[-1] *= 0.05
+    embedding, qkv, near = random(INPUTS, width, 3.0), random(width, 3 * width), np.zeros((heads, head_dim))
+    embedding[-1] = embedding[3 * (PATCH * PATCH // 2)]  # that of ink in the middle of the patch
+    qkv[:, :width] = qkv[:, width : 2 * width]
     near[:, : 2 * len(WAVELENGTHS)] = 1.5
-    attention = {"qkv": array(draw_matrix(width, 3 * width)), "out": array(draw_matrix(width, width, 0.5))}
-    attention |= {"q0": array(near), "k0": array(near)}
-    perceptron = {"up": array(draw_matrix(width, 2 * width)), "down": array(draw_matrix(2 * width, width, 0.5))}
-    head = norm() | {"w": array(draw_matrix(width, LOGITS, 0.1)), "b": array(np.zeros(LOGITS))}
+    attention = {"qkv": array(qkv), "q0": array(near), "k0": array(near), "out": array(random(width, width, 0.5))}
+    perceptron = {"up": array(random(width, 2 * width)), "down": array(random(2 * width, width, 0.5))}
+    head = norm() | {"w": array(random(width, LOGITS, 0.1)), "b": array(np.zeros(LOGITS))}
     return {"embedding": {"w": array(embedding)}, "round": norm(1) | attention | norm(2) | perceptron, "head": head}
 
 
@@ -250,14 +252,14 @@ class Training:
 
 def train_at(training, size, done, share):
     """What came of training with pictures of one size, for a share of all time of which the part `done` is over."""
-    o, part = training.options, 0.0
+    o, part, rate = training.options, 0.0, lambda part: FIRST_RATE + (LAST_RATE - FIRST_RATE) * (done + part * share)
     training.begin(size)
     before, _ = training.right(o.test)
     print(f"{size} x {size} pixels, {training.batch} pictures per step; right without training with them {before:.3f}", flush=True)
-    losses, start = [training.step(1 - 0.9 * done)], time.perf_counter()  # the first step compiles
+    losses, start = [training.step(rate(0))], time.perf_counter()  # the first step compiles
     while part < 1:
         tenths = int(10 * part)
-        losses.append(training.step(1 - 0.9 * (done + part * share)))
+        losses.append(training.step(rate(part)))
         seconds = time.perf_counter() - start
         part = max(seconds / (60 * o.minutes * share), len(losses) / o.steps)
         if int(10 * part) > tenths:
@@ -280,23 +282,18 @@ def train(options):
 def measure(training, attention):
     """Time and memory of the loss and its gradients with attention among blocks, or with all pairs."""
     grid = training.grid if attention == "blocks" else training.grid._replace(mask=None)
-    once = lambda: float(loss_and_gradients(training.parameters, training.next, grid, training.options)[0])
-    wait = (lambda: None) if xp is np else xp.cuda.Device().synchronize
+    evaluate = lambda: loss_and_gradients(training.parameters, training.next, grid, training.options)[1]
+    once = lambda: float(evaluate()["embedding"]["w"][0, 0])  # what is computed last: waits for the GPU
     pool = None if xp is np else xp.get_default_memory_pool()
     if pool:
         pool.free_all_blocks()
-        before = pool.total_bytes()
-        once()  # compiles
-        memory = pool.total_bytes() - before
-    else:
-        tracemalloc.start()
-        once()
-        memory = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    wait()
+    before = pool and pool.total_bytes()
+    tracemalloc.start()
+    once()  # compiles
+    memory = pool.total_bytes() - before if pool else tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     start = time.perf_counter()
     once()
-    wait()
     return {"attention": attention, "size": training.size, "seconds": time.perf_counter() - start, "bytes": memory}
 
 
