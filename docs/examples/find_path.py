@@ -42,7 +42,6 @@ PATCH = 5  # pixels along a side of what a token sees of its own
 INPUTS, LOGITS = 3 * PATCH * PATCH + 1, 4
 WAVELENGTHS = (8, 16, 32, 64)  # pixels
 ROUNDS = {32: 4, 64: 5, 128: 7, 256: 9}  # repetitions by pixels along a side
-LAST_SHARE = 0.5  # of the time is for the largest pictures
 LOSS_SCALE = 128.0  # gradients are this much larger on their way back, or float16 would round the small ones to 0
 LARGEST_NORM = 1.0  # of all gradients together
 FIRST_RATE, LAST_RATE = 1.5, 0.15  # over the learning rate of train_transformer.py
@@ -266,17 +265,16 @@ def train_at(training, size, done, share):
             print(f"step {len(losses):5}   loss {np.mean(losses[-20:]):6.3f} {seconds:8.1f} s", flush=True)
     right, error = training.right(o.test)
     print(f"right {right:.3f} +- {error:.3f} of {o.test} new pictures; {seconds / (len(losses) - 1):.4f} s per step", flush=True)
-    scene, seen = SCENES[size], float(visible(size).mean())
-    about = {"size": size, "tokens": size**2 + 1, "rounds": ROUNDS[size], "visible": seen} | scene._asdict()
+    about = {"size": size, "tokens": size**2 + 1, "rounds": ROUNDS[size], "visible": float(visible(size).mean())} | SCENES[size]._asdict()
     result = {"before": before, "right": right, "error": error, "test": o.test, "loss": float(np.mean(losses[-20:]))}
     return about | {"batch": training.batch, "steps": len(losses), "seconds": seconds} | result
 
 
 def train(options):
-    """The trained model, and a row for each size."""
+    """The trained model, and a row for each size. Half of the time is for the largest, the others share the rest."""
     training, sizes = Training(options), [size for size in SCENES if size <= options.size]
-    shares = [(1 - LAST_SHARE) / (len(sizes) - 1)] * (len(sizes) - 1) + [LAST_SHARE] if len(sizes) > 1 else [1.0]
-    return training, [train_at(training, size, sum(shares[:i]), shares[i]) for i, size in enumerate(sizes)]
+    parts = [1] * (len(sizes) - 1) + [max(1, len(sizes) - 1)]
+    return training, [train_at(training, size, sum(parts[:i]) / sum(parts), parts[i] / sum(parts)) for i, size in enumerate(sizes)]
 
 
 def measure(training, attention):
@@ -310,12 +308,9 @@ def print_costs(training):
 
 
 def save_figure(path, training):
-    """A picture of each answer, and how much the model believes of its ink that the start can be reached from there."""
-    pictures = draw(np.random.default_rng(training.options.seed + 1), 16, training.size)
-    chosen = [int(np.argmax(pictures.answer)), int(np.argmin(pictures.answer))]
-    pictures = type(pictures)(pictures.grey[chosen], pictures.reached[:, chosen], pictures.answer[chosen])
-    z = to_host(predict(training.parameters, pictures, training.grid, training.options)[0])
-    reached = np.zeros((2, training.size**2))
+    """Some pictures, and how much the model believes of their ink that the start can be reached from there."""
+    pictures = draw(np.random.default_rng(training.options.seed + 1), 3, training.size)
+    z, reached = to_host(predict(training.parameters, pictures, training.grid, training.options)[0]), np.zeros((3, training.size**2))
     reached[:, to_host(training.grid.pixels)] = z[:, :-1, 0]
     show(path, pictures, reached.reshape(pictures.grey.shape), z[:, -1, -1])
 
@@ -335,8 +330,8 @@ def parse(arguments=None):
     parser.add_argument("--figure", help="where to save pictures and what the model makes of them")
     parser.add_argument("--json", help="where to write the results")
     options = parser.parse_args(arguments)
-    if options.size not in SCENES or options.width % options.heads or options.width // options.heads < 4 * len(WAVELENGTHS):
-        parser.error(f"--size must be one of {', '.join(map(str, SCENES))}, and --width a multiple of --heads, 16 at least for each")
+    if options.size not in SCENES or options.width % options.heads or options.width < 6 * len(WAVELENGTHS) * options.heads:
+        parser.error(f"--size must be one of {', '.join(map(str, SCENES))}, and --width a multiple of --heads, 24 at least for each")
     return options
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 DASH, GAP = 4, 2
 CUT = 8  # missing from an interrupted curve, somewhere about its middle
-APART = 3  # at least this far are curves from each other
+JOINED, APART = 3, 4  # what is no further away, along an axis, is a step of a path; curves are further than that from each other
 ATTEMPTS = 60  # at a place for a curve
 PAPER, INK, START, GOAL = range(4)
 
@@ -25,7 +25,7 @@ class Scene(NamedTuple):
     length: int
 
 
-SCENES = {32: Scene(2, 24), 64: Scene(6, 36), 128: Scene(10, 56), 256: Scene(16, 96)}  # by pixels along a side
+SCENES = {32: Scene(2, 24), 64: Scene(4, 36), 128: Scene(8, 56), 256: Scene(14, 96)}  # by pixels along a side
 
 
 class Pictures(NamedTuple):
@@ -37,7 +37,7 @@ class Pictures(NamedTuple):
 
 
 def wander(rng, count, length, size):
-    """Smooth curves as pixels y and x (count, 2 * length), two of them for each unit of length, and which fit into the picture."""
+    """Smooth curves as pixels y and x (count, 2 * length), two for each unit of length; and which fit and do not come back to themselves."""
     s = np.arange(2 * length) / 2
     uniform = lambda low, high: rng.uniform(low, high, (count, 1))
     wave = np.sin(uniform(0, 2 * np.pi) + 2 * np.pi * s / uniform(24, 48))
@@ -46,14 +46,19 @@ def wander(rng, count, length, size):
     points -= points.min(2, keepdims=True)
     room = size - 3 - points.max(2, keepdims=True)  # marks reach one pixel beyond the ends
     y, x = np.floor(points + 1 + rng.random(room.shape) * np.maximum(room, 0)).astype(np.int64)
-    return y, x, (room > 0).all((0, 2))
+    fits = (room > 0).all((0, 2))
+    far = abs(s[::2, None] - s[::2]) > CUT
+    some = np.stack([y, x])[:, fits, ::2].astype(np.int16)
+    close = abs(some[..., None] - some[..., None, :]) <= JOINED + 1
+    fits[fits] = ~(close[0] & close[1] & far).any((1, 2))
+    return y, x, fits
 
 
 def place(rng, count, size, scene):
     """Curves (2, pictures, curves, 2 * length) that are apart from each other; of `count` pictures those in which all found a place."""
     placed = np.zeros((2, count, scene.curves, 2 * scene.length), np.int64)
     blocked = np.zeros((count, size + 2 * APART, size + 2 * APART), bool)
-    around, complete = np.arange(2 * APART + 1), np.ones(count, bool)
+    around, complete, some = np.arange(2 * APART + 1), np.ones(count, bool), np.r_[: 2 * scene.length : 2, -1]
     for curve in range(scene.curves):
         left = np.arange(count)  # pictures that lack this one
         for _ in range(ATTEMPTS):
@@ -61,8 +66,10 @@ def place(rng, count, size, scene):
             fits[fits] = ~blocked[left[fits, None], y[fits] + APART, x[fits] + APART].any(1)
             here, y, x = left[fits], y[fits], x[fits]
             placed[:, here, curve] = y, x
-            blocked[here[:, None, None, None], y[:, ::2, None, None] + around[:, None], x[:, ::2, None, None] + around] = True
+            blocked[here[:, None, None, None], y[:, some, None, None] + around[:, None], x[:, some, None, None] + around] = True
             left = left[~fits]
+            if not left.size:
+                break
         complete[left] = False
     return placed[:, complete]
 
