@@ -41,7 +41,7 @@ TILE_ROWS, TILE_COLUMNS = 8, 16  # pixels of a block
 PATCH = 5  # pixels along a side of what a token sees of its own
 INPUTS, LOGITS = 3 * PATCH * PATCH + 1, 4
 WAVELENGTHS = (8, 16, 32, 64)  # pixels
-ROUNDS = {32: 4, 64: 5, 128: 7, 256: 9}  # repetitions by pixels along a side
+ROUNDS = {32: 4, 64: 5, 128: 7, 256: 10}  # repetitions by pixels along a side
 LOSS_SCALE = 128.0  # gradients are this much larger on their way back, or float16 would round the small ones to 0
 LARGEST_NORM = 1.0  # of all gradients together
 FIRST_RATE, LAST_RATE = 1.5, 0.15  # over the learning rate of train_transformer.py
@@ -69,9 +69,10 @@ def make_grid(size, head_dim, precision):
     by_tile = np.arange(size * size).reshape(size // TILE_ROWS, TILE_ROWS, size // TILE_COLUMNS, TILE_COLUMNS)
     pixels = by_tile.swapaxes(1, 2).reshape(-1)
     turns = (np.stack(np.divmod(pixels, size), axis=1)[..., None] / np.array(WAVELENGTHS)).reshape(len(pixels), -1)
-    cos, sin = np.ones((len(pixels) + 1, head_dim // 2)), np.zeros((len(pixels) + 1, head_dim // 2))
-    cos[:-1, : turns.shape[1]], sin[:-1, : turns.shape[1]] = np.cos(2 * np.pi * turns), np.sin(2 * np.pi * turns)
-    cos[-1, : turns.shape[1]] = 0  # the last token is nowhere
+    cos, sin, turned = np.ones((len(pixels) + 1, head_dim // 2)), np.zeros((len(pixels) + 1, head_dim // 2)), turns.shape[1]
+    cos[:-1, :turned], sin[:-1, :turned] = np.cos(2 * np.pi * turns), np.sin(2 * np.pi * turns)
+    cos[-1, :turned] = 0  # the last token is nowhere
+    cos[-1, turned:] = np.log(len(pixels)) / np.log(min(SCENES) ** 2)  # what it looks for stands out from more of them, too
     on_device = lambda table: xp.asarray(table[None, :, None].astype(precision))
     mask = numba_flash.BlockMask(xp.asarray(visible(size)), TILE_ROWS * TILE_COLUMNS)
     return Grid(xp.asarray(pixels), mask, on_device(cos), on_device(sin))

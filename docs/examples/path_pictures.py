@@ -25,7 +25,7 @@ class Scene(NamedTuple):
     length: int
 
 
-SCENES = {32: Scene(2, 24), 64: Scene(4, 36), 128: Scene(8, 56), 256: Scene(14, 96)}  # by pixels along a side
+SCENES = {32: Scene(2, 24), 64: Scene(4, 36), 128: Scene(8, 56), 256: Scene(16, 80)}  # by pixels along a side
 
 
 class Pictures(NamedTuple):
@@ -37,7 +37,7 @@ class Pictures(NamedTuple):
 
 
 def wander(rng, count, length, size):
-    """Smooth curves as pixels y and x (count, 2 * length), two for each unit of length; and which fit and do not come back to themselves."""
+    """Smooth curves as pixels y and x (count, 2 * length), two for each unit of length; and which fit and meet themselves nowhere."""
     s = np.arange(2 * length) / 2
     uniform = lambda low, high: rng.uniform(low, high, (count, 1))
     wave = np.sin(uniform(0, 2 * np.pi) + 2 * np.pi * s / uniform(24, 48))
