@@ -308,6 +308,24 @@ def training(results: dict) -> str:
     return table(["length", "flash, s per step", "MB", "standard, s per step", "MB"], lines)
 
 
+def path(results: dict) -> str:
+    """What the example that finds paths learned from pictures of each size, and what attention among blocks saves it."""
+    rows = []
+    for row in results["rows"]:
+        scene = [f"{row['tokens']:,}", f"{row['visible']:.1%}".replace("%", " %"), row["curves"], row["length"], row["rounds"]]
+        speed = [row["batch"], row["steps"], f"{row['seconds'] / (row['steps'] - 1):.4f}"]  # the first step compiles
+        learned = [f"{row['before']:.3f}", f"{row['right']:.3f} ± {row['error']:.3f}"]
+        rows.append([f"{row['size']} x {row['size']}", *scene, *speed, *learned])
+    columns = ["pixels", "tokens", "visible pairs", "curves", "their length", "rounds", "pictures of a step", "steps", "s per step"]
+    size = f"{results['heads']} heads, width {results['width']}"
+    text = f"{results['device']}, {results['dtype']}, {size}; right answers of {results['rows'][-1]['test']} new pictures:\n\n"
+    text += table([*columns, "right before", "right after"], rows)
+    if not results["costs"]:
+        return text
+    costs = [[row["attention"], f"{row['seconds']:.4f}", f"{row['bytes'] / 1e6:,.0f}"] for row in results["costs"]]
+    return f"{text}\n{table(['attention, largest pictures', 's for the gradients of a step', 'MB'], costs)}"
+
+
 # ---- the pages ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +463,7 @@ def _study(name: str, machine: str) -> str:
 
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
+FIND_PATH = "python docs/examples/find_path.py --json asv_bench/studies/results/h200/path.json"
 SM80 = (
     "python -m numba_flash bench --backend sm80 --direction both --peers 'torch FA2' --repeats 6"
     " --json asv_bench/studies/results/h200/sm80.json"
@@ -468,6 +487,7 @@ BLOCKS = {
     "gpus-measured": Block(gpus_measured, ("h200/gpus",), _study("gpus", "h200")),
     "dask-measured": Block(blocks_measured, ("h200/blocks",), _study("blocks", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
+    "path": Block(path, ("h200/path",), FIND_PATH),
     "torch-cpu": Block(printed, ("2-core-cpu/torch",)),
     "options-cpu": Block(printed, ("2-core-cpu/options",)),
     "options-simt": Block(printed, ("h200/options",)),

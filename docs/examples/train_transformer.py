@@ -210,9 +210,9 @@ def loss_and_gradients(parameters, tokens, targets, heads, attention, dtype):
     return loss, {layer: {name: unscaled(g[layer][name]) for name in weights} for layer, weights in parameters.items()}
 
 
-def adam(parameters, gradients, moments, step):
-    """Changes the parameters and the moments in place; `step` counts from 1."""
-    rate = LEARNING_RATE * min(1, step / WARM_UP)
+def adam(parameters, gradients, moments, step, share=1.0):
+    """Changes the parameters and the moments in place, at a share of the learning rate; `step` counts from 1."""
+    rate = share * LEARNING_RATE * min(1, step / WARM_UP)
     for layer, weights in parameters.items():
         for name, w in weights.items():
             g, (m, v) = gradients[layer][name], moments[layer][name]
