@@ -125,6 +125,7 @@ def problem(example, monkeypatch, *options):
     return parameters, example.draw(rng, 2, 32), example.make_grid(32, 24, parameters["head"]["w"].dtype), o
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_the_loss(example, monkeypatch):
     """Of every parameter along a random direction, against central differences."""
     parameters, *others = problem(example, monkeypatch, "--dtype=float64")
@@ -158,6 +159,7 @@ def assert_follows_float64(example, reference, monkeypatch, dtype):
             assert error <= TOLERANCES[dtype] * np.linalg.norm(g), (layer, name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_lower_precision_follows_float64(example, monkeypatch, dtype):
     assert_follows_float64(example, example, monkeypatch, dtype)
@@ -224,6 +226,7 @@ def test_training_ends_when_its_time_is_over(example, monkeypatch):
     assert (row["seconds"], row["steps"]) == (300, 7)
 
 
+@pytest.mark.full
 def test_what_it_prints_and_writes(example, capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="the examples need numba_flash[examples]")
     png, written = tmp_path / "path.png", tmp_path / "path.json"
