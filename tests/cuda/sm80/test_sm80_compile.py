@@ -45,7 +45,9 @@ SPILLS = {
     "sm80 forward 256 for 7.5": 80,  # no smaller tile is left
     "sm80 forward 256 for 9.0": 20,  # one number, read once for a tile
     "sm80 forward 256 for 10.0": 20,  # the same tile
-    "sm80 backward 64 for 8.0": 20,  # sums of dP begin with -delta
+    "sm80 backward 64 for 8.0": 20,  # sums of dP begin with -delta; 0 for 9.0
+    "sm80 backward 64 lengths": 8,  # likewise
+    "sm80 backward 64 blocks": 8,  # likewise
     "sm80 backward 64 for 12.0": 90,  # the same text does not for 8.6 and 8.9
     "sm80 backward 256 for": 40,
     "sm80 backward 128 for": 60,
