@@ -1,5 +1,7 @@
 """Few queries with many keys: tiles whose rows are the queries of all heads of a group, and whose keys warps share, against the oracle."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,11 +13,13 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import HOPPER, SM80, machine
+from memory import Fault
 from naive import compare
 from test_contract import ALIBI, AMPERE, DROPOUT, ONE, SMALL, TURING, Group, Shape, also, bias, forward, inputs_of, lengths, mask, tilt
 
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.sm80 import prepare_few
 
 pytestmark = pytest.mark.machine
 
@@ -64,6 +68,15 @@ def test_few_queries(name):
             with machine(seed=number + 100, multiprocessors=MANY, resident=3, capability=group.capability):
                 again = forward(group, arrays, **shape.options)
             assert all(same_bits(x, again[key]) for key, x in results.items())
+
+
+def test_a_number_of_another_kind_than_its_parameter_is_a_fault(monkeypatch):
+    """The driver copies bytes: a float of 64 bits for a parameter of 32 would be another number on a GPU."""
+    monkeypatch.setattr(prepare_few, "np", SimpleNamespace(float32=float))
+    group = GROUPS["one query"]
+    arrays = inputs_of(group, group.shapes[0])
+    with machine(multiprocessors=MANY, capability=group.capability), pytest.raises(Fault, match="for a parameter that is f32"):
+        forward(group, arrays)
 
 
 @pytest.mark.full

@@ -76,11 +76,11 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, us beside other tiles (warps, keys, stages), and a copy of as many bytes.
-# D = 128, group of 8: 16 x 32k keys 516, 545 with (2, 64, 1), 526 with (4, 128, 2), copy 512.
-# D = 64, 64 x 4k: 507, 515 with one stage, 509 with three, copy 510; where the cache fetches 128
-# bytes around each copy 501, 256 507, none 518. Rows for less memory and those of 32 queries were
-# not compared.
+# On an H200, bfloat16, us beside other tiles (warps, keys, stages), and a copy of as many bytes;
+# the cache fetched 256 bytes around each copy. D = 128, group of 8, 16 x 32k keys: 516 in two
+# parts, copy 512; in eight 558, and there (2, 64, 1) 545, (4, 128, 2) 526: in two, others may be
+# better, too. D = 64, 64 x 4k: 507, with one stage 515, with three 509, copy 510; with 128 bytes
+# around each copy 501, none 518. Rows for less memory and of 32 queries were not compared.
 FEW_TILES = (
     FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),

@@ -160,7 +160,7 @@ FORWARD_TILES = (
     Row(128, 163 * KB, Tile(4, 2, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 2, 32, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
-    # at D = 192 warps that share rows lose 1 to 4 %
+    # at D = 192 warps that share rows lose 2 to 8 %
     Row(192, 227 * KB, Tile(8, 1, 128, 1, False, 1)),
     # 335, 319; Tile(8, 1, 128, 1, False, 1) 315, 274; two ways and 64 keys 322, 305; with N = 16384
     # 341, 341; 320, 323; 328, 330
