@@ -331,7 +331,8 @@ def path(results: dict) -> str:
 
 # ---- spread over GPUs --------------------------------------------------------------------------------------------------------------------
 
-LINKS = {"450 GB/s": 450e9, "50 GB/s": 50e9}
+NVLINK = "450 GB/s"
+LINKS = {NVLINK: 450e9, "50 GB/s": 50e9}
 GPUS = (8, 64, 256, 1024)
 TOKENS = {"128 thousand": 2**17, "1 million": 2**20, "10 million": 10 * 2**20, "100 million": 100 * 2**20}
 
@@ -419,6 +420,22 @@ def gpus_measured(study: dict) -> str:
     return text + table(["what", "tokens", "GPUs", "ms of one", "ms, each all of it", "ms together", "efficiency"], rows)
 
 
+def gpus_by_model(*results: dict) -> str:
+    """Both passes on several GPUs as `ring_model` has them, with rates of kernels by the bench, beside what they took."""
+    study, bench = (next(each for each in results if kind in each) for kind in ("rows", "cells"))
+    measured = {direction: rates(bench, direction) for direction in ("forward", "backward")}
+    passes: dict[tuple, list[dict]] = {}
+    for row in study["rows"]:
+        if "direction" in row:
+            passes.setdefault((row["tokens"], row["causal"], row["gpus"]), []).append(row)
+    rows = []
+    for (tokens, causal, gpus), both in passes.items():
+        work = Work(tokens, study["heads"], study["heads_kv"], study["head_dim"], not causal)
+        paper, took = 1e3 * ring_model.ring(work, Machine(gpus, LINKS[NVLINK], **measured)), sum(row["ms"] for row in both)
+        rows.append([f"{tokens}, {'causal' if causal else 'full'}", gpus, f"{paper:.1f}", f"{took:.1f}", f"{took - paper:.1f}"])
+    return table(["tokens", "GPUs", "ms of both passes on paper", "measured", "more"], rows)
+
+
 def blocks_measured(study: dict) -> str:
     """Attention on dask arrays by size of chunks, beside one call."""
     heads = f"{study['heads']} heads over {study['heads_kv']}"
@@ -428,10 +445,10 @@ def blocks_measured(study: dict) -> str:
         chunk = "one call" if row["chunk"] is None else row["chunk"]
         tasks = "" if row["chunk"] is None else f"{row['forward_tasks']}, {row['backward_tasks']}"
         ms = f"{row['forward_ms']:.1f}, {row['backward_ms']:.1f}"
-        rows.append([chunk, row["workers"], row["gpus"], ms, tasks, f"{row['bytes'] / 1e6:,.0f}"])
-    return text + table(
-        ["chunks of", "workers", "GPUs", "ms, forward and backward", "tasks of both", "MB beside inputs in one worker"], rows
-    )
+        shares = (study["rows"][0][each] / row["workers"] / row[each] for each in ("forward_ms", "backward_ms"))
+        rows.append([chunk, row["workers"], row["gpus"], ms, ", ".join(f"{x:.2f}" for x in shares), tasks, f"{row['bytes'] / 1e6:,.0f}"])
+    columns = ["chunks of", "workers", "GPUs", "ms, forward and backward", "efficiency of both", "tasks of both"]
+    return text + table([*columns, "MB beside inputs in one worker"], rows)
 
 
 def _rate(row: dict) -> str:
@@ -485,6 +502,7 @@ BLOCKS = {
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
     "gpus-measured": Block(gpus_measured, ("h200/gpus",), _study("gpus", "h200")),
+    "gpus-by-model": Block(gpus_by_model, ("h200/gpus", "h200/bench"), _study("gpus", "h200")),
     "dask-measured": Block(blocks_measured, ("h200/blocks",), _study("blocks", "h200")),
     "training": Block(training, ("h200/training",), SCALING),
     "path": Block(path, ("h200/path",), FIND_PATH),

@@ -1,5 +1,6 @@
 """`numba_flash.distributed` on processes of MPI: all right ("right"), also with arrays of CuPy on one GPU ("gpu") or of its stand-in
-("late"), and one that dies between two calls ("dies") or in the middle of one ("dies_computing").
+("late"); one whose arrays have another shape ("differ"), and one that dies between two calls ("dies") or in the middle of one
+("dies_computing").
 """
 
 import os
@@ -68,6 +69,17 @@ def passes(do, q, k, v, put, given):
     return [*results, *(nd.unshard(x, **spread) for x in results)]
 
 
+def differ() -> None:
+    """The last process has another number of heads: all are told."""
+    comm = MPI.COMM_WORLD
+    last = comm.Get_size() - 1
+    x = np.ones((1 if comm.Get_rank() == last else 2, 16, 8))
+    message = rf"^q must be the same in all processes; got float64 \(2, N, 8\) in process 0 and float64 \(1, N, 8\) in process {last}$"
+    with pytest.raises(ValueError, match=message):
+        nd.forward(x, x, x, comm=comm)
+    print(f"process {comm.Get_rank()} is right", flush=True)
+
+
 def dies(computing: bool) -> None:
     """Process 1 ends between the passes, or in the middle of the second; the others say so, and end."""
     comm = nd.Mpi(MPI.COMM_WORLD)
@@ -87,7 +99,7 @@ def dies(computing: bool) -> None:
 
 
 if __name__ == "__main__":
-    programs = {"right": right, "late": lambda: on_gpu(True), "gpu": lambda: on_gpu(False)}
+    programs = {"right": right, "differ": differ, "late": lambda: on_gpu(True), "gpu": lambda: on_gpu(False)}
     programs |= {"dies": lambda: dies(False), "dies_computing": lambda: dies(True)}
     for program in sys.argv[1:]:
         programs[program]()

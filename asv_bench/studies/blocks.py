@@ -1,9 +1,9 @@
 """What attention on dask arrays costs beside one call: time of both passes, what a task takes beyond its share of that call, and memory.
 
 Workers are processes of one thread; on a machine with GPUs each has one, as dask-cuda starts them. By several sizes of chunks along queries
-and keys, causal; the call that all is compared with runs in such a worker, too.
+and keys, causal; the call that all is compared with runs in such a worker, too. On GPUs the layer is that of `gpus.py`.
 
-    python asv_bench/studies/blocks.py --json FILE [--workers 1] [--tokens 131072] [--chunks 8192,16384,32768]
+    python asv_bench/studies/blocks.py --json FILE [--workers 1] [--tokens 131072] [--chunks 8192,16384,32768] [--dtype bfloat16]
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import common
 import dask
 import dask.array as da
+import ml_dtypes
 import numpy as np
 import psutil
 from distributed import Client, Nanny, Scheduler, SpecCluster, wait
@@ -26,7 +27,7 @@ import numba_flash
 import numba_flash.dask
 
 DEFAULTS = {
-    "gpu": {"dtype": "float16", "heads": 16, "heads_kv": 8, "head_dim": 128, "tokens": 2**17, "chunks": [2**13, 2**14, 2**15]},
+    "gpu": {"dtype": "bfloat16", "heads": 16, "heads_kv": 8, "head_dim": 128, "tokens": 2**17, "chunks": [2**13, 2**14, 2**15]},
     "cpu": {"dtype": "float32", "heads": 2, "heads_kv": 1, "head_dim": 64, "tokens": 2**12, "chunks": [2**9, 2**10, 2**11]},
 }
 SMALL = 64  # tokens of a call that loads, or compiles, the kernels
@@ -52,14 +53,22 @@ class Work(NamedTuple):
         return cupy
 
     @property
+    def kind(self) -> np.dtype:
+        """The dtype of its arrays."""
+        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+
+    @property
     def shapes(self) -> list[tuple[int, int, int]]:
         """Of q, k, v and do."""
         return [(heads, self.tokens, self.head_dim) for heads in (self.heads, self.heads_kv, self.heads_kv, self.heads)]
 
     def drawn(self, shape: tuple[int, ...], seed: int):
         """Normal numbers."""
-        rng = np.random.default_rng(seed)
-        return self.xp.asarray(rng.standard_normal(shape, np.float32).astype(self.dtype))
+        x = self.xp.empty(shape, self.kind)
+        rng = self.xp.random.default_rng(seed)
+        for head in x:
+            head[...] = rng.standard_normal(head.shape, np.float32).astype(self.kind)
+        return x
 
     def settle(self) -> None:
         """Wait for the kernels."""
@@ -80,7 +89,7 @@ def at_rest(work: Work) -> int:
 
 
 def at_most(work: Work) -> int:
-    """Bytes that it has had at some time; the pool gives nothing back by itself."""
+    """Bytes that it has had at some time; the pool gives nothing back by itself. Beside it dask has what comes from another worker."""
     if work.place == "cpu":
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return work.xp.get_default_memory_pool().total_bytes()
@@ -116,7 +125,7 @@ def block(work: Work, seed: int, block_info: dict):
 def cluster_of(workers: int, gpus: int) -> SpecCluster:
     """Workers of one thread; each sees all GPUs, its own first."""
     seen = lambda rank: {"CUDA_VISIBLE_DEVICES": ",".join(str((rank + i) % gpus) for i in range(gpus))} if gpus else {}
-    quiet = {"nthreads": 1, "silence_logs": logging.WARNING}
+    quiet = {"nthreads": 1, "silence_logs": logging.WARNING, "memory_limit": None}  # or what is spilled would be timed
     each = {rank: {"cls": Nanny, "options": quiet | {"env": seen(rank)}} for rank in range(workers)}
     return SpecCluster(each, scheduler={"cls": Scheduler, "options": {"dashboard": False}}, silence_logs=logging.WARNING)
 
@@ -129,9 +138,9 @@ def tasks_of(results: tuple, inputs: tuple) -> int:
 
 def in_blocks(client: Client, work: Work, chunk: int, rounds: int) -> dict:
     """Milliseconds of each pass in chunks, and bytes beyond the inputs in the worker that needs most."""
-    meta = work.xp.empty((0, 0, 0), work.dtype)
+    meta = work.xp.empty((0, 0, 0), work.kind)
     arrays = [
-        da.map_blocks(partial(block, work, seed), chunks=da.core.normalize_chunks((-1, chunk, -1), shape), dtype=work.dtype, meta=meta)
+        da.map_blocks(partial(block, work, seed), chunks=da.core.normalize_chunks((-1, chunk, -1), shape), dtype=work.kind, meta=meta)
         for seed, shape in enumerate(work.shapes)
     ]
     q, k, v, do = dask.persist(*arrays)
@@ -177,10 +186,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--workers", type=int, metavar="W", help="default: as many as there are GPUs, on the CPU 1")
     parser.add_argument("--tokens", type=int, help="default 131072, on the CPU 4096")
+    parser.add_argument("--dtype", help="default bfloat16, on the CPU float32")
     parser.add_argument("--chunks", type=common.numbers, help="default 8192, 16384 and 32768, on the CPU 512 to 2048")
     options = parser.parse_args(arguments)
     clock = common.clock()
-    shape = DEFAULTS[clock.place] | {name: x for name in ("tokens", "chunks") if (x := getattr(options, name))}
+    shape = DEFAULTS[clock.place] | {name: x for name in ("tokens", "chunks", "dtype") if (x := getattr(options, name))}
     chunks, rounds = shape.pop("chunks"), options.repeats or 3
     work = Work(clock.place, **shape)
     gpus = clock.cuda.runtime.getDeviceCount() if clock.place == "gpu" else 0
@@ -195,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
                 row |= in_blocks(client, work, chunk, rounds)
         rows.append(row)
         print(said(row, rows[0]), flush=True)
-    common.write(options, "blocks", clock.place, rows, **shape)
+        common.write(options, "blocks", clock.place, rows, **shape)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,10 @@ def write(options: argparse.Namespace, study: str, place: str, rows: list[dict],
     machine = measure.this_machine("")
     device = machine["gpu"] if place == "gpu" else f"{machine['num_cpu']} CPU cores ({machine['cpu']}, {machine['arch']})"
     about = {"study": study, "device": device, "date": time.strftime("%Y-%m-%d"), "commit": options.commit, "packages": measure.packages()}
+    write_file(options.json, rows, about | more)
+
+
+def write_file(path: Path, rows: list[dict], about: dict) -> None:
+    """What was measured, a row in a line."""
     lines = ",\n  ".join(json.dumps(row) for row in rows)
-    head = json.dumps(about | more, indent=1)
-    options.json.write_text(f'{head[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
+    path.write_text(f'{json.dumps(about, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')

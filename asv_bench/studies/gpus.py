@@ -6,12 +6,16 @@ times time together). The slowest of those at the same time, over the time alone
 sent there. Process 0 compares its part of o and of the gradients with those that it computed alone, and everybody compares the bits of
 later calls with those of the first.
 
-    python asv_bench/studies/gpus.py --json FILE [--tokens 32768,131072,524288]
+Sizes can be measured one at a time: ``--join NEW`` measures nothing and puts rows of an earlier run into FILE.
+
+    python asv_bench/studies/gpus.py --json FILE [--tokens 32768,131072,524288] [--masks causal,full] [--join NEW]
 """
 
+import json
 import random
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -113,9 +117,10 @@ def measured(rank: int, boxes: list, spread: Spread) -> dict:
 
 def in_turns(calls: dict, direction: str, spread: Spread, queues, device) -> dict:
     """Milliseconds of each way in each round; a process that has no part in one waits for the others."""
-    count = max(1, round(TURN * FAST * queues.size / spread.operations(direction)))
+    count = round(TURN * FAST * queues.size / spread.operations(direction))
+    warm, count = int(count > 0), max(1, count)  # rounds that do not count; a call that takes longer than a turn was warm after its first
     times, order = {way: [] for way in WAYS}, random.Random(0)
-    for turn in range(spread.rounds + 1):
+    for turn in range(spread.rounds + warm):
         for way in order.sample(WAYS, len(WAYS)):
             device.synchronize()
             share(queues, turn)  # all are here
@@ -123,7 +128,7 @@ def in_turns(calls: dict, direction: str, spread: Spread, queues, device) -> dic
             for _ in range(count if way in calls else 0):
                 calls[way]()
             device.synchronize()
-            if turn > 0:
+            if turn >= warm:
                 times[way].append(1e3 * (time.perf_counter() - start) / count)
     return times
 
@@ -145,18 +150,36 @@ def rows_of(said: list[dict], spread: Spread) -> list[dict]:
     return rows
 
 
+def joined(old: dict, new: dict) -> dict:
+    """The content of a file with rows of a later one, in the place of those about the same tokens and mask; these say when they were made."""
+    for name in ("study", "device", *SHAPE):
+        if old[name] != new[name]:
+            raise ValueError(f"{name} must be the same: {old[name]} and {new[name]}")
+    made = {name: new[name] for name in ("date", "commit", "packages") if new[name] != old[name]}
+    of = lambda row: (row["tokens"], not row["causal"])
+    again = {of(row) for row in new["rows"]}
+    rows = [row for row in old["rows"] if of(row) not in again] + [row | made for row in new["rows"]]
+    return old | {"rows": sorted(rows, key=of)}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=common.numbers, default=TOKENS, help="of the sequences; default 32768,131072,524288")
+    parser.add_argument("--masks", choices=("causal", "full", "causal,full"), default="causal,full", help="default: both")
+    parser.add_argument("--join", type=Path, metavar="NEW", help="measure nothing; put the rows of this file into that of --json")
     options = parser.parse_args(arguments)
+    if options.join:
+        about = joined(*(json.loads(path.read_text()) for path in (options.json, options.join)))
+        common.write_file(options.json, about.pop("rows"), about)
+        return
     clock = common.clock()
     gpus = clock.cuda.runtime.getDeviceCount() if clock.place == "gpu" else 0
     if gpus < 2:
         parser.error(f"this study needs two GPUs or more; there are {gpus}")
     rows = []
     for tokens in options.tokens:
-        for causal in (True, False):
+        for causal in (mask == "causal" for mask in options.masks.split(",")):
             spread = Spread(SHAPE, tokens, causal, options.repeats or ROUNDS)
             said = ring.in_processes(gpus, spread, measured)
             rows += rows_of(said, spread)

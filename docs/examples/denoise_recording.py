@@ -11,7 +11,8 @@ each sample weighs in its own mean, and so it can be taken out again.
 
 The recording is drawn by the model of McSharry et al. ("A dynamical model for generating synthetic electrocardiogram signals", IEEE
 Transactions on Biomedical Engineering 50, 2003): five Gaussians along a heart's cycle. It lies in a file; patches are made block by block,
-and what comes out goes to another file. Pairs of blocks that the window hides make no task.
+and what comes out goes to another file. Pairs of blocks that the window hides make no task. A recording of eight days, 172,800,000 samples in
+chunks of 100,000, would need 24 GB in one call; a chunk as long as the recording is one call.
 
 Needs dask; with matplotlib it also draws the picture.
 
@@ -38,6 +39,7 @@ except ImportError:
     Figure = None  # everything but the picture
 
 PATCH = 15
+PIECE = 1 << 16  # samples that are drawn, or compared, at a time
 RATE, PULSE = 250, 1.2  # samples and beats a second
 # The waves P, Q, R, S and T: phase, height and width; phases and widths of McSharry et al., table 1.
 WAVES = ((-np.pi / 3, 0.12, 0.25), (-np.pi / 12, -0.25, 0.1), (0, 1.0, 0.1), (np.pi / 12, -0.3, 0.1), (np.pi / 2, 0.3, 0.4))
@@ -54,15 +56,41 @@ def heart(first: int, last: int) -> np.ndarray:
     return x.astype(np.float32)
 
 
-def record(path: Path, samples: int, sigma: float, seed: int, chunk: int) -> np.memmap:
-    """A noisy recording on disk, float32."""
-    noise = np.random.default_rng(seed)
-    file = np.memmap(path, np.float32, "w+", shape=(samples,))
-    for first in range(0, samples, chunk):
-        clean = heart(first, min(first + chunk, samples))
+class Recording:
+    """A file of samples, float32. A piece of it is in memory only while it is read or written."""
+
+    dtype, ndim = np.dtype(np.float32), 1
+
+    def __init__(self, path: Path, samples: int):
+        self._path, self.shape = path, (samples,)
+        np.memmap(path, self.dtype, "w+", shape=self.shape)
+
+    def _piece(self, where) -> np.memmap:
+        where = where[0] if isinstance(where, tuple) else where
+        first, last, _ = where.indices(*self.shape)
+        return np.memmap(self._path, self.dtype, "r+", offset=first * self.dtype.itemsize, shape=(last - first,))
+
+    def __getitem__(self, where) -> np.ndarray:
+        return np.array(self._piece(where))
+
+    def __setitem__(self, where, samples) -> None:
+        self._piece(where)[...] = samples
+
+    def error(self) -> float:
+        """Root mean square of what is not the heart."""
+        (n,), squares = self.shape, 0.0
+        for first in range(0, n, PIECE):
+            last = min(first + PIECE, n)
+            squares += float(((self[first:last] - heart(first, last)) ** 2).sum(dtype=np.float64))
+        return (squares / n) ** 0.5
+
+
+def record(file: Recording, sigma: float, seed: int) -> None:
+    """Fill a file with the heart and noise."""
+    noise, (n,) = np.random.default_rng(seed), file.shape
+    for first in range(0, n, PIECE):
+        clean = heart(first, min(first + PIECE, n))
         file[first : first + len(clean)] = clean + noise.normal(0, sigma, len(clean))
-    file.flush()
-    return file
 
 
 def attention_inputs(noisy: da.Array, h: float) -> tuple[da.Array, da.Array, da.Array]:
@@ -116,23 +144,21 @@ def main(arguments: list[str] | None = None) -> None:
     whole = 4 * n * (2 * (PATCH + 1) + 3) / 1e6  # q, k, v, o and lse
     print(f"{n:,} samples, {n / RATE / 3600:.1f} hours; queries, keys, values and results together take {whole:,.0f} MB")
     with tempfile.TemporaryDirectory() as folder, dask.config.set(scheduler="threads", num_workers=2):
-        file = record(Path(folder, "noisy.f32"), n, options.sigma, options.seed, options.chunk)
-        denoise(
-            da.from_array(np.array(file[:4096]), chunks=1024), h, 256, options.backend
-        ).compute()  # compile, or load the compiled kernels
-        result = np.memmap(Path(folder, "denoised.f32"), np.float32, "w+", shape=(n,))
-        memory, start = peak_memory_mb(), time.perf_counter()
+        noisy, denoised = (Recording(Path(folder, f"{name}.f32"), n) for name in ("noisy", "denoised"))
+        record(noisy, options.sigma, options.seed)
+        few = da.from_array(noisy[: min(n, 4096)], chunks=1024)
+        denoise(few, h, 256, options.backend).compute()  # compile, or load the compiled kernels
+        begin, start = peak_memory_mb(), time.perf_counter()
         with ProgressBar(dt=1.0):
-            da.store(denoise(da.from_array(file, chunks=options.chunk), h, options.window, options.backend), result, lock=False)
-        seconds, memory = time.perf_counter() - start, peak_memory_mb() - memory
-        error = lambda x: np.sqrt(np.mean([np.mean((x[i : i + 4096] - heart(i, min(i + 4096, n))) ** 2) for i in range(0, n, 4096)]))
-        print(f"recorded   error {error(file):.3f}")
-        print(f"attention  error {error(result):.3f}   {seconds:6.1f} s   {memory:,.0f} MB of memory more")
+            da.store(denoise(da.from_array(noisy, chunks=options.chunk), h, options.window, options.backend), denoised, lock=False)
+        seconds, peak = time.perf_counter() - start, peak_memory_mb()
+        print(f"recorded   error {noisy.error():.3f}")
+        print(f"attention  error {denoised.error():.3f}   {seconds:6.1f} s   {peak:,.0f} MB at most, {begin:,.0f} before it began")
         if Figure is None:
             print("no picture: matplotlib is not installed (numba_flash[examples] has it)")
             return
         shown = min(n, 8 * RATE)
-        save_figure(options.output, file[:shown], result[:shown], {"all at once": whole, "in blocks": memory})
+        save_figure(options.output, noisy[:shown], denoised[:shown], {"all at once": begin + whole, "in blocks": peak})
         print(f"wrote {options.output}")
 
 

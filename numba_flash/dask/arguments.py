@@ -4,6 +4,7 @@ import dask.array as da
 import numpy as np
 
 from numba_flash import arrays, checks
+from numba_flash.block_mask import BlockMask
 from numba_flash.options import SHARING
 
 REFUSED = {
@@ -11,6 +12,7 @@ REFUSED = {
     "score_mod_grad": "there is no score_mod",
     "q_lengths": "chunks say where sequences end",
     "kv_lengths": "chunks say where sequences end; a mask (batch, 1, 1, Nk) hides padding",
+    "deterministic": "gradients are added in a fixed order, so that equal chunks give equal bits",
     "out": "results are computed when they are asked for, into arrays of their own",
 }
 
@@ -27,6 +29,8 @@ def adopted(name: str, x):
     """A bias or mask, if there is one, as dask array, NumPy or CuPy array."""
     if x is None or isinstance(x, da.Array):
         return x
+    if isinstance(x, BlockMask):
+        raise NotImplementedError("numba_flash.dask takes no BlockMask: its blocks are not those of the chunks; mask.dense(nq, nk) has pairs")
     x = checks.adopt(name, x)
     checks.layout(name, x)
     return x

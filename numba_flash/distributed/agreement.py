@@ -21,6 +21,7 @@ REFUSED = {
     "score_mod_grad": "there is no score_mod",
     "bias_grad": "there is no bias",
     "out": "results are made of parts in arrays of their own",
+    "deterministic": "gradients are added in a fixed order, so that equal calls give equal bits",
 }
 ALGORITHMS = ("ring", "gather")
 COLUMNS, LOG_SUMS = ("k", "v"), ("lse", "dlse")

@@ -300,6 +300,37 @@ def test_efficiency_on_several_gpus(module):
             gpus.rows_of([{"forward": said[0]["forward"] | wrong, "backward": said[0]["backward"]}, said[1]], spread)
 
 
+def test_long_calls_need_no_round_to_warm_up(module, monkeypatch):
+    gpus = module("gpus")
+    monkeypatch.setattr(gpus, "share", lambda *x: None)
+    alone = SimpleNamespace(size=1, synchronize=lambda: None)
+    for tokens, rounds in ((2**16, 4), (2**22, 3)):
+        made = []
+        spread = gpus.Spread(gpus.SHAPE, tokens, True, 3)
+        times = gpus.in_turns({"alone": lambda made=made: made.append(1)}, "forward", spread, alone, alone)
+        assert [*map(len, times.values())] == [3, 3, 3]
+        assert len(made) % rounds == 0
+        assert (len(made) == rounds) == (tokens == 2**22)
+
+
+def test_sizes_measured_one_at_a_time(module, tmp_path):
+    """Later rows take the place of earlier ones, and say when they were made; another device is refused."""
+    gpus, common = module("gpus"), module("common")
+    about = {"study": "gpus", "device": "H", "date": "1", "commit": "a", "packages": {"numpy": "2"}} | gpus.SHAPE
+    row = lambda tokens, causal, ms: {"direction": "forward", "tokens": tokens, "causal": causal, "ms": ms}
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    common.write_file(old, [row(1, True, 5.0), row(1, False, 6.0), row(2, True, 7.0)], about)
+    common.write_file(new, [row(2, False, 8.0), row(1, False, 9.0)], about | {"date": "2", "commit": "b"})
+    gpus.main(["--json", str(old), "--join", str(new)])
+    made = {"date": "2", "commit": "b"}
+    both = json.loads(old.read_text())
+    assert both["rows"] == [row(1, True, 5.0), row(1, False, 9.0) | made, row(2, True, 7.0), row(2, False, 8.0) | made]
+    assert {name: both[name] for name in about} == about
+    common.write_file(new, [], about | {"device": "another"})
+    with pytest.raises(ValueError, match="^device must be the same: H and another$"):
+        gpus.main(["--json", str(old), "--join", str(new)])
+
+
 @pytest.mark.gpu
 def test_situations_beside_pytorch(tmp_path):
     """Every peer of a small problem is checked and timed."""

@@ -1,5 +1,6 @@
 """`numba_flash.dask`: chunks are nothing but a way to compute the same."""
 
+import inspect
 import re
 
 import numpy as np
@@ -20,6 +21,7 @@ from dask_group import in_cluster
 
 import numba_flash
 import numba_flash.dask
+from numba_flash import api
 from numba_flash.dask import tasks
 
 RNG = np.random.default_rng(0)
@@ -181,9 +183,10 @@ def test_nothing_is_computed_before_it_is_wanted():
         raise AssertionError("a block has been computed")
 
     q = da.ones((2, 40, 4), chunks=(1, 10, 4), dtype=np.float32).map_blocks(fail, meta=np.empty((0, 0, 0), np.float32))
-    o = numba_flash.dask.forward(q, q, q)
-    with pytest.raises(AssertionError, match="a block has been computed"):
-        o.compute()
+    o, lse = numba_flash.dask.forward(q, q, q, return_lse=True)
+    for x in (o, *numba_flash.dask.backward(q, q, q, q, o, lse)):
+        with pytest.raises(AssertionError, match="a block has been computed"):
+            x.compute()
 
 
 X = da.ones((2, 40, 4), dtype=np.float32)
@@ -217,6 +220,12 @@ X = da.ones((2, 40, 4), dtype=np.float32)
         ),
         (NotImplementedError, "does not take score_mod: it gets the numbers", (X, X, X), {"score_mod": min}),
         (NotImplementedError, "does not take kv_lengths: chunks say", (X, X, X), {"kv_lengths": np.array([3])}),
+        (
+            NotImplementedError,
+            r"takes no BlockMask: its blocks .* mask.dense\(nq, nk\) has pairs",
+            (X, X, X),
+            {"mask": numba_flash.BlockMask(np.ones((1, 1), bool), 128)},
+        ),
         (TypeError, "droppout is not an option of numba_flash.dask", (X, X, X), {"droppout": 0.1}),
         (TypeError, "bias must be a NumPy or CuPy array", (X, X, X), {"bias": [1.0]}),
         (ValueError, r"mask.shape \(3, 3\) must be broadcastable", (X, X, X), {"mask": np.ones((3, 3), bool)}),
@@ -227,6 +236,25 @@ X = da.ones((2, 40, 4), dtype=np.float32)
 def test_errors_come_before_anything_is_computed(error, message, arguments, options):
     with pytest.raises(error, match=message):
         numba_flash.dask.forward(*arguments, **options)
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+def test_what_one_call_takes_is_taken_or_refused_with_a_reason(function):
+    every, taken = (inspect.signature(getattr(module, function)).parameters for module in (numba_flash, numba_flash.dask))
+    arguments = {name: X[..., 0] if name == "lse" else X for name in ("do", "q", "k", "v", "o", "lse") if name in taken}
+    for name in every.keys() - taken.keys():
+        with pytest.raises(NotImplementedError, match=f"^numba_flash.dask does not take {name}: .{{15}}"):
+            getattr(numba_flash.dask, function)(**arguments, **{name: 1})
+
+
+def test_precision_is_that_of_the_call(monkeypatch):
+    """Not of the time and place of a task."""
+    seen, forward = [], api.forward
+    monkeypatch.setattr(tasks.api, "forward", lambda *x, **given: (seen.append(given["precision"]), forward(*x, **given))[1])
+    with numba_flash.use_precision("ieee"):
+        o = numba_flash.dask.forward(X, X, X)
+    o.compute()
+    assert seen == ["ieee"]
 
 
 def test_errors_of_gradients():

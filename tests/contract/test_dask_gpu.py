@@ -148,7 +148,7 @@ def test_blocks_in_two_places(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("program", ["on_gpus", "killed_on_gpus"])
+@pytest.mark.parametrize("program", ["float16", "bfloat16", "float32", "killed_on_gpus"])
 def test_workers_with_a_gpu_each(program):
     """As dask-cuda starts them; two of them share the GPU where there is one."""
     in_cluster(program)

@@ -1,5 +1,6 @@
 """`numba_flash.distributed`: who has which part is nothing but a way to compute the same."""
 
+import inspect
 import re
 import threading
 from collections import Counter
@@ -20,10 +21,12 @@ from thread_group import together
 import numba_flash
 import numba_flash.distributed as nd
 from numba_flash import api
-from numba_flash.distributed import layouts
+from numba_flash.distributed import agreement, carriers, layouts
 
 LAYOUTS, ALGORITHMS = layouts.LAYOUTS, ("ring", "gather")
 LENGTHS = np.array([25, 40])
+GIVEN = {"layout": "contiguous", "causal": False, "dropout": 0.0}
+GIVEN |= dict.fromkeys(("scale", "window", "q_start", "q_lengths", "kv_lengths", "softcap", "rng", "precision", "backend"))
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True, "scale": 0.3},
@@ -190,6 +193,19 @@ def test_keys_go_no_further_than_they_are_seen():
     assert near < far / 2
 
 
+def test_short_sequences_are_gathered():
+    """Up to 1 MiB of K and V of all processes, unless one says otherwise."""
+    kind = {"ring": carriers.Ring, "gather": carriers.Gather}
+
+    def chosen(comm, n, algorithm):
+        x = np.empty((2, n // comm.size, 64), np.float32)
+        call = agreement.agree("forward", comm, {"q": x, "k": x, "v": x}, {**GIVEN, "algorithm": algorithm}, {})
+        return type(carriers.carrier(call, x, x))
+
+    for n, algorithm, expected in ((1024, None, "gather"), (1026, None, "ring"), (1024, "ring", "ring"), (1026, "gather", "gather")):
+        assert together(2, lambda comm, n=n, algorithm=algorithm: chosen(comm, n, algorithm)) == [kind[expected]] * 2
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +243,16 @@ def test_processes_that_differ(case):
         assert re.search(message, str(error)), error
 
 
+def test_default_precisions_that_differ():
+    def call(comm):
+        x = np.ones((1, 16, 8), np.float32)
+        with numba_flash.use_precision("ieee" if comm.rank == 1 else "float32"):
+            return nd.forward(x, x, x, comm=comm)
+
+    for error in errors(3, call):
+        assert re.search("^precision must be the same in all processes; got float32 in process 0 and ieee in process 1", str(error)), error
+
+
 WRONG = {
     "an array": ({"v": 3}, TypeError, "^v must be a NumPy or CuPy array"),
     "a layout": ({"layout": "ring"}, ValueError, "^layout must be one of 'contiguous', 'zigzag'; got 'ring'"),
@@ -254,6 +280,17 @@ def test_a_process_that_is_wrong_tells_the_others(case):
     for rank, error in enumerate(errors(3, call)):
         assert isinstance(error, kind if rank == 1 else RuntimeError), error
         assert re.search(message if rank == 1 else f"^process 1 cannot take part: {kind.__name__}: {message[1:]}", str(error)), error
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+def test_what_one_call_takes_is_taken_or_refused_with_a_reason(function):
+    every, taken = (inspect.signature(getattr(module, function)).parameters for module in (numba_flash, nd))
+    do, q, k, v = problem()
+    arguments = {"q": q, "k": k, "v": v} | ({} if function == "forward" else {"do": do, "o": do, "lse": do[..., 0]})
+    for name in every.keys() - taken.keys():
+        (error,) = errors(1, lambda comm, name=name: getattr(nd, function)(**arguments, comm=comm, **{name: 1}))
+        assert isinstance(error, NotImplementedError)
+        assert re.search(f"^numba_flash.distributed does not take {name}: .{{12}}", str(error)), error
 
 
 def test_what_is_no_communicator():
@@ -294,8 +331,8 @@ def test_what_whole_sequences_do_not_allow():
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4, 8))])
 def test_processes(size):
-    """With NumPy arrays, and in the same processes with a stand-in for CuPy's."""
-    programs = ("right", "late") if size in (2, 4) else ("right",)
+    """With NumPy arrays, and in the same processes with a stand-in for CuPy's; what differs is told to all, and the next call is right."""
+    programs = ("differ", "right", "late") if size in (2, 4) else ("differ", "right")
     done = mpi(size, PROCESSES, *programs)
     assert done.returncode == 0, done.stderr
     assert all(done.stdout.count(f"process {rank} is right") == len(programs) for rank in range(size)), done.stdout

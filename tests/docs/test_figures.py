@@ -194,8 +194,8 @@ EXPECTED = {
     ],
     "dask-measured": [
         "H, float16, 64 tokens, 4 heads over 2, D = 8, causal:",
-        "| one call | 1 | 1 | 10.0, 30.0 |  | 5 |",
-        "| 16 | 2 | 2 | 6.0, 20.0 | 10, 20 | 3 |",
+        "| one call | 1 | 1 | 10.0, 30.0 | 1.00, 1.00 |  | 5 |",
+        "| 16 | 2 | 2 | 6.0, 20.0 | 0.83, 0.75 | 10, 20 | 3 |",
     ],
     "gpus-measured": ["| forward, causal, zigzag | 64 | 2 | 8.0 | 9.0 | 5.0 | 0.80 (0.70 to 0.90) |"],
     "training": ["| 1024 | 0.0100 | 100 | out of memory |  |"],
@@ -285,6 +285,18 @@ def test_a_ring_is_measured_beside_its_model():
     assert float(tables.by_model(RESULTS["h200/ring"], ring)) == pytest.approx(expected, abs=0.06)
     assert float(tables.by_model(RESULTS["h200/ring"], gather)) == pytest.approx(1e3 * operations / 100e12, abs=0.06)
     assert tables.by_model(RESULTS["h200/ring"], ring | {"gpus": 0}) == "-"
+
+
+def test_gpus_are_measured_beside_their_model():
+    """Forward at 400 and backward at 100 TFLOP/s; one merge at 4.8 TB/s, and sums that go home at 450 GB/s."""
+    n, h, d = 2**20, 4, 128
+    rows = [{"direction": direction, "tokens": n, "causal": True, "gpus": 2, "ms": 4000.0} for direction in ("forward", "backward")]
+    study = {"heads": h, "heads_kv": 2, "head_dim": d, "rows": [*rows, {"what": "timeline", "tokens": n, "causal": True, "gpus": 2}]}
+    rates = [cell(direction, 512, {"numba_flash": entry(rate)}) for direction, rate in (("forward", 400), ("backward", 100))]
+    operations, part = 2 * n * n * h * d / 2, n // 2 * d
+    ms = 1e3 * (operations / 400e12 + 2.5 * operations / 100e12 + 2 * 3 * part * h * 4 / 4.8e12 + 2 * part * 2 * 4 / 450e9)
+    for results in ((study, {"cells": rates}), ({"cells": rates}, study)):
+        assert f"| {n}, causal | 2 | {ms:.1f} | 8000.0 | {8000 - ms:.1f} |" in tables.gpus_by_model(*results)
 
 
 @pytest.mark.parametrize("study", ["ring", "gpus"])
