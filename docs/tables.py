@@ -441,7 +441,7 @@ def blocks_measured(study: dict) -> str:
     heads = f"{study['heads']} heads over {study['heads_kv']}"
     text = f"{study['device']}, {study['dtype']}, {study['tokens']} tokens, {heads}, D = {study['head_dim']}, causal:\n\n"
     rows = []
-    for row in study["rows"]:
+    for row in sorted(study["rows"], key=lambda row: row["chunk"] or 0):
         chunk = "one call" if row["chunk"] is None else row["chunk"]
         tasks = "" if row["chunk"] is None else f"{row['forward_tasks']}, {row['backward_tasks']}"
         ms = f"{row['forward_ms']:.1f}, {row['backward_ms']:.1f}"

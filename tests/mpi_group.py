@@ -17,6 +17,6 @@ def mpi(size: int, *program, options=()):
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     command = [mpiexec, *options, "-n", str(size), sys.executable, "-m", "mpi4py", *program]
-    environment = os.environ | {"PYTHONPATH": str(support.ROOT), "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in a container
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

@@ -30,7 +30,7 @@ def adopted(name: str, x):
     if x is None or isinstance(x, da.Array):
         return x
     if isinstance(x, BlockMask):
-        raise NotImplementedError("numba_flash.dask takes no BlockMask: its blocks are not those of the chunks; mask.dense(nq, nk) has pairs")
+        raise NotImplementedError("numba_flash.dask takes no BlockMask, whose blocks are not the chunks'; mask.dense(nq, nk) has pairs")
     x = checks.adopt(name, x)
     checks.layout(name, x)
     return x

@@ -327,7 +327,7 @@ def test_sizes_measured_one_at_a_time(module, tmp_path):
     assert both["rows"] == [row(1, True, 5.0), row(1, False, 9.0) | made, row(2, True, 7.0), row(2, False, 8.0) | made]
     assert {name: both[name] for name in about} == about
     common.write_file(new, [], about | {"device": "another"})
-    with pytest.raises(ValueError, match="^device must be the same: H and another$"):
+    with pytest.raises(ValueError, match=r"^device must be the same: H and another$"):
         gpus.main(["--json", str(old), "--join", str(new)])
 
 

@@ -222,7 +222,7 @@ X = da.ones((2, 40, 4), dtype=np.float32)
         (NotImplementedError, "does not take kv_lengths: chunks say", (X, X, X), {"kv_lengths": np.array([3])}),
         (
             NotImplementedError,
-            r"takes no BlockMask: its blocks .* mask.dense\(nq, nk\) has pairs",
+            r"takes no BlockMask, whose blocks .* mask.dense\(nq, nk\) has pairs",
             (X, X, X),
             {"mask": numba_flash.BlockMask(np.ones((1, 1), bool), 128)},
         ),

@@ -148,7 +148,13 @@ def test_blocks_in_two_places(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("program", ["float16", "bfloat16", "float32", "killed_on_gpus"])
-def test_workers_with_a_gpu_each(program):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("option", ["causal", "dropout", "mask", "unseen"])
+def test_workers_with_a_gpu_each(dtype, option):
     """As dask-cuda starts them; two of them share the GPU where there is one."""
-    in_cluster(program)
+    in_cluster(dtype, option)
+
+
+@pytest.mark.gpu
+def test_a_worker_with_a_gpu_is_killed():
+    in_cluster("killed_on_gpus")
