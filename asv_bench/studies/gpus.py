@@ -151,7 +151,7 @@ def rows_of(said: list[dict], spread: Spread) -> list[dict]:
 
 
 def joined(old: dict, new: dict) -> dict:
-    """The content of a file with rows of a later one in the place of those about the same tokens and mask; these say when they were made."""
+    """The content of a file with rows of a later one in the place of those about the same tokens and mask; they say when they were made."""
     for name in ("study", "device", *SHAPE):
         if old[name] != new[name]:
             raise ValueError(f"{name} must be the same: {old[name]} and {new[name]}")

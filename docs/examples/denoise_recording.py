@@ -11,8 +11,8 @@ each sample weighs in its own mean, and so it can be taken out again.
 
 The recording is drawn by the model of McSharry et al. ("A dynamical model for generating synthetic electrocardiogram signals", IEEE
 Transactions on Biomedical Engineering 50, 2003): five Gaussians along a heart's cycle. It lies in a file; patches are made block by block,
-and what comes out goes to another file. Pairs of blocks that the window hides make no task. Eight days of it, 172,800,000 samples, would need
-24 GB in one call; so they are computed if a chunk is as long as the recording.
+and what comes out goes to another file. Pairs of blocks that the window hides make no task. In one call, which it is with a chunk as long
+as the recording, eight days (172,800,000 samples) would need 24 GB.
 
 Needs dask; with matplotlib it also draws the picture.
 
