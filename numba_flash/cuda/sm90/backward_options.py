@@ -47,7 +47,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     TO_MAP, SPLIT_ROWS, SEQUENCES = to_map, tile.splits_rows, options.sequences
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
-    NONE, ONE = 0, 1
+    FETCHES, NONE, ONE = bool(options.bias or options.mask), 0, 1
     interleave_k = build_interleave(head_dim, BLOCK_N)
     interleave_v = build_interleave(head_dim_v, BLOCK_N)
     start_scores = wgmma.build_scores(COLUMNS, head_dim, BLOCK_N, BFLOAT16, BLOCK_M)
@@ -120,6 +120,15 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                     put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
 
     @inline
+    def fetch_first(bias_mask, smem, turn, me, n, end, heads, batch1, extras):
+        """Begin to read what the options of the n-th tile's first part need, if it is of this item;
+        what the producer writes down about a tile is there when its Q is.
+        """
+        if FETCHES and n != end:
+            pipeline.wait_ready(smem, Q, n)
+            fetch(bias_mask, part_of(smem, turn, me, n, u32(0), heads, batch1), extras)
+
+    @inline
     def begin_tile(smem, turn, me, n):
         """Wait for Q and dO of a tile."""
         pipeline.wait_ready(smem, Q, n)
@@ -158,29 +167,37 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
             k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
-            begin_item(smem, turn, me)
             begin, end = n, u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
+            fetch_first(bias_mask, smem, turn, me, n, end, heads, batch1, extras)
+            begin_item(smem, turn, me)
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
                 begin_tile(smem, turn, me, n)
-                for part in range(PARTS):
+                for number in range(PARTS):
+                    part = u32(number)
                     # (1) S^T = K Q^T, (4) dP^T = V dO^T
-                    behind = u32(part * PART_BYTES)
+                    behind = u32(part * u32(PART_BYTES))
                     start_scores(sT, k_rows, wgmma.descriptor(q_rows + behind, u32(0)))
                     start_dp(dpT, v_rows, wgmma.descriptor(do_rows + behind, u32(0)))
-                    if part == 0 and n != begin:  # (7) of the tile before
+                    if FETCHES and part == 0 and n != begin:  # (7) of the tile before
                         commit_dq(smem, u32(n - u32(1)))
                     x = part_of(smem, turn, me, n, part, heads, batch1)
-                    fetch(bias_mask, x, extras)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     if part == 0 and n != begin:  # all products with the Q tile before are complete
                         pipeline.release_group(smem, Q, u32(n - u32(1)))
                     # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
                     recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)
+                    # A branch here keeps the assembler from waiting for dP before P, and one above
+                    # from waiting for a bias before S.
+                    if not FETCHES and part == 0 and n != begin:  # (7) of the tile before
+                        commit_dq(smem, u32(n - u32(1)))
+                    if FETCHES and part != u32(PARTS - 1):
+                        following = part_of(smem, turn, me, n, u32(part + 1), heads, batch1)
+                        fetch(bias_mask, following, extras)
                     ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                     # (5) dS^T = P^T * (dP^T - delta)
-                    first = part * COLUMNS // 8
+                    first = u32(part * (COLUMNS // 8))
                     for chunk in range(0, SCORES // 4, 2):
                         differentiate(dpT, sT, slope, x, chunk, parameters)
                         put_ds(u32(ds + mine), dpT, chunk, first)
@@ -193,6 +210,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                 start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 dsT_rows = wgmma.descriptor(ds + mine, u32(0))
                 start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
+                following = u32(n + u32(1))
+                fetch_first(bias_mask, smem, turn, me, following, end, heads, batch1, extras)
                 ptx.wgmma_wait(dq, sT, ONE, 32, NONE)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq)
