@@ -47,7 +47,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     TO_MAP, SPLIT_ROWS, SEQUENCES = to_map, tile.splits_rows, options.sequences
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
-    FETCHES, NONE, ONE = bool(options.bias or options.mask), 0, 1
+    COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
+    FETCHES, PANEL_WORDS = options.mask or (bool(options.bias) and not COPIES_BIAS), ROWS // 4
     interleave_k = build_interleave(head_dim, BLOCK_N)
     interleave_v = build_interleave(head_dim_v, BLOCK_N)
     start_scores = wgmma.build_scores(COLUMNS, head_dim, BLOCK_N, BFLOAT16, BLOCK_M)
@@ -62,8 +63,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
-    row0_of, part_of, fetch = own.row0_of, own.part_of, own.fetch
-    recompute_p, differentiate, SLOPES, WORDS = own[3:]
+    row0_of, part_of, fetch, take_bias = own.row0_of, own.part_of, own.fetch, own.take_bias
+    recompute_p, differentiate, SLOPES, WORDS = own[4:]
     commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
     put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
@@ -81,11 +82,18 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         interleave_v(smem, V, turn, keys, me)
 
     @inline
+    def release_before(smem, n):
+        """All products with the Q tile before the n-th are complete, and with its dS."""
+        pipeline.release_group(smem, Q, u32(n - u32(1)))
+        if COPIES_BIAS:
+            pipeline.release_group(smem, BIAS, u32(n - u32(1)))
+
+    @inline
     def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale, parameters):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
         commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        pipeline.release_group(smem, Q, u32(n - u32(1)))
+        release_before(smem, n)
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
@@ -147,6 +155,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
         bias_mask = cuda.local.array(WORDS, u32)  # of the part
+        panel = cuda.local.array(PANEL_WORDS, u32)  # bias of this part and the next, if copied
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         dq = cuda.local.array(32, f32)  # of a tile of dQ
@@ -183,9 +192,10 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                     if FETCHES and part == 0 and n != begin:  # (7) of the tile before
                         commit_dq(smem, u32(n - u32(1)))
                     x = part_of(smem, turn, me, n, part, heads, batch1)
+                    take_bias(bias_mask, panel, smem, me, n, part)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
-                    if part == 0 and n != begin:  # all products with the Q tile before are complete
-                        pipeline.release_group(smem, Q, u32(n - u32(1)))
+                    if part == 0 and n != begin:
+                        release_before(smem, n)
                     # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
                     recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)
                     # A branch here keeps the assembler from waiting for dP before P, and one above

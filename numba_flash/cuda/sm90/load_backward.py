@@ -21,10 +21,12 @@ from numba_flash.cuda.sm90.arguments import (
 )
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
+from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, KEYS, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import build_walk, lists_of
+from numba_flash.cuda.swizzle import panel_bytes
 
 WORD = words(BackwardWork)
+BIAS_MAP = 6  # which of the tensor maps, where there is one
 
 
 def _build_load_rows(ring, columns, rows, values, planes):
@@ -42,6 +44,34 @@ def _build_load_rows(ring, columns, rows, values, planes):
         ptx.bulk_load(to, address, u32(BYTES), pipeline.mbarrier(smem, RING, RING.ready, n))
 
     return load_rows
+
+
+def _build_load_bias(tile, layout):
+    """``load_bias(tensor_map, smem, n, place, bias)``: have the bias of the n-th tile of scores
+    fetched, to where dS of the same part of its keys and queries will be; `place` has its first key
+    and query, and axes that the `bias` lacks are left out.
+    """
+    BIAS, BLOCK_M, CONSUMERS = one_type(layout.bias), tile.block_m, tile.consumers
+    BYTES, BOX_BYTES, PANEL_BYTES = layout.ds_bytes, panel_bytes(KEYS), panel_bytes(tile.block_n)
+
+    @inline
+    def own(x, stride):
+        return x if stride != 0 else i32(0)
+
+    @inline
+    def load_bias(tensor_map, smem, n, place, bias):
+        pipeline.wait_free(smem, BIAS, n)
+        ready = pipeline.mbarrier(smem, BIAS, BIAS.ready, n)
+        ptx.mbarrier_expect(ready, u32(BYTES))
+        b0, b1 = own(place.b0, bias.strides[0]), own(place.b1, bias.strides[1])
+        head = own(place.head, bias.strides[2])
+        for i in range(BLOCK_M // KEYS):
+            for j in range(CONSUMERS):
+                to = u32(pipeline.tile(smem, BIAS, n) + u32(i * PANEL_BYTES + j * BOX_BYTES))
+                column, row = i32(place.column + j * KEYS), i32(place.row + i * KEYS)
+                ptx.tensor_load(to, tensor_map, column, row, head, b1, b0, ready)
+
+    return load_bias
 
 
 @inline
@@ -154,6 +184,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     NOTES = layout.notes if OPTIONS else 0
     walk = build_walk(BLOCK_N, layout.work)
     listing_of, listed = walk.listing_of, walk.listed
+    COPIES_BIAS = tile.copies_bias
+    load_bias = _build_load_bias(tile, layout) if COPIES_BIAS else None
 
     @inline
     def note_tile(smem, n, note):
@@ -203,6 +235,9 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                     load_do(maps[0], smem, n, place, u64(delta_address + offset))
                     if DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
+                    if COPIES_BIAS:
+                        of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
+                        load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
             if CLAIMS:
                 pipeline.commit(smem, FETCHED, turn)
@@ -299,6 +334,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
     DQ, WORK, FETCHED = map(one_type, (SMEM.dq, SMEM.work, SMEM.fetched))
+    COPIES_BIAS, BIAS = tile.copies_bias, one_type(SMEM.bias) if tile.copies_bias else None
     ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
     write_work = build_write_work(banded, ordered, options, tile, SMEM)
@@ -314,6 +350,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 pipeline.initialise(smem, ring, 1, CONSUMERS)
             pipeline.initialise(smem, DQ, CONSUMERS * WARP_GROUP, 1)
             pipeline.initialise(smem, FETCHED, 1, 1)
+            if COPIES_BIAS:
+                pipeline.initialise(smem, BIAS, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -331,7 +369,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
-    maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
+    maps = [f"maps.{i}" for i in range((6 if to_map else 4) + COPIES_BIAS)]
     numbers = named(OptionScales, f32, f32, parameters_type(options))
     if options.only_lists or not options.modifies_or_lists:
         numbers = named(Scales, f32)
