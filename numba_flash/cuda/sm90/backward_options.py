@@ -18,6 +18,7 @@ from numba_flash.cuda.sm90 import (
     wgmma,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
+from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
 from numba_flash.cuda.sm90.interleave import build_interleave
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
@@ -48,7 +49,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
-    FETCHES, PANEL_WORDS = options.mask or (bool(options.bias) and not COPIES_BIAS), ROWS // 4
+    FETCHES = options.mask or (bool(options.bias) and not COPIES_BIAS)
     interleave_k = build_interleave(head_dim, BLOCK_N)
     interleave_v = build_interleave(head_dim_v, BLOCK_N)
     start_scores = wgmma.build_scores(COLUMNS, head_dim, BLOCK_N, BFLOAT16, BLOCK_M)
@@ -63,8 +64,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
-    row0_of, part_of, fetch, take_bias = own.row0_of, own.part_of, own.fetch, own.take_bias
-    recompute_p, differentiate, SLOPES, WORDS = own[4:]
+    row0_of, part_of, fetch = own.row0_of, own.part_of, own.fetch
+    recompute_p, differentiate, SLOPES, WORDS = own[3:]
+    take_bias = build_take_bias(tile, SMEM.bias)
     commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
     put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
@@ -155,7 +157,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
         bias_mask = cuda.local.array(WORDS, u32)  # of the part
-        panel = cuda.local.array(PANEL_WORDS, u32)  # bias of this part and the next, if copied
+        box = cuda.local.array(KEPT, u32)  # bias of this part and the next, if it is copied
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         dq = cuda.local.array(32, f32)  # of a tile of dQ
@@ -192,7 +194,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                     if FETCHES and part == 0 and n != begin:  # (7) of the tile before
                         commit_dq(smem, u32(n - u32(1)))
                     x = part_of(smem, turn, me, n, part, heads, batch1)
-                    take_bias(bias_mask, panel, smem, me, n, part)
+                    if COPIES_BIAS:
+                        take_bias(bias_mask, box, smem, me, n, part)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     if part == 0 and n != begin:
                         release_before(smem, n)

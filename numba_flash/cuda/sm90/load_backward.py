@@ -19,59 +19,14 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, KEYS, WARP_GROUP
+from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import build_walk, lists_of
-from numba_flash.cuda.swizzle import panel_bytes
 
 WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
-
-
-def _build_load_rows(ring, columns, rows, values, planes):
-    """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
-    for each of its rows from an address.
-    """
-    RING, VALUES, BYTES = one_type(ring), values, 4 * rows
-    load = pipeline.build_load(ring, columns, rows, BYTES, planes)
-
-    @inline
-    def load_rows(tensor_map, smem, n, place, address):
-        pipeline.wait_free(smem, RING, n)
-        load(tensor_map, smem, n, place)
-        to = u32(smem + u32(VALUES) + n % u32(RING.slots) * u32(BYTES))
-        ptx.bulk_load(to, address, u32(BYTES), pipeline.mbarrier(smem, RING, RING.ready, n))
-
-    return load_rows
-
-
-def _build_load_bias(tile, layout):
-    """``load_bias(tensor_map, smem, n, place, bias)``: have the bias of the n-th tile of scores
-    fetched, to where dS of the same part of its keys and queries will be; `place` has its first key
-    and query, and axes that the `bias` lacks are left out.
-    """
-    BIAS, BLOCK_M, CONSUMERS = one_type(layout.bias), tile.block_m, tile.consumers
-    BYTES, BOX_BYTES, PANEL_BYTES = layout.ds_bytes, panel_bytes(KEYS), panel_bytes(tile.block_n)
-
-    @inline
-    def own(x, stride):
-        return x if stride != 0 else i32(0)
-
-    @inline
-    def load_bias(tensor_map, smem, n, place, bias):
-        pipeline.wait_free(smem, BIAS, n)
-        ready = pipeline.mbarrier(smem, BIAS, BIAS.ready, n)
-        ptx.mbarrier_expect(ready, u32(BYTES))
-        b0, b1 = own(place.b0, bias.strides[0]), own(place.b1, bias.strides[1])
-        head = own(place.head, bias.strides[2])
-        for i in range(BLOCK_M // KEYS):
-            for j in range(CONSUMERS):
-                to = u32(pipeline.tile(smem, BIAS, n) + u32(i * PANEL_BYTES + j * BOX_BYTES))
-                column, row = i32(place.column + j * KEYS), i32(place.row + i * KEYS)
-                ptx.tensor_load(to, tensor_map, column, row, head, b1, b0, ready)
-
-    return load_bias
 
 
 @inline
@@ -176,8 +131,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
-    load_q = _build_load_rows(layout.q, width, BLOCK_M, layout.lse, tile.planes)
-    load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
+    load_q = pipeline.build_load_rows(layout.q, width, BLOCK_M, layout.lse, tile.planes)
+    load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
     OPTIONS, MASKED, Q = options.modifies_or_lists, options.tiled, one_type(layout.q)
@@ -185,7 +140,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     walk = build_walk(BLOCK_N, layout.work)
     listing_of, listed = walk.listing_of, walk.listed
     COPIES_BIAS = tile.copies_bias
-    load_bias = _build_load_bias(tile, layout) if COPIES_BIAS else None
+    load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
     @inline
     def note_tile(smem, n, note):

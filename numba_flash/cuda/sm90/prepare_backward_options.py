@@ -99,7 +99,7 @@ def tiles_of_bias(problem, bias):
     16 bits is broadcast along; None if there is no such bias, or it cannot.
     """
     p = problem
-    if p.options.bias not in HALF or p.options.listed or p.options.packed:
+    if p.options.bias not in HALF:
         return None
     sizes = (1,) * (5 - len(bias.shape)) + tuple(bias.shape)
     strides = arrays.expanded_strides(bias, 5)

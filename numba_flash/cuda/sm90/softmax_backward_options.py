@@ -20,7 +20,6 @@ from numba_flash.cuda.sm90.arguments import (
 )
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
 
 ROWS = 64  # keys of a fragment
 WORD, NOTE = words(BackwardWork), words(TileNote)
@@ -58,7 +57,6 @@ class SoftmaxBackwardOptions(NamedTuple):
     row0_of: Any
     part_of: Any
     fetch: Any
-    take_bias: Any
     recompute_p: Any
     differentiate: Any
     slopes: int
@@ -82,7 +80,6 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     ``row0_of(smem, n)``: first query of the n-th tile, whose Q is there.
     ``part_of(smem, turn, me, n, part, heads, batch1)``: a `Part` of it.
     ``fetch(bias_mask, x, extras)``: what options need from memory, and nobody else brings.
-    ``take_bias(bias_mask, panel, smem, me, n, part)``: the bias, if the copy engine brings it.
     ``recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)``: the options, on S^T, then (2)
         P^T, in its place; negative where dropout drops it.
     ``differentiate(dpT, pT, slope, x, chunk, parameters)``: (5) dS^T, in the place of dP^T, of 16
@@ -97,10 +94,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     Q, DO, WORK = map(one_type, (SMEM.q, SMEM.do, SMEM.work))
     LSE, DELTA, NOTES, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.notes, 4 * BLOCK_M
     DROPOUT, SLOPED = bool(options.dropout), options.sloped
-    COPIES_BIAS, PANEL_BYTES, BIAS = tile.copies_bias, panel_bytes(tile.block_n), one_type(SMEM.bias)
-    RUNS, WORDS, MINE, AGAIN = COLUMNS // 4, PANEL // 4, panel_bytes(ROWS), PANEL // COLUMNS
     runs = fragment.runs_of_keys(1, COLUMNS)
-    wanted = ("mask",) if COPIES_BIAS else EVERYTHING
+    wanted = ("mask",) if tile.copies_bias else EVERYTHING
     read, drop = build_fetch(options, runs, vectors, wanted), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, True)
 
@@ -144,29 +139,6 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         read(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
 
     @inline
-    def take_bias(bias_mask, panel, smem, me, n, part):
-        """The bias of a part from where the copy engine has put it, which then is free for dS: all
-        64 queries' at once into `panel`, from which parts take theirs.
-        """
-        if COPIES_BIAS:
-            if part % u32(AGAIN) == 0:
-                thread = i32(cuda.threadIdx.x % WARP_GROUP)
-                row, chunk = i32(thread % 4 * 2), i32(thread // 16)
-                at = u32(pipeline.tile(smem, BIAS, n) + part // u32(AGAIN) * u32(PANEL_BYTES))
-                at += u32(me * MINE + row * ROW_BYTES + (chunk ^ row) * 16 + thread // 4 % 4 * 4)
-                next_row = u32(at + u32(ROW_BYTES)) ^ u32(16)
-                pipeline.wait_ready(smem, BIAS, n)
-                for e in range(0, WORDS, 2):
-                    further = u32(e // 2 * 8 * ROW_BYTES)
-                    panel[e] = u32(ptx.load_shared(u32(at + further)))
-                    panel[e + 1] = u32(ptx.load_shared(u32(next_row + further)))
-                pipeline.meet_warp_group(me)  # all of them have read it
-            for e in range(RUNS):
-                bias_mask[e] = panel[e]
-            for e in range(WORDS - RUNS):
-                panel[e] = panel[e + RUNS]
-
-    @inline
     def recompute_p(sT, slope, bias_mask, x, scale_log2, parameters):
         modify(sT, slope, bias_mask, x.query, x.key, x.region, x.at, x.whole, parameters)
         for j in range(SCORES // 4):
@@ -197,7 +169,6 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         row0_of,
         part_of,
         fetch,
-        take_bias,
         recompute_p,
         differentiate,
         SCORES if SLOPED else 1,
