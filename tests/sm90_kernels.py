@@ -163,6 +163,24 @@ BACKWARD_OPTIONS = {
 BACKWARD_OPTIONS = {
     name: (*config, first(BACKWARD_OPTION_TILES[crowded(config[-1])], *config[1:3])) for name, config in BACKWARD_OPTIONS.items()
 }
+COPIED_BIAS = {
+    "backward sm90 64 copied bias": ("bfloat16", 64, 64, False, True, True, PAIRS, BIAS),
+    "backward sm90 128 copied bias": ("bfloat16", 128, 128, False, True, True, PAIRS, BIAS),
+    "backward sm90 128 copied bias and a mask": (
+        "float16",
+        128,
+        128,
+        False,
+        True,
+        True,
+        PAIRS,
+        replace(LENGTHS, bias="float16", mask=True),
+    ),
+}
+BACKWARD_OPTIONS |= {
+    name: (*config, replace(first(BACKWARD_OPTION_TILES[crowded(config[-1])], *config[1:3]), copies_bias=True))
+    for name, config in COPIED_BIAS.items()
+}
 
 # dtype, head dimensions, banded, how bias and mask are read, pairs written at once, options, what is written, summed, tiles
 OF_BATCH, OF_QUERIES, OF_KEYS = (True, False, False, False, False), (True, False, True, True, False), (True, False, False, False, True)

@@ -18,6 +18,7 @@ from numba_flash.cuda.softcap import build_cap, cap_any
 from numba_flash.options import SHARING
 
 NEG_INF = -math.inf
+NO_SIGNS = 0x7FFF7FFF  # of two numbers of 16 bits
 FAR = 2**20  # further than a tile is long
 SIGN = 0x80000000
 
@@ -158,16 +159,19 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
         return ptx.repeated(COUNT * WIDTH, change)
 
     @inline
-    def none_hidden(registers):
-        """No bias of this lane is -inf."""
+    def none_hidden(t):
+        """No bias of this lane is -inf. The assembler would look before there is a score, and wait
+        for the bias then, were it not to begin with what no minimum is of: a score's bits.
+        """
+        some = t.s[register(0, 0)]
         if FLOAT32:
-            least = f32(0)
+            least = abs(some)
             for e in range(FIRST_MASK):
-                least = ptx.minimum(least, ptx.as_float32(registers[e]))
+                least = ptx.minimum(least, ptx.as_float32(t.registers[e]))
             return least != f32(NEG_INF)
-        words = u32(0)
+        words = ptx.as_uint32(some) & u32(NO_SIGNS)
         for e in range(FIRST_MASK):
-            words = minima(words, registers[e])
+            words = minima(words, t.registers[e])
         lower, upper = u32(words << u32(16)), u32(words & u32(0xFFFF0000))
         return lower != u32(HIDDEN << 16) and upper != u32(HIDDEN << 16)
 
@@ -192,7 +196,7 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
         t = Scores(s, slope, registers, query, key, region, at, parameters)
         if FIRST:
             cap_all(s, slope, parameters)
-        if OFTEN_FINITE and none_hidden(registers):
+        if OFTEN_FINITE and none_hidden(t):
             change_all_finite(t)
         elif BENT or BIASED or (MASKED and not whole):
             change_all(t)

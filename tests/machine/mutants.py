@@ -32,8 +32,8 @@ BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_bac
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
 BEFORE, AFTER = "cuda/preprocess.py", "cuda/sm90/postprocess.py"
 FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forward_options", "rows_options"))
-BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE = (
-    f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave")
+BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
+    f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave", "bias_tiles")
 )
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
 
@@ -137,6 +137,25 @@ MUTANTS = (
     Mutant("no fence after keys have moved", INTERLEAVE, "        ptx.fence_proxy_async()\n", "", "gradients, bias"),
     Mutant("dK and dV in the order of places", STORE, "row, right = key_of(i32(", "row, right = (i32(", "gradients, bias"),
     Mutant("bias of the keys of places", P_AND_DS_OPTIONS, "thread % 32 // 4 * 2)", "thread % 32 // 4)", "gradients, bias"),
+    Mutant(
+        "dS where another warp reads the bias",
+        BIAS_TILES,
+        "        pipeline.meet_warp_group(me)  # all of it has read the box\n",
+        "",
+        "gradients, copied bias",
+    ),
+    Mutant("a bias where dS is read", BIAS_TILES, "        pipeline.wait_free(smem, BIAS, n)\n", "", "gradients, copied bias"),
+    Mutant("a bias before it is there", BIAS_TILES, "        pipeline.wait_ready(smem, BIAS, n)\n", "", "gradients, copied bias"),
+    Mutant("the bias of the first consumer", BIAS_TILES, "place.column + j * KEYS", "place.column", "gradients, copied bias"),
+    Mutant("the bias of the first queries", BIAS_TILES, "place.row + i * KEYS", "place.row", "gradients, copied bias"),
+    Mutant("the bias of the part before", BIAS_TILES, "box[e] = box[e + RUNS]", "box[e] = box[e]", "gradients, copied bias, D128"),
+    Mutant(
+        "the bias of the tile before",
+        BACKWARD_OPTIONS,
+        "fetch_first(bias_mask, smem, turn, me, following,",
+        "fetch_first(bias_mask, smem, turn, me, n,",
+        "gradients, bias",
+    ),
     Mutant("dP of what was dropped", P_AND_DS_OPTIONS, "dp = dp if w > f32(0) else f32(0)", "dp = dp", "gradients, dropout"),
     Mutant(
         "dV of kept weights alone", BACKWARD_OPTIONS, "factor[r] *= f32(parameters.keep_scale)", "factor[r] *= f32(1)", "gradients, dropout"

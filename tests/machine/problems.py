@@ -330,6 +330,8 @@ PROBLEMS |= {
         nq=70, nk=136, batch=4, hq=2, dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True}
     ),
     "mma, D200": mma(d=200, nq=200, nk=300, capability=(9, 0), options=STEEP),
+    "gradients, copied bias": Problem(backward_pass, nq=300, nk=200, multiprocessors=2, options=of_a_bias(300, 200) | {"bias_grad": False}),
+    "gradients, copied bias, D128": Problem(backward_pass, d=128, nq=150, nk=72, options=of_a_bias(150, 72) | {"bias_grad": False}),
 }
 PROBLEMS |= {
     "few, six parts": few(nk=700, multiprocessors=8),

@@ -167,6 +167,7 @@ SCORE_MOD = {"score_mod": tilt, "score_mod_grad": tilt_grad}
 DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
 LONE = Shape(ONE, 75, 90)
 LARGE = Shape((1, 4, 2), 200, 330)
+EVEN = Shape((2, 2, 2), 150, 264)  # rows of scores lie at multiples of 8 elements
 TILES = also(LARGE, **tiles_of_a_mask(LARGE))
 NO_BLOCK = {"mask": numba_flash.BlockMask(np.zeros((1, 1), bool), 128)}
 EMPTY = {"mask": np.ones((1, 1), bool)}
@@ -226,6 +227,10 @@ ALL_SEEN = Shape(ONE, 3, 40, EMPTY)
 
 OPTIONS_ON_HOPPER = {
     "bfloat16 64 bias": hopper("bfloat16", 64, 64, (also(NEAR, **bias(NEAR, "bfloat16")), also(LARGE, **bias(LARGE, "bfloat16")))),
+    "bfloat16 64 copied bias": hopper(
+        "bfloat16", 64, 64, (also(EVEN, **bias(EVEN, "bfloat16")), also(EVEN, causal=True, **bias(EVEN, "bfloat16", 0)))
+    ),
+    "float16 128 copied bias and a mask": hopper("float16", 128, 128, (also(EVEN, **mask(EVEN), **bias(EVEN, "float16", 0, 1)),)),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
     "bfloat16 128 bias of keys": hopper("bfloat16", 128, 128, (also(NEAR, **bias(NEAR, "bfloat16", 0, 1, 2)),)),
     "float16 40, 72 bias of queries": hopper("float16", 40, 72, (also(ODD, causal=True, **bias(ODD, "float16", 0, 3)),)),

@@ -18,6 +18,7 @@ from numba_flash.cuda.sm90 import (
     wgmma,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
+from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
 from numba_flash.cuda.sm90.interleave import build_interleave
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
@@ -47,7 +48,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     TO_MAP, SPLIT_ROWS, SEQUENCES = to_map, tile.splits_rows, options.sequences
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
-    NONE, ONE = 0, 1
+    COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
+    FETCHES = options.mask or (bool(options.bias) and not COPIES_BIAS)
     interleave_k = build_interleave(head_dim, BLOCK_N)
     interleave_v = build_interleave(head_dim_v, BLOCK_N)
     start_scores = wgmma.build_scores(COLUMNS, head_dim, BLOCK_N, BFLOAT16, BLOCK_M)
@@ -64,6 +66,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
     row0_of, part_of, fetch = own.row0_of, own.part_of, own.fetch
     recompute_p, differentiate, SLOPES, WORDS = own[3:]
+    take_bias = build_take_bias(tile, SMEM.bias)
     commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
     put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
@@ -81,11 +84,18 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         interleave_v(smem, V, turn, keys, me)
 
     @inline
+    def release_before(smem, n):
+        """All products with the Q tile before the n-th are complete, and with its dS."""
+        pipeline.release_group(smem, Q, u32(n - u32(1)))
+        if COPIES_BIAS:
+            pipeline.release_group(smem, BIAS, u32(n - u32(1)))
+
+    @inline
     def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale, parameters):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
         commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        pipeline.release_group(smem, Q, u32(n - u32(1)))
+        release_before(smem, n)
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
@@ -120,6 +130,15 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                     put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
 
     @inline
+    def fetch_first(bias_mask, smem, turn, me, n, end, heads, batch1, extras):
+        """Begin to read what the options of the n-th tile's first part need, if it is of this item;
+        what the producer writes down about a tile is there when its Q is.
+        """
+        if FETCHES and n != end:
+            pipeline.wait_ready(smem, Q, n)
+            fetch(bias_mask, part_of(smem, turn, me, n, u32(0), heads, batch1), extras)
+
+    @inline
     def begin_tile(smem, turn, me, n):
         """Wait for Q and dO of a tile."""
         pipeline.wait_ready(smem, Q, n)
@@ -138,6 +157,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
         bias_mask = cuda.local.array(WORDS, u32)  # of the part
+        box = cuda.local.array(KEPT, u32)  # bias of this part and the next, if it is copied
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         dq = cuda.local.array(32, f32)  # of a tile of dQ
@@ -158,29 +178,39 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
             k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
-            begin_item(smem, turn, me)
             begin, end = n, u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
+            fetch_first(bias_mask, smem, turn, me, n, end, heads, batch1, extras)
+            begin_item(smem, turn, me)
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
                 begin_tile(smem, turn, me, n)
-                for part in range(PARTS):
+                for number in range(PARTS):
+                    part = u32(number)
                     # (1) S^T = K Q^T, (4) dP^T = V dO^T
-                    behind = u32(part * PART_BYTES)
+                    behind = u32(part * u32(PART_BYTES))
                     start_scores(sT, k_rows, wgmma.descriptor(q_rows + behind, u32(0)))
                     start_dp(dpT, v_rows, wgmma.descriptor(do_rows + behind, u32(0)))
-                    if part == 0 and n != begin:  # (7) of the tile before
+                    if FETCHES and part == 0 and n != begin:  # (7) of the tile before
                         commit_dq(smem, u32(n - u32(1)))
                     x = part_of(smem, turn, me, n, part, heads, batch1)
-                    fetch(bias_mask, x, extras)
+                    if COPIES_BIAS:
+                        take_bias(bias_mask, box, smem, me, n, part)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
-                    if part == 0 and n != begin:  # all products with the Q tile before are complete
-                        pipeline.release_group(smem, Q, u32(n - u32(1)))
+                    if part == 0 and n != begin:
+                        release_before(smem, n)
                     # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
                     recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)
+                    # A branch here keeps the assembler from waiting for dP before P, and one above
+                    # from waiting for a bias before S.
+                    if not FETCHES and part == 0 and n != begin:  # (7) of the tile before
+                        commit_dq(smem, u32(n - u32(1)))
+                    if FETCHES and part != u32(PARTS - 1):
+                        following = part_of(smem, turn, me, n, u32(part + 1), heads, batch1)
+                        fetch(bias_mask, following, extras)
                     ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                     # (5) dS^T = P^T * (dP^T - delta)
-                    first = part * COLUMNS // 8
+                    first = u32(part * (COLUMNS // 8))
                     for chunk in range(0, SCORES // 4, 2):
                         differentiate(dpT, sT, slope, x, chunk, parameters)
                         put_ds(u32(ds + mine), dpT, chunk, first)
@@ -193,6 +223,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                 start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
                 dsT_rows = wgmma.descriptor(ds + mine, u32(0))
                 start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
+                following = u32(n + u32(1))
+                fetch_first(bias_mask, smem, turn, me, following, end, heads, batch1, extras)
                 ptx.wgmma_wait(dq, sT, ONE, 32, NONE)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq)

@@ -19,29 +19,14 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import build_walk, lists_of
 
 WORD = words(BackwardWork)
-
-
-def _build_load_rows(ring, columns, rows, values, planes):
-    """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
-    for each of its rows from an address.
-    """
-    RING, VALUES, BYTES = one_type(ring), values, 4 * rows
-    load = pipeline.build_load(ring, columns, rows, BYTES, planes)
-
-    @inline
-    def load_rows(tensor_map, smem, n, place, address):
-        pipeline.wait_free(smem, RING, n)
-        load(tensor_map, smem, n, place)
-        to = u32(smem + u32(VALUES) + n % u32(RING.slots) * u32(BYTES))
-        ptx.bulk_load(to, address, u32(BYTES), pipeline.mbarrier(smem, RING, RING.ready, n))
-
-    return load_rows
+BIAS_MAP = 6  # which of the tensor maps, where there is one
 
 
 @inline
@@ -146,14 +131,16 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
-    load_q = _build_load_rows(layout.q, width, BLOCK_M, layout.lse, tile.planes)
-    load_do = _build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
+    load_q = pipeline.build_load_rows(layout.q, width, BLOCK_M, layout.lse, tile.planes)
+    load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
     OPTIONS, MASKED, Q = options.modifies_or_lists, options.tiled, one_type(layout.q)
     NOTES = layout.notes if OPTIONS else 0
     walk = build_walk(BLOCK_N, layout.work)
     listing_of, listed = walk.listing_of, walk.listed
+    COPIES_BIAS = tile.copies_bias
+    load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
     @inline
     def note_tile(smem, n, note):
@@ -203,6 +190,9 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                     load_do(maps[0], smem, n, place, u64(delta_address + offset))
                     if DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
+                    if COPIES_BIAS:
+                        of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
+                        load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
             if CLAIMS:
                 pipeline.commit(smem, FETCHED, turn)
@@ -299,6 +289,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
     DQ, WORK, FETCHED = map(one_type, (SMEM.dq, SMEM.work, SMEM.fetched))
+    COPIES_BIAS, BIAS = tile.copies_bias, one_type(SMEM.bias) if tile.copies_bias else None
     ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
     write_work = build_write_work(banded, ordered, options, tile, SMEM)
@@ -314,6 +305,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 pipeline.initialise(smem, ring, 1, CONSUMERS)
             pipeline.initialise(smem, DQ, CONSUMERS * WARP_GROUP, 1)
             pipeline.initialise(smem, FETCHED, 1, 1)
+            if COPIES_BIAS:
+                pipeline.initialise(smem, BIAS, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -331,7 +324,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
-    maps = [f"maps.{i}" for i in range(6 if to_map else 4)]
+    maps = [f"maps.{i}" for i in range((6 if to_map else 4) + COPIES_BIAS)]
     numbers = named(OptionScales, f32, f32, parameters_type(options))
     if options.only_lists or not options.modifies_or_lists:
         numbers = named(Scales, f32)

@@ -6,10 +6,19 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-from numba_flash.cuda.sm90.tiles import ANY, BACKWARD_TILES, AddingTile, BackwardTile, Row
+from numba_flash.cuda.sm90.tiles import (
+    ANY,
+    BACKWARD_TILES,
+    MBARRIER_BYTES,
+    AddingTile,
+    BackwardTile,
+    Ring,
+    Row,
+)
 
 NOTE_BYTES = 16  # of what is written down about a tile of queries
 MOST = 128  # head dimension
+DS_SLOTS = 2
 
 
 class NotedTile(AddingTile):
@@ -42,12 +51,15 @@ class OptionsBackwardTile(NotedTile):
         As those of `numba_flash.cuda.sm90.tiles.BackwardTile`.
     part : int
         Queries of a fragment: a consumer goes through a tile in parts, for registers.
+    copies_bias : bool
+        The copy engine brings the tile of the bias, which has 16 bits, to where dS will be.
     """
 
     block_m: int
     stages: int
     do_stages: int
     part: int
+    copies_bias: bool = False
     kernel: ClassVar[str] = "sm90.backward_options.build"
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)
@@ -55,6 +67,15 @@ class OptionsBackwardTile(NotedTile):
     @property
     def columns(self) -> int:
         return self.part
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory, with mbarriers of a ring `bias`, whose slots are those of dS."""
+        layout = super().layout(head_dim, head_dim_v)
+        ready = layout.bytes - layout.ALIGNMENT
+        free = ready + DS_SLOTS * MBARRIER_BYTES
+        layout.bias = Ring(layout.ds, layout.ds_bytes, DS_SLOTS, ready, free)
+        layout.bytes += 2 * DS_SLOTS * MBARRIER_BYTES
+        return layout
 
 
 SMALL, LARGE = OptionsBackwardTile(128, 2, 2, part=64), OptionsBackwardTile(64, 3, 2, part=32)

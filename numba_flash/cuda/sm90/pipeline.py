@@ -184,6 +184,24 @@ def build_load(ring, columns, rows, more=0, planes=1):
 
 
 @once
+def build_load_rows(ring, columns, rows, values, planes):
+    """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
+    for each of its rows from an address.
+    """
+    RING, VALUES, BYTES = one_type(ring), values, 4 * rows
+    load = build_load(ring, columns, rows, BYTES, planes)
+
+    @inline
+    def load_rows(tensor_map, smem, n, place, address):
+        wait_free(smem, RING, n)
+        load(tensor_map, smem, n, place)
+        to = u32(smem + u32(VALUES) + n % u32(RING.slots) * u32(BYTES))
+        ptx.bulk_load(to, address, u32(BYTES), mbarrier(smem, RING, RING.ready, n))
+
+    return load_rows
+
+
+@once
 def build_clear_tail(columns, rows):
     """``clear_tail(smem, ring, n, keys, consumer)``: zeros beyond the first `keys` rows of the n-th
     tile, before it is used.

@@ -3,9 +3,11 @@ lists of tiles alone, from the host: kernels and grids.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
+from numba_flash import arrays
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
@@ -21,9 +23,10 @@ from numba_flash.cuda.sm90.prepare_backward import (
     temporaries,
 )
 from numba_flash.cuda.sm90.prepare_dbias import Dbias
-from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
+HALF = ("float16", "bfloat16")
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Bytes of sums of dq of heads whose blocks of keys are handed out together, where these wait for
 # each other at tiles of lists: the more heads, the fewer blocks of one are at work at the same
@@ -38,6 +41,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     dropout. The same bits in every run if `deterministic`.
     """
     gpu, (p, tile) = gpu or launch.gpu(inputs.q.device), choose(problem, backward_options_tile)
+    bias_tiles = tiles_of_bias(p, inputs.bias)
+    if bias_tiles is not None:
+        tile = replace(tile, copies_bias=True)
     if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
         # only arrays of the user's are like that
         again = lambda results: prepare(problem, inputs, results, deterministic, gpu)
@@ -57,7 +63,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     share, queue = (1, False) if deterministic else (0, p.options.listed)
     tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=queue)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
-    (main, numbers), postprocess = _main(this, lists), _postprocess(this, lists, tiles)
+    (main, numbers), postprocess = _main(this, lists, bias_tiles), _postprocess(this, lists, tiles)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
     dbias = None
     if results.dbias is not None:
@@ -68,7 +74,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         dq, dk, dv = results[:3]
         rows, sums, flags, _ = there
         preprocess(x.do, x.o, x.lse, x.dlse, rows, sums, flags, extras=extras_of(inputs))
-        mapped = (x.do, x.q, x.k, x.v, dk, dv)[: len(main.maps)]
+        mapped = (x.do, x.q, x.k, x.v, dk, dv, x.bias)[: len(main.maps)]
         given = None if rng is None else numbers(rng)
         main(*mapped, dk, dv, rows[0], rows[1], sums, flags, extras=own, numbers=given)
         postprocess(sums, dq, extras=own)
@@ -88,7 +94,22 @@ def _sizes_of(this: Pass) -> Sizes:
     return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))
 
 
-def _main(this: Pass, lists: Extras):
+def tiles_of_bias(problem, bias):
+    """The `Layout` whose tiles the copy engine can bring, without the axes of heads that a bias of
+    16 bits is broadcast along; None if there is no such bias, or it cannot.
+    """
+    p = problem
+    if p.options.bias not in HALF:
+        return None
+    sizes = (1,) * (5 - len(bias.shape)) + tuple(bias.shape)
+    strides = arrays.expanded_strides(bias, 5)
+    heads = tuple(n if s else 1 for n, s in zip(sizes[:3], strides[:3], strict=True))
+    whole = sizes[3:] == (p.nq, p.nk) and (strides[3] or p.nq == 1)
+    found = bias._replace(shape=(*heads, *sizes[3:]), strides=strides)
+    return found if whole and tensor_maps.why_not("bias", found) is None else None
+
+
+def _main(this: Pass, lists: Extras, bias_tiles):
     """The main kernel, and its numbers as a function of the generator's state."""
     p, tile, results, there = this.p, this.tile, this.results, this.temporaries
     sizes = _sizes_of(this)
@@ -111,7 +132,7 @@ def _main(this: Pass, lists: Extras):
         ),
         extras=lists.layouts,
         numbers=numbers(),
-        maps=boxes(this),
+        maps=(*boxes(this), *(((bias_tiles, KEYS),) if bias_tiles is not None else ())),
     )
     return main, numbers
 

@@ -6,7 +6,7 @@ neighbours (`numba_flash.cuda.sm90.interleave`).
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.fetch import EVERYTHING, build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.score import Head, Region
@@ -79,7 +79,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
 
     ``row0_of(smem, n)``: first query of the n-th tile, whose Q is there.
     ``part_of(smem, turn, me, n, part, heads, batch1)``: a `Part` of it.
-    ``fetch(bias_mask, x, extras)``: what options need from memory.
+    ``fetch(bias_mask, x, extras)``: what options need from memory, and nobody else brings.
     ``recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)``: the options, on S^T, then (2)
         P^T, in its place; negative where dropout drops it.
     ``differentiate(dpT, pT, slope, x, chunk, parameters)``: (5) dS^T, in the place of dP^T, of 16
@@ -95,7 +95,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     LSE, DELTA, NOTES, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.notes, 4 * BLOCK_M
     DROPOUT, SLOPED = bool(options.dropout), options.sloped
     runs = fragment.runs_of_keys(1, COLUMNS)
-    read, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
+    wanted = ("mask",) if tile.copies_bias else EVERYTHING
+    read, drop = build_fetch(options, runs, vectors, wanted), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, True)
 
     @inline

@@ -131,6 +131,7 @@ class AddingTile(WarpGroups):
     adds_dq: ClassVar[bool] = True
     queries_apart: ClassVar[int] = 0  # the consumers' fragments
     planes: ClassVar[int] = 1
+    copies_bias: ClassVar[bool] = False
 
     @property
     def block_n(self) -> int:
@@ -214,6 +215,7 @@ class WideTile:
     queries_apart: ClassVar[int] = KEYS
     adds_dq: ClassVar[bool] = False
     planes: ClassVar[int] = 1
+    copies_bias: ClassVar[bool] = False
     kernel: ClassVar[str] = "sm90.backward_wide.build"
     registers: ClassVar[tuple[int, int]] = REGISTERS[2]
     threads: ClassVar[int] = 3 * WARP_GROUP

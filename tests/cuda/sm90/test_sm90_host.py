@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import SIMULATED, dense_visible
+from support import DTYPES, SIMULATED, dense_visible
 
 if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
@@ -30,6 +30,7 @@ from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_he
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
     KEYS,
+    MBARRIER_BYTES,
     OUTPUT_ROWS,
     PART_TILES,
     SHARED_LIMIT,
@@ -317,10 +318,40 @@ def test_every_backward_pass_with_options_has_a_tile_that_fits(options):
         assert layout.bytes <= SHARED_LIMIT, (d, dv, tile)
         assert layout.notes % 16 == 0
         assert layout.notes >= plain.bytes - plain.ALIGNMENT
-        assert layout.notes + NOTE_BYTES * tile.stages + layout.ALIGNMENT == layout.bytes
+        assert layout.notes + NOTE_BYTES * tile.stages == layout.bias.ready
+        assert layout.bias.free + MBARRIER_BYTES * layout.bias.slots + layout.ALIGNMENT == layout.bytes
+        assert layout.bias[:3] == (layout.ds, layout.ds_bytes, 2)
         assert NOTE_BYTES >= 4 * len(TileNote._fields)
         assert (tile.block_m % tile.columns, tile.columns % 16) == (0, 0)
     assert 4 * (BACKWARD_TILES + 1) <= WORK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "change", "described"),
+    [
+        ((2, 4, 96, 200), "float16", lambda x: x, (1, 2, 4, 96, 200)),
+        ((1, 4, 96, 200), "bfloat16", lambda x: x, (1, 1, 4, 96, 200)),
+        ((96, 200), "float16", lambda x: x, (1, 1, 1, 96, 200)),
+        ((96, 200), "float16", lambda x: np.broadcast_to(x, (2, 4, 96, 200)), (1, 1, 1, 96, 200)),
+        ((4, 96, 208), "float16", lambda x: x[..., :200], (1, 1, 4, 96, 200)),
+        ((96, 201), "float16", lambda x: x[:, :200], None),
+        ((1, 200), "float16", lambda x: x, None),
+        ((96, 1), "float16", lambda x: x, None),
+        ((200, 96), "float16", lambda x: x.T, None),
+        ((96, 200), "float32", lambda x: x, None),
+    ],
+)
+def test_a_bias_is_copied_in_tiles_where_a_tensor_map_can_describe_it(shape, dtype, change, described):
+    """Axes of heads that it is broadcast along are left out of the map."""
+    bias = change(np.zeros(shape, DTYPES[dtype]))
+    p = problem(hq=4, hk=4, nq=96, dtype=DTYPES["float16" if dtype == "float32" else dtype], bias=bias)
+    found = prepare_backward_options.tiles_of_bias(p, Layout.of(bias))
+    assert (found and found.shape) == described
+    q, k, v, o = layouts_of(p)
+    inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))._replace(bias=Layout.of(bias))
+    *_, main, _ = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+    assert main.config[-1].copies_bias == (described is not None)
+    assert main.maps[6:] == (((found, 64),) if described else ())
 
 
 @pytest.mark.parametrize("nk", [1, 2, 1024, 1025, 6144, 6145, 2**17, MAX_LENGTH])
@@ -481,7 +512,7 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
         lists, *order, preprocess, main, postprocess = prepared.launches
         *_, options, tile = main.config
         assert options == replace(p.options.structure, mask=not fits, listed=fits, blocks=None if fits else p.options.blocks)
-        assert tile == backward_options_tile(replace(p, options=options))
+        assert tile == backward_options_tile(replace(p, options=options))  # rows of the bias do not lie at multiples of 16 bytes
         assert (tile.part == tile.block_m // 2) == fits
         assert lists.builder == "block_lists.build"
         assert lists.config[1:4] == (tile.block_m, tile.block_n, True)
