@@ -80,8 +80,8 @@ MUTANTS_SPLIT = (
     Mutant("P before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, P, n)\n", "", WIDE),
     Mutant("P over what has not been read", BACKWARD_WIDE, "        pipeline.wait_free(smem, P, n)\n", "", WIDE),
     Mutant("dS over what has not been read", BACKWARD_WIDE, "        pipeline.wait_free(smem, MADE, n)\n", "", WIDE),
-    Mutant("dS before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, MADE, n)\n", "", WIDE),
-    Mutant("dS of other warps", BACKWARD_WIDE, "                pipeline.wait_ready(smem, MADE, n)\n", "", WIDE),
+    Mutant("dS before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, MADE, n)\n        down", "        down", WIDE),
+    Mutant("dS of other warps", BACKWARD_WIDE, "pipeline.wait_ready(smem, MADE, n)\n                start", "start", WIDE),
     Mutant(
         "no fence between dS and dQ",
         BACKWARD_WIDE,
@@ -106,6 +106,7 @@ MUTANTS_SPLIT = (
         "dq_parts: ClassVar[int] = 2",
         WIDE,
     ),
+    Mutant("what lies beyond the values", ITEM, "            clear_v(smem, V, turn, keys, me)\n", "", "wgmma, gradients, D72, lengths"),
     # ---- the host
     Mutant("boxes of Q as high as those of K", HOST, "(made.q, tile.block_m)", "(made.q, tile.block_n)", "wgmma, D128"),
 )

@@ -197,7 +197,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 split(p, dpT)
                 hand_ds(smem, n, p, power)
                 # (6) dK = dK + dS^T Q
-                wait_q(smem, turn, 1, n, row0)
+                pipeline.wait_ready(smem, Q, n)  # zeros beyond it are there since P^T is
                 sum_dk(dk_acc, high, low, p, pipeline.tile(smem, Q, n), power.down)
                 pipeline.release_group(smem, Q, n)
                 # (7) dQ = dS K
