@@ -77,7 +77,7 @@ MUTANTS_SPLIT = (
     # ---- backward, consumers that share keys
     Mutant("the power of dS lost on its way", BACKWARD_WIDE, "ptx.as_uint32(power.down)", "ptx.as_uint32(power.up)", WIDE),
     Mutant("the left columns of dQ twice", BACKWARD_WIDE, "smem, K, turn) + u32(HALF)", "smem, K, turn) + u32(0)", WIDE),
-    Mutant("P before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, P, n)\n", "", WIDE),
+    Mutant("P of the other consumer before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, P, n)\n", "", WIDE),
     Mutant("P over what has not been read", BACKWARD_WIDE, "        pipeline.wait_free(smem, P, n)\n", "", WIDE),
     Mutant("dS over what has not been read", BACKWARD_WIDE, "        pipeline.wait_free(smem, MADE, n)\n", "", WIDE),
     Mutant("dS before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, MADE, n)\n        down", "        down", WIDE),
