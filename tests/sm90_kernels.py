@@ -14,7 +14,7 @@ from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.prepare_forward_options import words_held
-from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile
+from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
 
@@ -222,9 +222,12 @@ DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
 BACKWARD_SPLIT = {  # head dimensions, banded, ordered, options, tile
     "backward float32 64": (64, 64, False, True, PLAIN, SplitBackwardTile(64, 2, 2, False)),
     "backward float32 40, 64, packed": (40, 64, True, False, PACKED, SplitBackwardTile(64, 2, 2, False)),
+    "backward float32 128": (128, 128, False, True, PLAIN, WideSplitBackwardTile(64, 2, 1, False)),
+    "backward float32 72, 96, packed": (72, 96, True, False, PACKED, WideSplitBackwardTile(64, 2, 1, False)),
 }
 AROUND |= {
     "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SplitBackwardTile(64, 2, 2, False))),
+    "postprocess float32 96": Kernel("sm90.postprocess_split.build", (96, PLAIN, WideSplitBackwardTile(64, 2, 1, False))),
     "preprocess float32": Kernel("preprocess.build", ("float32", 64, False, 64, 8 * DQ_PART, True, True, False, PLAIN, ROW_THREADS)),
 }
 

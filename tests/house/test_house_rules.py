@@ -211,7 +211,7 @@ BUILDERS = {
 }
 
 
-SHARING = ("sm90.backward.build", "sm90.backward_options.build", "sm90.backward_wide.build", "sm90.backward_split.build")
+SHARING = {f"sm90.backward{name}.build" for name in ("", "_options", "_wide", "_split", "_split_wide")}
 
 
 def test_kernels_are_recognised():

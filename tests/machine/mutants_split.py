@@ -3,6 +3,7 @@
 from mutants import FORWARD_SPLIT, PIPELINE, STORE, WGMMA, Mutant
 
 BACKWARD_SPLIT, GRADIENTS = "cuda/sm90/backward_split.py", "wgmma, gradients"
+BACKWARD_WIDE, WIDE, ITEM = "cuda/sm90/backward_split_wide.py", "wgmma, gradients, D128", "cuda/sm90/item_split.py"
 INSTRUCTIONS, HOST = "cuda/ptx/wgmma.py", "cuda/sm90/prepare_forward_split.py"
 
 MUTANTS_SPLIT = (
@@ -62,17 +63,50 @@ MUTANTS_SPLIT = (
     Mutant("P in the units of scores", FORWARD_SPLIT, "                raise_shifts(s, acc, m_i, l_i, scale_log2)\n", "", "wgmma"),
     Mutant("no fence between P and its products", INSTRUCTIONS, "b32 low; wgmma.fence.sync.aligned;", "b32 low;", "wgmma"),
     # ---- backward
-    Mutant("the power of one's own warp", BACKWARD_SPLIT, "            largest = ptx.maximum(largest, other)\n", "", GRADIENTS),
+    Mutant("the power of one's own warp", ITEM, "            largest = ptx.maximum(largest, other)\n", "", GRADIENTS),
     Mutant(
         "dQ with the power of dS", BACKWARD_SPLIT, "put_dq(smem, me, n, high, power.down)", "put_dq(smem, me, n, high, f32(1))", GRADIENTS
     ),
     Mutant("dK with the power of dS", BACKWARD_SPLIT, "add_dk(dk_acc, high, power.down)", "add_dk(dk_acc, high, f32(1))", GRADIENTS),
     Mutant("the high plane of dS twice", BACKWARD_SPLIT, "p, plane * PAIRS)", "p, 0)", GRADIENTS),
-    Mutant("powers before they are there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # theirs", "pass  # theirs", GRADIENTS),
+    Mutant("powers before they are there", ITEM, "pipeline.meet_warp_group(me)  # theirs", "pass  # theirs", GRADIENTS),
     Mutant("dS of other warps before it is there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # dS", "pass  # dS", GRADIENTS),
     Mutant("no fence before dQ", BACKWARD_SPLIT, "ptx.fence_proxy_async()\n                row0", "row0", GRADIENTS),
     Mutant("dQ from the keys of one consumer", "cuda/sm90/postprocess_split.py", "range(1, PARTS)", "range(1, 1)", GRADIENTS),
-    Mutant("dK without the power of V", BACKWARD_SPLIT, "dk_acc[e] *= of_dp", "dk_acc[e] *= of_do", GRADIENTS),
+    Mutant("dK without the power of V", ITEM, "acc[e] *= of_dp", "acc[e] *= factor_of(smem, turn, extras, 3)", GRADIENTS),
+    # ---- backward, consumers that share keys
+    Mutant("the power of dS lost on its way", BACKWARD_WIDE, "ptx.as_uint32(power.down)", "ptx.as_uint32(power.up)", WIDE),
+    Mutant("the left columns of dQ twice", BACKWARD_WIDE, "smem, K, turn) + u32(HALF)", "smem, K, turn) + u32(0)", WIDE),
+    Mutant("P of the other consumer before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, P, n)\n", "", WIDE),
+    Mutant("P over what has not been read", BACKWARD_WIDE, "        pipeline.wait_free(smem, P, n)\n", "", WIDE),
+    Mutant("dS over what has not been read", BACKWARD_WIDE, "        pipeline.wait_free(smem, MADE, n)\n", "", WIDE),
+    Mutant("dS before it is there", BACKWARD_WIDE, "        pipeline.wait_ready(smem, MADE, n)\n        down", "        down", WIDE),
+    Mutant("dS of other warps", BACKWARD_WIDE, "pipeline.wait_ready(smem, MADE, n)\n                start", "start", WIDE),
+    Mutant(
+        "no fence between dS and dQ",
+        BACKWARD_WIDE,
+        "        ptx.fence_proxy_async()\n        pipeline.commit(smem, MADE",
+        "        pipeline.commit(smem, MADE",
+        WIDE,
+    ),
+    Mutant("dK without the power of dS", BACKWARD_WIDE, "smem, Q, n), power.down)", "smem, Q, n), f32(1))", WIDE),
+    Mutant(
+        "no dQ of the last tile",
+        BACKWARD_WIDE,
+        "            make_left(smem, turn, u32(n - u32(1)), high, low)\n            commit_dq",
+        "            pipeline.release(smem, MADE, u32(n - u32(1)))\n            commit_dq",
+        WIDE,
+    ),
+    Mutant("Q that other warps still have the lse of", BACKWARD_WIDE, "pipeline.meet_warp_group(0)  # they", "pass  # they", WIDE),
+    Mutant("dO before its product", BACKWARD_WIDE, "                wait_do(smem, turn, 0, n, row0)\n", "", WIDE),
+    Mutant(
+        "parts of dQ that are columns, added",
+        "cuda/sm90/split_tiles.py",
+        "dq_parts: ClassVar[int] = 1",
+        "dq_parts: ClassVar[int] = 2",
+        WIDE,
+    ),
+    Mutant("what lies beyond the values", ITEM, "            clear_v(smem, V, turn, keys, me)\n", "", "wgmma, gradients, D72, lengths"),
     # ---- the host
     Mutant("boxes of Q as high as those of K", HOST, "(made.q, tile.block_m)", "(made.q, tile.block_n)", "wgmma, D128"),
 )

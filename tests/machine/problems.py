@@ -339,6 +339,12 @@ PROBLEMS |= {
     "pages of 7": in_cache(nk=100, options=in_pages(7, 33, 100)),
     "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
 }
+of_float32 = partial(Problem, backward_pass, nq=140, nk=100, dtype="float32", made=offset)
+PROBLEMS |= {
+    "wgmma, gradients, D128": of_float32(d=128, hq=2),
+    "wgmma, gradients, D72, lengths": of_float32(d=72, nk=130, options=LENGTHS | {"causal": True}),
+    "double, scores ahead": double(d=40, nq=150, multiprocessors=1, capability=kernels.HOPPER),
+}
 
 
 def run(problem: Problem, seed: int) -> None:

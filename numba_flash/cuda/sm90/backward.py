@@ -219,7 +219,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
                 ptx.wgmma_wait(dq, sT, ONE, 32, NEXT)
                 pipeline.release_group(smem, DO, n)
-                put_dq(smem, me, n, dq)
+                put_dq(smem, me, n, dq, f32(1))
                 n = u32(n + 1)
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)
             turn = u32(turn + 1)

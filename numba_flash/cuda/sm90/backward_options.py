@@ -227,7 +227,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                 fetch_first(bias_mask, smem, turn, me, following, end, heads, batch1, extras)
                 ptx.wgmma_wait(dq, sT, ONE, 32, NONE)
                 pipeline.release_group(smem, DO, n)
-                put_dq(smem, me, n, dq)
+                put_dq(smem, me, n, dq, f32(1))
                 n = u32(n + 1)
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale, parameters)
             turn = u32(turn + 1)

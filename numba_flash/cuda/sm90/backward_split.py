@@ -7,18 +7,13 @@ each makes a part, from its own keys. Its numbers of dS have a power of two of t
 they come near the end of float16.
 """
 
-import math
-
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
-from numba_flash.cuda.number import index
-from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, Scales, one_type
+from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90.arguments import END, one_type
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
-from numba_flash.cuda.sm90.split_tiles import padded
-from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
-from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
+from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
 def build(head_dim, head_dim_v, banded, ordered, options, tile):
@@ -32,17 +27,12 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
         dQ is the sum of both.
     banded, ordered, flags, extras, sizes, scales : as there, and factors among the `extras`.
     """
-    D, DV, PLANES = padded(head_dim), padded(head_dim_v), tile.planes
+    D, DV, PLANES = tile.width(head_dim), tile.width(head_dim_v), tile.planes
     BLOCK_M, BLOCK_N, SMEM = tile.block_m, tile.block_n, tile.layout(D, DV)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
-    DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
-    DS, DS_BYTES, LARGEST, MINE = SMEM.ds, SMEM.ds_bytes, SMEM.largest, ROWS * ROW_BYTES
-    DQ_TILE, DQ_BYTES, DQ_CHUNKS = SMEM.dq.tiles, 4 * DQ_PART, D // 8
+    WORK, DS, DS_BYTES, MINE = one_type(SMEM.work), SMEM.ds, SMEM.ds_bytes, ROWS * ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, D // 2, DV // 2
-    OUTPUTS, P_WORDS, WARPS = max(D, DV) // 2, PLANES * BLOCK_M // 4, WARP_GROUP // 32
-    SEQUENCES, PACKED = options.sequences, options.packed
-    LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
-    clear_k = pipeline.build_clear_tail(PLANES * PANEL, BLOCK_N)
+    OUTPUTS, P_WORDS = max(D, DV) // 2, PLANES * BLOCK_M // 4
     start_scores, _, _ = wgmma.build_split_scores(BLOCK_M, D, BLOCK_N, PLANES)
     start_dp, _, _ = wgmma.build_split_scores(BLOCK_M, DV, BLOCK_N, PLANES)
     start_dv = wgmma.build_split_rows(DV, BLOCK_M, BLOCK_M, PLANES)
@@ -55,65 +45,14 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     put_words = store.build_put_words(BLOCK_M, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    _, largest_of = softmax.build_power(SCORES)
     shared = softmax_backward.build(D, DV, options, tile)
     note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
-    put_dk = store.build_put_floats(head_dim, False)
-    put_dv = store.build_put_floats(head_dim_v, False)
-    factor_of = pipeline.build_factor_of(WORK, WORD)
-
-    @inline
-    def begin_item(smem, turn, me, extras, scales):
-        """Wait for K and V of a work item; its `Scales`, of products of planes, in base e."""
-        note_bounds(smem, turn, me)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
-        pipeline.wait_ready(smem, K, turn)
-        pipeline.wait_ready(smem, V, turn)
-        if SEQUENCES:
-            clear_k(smem, K, turn, keys, me)
-            clear_k(smem, V, turn, keys, me)
-        factor = factor_of(smem, turn, extras, 0) * factor_of(smem, turn, extras, 1)
-        return Scales(f32(0), scales.scale * factor, scales.scale)
-
-    @inline
-    def common_power(smem, me, dsT):
-        """The `Power` for dS^T of all warps of this consumer."""
-        at = u32(smem + u32(LARGEST + 4 * WARPS * me))
-        largest = largest_of(dsT)
-        if cuda.threadIdx.x % 32 == 0:
-            warp = cuda.threadIdx.x % WARP_GROUP // 32
-            ptx.store_shared(u32(at + u32(4 * warp)), i32(ptx.as_uint32(largest)))
-        pipeline.meet_warp_group(me)  # theirs are there; they have read their tile's delta
-        for warp in range(WARPS):
-            other = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(4 * warp)))))
-            largest = ptx.maximum(largest, other)
-        return softmax.power_below(largest)
-
-    @inline
-    def commit_dq(smem, n):
-        """Let a tile of dQ be added up; later than `put_dq`, when products run while the fence
-        waits for what that has stored.
-        """
-        ptx.fence_proxy_async()
-        pipeline.commit(smem, DQ, n)
-
-    @inline
-    def put_dq(smem, me, n, dq, factor):
-        """Store this consumer's part of a tile of dQ to shared memory."""
-        pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
-        mine, zero = u32(cuda.threadIdx.x % WARP_GROUP * 16), f32(0)
-        to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + mine)
-        for j in range(8):
-            four = zero, zero, zero, zero
-            if j < DQ_CHUNKS:
-                e = 4 * j
-                four = (
-                    dq[e] * factor, dq[e + 1] * factor, dq[e + 2] * factor, dq[e + 3] * factor,
-                )  # fmt: skip
-            ptx.store_shared_vector(u32(to + u32(2048 * j)), four)
+    commit_dq, put_dq = store.build_hand_over(SMEM.dq, D)
+    begin_item, common_power, store_dk, store_dv = item_split.build(
+        head_dim, head_dim_v, note_bounds, options, tile
+    )
 
     @inline
     def finish(smem, turn, me, n, dk, dv, dk_acc, dv_acc, extras, scale):
@@ -121,32 +60,9 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
         commit_dq(smem, u32(n - u32(1)))
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)
-        factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
-        b0, b1 = pipeline.read(smem, WORK, turn, WORD.b0), pipeline.read(smem, WORK, turn, WORD.b1)
-        h, k0 = pipeline.read(smem, WORK, turn, WORD.kv_head), i32(0)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
-        rows, invalid = i32(dk.shape[3]), False
-        if PACKED:
-            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-            rows = pipeline.read(smem, WORK, turn, WORD.keys)
-        if SEQUENCES:
-            invalid = pipeline.read(smem, WORK, turn, WORD.invalid) != 0
-        of_do = factor_of(smem, turn, extras, 3)
-        of_dp = factor_of(smem, turn, extras, 2) * of_do
-        of_dk = f32(LOWERED) * scale * factor_of(smem, turn, extras, 0)
+        store_dv(smem, turn, me * ROWS, dv, dv_acc, extras)
+        store_dk(smem, turn, me * ROWS, dk, dk_acc, extras, scale)
         pipeline.release(smem, WORK, turn)
-        for e in range(OUTPUTS_K):
-            dk_acc[e] *= of_dp
-        for r in range(2):
-            j = row0 + wgmma.first_row() + 8 * r
-            if j < rows:
-                at = index(k0 + j)
-                dv_row = dv[index(b0), index(b1), index(h), at]
-                dk_row = dk[index(b0), index(b1), index(h), at]
-                factor[r] = f32(NAN) if invalid else f32(LOWERED) * of_do
-                put_dv(ptx.global_address(dv_row), dv_acc, factor, r, dv_row)
-                factor[r] = f32(NAN) if invalid else of_dk
-                put_dk(ptx.global_address(dk_row), dk_acc, factor, r, dk_row)
 
     @inline
     def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):

@@ -156,7 +156,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
                 split(p, s)
                 # (5) O += P V
                 pipeline.wait_ready(smem, V, n)
-                values(acc, high, low, p, pipeline.tile(smem, V, n))
+                values(acc, high, low, p, pipeline.tile(smem, V, n), f32(1))
                 pipeline.release_group(smem, V, n)
                 n, col = u32(n + 1), i32(col - BLOCK_N)
             finish(smem, turn, me, acc, m_i, l_i, o, lse, extras, scale_log2, batches)

@@ -12,16 +12,18 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, types, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import wgmma
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.swizzle import PANEL
 
 
 def build(head_dim, options, tile):
-    """Kernel ``postprocess_split(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, the
-    sum of all parts, out of the order of fragments; a block of threads per row block.
+    """Kernel ``postprocess_split(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, of
+    `dq_parts` the sum, out of the order of fragments; a block of threads per row block.
 
     Row blocks that see no key get 0: nobody has written their sum.
     """
-    BLOCK_M, PARTS, PART_BYTES, PACKED = tile.block_m, tile.consumers, 4 * DQ_PART, options.packed
-    CHUNKS, LOWERED, NAN = head_dim // 8, 2.0**-softmax.RAISED_BACKWARD, math.nan
+    BLOCK_M, CONSUMERS, PARTS, PACKED = tile.block_m, tile.consumers, tile.dq_parts, options.packed
+    CHUNKS, PART_BYTES, PANEL_CHUNKS = head_dim // 8, 4 * DQ_PART, PANEL // 8
+    LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
     rows_of = schedule.build_rows(options, tile.block_m)
 
     def postprocess_split(dq_sum, dq, extras, nk, low, high, scale):
@@ -38,13 +40,14 @@ def build(head_dim, options, tile):
         of_dp = of_head[2] * of_head[3]
         factor = f32(NAN) if rows.invalid else f32(LOWERED) * scale * of_head[1]
         thread = i32(cuda.threadIdx.x)
-        sums = u64(ptx.global_address(dq_sum) + u64(number * PARTS * PART_BYTES + thread * 16))
+        sums = u64(ptx.global_address(dq_sum) + u64(number * CONSUMERS * PART_BYTES + thread * 16))
         for j in range(CHUNKS):
             x = (f32(0), f32(0), f32(0), f32(0))
             if not empty:
-                x = ptx.load_global_four(u64(sums + u64(2048 * j)))
+                at = u64(sums + u64(j // PANEL_CHUNKS * PART_BYTES + j % PANEL_CHUNKS * 2048))
+                x = ptx.load_global_four(at)
                 for part in range(1, PARTS):
-                    y = ptx.load_global_four(u64(sums + u64(part * PART_BYTES + 2048 * j)))
+                    y = ptx.load_global_four(u64(at + u64(part * PART_BYTES)))
                     x = (x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3])
             for r in range(2):
                 i = row0 + wgmma.first_row() + 8 * r

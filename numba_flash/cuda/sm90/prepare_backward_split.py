@@ -12,7 +12,7 @@ from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, row_blocks_of, section
 from numba_flash.cuda.sm90.prepare_backward import temporaries as temporaries_of
 from numba_flash.cuda.sm90.prepare_forward_split import as_float16
-from numba_flash.cuda.sm90.split_tiles import padded, split_backward_tile
+from numba_flash.cuda.sm90.split_tiles import split_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
@@ -38,7 +38,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         row_blocks=row_blocks,
         temporaries=temporaries_of(p, tile, row_blocks, gpu.multiprocessors),
     )
-    splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
+    splitter = Splitter(p, gpu, inputs, (tile.width(p.d), tile.width(p.dv)))
     preprocess, main = _preprocess(this, splitter.made), _main(this, splitter.made)
     postprocess = _postprocess(this, splitter.made)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
@@ -111,7 +111,7 @@ def _main(this: Pass, made) -> Launch:
         this.gpu,
         grid=min(items, this.gpu.multiprocessors),
         threads=tile.threads,
-        shared_bytes=tile.layout(padded(p.d), padded(p.dv)).bytes,
+        shared_bytes=tile.layout(tile.width(p.d), tile.width(p.dv)).bytes,
         operands=(
             *((results.dk, 5), (results.dv, 5), (rows, 4), (rows, 4)),
             *((there.dq_sum, 5), (there.flags, 1)),

@@ -8,16 +8,17 @@ from typing import ClassVar
 
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.sm90.tiles import (
+    KEYS,
     WORK_BYTES,
     WORK_SLOTS,
     BackwardTile,
     Consumers,
     lay_out,
 )
-from numba_flash.cuda.swizzle import panel_bytes, panels
+from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
 
 STEP = 16  # columns that a product takes at a time; a plane has a multiple of that
-MOST, MOST_BACKWARD = 128, 64  # head dimension
+MOST = 128  # head dimension
 
 
 def padded(head_dim: int) -> int:
@@ -83,7 +84,11 @@ class SplitBackwardTile(BackwardTile):
     """
 
     planes: ClassVar[int] = 2
+    dq_parts: ClassVar[int] = 2  # of the same columns of a tile of dQ, to be added
     kernel: ClassVar[str] = "sm90.backward_split.build"
+
+    def width(self, head_dim: int) -> int:
+        return padded(head_dim)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """And ``largest``: a float32 for each warp of the consumers, behind the bounds."""
@@ -92,6 +97,37 @@ class SplitBackwardTile(BackwardTile):
         return layout
 
 
+class WideSplitBackwardTile(SplitBackwardTile):
+    """The same with head dimensions up to 128: consumers share their keys, and each computes some
+    columns of dQ, of which there are more than a panel.
+
+    In shared memory there are also rings ``p``, of P^T in float32, and ``made``, of no memory:
+    dS^T of a tile is there; and the ``power`` that undoes what it was multiplied by.
+    """
+
+    queries_apart: ClassVar[int] = KEYS  # and no keys
+    dq_parts: ClassVar[int] = 1
+    kernel: ClassVar[str] = "sm90.backward_split_wide.build"
+
+    @property
+    def block_n(self) -> int:
+        return KEYS
+
+    @property
+    def more_rings(self) -> dict:
+        return {"p": (4 * self.block_m * KEYS, 1), "made": (0, 1)}
+
+    def width(self, head_dim: int) -> int:
+        return max(padded(head_dim), PANEL + STEP)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        layout = super().layout(head_dim, head_dim_v)
+        layout.power = layout.largest  # the first consumer's, who has no dS^T
+        return layout
+
+
 def split_backward_tile(problem) -> SplitBackwardTile:
     """Tile of the main kernel of the backward pass."""
-    return SplitBackwardTile(64, 2, 2, False)
+    if max(problem.d, problem.dv) <= PANEL:
+        return SplitBackwardTile(64, 2, 2, False)
+    return WideSplitBackwardTile(64, 2, 1, False)

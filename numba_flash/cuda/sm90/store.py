@@ -82,12 +82,12 @@ def build_put_part(bfloat16, rows):
 
 
 @once
-def build_hand_over(ring):
-    """``put_dq(smem, me, n, dq)``: store a consumer's part of the n-th tile of dQ to shared memory;
-    ``commit_dq(smem, n)``: let it be added up, later than that, when products run while the fence
-    waits for what has been stored.
+def build_hand_over(ring, columns=PANEL):
+    """``put_dq(smem, me, n, dq, factor)``: store a consumer's part of the n-th tile of dQ, times a
+    factor, to shared memory, with zeros beyond its columns; ``commit_dq(smem, n)``: let it be added
+    up, later than that, when products run while the fence waits for what has been stored.
     """
-    DQ, DQ_TILE, DQ_BYTES = one_type(ring), ring.tiles, 4 * DQ_PART
+    DQ, DQ_TILE, DQ_BYTES, CHUNKS = one_type(ring), ring.tiles, 4 * DQ_PART, columns // 8
 
     @inline
     def commit_dq(smem, n):
@@ -95,12 +95,17 @@ def build_hand_over(ring):
         pipeline.commit(smem, DQ, n)
 
     @inline
-    def put_dq(smem, me, n, dq):
+    def put_dq(smem, me, n, dq, factor):
         pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile n - 1, which had that slot, has left
-        mine = u32(cuda.threadIdx.x % WARP_GROUP * 16)
+        mine, zero = u32(cuda.threadIdx.x % WARP_GROUP * 16), f32(0)
         to = u32(smem + u32(DQ_TILE + me * DQ_BYTES) + mine)
         for j in range(8):
-            four = dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]
+            four = zero, zero, zero, zero
+            if j < CHUNKS:
+                e = 4 * j
+                four = (
+                    dq[e] * factor, dq[e + 1] * factor, dq[e + 2] * factor, dq[e + 3] * factor,
+                )  # fmt: skip
             ptx.store_shared_vector(u32(to + u32(2048 * j)), four)
 
     return commit_dq, put_dq

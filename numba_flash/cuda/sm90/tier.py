@@ -13,7 +13,7 @@ from numba_flash.cuda.sm90 import prepare_forward as forward
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
-from numba_flash.cuda.sm90.split_tiles import MOST, MOST_BACKWARD, split_tile
+from numba_flash.cuda.sm90.split_tiles import MOST, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
 from numba_flash.problem import Prepared
@@ -105,8 +105,6 @@ def _waits(kind: str, p, inputs) -> bool:
 def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
     """Any strides will do: planes are read in the place of the arrays."""
     if kind == "backward":
-        if max(p.d, p.dv) > MOST_BACKWARD:
-            return f"has no backward pass of float32 beyond head dimension {MOST_BACKWARD}"
         if p.precision == "tf32":
             return "has no backward pass of one product for three (precision='tf32')"
         if inputs.dlse is not None:

@@ -146,6 +146,11 @@ class AddingTile(WarpGroups):
         """Columns of a tile in shared memory, in whole panels or as many as there are."""
         return head_dim
 
+    @property
+    def more_rings(self) -> dict:
+        """Of (bytes of a slot, slots), by name."""
+        return {}
+
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them, `ds`, `lse`,
         `delta`, `bounds`, the `bytes` of all.
@@ -162,6 +167,7 @@ class AddingTile(WarpGroups):
             "dq": (0, ADDERS),  # the tile lies elsewhere, see below
             "work": (WORK_BYTES, WORK_SLOTS),
             "fetched": (0, 1),
+            **self.more_rings,
         }
         ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
         dq = 2 * ds_bytes

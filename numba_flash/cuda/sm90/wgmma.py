@@ -132,9 +132,9 @@ def build_split_scores(block_n, columns, block_m, planes):
 
 @once
 def build_split_values(block_n, columns, planes):
-    """``values(acc, high, low, p, v_tile)``: O += P V, one panel of V after the other; their sums
-    leave the tensor cores before they are added to O. The caller may hand over `high` and `low`,
-    registers for a panel.
+    """``values(acc, high, low, p, v_tile, factor)``: O += factor P V, one panel of V after the
+    other; their sums leave the tensor cores before they are added to O. The caller hands over
+    `high` and `low`, registers for a panel.
 
     `v_tile` is the address of a tile, in panels, all high ones first.
     """
@@ -147,20 +147,20 @@ def build_split_values(block_n, columns, planes):
         COUNT, COUNT_LOW, NONE = N // 2, N // 2 if planes > 1 else 0, 0
 
         @inline
-        def one(acc, high, low, p, v_tile):
+        def one(acc, high, low, p, v_tile, factor):
             v_descriptor = descriptor(u32(v_tile + u32(AT)), u32(PANEL_BYTES))
             ptx.wgmma_split_registers(high, low, p, v_descriptor, N, STEPS, PLANES, V_PLANE)
             ptx.wgmma_wait(high, low, NONE, COUNT, COUNT_LOW)
             for e in range(COUNT_LOW):
                 high[e] += low[e] * f32(LOWERED)
             for e in range(COUNT):
-                acc[FIRST + e] += high[e]
-            rest(acc, high, low, p, v_tile)
+                acc[FIRST + e] += high[e] * factor
+            rest(acc, high, low, p, v_tile, factor)
 
         return one
 
     @inline
-    def values(acc, high, low, p, v_tile):
+    def values(acc, high, low, p, v_tile, factor):
         pass
 
     for panel in reversed(range(panels(columns))):

@@ -159,7 +159,6 @@ def test_a_wanted_gradient_of_a_bias_is_refused_before_anything_is_computed():
 
 
 REFUSED_FLOAT32 = {
-    "backward": ("backward", problem(**WIDE | {"d": 72}), "has no backward pass of float32 beyond head dimension 64"),
     "backward, less accurate": (
         "backward",
         problem(**WIDE, precision="tf32"),

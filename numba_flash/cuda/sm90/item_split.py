@@ -1,0 +1,111 @@
+"""What the consumers of the backward kernels of float32 on Hopper share: how a work item begins,
+where its dK and dV go, and the power of two of a tile of dS.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import ptx, softmax
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.number import index
+from numba_flash.cuda.sm90 import pipeline, store, wgmma
+from numba_flash.cuda.sm90.arguments import Scales, one_type
+from numba_flash.cuda.sm90.load_backward import WORD
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import PANEL, panels
+
+
+class Item(NamedTuple):
+    """Functions of a consumer; see `build`."""
+
+    begin_item: Any
+    common_power: Any
+    store_dk: Any
+    store_dv: Any
+
+
+@once
+def build(head_dim, head_dim_v, note_bounds, options, tile):
+    """`Item` of a kernel: arguments as of `numba_flash.cuda.sm90.backward_split.build`."""
+    D, DV, PLANES, BLOCK_N = tile.width(head_dim), tile.width(head_dim_v), tile.planes, tile.block_n
+    SMEM, SCORES, WARPS = tile.layout(D, DV), tile.block_m // 2, WARP_GROUP // 32
+    K, V, WORK, LARGEST = one_type(SMEM.k), one_type(SMEM.v), one_type(SMEM.work), SMEM.largest
+    OUTPUTS_K, SEQUENCES, PACKED = D // 2, options.sequences, options.packed
+    LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
+    clear_k = pipeline.build_clear_tail(PLANES * PANEL * panels(D), BLOCK_N)
+    clear_v = pipeline.build_clear_tail(PLANES * PANEL * panels(DV), BLOCK_N)
+    _, largest_of = softmax.build_power(SCORES)
+    put_dk = store.build_put_floats(head_dim, False)
+    put_dv = store.build_put_floats(head_dim_v, False)
+    factor_of = pipeline.build_factor_of(WORK, WORD)
+
+    @inline
+    def begin_item(smem, turn, me, extras, scales):
+        """Wait for K and V of a work item; its `Scales`, of products of planes, in base e."""
+        note_bounds(smem, turn, me)
+        keys = pipeline.read(smem, WORK, turn, WORD.keys)
+        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
+        pipeline.wait_ready(smem, K, turn)
+        pipeline.wait_ready(smem, V, turn)
+        if SEQUENCES:
+            clear_k(smem, K, turn, keys, me)
+            clear_v(smem, V, turn, keys, me)
+        factor = factor_of(smem, turn, extras, 0) * factor_of(smem, turn, extras, 1)
+        return Scales(f32(0), scales.scale * factor, scales.scale)
+
+    @inline
+    def common_power(smem, me, dsT):
+        """The `Power` for dS^T of all warps of this consumer."""
+        at = u32(smem + u32(LARGEST + 4 * WARPS * me))
+        largest = largest_of(dsT)
+        if cuda.threadIdx.x % 32 == 0:
+            warp = cuda.threadIdx.x % WARP_GROUP // 32
+            ptx.store_shared(u32(at + u32(4 * warp)), i32(ptx.as_uint32(largest)))
+        pipeline.meet_warp_group(me)  # theirs are there; they have read their tile's delta
+        for warp in range(WARPS):
+            other = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(4 * warp)))))
+            largest = ptx.maximum(largest, other)
+        return softmax.power_below(largest)
+
+    def build_store(put):
+        @inline
+        def store_rows(smem, turn, first, x, acc, factor):
+            """Rows of x from the `first` of a work item's keys on, in the order of fragments."""
+            factors = cuda.local.array(2, f32)  # registers: what the rows are multiplied by
+            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
+            h, k0 = pipeline.read(smem, WORK, turn, WORD.kv_head), i32(0)
+            row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + first)
+            rows, invalid = i32(x.shape[3]), False
+            if PACKED:
+                k0 = pipeline.read(smem, WORK, turn, WORD.k0)
+                rows = pipeline.read(smem, WORK, turn, WORD.keys)
+            if SEQUENCES:
+                invalid = pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+            for r in range(2):
+                j = row0 + wgmma.first_row() + 8 * r
+                factors[r] = f32(NAN) if invalid else factor
+                if j < rows:
+                    x_row = x[index(b0), index(b1), index(h), index(k0 + j)]
+                    put(ptx.global_address(x_row), acc, factors, r, x_row)
+
+        return store_rows
+
+    store_dk_rows, store_dv_rows = build_store(put_dk), build_store(put_dv)
+
+    @inline
+    def store_dv(smem, turn, first, dv, acc, extras):
+        """DV of the keys from the `first` of a work item on."""
+        factor = f32(LOWERED) * factor_of(smem, turn, extras, 3)
+        store_dv_rows(smem, turn, first, dv, acc, factor)
+
+    @inline
+    def store_dk(smem, turn, first, dk, acc, extras, scale):
+        """DK of them."""
+        of_dp = factor_of(smem, turn, extras, 2) * factor_of(smem, turn, extras, 3)
+        for e in range(OUTPUTS_K):
+            acc[e] *= of_dp
+        factor = f32(LOWERED) * scale * factor_of(smem, turn, extras, 0)
+        store_dk_rows(smem, turn, first, dk, acc, factor)
+
+    return Item(begin_item, common_power, store_dk, store_dv)
