@@ -156,7 +156,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     put_dv = products.build_put(1, DV, PITCH_V, *kind)
     store_dk = build_store(WARP_N, shape.head_dim, shape.wide, None, D)
     store_dv = build_store(WARP_N, shape.head_dim_v, shape.wide, None, DV)
-    store_dq = few.build_store(tile, shape.head_dim, parts, *kind)
+    store_dq = few.build_store(tile, shape.head_dim, parts, *kind, compact=parts)
     zero, _ = softmax.build_zero(OUTPUTS_Q)
     wait_for_q, wait_for_one = ptx.copy_wait_but(STAGES), ptx.copy_wait_but(STAGES - 1)
 

@@ -39,11 +39,14 @@ class FewTile(Tile):
     apart : bool
         Warps do not wait for each other while they go through the keys. For GPUs before Hopper the
         assembler makes calls of what lets lanes of a warp wait, and keeps registers for them.
+    ahead : int
+        Parts of an element of O that a thread has under way at the same time where they are joined.
     """
 
     group: int = 1
     around: int = 128
     apart: bool = True
+    ahead: int = 8
 
     @property
     def block_m(self) -> int:
@@ -196,7 +199,7 @@ class BackwardFewRow(NamedTuple):
 
 # Not timed.
 BACKWARD_FEW_TILES = (
-    BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 4)),
+    BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
     BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),
     BackwardFewRow(64, 32, 227 * KB, BackwardFewTile(4, 32, 2, 3)),
     BackwardFewRow(64, 32, 64 * KB, BackwardFewTile(4, 32, 1, 2, apart=False)),
