@@ -16,7 +16,7 @@ from numba_flash import BlockMask
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80.backward_tiles import BACKWARD_TILES
-from numba_flash.cuda.sm80.few_tiles import FEW_TILES
+from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES
 from numba_flash.cuda.sm80.tiles import FORWARD_TILES
 from numba_flash.pages import PagedInputs
 from numba_flash.plan import choose, tier
@@ -167,6 +167,16 @@ FEW |= {
     "forward 64, few queries, everything": Case("forward", "float16", 64, 64, options=OPTIONS["everything, few"], nq=16),
     "forward 128, few queries, everything": Case("forward", "float16", 128, 128, options=OPTIONS["everything, few"], nq=16),
     "forward 72, 40, few queries, any strides": Case("forward", "float16", 72, 40, options=OPTIONS["window"], nq=5, aligned=False),
+}
+# Their gradients.
+FEW |= {
+    f"backward {d}, few queries, {rows} rows for {name_of(capability)}": Case("backward", "float16", d, d, capability, nq=rows // GROUP)
+    for capability in (TURING, AMPERE, (8, 6), HOPPER)
+    for d, rows in dict.fromkeys((row.d, row.rows) for row in BACKWARD_FEW_TILES)
+}
+FEW |= {
+    "backward 64, few queries, lengths for 9.0": Case("backward", "bfloat16", 64, 64, HOPPER, OPTIONS["lengths"], 3),
+    "backward 72, 40, few queries, any strides": Case("backward", "float16", 72, 40, options=OPTIONS["window"], nq=5, aligned=False),
 }
 # Keys in pages: each tile of few queries, and of many; pages of which a thread's rows share none, some or all.
 PAGES = {

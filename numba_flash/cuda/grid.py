@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 FEW, MANY = 16, 512  # queries of a head, and keys
+# Queries of all heads that share keys whose dQ a warp has registers for, by head dimension.
+MOST_GRADIENT_ROWS = {64: 32, 128: 16}
 # What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.
 BLOCK_TILES, COMBINE_TILES = 1, 3
 MOST_TURNS = 8  # parts that are tried where there are blocks for more than one turn
@@ -109,14 +111,26 @@ def few_rows(problem, many: int = MANY) -> bool:
     return few and p.nk >= many and not p.options.dropout
 
 
-def few_parts(problem, tile, at_once: int) -> int:
+def few_gradients(problem) -> bool:
+    """True if gradients are one of reading K and V, and of writing as much: one tile has the
+    queries of all heads that share keys, and the sums of their dQ.
+    """
+    p = problem
+    half, d = p.dtype in ("float16", "bfloat16"), max(p.d, p.dv)
+    most = next((rows for most, rows in MOST_GRADIENT_ROWS.items() if d <= most), 0)
+    few = half and few_queries(p) and p.nq * (p.hq // p.hk) <= most
+    return few and p.nk >= MANY and not p.options.modifies
+
+
+def few_parts(problem, tile, at_once: int, whole: bool = False) -> int:
     """The same of few queries, where a tile has rows of all heads that share keys: so many that the
-    last block is done first, if blocks take turns, `at_once` at a time. (By another rule, as if one
-    began whenever another is done, 16 x 32k keys took 558 us on an H200, by this one 516.)
+    last block is done first, if blocks take turns, `at_once` at a time; of the `whole` of the keys,
+    or of those that a band leaves. (By another rule, as if one began whenever another is done, 16 x
+    32k keys took 558 us on an H200, by this one 516.)
     """
     p = problem
     count = items(p, p.nq * tile.group, p.hk, tile.block_m)
-    tiles = -(-min(p.nk, p.high - p.low + p.nq) // tile.block_n)
+    tiles = -(-(p.nk if whole else min(p.nk, p.high - p.low + p.nq)) // tile.block_n)
     if count == 0 or tiles <= 0:
         return 1
 

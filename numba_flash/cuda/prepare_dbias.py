@@ -13,6 +13,18 @@ SUM_THREADS = 128
 MOST_SHARES, SHARE_COST = 32, 4  # of a walk; in steps of it
 
 
+def sum_shares(shares: Layout, whole: Layout, dtype: str, gpu) -> Launch:
+    """What adds `shares` of an array, along their first axis."""
+    return Launch(
+        "sum_shares.build",
+        (dtype, whole.dtype.name, SUM_THREADS),
+        gpu,
+        grid=-(-math.prod(shares.shape[1:]) // SUM_THREADS),
+        threads=SUM_THREADS,
+        operands=((shares, 6), (whole, 5)),
+    )
+
+
 class Shares:
     """What a kernel sums, and where to.
 
@@ -48,14 +60,7 @@ class Shares:
         self.out, self.launches = dbias, ()
         if shares > 1:
             self.out = of_shares
-            self._sum_shares = Launch(
-                "sum_shares.build",
-                (problem.dtype, dbias.dtype.name, SUM_THREADS),
-                gpu,
-                grid=-(-math.prod(of_gradient) // SUM_THREADS),
-                threads=SUM_THREADS,
-                operands=((of_shares, 6), (dbias, 5)),
-            )
+            self._sum_shares = sum_shares(of_shares, dbias, problem.dtype, gpu)
             self.launches = (self._sum_shares,)
 
     def run(self, dbias, sum_to) -> None:

@@ -83,6 +83,26 @@ def row_block_in_sections(index, blocks, section, pairs, heads, batch1):
     return RowBlock(i32(b // batch1), i32(b % batch1), i32(head), i32(blocks - u32(1) - block))
 
 
+@inline
+def row_block_of_few(index, blocks, heads, batch1):
+    """The same of u32 numbers, the first block first. Divisions take long where there is little
+    else to do: those by 1, and of numbers that are smaller than what divides them, are left out.
+    """
+    pair, block, b, head = index, u32(0), u32(0), index
+    if blocks > 1:
+        pair = u32(index // blocks)
+        block = u32(index - u32(pair * blocks))
+        head = pair
+    if pair >= heads:
+        b = u32(pair // heads)
+        head = u32(pair - u32(b * heads))
+    b0, b1 = u32(0), b
+    if b >= batch1:
+        b0 = u32(b // batch1)
+        b1 = u32(b - u32(b0 * batch1))
+    return RowBlock(i32(b0), i32(b1), i32(head), i32(block))
+
+
 @device
 def packed_row_block(index, offsets, total, block):
     """The same for sequences that lie one after the other in `total` rows, with boundaries known to

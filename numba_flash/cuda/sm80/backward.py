@@ -70,7 +70,8 @@ def build(dtype, shape, ordered, options, tile):
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
     softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
-    tile_of, fetch, recompute_p, pack_weights, begin_dp, differentiate, SLOPES, WORDS = softmax_of
+    tile_of, fetch, _, recompute_p, pack_weights, begin_dp, differentiate, *words = softmax_of
+    SLOPES, WORDS = words
     put_ds = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_dk = products.build_put(M_TILES, D, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, DV, PITCH_V, *kind)

@@ -61,7 +61,7 @@ def build(dtype, shape, ordered, options, tile):
     softmax_of = softmax_backward.build(
         dtype, options, shape.vectors, M_TILES, COLUMNS, kind, shape.split
     )
-    tile_of, fetch, recompute_p, split_weights, _, differentiate, SLOPES, WORDS = softmax_of
+    tile_of, fetch, _, recompute_p, split_weights, _, differentiate, SLOPES, WORDS = softmax_of
     power_of, _ = softmax.build_power(SCORES)
     split, _ = fragment.build_split(PAIRS, shape.split)
     put_high = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.pages import Cache
-from numba_flash.cuda.schedule import build_query_block
+from numba_flash.cuda.schedule import build_query_block, row_block_of_few
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.sequence import build_sequence
 
@@ -80,19 +80,20 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
         number, part = i32(cuda.blockIdx.x), i32(0)
         if PARTS:
             number, part = i32(u32(number) // u32(parts)), i32(u32(number) % u32(parts))
-        shape = q.shape
         if FEW:
-            shape = (q.shape[0], q.shape[1], k.shape[2], q.shape[3] * GROUP, q.shape[4])
-        b0, b1, h, block = query_block_of(number, extras, shape, nk)
-        if FEW:
-            h = i32(h * GROUP)
+            blocks = u32(u32(nq * GROUP + (BLOCK_M - 1)) // u32(BLOCK_M))
+            sizes = blocks, u32(k.shape[2]), u32(q.shape[1])
+            b0, b1, kv_head, block = row_block_of_few(u32(number), *sizes)
+            h = i32(kv_head * GROUP)
+        else:
+            b0, b1, h, block = query_block_of(number, extras, q.shape, nk)
+            kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
         invalid, rows, q0 = False, nq, i32(0)
         if SEQUENCES:
             sequence = sequence_of(extras, b0, b1, nq, nk)
         if PACKED:
             b1 = 0
-        kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         if FEW:
             group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
             q_head = q[b0, b1, group]

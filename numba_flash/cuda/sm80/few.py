@@ -83,14 +83,16 @@ def build_gather(tile, head_dim_v):
 
 
 @once
-def build_store(tile, head_dim_v, floats, bfloat16, turing):
+def build_store(tile, head_dim_v, floats, bfloat16, turing, compact=False):
     """``store(smem, x, acc, factor, first, stop)``: the sum of all warps' rows, each warp's times
     its factors, to rows of x (group, n, head_dim_v) from `first` on, before `stop`; in float32 if
-    `floats`.
+    `floats`, four of a row at the same time if rows follow each other (`compact`).
     """
     M_TILES, WARPS, BLOCK_M, THREADS = tile.m_tiles, tile.warps, tile.block_m, tile.threads
     HEAD_DIM_V, PITCH, GROUPS = head_dim_v, float_pitch(head_dim_v), padded(head_dim_v) // 8
-    PAIRS, FLOATS = -(-head_dim_v // 2), floats
+    FLOATS, WIDE = floats, compact and head_dim_v % 4 == 0
+    WIDTH = 4 if WIDE else 2
+    ACROSS, WARP_BYTES = -(-head_dim_v // WIDTH), tile.block_m * float_pitch(head_dim_v)
     query_of, head_of, _ = fragment.build_row(tile.group)
     _, pack2 = fragment.build_pack(0, bfloat16, turing)
 
@@ -118,26 +120,39 @@ def build_store(tile, head_dim_v, floats, bfloat16, turing):
                 row[index(column + 1)] = types.uint16(word >> u32(16))
 
     @inline
+    def sum_pair(at):
+        """Of two columns of a row, over all warps in their order."""
+        one, other = f32(0), f32(0)
+        for warp in range(WARPS):
+            x0, x1 = ptx.load_shared_pair(u32(at + u32(warp * WARP_BYTES)))
+            one += x0
+            other += x1
+        return one, other
+
+    @inline
     def store(smem, x, acc, factor, first, stop):
         put(smem, acc, factor)
         cuda.syncthreads()  # rows of all warps are there
         rows = min(i32(stop - first), i32(BLOCK_M))
-        for number in range(i32(cuda.threadIdx.x), i32(rows * PAIRS), THREADS):
-            row, column = i32(u32(number) // u32(PAIRS)), i32(u32(number) % u32(PAIRS) * u32(2))
+        for number in range(i32(cuda.threadIdx.x), i32(rows * ACROSS), THREADS):
+            row, column = i32(u32(number) // u32(ACROSS)), i32(u32(number) % u32(ACROSS) * WIDTH)
             at = u32(smem + u32(row * PITCH + column * 4))
-            one, other = f32(0), f32(0)
-            for warp in range(WARPS):
-                x0, x1 = ptx.load_shared_pair(u32(at + u32(warp * BLOCK_M * PITCH)))
-                one += x0
-                other += x1
             i = i32(first + row)
-            put_pair(x[index(head_of(i)), index(query_of(i))], column, one, other)
+            own = x[index(head_of(i)), index(query_of(i))]
+            one, other = sum_pair(at)
+            if WIDE:
+                more = sum_pair(u32(at + u32(8)))
+                target = u64(ptx.global_address(own) + u64(i64(column) * 4))
+                ptx.store_global(target, (one, other, more[0], more[1]))
+            else:
+                put_pair(own, column, one, other)
 
     return store
 
 
-def build_rows(tile, shape, floats, bfloat16):
+def build_rows(tile, shape, floats, compact, bfloat16):
     """``load``, ``gather`` and ``store`` of the above, as `sm80.forward` uses them."""
     load = build_load(tile, shape.head_dim, shape.asynchronous)
     gather = build_gather(tile, shape.head_dim_v)
-    return load, gather, build_store(tile, shape.head_dim_v, floats, bfloat16, shape.turing)
+    store = build_store(tile, shape.head_dim_v, floats, bfloat16, shape.turing, compact)
+    return load, gather, store

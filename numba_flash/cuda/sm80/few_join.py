@@ -5,6 +5,7 @@ Who is last depends on what the GPU does meanwhile, but not what it adds up, nor
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fragment import ALL_LANES
@@ -13,7 +14,16 @@ from numba_flash.cuda.number import build_convert, index
 from numba_flash.cuda.sm80.few_tiles import MOST_JOINED
 from numba_flash.cuda.sm80.tiles import WARP
 
-AHEAD = 8  # parts of an element of O that a thread has under way at the same time
+
+class Place(NamedTuple):
+    """Of elements of O that a thread has: the row of the block, the head, the query, and the first
+    of the elements.
+    """
+
+    row: int
+    head: int
+    query: int
+    d: int
 
 
 @once
@@ -94,7 +104,7 @@ def build_join(tile, head_dim_v, out_dtype, write_lse):
     all `parts` of the keys are done; `arrivals`, a number for each block of rows, is 0 before and
     after.
     """
-    BLOCK_M, THREADS = tile.block_m, tile.threads
+    BLOCK_M, THREADS, AHEAD = tile.block_m, tile.threads, tile.ahead
     WIDTH = 4 if head_dim_v % 4 == 0 else 1  # elements of O that a thread has at the same time
     ACROSS, LOADED = head_dim_v // WIDTH, WIDTH * AHEAD
     query_of, head_of, _ = fragment.build_row(tile.group)
@@ -102,25 +112,37 @@ def build_join(tile, head_dim_v, out_dtype, write_lse):
     _, store = build_convert(out_dtype)
 
     @inline
-    def add_parts(acc, smem, row, at, step, parts):
-        """acc += the sum of all parts of some columns of a row; a part is `step` bytes behind the
+    def place_of(number, x):
+        """Of some elements of O, by their number in the block."""
+        row, d = i32(u32(number) // u32(ACROSS)), i32(u32(number) % u32(ACROSS) * WIDTH)
+        i = i32(x.row0 + row)
+        return Place(row, i32(x.at.head + head_of(i)), query_of(i), d)
+
+    @inline
+    def ask(loaded, o_parts, x, place, first, parts, step):
+        """For these elements of some parts from the `first` on; a part is `step` bytes behind the
         one before.
         """
-        loaded = cuda.local.array(LOADED, f32)
-        for part in range(0, parts, AHEAD):
-            for n in range(AHEAD):
-                source = u64(at + u64(i64(min(part + n, parts - 1)) * step))
-                if WIDTH == 4:
-                    four = ptx.load_global_four(source)
-                    for c in range(4):
-                        loaded[n * WIDTH + c] = four[c]
-                else:
-                    loaded[n * WIDTH] = ptx.load_global_one(source)
-            for n in range(AHEAD):
-                if part + n < parts:
-                    word = ptx.load_shared(u32(smem + u32(4 * ((part + n) * BLOCK_M + row))))
-                    for c in range(WIDTH):
-                        acc[c] += ptx.as_float32(u32(word)) * loaded[n * WIDTH + c]
+        own = o_parts[index(x.at.b0), index(x.b1), index(place.head), index(place.query)]
+        at = u64(ptx.global_address(own) + u64(i64(place.d) * 4))
+        for n in range(AHEAD):
+            source = u64(at + u64(i64(min(i32(first + n), i32(parts - 1))) * step))
+            if WIDTH == 4:
+                four = ptx.load_global_four(source)
+                for c in range(4):
+                    loaded[n * WIDTH + c] = four[c]
+            else:
+                loaded[n * WIDTH] = ptx.load_global_one(source)
+
+    @inline
+    def add(acc, loaded, smem, row, first, parts):
+        """acc += the parts that are there, each times its weight."""
+        for n in range(AHEAD):
+            part = i32(first + n)
+            if part < parts:
+                word = ptx.load_shared(u32(smem + u32(4 * (part * BLOCK_M + row))))
+                for c in range(WIDTH):
+                    acc[c] += ptx.as_float32(u32(word)) * loaded[n * WIDTH + c]
 
     @inline
     def join(smem, o_parts, lse_parts, o, lse, arrivals, x, parts):
@@ -132,19 +154,27 @@ def build_join(tile, head_dim_v, out_dtype, write_lse):
             last = i32(ptx.count_arrival(counter, u32(parts - 1)) == u32(parts - 1))
         if cuda.syncthreads_or(last) != 0:
             rows = min(i32(x.rows - x.row0), i32(BLOCK_M))
+            number, stop = i32(cuda.threadIdx.x), i32(rows * ACROSS)
+            acc, loaded = cuda.local.array(WIDTH, f32), cuda.local.array(LOADED, f32)
+            step = i64(o.shape[0]) * o_parts.strides[0]
+            place = place_of(number, x)
+            if number < stop:  # on their way while weights are made
+                ask(loaded, o_parts, x, place, i32(0), parts, step)
             weigh(smem, lse_parts, lse, x, rows, parts)
             cuda.syncthreads()  # all weights are there
-            acc, step = cuda.local.array(WIDTH, f32), i64(o.shape[0]) * o_parts.strides[0]
-            for number in range(i32(cuda.threadIdx.x), i32(rows * ACROSS), THREADS):
-                row, d = i32(u32(number) // u32(ACROSS)), i32(u32(number) % u32(ACROSS) * WIDTH)
-                i = i32(x.row0 + row)
-                b0, b1 = index(x.at.b0), index(x.b1)
-                head, query = index(x.at.head + head_of(i)), index(query_of(i))
+            while number < stop:
                 for c in range(WIDTH):
                     acc[c] = f32(0)
-                at = ptx.global_address(o_parts[b0, b1, head, query])
-                add_parts(acc, smem, row, u64(at + u64(d * 4)), step, parts)
+                add(acc, loaded, smem, place.row, i32(0), parts)
+                for first in range(i32(AHEAD), parts, AHEAD):
+                    ask(loaded, o_parts, x, place, i32(first), parts, step)
+                    add(acc, loaded, smem, place.row, i32(first), parts)
+                own = o[index(x.at.b0), index(x.b1), index(place.head), index(place.query)]
                 for c in range(WIDTH):
-                    o[b0, b1, head, query, index(d + c)] = store(acc[c])
+                    own[index(place.d + c)] = store(acc[c])
+                number = i32(number + THREADS)
+                place = place_of(number, x)
+                if number < stop:
+                    ask(loaded, o_parts, x, place, i32(0), parts, step)
 
     return join

@@ -7,9 +7,11 @@ has read what is there; several blocks run on each multiprocessor.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, Hardware, Tile, padded
+from numba_flash.cuda import grid
+from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, WARP, Hardware, Tile, padded, pitch
 
 RESERVED = KB  # of the shared memory of each block, by the driver
 # Parts of the keys whose results the last of their blocks makes one; of more, a second kernel. If
@@ -37,11 +39,14 @@ class FewTile(Tile):
     apart : bool
         Warps do not wait for each other while they go through the keys. For GPUs before Hopper the
         assembler makes calls of what lets lanes of a warp wait, and keeps registers for them.
+    ahead : int
+        Parts of an element of O that a thread has under way at the same time where they are joined.
     """
 
     group: int = 1
     around: int = 128
     apart: bool = True
+    ahead: int = 8
 
     @property
     def block_m(self) -> int:
@@ -108,3 +113,110 @@ def few_tile(problem, hardware: Hardware) -> FewTile | None:
     group, rows_of = p.hq // p.hk, lambda row: row.rows
     chosen = next((row for row in fit if group * p.nq <= row.rows), max(fit, key=rows_of))
     return replace(chosen.tile, group=group)
+
+
+@dataclass(frozen=True)
+class BackwardFewTile:
+    """Shape of a block of the backward pass whose warps have the same rows, and keys of their own.
+
+    Attributes
+    ----------
+    warps : int
+        Of a block; each has 16 keys of a tile.
+    block_m : int
+        Rows: the queries of all heads that read the same keys.
+    stages : int
+        Tiles of K and V that there is room for.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    group, around, apart
+        As of a `FewTile`.
+    """
+
+    warps: int
+    block_m: int
+    stages: int
+    min_blocks: int
+    group: int = 1
+    around: int = 128
+    apart: bool = True
+
+    @property
+    def m_tiles(self) -> int:
+        return self.block_m // ROWS
+
+    @property
+    def warp_n(self) -> int:
+        """Keys of a tile that are a warp's."""
+        return ROWS
+
+    @property
+    def block_n(self) -> int:
+        return ROWS * self.warps
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def layout(self, d: int, dv: int) -> "BackwardFewLayout":
+        pitch_k, pitch_v, pitch_ds = pitch(d), pitch(dv), pitch(self.block_m)
+        keys = self.stages * self.block_n
+        sizes = (
+            *(keys * pitch_k, keys * pitch_v, self.block_m * pitch_k, self.block_m * pitch_v),
+            *(self.block_n * pitch_ds, 8 * self.block_m),
+        )
+        *starts, size = accumulate(sizes, initial=0)
+        sums = self.warps * self.block_m * float_pitch(d)
+        return BackwardFewLayout(*starts, max(size, sums), pitch_k, pitch_v, pitch_ds)
+
+
+class BackwardFewLayout(NamedTuple):
+    """Where such a block keeps what in shared memory, in bytes: tiles of K and V, which dK and dV
+    replace on their way out, Q, dO, dS^T, the lse and delta of queries; what there is in all, in
+    the end each warp's dQ in its place; and pitches.
+    """
+
+    k: int
+    v: int
+    q: int
+    do: int
+    ds: int
+    rows: int
+    bytes: int
+    pitch_k: int
+    pitch_v: int
+    pitch_ds: int
+
+
+class BackwardFewRow(NamedTuple):
+    """As a `FewRow`."""
+
+    d: int
+    rows: int
+    shared: int
+    tile: BackwardFewTile
+
+
+# Not timed.
+BACKWARD_FEW_TILES = (
+    BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
+    BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),
+    BackwardFewRow(64, 32, 227 * KB, BackwardFewTile(4, 32, 2, 3)),
+    BackwardFewRow(64, 32, 64 * KB, BackwardFewTile(4, 32, 1, 2, apart=False)),
+    BackwardFewRow(128, 16, 227 * KB, BackwardFewTile(4, 16, 2, 2)),
+    BackwardFewRow(128, 16, 64 * KB, BackwardFewTile(4, 16, 1, 1, apart=False)),
+)
+
+
+def backward_few_tile(problem, hardware: Hardware) -> BackwardFewTile | None:
+    """The one for gradients of few queries, None where others serve them."""
+    p, d = problem, max(problem.d, problem.dv)
+    if not grid.few_gradients(p):
+        return None
+    group = p.hq // p.hk
+    row = next(
+        row
+        for row in BACKWARD_FEW_TILES
+        if d <= row.d and p.nq * group <= row.rows and row.shared <= hardware.shared_limit
+    )
+    return replace(row.tile, group=group)

@@ -6,8 +6,9 @@ its own part of the tiles, and waits for nobody else before all keys are done: a
 read those of a tile, it asks for those of another, and what it computes meanwhile does not keep
 others from asking.
 
-Copies of a thread are in groups, one for the keys and one for the values of each tile, empty behind
-the last one; 2 STAGES - 1 of them are on their way when the next one is waited for.
+Copies of a thread are in groups, one for the keys and one for the values of each tile, the first
+with Q, empty behind the last tile; 2 STAGES - 1 of them are on their way when the next one is
+waited for.
 """
 
 import math
@@ -86,7 +87,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     missing = build_missing(options)
     runs = fragment.runs_of_queries(M_TILES, WARP_N, GROUP)
     HELD = max(1, held(options, runs).words)
-    load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, dtype == "bfloat16")
+    load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, parts, dtype == "bfloat16")
     find, load_k, load_v, FOUND = build_load_few(tile, shape, place_of_key, options)
     scores, _, pack, values = products.build_products(dtype, shape, tile, D, DROPOUT)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
@@ -204,13 +205,13 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
         zero(acc)
         reset(m_i, l_i)
         if count > 0:
-            load_q(smem, x.q, row0, nq)
-            commit()
             for n in range(STAGES):
                 next0 = i32(col0 - n * BLOCK_N)
                 if n < count:
                     find(found, x.k, next0, nk)
                     load_k(u32(k_smem + u32(n * K_BYTES)), x.k, next0, nk, found)
+                if n == 0:
+                    load_q(smem, x.q, row0, nq)
                 commit()
                 if n < count:
                     load_v(u32(v_smem + u32(n * V_BYTES)), x.v, next0, nk, found)
@@ -218,7 +219,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
             if MODIFIED:
                 region = Region(row0, col0, nq, nk, low, high)
                 fetch(bias_mask, row, column, region, at, False, extras)
-            wait()  # for Q, which was asked for before all others
+            wait()  # for the first keys, and Q
             cuda.syncthreads()  # Q of all threads is there
             if Q_REGISTERS:
                 hold_q(q_words, smem)

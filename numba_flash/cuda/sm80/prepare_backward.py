@@ -21,9 +21,15 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import backward_tiles, float64_tiles, prepare_dq_dbias
+from numba_flash.cuda.sm80 import (
+    backward_tiles,
+    float64_tiles,
+    prepare_backward_few,
+    prepare_dq_dbias,
+)
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
+from numba_flash.cuda.sm80.few_tiles import backward_few_tile
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.prepare_dq_dbias import DkDv, DqDbias
 from numba_flash.cuda.sm80.tiles import hardware
@@ -103,6 +109,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """
     gpu = gpu or launch.gpu(inputs.q.device)
     there = hardware(gpu.capability)
+    few = backward_few_tile(problem, there)
+    if few is not None:
+        return prepare_backward_few.prepare(problem, inputs, results, gpu, few)
     of = float64_tiles if problem.dtype == "float64" else backward_tiles
     p, tile = choose(problem, lambda p: of.backward_tile(p, there))
     deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0

@@ -133,10 +133,12 @@ def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False):
 
 
 @once
-def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch):
-    """``product(acc, a, b)``: acc = A^T B, both stored along the sum row by row."""
+def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch, fresh=True):
+    """``product(acc, a, b)``: acc = A^T B, or acc += A^T B unless `fresh`, both stored along the
+    sum row by row.
+    """
     a, b = Matrices(32, 16 * a_pitch, True), Matrices(32, 16 * b_pitch, True)
-    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, True)
+    multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     _, below = build_lane(a_pitch)
     beside, _ = build_lane(b_pitch)
 

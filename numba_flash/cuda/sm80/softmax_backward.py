@@ -44,6 +44,7 @@ class SoftmaxBackward(NamedTuple):
 
     tile_of: Any
     fetch: Any
+    exponentiate: Any
     recompute_p: Any
     pack_weights: Any
     begin_dp: Any
@@ -102,13 +103,8 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
                 hide_row(sT, r, i32(start - tile.query), i32(stop - tile.query))
 
     @inline
-    def recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters):
-        """(2) P = exp(S - lse), in the place of S, negative where dropout drops it."""
-        if MODIFIED:  # the options, on S
-            i, j, region, at, whole = tile.query, tile.key, tile.region, tile.at, tile.whole
-            modify(sT, slope, bias_mask, i, j, region, at, whole, parameters)
-        else:
-            hide(sT, tile)
+    def exponentiate(sT, lse, scale_log2):
+        """P = exp(S - lse), in the place of S."""
         for j in range(COLUMNS // 8):
             shift = ptx.load_shared_pair(u32(lse + u32(32 * j)))
             for r in range(KEY_ROWS):
@@ -121,6 +117,16 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
                         sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
                     if SPLIT:
                         sT[e] *= f32(LARGEST)
+
+    @inline
+    def recompute_p(sT, slope, bias_mask, lse, scale_log2, tile, parameters):
+        """(2) P = exp(S - lse), in the place of S, negative where dropout drops it."""
+        if MODIFIED:  # the options, on S
+            i, j, region, at, whole = tile.query, tile.key, tile.region, tile.at, tile.whole
+            modify(sT, slope, bias_mask, i, j, region, at, whole, parameters)
+        else:
+            hide(sT, tile)
+        exponentiate(sT, lse, scale_log2)
         if DROPOUT:
             drop(sT, tile.query, tile.key, tile.at, parameters)
 
@@ -159,6 +165,5 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
 
     slopes = m_tiles * COUNT if SLOPES else 1
     words = max(1, held(options, runs).words)
-    return SoftmaxBackward(
-        tile_of, fetch, recompute_p, pack_weights, begin_dp, differentiate, slopes, words
-    )
+    of_p = exponentiate, recompute_p, pack_weights
+    return SoftmaxBackward(tile_of, fetch, *of_p, begin_dp, differentiate, slopes, words)

@@ -77,7 +77,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
     if problem is None:
         return None
-    if kind == "forward" and not demanded and grid.bound_by_memory(problem):
+    few = grid.bound_by_memory if kind == "forward" else grid.few_gradients
+    if not demanded and few(problem):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
     if not demanded and _waits(kind, problem, inputs):
         return (

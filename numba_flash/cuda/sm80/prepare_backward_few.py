@@ -1,0 +1,84 @@
+"""The backward pass of few queries with many keys in the `sm80` tier from the host: which kernels
+run with which grid. Numba is not imported here.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from numba_flash.arrays import Layout, Scratch
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras, chunked
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_dbias import sum_shares
+from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.few_tiles import BackwardFewTile
+from numba_flash.cuda.sm80.tiles import hardware
+from numba_flash.problem import Prepared
+
+LOG2E = math.log2(math.e)
+
+
+class Partial(NamedTuple):
+    """Results over parts of the keys."""
+
+    dq: Layout | None
+
+
+def prepare(p, inputs, results, gpu, tile: BackwardFewTile) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts, the same bits in every run."""
+    parts = grid.few_parts(p, tile, gpu.multiprocessors * tile.min_blocks, whole=True)
+    if parts == 1:
+        return _prepare_whole(p, inputs, results, gpu, tile)
+    sizes = *p.batch, p.hq, p.nq, p.d
+    partial = Partial(Layout.compact((parts * sizes[0], *sizes[1:]), "float32"))
+    main = _main(p, inputs, results._replace(dq=partial.dq), gpu, tile, parts)
+    add = sum_shares(Layout.compact((parts, *sizes), "float32"), results.dq, p.dtype, gpu)
+    extras_of, scratch = build_extras(p.options), Scratch(partial, ("parts of dq",))
+
+    def run(inputs, results):
+        x, (dq,) = inputs, scratch.beside(inputs.q)
+        arrays = x.do, x.q, x.k, x.v, x.o, x.lse, x.dlse, results.dk, results.dv, dq
+        main(*arrays, extras=extras_of(x))
+        add(dq, results.dq)
+
+    return Prepared(run, (main, add))
+
+
+def _prepare_whole(p, inputs, results, gpu, tile: BackwardFewTile) -> Prepared:
+    """All keys of a head by one block."""
+    main, extras_of = _main(p, inputs, results, gpu, tile, 1), build_extras(p.options)
+
+    def run(inputs, results):
+        x, y = inputs, results
+        arrays = x.do, x.q, x.k, x.v, x.o, x.lse, x.dlse, y.dk, y.dv, y.dq
+        main(*arrays, extras=extras_of(x))
+
+    return Prepared(run, (main,))
+
+
+def _main(p, x, y, gpu, tile: BackwardFewTile, parts: int) -> Launch:
+    """The kernel, on inputs x and results y, of which dq may be parts."""
+    turing = hardware(gpu.capability).turing
+    shape = Shape(
+        head_dim=p.d,
+        head_dim_v=p.dv,
+        turing=turing,
+        asynchronous=not turing and chunked(x.do, x.q, x.k, x.v),
+        wide=chunked(y.dk, y.dv),
+    )
+    return Launch(
+        "sm80.backward_few.build",
+        (p.dtype, shape, x.dlse is not None, parts > 1, p.options.structure, tile),
+        gpu,
+        grid=grid.items(p, p.nq * tile.group, p.hk, tile.block_m) * parts,
+        threads=tile.threads,
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+        operands=(
+            *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
+            *((y.dk, 5), (y.dv, 5), (y.dq, 5)),
+        ),
+        extras=grid.extras_layouts(p, x),
+        numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale), p.low, p.high, parts),
+    )
