@@ -120,9 +120,11 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, x) -> "Layout | None":
-        """That of an array; None for None."""
+        """That of an array, or of a `Place`; None for None."""
         if x is None:
             return None
+        if isinstance(x, Place):
+            return x.layout
         device = device_id(x)
         return cls(tuple(x.shape), tuple(x.strides), x.dtype, device, 0 if device < 0 else x.data.ptr % 16)
 
@@ -262,7 +264,7 @@ class Scratch:
     def __init__(self, layouts, names):
         self._layouts, self._names, self._places, self._bytes = layouts, names, [], 0
         for x in layouts:
-            self._places.append(x and (self._bytes, x.strides[0]))
+            self._places.append(x and (self._bytes, x))
             size = 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
             self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -280,16 +282,16 @@ class Scratch:
 
 
 class Place:
-    """Memory of an array on a GPU that only kernels see: all that a launch looks at."""
+    """Memory of an array on a GPU that only kernels see, all that a launch looks at; and its layout, None of a part of an array."""
 
-    __slots__ = ("_step", "data")
+    __slots__ = ("data", "layout")
 
-    def __init__(self, data, step: int):
-        self.data, self._step = data, step
+    def __init__(self, data, layout: Layout | None):
+        self.data, self.layout = data, layout
 
     def __getitem__(self, i: int) -> "Place":
         """That of the array's `i`-th element along the first axis."""
-        return Place(self.data + i * self._step, 0)
+        return Place(self.data + i * self.layout.strides[0], None)
 
 
 def check_size(name: str, like, shape: tuple[int, ...], dtype: str | None = None) -> None:

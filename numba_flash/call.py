@@ -166,17 +166,20 @@ class _Call:
         self._reaches, self._device = None, arrays.device_id(inputs.q)
         self._current = None if self._device < 0 else arrays.cupy().cuda.runtime.getDevice
         self._draws = bool(problem.options.dropout)
-        lengths = (name for name in ("q_lengths", "kv_lengths", "page_table") if hasattr(inputs, name))
-        self._host_lengths = [name for name in lengths if arrays.library(getattr(inputs, name)) == "numpy"]
+        values = (name for name in ("q_lengths", "kv_lengths", "page_table") if hasattr(inputs, name))
+        self._on_host = [name for name in values if arrays.library(getattr(inputs, name)) == "numpy"]
+        self._sends, self._send = bool(self._on_host) and self._device >= 0, self._send_first
 
     def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
         if self._current is not None and self._current() != self._device:
             with inputs.q.device:  # where results and what is kept between kernels have to be
                 return self(inputs, outs, rng)
-        if self._host_lengths:
-            inputs = self._check_lengths(inputs)
+        if self._on_host:
+            check_values(self.problem, inputs)
         if self._outs:
             self._check_outs(inputs, outs)
+        if self._sends:
+            inputs = self._send(inputs)
         results = self._allocate(inputs, outs)
         if self._draws:
             self._execute(inputs, results, tuple(map(int, rng)))
@@ -184,12 +187,12 @@ class _Call:
             self._execute(inputs, results)
         return results
 
-    def _check_lengths(self, inputs):
-        """The inputs, with lengths and a table that came from the host beside q, where that is a GPU, which is current."""
-        check_values(self.problem, inputs)
-        if self._device < 0:
-            return inputs
-        return inputs._replace(**{name: arrays.to_gpu(name, getattr(inputs, name)) for name in self._host_lengths})
+    def _send_first(self, inputs):
+        """Prepare what brings lengths and a table from the host to the GPU, which is current; the inputs with these there."""
+        from numba_flash.cuda import prepare_lengths
+
+        self._send = prepare_lengths.sender(inputs, self._on_host, self._device)
+        return self._send(inputs)
 
     def _allocate(self, inputs, outs: tuple):
         """The user's `outs`, and new arrays for the other results."""
@@ -204,6 +207,8 @@ class _Call:
 
     def _check_outs(self, inputs, outs: tuple) -> None:
         """That results may go to `outs`."""
+        if self._sends:  # memory of the host, which no result shares
+            inputs = inputs._replace(**dict.fromkeys(self._on_host))
         xs = [x for x in inputs + outs if x is not None]
         if self._reaches is None:  # later calls have the same layouts
             called = getattr(inputs, "CALLED", inputs._fields)

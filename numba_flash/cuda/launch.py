@@ -159,8 +159,8 @@ class Launch:
         to the shape.
     extras : tuple like `operands`
         The arrays that the kernel gets as a named tuple, after the others.
-    numbers : tuple of numbers and named tuples of numbers
-        The arguments after the arrays; a call may bring others.
+    numbers : tuple of numbers and tuples of numbers
+        The arguments after the arrays; a call may bring others, whole numbers also as bytes.
     maps : tuple of (Layout, int)
         The arrays that the kernel reads through tensor maps, its first arguments, and the rows of
         their boxes.

@@ -36,7 +36,9 @@ def numba_array(x, view: int | tuple[int, ...]) -> list[int]:
 
 
 def flat(numbers) -> list:
-    """Numbers as the driver takes them: those of tuples one by one."""
+    """Numbers as the driver takes them: those of tuples one by one. Bytes are whole numbers."""
+    if isinstance(numbers, bytes):
+        return [*struct.unpack(f"{len(numbers) // WORD}q", numbers)]
     return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
 
 
@@ -82,6 +84,8 @@ class Block:
         self.write = partial(changing.pack_into, memory, len(shape))
         formats = struct.Struct("".join(FORMATS[type(x)] for x in numbers))
         self._write_numbers = partial(formats.pack_into, memory, WORD * (first + len(fixed)))
+        as_bytes = struct.Struct(f"{formats.size}s")
+        self._write_bytes = partial(as_bytes.pack_into, memory, WORD * (first + len(fixed)))
         self.numbers = None  # that are there
         places_of_arguments = ctypes.c_void_p(base + WORD * pointers)
         self.launch = partial(
@@ -91,5 +95,8 @@ class Block:
 
     def write_numbers(self, numbers) -> None:
         """Put in the numbers, which stay there for the calls that follow."""
-        self._write_numbers(*flat(numbers))
+        if isinstance(numbers, bytes):
+            self._write_bytes(numbers)
+        else:
+            self._write_numbers(*flat(numbers))
         self.numbers = numbers

@@ -130,6 +130,42 @@ def test_a_length_whose_matrix_has_17_billion_entries(cp, dtype):
         assert float(cp.linalg.norm(dv[j] - ref)) < rounding
 
 
+@pytest.mark.parametrize("sequences", [2, 100])
+def test_lengths_on_the_host_may_change_after_the_call(cp, sequences):
+    """Few of them and many, while the GPU is busy: each call has its own."""
+    q, k, v = (normal(cp, sequences, 2, 50, 64, dtype="float16", seed=i) for i in range(3))
+    lengths = np.random.default_rng(0).integers(0, 51, (20, sequences))
+    expected = [numba_flash.forward(q, k, v, kv_lengths=cp.asarray(x)) for x in lengths]
+    given, stream, results = np.zeros(sequences, lengths.dtype), cp.cuda.Stream(non_blocking=True), []
+    cp.cuda.Device().synchronize()
+    kept = busy(cp, stream)
+    with stream:
+        for each in lengths:
+            given[:] = each
+            results.append(numba_flash.forward(q, k, v, kv_lengths=given))
+            given[:] = -1
+        stream.synchronize()
+    assert all(map(cp.array_equal, results, expected))
+    del kept
+
+
+def test_a_captured_call_keeps_its_lengths(cp):
+    q, k, v = (normal(cp, 3, 2, 50, 64, dtype="float16", seed=i) for i in range(3))
+    lengths, other, out = np.array([7, 50, 0]), np.array([1, 2, 3]), cp.empty_like(q)
+    expected = numba_flash.forward(q, k, v, kv_lengths=lengths)
+    with cp.cuda.using_allocator(cp.cuda.MemoryPool().malloc), cp.cuda.Stream(non_blocking=True) as stream:
+        numba_flash.forward(q, k, v, kv_lengths=lengths, out=out)
+        stream.begin_capture()
+        numba_flash.forward(q, k, v, kv_lengths=lengths, out=out)
+        graph = stream.end_capture()
+        for _ in range(3):
+            numba_flash.forward(q, k, v, kv_lengths=other, out=out)
+            lengths[:] = 5
+            graph.launch(stream)
+            stream.synchronize()
+            assert cp.array_equal(out, expected)
+
+
 def test_threads_on_their_own_streams(cp):
     q, k, v = (normal(cp, 4, 300, 64, seed=i) for i in range(3))
     expected = numba_flash.forward(q, k, v)

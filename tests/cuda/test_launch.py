@@ -297,6 +297,78 @@ def test_a_call_that_is_prepared_goes_through_few_functions(name, driver, monkey
     assert len(called) <= MOST_CALLED[name], "\n".join(called)
 
 
+@pytest.fixture
+def launched(driver, monkeypatch):
+    """Kernels that calls on arrays of an `OnGpu` launch: builder, addresses of arrays and optional arrays, numbers."""
+    launched = []
+    vars(sys.modules["cupy"]).update(ndarray=OnGpu)
+    vars(sys.modules["cupy"].cuda).update(alloc=lambda size: Memory(1 << 21))
+    for module, attribute, instead in (
+        (call, "_prepared", {}),
+        (launch, "why_not", lambda x: None),
+        (launch, "gpu", lambda device: HOPPER),
+    ):
+        monkeypatch.setattr(module, attribute, instead)
+    address = lambda x: x and x.data.ptr
+
+    def note(self, *operands, extras=(), numbers=None):
+        launched.append((self.builder, [*map(address, operands)], [*map(address, extras)], numbers))
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    return launched
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64"])
+def test_few_lengths_on_the_host_are_arguments_of_a_kernel(dtype, launched):
+    """Those of each call; the next kernel reads them where that one stores them."""
+    q, k, out = (OnGpu((3, 2, n, 64), "float16") for n in (100, 200, 100))
+    out.data = Memory(1 << 30)
+    for kv_lengths in ([7, 0, 200], [1, 2, 3]):
+        launched.clear()
+        lengths = {"q_lengths": np.array([[9, 8], [100, 0], [6, 5]], dtype)[:, 0], "kv_lengths": np.array(kv_lengths, dtype)}
+        numba_flash.forward(q, k, k, out=out, **lengths)
+        (builder, stored, _, words), (_, _, read, _) = launched
+        assert builder == "lengths.build"
+        assert [*np.frombuffer(words, "int64")] == [9, 100, 6, *kv_lengths] + [0] * 58
+        assert read == stored
+        assert len({*read}) == 2
+
+
+def test_lengths_of_one_kind_or_of_one_sequence(launched):
+    q = OnGpu((2, 100, 64), "float16")
+    numba_flash.forward(q, q, q, kv_lengths=np.array(33))
+    (_, (absent, stored), _, words), (_, _, read, _) = launched
+    assert (absent, [stored]) == (None, read)
+    assert np.frombuffer(words, "int64")[0] == 33
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_no_lengths_and_many_lengths_are_copied(count, launched, monkeypatch):
+    copied = OnGpu((count,), "int64")
+    monkeypatch.setattr(call.arrays, "to_gpu", lambda name, x: copied)
+    q = OnGpu((count, 1, 100, 64), "float16")
+    numba_flash.forward(q, q, q, kv_lengths=np.full(count, 7))
+    ((builder, _, read, _),) = launched
+    assert builder.endswith(".forward.build")
+    assert read == [copied.data.ptr]
+
+
+def test_lengths_on_the_host_are_checked_before_anything_is_launched(launched):
+    q = OnGpu((2, 1, 100, 64), "float16")
+    numba_flash.forward(q, q, q, kv_lengths=np.array([1, 100]))
+    launched.clear()
+    with pytest.raises(ValueError, match=r"kv_lengths\[1\] is 101"):
+        numba_flash.forward(q, q, q, kv_lengths=np.array([1, 101]))
+    assert launched == []
+
+
+def test_numbers_may_be_bytes(driver):
+    driver.kinds, prepared = "q" * 9, Launch("module.build", (), HOPPER, grid=1, threads=1, operands=((Y, 1),), numbers=(5, 6))
+    prepared(on_gpu(16), numbers=struct.pack("2q", 8, -9))
+    prepared(on_gpu(16))
+    assert [numbers[-2:] for numbers in driver.launched] == [(8, -9), (5, 6)]
+
+
 OF_PTX = {"u64": "Q", "s64": "q", "u32": "I", "s32": "i", "f64": "d", "f32": "f"}
 TIERS = {
     "sm90": ("float16", {}),
