@@ -1,9 +1,12 @@
 """Arithmetic (PTX ISA 9.7.3) and conversion (9.7.9.21)."""
 
+from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, types, u32
+from numba_flash.cuda.lang import f32, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, emit, instruction
+
+MOST_THREADS = 1024  # of a block
 
 ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
@@ -53,9 +56,6 @@ unpack_float16_high = instruction(
     "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
     f32, u32, memory=False,
 )  # fmt: skip
-# The number of the thread, read here: what is computed from it is not kept in registers, or even in
-# memory, from one turn of a loop to the next.
-thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 add_lower = instruction(  # the lower 16 bits of $1 and $2
@@ -64,7 +64,26 @@ add_lower = instruction(  # the lower 16 bits of $1 and $2
 add_upper = instruction(
     "add_upper", "dp2a.lo.u32.u32 $0, $1, 256, $2;", u32, u32, u32, memory=False
 )
+add_product = instruction(  # $3 + $1 * $2, all bits of it
+    "add_product", "mad.wide.u32 $0, $1, $2, $3;", u64, u32, u32, u64, memory=False
+)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)
+
+
+@intrinsic
+def thread_here(context):
+    """The number of the thread, read here: what is computed from it is not kept in registers, or
+    even in memory, from one turn of a loop to the next. Compilers know that it is not negative,
+    without which a quotient takes ten instructions.
+    """
+
+    def codegen(context, builder, signature, values):
+        (number,) = emit(builder, "mov.u32 $0, %tid.x;", (), [I32])
+        bounds = [ir.Constant(I32, 0), ir.Constant(I32, MOST_THREADS)]
+        number.set_metadata("range", builder.module.add_metadata(bounds))
+        return number
+
+    return types.int32(), codegen
 
 
 @intrinsic
