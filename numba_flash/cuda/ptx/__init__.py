@@ -219,6 +219,9 @@ from numba_flash.cuda.ptx.scalar import (
     as_uint32 as as_uint32,
 )
 from numba_flash.cuda.ptx.scalar import (
+    bounded_thread_here as bounded_thread_here,
+)
+from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,
 )
 from numba_flash.cuda.ptx.scalar import (

@@ -56,6 +56,9 @@ unpack_float16_high = instruction(
     "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
     f32, u32, memory=False,
 )  # fmt: skip
+# The number of the thread, read here: what is computed from it is not kept in registers, or even in
+# memory, from one turn of a loop to the next.
+thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 add_lower = instruction(  # the lower 16 bits of $1 and $2
@@ -71,10 +74,9 @@ unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32
 
 
 @intrinsic
-def thread_here(context):
-    """The number of the thread, read here: what is computed from it is not kept in registers, or
-    even in memory, from one turn of a loop to the next. Compilers know that it is not negative,
-    without which a quotient takes ten instructions.
+def bounded_thread_here(context):
+    """Function ``bounded_thread_here()`` of kernels: `thread_here`, of which compilers know that it
+    is not negative; else a quotient takes ten instructions.
     """
 
     def codegen(context, builder, signature, values):

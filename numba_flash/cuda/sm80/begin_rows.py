@@ -36,7 +36,7 @@ def build_rows(dtype, shape, has_dlse, tile):
 
     @inline
     def copy(smem, slot, x, place):
-        at, r, thread = place.at, place.region, ptx.thread_here()
+        at, r, thread = place.at, place.region, ptx.bounded_thread_here()
         row, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
         if ALL or row < BLOCK_M:
             i = i32(r.row0 + row)
@@ -55,7 +55,7 @@ def build_rows(dtype, shape, has_dlse, tile):
 
     @inline
     def begin(smem, slot, rows, at, row0, queries):
-        thread = ptx.thread_here()
+        thread = ptx.bounded_thread_here()
         row, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
         if ALL or row < BLOCK_M:
             do = u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(row * PITCH))

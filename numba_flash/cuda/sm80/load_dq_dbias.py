@@ -51,7 +51,7 @@ def build_copy(rows, head_dim, threads, place):
 
     @inline
     def copy(tile, x, at, head, first, stop, column, columns):
-        thread = ptx.thread_here()
+        thread = ptx.bounded_thread_here()
         row, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
         if ALL or row < STEP:
             stride = u32(x.strides[3])
@@ -77,7 +77,7 @@ def build_copy_rows(block_m):
 
     @inline
     def copy_rows(target, rows, at, row0):
-        thread = ptx.thread_here()
+        thread = ptx.bounded_thread_here()
         if thread < COPIES:
             row = i32(row0 + thread * 2)
             source = u64(head_address(rows, at, at.head) + u64(u32(8 * row)))

@@ -24,14 +24,14 @@ def build_add_dq(shape, kind, tile):
 
     @inline
     def put(smem, dq_acc):
-        mine = u32(smem + u32(ptx.thread_here() * VECTOR))
+        mine = u32(smem + u32(ptx.bounded_thread_here() * VECTOR))
         for n in range(VECTORS):
             x = (dq_acc[4 * n], dq_acc[4 * n + 1], dq_acc[4 * n + 2], dq_acc[4 * n + 3])
             ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
 
     @inline
     def add(smem, head, stride, row0, queries, scale):
-        thread = ptx.thread_here()
+        thread = ptx.bounded_thread_here()
         warp, lane = i32(thread // 32), i32(thread % 32)
         warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
         for turn in range(MINE):
