@@ -235,6 +235,22 @@ def build_pack(count, bfloat16, turing=False, positive=False):
 
 
 @once
+def build_unpack(bfloat16):
+    """``element(word, x)``: of a word of two 16-bit floats, the lower one for even x, else the
+    upper, as float32.
+    """
+    BFLOAT16 = bfloat16
+
+    @inline
+    def element(word, x):
+        if BFLOAT16:
+            return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
+        return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
+
+    return element
+
+
+@once
 def build_split(count, planes=2, positive=False):
     """``split(p, x)``: pairs of float32 to two words of two float16 each, high and low, of which x
     is ``high + low / LOW`` but for its last bits; the low words come after all `count` high ones.

@@ -14,16 +14,16 @@ from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, inline, once
 
 LOG2E = math.log2(math.e)
-# tanh(x) / x - 1 as polynomials in x^2, off by less than 2^-23 of tanh(x) / x up to SMALL; of two
-# terms by 2^-23.8 up to FEW.
+# tanh(x) / x - 1 as polynomials in x^2, off by less than 2^-23 of tanh(x) / x up to SMALL; of three
+# terms by 2^-20.4 up to FEW, which is less than pairs are off by while scores stay below MOST.
 SMALL, TANH = 0.55, (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
-FEW, TANH_OF_FEW = 0.18, (-0.33330938280, 0.13093355693)
+FEW, TANH_OF_FEW, MOST = 0.5, (-0.33328159, 0.13205353, -0.04475042), 32.0
 # A product of two e^2x and what caps bring in stays a number up to LARGE. Pairs are off by 2^-21 of
 # the cap, however small a score is; with the greatest cap that is a 16th of what P may lose when it
 # is rounded to float16.
 LARGE, LEAST_CAP, GREATEST_CAP = 18.0, 2.0**-10, 64.0
 # While cap and ``scale / cap`` lie so near 1, coefficients are normal numbers.
-NEAR_1, NEAR_1_OF_FEW = 2.0**12, 2.0**20
+NEAR_1, NEAR_1_OF_FEW = 2.0**12, 2.0**15
 
 
 class Scores(NamedTuple):
@@ -66,7 +66,7 @@ def build_cap(count, slopes, exact, turing=False):
     exact : also those far below the cap, when others of the lane are large.
     turing : the GPU has no maximum that tells of a NaN.
     """
-    COUNT, SLOPES, PAIRS = count, slopes, not (exact or turing)
+    COUNT, SLOPES, PAIRS, EXACT = count, slopes, not (exact or turing), exact
     TERMS, LIMIT, NEAR = (TANH, SMALL, NEAR_1) if exact else (TANH_OF_FEW, FEW, NEAR_1_OF_FEW)
     DEGREE = len(TERMS)
     maximum = ptx.maximum if turing else ptx.maximum_or_nan
@@ -116,6 +116,7 @@ def build_cap(count, slopes, exact, turing=False):
         largest *= abs(t.share)
         paired = f32(LEAST_CAP) <= softcap and softcap <= f32(GREATEST_CAP)
         near = lies_near_1(softcap, NEAR) and lies_near_1(t.share, NEAR)
+        near = near and (EXACT or largest * softcap < f32(MOST))
         if cuda.all_sync(ALL_LANES, near and largest < f32(LIMIT)):
             by_polynomial(t)
         elif PAIRS and cuda.all_sync(ALL_LANES, paired and largest < f32(LARGE)):

@@ -320,9 +320,9 @@ def beyond(q, k, v, do):
     return q, k, v, do
 
 
-# Of one bias for all heads, far below 0, so that a score of 0 has no finite weight; a column of it hides.
+# Of one bias for all heads, far below 0, so that a score of 0 has no finite weight; a column of it hides, and a row.
 HIDES = np.random.default_rng(10).standard_normal((70, 136)) - 200
-HIDES[:, 5], HIDES[3, 7] = -np.inf, -np.inf
+HIDES[:, 5], HIDES[3, 7], HIDES[11] = -np.inf, -np.inf, -np.inf
 of_a_bias = lambda *shape: {"bias": np.random.default_rng(11).standard_normal(shape).astype(np.float16), "bias_grad": True}
 PROBLEMS |= {
     "mma, dq and bias gradient": mma_gradients(d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136)),
@@ -344,6 +344,12 @@ PROBLEMS |= {
     "wgmma, gradients, D128": of_float32(d=128, hq=2),
     "wgmma, gradients, D72, lengths": of_float32(d=72, nk=130, options=LENGTHS | {"causal": True}),
     "double, scores ahead": double(d=40, nq=150, multiprocessors=1, capability=kernels.HOPPER),
+}
+EVERY_OTHER = np.random.default_rng(12).standard_normal((4, 2, 140)).astype(np.float32)[..., ::2]
+PROBLEMS |= {
+    "mma, dq and bias gradient, dlse": mma_gradients(
+        d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136) | {"dlse": EVERY_OTHER}
+    )
 }
 
 

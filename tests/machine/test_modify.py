@@ -226,13 +226,15 @@ def sizes(least, largest):
 @CAPS
 @DTYPES
 def test_a_cap_of_any_size(softcap, scale, dtype):
-    """Small scores, of which tanh is the number itself, and large ones, of which it is 1; and where a lane has no large one."""
-    fragments = SHAPES[0]
+    """Small scores, of which tanh is the number itself, and large ones, of which it is 1; and where a lane has no large one. In 16 bits
+    less exact, but where a score is so large that this would matter.
+    """
+    fragments, unit_of_s = SHAPES[0], 8e-7 if dtype == "float16" and softcap < 1e4 else 5e-7
     raw = sizes(2.0**-20, 2.0**20) * np.float32(1 if softcap < 1e20 else softcap * 2.0**-16)
-    for x in (raw, *(np.where(np.abs(raw) < part * softcap, raw, 0) for part in ((0.5, 0.15) if dtype == "float32" else (0.15,)))):
+    for x in (raw, *(np.where(np.abs(raw) < part * softcap, raw, 0) for part in (0.45, 0.15))):
         s, slope, _, _ = executed(fragments, x, 16, 32, 0, 0, dtype=dtype, softcap=softcap, scale=scale)
         unit = np.tanh(scale * x.astype(np.float64) / softcap)
-        np.testing.assert_allclose(s, softcap * unit, rtol=5e-7)
+        np.testing.assert_allclose(s, softcap * unit, rtol=unit_of_s)
         np.testing.assert_allclose(slope, 1 - np.square(unit), atol=5e-7)
 
 

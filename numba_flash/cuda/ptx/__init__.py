@@ -54,6 +54,9 @@ from numba_flash.cuda.ptx.copy import (
     bulk_wait_read as bulk_wait_read,
 )
 from numba_flash.cuda.ptx.copy import (
+    copy4 as copy4,
+)
+from numba_flash.cuda.ptx.copy import (
     copy8 as copy8,
 )
 from numba_flash.cuda.ptx.copy import (
@@ -132,6 +135,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared_float64s as load_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_four as load_shared_four,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_pair as load_shared_pair,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -201,6 +207,9 @@ from numba_flash.cuda.ptx.scalar import (
     add_lower as add_lower,
 )
 from numba_flash.cuda.ptx.scalar import (
+    add_product as add_product,
+)
+from numba_flash.cuda.ptx.scalar import (
     add_upper as add_upper,
 )
 from numba_flash.cuda.ptx.scalar import (
@@ -208,6 +217,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     as_uint32 as as_uint32,
+)
+from numba_flash.cuda.ptx.scalar import (
+    bounded_thread_here as bounded_thread_here,
 )
 from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,

@@ -8,7 +8,7 @@ from numba_flash.cuda.ptx.emit import instruction
 
 _void = types.void
 
-# Of threads (PTX ISA 9.7.9.25.3): 16 or 8 bytes from memory; zeros if $2 is 0. (A count of bytes
+# Of threads (PTX ISA 9.7.9.25.3): 16, 8 or 4 bytes from memory; zeros if $2 is 0. (A count of bytes
 # that is 16 or 0 would become two instructions, one for each.)
 copy16 = instruction(
     "copy16",
@@ -20,6 +20,12 @@ copy8 = instruction(
     "copy8",
     "{ .reg .pred ignored; setp.eq.u32 ignored, $2, 0;"
     " cp.async.ca.shared.global [$0], [$1], 8, ignored; }",
+    _void, u32, u64, u32,
+)  # fmt: skip
+copy4 = instruction(
+    "copy4",
+    "{ .reg .pred ignored; setp.eq.u32 ignored, $2, 0;"
+    " cp.async.ca.shared.global [$0], [$1], 4, ignored; }",
     _void, u32, u64, u32,
 )  # fmt: skip
 copy_wait = instruction("copy_wait", "cp.async.wait_all;", _void)

@@ -141,6 +141,7 @@ fetch_half = _fetch_small("fetch_half", "u16")
 fetch_word = instruction("fetch_word", "ld.global.nc.b32 $0, [$1];", u32, u64, memory=False)
 
 load_shared_pair = _vector_load("load_shared_pair", "shared", u32, f32, 2)
+load_shared_four = _vector_load("load_shared_four", "shared", u32, f32, 4)
 load_shared_float64s = _vector_load("load_shared_float64s", "shared", u32, f64, 2)
 load_shared_words = _vector_load("load_shared_words", "shared", u32, u32, 4)
 load_global_four = _vector_load("load_global_four", "global", u64, f32, 4)

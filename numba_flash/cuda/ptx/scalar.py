@@ -1,9 +1,12 @@
 """Arithmetic (PTX ISA 9.7.3) and conversion (9.7.9.21)."""
 
+from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, types, u32
+from numba_flash.cuda.lang import f32, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, emit, instruction
+
+MOST_THREADS = 1024  # of a block
 
 ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
@@ -64,7 +67,25 @@ add_lower = instruction(  # the lower 16 bits of $1 and $2
 add_upper = instruction(
     "add_upper", "dp2a.lo.u32.u32 $0, $1, 256, $2;", u32, u32, u32, memory=False
 )
+add_product = instruction(  # $3 + $1 * $2, all bits of it
+    "add_product", "mad.wide.u32 $0, $1, $2, $3;", u64, u32, u32, u64, memory=False
+)
 unpack_bfloat16 = instruction("unpack_bfloat16", "shl.b32 $0, $1, 16;", f32, u32, memory=False)
+
+
+@intrinsic
+def bounded_thread_here(context):
+    """Function ``bounded_thread_here()`` of kernels: `thread_here`, of which compilers know that it
+    is not negative; else a quotient takes ten instructions.
+    """
+
+    def codegen(context, builder, signature, values):
+        (number,) = emit(builder, "mov.u32 $0, %tid.x;", (), [I32])
+        bounds = [ir.Constant(I32, 0), ir.Constant(I32, MOST_THREADS)]
+        number.set_metadata("range", builder.module.add_metadata(bounds))
+        return number
+
+    return types.int32(), codegen
 
 
 @intrinsic

@@ -114,8 +114,8 @@ def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
 
 
 class DqDbiasLayout(NamedTuple):
-    """The same where dQ is made at once; with each thread's part of the bias, and each warp's dQ of
-    its keys.
+    """The same where dQ is made at once; with each thread's part of the bias, each warp's dQ of its
+    keys, and O.
     """
 
     q: int
@@ -125,6 +125,7 @@ class DqDbiasLayout(NamedTuple):
     v: int
     bias: int
     dq: int
+    o: int
     bytes: int
 
 
@@ -186,8 +187,9 @@ class DqDbiasTile(DbiasTile):
 
     def layout(self, d: int, dv: int) -> DqDbiasLayout:
         *starts, end = super().layout(d, dv)
-        bias, dq = 2 * self.block_m * self.block_n, 4 * self.block_m * self.warps_n * padded(d)
-        return DqDbiasLayout(*starts, end, end + bias, end + bias + dq)
+        dq = end + 2 * self.block_m * self.block_n
+        o = dq + 4 * self.block_m * self.warps_n * padded(d)
+        return DqDbiasLayout(*starts, end, dq, o, o + 2 * self.block_m * padded(dv))
 
 
 # All keys have to fit: registers of dbias, and shared memory for K and V, end that. B = 384, H = 4,

@@ -16,6 +16,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.begin_rows import ROW_BYTES
 from numba_flash.cuda.sm80.load import build_store, in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, build_copy_rows
 from numba_flash.cuda.sm80.tiles import padded, pitch
@@ -24,7 +25,7 @@ HALF = 16  # queries of which a warp has scores in registers at a time
 
 
 class Work(NamedTuple):
-    """What scores are computed with: registers, where the tile's Q, dO, lse and bias are in shared
+    """What scores are computed with: registers, where the tile's Q, dO, rows and bias are in shared
     memory, seen from this lane, and the scale.
     """
 
@@ -37,7 +38,7 @@ class Work(NamedTuple):
     v: Any
     q: int
     do: int
-    lse: int
+    rows: int
     bias: int
     scale_log2: float
 
@@ -77,20 +78,20 @@ def build_half(bfloat16, kind, depths, pitches, tile, hidden):
     """``half(number, work)``: P^T and dS^T of 16 queries of a tile, and what they add to dV and dK.
     Scores may be `hidden` by the bias, whatever they are.
     """
-    BFLOAT16, HIDDEN, NEG_INF, M_TILES = bfloat16, hidden, -math.inf, tile.m_tiles
-    (D, DV), (PITCH_K, PITCH_V), LSE_BYTES = depths, pitches, 4 * tile.block_m
+    HIDDEN, NEG_INF, M_TILES, (D, DV), (PITCH_K, PITCH_V) = (
+        hidden,
+        -math.inf,
+        tile.m_tiles,
+        depths,
+        pitches,
+    )
     PITCH_BIAS = pitch(tile.block_n)
     k_qt = products.build_nt(kind, M_TILES, HALF, D, PITCH_K, PITCH_K, True)
     v_dot = products.build_nt_from(kind, M_TILES, HALF, DV, PITCH_V, PITCH_V, True)
     p_do = products.build_nn(kind, M_TILES, DV, HALF, PITCH_V)
     ds_q = products.build_nn(kind, M_TILES, D, HALF, PITCH_K)
     pack, _ = fragment.build_pack(M_TILES * HALF // 4, *kind)
-
-    @inline
-    def value(word, x):
-        if BFLOAT16:
-            return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
-        return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
+    element = fragment.build_unpack(bfloat16)
 
     @inline
     def half(number, t):
@@ -98,10 +99,8 @@ def build_half(bfloat16, kind, depths, pitches, tile, hidden):
         shift = cuda.local.array(4, f32)
         q, do = u32(t.q + u32(number * HALF * PITCH_K)), u32(t.do + u32(number * HALF * PITCH_V))
         for j in range(2):
-            at = u32(t.lse + u32((number * HALF + 8 * j) * 4))
-            lse, delta = ptx.load_shared_pair(at), ptx.load_shared_pair(u32(at + u32(LSE_BYTES)))
-            for c in range(2):
-                shift[2 * j + c], start[2 * j + c] = lse[c], -delta[c]
+            x = ptx.load_shared_four(u32(t.rows + u32((number * HALF + 8 * j) * ROW_BYTES)))
+            shift[2 * j], start[2 * j], shift[2 * j + 1], start[2 * j + 1] = x
         # (1) S^T = K Q^T
         k_qt(t.s, t.k, q)
         # (4) dP^T = V dO^T - delta
@@ -111,7 +110,7 @@ def build_half(bfloat16, kind, depths, pitches, tile, hidden):
             words = ptx.load_shared_pair(u32(t.bias + u32(query * PITCH_BIAS)))
             for x in range(2 * M_TILES):
                 e = (x // 2 * 2 + n // 2) * 4 + 2 * (x % 2) + n % 2
-                bias = value(ptx.as_uint32(words[x // 2]), x)
+                bias = element(ptx.as_uint32(words[x // 2]), x)
                 # (2) P^T = exp(S^T - lse)
                 score = t.s[e] * t.scale_log2 + (bias * f32(LOG2E) - shift[n])
                 if HIDDEN:
@@ -168,11 +167,11 @@ def build_go(shape, half, tile):
                 load(u32(slot ^ u32(1)), head, row0, x)
             smem = u32(x.smem + slot * u32(SLOT))
             q, do = u32(smem + u32(Q)), u32(smem + u32(DO))
-            lse = u32(smem + u32(ROWS) + u32(fragment.first_column() * 4))
+            rows = u32(smem + u32(ROWS) + u32(fragment.first_column() * ROW_BYTES))
             bias = u32(smem + u32(BIAS) + of_lane)
             all_halves(
                 Work(
-                    t.s, t.dp, t.p, t.dk_acc, t.dv_acc, t.k, t.v, q, do, lse, bias, t.scale_log2
+                    t.s, t.dp, t.p, t.dk_acc, t.dv_acc, t.k, t.v, q, do, rows, bias, t.scale_log2
                 )
             )  # fmt: skip
             slot = u32(slot ^ u32(1))
@@ -185,9 +184,7 @@ def build(dtype, shape, options, tile):
     with its signature and compile options.
 
     do, q, k, v, dk, dv : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes.
-    rows : (2, b0, b1, heads, row blocks * BLOCK_M): the lse and delta of each query, as
-        `numba_flash.cuda.preprocess` writes them.
-    hides_some : as `numba_flash.cuda.sm80.dq_dbias` writes it.
+    rows, hides_some : as `numba_flash.cuda.sm80.dq_dbias` writes them.
     """
     BLOCK_N, THREADS, M_TILES = tile.block_n, tile.threads, tile.m_tiles
     SMEM, WARP_KEYS, KEY_ROWS = tile.layout(*shape.columns), 16 * tile.m_tiles, 2 * tile.m_tiles
@@ -230,9 +227,6 @@ def build(dtype, shape, options, tile):
         heads = i32(q.shape[2])
         group = i32(u32(heads) // u32(kv_heads))
         at, key0 = Head(b0, b1, i32(0), i32(kv_head * group), heads), i32(block * BLOCK_N)
-        some_hidden = i32(0)
-        for n in range(cuda.threadIdx.x, hides_some.shape[0], THREADS):
-            some_hidden |= hides_some[index(n)]
         way = Way(at, group, key0, i32(q.shape[3]), nk, smem, do, q, rows, extras.bias)
         warp = i32(cuda.threadIdx.x // 32)
         k_tile, v_tile = u32(smem + u32(K)), u32(smem + u32(V))
@@ -241,6 +235,10 @@ def build(dtype, shape, options, tile):
         copy_k(k_tile, k, at, kv_head, key0, nk, i32(0), i32(D))
         copy_v(v_tile, v, at, kv_head, key0, nk, i32(0), i32(DV))
         load(u32(0), at.head, i32(0), way)
+        some_hidden, n = i32(0), i32(cuda.threadIdx.x)
+        while n < i32(hides_some.shape[0]):
+            some_hidden |= hides_some[index(n)]
+            n = i32(n + THREADS)
         zero_k(dk_acc)
         zero_v(dv_acc)
         ptx.copy_wait()

@@ -5,9 +5,12 @@ One block of threads owns some rows of dbias, in registers, and walks over the h
 is shared by, with S and dP of these rows and all keys: every row of dQ is done there, and every sum
 has one owner and one order. Shares of the walk are added by `numba_flash.cuda.sum_shares`.
 
+Every row of dO and O is met there, too, so what a backward pass has to know of it is made there,
+and written for `numba_flash.cuda.sm80.dk_dv` (`numba_flash.cuda.sm80.begin_rows`).
+
 The bias is read once; each thread keeps what belongs to its scores in shared memory, -inf beyond
 the last key. Warps that share rows each have a part of the keys; dQ of their parts is added in
-shared memory, in their order.
+shared memory, in their order, while the next tile's products are made.
 """
 
 import math
@@ -17,14 +20,14 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.begin_rows import ROW_BYTES, build_rows
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
-from numba_flash.cuda.sm80.load_dbias import Tensors
-from numba_flash.cuda.sm80.load_dq_dbias import build_loads
+from numba_flash.cuda.sm80.load_dq_dbias import Tensors, build_loads, head_address
 from numba_flash.cuda.sm80.store_dq import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.store_dbias import Fragments, build_store
@@ -67,8 +70,22 @@ class Way(NamedTuple):
     smem: int
     tensors: Tensors
     dq: Any
+    rows: Any
     extras: Any
     scale: float
+
+
+class Turn(NamedTuple):
+    """A block's work on a tile: its slot in shared memory, the number and coordinates of the next
+    one, and where dQ of the tile before goes, 0 if there was none.
+    """
+
+    way: Way
+    work: Work
+    slot: int
+    number: int
+    walk: Walk
+    before: int
 
 
 @once
@@ -121,67 +138,86 @@ def build_go(shape, kind, places, loads, half, tile):
     """``go(way, work)``: the whole walk, with the first tile on its way already; `half` as
     `build_half` makes it.
     """
-    (place_of, following), load = places, loads
+    (place_of, following), (load, begin) = places, loads
     M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
     BLOCK_M, WARP_ROWS, WARP_KEYS = tile.block_m, 16 * tile.m_tiles, KEYS * tile.parts
     SMEM, (PITCH_K, PITCH_V) = tile.layout(*shape.columns), map(pitch, shape.columns)
     Q, DO, ROWS, K, V, DQ = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v, SMEM.dq
-    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, 8 * BLOCK_M
-    K_BYTES, V_BYTES, LSE_BYTES = tile.block_n * PITCH_K, tile.block_n * PITCH_V, 4 * BLOCK_M
+    Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, ROW_BYTES * BLOCK_M
+    K_BYTES, V_BYTES = tile.block_n * PITCH_K, tile.block_n * PITCH_V
+    HALVES = 2 * tile.parts
+    LOADED, ADDED, READ = 0, min(1, HALVES - 2), HALVES - 2  # after which half
     D, DV = map(padded, shape[:2])
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     hold_do = products.build_hold(M_TILES, DV, PITCH_V)
     put_dq, add_dq = build_add_dq(shape, kind, tile)
-    add_all = ptx.repeated(2 * tile.parts, half)
 
     @inline
-    def hold_rows(lse, shift, start):
-        """The lse, and -delta, of this lane's rows."""
+    def hold_rows(rows, shift, start):
+        """The lse, and what sums of dP begin with, of this lane's rows."""
         for r in range(ROWS_OF_LANE):
-            at = u32(lse + u32(32 * r))
-            shift[r] = ptx.as_float32(u32(ptx.load_shared(at)))
-            start[r] = -ptx.as_float32(u32(ptx.load_shared(u32(at + u32(LSE_BYTES)))))
+            shift[r], start[r] = ptx.load_shared_pair(u32(rows + u32(8 * ROW_BYTES * r)))
+
+    @inline
+    def add_last(x, address):
+        """dQ of the last tile whose dQ is in shared memory, which begins at this address."""
+        queries = x.space.queries
+        add_dq(u32(x.smem + u32(DQ)), address, x.dq.strides[3], x.row0, queries, x.scale)
+
+    @inline
+    def step(number, t):
+        x = t.way
+        half(number, t.work)
+        if number == LOADED and t.number < x.stop:
+            load(x.smem, u32(t.slot ^ u32(1)), x.tensors, place_of(t.walk, x.space, x.extras))
+        if number == ADDED and t.before != u64(0):
+            add_last(x, t.before)
+        if number == READ:
+            cuda.syncthreads()  # dQ of the tile before has been read
+
+    all_steps = ptx.repeated(HALVES, step)
 
     @inline
     def go(x, t):
-        number, walk, slot, smem = x.number, x.walk, u32(0), x.smem
+        number, walk, slot, smem, before = x.number, x.walk, u32(0), x.smem, u64(0)
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
         row, key = i32(warp // WARPS_N * WARP_ROWS), i32(warp % WARPS_N * WARP_KEYS)
         while number < x.stop:
             ptx.copy_wait()
-            cuda.syncthreads()  # this tile is there; the one before, and its dQ, have been read
             here = place_of(walk, x.space, x.extras).at
+            begin(smem, slot, x.rows, here, x.row0, x.space.queries)
+            cuda.syncthreads()  # this tile is there, and dQ of the one before, which has been read
             number, walk = i32(number + 1), following(walk, x.sizes)
-            if number < x.stop:
-                load(smem, u32(slot ^ u32(1)), x.tensors, place_of(walk, x.space, x.extras))
             hold_q(t.q, u32(smem + u32(Q) + slot * u32(Q_BYTES) + u32(row * PITCH_K)))
             hold_do(t.do, u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(row * PITCH_V)))
-            lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32((row + lane // 4) * 4))
-            hold_rows(lse, t.shift, t.start)
+            rows = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32((row + lane // 4) * 8))
+            hold_rows(rows, t.shift, t.start)
             k = u32(smem + u32(K) + slot * u32(K_BYTES) + u32(key * PITCH_K))
             v = u32(smem + u32(V) + slot * u32(V_BYTES) + u32(key * PITCH_V))
-            add_all(
-                Work(
-                    t.s, t.dp, t.ds, t.acc, t.dq_acc, t.q, t.do, t.shift, t.start, k, v, t.bias,
-                    t.scale_log2,
-                )
+            work = Work(
+                t.s, t.dp, t.ds, t.acc, t.dq_acc, t.q, t.do, t.shift, t.start, k, v, t.bias,
+                t.scale_log2,
             )  # fmt: skip
+            all_steps(Turn(x, work, slot, number, walk, before))
             put_dq(u32(smem + u32(DQ)), t.dq_acc)
-            cuda.syncthreads()  # dQ of all keys is there
-            add_dq(u32(smem + u32(DQ)), x.dq, here, x.row0, x.space.queries, x.scale)
+            before = head_address(x.dq, here, here.head)
             slot = u32(slot ^ u32(1))
+        cuda.syncthreads()  # dQ of the last tile is there
+        if before != u64(0):
+            add_last(x, before)
 
     return go
 
 
-def build(dtype, shape, options, out_dtype, summed, tile):
-    """Kernel ``dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2,
-    scale)`` with its signature and compile options.
+def build(dtype, shape, options, has_dlse, out_dtype, summed, tile):
+    """Kernel ``dq_dbias_sm80(do, o, q, k, v, dq, lse, dlse, rows, out, hides_some, extras,
+    scale_log2, scale)`` with its signature and compile options.
 
-    do, q, k, v, dq : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes; no more
-        keys than a tile has.
-    rows : (2, b0, b1, heads, at least n): the lse and delta of each query, as
-        `numba_flash.cuda.preprocess` writes them.
+    do, o, q, k, v, dq : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes; no
+        more keys than a tile has.
+    lse, dlse : (b0, b1, heads, n); dlse is not read unless the kernel `has_dlse`.
+    rows : (b0, b1, heads, row blocks * BLOCK_M, 2), written as
+        `numba_flash.cuda.sm80.begin_rows` says.
     out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags; the
         last two are not).
     hides_some : int32, for each tile of dbias whether a bias in it is -inf.
@@ -199,7 +235,10 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
     kind = products.Kind(dtype == "bfloat16", False)
-    load = build_loads(shape, tile)
+    load_tile, (load_rows, begin) = (
+        build_loads(shape, tile),
+        build_rows(dtype, shape, has_dlse, tile),
+    )
     zero, _ = softmax.build_zero(ALL_SCORES)
     fetch_bias = build_fetch(options, runs, shape.vectors)
     hides, keep, words_of, value = build_bias(options, tile)
@@ -210,16 +249,23 @@ def build(dtype, shape, options, out_dtype, summed, tile):
     owned, walked, following = build_coordinates(summed)
     place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
 
-    places = place_of, following
+    @inline
+    def load(smem, slot, tensors, place):
+        load_tile(smem, slot, tensors, place)
+        load_rows(smem, slot, tensors, place)
+
+    places, loads = (place_of, following), (load, begin)
     go, go_where_some_are_hidden = (
-        build_go(shape, kind, places, load, half, tile) for half in halves
+        build_go(shape, kind, places, loads, half, tile) for half in halves
     )
     fragments = Fragments(
         runs, PARTS, KEYS, tile.warps_m, WARPS_N, WARP_ROWS, 8, 0, False, synchronise
     )
     store = build_store(out_dtype, shape.wide, False, summed, fragments)
 
-    def dq_dbias_sm80(do, q, k, v, dq, rows, out, hides_some, extras, scale_log2, scale):
+    def dq_dbias_sm80(
+        do, o, q, k, v, dq, lse, dlse, rows, out, hides_some, extras, scale_log2, scale
+    ):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S, of half a part of the keys
@@ -244,7 +290,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         group = i32(u32(heads) // u32(k.shape[2]))
         kv_head = i32(u32(own.head) // u32(group))
         space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(-nq), i32(nk))
-        tensors = Tensors(do, q, k, v, rows)
+        tensors = Tensors(do, o, q, k, v, lse, dlse)
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
         warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
         walk = walked(number, sizes)
@@ -270,7 +316,7 @@ def build(dtype, shape, options, out_dtype, summed, tile):
             s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0),
             my_bias, scale_log2,
         )  # fmt: skip
-        way = Way(number, stop, walk, sizes, space, row0, smem, tensors, dq, extras, scale)
+        way = Way(number, stop, walk, sizes, space, row0, smem, tensors, dq, rows, extras, scale)
         if hidden:
             go_where_some_are_hidden(way, work)
         else:
@@ -278,7 +324,8 @@ def build(dtype, shape, options, out_dtype, summed, tile):
         store(out[share, own.b0, own.b1, own.head], acc, smem, row0, col0)
 
     signature = types.void(
-        *[array(types.uint16, 5)] * 5,
+        *[array(types.uint16, 5)] * 6,
+        *[array(f32, 4)] * 2,
         array(f32, 5),
         array(f32 if out_dtype == "float32" else types.uint16, 6),
         array(i32, 1),

@@ -51,6 +51,7 @@ def build_bias(options, tile):
     BFLOAT16 = options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
+    element = fragment.build_unpack(BFLOAT16)
 
     @inline
     def hides(part, words):
@@ -84,9 +85,6 @@ def build_bias(options, tile):
 
     @inline
     def value(words, r, x):
-        word = words[2 * r + x // 2]
-        if BFLOAT16:
-            return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
-        return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
+        return element(words[2 * r + x // 2], x)
 
     return OfBias(hides, keep, words_of, value)

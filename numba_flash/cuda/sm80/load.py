@@ -82,7 +82,7 @@ def build_load(
 
     @inline
     def load(tile, x, first, stop):
-        thread = ptx.thread_here() if AGAIN else i32(cuda.threadIdx.x)
+        thread = ptx.bounded_thread_here() if AGAIN else i32(cuda.threadIdx.x)
         if OF_WARP:
             thread = i32(thread % WARP)
         stride = i64(ROW_BYTES) if COMPACT else i64(x.strides[0])

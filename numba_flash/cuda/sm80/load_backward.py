@@ -153,7 +153,7 @@ def build(shape, ordered, options, tile, place):
     @inline
     def load_rows(target, rows, number):
         """The lse and delta of a row block."""
-        thread = ptx.thread_here() if AGAIN else i32(cuda.threadIdx.x)
+        thread = ptx.bounded_thread_here() if AGAIN else i32(cuda.threadIdx.x)
         if thread < 2 * COPIES:
             which, chunk = i32(thread // COPIES), i32(thread % COPIES)
             at = u64(i64(number) * LSE_BYTES + chunk * 16)

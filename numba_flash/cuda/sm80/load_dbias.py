@@ -43,7 +43,7 @@ def build_loads(shape, tile):
     @inline
     def load_row_values(target, values, place):
         """Zeros beyond what there is."""
-        thread = i32(cuda.threadIdx.x) if SPLIT else ptx.thread_here()
+        thread = i32(cuda.threadIdx.x) if SPLIT else ptx.bounded_thread_here()
         if thread < CHUNKS:
             at, row = place.at, i32(place.region.row0 + thread * 4)
             head = values[index(at.b0), index(at.b1), index(at.head)]

@@ -2,6 +2,8 @@
 and many heads: of these an address takes three instructions, as strides have no more than 32 bits.
 """
 
+from typing import Any, NamedTuple
+
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import i32, inline, once, u32, u64
 from numba_flash.cuda.sm80.load import in_order
@@ -10,17 +12,29 @@ from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
 CHUNK_BYTES = 2 * CHUNK
 
 
+class Tensors(NamedTuple):
+    """The arrays that tiles are loaded from."""
+
+    do: Any
+    o: Any
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    dlse: Any
+
+
 @inline
-def times(x, stride):
-    """Bytes of x strides, neither of which is negative."""
-    return u64(u64(u32(x)) * u64(u32(stride)))
+def plus(address, x, stride):
+    """Address of what lies x strides further, neither of which is negative."""
+    return ptx.add_product(u32(x), u32(stride), address)
 
 
 @inline
 def head_address(x, at, head):
-    """Of a head of x (b0, b1, heads, n, head_dim)."""
-    base = u64(ptx.global_address(x) + times(at.b0, x.strides[0]))
-    return u64(u64(base + times(at.b1, x.strides[1])) + times(head, x.strides[2]))
+    """Of a head of x (b0, b1, heads, n, ...)."""
+    base = plus(plus(ptx.global_address(x), at.b0, x.strides[0]), at.b1, x.strides[1])
+    return plus(base, head, x.strides[2])
 
 
 @once
@@ -37,11 +51,11 @@ def build_copy(rows, head_dim, threads, place):
 
     @inline
     def copy(tile, x, at, head, first, stop, column, columns):
-        thread = ptx.thread_here()
+        thread = ptx.bounded_thread_here()
         row, chunk = i32(thread // CHUNKS), i32(thread % CHUNKS)
         if ALL or row < STEP:
             stride = u32(x.strides[3])
-            source = u64(head_address(x, at, head) + times(first + row, stride))
+            source = plus(head_address(x, at, head), first + row, stride)
             source = u64(source + u64(u32(2 * column + chunk * CHUNK_BYTES)))
             target = u32(tile + u32(PLACE(row) * PITCH + chunk * CHUNK_BYTES))
             rest = i32(stop - first - row) if column + chunk * CHUNK < columns else i32(0)
@@ -49,28 +63,25 @@ def build_copy(rows, head_dim, threads, place):
                 to = u32(target + u32(PLACE(i32(step * STEP)) * PITCH))
                 there = u32(1) if rest > i32(step * STEP) else u32(0)
                 ptx.copy16(to, source, there)
-                source = u64(source + times(STEP, stride))
+                source = plus(source, STEP, stride)
 
     return copy
 
 
 @once
 def build_copy_rows(block_m):
-    """``copy_rows(target, rows, at, row0)``: the lse, and delta, of queries from row0 on into
-    shared memory, zeros beyond what there is.
+    """``copy_rows(target, rows, at, row0)``: what `numba_flash.cuda.sm80.begin_rows` says of
+    queries from row0 on into shared memory, zeros beyond what there is.
     """
-    COPIES = block_m // 4
+    COPIES = block_m // 2
 
     @inline
     def copy_rows(target, rows, at, row0):
-        thread = ptx.thread_here()
-        if thread < 2 * COPIES:
-            which, chunk = i32(thread // COPIES), i32(thread % COPIES)
-            row = i32(row0 + chunk * 4)
-            source = u64(ptx.global_address(rows) + times(which, rows.strides[0]))
-            source = u64(source + times(at.b0, rows.strides[1]) + times(at.b1, rows.strides[2]))
-            source = u64(source + times(at.head, rows.strides[3]) + u64(u32(4 * row)))
-            there = u32(1) if row < i32(rows.shape[4]) else u32(0)
+        thread = ptx.bounded_thread_here()
+        if thread < COPIES:
+            row = i32(row0 + thread * 2)
+            source = u64(head_address(rows, at, at.head) + u64(u32(8 * row)))
+            there = u32(1) if row < i32(rows.shape[3]) else u32(0)
             ptx.copy16(u32(target + u32(thread * 16)), source, there)
 
     return copy_rows
@@ -78,20 +89,18 @@ def build_copy_rows(block_m):
 
 @once
 def build_loads(shape, tile):
-    """``load(smem, slot, tensors, place)``: Q, dO, the lse and delta of their rows, K and V of a
+    """``load(smem, slot, tensors, place)``: Q, dO, K and V of a
     `numba_flash.cuda.walk_dbias.Place`.
     """
     BLOCK_M, THREADS = tile.block_m, tile.threads
     (COLUMNS_K, COLUMNS_V), SMEM = shape.columns, tile.layout(*shape.columns)
-    Q, DO, ROWS, K, V = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v
+    Q, DO, K, V = SMEM.q, SMEM.do, SMEM.k, SMEM.v
     Q_BYTES, DO_BYTES = BLOCK_M * pitch(COLUMNS_K), BLOCK_M * pitch(COLUMNS_V)
     K_BYTES, V_BYTES = tile.block_n * pitch(COLUMNS_K), tile.block_n * pitch(COLUMNS_V)
     copy_q = build_copy(BLOCK_M, COLUMNS_K, THREADS, in_order)
     copy_do = build_copy(BLOCK_M, COLUMNS_V, THREADS, in_order)
     copy_k = build_copy(tile.block_n, COLUMNS_K, THREADS, fragment.place_of_key)
     copy_v = build_copy(tile.block_n, COLUMNS_V, THREADS, fragment.place_of_key)
-    copy_rows = build_copy_rows(BLOCK_M)
-    assert BLOCK_M // 2 <= THREADS
 
     @inline
     def load(smem, slot, tensors, place):
@@ -100,7 +109,6 @@ def build_loads(shape, tile):
         k, v = u32(smem + u32(K) + slot * u32(K_BYTES)), u32(smem + u32(V) + slot * u32(V_BYTES))
         copy_q(q, tensors.q, at, at.head, r.row0, r.rows, i32(0), i32(COLUMNS_K))
         copy_do(do, tensors.do, at, at.head, r.row0, r.rows, i32(0), i32(COLUMNS_V))
-        copy_rows(u32(smem + u32(ROWS) + slot * u32(8 * BLOCK_M)), tensors.rows, at, r.row0)
         copy_k(k, tensors.k, at, kv_head, r.col0, r.cols, i32(0), i32(COLUMNS_K))
         copy_v(v, tensors.v, at, kv_head, r.col0, r.cols, i32(0), i32(COLUMNS_V))
 

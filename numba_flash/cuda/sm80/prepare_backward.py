@@ -31,7 +31,6 @@ from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
 from numba_flash.cuda.sm80.few_tiles import backward_few_tile
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
-from numba_flash.cuda.sm80.prepare_dq_dbias import DkDv, DqDbias
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -134,9 +133,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         double=p.dtype == "float64",
     )
     bias_tile = prepare_dq_dbias.tile_of(p, shape, x, y, there)
-    copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     if bias_tile is not None:
-        deterministic, copies = False, 0  # nothing is added in an order
+        return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)
+    copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)
@@ -145,9 +144,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
     preprocess, dbias = _preprocess(this), None
     if results.dbias is not None:
-        dbias = _dbias(this, problem, bias_tile)
-    if bias_tile is not None:
-        return _with_dq_dbias(this, preprocess, dbias)
+        dbias = _dbias(this, problem)
     (main, numbers), postprocess = _main(this), _postprocess(this)
     extras_of, scratch = build_extras(p.options), there.scratch()
 
@@ -189,21 +186,6 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         return y.flags
 
     return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
-
-
-def _with_dq_dbias(this: Pass, preprocess: Launch, dq_dbias: DqDbias) -> Prepared:
-    """Where one kernel makes dQ and the gradient of the bias, and another one dK and dV."""
-    arrays_of_all = this.shape, this.inputs, this.results, this.temporaries.rows
-    dk_dv = DkDv(this.p, this.gpu, *arrays_of_all, dq_dbias.hides_some)
-    extras_of, scratch = build_extras(this.p.options), this.temporaries.scratch()
-
-    def run(inputs, results, rng=None):
-        x, extras, y = inputs, extras_of(inputs), results
-        rows, dq_sum, flags = scratch.beside(x.q)
-        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
-        dk_dv.run(x, rows, y, dq_dbias.run(x, rows, y))
-
-    return Prepared(run, (preprocess, *dq_dbias.launches, dk_dv.launch))
 
 
 def copies_of_sums(p, tile, multiprocessors: int) -> int:
@@ -310,17 +292,13 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     return max(1, min(at_work, most))
 
 
-def _dbias(this: Pass, problem, tile) -> Dbias | DqDbias:
-    """The gradient of the bias, in this `DqDbiasTile` if there is one; tiles of planes have as many
-    columns as those of dq, dk, dv.
-    """
+def _dbias(this: Pass, problem) -> Dbias:
+    """The gradient of the bias; tiles of planes have as many columns as those of dq, dk, dv."""
     shape, planes = this.shape, None
     if this.split:
         d, dv = map(this.tile.padded, shape[:2])
         shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.splitter.made
     rows = this.temporaries.rows
-    if tile is not None:
-        return DqDbias(problem, this.gpu, shape, this.inputs, this.results, rows, tile)
     return Dbias(problem, this.gpu, shape, this.inputs, this.results.dbias, rows, planes)
 
 

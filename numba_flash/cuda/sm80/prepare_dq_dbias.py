@@ -3,17 +3,18 @@ bias is all that changes scores: which kernels run with which grid.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
-from numba_flash.cuda.arguments import build_extras, in_vectors, vectors_of
+from numba_flash.cuda.arguments import build_extras, chunked, in_vectors, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, dq_dbias_tile
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
+from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
 MOST_STRIDE = 2**32  # bytes
@@ -26,8 +27,11 @@ def tile_of(problem, shape, inputs, results, hardware):
     vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
     if results.dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
         return None
-    read_and_written = (x.do, x.q, x.k, x.v, x.bias, results.dq)
-    if not all(0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides):
+    optional = () if x.dlse is None else (x.dlse,)
+    read_and_written = (x.do, x.o, x.q, x.k, x.v, x.lse, *optional, x.bias, results.dq)
+    if not chunked(x.o) or not all(
+        0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides
+    ):
         return None
     *shared, rows, columns = grid.summed_axes(problem, results.dbias)
     if rows or columns:
@@ -35,6 +39,32 @@ def tile_of(problem, shape, inputs, results, hardware):
     sizes = (*problem.batch, problem.hq)
     steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
     return dq_dbias_tile(problem, hardware, steps)
+
+
+def prepare(problem, gpu, shape, inputs, results, tile) -> Prepared:
+    """As `numba_flash.cuda.sm80.prepare_backward.prepare` says, of layouts with heads first."""
+    dq_dbias = DqDbias(problem, gpu, shape, inputs, results, tile)
+    dk_dv = DkDv(problem, gpu, shape, inputs, results, dq_dbias.beside)
+
+    def run(inputs, results, rng=None):
+        dk_dv.run(inputs, results, dq_dbias.run(inputs, results))
+
+    return Prepared(run, (*dq_dbias.launches, dk_dv.launch))
+
+
+class Beside(NamedTuple):
+    """What the kernel hands to that of dK and dV: arrays, or their layouts.
+
+    Attributes
+    ----------
+    rows : float32 (b0, b1, heads, rows, 2)
+        As `numba_flash.cuda.sm80.begin_rows` says.
+    hides_some : int32
+        For each tile of dbias whether a bias in it is -inf.
+    """
+
+    rows: Any
+    hides_some: Any
 
 
 class DqDbias:
@@ -50,13 +80,11 @@ class DqDbias:
         Layouts.
     results : BackwardResults
         Layouts.
-    rows : Layout
-        The lse and delta, as `numba_flash.cuda.preprocess` writes them.
     tile : DqDbiasTile
         As `tile_of` says.
     """
 
-    def __init__(self, problem, gpu, shape, inputs, results, rows, tile):
+    def __init__(self, problem, gpu, shape, inputs, results, tile):
         p, x, dbias = problem, inputs, results.dbias
         self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors * tile.min_blocks)
         out = self._shares.out
@@ -64,40 +92,49 @@ class DqDbias:
             vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
         )
         self._extras_of = build_extras(p.options)
-        self.hides_some = Layout.compact((self._shares.items,), "int32")
+        rows = tile.block_m * grid.blocks(p, p.nq, tile.block_m)
+        self.beside = Beside(
+            rows=Layout.compact((*p.batch, p.hq, rows, 2), "float32"),
+            hides_some=Layout.compact((self._shares.items,), "int32"),
+        )
+        self._scratch = Scratch(self.beside, ("rows", "tiles of the bias"))
         self._main = Launch(
             "sm80.dq_dbias.build",
-            (p.dtype, shape, p.options.structure, out.dtype.name, self._shares.summed, tile),
+            (
+                *(p.dtype, shape, p.options.structure, x.dlse is not None),
+                *(out.dtype.name, self._shares.summed, tile),
+            ),
             gpu,
             grid=self._shares.items,
             threads=tile.threads,
             shared_bytes=tile.layout(*shape.columns).bytes,
             operands=(
-                *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (results.dq, 5)),
-                *((rows, 5), (out, 6), (self.hides_some, 1)),
+                *((x.do, 5), (x.o, 5), (x.q, 5), (x.k, 5), (x.v, 5), (results.dq, 5)),
+                *((x.lse, 4), (x.dlse, 4), (self.beside.rows, 5)),
+                *((out, 6), (self.beside.hides_some, 1)),
             ),
             extras=grid.extras_layouts(p, x),
             numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
         )
         self.launches = (self._main, *self._shares.launches)
 
-    def run(self, x, rows, results):
-        """Launch them. Which tiles of the bias hide something."""
-        like, extras = self.hides_some, self._extras_of(x)
-        hides_some = arrays.compact("tiles of the bias", x.q, like.shape, like.dtype)
+    def run(self, x, results) -> Beside:
+        """Launch them."""
+        beside, extras = self._scratch.beside(x.q), self._extras_of(x)
+        rows, hides_some = beside
 
         def sum_to(out):
-            operands = x.do, x.q, x.k, x.v, results.dq, rows, out, hides_some
+            operands = x.do, x.o, x.q, x.k, x.v, results.dq, x.lse, x.dlse, rows, out, hides_some
             self._main(*operands, extras=extras)
 
         self._shares.run(results.dbias, sum_to)
-        return hides_some
+        return beside
 
 
 class DkDv:
-    """One launch, after those of `DqDbias`; `hides_some` is the layout of what these return."""
+    """One launch, after those of `DqDbias`; `beside` has the layouts of what these return."""
 
-    def __init__(self, problem, gpu, shape, inputs, results, rows, hides_some):
+    def __init__(self, problem, gpu, shape, inputs, results, beside):
         p, x, y, tile = problem, inputs, results, KEYS_TILE
         self._extras_of = build_extras(p.options)
         self.launch = Launch(
@@ -109,13 +146,13 @@ class DkDv:
             shared_bytes=tile.layout(*shape.columns).bytes,
             operands=(
                 *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (y.dk, 5), (y.dv, 5)),
-                *((rows, 5), (hides_some, 1)),
+                *((beside.rows, 5), (beside.hides_some, 1)),
             ),
             extras=grid.extras_layouts(p, x),
             numbers=(np.float32(p.scale * LOG2E), np.float32(p.scale)),
         )
 
-    def run(self, x, rows, results, hides_some) -> None:
+    def run(self, x, results, beside) -> None:
         """Launch it."""
-        operands = x.do, x.q, x.k, x.v, results.dk, results.dv, rows, hides_some
+        operands = x.do, x.q, x.k, x.v, results.dk, results.dv, *beside
         self.launch(*operands, extras=self._extras_of(x))

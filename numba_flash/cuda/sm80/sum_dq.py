@@ -67,7 +67,7 @@ def build_place(tile, fours, again=False):
 
     @inline
     def place(e):
-        thread = i64(ptx.thread_here() if AGAIN else cuda.threadIdx.x)
+        thread = i64(ptx.bounded_thread_here() if AGAIN else cuda.threadIdx.x)
         return u64((i64(e) * THREADS + (4 * thread if FOURS else thread)) * 4)
 
     return place
@@ -189,7 +189,7 @@ def build(kind, shape, ordered, options, tile):
     def add(ds, k, dq_sum, to, factors):
         acc = cuda.local.array(COUNT, f32)  # registers: fragment of dQ
         factor = cuda.local.array(WARPS, f32)
-        warp = i32((ptx.thread_here() if AGAIN else cuda.threadIdx.x) // 32)
+        warp = i32((ptx.bounded_thread_here() if AGAIN else cuda.threadIdx.x) // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
         if SPLIT:

@@ -20,7 +20,7 @@ from numba_flash.cuda import compile
 from numba_flash.cuda.sm80.tiles import padded
 from numba_flash.options import PLAIN
 
-# Bytes of registers that may go to memory, of kernels whose names begin like this or, after "*", hold it.
+# Bytes of registers that may go to memory, of kernels whose names begin like this or, after "*", hold it, or, after "=", are it.
 SPILLS = {
     "*everything": 300,  # softcap, score_mod, bias, mask and dropout in one call
     "sm80 forward 128": 170,  # outside the products; 1 % faster than 32 keys at a time without any
@@ -46,6 +46,7 @@ SPILLS = {
     "sm80 forward 256 for 9.0": 20,  # one number, read once for a tile
     "sm80 forward 256 for 10.0": 20,  # the same tile
     "sm80 backward 64 for 8.0": 20,  # sums of dP begin with -delta; 0 for 9.0
+    "=sm80 backward": 20,  # the same in bfloat16
     "sm80 backward 64 lengths": 8,  # likewise
     "sm80 backward 64 blocks": 8,  # likewise
     "sm80 backward 64 for 12.0": 90,  # the same text does not for 8.6 and 8.9
@@ -67,7 +68,8 @@ REGISTERS = 65536  # of a multiprocessor
 
 def may_spill(name: str) -> int:
     """How many bytes of registers of a kernel may go to memory."""
-    return max((n for part, n in SPILLS.items() if name.startswith(part) or (part[0] == "*" and part[1:] in name)), default=0)
+    matches = lambda part: {"*": part[1:] in name, "=": part[1:] == name}.get(part[0], name.startswith(part))
+    return max((n for part, n in SPILLS.items() if matches(part)), default=0)
 
 
 QUICK = ("sm80 forward 128",)
