@@ -49,17 +49,20 @@ def test_denoise_photo_improves_the_picture_and_writes_it(tmp_path):
     assert_is_a_picture(png, 400, 1500)
 
 
-def test_kelvin_costs_digits_that_degrees_celsius_keep():
-    printed = run("kelvin", "--stations", "200", "--days", "16")
+def test_kelvin_costs_digits_that_degrees_celsius_keep(tmp_path):
+    png = tmp_path / "kelvin.png"
+    printed = run("kelvin", "--stations", "200", "--days", "16", "--output", str(png))
     assert "IEEE products" in printed
-    default, ieee, celsius = (float(x) for x in re.findall(r"relative error of dq, .*: (\S+)", printed))
+    default, ieee, *_, celsius = (float(x) for x in re.findall(r"relative error of dq, .*: (\S+)", printed))
     assert default == ieee > 1e-5 > 10 * celsius > 1e-7
+    assert_is_a_picture(png, 500, 1400)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("denoise_photo", ["--size", "20"]),
+        ("kelvin", ["--stations", "50", "--days", "8"]),
         ("triangle_attention", ["--size", "8", "--steps", "2"]),
         ("denoise_recording", ["--samples", "5000", "--window", "500", "--chunk", "1000"]),
     ],

@@ -97,16 +97,15 @@ MUTANTS_SPLIT = (
         "            pipeline.release(smem, MADE, u32(n - u32(1)))\n            commit_dq",
         WIDE,
     ),
-    Mutant("Q that other warps still have the lse of", BACKWARD_WIDE, "pipeline.meet_warp_group(0)  # they", "pass  # they", WIDE),
     Mutant("dO before its product", BACKWARD_WIDE, "                wait_do(smem, turn, 0, n, row0)\n", "", WIDE),
+    Mutant("the left columns of dQ for the right ones", "cuda/sm90/postprocess_split.py", "j // PANEL_CHUNKS * PART_BYTES", "0", WIDE),
     Mutant(
-        "parts of dQ that are columns, added",
-        "cuda/sm90/split_tiles.py",
-        "dq_parts: ClassVar[int] = 1",
-        "dq_parts: ClassVar[int] = 2",
-        WIDE,
+        "the second panel of K in the place of its low plane",
+        BACKWARD_WIDE,
+        "panels(D) * panel_bytes(BLOCK_N)",
+        "panel_bytes(BLOCK_N)",
+        "wgmma, gradients, D72, lengths",
     ),
-    Mutant("what lies beyond the values", ITEM, "            clear_v(smem, V, turn, keys, me)\n", "", "wgmma, gradients, D72, lengths"),
     # ---- the host
     Mutant("boxes of Q as high as those of K", HOST, "(made.q, tile.block_m)", "(made.q, tile.block_n)", "wgmma, D128"),
 )

@@ -135,8 +135,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 # (2) P^T = exp(S^T - lse), in the place of S^T
                 recompute_p(sT, smem, turn, 0, n, row0, of_item)
                 hand_p(smem, n, sT)
-                pipeline.meet_warp_group(0)  # they have read their tile's lse
-                pipeline.release_group(smem, Q, n)
+                pipeline.release_group(smem, Q, n)  # the other does so after all have left P^T
                 if n != begin:  # (7) of the tile before
                     make_left(smem, turn, u32(n - u32(1)), high, low)
                 # (3) dV = dV + P^T dO
