@@ -374,11 +374,10 @@ def ring_measured(study: dict) -> str:
         return text
     rows = []
     for row in rings:
-        hidden = [each["hidden"] for each in row.get("of_processes", ()) if each["hidden"] is not None]
         name = f"{row['what']}, {'causal' if row['causal'] else 'full'}"
-        least = f"{min(hidden):.2f}" if hidden else ""
         ms = f"{row['ms']:.1f}, {by_model(study, row)}"
-        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], ms, least])
+        shares = (_least_beside(row, what) for what in ("transfers_ms", "kernels_ms"))
+        rows.append([name, row["processes"], row["gpus"], row["carrier"], row["tokens"], ms, *shares])
     columns = [
         "algorithm",
         "processes",
@@ -387,12 +386,22 @@ def ring_measured(study: dict) -> str:
         "tokens",
         "ms of both passes, and on paper",
         "least share of transfers behind kernels",
+        "of kernels beside transfers",
     ]
     return f"{text}\n{table(columns, rows)}"
 
 
+def _least_beside(row: dict, what: str) -> str:
+    """The share of transfers, or of kernels, at whose time there was the other, in the process that has the least of it."""
+    seen = [each for each in row.get("of_processes", ()) if each["hidden"] is not None]
+    return f"{min(each['hidden'] * each['transfers_ms'] / each[what] for each in seen):.2f}" if seen else ""
+
+
 def by_model(study: dict, row: dict) -> str:
-    """Milliseconds of the model with the rates of the same study; a link that was not measured has no end."""
+    """Milliseconds of the model with the rates of the same study; a link that was not measured has no end.
+
+    By way of the host it is as fast as K and V came to processes that gather, or as copies, where there are none.
+    """
     if not row["gpus"]:
         return "-"
     share = row["gpus"] / row["processes"]  # of a GPU
@@ -400,8 +409,12 @@ def by_model(study: dict, row: dict) -> str:
     forward, backward = ({n: 1e12 * x for n, x in rates(what, "tflops").items()} for what in ("forward", "backward"))
     copies = [1e9 * x for what in ("to the host", "from the host") for x in rates(what, "gb_per_s").values()]
     memory = 1e9 * ring_model.rate(rates("merge", "gb_per_s"), row["tokens"] / row["processes"])
-    link = min(copies) if row["carrier"] == "host" else float("inf")
     work = Work(row["tokens"], study["heads"], study["heads_kv"], study["head_dim"], not row["causal"])
+    keys = 2 * ring_model.part(work, row["processes"]) * (row["processes"] - 1)
+    alike = lambda each: [each.get(name) for name in ("what", "carrier", "processes", "tokens")]
+    gathered = [x for x in study["rows"] if alike(x) == ["gather", *alike(row)[1:]] and "spans" in x]
+    came = [1e3 * keys / (stop - start) for (start, stop), *_ in (x["spans"]["transfers"] for x in gathered)]
+    link = max(came, default=min(copies)) if row["carrier"] == "host" else float("inf")
     way = {"ring": ring_model.ring, "gather": ring_model.gather}[row["what"]]
     return f"{1e3 * way(work, Machine(row['processes'], link, forward, backward, memory)):.1f}"
 

@@ -107,7 +107,7 @@ RESULTS = {
             {"what": "to the host", "length": 512, "ms": 0.5, "gb_per_s": 20.0},
             {"what": "from the host", "length": 512, "ms": 0.5, "gb_per_s": 40.0},
             {"what": "ring", "processes": 2, "gpus": 1, "carrier": "host", "causal": True, "tokens": 65536, "ms": 700.0}
-            | {"of_processes": [{"hidden": 0.9}, {"hidden": 0.8}]}
+            | {"of_processes": [{"hidden": x, "transfers_ms": 100.0, "kernels_ms": 200.0} for x in (0.9, 0.8)]}
             | {"spans": {"kernels": [[0.5, 1.0], [1.1, 2.0]], "transfers": [[0.6, 0.9]]}},
             {"what": "gather", "processes": 2, "gpus": 2, "carrier": "nccl", "causal": False, "tokens": 65536, "ms": 800.0},
         ],
@@ -189,8 +189,8 @@ EXPECTED = {
     ],
     "ring-measured": [
         "| forward | 512 | 0.500 | 100 TFLOP/s |",
-        "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.7 | 0.80 |",
-        "| gather, full | 2 | 2 | nccl | 65536 | 800.0, 615.7 |",
+        "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.7 | 0.80 | 0.40 |",
+        "| gather, full | 2 | 2 | nccl | 65536 | 800.0, 615.7 |  |  |",
     ],
     "dask-measured": [
         "H, float16, 64 tokens, 4 heads over 2, D = 8, causal:",
@@ -285,6 +285,12 @@ def test_a_ring_is_measured_beside_its_model():
     assert float(tables.by_model(RESULTS["h200/ring"], ring)) == pytest.approx(expected, abs=0.06)
     assert float(tables.by_model(RESULTS["h200/ring"], gather)) == pytest.approx(1e3 * operations / 100e12, abs=0.06)
     assert tables.by_model(RESULTS["h200/ring"], ring | {"gpus": 0}) == "-"
+    came = ring | {"what": "gather", "spans": {"kernels": [], "transfers": [[1.0, 1001.0], [2000.0, 2001.0]]}}
+    study = RESULTS["h200/ring"] | {"rows": [*RESULTS["h200/ring"]["rows"], came]}
+    first = 1e3 * (
+        operations / 100e12 / 7 + merges / 2
+    )  # then transfers take longer than kernels: a second for K and V, two for their gradients
+    assert float(tables.by_model(study, ring)) == pytest.approx(first + 1000 + 1000 + 2000 + 2000, rel=1e-3)
 
 
 def test_gpus_are_measured_beside_their_model():
