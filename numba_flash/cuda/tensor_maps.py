@@ -7,7 +7,7 @@ from numba_flash import arrays
 from numba_flash.cuda.driver import TensorMapEncoder
 from numba_flash.cuda.swizzle import PANEL
 
-MOST = 256  # of a launch
+MOST = 1024  # of a launch
 BYTES, ALIGNMENT = 128, 64
 UNIT = 16  # bytes, of strides and addresses
 
