@@ -213,9 +213,9 @@ class Launch:
             numbers = self.numbers
         if numbers is not block.numbers:
             block.write_numbers(numbers)
-        error = block.launch()
+        (error,) = block.launch()
         if error:
-            error = self._launch_again(block, error)
+            (error,) = self._launch_again(block, error)
         self._blocks.append(block)
         if error:
             driver.check(error, f"{self.builder} cannot be launched")
@@ -246,12 +246,12 @@ class Launch:
         self._blocks = []  # that no call is using
         self._submit = None  # but what `on` does
 
-    def _launch_again(self, block: Block, error: int) -> int:
+    def _launch_again(self, block: Block, error) -> tuple:
         """The driver's answer to the same launch, if this thread has never named a device: until
         then it has no context; else the `error`.
         """
         if self._device in _thread.__dict__:
-            return error
+            return (error,)
         self._gpu().use()
         _thread.__dict__[self._device] = True
         return block.launch()
