@@ -156,10 +156,6 @@ class Layout(NamedTuple):
         return self._replace(shape=(*shape, last // 2), strides=(*strides, 4), dtype=np.dtype(np.uint32))
 
 
-def writeable(x) -> bool:
-    return x.flags.writeable if isinstance(x, np.ndarray) else True
-
-
 def overlaps_itself(x) -> bool:
     """True if two indices may reach one element (a broadcast axis, or axes that interleave)."""
     if x.size == 0:  # NumPy's own empty arrays have strides of 0

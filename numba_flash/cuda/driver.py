@@ -74,7 +74,9 @@ class TensorMapEncoder:
         )
 
     def encode(self, address: int):
-        """That of the array that begins there, with ``getPtr()``."""
+        """That of the array that begins there, with ``getPtr()``, at a multiple of 16: cuda.h wants
+        64, which cuda.bindings does not see to, and drivers do not look at.
+        """
         error, made = library().cuTensorMapEncodeTiled(*self._kind, address, *self._described)
         check(error, "no tensor map can be made")
         return made
