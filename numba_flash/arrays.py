@@ -78,23 +78,26 @@ def aligned(x) -> bool:
     return x.size == 0 or address(x) % max(x.dtype.itemsize, 1) == 0
 
 
-def layouts(xs) -> list[tuple | None] | None:
+def layouts(xs) -> list[tuple | None]:
     """Everything about each array but its address: shape, strides, dtype, device, alignment (to 16 bytes on a GPU); None for None.
 
-    None, if one of them is not `plain`.
+    TypeError, if one of them is not `plain`.
     """
-    of_cupy, found = getattr(sys.modules.get("cupy"), "ndarray", None), []
-    for x in xs:
-        if x is None:
-            found.append(None)
-        elif type(x) is of_cupy:
-            data = x.data
-            found.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
-        elif type(x) is np.ndarray:
-            found.append((x.shape, x.strides, x.dtype, -1, x.flags.aligned))
-        else:
-            return None
-    return found
+    of_cupy = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return [
+        None
+        if x is None
+        else (x.shape, x.strides, x.dtype, (data := x.data).device_id, data.ptr % 16)
+        if type(x) is of_cupy
+        else _layout_on_host(x)
+        for x in xs
+    ]
+
+
+def _layout_on_host(x) -> tuple:
+    if type(x) is not np.ndarray:
+        raise TypeError
+    return x.shape, x.strides, x.dtype, -1, x.flags.aligned
 
 
 class Layout(NamedTuple):
@@ -151,10 +154,6 @@ class Layout(NamedTuple):
         *shape, last = self.shape
         *strides, _ = self.strides
         return self._replace(shape=(*shape, last // 2), strides=(*strides, 4), dtype=np.dtype(np.uint32))
-
-
-def writeable(x) -> bool:
-    return x.flags.writeable if isinstance(x, np.ndarray) else True
 
 
 def overlaps_itself(x) -> bool:
@@ -229,6 +228,7 @@ def allocator(like, shape: tuple[int, ...], dtype: str | None = None):
     """
     new = np.empty if isinstance(like, np.ndarray) else cupy().ndarray  # CuPy's `empty` does the same and takes longer
     dtype = np.dtype(like.dtype if dtype is None else dtype)
+    dtype = dtype.char if dtype.isbuiltin == 1 else dtype  # which CuPy knows in half the time
     if like.ndim != len(shape) or like.flags.c_contiguous:
         return partial(new, tuple(shape), dtype)
     order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))

@@ -72,15 +72,23 @@ def labels(outs: tuple) -> tuple[str, ...]:
     return ("out", "lse") if len(outs) == 2 else tuple(f"out[{i}]" for i in range(len(outs)))
 
 
-def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple):
-    """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one.
+class Found(NamedTuple):
+    """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one."""
 
-    Both are None if an array is not plain, or `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions
+    key: tuple | None
+    run: Any
+
+
+NOTHING = Found(None, None)
+
+
+def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple) -> Found:
+    """What is prepared for these arguments. What a public function found last lies ready under its `prepare_call`.
+
+    There is no key if an array is not plain, or `bind` is about to complain. Types are part of the key because 1 == 1.0 == True. Functions
     of the user are part of it with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
-    layouts, prepared = arrays.layouts(inputs + outs), _prepared
-    if layouts is None:
-        return None, None
+    prepared = _prepared
     if given.rng is not None and is_state(given.rng):
         given = given._replace(rng=_STATE)
     try:
@@ -88,10 +96,17 @@ def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple):
             score_mod = scoremod.find(given.score_mod, given.score_mod_grad)
             given, prepared = given._replace(score_mod=score_mod, score_mod_grad=None), score_mod.prepared
         inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
-        key = (prepare_call, given, more, *map(type, given), *map(type, more), *inner, *layouts)
-        return key, prepared.get(key)
+        # types first: what has those of a call that was prepared can be compared with its values
+        key = (prepare_call, *map(type, given + more), *inner, given, more, *arrays.layouts(inputs + outs))
+        last = prepared.get(prepare_call)
+        if last is not None and last.key == key:  # in half the time that it takes to look it up
+            return last
+        found = Found(key, prepared.get(key))
+        if found.run is not None and prepared is _prepared:
+            prepared[prepare_call] = found
+        return found
     except (AttributeError, TypeError):
-        return None, None
+        return NOTHING
 
 
 def remember(key, call):
@@ -158,17 +173,18 @@ class _Call:
     def __init__(self, prepare, problem: Problem, inputs, outs: tuple, wanted):
         self._prepare, self.problem, self._execute = prepare, problem, self._execute_first
         self._wanted, self._named = wanted, partial(tuple.__new__, type(wanted))
-        self._allocators = tuple(
-            None if what is None or out is not None else arrays.allocator(getattr(inputs, what.like), what.shape, what.dtype)
-            for what, out in zip(wanted, outs, strict=True)
-        )
+        self._new = [  # results to be allocated, by number
+            (number, arrays.allocator(getattr(inputs, what.like), what.shape, what.dtype))
+            for number, (what, out) in enumerate(zip(wanted, outs, strict=True))
+            if what is not None and out is None
+        ]
         self._outs = sum(out is not None for out in outs)
         self._reaches, self._device = None, arrays.device_id(inputs.q)
         self._current = None if self._device < 0 else arrays.cupy().cuda.runtime.getDevice
         self._draws = bool(problem.options.dropout)
         values = (name for name in ("q_lengths", "kv_lengths", "page_table") if hasattr(inputs, name))
         self._on_host = [name for name in values if arrays.library(getattr(inputs, name)) == "numpy"]
-        self._sends, self._send = bool(self._on_host) and self._device >= 0, self._send_first
+        self._sends, self._send = bool(self._on_host) and self._device >= 0, None
 
     def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
         if self._current is not None and self._current() != self._device:
@@ -179,31 +195,32 @@ class _Call:
         if self._outs:
             self._check_outs(inputs, outs)
         if self._sends:
+            if self._send is None:
+                self._send = self._sender(inputs)
             inputs = self._send(inputs)
-        results = self._allocate(inputs, outs)
+        results, number = [*outs], 0
+        try:
+            for number, new in self._new:
+                results[number] = new()
+        except MemoryError as error:
+            raise self._no_room(number, inputs) from error
+        results = self._named(results)
         if self._draws:
             self._execute(inputs, results, tuple(map(int, rng)))
         else:
             self._execute(inputs, results)
         return results
 
-    def _send_first(self, inputs):
-        """Prepare what brings lengths and a table from the host to the GPU, which is current; the inputs with these there."""
+    def _sender(self, inputs):
+        """What brings lengths and a table from the host to the GPU, which is current."""
         from numba_flash.cuda import prepare_lengths
 
-        self._send = prepare_lengths.sender(inputs, self._on_host, self._device)
-        return self._send(inputs)
+        return prepare_lengths.sender(inputs, self._on_host, self._device)
 
-    def _allocate(self, inputs, outs: tuple):
-        """The user's `outs`, and new arrays for the other results."""
-        results = []
-        try:
-            for allocate, out in zip(self._allocators, outs, strict=True):
-                results.append(out if allocate is None else allocate())
-        except MemoryError as error:
-            name, what = self._wanted._fields[len(results)], self._wanted[len(results)]
-            raise arrays.memory_error(name, what.shape, what.dtype or getattr(inputs, what.like).dtype) from error
-        return self._named(results)
+    def _no_room(self, number: int, inputs) -> MemoryError:
+        """For that result."""
+        name, what = self._wanted._fields[number], self._wanted[number]
+        return arrays.memory_error(name, what.shape, what.dtype or getattr(inputs, what.like).dtype)
 
     def _check_outs(self, inputs, outs: tuple) -> None:
         """That results may go to `outs`."""
@@ -218,7 +235,7 @@ class _Call:
                     check_out_layout(label, out, what.dtype or getattr(inputs, what.like).dtype.name, what.shape, others)
                     others[label] = out
             self._names, self._reaches = tuple(others), [arrays.Reach.of(x) for x in xs]
-        checks.outs_memory(self._names, xs, self._reaches, self._outs)
+        checks.outs_memory(self._names, xs, self._reaches, self._outs, self._device < 0)
 
     def _execute_first(self, inputs, results, *state) -> None:
         """Prepare what runs from now on, and run it."""

@@ -97,18 +97,19 @@ def real(name: str, value) -> float:
     return number
 
 
-def outs_memory(names, xs, reaches, outs: int) -> None:
+def outs_memory(names, xs, reaches, outs: int, on_host: bool) -> None:
     """Check that the last few arrays, `outs` of them, may be written: not read-only, and disjoint from all before them.
 
     `reaches` has the `Reach` of each, and `names` what errors call it.
     """
-    starts = [*map(arrays.address, xs)]
-    spans = [(start + low, start + high) for start, (low, high) in zip(starts, reaches, strict=True)]
-    for i in range(len(xs) - outs, len(xs)):
-        low, high = spans[i]
-        if not arrays.writeable(xs[i]):
-            raise ValueError(f"{names[i]} must be writeable; it is read-only")
-        for j in range(i):
-            bottom, top = spans[j]
-            if low < top and bottom < high and arrays.overlap(xs[i], xs[j]):
-                raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")
+    spans = []
+    for i, (x, (low, high)) in enumerate(zip(xs, reaches, strict=True)):
+        start = x.ctypes.data if on_host else x.data.ptr
+        low, high = start + low, start + high
+        if i >= len(xs) - outs:
+            if on_host and not x.flags.writeable:
+                raise ValueError(f"{names[i]} must be writeable; it is read-only")
+            for j, (bottom, top) in enumerate(spans):
+                if low < top and bottom < high and arrays.overlap(x, xs[j]):
+                    raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")
+        spans.append((low, high))

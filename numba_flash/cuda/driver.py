@@ -1,67 +1,55 @@
-"""The CUDA driver, as far as launches need it, by ctypes: to import a library for it takes longer
-than all else that comes before a first result.
-
-What is current to CuPy is current here. Names are those of cuda.h.
+"""The CUDA driver, as far as launches need it, through cuda.bindings, which is imported when the
+first kernel is loaded. What is current to CuPy is current here.
 """
 
-import ctypes
 import os
-from ctypes import byref, c_int, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 
 NAME = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-TENSOR_MAP_DATA_TYPE_UINT16 = 1
-TENSOR_MAP_INTERLEAVE_NONE = 0
-TENSOR_MAP_SWIZZLE_128B = 3
-TENSOR_MAP_L2_PROMOTION_L2_256B = 3
-TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0
-
-
-class LaunchConfig(ctypes.Structure):
-    """A CUlaunchConfig, of seven words."""
-
-    _fields_ = (
-        *((name, c_uint) for name in ("grid", "grid_y", "grid_z", "threads", "y", "z", "shared")),
-        *(("stream", c_void_p), ("attributes", c_void_p), ("number_of_attributes", c_uint)),
-    )
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The driver; who calls one of its functions holds no lock of Python's meanwhile."""
-    return ctypes.CDLL(NAME)
+def library():
+    """The driver's functions; who calls one of them holds no lock of Python's meanwhile."""
+    from cuda.bindings import driver
+
+    return driver
 
 
-def check(error: int, what: str) -> None:
+def check(error, what: str) -> None:
     """Raise if the driver's answer is an error: it says that `what` cannot be."""
     if error:
-        name = ctypes.c_char_p()
-        library().cuGetErrorName(error, byref(name))
-        raise RuntimeError(f"{what}: {(name.value or b'unknown error').decode()} ({error})")
+        raise RuntimeError(f"{what}: {error.name} ({int(error)})")
 
 
 def load(code: bytes, device: int, shared_bytes: int, what: str) -> int:
     """Handle of the kernel called "kernel" in machine code, allowed to use that much dynamic shared
     memory; errors call it `what`. It stays loaded.
     """
-    module, kernel, driver = c_void_p(), c_void_p(), library()
-    check(
-        driver.cuLibraryLoadData(byref(module), code, None, None, 0, None, None, 0),
-        f"{what} cannot be loaded",
-    )
-    check(driver.cuLibraryGetKernel(byref(kernel), module, b"kernel"), f"{what} has no kernel")
+    driver = library()
+    error, module = driver.cuLibraryLoadData(code, None, None, 0, None, None, 0)
+    check(error, f"{what} cannot be loaded")
+    error, kernel = driver.cuLibraryGetKernel(module, b"kernel")
+    check(error, f"{what} has no kernel")
     if shared_bytes:
-        limit = FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(
-            driver.cuKernelSetAttribute(limit, shared_bytes, kernel, device),
-            f"{what} needs {shared_bytes} bytes of shared memory",
-        )
-    return kernel.value
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        there = driver.CUdevice(device)
+        (error,) = driver.cuKernelSetAttribute(limit, shared_bytes, kernel, there)
+        check(error, f"{what} needs {shared_bytes} bytes of shared memory")
+    return int(kernel)
+
+
+def launcher(config: int, kernel: int, arguments: int):
+    """``launch()``: launch a kernel, and return the driver's answer in a tuple; what it is like is
+    in a CUlaunchConfig at an address, and addresses of its arguments from another one on.
+    """
+    driver = library()
+    described = driver.CUlaunchConfig(_ptr=config), driver.CUfunction(kernel)
+    return partial(driver.cuLaunchKernelEx, *described, arguments, 0)
 
 
 class TensorMapEncoder:
-    """Writes tensor maps of 16-bit elements in five dimensions, in boxes with a swizzle of 128
+    """Makes tensor maps of 16-bit elements in five dimensions, in boxes with a swizzle of 128
     bytes.
 
     Parameters
@@ -71,26 +59,24 @@ class TensorMapEncoder:
     """
 
     def __init__(self, shape, strides, box):
-        last_first = lambda kind, numbers: (kind * len(numbers))(*reversed(numbers))
+        driver = library()
+        last_first = lambda kind, numbers: [kind(x) for x in reversed(numbers)]
+        self._kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, len(shape)
         self._described = (
-            *(last_first(c_uint64, shape), last_first(c_uint64, strides)),
-            *(last_first(c_uint32, box), last_first(c_uint32, (1,) * len(shape))),
+            last_first(driver.cuuint64_t, shape),
+            last_first(driver.cuuint64_t, strides),
+            last_first(driver.cuuint32_t, box),
+            last_first(driver.cuuint32_t, (1,) * len(shape)),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
-        self._options = tuple(
-            map(
-                c_int,
-                (
-                    TENSOR_MAP_INTERLEAVE_NONE,
-                    TENSOR_MAP_SWIZZLE_128B,
-                    TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-                ),
-            )
-        )
-        self._rank = len(shape)
 
-    def write(self, place: int, address: int) -> None:
-        """That of the array that begins at `address`, to 128 bytes at a multiple of 64."""
-        where = c_void_p(place), TENSOR_MAP_DATA_TYPE_UINT16, self._rank, c_void_p(address)
-        error = library().cuTensorMapEncodeTiled(*where, *self._described, *self._options)
+    def encode(self, address: int):
+        """That of the array that begins there, with ``getPtr()``, at a multiple of 16: cuda.h wants
+        64, which cuda.bindings does not see to, and drivers do not look at.
+        """
+        error, made = library().cuTensorMapEncodeTiled(*self._kind, address, *self._described)
         check(error, "no tensor map can be made")
+        return made

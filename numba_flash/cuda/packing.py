@@ -14,10 +14,8 @@ from numba_flash.cuda import driver
 
 # Numbers as kernels read them, each in a word of its own.
 WORD, FORMATS = 8, {int: "q", np.uint64: "Q", float: "d", np.float64: "d", np.float32: "f4x"}
-CONFIG_WORDS = ctypes.sizeof(driver.LaunchConfig) // WORD
-ATTRIBUTE_WORDS = (
-    ctypes.sizeof(driver.LaunchConfig) - driver.LaunchConfig.attributes.offset
-) // WORD
+# Of a CUlaunchConfig: grid, threads and shared memory; the stream; attributes and their number.
+SHAPE, CONFIG_WORDS, ATTRIBUTE_WORDS = "7I", 7, 2
 ADDRESS = 4  # its place in what `numba_array` says
 
 
@@ -67,7 +65,7 @@ class Block:
 
     def __init__(self, kernel, grid, threads, shared_bytes, maps: int, views, numbers):
         fixed = [word for view in views for word in view]
-        shape = struct.pack("7I4x", grid, 1, 1, threads, 1, 1, shared_bytes)
+        shape = struct.pack(SHAPE + "4x", grid, 1, 1, threads, 1, 1, shared_bytes)
         pointers = CONFIG_WORDS + len(views)  # the word where they begin
         first = pointers + maps + len(fixed) + len(numbers)
         memory = ctypes.create_string_buffer(WORD * (first + len(fixed) + len(numbers)))
@@ -87,11 +85,8 @@ class Block:
         as_bytes = struct.Struct(f"{formats.size}s")
         self._write_bytes = partial(as_bytes.pack_into, memory, WORD * (first + len(fixed)))
         self.numbers = None  # that are there
-        places_of_arguments = ctypes.c_void_p(base + WORD * pointers)
-        self.launch = partial(
-            driver.library().cuLaunchKernelEx,
-            *(memory, ctypes.c_void_p(kernel), places_of_arguments, None),
-        )
+        self._memory = memory  # of what the driver knows by address alone
+        self.launch = driver.launcher(base, kernel, base + WORD * pointers)
 
     def write_numbers(self, numbers) -> None:
         """Put in the numbers, which stay there for the calls that follow."""

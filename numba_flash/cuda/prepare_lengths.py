@@ -59,7 +59,7 @@ def _by_launch(cls, lengths: Lengths, device: int):
         words, there, sent = np.zeros(MOST, np.int64), scratch.beside(inputs.q), [*inputs]
         for at, span in spans:
             words[span] = inputs[at].ravel()
-        send(*there, numbers=words.tobytes())
+        send.on(there, numbers=words.tobytes())
         for (at, _), x in zip(spans, filter(None, there), strict=True):
             sent[at] = x
         return cls._make(sent)

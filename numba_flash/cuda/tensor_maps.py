@@ -1,14 +1,12 @@
 """Tensor maps: descriptors by which the copy engine of Hopper finds tiles of an array."""
 
-import ctypes
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba_flash import arrays
 from numba_flash.cuda.driver import TensorMapEncoder
 from numba_flash.cuda.swizzle import PANEL
 
-MOST = 256  # of a launch
-BYTES, ALIGNMENT = 128, 64
+MOST = 1024  # of a launch
 UNIT = 16  # bytes, of strides and addresses
 
 
@@ -35,10 +33,10 @@ def why_not(name: str, x) -> str | None:
 
 
 class Described(NamedTuple):
-    """Tensor maps of the arrays of a launch: where each lies in their `memory`."""
+    """Tensor maps of the arrays of a launch, and where each lies."""
 
     pointers: list[int]
-    memory: Any
+    maps: list
 
 
 class TensorMaps(dict):
@@ -58,12 +56,9 @@ class TensorMaps(dict):
     def __missing__(self, addresses: tuple[int, ...]) -> Described:
         if len(self) >= MOST:
             self.clear()
-        memory = ctypes.create_string_buffer(BYTES * len(addresses) + ALIGNMENT)
-        first = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
-        pointers = [first + BYTES * i for i in range(len(addresses))]
-        for encoder, place, address in zip(self._encoders, pointers, addresses, strict=True):
-            encoder.write(place, address)
-        found = self[addresses] = Described(pointers, memory)
+        there = zip(self._encoders, addresses, strict=True)
+        maps = [encoder.encode(address) for encoder, address in there]
+        found = self[addresses] = Described([each.getPtr() for each in maps], maps)
         return found
 
 

@@ -135,6 +135,19 @@ def test_another_option_is_another_preparation(prepared, change):
     assert "return_lse" in change or "out" in change or not same_bits(first, changed)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [({"scale": 0.5}, {"scale": np.ones(2)}), ({"window": (1, 2)}, {"window": (1, np.ones(2))}), ({"causal": True}, {"causal": 1})],
+    ids=["scale", "window", "causal"],
+)
+def test_what_cannot_be_compared_or_is_equal_is_refused_after_what_was_accepted(good, bad):
+    q = np.ones((2, 3, 4), np.float32)
+    for _ in range(2):
+        numba_flash.forward(q, q, q, backend="cpu", **good)
+    with pytest.raises(TypeError, match=f"^{next(iter(bad))}"):
+        numba_flash.forward(q, q, q, backend="cpu", **bad)
+
+
 def test_another_layout_dtype_or_shape_is_another_preparation(prepared):
     inputs = random_inputs(nq=5, nk=7)[:3]
     strided = tuple(np.repeat(x, 2, axis=-1)[..., ::2] for x in inputs)
@@ -231,7 +244,8 @@ def test_arrays_of_cupy_are_plain_once_it_is_imported(monkeypatch):
     assert all(map(arrays.plain, (Array(), None, np.empty(1))))
     subclass = type("Subclass", (Array,), {})()
     assert not arrays.plain(subclass)
-    assert arrays.layouts((np.empty(1), subclass)) is None
+    with pytest.raises(TypeError):
+        arrays.layouts((np.empty(1), subclass))
 
 
 def test_prepared_calls_are_bounded(prepared, monkeypatch):

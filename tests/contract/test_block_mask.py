@@ -139,11 +139,12 @@ def test_layouts_share_a_prepared_call(monkeypatch):
     monkeypatch.setattr(call, "_prepared", {})
     masks = [drawn(100, seed=seed) for seed in (1, 2)]
     results = [numba_flash.forward(q, k, v, mask=mask, backend="cpu") for mask in masks]
-    assert len(call._prepared) == 1
+    keys = lambda: [key for key in call._prepared if isinstance(key, tuple)]
+    assert len(keys()) == 1
     for mask, x in zip(masks, results, strict=True):
         np.testing.assert_allclose(x, reference.forward(q, k, v, mask=mask)[0], atol=1e-5)
     numba_flash.forward(q, k, v, mask=BlockMask(masks[0].blocks, (99, 99)), backend="cpu")
-    assert len(call._prepared) == 2
+    assert len(keys()) == 2
 
 
 def test_what_is_written_may_not_be_the_blocks():

@@ -42,7 +42,7 @@ def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     def run(inputs, results, rng=None):
         given = None if rng is None else numbers(rng)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward(q, k, v, results.o, results.lse, None, None, None, extras=extras, numbers=given)
+        forward.on((q, k, v, *results, None, None, None), extras, given)
 
     return Prepared(run, (forward,))
 
@@ -59,7 +59,7 @@ def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepa
         arrivals = prepare_parts.arrivals(inputs.q, count)
         given = None if rng is None else numbers(rng)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward(q, k, v, o, lse, *results, arrivals, extras=extras, numbers=given)
+        forward.on((q, k, v, o, lse, *results, arrivals), extras, given)
 
     return Prepared(run, (forward,))
 

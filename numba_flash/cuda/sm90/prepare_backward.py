@@ -118,8 +118,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         extras = extras_of(inputs)
         there = scratch.beside(inputs.q)
         sums = there.dq_sum if tile.adds_dq else None
-        x = inputs.do, inputs.o, inputs.lse, inputs.dlse
-        preprocess(*x, there.rows, sums, there.flags, extras=extras)
+        x = inputs
+        preprocess.on((x.do, x.o, x.lse, x.dlse, there.rows, sums, there.flags), extras)
         main.run(inputs, results, there, extras)
 
     return Prepared(run, (preprocess, *main.launches))
@@ -277,17 +277,9 @@ def _prepare_sums(this: Pass) -> Prepared:
     def run(inputs, results, there, extras):
         stored = () if p.options.packed else (results.dk, results.dv)
         maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
-        main(
-            *maps,
-            results.dk,
-            results.dv,
-            there.rows[0],
-            there.rows[1],
-            there.dq_sum,
-            there.flags,
-            extras=extras,
-        )
-        postprocess(there.dq_sum, results.dq, extras=extras)
+        rows = there.rows[0], there.rows[1]
+        main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), extras)
+        postprocess.on((there.dq_sum, results.dq), extras)
 
     return Prepared(run, (main, postprocess))
 

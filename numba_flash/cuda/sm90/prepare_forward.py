@@ -24,7 +24,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
 
     def run(inputs, results):
         o, lse = results
-        forward(inputs.q, inputs.k, inputs.v, o, o, lse, extras=extras_of(inputs))
+        forward.on((inputs.q, inputs.k, inputs.v, o, o, lse), extras_of(inputs))
 
     def run_without_map(inputs, results):  # o is not stored through one
         o, lse = results
