@@ -263,6 +263,7 @@ MUTANTS_SM80 = (
         "            cuda.syncwarp()\n",
         "mma, gradients, D128, long",
     ),
+    Mutant("dQ is said to be added before it is", SHARED, "release(flags, done)", "release(flags, this)", "mma, gradients, D128, long"),
     Mutant("dQ out of its turn where one warp waits", SHARED, "if warp == LAST:", "if warp > LAST:", "mma, gradients, D128, long"),
     Mutant(
         "sums that nobody has written", SUM, "some = row0 < queries and start < stop", "some = row0 < queries", "mma, gradients, causal"
