@@ -263,6 +263,7 @@ FLOAT32 |= {
 }
 # Float64, which other tiers serve under options.
 FLOAT64 = {f"{kind} float64 128 for 9.0": Case(kind, "float64", 128, 128, HOPPER) for kind in ("forward", "backward")}
+FLOAT64["forward float64 64 for 9.0"] = Case("forward", "float64", 64, 64, HOPPER)
 FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, options=OPTIONS["lengths"], aligned=False)
 CASES = TILES | FEW | PAGES | OTHERS | FLOAT32 | FLOAT64
 

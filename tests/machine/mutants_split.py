@@ -98,7 +98,13 @@ MUTANTS_SPLIT = (
         WIDE,
     ),
     Mutant("dO before its product", BACKWARD_WIDE, "                wait_do(smem, turn, 0, n, row0)\n", "", WIDE),
-    Mutant("the left columns of dQ for the right ones", "cuda/sm90/postprocess_split.py", "j // PANEL_CHUNKS * PART_BYTES", "0", WIDE),
+    Mutant(
+        "the left columns of dQ for the right ones",
+        "cuda/sm90/postprocess_split.py",
+        "x = ptx.load_global_four(u64(sums + u64(2048 * j)))",
+        "x = ptx.load_global_four(u64(sums + u64(2048 * (j % 8))))",
+        WIDE,
+    ),
     Mutant(
         "the second panel of K in the place of its low plane",
         BACKWARD_WIDE,

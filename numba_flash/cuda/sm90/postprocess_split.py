@@ -12,7 +12,6 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, types, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import wgmma
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
-from numba_flash.cuda.swizzle import PANEL
 
 
 def build(head_dim, options, tile):
@@ -22,7 +21,7 @@ def build(head_dim, options, tile):
     Row blocks that see no key get 0: nobody has written their sum.
     """
     BLOCK_M, CONSUMERS, PARTS, PACKED = tile.block_m, tile.consumers, tile.dq_parts, options.packed
-    CHUNKS, PART_BYTES, PANEL_CHUNKS = head_dim // 8, 4 * DQ_PART, PANEL // 8
+    CHUNKS, PART_BYTES = head_dim // 8, 4 * DQ_PART  # of parts that follow each other
     LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
     rows_of = schedule.build_rows(options, tile.block_m)
 
@@ -44,10 +43,9 @@ def build(head_dim, options, tile):
         for j in range(CHUNKS):
             x = (f32(0), f32(0), f32(0), f32(0))
             if not empty:
-                at = u64(sums + u64(j // PANEL_CHUNKS * PART_BYTES + j % PANEL_CHUNKS * 2048))
-                x = ptx.load_global_four(at)
+                x = ptx.load_global_four(u64(sums + u64(2048 * j)))
                 for part in range(1, PARTS):
-                    y = ptx.load_global_four(u64(at + u64(part * PART_BYTES)))
+                    y = ptx.load_global_four(u64(sums + u64(part * PART_BYTES + 2048 * j)))
                     x = (x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3])
             for r in range(2):
                 i = row0 + wgmma.first_row() + 8 * r
