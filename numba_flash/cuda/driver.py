@@ -11,6 +11,7 @@ from functools import cache
 
 NAME = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+STREAM_CAPTURE_STATUS_ACTIVE = 1
 TENSOR_MAP_DATA_TYPE_UINT16 = 1
 TENSOR_MAP_INTERLEAVE_NONE = 0
 TENSOR_MAP_SWIZZLE_128B = 3
@@ -58,6 +59,17 @@ def load(code: bytes, device: int, shared_bytes: int, what: str) -> int:
             f"{what} needs {shared_bytes} bytes of shared memory",
         )
     return kernel.value
+
+
+def capture_of(stream: int) -> int | None:
+    """The number of the capture into a graph that the stream is in, which no other one has, or
+    None.
+    """
+    status, number = c_int(), c_uint64()
+    of_stream = c_void_p(stream), byref(status), byref(number), None, None, None
+    error = library().cuStreamGetCaptureInfo_v2(*of_stream)
+    check(error, "a stream does not say whether it is being captured")
+    return number.value if status.value == STREAM_CAPTURE_STATUS_ACTIVE else None
 
 
 class TensorMapEncoder:

@@ -391,22 +391,29 @@ def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
 
 
 def test_who_counts_arrivals_where(monkeypatch):
-    """Calls on a stream follow each other; a graph may run beside them."""
+    """Calls on a stream follow each other; a graph may run beside them, and makes its own 0 but once."""
     like = SimpleNamespace(data=SimpleNamespace(device_id=0))
-    stream = SimpleNamespace(ptr=0, is_capturing=lambda: captured)
+    stream = SimpleNamespace(ptr=0)
     monkeypatch.setattr(arrays, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream)))
     monkeypatch.setattr(arrays, "compact", lambda name, like, shape, dtype: np.ones(shape, dtype))
     monkeypatch.setattr(prepare_parts, "_arrivals", {})
-    captured = False
+    monkeypatch.setattr(prepare_parts.driver, "capture_of", lambda handle: captures.get(handle))
+    captures = {}
     first = prepare_parts.arrivals(like, 3)
     assert not first.any()
     assert prepare_parts.arrivals(like, 1000) is first
     stream.ptr = 77
     other = prepare_parts.arrivals(like, 3)
     assert other is not first
-    captured = True
-    assert prepare_parts.arrivals(like, 3) is not other
-    captured = False
+    captures[77] = 5
+    of_graph = prepare_parts.arrivals(like, 3)
+    assert of_graph is not other
+    assert prepare_parts.arrivals(like, 3) is of_graph
+    captures[78], stream.ptr = 5, 78
+    assert prepare_parts.arrivals(like, 3) is not of_graph  # beside it in the same graph
+    captures[77], stream.ptr = 6, 77
+    assert prepare_parts.arrivals(like, 3) is not of_graph
+    captures.clear()
     assert prepare_parts.arrivals(like, 3) is other
     assert prepare_parts.arrivals(like, 5000).size >= 5000
 
