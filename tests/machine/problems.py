@@ -338,7 +338,7 @@ PROBLEMS |= {
     "few, many parts": Problem(forward_pass, nq=1, nk=700, hq=2, multiprocessors=8, tier="simt", dtype="float32"),
 }
 PROBLEMS["few, heads"] = few(nq=1, nk=100, hq=4, hk=2, batch=2)
-PROBLEMS["few, parts, D128"] = few(d=128, nk=300, hq=2, multiprocessors=4, capability=kernels.HOPPER)
+PROBLEMS["few, parts, D128"] = few(d=128, nk=900, hq=2, multiprocessors=8, capability=kernels.HOPPER)
 few_gradients = partial(Problem, backward_pass, nq=5, nk=530, hq=3, tier="sm80", multiprocessors=3)
 PROBLEMS |= {
     "few, gradients": few_gradients(hq=6, hk=2, capability=(9, 0)),
