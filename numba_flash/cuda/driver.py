@@ -48,6 +48,17 @@ def launcher(config: int, kernel: int, arguments: int):
     return partial(driver.cuLaunchKernelEx, *described, arguments, 0)
 
 
+def capture_of(stream: int) -> int | None:
+    """The number of the capture into a graph that the stream is in, which no other one has, or
+    None.
+    """
+    driver = library()
+    error, status, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    check(error, "a stream does not say whether it is being captured")
+    active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    return int(number) if status == active else None
+
+
 class TensorMapEncoder:
     """Makes tensor maps of 16-bit elements in five dimensions, in boxes with a swizzle of 128
     bytes.

@@ -4,12 +4,13 @@
 
 import math
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
-from numba_flash.cuda import launch
+from numba_flash.cuda import driver, launch
 from numba_flash.cuda.launch import Launch
 from numba_flash.problem import ForwardResults
 
@@ -20,7 +21,7 @@ LEGACY_STREAMS = 0, 1  # handles of the one that cannot be captured
 # The handle that means another stream in each thread (CUDA runtime, "Stream synchronization
 # behavior").
 PER_THREAD_STREAM = 2
-_arrivals = {}
+_arrivals = {}  # by stream, the capture that they are for, and they themselves
 
 
 def layouts(p, parts: int) -> ForwardResults:
@@ -40,32 +41,46 @@ def arrivals_layout(count: int) -> Layout:
     return Layout.compact((count,), "uint32")
 
 
-def _stream(like) -> tuple | None:
-    """What tells CuPy's current stream from others, and those of other devices; of NumPy arrays the
-    calling thread, whose launches follow each other. None if it is being captured into a graph,
-    which may run on any stream.
+class _Stream(NamedTuple):
+    """What tells CuPy's current stream from others.
+
+    Attributes
+    ----------
+    device, handle, thread : int
+        Its own; of NumPy arrays the calling thread, whose launches follow each other.
+    capture : int or None
+        While it is captured into a graph, that one's number.
     """
-    if isinstance(like, np.ndarray):
-        return -1, threading.get_ident()
-    stream = arrays.cupy().cuda.get_current_stream()
-    if stream.ptr not in LEGACY_STREAMS and stream.is_capturing():
-        return None
-    thread = threading.get_ident() if stream.ptr == PER_THREAD_STREAM else 0
-    return like.data.device_id, stream.ptr, thread
+
+    device: int
+    handle: int
+    thread: int
+    capture: int | None
+
+    @classmethod
+    def current(cls, like) -> "_Stream":
+        """That of arrays like this one."""
+        if isinstance(like, np.ndarray):
+            return cls(-1, 0, threading.get_ident(), None)
+        handle = arrays.cupy().cuda.get_current_stream().ptr
+        capture = None if handle in LEGACY_STREAMS else driver.capture_of(handle)
+        thread = threading.get_ident() if handle == PER_THREAD_STREAM else 0
+        return cls(like.data.device_id, handle, thread, capture)
 
 
 def arrivals(like, count: int):
     """At least so many numbers beside `like` (uint32) that are 0 whenever a kernel begins: those
     that use them leave them so, and kernels of a stream follow each other. Each stream has some; a
-    call that is captured has its own, which the graph makes 0.
+    graph may run on any, so calls that are captured have others, for each stream and graph, which
+    the graph makes 0 once.
     """
-    stream = _stream(like)
-    kept = _arrivals.get(stream)
-    if kept is None or kept.size < count:
+    stream = _Stream.current(like)
+    place = stream._replace(capture=stream.capture is not None)
+    capture, kept = _arrivals.get(place, (None, None))
+    if kept is None or capture != stream.capture or kept.size < count:
         kept = arrays.compact("arrivals", like, (max(count, FEWEST_ARRIVALS),), "uint32")
         kept.fill(0)
-        if stream is not None:
-            _arrivals[stream] = kept
+        _arrivals[place] = stream.capture, kept
     return kept
 
 

@@ -1,5 +1,7 @@
 """Few queries with many keys, where heads that share keys are rows of one tile: all options, sizes around tiles, and parts of the keys."""
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 from naive import check
@@ -37,6 +39,25 @@ def test_rows_of_a_block(backend, nq, hq, hk, nk):
 @pytest.mark.parametrize(("d", "dv"), [(1, 1), pytest.param(3, 17, marks=simulator(full=True)), (64, 64), (128, 40), (256, 256)])
 def test_head_dimensions(backend, d, dv):
     check(backend, *inputs(d=d, dv=dv, batch=()), scale=0.3)
+
+
+GRADIENTS = {
+    "one query": ((1, 4, 2, MANY + 5), {}),
+    "causal": ((5, 6, 2, MANY), {"causal": True}),
+    "32 rows": ((16, 2, 1, MANY + 70), {"causal": True, "q_start": 300}),
+    "window": ((3, 5, 1, 2 * MANY), {"window": (MANY, 3), "q_start": MANY}),
+    "lengths": ((4, 4, 2, MANY), {"q_lengths": np.array([4, 2]), "kv_lengths": np.array([MANY - 9, 70])}),
+}
+
+
+@pytest.mark.skipif(SIMULATED, reason="of tensor cores")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_16_bits(backend, name, dtype):
+    """Which read K and V once where tensor cores serve them."""
+    (nq, hq, hk, nk), options = GRADIENTS[name]
+    q, k, v, do = inputs(nq=nq, hq=hq, hk=hk, nk=nk, d=48, dv=40, dtype=dtype)
+    check(backend, q, k, v, do, **options)
 
 
 OPTIONS = {
@@ -124,12 +145,12 @@ H200 = Gpu(0, (9, 0), 132)
 LONG = {"nk": 2**15, "hq": 64, "hk": 8, "nq": 1, "d": 64, "dv": 64, "batch": (4,)}
 
 
-def on_paper(dtype="float32", **sizes):
+def on_paper(dtype="float32", options=MappingProxyType({}), make=lambda shape, dtype: np.broadcast_to(np.zeros((), dtype), shape), **sizes):
     """A problem and its inputs, of which nothing is ever read."""
     size = LONG | sizes
     shapes = ((size["hq"], size["nq"], size["d"]), (size["hk"], size["nk"], size["d"]), (size["hk"], size["nk"], size["dv"]))
-    arrays = [np.broadcast_to(np.zeros((), dtype), (*size["batch"], *shape)) for shape in shapes]
-    return problem.bind(*arrays), problem.ForwardInputs(*arrays)
+    arrays = [make((*size["batch"], *shape), DTYPES[dtype]) for shape in shapes]
+    return problem.bind(*arrays, **options), problem.ForwardInputs(*arrays)
 
 
 @pytest.mark.skipif(SIMULATED, reason="as of a GPU")
@@ -150,6 +171,29 @@ def test_who_serves_them_on_hopper(dtype, sizes, backend):
     if backend == "simt":
         assert choose(p, given, "sm80", gpu=H200).backend == "sm80"
         assert "others read a key but once" in str(choose(p, given, None, gpu=H200))
+
+
+@pytest.mark.skipif(SIMULATED, reason="as of a GPU")
+@pytest.mark.parametrize(
+    ("sizes", "options", "backend"),
+    [
+        ({}, {}, "sm80"),
+        ({"nq": 4}, {"causal": True}, "sm80"),  # 32 rows
+        ({"nq": 4, "d": 128, "dv": 128}, {}, "sm90"),
+        ({"nq": 5}, {}, "sm90"),
+        ({"nk": 511}, {}, "sm90"),
+        ({}, {"softcap": 2.0}, "sm90"),
+        ({"d": 256, "dv": 256}, {}, "sm90"),
+    ],
+)
+def test_who_serves_their_gradients_on_hopper(sizes, options, backend):
+    """Keys are read, and their gradients written, but once by `sm80`, if its warps have registers for dQ."""
+    p, (q, k, v, *_) = on_paper("bfloat16", options, np.empty, **sizes)
+    lse = np.empty(q.shape[:-1], np.float32)
+    given = problem.BackwardInputs(q, q, k, v, q, lse)
+    assert choose(p, given, None, "backward", gpu=H200).backend == backend
+    assert choose(p, given, "sm90", "backward", gpu=H200).backend == "sm90"
+    assert ("others read a key but once" in str(choose(p, given, None, "backward", gpu=H200))) == (backend == "sm80")
 
 
 @pytest.mark.skipif(SIMULATED, reason="as of a GPU")

@@ -3,6 +3,7 @@
 from mutants import Mutant
 
 FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward_few.py", "cuda/sm80/block.py", "cuda/combine.py"
+GRADIENTS, SCHEDULE = "cuda/sm80/backward_few.py", "cuda/schedule.py"
 JOIN, LOAD = "cuda/sm80/few_join.py", "cuda/sm80/load.py"
 FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
 
@@ -46,10 +47,16 @@ MUTANTS_FEW = (
     Mutant("l of warps with shifts of their own", FEW, "total += ptx.ex2((m - shift) * scale_log2) * l", "total += l", "few"),
     Mutant("parts with shifts of their own", COMBINE, "math.exp(lse_parts[part, b1, h, i] - shift)", "ACC(1)", "few, many parts"),
     Mutant("joined parts with shifts of their own", JOIN, "math.exp(powers[n * TURNS + turn] - shift)", "f32(1)", "few, parts"),
-    Mutant("the last part once more", JOIN, "                if part + n < parts:\n", "                if True:\n", "few, six parts"),
+    Mutant(
+        "the last part once more",
+        JOIN,
+        "i32(first + n)\n            if part < parts:\n",
+        "i32(first + n)\n            if True:\n",
+        "few, six parts",
+    ),
     # ---- rows, queries and heads
     Mutant("queries of the first head for all", FEW, "own = x[index(head_of(i32(first + row)))]", "own = x[index(0)]", "few"),
-    Mutant("the group's number for its first head", BLOCK, "h = i32(h * GROUP)", "h = i32(h)", "few"),
+    Mutant("the group's number for its first head", BLOCK, "h = i32(kv_head * GROUP)", "h = i32(kv_head)", "few"),
     Mutant("the last query of a block left out", FRAGMENT, "i32(query_of(i32(row - 1)) + 1) if", "query_of(row) if", "few, causal"),
     Mutant(
         "a row for a query",
@@ -67,4 +74,58 @@ MUTANTS_FEW = (
     ),
     Mutant("bits of the first head for all", MODIFY, "u32(w.head + u32(head_of_row(row)))", "w.head", "few, options"),
     Mutant("a bias of the first head for all", FETCH, "i64(head_of_row(i)) * x.head + ", "", "few, options"),
+    Mutant("the batch element of another head", SCHEDULE, "head = u32(pair - u32(b * heads))", "head = u32(b)", "few, heads"),
+    # ---- parts that are on their way while weights are made
+    Mutant(
+        "parts of the elements before",
+        JOIN,
+        "place = place_of(number, x)\n                if",
+        "pass\n                if",
+        "few, parts, D128",
+    ),
+    # ---- gradients
+    Mutant("a tile too few is waited for", GRADIENTS, "ptx.copy_wait_but(STAGES - 1)", "ptx.copy_wait_but(STAGES)", "few, gradients"),
+    Mutant(
+        "Q and dO before they are there", GRADIENTS, "ptx.copy_wait_but(STAGES)", "ptx.copy_wait_but(STAGES + 1)", "few, gradients, short"
+    ),
+    Mutant("rows before they are there", GRADIENTS, "        cuda.syncthreads()  # rows of all threads are there\n", "", "few, gradients"),
+    Mutant(
+        "dS before it is there", GRADIENTS, "            meet()  # dS^T of all lanes is there, and V has been read\n", "", "few, gradients"
+    ),
+    Mutant(
+        "dK in the place of K that is read",
+        GRADIENTS,
+        "            meet()  # dV of all lanes is there, and K and dS^T have been read\n",
+        "",
+        "few, gradients",
+    ),
+    Mutant("dK before it is there", GRADIENTS, "            meet()  # dK of all lanes is there\n", "", "few, gradients"),
+    Mutant("sums over keys that are read", GRADIENTS, "        cuda.syncthreads()  # all tiles have been read\n", "", "few, gradients"),
+    Mutant("dQ of the last tile alone", GRADIENTS, "PITCH_DS, PITCH_K, fresh=False", "PITCH_DS, PITCH_K, fresh=True", "few, gradients"),
+    Mutant(
+        "a row for a query of gradients",
+        GRADIENTS,
+        "i = query_of(i32(first_column()",
+        "i = i32(i32(first_column()",
+        "few, gradients, causal",
+    ),
+    Mutant("the second half of keys hidden as the first", GRADIENTS, "j = key + 8 * r", "j = key", "few, gradients, causal"),
+    Mutant(
+        "nobody's queries",
+        GRADIENTS,
+        "there = index(head_of(row)), index(query_of(row)), row < queries",
+        "there = index(head_of(row)), index(query_of(row)), True",
+        "few, gradients, short",
+    ),
+    Mutant(
+        "keys before the window", GRADIENTS, "if key0 + WARP_N > keys.start else", "if key0 > keys.start else", "few, gradients, window"
+    ),
+    Mutant("keys of the part before", GRADIENTS, "first = min(i32(x.part * share), count)", "first = i32(0)", "few, gradients"),
+    Mutant(
+        "keys beyond the sequence",
+        GRADIENTS,
+        "load_k(k_tile, x.k, key0, stop)",
+        "load_k(k_tile, x.k, key0, i32(key0 + WARP_N))",
+        "few, gradients, lengths",
+    ),
 )

@@ -349,6 +349,18 @@ EVERY_OTHER = np.random.default_rng(12).standard_normal((4, 2, 140)).astype(np.f
 PROBLEMS |= {
     "mma, dq and bias gradient, dlse": mma_gradients(d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136) | {"dlse": EVERY_OTHER})
 }
+PROBLEMS["few, heads"] = few(nq=1, nk=100, hq=4, hk=2, batch=2)
+PROBLEMS["few, parts, D128"] = few(d=128, nk=900, hq=2, multiprocessors=8, capability=kernels.HOPPER)
+few_gradients = partial(Problem, backward_pass, nq=5, nk=530, hq=3, tier="sm80", multiprocessors=3)
+PROBLEMS |= {
+    "few, gradients": few_gradients(hq=6, hk=2, capability=(9, 0)),
+    "few, gradients, short": few_gradients(nk=520, hq=1, multiprocessors=8, capability=(9, 0)),  # a tile or two for a block
+    "few, gradients, causal": few_gradients(nq=13, hq=2, capability=(8, 0), options={"causal": True}),
+    "few, gradients, window": few_gradients(nq=2, nk=600, hq=4, capability=(9, 0), options={"window": (150, 2), "q_start": 300}),
+    "few, gradients, lengths": few_gradients(
+        batch=2, capability=(9, 0), options={"q_lengths": np.array([5, 2]), "kv_lengths": np.array([530, 70])}
+    ),
+}
 
 
 def run(problem: Problem, seed: int) -> None:

@@ -136,7 +136,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     OUTPUTS_K, OUTPUTS_V, OUTPUTS_Q = D // 2, DV // 2, tile.m_tiles * D // 2
     kind = products.Kind(dtype == "bfloat16", shape.turing)
     block_of = build_block(options, False, BLOCK_M, 2 * (D + DV), parts, tile.group)
-    query_of, _, stop_of = build_row(tile.group)
+    query_of, _, _ = build_row(tile.group)
     load_q = few.build_load(tile, shape.head_dim, ASYNCHRONOUS)
     load_do = few.build_load(tile, shape.head_dim_v, ASYNCHRONOUS)
     load_of = lambda d: build_load(WARP_N, d, WARP, None, ASYNCHRONOUS, around=tile.around)
@@ -183,8 +183,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
             count = min(share, i32(count - first))
         start, stop = i32(0), i32(0)
         if x.queries > 0:
-            query1 = stop_of(min(i32(BLOCK_M), x.queries))
-            start, stop = mask.kv_range(i32(0), query1, x.keys, x.low, x.high)
+            start, stop = mask.kv_range(i32(0), query_of(x.queries), x.keys, x.low, x.high)
         return Keys(first, count, i32(start), i32(stop))
 
     @inline

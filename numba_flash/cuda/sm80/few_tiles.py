@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda import grid
 from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, WARP, Hardware, Tile, padded, pitch
 
 RESERVED = KB  # of the shared memory of each block, by the driver
@@ -202,18 +201,15 @@ BACKWARD_FEW_TILES = (
     BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
     BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),
     BackwardFewRow(64, 32, 227 * KB, BackwardFewTile(4, 32, 2, 3)),
-    BackwardFewRow(64, 32, 64 * KB, BackwardFewTile(4, 32, 1, 2, apart=False)),
+    BackwardFewRow(64, 32, 64 * KB, BackwardFewTile(4, 32, 1, 1, apart=False)),
     BackwardFewRow(128, 16, 227 * KB, BackwardFewTile(4, 16, 2, 2)),
     BackwardFewRow(128, 16, 64 * KB, BackwardFewTile(4, 16, 1, 1, apart=False)),
 )
 
 
-def backward_few_tile(problem, hardware: Hardware) -> BackwardFewTile | None:
-    """The one for gradients of few queries, None where others serve them."""
-    p, d = problem, max(problem.d, problem.dv)
-    if not grid.few_gradients(p):
-        return None
-    group = p.hq // p.hk
+def backward_few_tile(problem, hardware: Hardware) -> BackwardFewTile:
+    """The one for gradients of so few queries as `numba_flash.cuda.grid.few_gradients` says."""
+    p, d, group = problem, max(problem.d, problem.dv), problem.hq // problem.hk
     row = next(
         row
         for row in BACKWARD_FEW_TILES

@@ -108,8 +108,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """
     gpu = gpu or launch.gpu(inputs.q.device)
     there = hardware(gpu.capability)
-    few = backward_few_tile(problem, there)
-    if few is not None:
+    if grid.few_gradients(problem):
+        few = backward_few_tile(problem, there)
         return prepare_backward_few.prepare(problem, inputs, results, gpu, few)
     of = float64_tiles if problem.dtype == "float64" else backward_tiles
     p, tile = choose(problem, lambda p: of.backward_tile(p, there))

@@ -20,7 +20,7 @@ from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
 from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, WARPS_OF_KEYS, DqDbiasTile
-from numba_flash.cuda.sm80.few_tiles import FEW_TILES, MOST_JOINED, float_pitch
+from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
 from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
@@ -391,22 +391,29 @@ def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
 
 
 def test_who_counts_arrivals_where(monkeypatch):
-    """Calls on a stream follow each other; a graph may run beside them."""
+    """Calls on a stream follow each other; a graph may run beside them, and makes its own 0 but once."""
     like = SimpleNamespace(data=SimpleNamespace(device_id=0))
-    stream = SimpleNamespace(ptr=0, is_capturing=lambda: captured)
+    stream = SimpleNamespace(ptr=0)
     monkeypatch.setattr(arrays, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream)))
     monkeypatch.setattr(arrays, "compact", lambda name, like, shape, dtype: np.ones(shape, dtype))
     monkeypatch.setattr(prepare_parts, "_arrivals", {})
-    captured = False
+    monkeypatch.setattr(prepare_parts.driver, "capture_of", lambda handle: captures.get(handle))
+    captures = {}
     first = prepare_parts.arrivals(like, 3)
     assert not first.any()
     assert prepare_parts.arrivals(like, 1000) is first
     stream.ptr = 77
     other = prepare_parts.arrivals(like, 3)
     assert other is not first
-    captured = True
-    assert prepare_parts.arrivals(like, 3) is not other
-    captured = False
+    captures[77] = 5
+    of_graph = prepare_parts.arrivals(like, 3)
+    assert of_graph is not other
+    assert prepare_parts.arrivals(like, 3) is of_graph
+    captures[78], stream.ptr = 5, 78
+    assert prepare_parts.arrivals(like, 3) is not of_graph  # beside it in the same graph
+    captures[77], stream.ptr = 6, 77
+    assert prepare_parts.arrivals(like, 3) is not of_graph
+    captures.clear()
     assert prepare_parts.arrivals(like, 3) is other
     assert prepare_parts.arrivals(like, 5000).size >= 5000
 
@@ -433,6 +440,42 @@ def test_few_queries_with_a_mask_have_no_lists():
     inputs = inputs_of(nq=1)._replace(**options)
     (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
     assert forward.builder == "sm80.forward_few.build"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpu", "parts"),
+    [
+        ({"batch": (16,)}, H200, 2),
+        ({}, H200, 32),
+        ({"nk": 1024}, H200, 16),  # a tile each
+        ({"hq": 264, "hk": 264}, H200, 1),
+        ({"hq": 8, "hk": 1, "nq": 2}, T4, 40),
+    ],
+)
+def test_gradients_of_few_queries(sizes, gpu, parts):
+    """Parts of the keys fill the GPU, and what else there is adds their dQ; the band does not matter, as all of dk and dv is written."""
+    sizes = {"nq": 1, "d": 128, "batch": (1,), "nk": 32768, "hq": 64, "hk": 8} | sizes
+    for options in ({}, {"window": (3, 3)}):
+        main, *add = launches("backward", problem(options, **sizes), gpu)
+        assert main.builder == "sm80.backward_few.build"
+        assert main.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
+        assert [launch.builder for launch in add] == ["sum_shares.build"] * (parts > 1)
+
+
+@pytest.mark.parametrize("row", BACKWARD_FEW_TILES, ids=str)
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 16), (64, 64)])
+def test_tiles_of_gradients_of_few_queries_fit(row, d, dv):
+    """Nothing lies in the place of something else, and each warp's dQ fits where all was."""
+    if row.d > 64:
+        d, dv = 2 * d, 2 * dv
+    layout, tile = row.tile.layout(d, dv), row.tile
+    keys = tile.stages * tile.block_n
+    rows = keys, keys, tile.block_m, tile.block_m, tile.block_n
+    pitches = layout.pitch_k, layout.pitch_v, layout.pitch_k, layout.pitch_v, layout.pitch_ds
+    ends = [start + n * size for start, n, size in zip(layout, rows, pitches, strict=False)]
+    assert ends == list(layout[1:6])
+    assert layout.bytes >= max(layout.rows + 8 * tile.block_m, tile.warps * tile.block_m * float_pitch(d))
+    assert tile.min_blocks * (layout.bytes + 1024) <= row.shared + 1024
 
 
 # ---- a bias that is all that changes scores ----------------------------------------------------------------------------------------------
