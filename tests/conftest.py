@@ -73,7 +73,7 @@ FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
 def scope(nodeid: str) -> str:
     """What the test has in common with those that have to run in the same process, so that each kernel is compiled once."""
     file, name = Path(nodeid.split("::")[0]).stem, nodeid.split("::", 1)[-1]
-    if file in FOR_THE_CPU and not re.search(r"\[(sm90|sm80|simt)-", name):
+    if file in FOR_THE_CPU and not re.search(r"\[(sm90|sm80|simt)-|_with_a_gpu", name):
         return "kernels of the CPU"
     return f"{file} {name[name.index('[') :]}" if file in FOR_A_GPU and "[" in name else nodeid
 
