@@ -339,9 +339,7 @@ PROBLEMS |= {
 }
 EVERY_OTHER = np.random.default_rng(12).standard_normal((4, 2, 140)).astype(np.float32)[..., ::2]
 PROBLEMS |= {
-    "mma, dq and bias gradient, dlse": mma_gradients(
-        d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136) | {"dlse": EVERY_OTHER}
-    )
+    "mma, dq and bias gradient, dlse": mma_gradients(d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136) | {"dlse": EVERY_OTHER})
 }
 
 
