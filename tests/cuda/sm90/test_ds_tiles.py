@@ -211,8 +211,8 @@ def test_parts_fill_turns_of_the_multiprocessors():
 def test_each_part_has_its_blocks_of_keys(monkeypatch):
     """Every launch gets as many arrays as it has maps, operands and lengths; kernels are prepared once for all parts."""
     calls = []
-    record = lambda launch, *operands, extras=(), numbers=None: calls.append((launch, operands, extras, numbers))
-    monkeypatch.setattr(Launch, "__call__", record)
+    record = lambda launch, operands, extras=(), numbers=None: calls.append((launch, operands, extras, numbers))
+    monkeypatch.setattr(Launch, "on", record)
     for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
         monkeypatch.setattr(prepare_backward, name, value)
     q, k = (np.zeros((1, 2, h, 500, 256), np.float16) for h in (4, 2))
