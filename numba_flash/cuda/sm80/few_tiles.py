@@ -200,7 +200,7 @@ class BackwardFewRow(NamedTuple):
 BACKWARD_FEW_TILES = (
     BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
     BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),
-    BackwardFewRow(64, 32, 227 * KB, BackwardFewTile(4, 32, 2, 3)),
+    BackwardFewRow(64, 32, 227 * KB, BackwardFewTile(4, 32, 2, 2)),
     BackwardFewRow(64, 32, 64 * KB, BackwardFewTile(4, 32, 1, 1, apart=False)),
     BackwardFewRow(128, 16, 227 * KB, BackwardFewTile(4, 16, 2, 2)),
     BackwardFewRow(128, 16, 64 * KB, BackwardFewTile(4, 16, 1, 1, apart=False)),
