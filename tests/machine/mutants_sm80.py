@@ -263,7 +263,6 @@ MUTANTS_SM80 = (
         "            cuda.syncwarp()\n",
         "mma, gradients, D128, long",
     ),
-    Mutant("dQ is said to be added before it is", SHARED, "release(flags, done)", "release(flags, this)", "mma, gradients, D128, long"),
     Mutant("dQ out of its turn where one warp waits", SHARED, "if warp == LAST:", "if warp > LAST:", "mma, gradients, D128, long"),
     Mutant(
         "sums that nobody has written", SUM, "some = row0 < queries and start < stop", "some = row0 < queries", "mma, gradients, causal"
@@ -339,27 +338,6 @@ MUTANTS_SM80 = (
     Mutant("terms of the first half twice", "cuda/simt/tiles.py", "b_smem[index(b0 + tx + 4 * k)", "b_smem[index(b0 + tx)", "float64"),
     # ---- float64 of this tier
     Mutant("P as if its rows were its columns", DMMA, "[x[0], x[2], x[1], x[3]]", "[x[0], x[1], x[2], x[3]]", "double"),
-    Mutant(
-        "keys over what has not been read",
-        DOUBLE_FORWARD,
-        "load_keys(smem, slot, x.k, i32(next0",
-        "load_keys(smem, slot ^ u32(1), x.k, i32(next0",
-        "double, scores ahead",
-    ),
-    Mutant(
-        "scores of the same keys again",
-        DOUBLE_FORWARD,
-        "score(later, smem, slot ^ u32(1))",
-        "score(later, smem, slot)",
-        "double, scores ahead",
-    ),
-    Mutant(
-        "the first scores before their keys",
-        DOUBLE_FORWARD,
-        "        ptx.copy_wait()\n        cuda.syncthreads()  # Q",
-        "        cuda.syncthreads()  # Q",
-        "double, scores ahead",
-    ),
     Mutant("copies without their swizzle", "cuda/sm80/load_float64.py", "column // 2 ^ swizzle(row)", "column // 2", "double"),
     Mutant("keys where others are still read", DOUBLE_FORWARD, "cuda.syncthreads()  # V is there; K has been read\n", "pass\n", "double"),
     Mutant("P before it is there", DOUBLE_BACKWARD, "cuda.syncthreads()  # P^T and dS^T are there\n", "pass\n", "double, gradients"),

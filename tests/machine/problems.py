@@ -343,7 +343,6 @@ of_float32 = partial(Problem, backward_pass, nq=140, nk=100, dtype="float32", ma
 PROBLEMS |= {
     "wgmma, gradients, D128": of_float32(d=128, hq=2),
     "wgmma, gradients, D72, lengths": of_float32(d=72, nk=130, options=LENGTHS | {"causal": True}),
-    "double, scores ahead": double(d=40, nq=150, multiprocessors=1, capability=kernels.HOPPER),
 }
 EVERY_OTHER = np.random.default_rng(12).standard_normal((4, 2, 140)).astype(np.float32)[..., ::2]
 PROBLEMS |= {

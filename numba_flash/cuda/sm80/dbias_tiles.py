@@ -193,11 +193,12 @@ class DqDbiasTile(DbiasTile):
 
 
 # All keys have to fit: registers of dbias, and shared memory for K and V, end that. B = 384, H = 4,
-# N = 384, D = 32 on an H200: 617 us; with the kernels of others 784. Blocks of dK and dV, of warps,
-# 16 keys each, queries: (4, 2, 32) 617, (4, 2, 64) 624, (4, 1, 64) 647, (8, 1, 64) 661.
+# N = 384, D = 32 on an H200: with the kernels of others 784 us.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
 WARPS_OF_KEYS = 4
-KEYS_TILE = KeysTile(4, 2, 32, 3)  # beside it
+# With delta made where dQ is, all together: (4, 2, 64, 3) 597 us, (4, 2, 32, 3) 610, (4, 1, 32, 4)
+# 632; without that 629.
+KEYS_TILE = KeysTile(4, 2, 64, 3)  # beside it
 
 
 def dq_dbias_tile(problem, hardware: Hardware, steps: int) -> DqDbiasTile | None:

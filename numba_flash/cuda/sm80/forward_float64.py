@@ -33,7 +33,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     SCORES, OUTPUTS = BLOCK_N // 2, DV // 2  # registers of a tile of 16 rows
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
-    AHEAD, ALL_LATER = tile.ahead, ALL_SCORES if tile.ahead else 1
     WRITE_LSE, SEQUENCES, UNROLLED = write_lse, options.sequences, 4  # with 8, D = 128 spills
     block_of = build_block(options, band != "none", BLOCK_M, BYTES * (D + DV), False)
     load_q = build_load(BLOCK_M, shape.head_dim, D, THREADS, shape.asynchronous, UNROLLED)
@@ -70,22 +69,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         load_v(u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)), v_head, col0, keys)
 
     @inline
-    def score(s, smem, slot):
-        """(1) S = Q K^T of a warp's rows."""
-        own = i32(ptx.thread_here() // 32 * WARP_ROWS)  # anew for every tile, for registers
-        q_warp = u32(smem + u32(own * PITCH_K))
-        scores(s, q_warp, u32(smem + u32(K_SMEM) + slot * u32(K_BYTES)))
-
-    @inline
-    def first_scores(s, smem, x, col0, count):
-        """Those of the first tile, whose keys are on their way; the next one's follow."""
-        ptx.copy_wait()
-        cuda.syncthreads()  # Q and the first keys are there
-        if count > 1:
-            load_keys(smem, u32(1), x.k, i32(col0 - BLOCK_N), x.keys)
-        score(s, smem, u32(0))
-
-    @inline
     def finish(m_i, l_i, inverse, row, x, scale_log2):
         """(6) 1 / l for O, lse = m + log l; a row that saw nothing has O = 0, lse = -inf."""
         for r in range(ROWS):
@@ -106,7 +89,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         # registers of each thread
         s = cuda.local.array(ALL_SCORES, f64)  # fragment of S, then of P
-        later = cuda.local.array(ALL_LATER, f64)  # of S of the next tile, if it is made AHEAD
         acc = cuda.local.array(ALL_OUTPUTS, f64)  # of O
         m_i = cuda.local.array(ROWS, f64)  # shifts of the thread's rows
         l_i = cuda.local.array(ROWS, f64)  # its part of their sums
@@ -125,8 +107,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         if count > 0:
             load_q(smem, x.q, row0, nq)
             load_keys(smem, u32(0), x.k, col0, nk)
-            if AHEAD:
-                first_scores(s, smem, x, col0, count)
             if STAGES > 1:
                 load_values(smem, u32(0), x.v, col0, nk)
         while count > 0:
@@ -136,15 +116,12 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             if STAGES == 1:
                 load_values(smem, slot, x.v, col0, nk)
             elif count > 0:
-                if not AHEAD:
-                    load_keys(smem, slot ^ u32(1), x.k, next0, nk)
-                elif count > 1:
-                    load_keys(smem, slot, x.k, i32(next0 - BLOCK_N), nk)
+                load_keys(smem, slot ^ u32(1), x.k, next0, nk)
                 load_values(smem, slot ^ u32(1), x.v, next0, nk)
+            # (1) S = Q K^T
             own = i32(ptx.thread_here() // 32 * WARP_ROWS)  # anew for every tile, for registers
-            if not AHEAD:
-                # (1) S = Q K^T
-                score(s, smem, slot)
+            q_warp = u32(smem + u32(own * PITCH_K))
+            scores(s, q_warp, u32(smem + u32(K_SMEM) + slot * u32(K_BYTES)))
             if STAGES == 1:
                 ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
@@ -153,17 +130,12 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             hide(s, i32(row0 + own), col0, nk, low, high)
             # (2) m_i, O = alpha O
             raise_shifts(s, acc, m_i, l_i, scale_log2)
-            if AHEAD:  # after the last one of what is there, for nothing: a branch would part them
-                score(later, smem, slot ^ u32(1))
             # (3) P, (4) l_i
             exponentials(s, m_i, l_i, scale_log2)
             # (5) O += P V
             values(acc, s, u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)))
             if STAGES > 1:
                 slot = slot ^ u32(1)
-            if AHEAD:
-                for e in range(ALL_SCORES):
-                    s[e] = later[e]
             col0 = next0
 
         row = i32(row0 + ptx.thread_here() // 32 * WARP_ROWS + products.first_row())

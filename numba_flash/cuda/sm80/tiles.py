@@ -193,7 +193,8 @@ MODIFIED_TILES = (
     Row(128, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
-    Row(256, 227 * KB, Tile(4, 1, 64, 1, False, 2)),
+    # speed over that of Tile(4, 1, 64, 1, False, 2), N = 4096: a bias 1.02, mask 1.04, dropout 1.10
+    Row(256, 227 * KB, Tile(8, 2, 64, 1, False, 1, 2)),
     *(row for row in FORWARD_TILES if row.d == 256 and row.shared < 227 * KB),
 )
 

@@ -150,8 +150,7 @@ def test_instructions_of_float64(name):
     _, shape, *_, tile = kernel.config
     rows, terms = (16, 16) if kernel.capability >= (9, 0) else (8, 4)
     if kernel.builder == "sm80.forward_float64.build":
-        first = [shape[0]] if tile.ahead else []  # scores of the first tile, before the loop
-        warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in (*shape[:2], *first)]
+        warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in shape[:2]]
     else:
         warps, d, dv = tile.warps, tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
         sizes = [tile.block_m * tile.block_n * each for each in (d, dv, d, dv, d)]
