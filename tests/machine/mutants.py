@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant("no fence after keys have moved", INTERLEAVE, "        ptx.fence_proxy_async()\n", "", "gradients, bias"),
     Mutant("dK and dV in the order of places", STORE, "row, right = key_of(i32(", "row, right = (i32(", "gradients, bias"),
-    Mutant("bias of the keys of places", P_AND_DS_OPTIONS, "thread % 32 // 4 * 2)", "thread % 32 // 4)", "gradients, bias"),
+    Mutant("bias of the keys of places", P_AND_DS_OPTIONS, "thread % 32 // 4 * 2)", "thread % 32 // 4)", "gradients, bias of many queries"),
     Mutant(
         "dS where another warp reads the bias",
         BIAS_TILES,
@@ -144,7 +144,7 @@ MUTANTS = (
         "",
         "gradients, copied bias",
     ),
-    Mutant("a bias where dS is read", BIAS_TILES, "        pipeline.wait_free(smem, BIAS, n)\n", "", "gradients, copied bias"),
+    Mutant("a bias where dS is read", BIAS_TILES, "        pipeline.wait_free(smem, BIAS, n)\n", "", "gradients, copied bias, D128"),
     Mutant("a bias before it is there", BIAS_TILES, "        pipeline.wait_ready(smem, BIAS, n)\n", "", "gradients, copied bias"),
     Mutant("the bias of the first consumer", BIAS_TILES, "place.column + j * KEYS", "place.column", "gradients, copied bias"),
     Mutant("the bias of the first queries", BIAS_TILES, "place.row + i * KEYS", "place.row", "gradients, copied bias"),
@@ -154,7 +154,7 @@ MUTANTS = (
         BACKWARD_OPTIONS,
         "fetch_first(bias_mask, smem, turn, me, following,",
         "fetch_first(bias_mask, smem, turn, me, n,",
-        "gradients, bias",
+        "gradients, bias of many queries",
     ),
     Mutant("dP of what was dropped", P_AND_DS_OPTIONS, "dp = dp if w > f32(0) else f32(0)", "dp = dp", "gradients, dropout"),
     Mutant(

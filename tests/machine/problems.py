@@ -331,6 +331,7 @@ PROBLEMS |= {
     ),
     "mma, D200": mma(d=200, nq=200, nk=300, capability=(9, 0), options=STEEP),
     "gradients, copied bias": Problem(backward_pass, nq=300, nk=200, multiprocessors=2, options=of_a_bias(300, 200) | {"bias_grad": False}),
+    "gradients, bias of many queries": Problem(backward_pass, nq=300, nk=60, options=of_a_bias(300, 60) | {"bias_grad": False}),
     "gradients, copied bias, D128": Problem(backward_pass, d=128, nq=150, nk=72, options=of_a_bias(150, 72) | {"bias_grad": False}),
 }
 PROBLEMS |= {
