@@ -126,7 +126,7 @@ MUTANTS = (
         "gradients, no room",
     ),
     Mutant("heads of the group before", LOAD_BACKWARD, "i32(kv_head * group + g)", "i32(kv_head + g)", "gradients, heads"),
-    Mutant("tiles of Q overwritten", LOAD_BACKWARD, "        pipeline.wait_free(smem, RING, n)\n", "", "gradients, long"),
+    Mutant("tiles of Q overwritten", PIPELINE, "        wait_free(smem, RING, n)\n", "", "gradients, long"),
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
     # ---- the backward loop with options

@@ -90,7 +90,11 @@ MUTANTS_FEW = (
     ),
     Mutant("rows before they are there", GRADIENTS, "        cuda.syncthreads()  # rows of all threads are there\n", "", "few, gradients"),
     Mutant(
-        "dS before it is there", GRADIENTS, "            meet()  # dS^T of all lanes is there, and V has been read\n", "", "few, gradients"
+        "dS of few before it is there",
+        GRADIENTS,
+        "            meet()  # dS^T of all lanes is there, and V has been read\n",
+        "",
+        "few, gradients",
     ),
     Mutant(
         "dK in the place of K that is read",
