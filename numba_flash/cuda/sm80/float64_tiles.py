@@ -145,9 +145,9 @@ class BackwardTile:
 # TFLOP/s of an H200 at N = 4096. Forward, D = 64: 35.1, 33.6 in sums of 8, 32.8 with tiles of 64
 # keys, 31.3 with 4 warps; in another run 34.4, 35.4 with 16 warps and 16 keys, 31.1 with the next
 # tile's scores among exponentials; D = 128: 40.5, 37.7 with 32 keys and one stage. Backward, D =
-# 64: 42.1, 40.0 with tiles of 64 by 64; D = 128: 42.2, 41.6 with dK and dV of two warps' columns, 32.9 with
-# tiles of 32 keys. simt reaches 20, 20, 12 and 9, torch with the whole matrix 12, 19, 28 and 39.
-# Tiles for less memory and up to D = 32 have not been timed.
+# 64: 42.1, 40.0 with tiles of 64 by 64; D = 128: 42.2, 41.6 with dK and dV of two warps' columns,
+# 32.9 with tiles of 32 keys. simt reaches 20, 20, 12 and 9, torch with the whole matrix 12, 19, 28
+# and 39. Tiles for less memory and up to D = 32 have not been timed.
 FORWARD_TILES = (
     Row(64, 227 * KB, Tile(8, 1, 32, 2, 1)),
     Row(128, 227 * KB, Tile(8, 1, 16, 2, 1)),

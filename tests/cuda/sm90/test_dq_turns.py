@@ -175,12 +175,12 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group,
     layout, events = tile.layout(64, 64), []
     items = [BackwardWork(*[0] * 14)._replace(count=count) for count in (3, 1, 2, END)]
     pipeline = SimpleNamespace(
-        **dict.fromkeys(("wait_ready", "wait_free", "release", "mbarrier"), lambda *_: None),
-        build_load=lambda *_, planes=1: lambda tensor_map, *_: events.append(tensor_map),
+        **dict.fromkeys(("wait_ready", "wait_free", "release"), lambda *_: None),
+        **dict.fromkeys(("build_load", "build_load_rows"), lambda *_, planes=1: lambda tensor_map, *_: events.append(tensor_map)),
         read=lambda smem, ring, turn, word: items[int(turn)][int(word)],
         commit=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
     )
-    ptx = SimpleNamespace(global_address=lambda array: 0, bulk_load=lambda *_: None)
+    ptx = SimpleNamespace(global_address=lambda array: 0)
     rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
     with on_host(load_backward, pipeline=pipeline, ptx=ptx):
         produce = load_backward.build_produce(64, 64, ordered, PLAIN, tile, layout)

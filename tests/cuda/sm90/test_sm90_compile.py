@@ -184,8 +184,8 @@ def test_instructions_of_the_backward_pass(name):
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("name", named(BACKWARD_OPTIONS, QUICK))
 def test_instructions_of_the_backward_pass_with_options(name):
-    """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK; what belongs to a part is asked for before
-    its scores are waited for; keys in pairs.
+    """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK. P is made before dP is waited for, and what
+    belongs to the next part is asked for between; keys in pairs.
     """
     _, d, dv, _, to_map, ordered, vectors, options, tile = BACKWARD_OPTIONS[name]
     found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
@@ -196,12 +196,17 @@ def test_instructions_of_the_backward_pass_with_options(name):
     assert not names & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
     of_part = -(-d // 16) + -(-dv // 16) + tile.part // 16
     assert sum(each.startswith("HGMMA") for each in found) == of_part + (tile.block_n + tile.block_m) // 16
-    if options.bias or options.mask:
-        first = next(i for i, each in enumerate(found) if each.startswith("HGMMA"))
-        wait = next(i for i, each in enumerate(found) if i > first and each.startswith("WARPGROUP.DEPBAR"))
+    first = next(i for i, each in enumerate(found) if each.startswith("HGMMA"))
+    scores, dp = [i for i, each in enumerate(found) if i > first and each.startswith("WARPGROUP.DEPBAR")][:2]
+    assert not any(each.startswith("VHMNMX") for each in found[first:scores])  # S does not wait for a bias
+    between = found[scores:dp]
+    assert sum(each.startswith("MUFU.EX2") for each in between) >= tile.part // 2
+    if options.mask or (options.bias and not tile.copies_bias):
         within = options.blocks and options.blocks.keys % 2 == 0  # no block ends between two keys
         pairs = tile.part // 4 if all(vectors) or within else tile.part // 2
-        assert sum(each.startswith("LDG") for each in found[first:wait]) >= pairs
+        assert sum(each.startswith("LDG") for each in between) >= pairs
+    else:
+        assert not any(each.startswith("LDG") for each in between)
 
 
 @pytest.mark.full
