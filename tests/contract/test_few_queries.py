@@ -1,6 +1,5 @@
 """Few queries with many keys, where heads that share keys are rows of one tile: all options, sizes around tiles, and parts of the keys."""
 
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -99,14 +98,9 @@ def test_a_value_that_a_row_does_not_see_does_not_reach_it(backend):
 
 
 @pytest.mark.skipif(not SIMULATED, reason="of simt's kernels in the simulator")
-@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=simulator), pytest.param("float64", marks=simulator(full=True))])
-def test_parts_of_the_keys(backend, monkeypatch, dtype, early):
-    """On a GPU with room for many blocks the keys are split, and results over parts are combined; a row that sees nothing stays one.
-
-    K and V may be on their way a step ahead.
-    """
-    monkeypatch.setattr(prepare_few, "SIMULATOR_TILE", replace(prepare_few.SIMULATOR_TILE, early=early))
+def test_parts_of_the_keys(backend, dtype):
+    """On a GPU with room for many blocks the keys are split, and results over parts are combined; a row that sees nothing stays one."""
     q, k, v, _ = inputs(batch=(), dtype=dtype, nk=45)
     mask = np.ones((2, 45), bool)
     mask[1] = False

@@ -13,55 +13,43 @@ from numba_flash.cuda import score
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, device, i64, once, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
-from numba_flash.cuda.pages import build_keys, build_missing
+from numba_flash.cuda.pages import build_access, build_keys, build_missing
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
-from numba_flash.cuda.simt.few_values import build_values
 
 NEG_INF = -math.inf
 
 
 @once
 def build_scores(dtype, tile, head_dim, options):
-    """``multiply(s, regs, q_smem, k_smem, k, col0, more)``: a thread's column of S, its rows of one
-    key; if the tile is `early`, `regs` hold the first columns of K then, as ``begin(regs, k,
-    col0)`` brings them, and, if there are `more` tiles, those of the next one afterwards.
+    """``multiply(s, q_smem, k_smem, k, col0)``: a thread's column of S, its rows of one key;
     ``weigh(p_smem, region, at, edge, scale_log2, extras, parameters)``: what the options make of
     it, in shared memory, where it lies; -inf where hidden.
     """
-    ROWS, DEPTH, GROUP, EARLY = tile.rows, tile.depth, tile.group, tile.early
+    ROWS, DEPTH, GROUP = tile.rows, tile.depth, tile.group
     HEAD_DIM, ROW_STEP = head_dim, tile.threads // tile.depth
-    KEYS, STEPS, VECTOR = tile.block_n, tile.steps, tiles.vector(tile.depth, dtype)
+    STEPS, VECTOR = tile.block_n // ROW_STEP, tiles.vector(tile.depth, dtype)
     ACC, MODIFIED = ACCUMULATOR[dtype], options.modifies
     padded = tile.padded(head_dim)
     fetch_rows = tiles.build_fetch_rows(dtype, head_dim, padded, ROW_STEP, options.paged)
     score_of = score.build_score(dtype, options)
 
     @device
-    def begin(regs, k, col0):
-        fetch_rows(regs, k, col0, cuda.threadIdx.x // DEPTH, cuda.threadIdx.x % DEPTH, STEPS)
-
-    @device
-    def multiply(s, regs, q_smem, k_smem, k, col0, more):
+    def multiply(s, q_smem, k_smem, k, col0):
         me, first = cuda.threadIdx.x, cuda.threadIdx.x // DEPTH
         lane = cuda.threadIdx.x % DEPTH
-        x = cuda.local.array(VECTOR, ACC)
+        regs, x = cuda.local.array(STEPS, ACC), cuda.local.array(VECTOR, ACC)
         for r in range(ROWS):
             s[r] = ACC(0)
-        if not EARLY:
-            begin(regs, k, col0)
+        fetch_rows(regs, k, col0, first, lane, STEPS)
         for d0 in range(0, HEAD_DIM, DEPTH):
             cuda.syncthreads()  # everyone has read the previous chunk
             for i in range(STEPS):
                 k_smem[index(first + i * ROW_STEP), index(lane)] = regs[i]
             cuda.syncthreads()  # the chunk is complete
-            # the next one is on its way while this one is multiplied
-            last = d0 + DEPTH >= HEAD_DIM
-            if not last or (EARLY and more):
-                next_col0 = col0 + KEYS if last else col0
-                next_d0 = i64(0) if last else i64(d0 + DEPTH)
-                fetch_rows(regs, k, next_col0, first, next_d0 + lane, STEPS)
+            if d0 + DEPTH < HEAD_DIM:  # the next one is on its way while this one is multiplied
+                fetch_rows(regs, k, col0, first, d0 + DEPTH + lane, STEPS)
             for d in range(0, DEPTH, VECTOR):
                 for c in range(VECTOR):
                     x[c] = k_smem[index(me), index(d + c)]
@@ -86,7 +74,92 @@ def build_scores(dtype, tile, head_dim, options):
                 x = p_smem[index(me), index(r)] * ACC(scale_log2)
             p_smem[index(me), index(r)] = x
 
-    return begin, multiply, weigh
+    return multiply, weigh
+
+
+@once
+def build_values(dtype, out_dtype, tile, head_dim_v, pages):
+    """``multiply(acc, p_smem, v, col0, careful)``: O += P V, a thread's columns and its share of
+    the keys, of a cache if there are `pages`; if `careful`, terms of weight -0.0 are absent, not
+    zero times v.
+
+    ``write(o, o_smem, acc, inverse, row0, rows)``: all shares are added in their order, and rows of
+    O (heads, n, head_dim) stored in `out_dtype`, row r times ``inverse[r]``.
+    """
+    ROWS, KEYS, GROUP = tile.rows, tile.block_n, tile.group
+    LANES = tile.lanes(head_dim_v)
+    SHARES, COLS = tile.threads // LANES, -(-head_dim_v // LANES)
+    AHEAD = tile.ahead
+    HEAD_DIM_V, THREADS, LOADS = head_dim_v, tile.threads, AHEAD * COLS
+    ACC = ACCUMULATOR[dtype]
+    load, _ = build_convert(dtype)
+    _, store = build_convert(out_dtype)
+    element, length = build_access(pages)
+
+    @device
+    def absent(weight):
+        return weight == ACC(0) and math.copysign(ACC(1), weight) < ACC(0)
+
+    @device
+    def add(acc, p_smem, j, x, first, careful):
+        weights = cuda.local.array(ROWS, ACC)
+        for r in range(ROWS):
+            weights[r] = p_smem[index(j), index(r)]
+        for r in range(ROWS):
+            if not (careful and absent(weights[r])):
+                for c in range(COLS):
+                    acc[r * COLS + c] += weights[r] * x[first + c]
+
+    @device
+    def add_four(acc, p_smem, j, x, first, careful):
+        add(acc, p_smem, j, x, first, careful)
+        add(acc, p_smem, j + SHARES, x, first + COLS, careful)
+        add(acc, p_smem, j + 2 * SHARES, x, first + 2 * COLS, careful)
+        add(acc, p_smem, j + 3 * SHARES, x, first + 3 * COLS, careful)
+
+    @device
+    def add_all(acc, p_smem, j, x, careful):
+        add_four(acc, p_smem, j, x, 0, careful)
+        if AHEAD > 4:
+            add_four(acc, p_smem, j + 4 * SHARES, x, 4 * COLS, careful)
+
+    @device
+    def multiply(acc, p_smem, v, col0, careful):
+        share, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        x, last = cuda.local.array(LOADS, ACC), length(v) - 1
+        for j in range(share, KEYS, AHEAD * SHARES):
+            for n in range(AHEAD):  # all are on their way before any is used
+                for c in range(COLS):
+                    d = min(lane + c * LANES, HEAD_DIM_V - 1)
+                    i = min(col0 + j + n * SHARES, last)
+                    x[n * COLS + c] = load(element(v, i, d))
+            if careful:
+                add_all(acc, p_smem, j, x, True)
+            else:
+                add_all(acc, p_smem, j, x, False)
+
+    @device
+    def write(o, o_smem, acc, inverse, row0, rows):
+        share, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
+        for turn in range(SHARES):
+            if share == turn:
+                for r in range(ROWS):
+                    for c in range(COLS):
+                        d = lane + c * LANES
+                        if d < HEAD_DIM_V:
+                            before = o_smem[index(r), index(d)] if turn > 0 else ACC(0)
+                            o_smem[index(r), index(d)] = before + acc[r * COLS + c]
+            cuda.syncthreads()  # this share's sums are there
+        for number in range(cuda.threadIdx.x, ROWS * HEAD_DIM_V, THREADS):
+            r, d = number // HEAD_DIM_V, number % HEAD_DIM_V
+            row = row0 + r
+            if row < rows:
+                x = inverse[index(r)]  # of a row that has seen nothing 0, and whatever O is
+                if x != ACC(0):
+                    x *= o_smem[index(r), index(d)]
+                o[index(row % GROUP), index(row // GROUP), index(d)] = store(x)
+
+    return multiply, write
 
 
 @once
@@ -130,8 +203,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     ROWS, KEYS, GROUP = tile.rows, tile.block_n, tile.group
     FOLDS, PADDED, THREADS = tile.folds, tile.padded(head_dim), tile.threads
     HEAD_DIM, COLUMNS = head_dim, max(PADDED, head_dim_v)
-    EARLY, STEPS, COLS = tile.early, tile.steps, -(-head_dim_v // tile.lanes(head_dim_v))
-    OUTPUTS, VALUES = tile.rows * COLS, tile.ahead * COLS
+    OUTPUTS = tile.rows * -(-head_dim_v // tile.lanes(head_dim_v))
     PITCH_K, PITCH_P = tile.pitch(tile.depth, dtype), tile.pitch(ROWS, dtype)
     ALIGNMENT = tiles.ALIGNMENT
     ACC, NAN = ACCUMULATOR[dtype], math.nan
@@ -140,8 +212,8 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
     sequence_of = build_sequence(options)
     capacity, heads_of, keys_of = build_keys(options)
     missing, PAGED = build_missing(options), options.paged is not None
-    begin_scores, scores, weigh = build_scores(dtype, tile, head_dim, options)
-    begin_values, values, write = build_values(dtype, out_dtype, tile, head_dim_v, options.paged)
+    scores, weigh = build_scores(dtype, tile, head_dim, options)
+    values, write = build_values(dtype, out_dtype, tile, head_dim_v, options.paged)
     fold_maxima, fold_sums = build_fold(dtype, tile)
     power, log_sum = score.build_exponential(dtype, options)
 
@@ -157,8 +229,6 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
         # registers of each thread
         s = cuda.local.array(ROWS, ACC)  # of S, its key
         acc = cuda.local.array(OUTPUTS, ACC)  # its part of O
-        k_regs = cuda.local.array(STEPS, ACC)  # its part of some columns of K
-        v_regs = cuda.local.array(VALUES, ACC)  # its columns of some values
         l_i = cuda.local.array(ROWS, ACC)  # its part of the sums
 
         nq, nk, heads, me = q.shape[3], capacity(extras, k), q.shape[2], cuda.threadIdx.x
@@ -200,8 +270,6 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
             count = (stop + KEYS - 1) // KEYS - first
         share = (count + parts - 1) // parts
         first, last = first + min(part * share, count), first + min((part + 1) * share, count)
-        if EARLY and first < last:
-            begin_scores(k_regs, k_head, first * KEYS)
         for n in range(first, last):
             col0 = n * KEYS
             region = Region(row0, col0, nq * GROUP, nk, low, high)
@@ -209,9 +277,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
                 query0, query1, col0, col0 + KEYS, low, high
             )
             # (1) S = Q K^T
-            scores(s, k_regs, q_smem, k_smem, k_head, col0, n + 1 < last)
-            if EARLY:
-                begin_values(v_regs, v_head, col0)
+            scores(s, q_smem, k_smem, k_head, col0)
             for r in range(ROWS):
                 p_smem[index(me), index(r)] = s[r]
             # (2) the options; in base 2 without any
@@ -239,7 +305,7 @@ def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile):
                     acc[r * (OUTPUTS // ROWS) + c] *= alpha_smem[index(r)]
             cuda.syncthreads()  # all of P is there
             # (5) O = alpha O + P V
-            values(acc, v_regs, p_smem, v_head, col0, edge or HIDES)
+            values(acc, p_smem, v_head, col0, edge or HIDES)
 
         cuda.syncthreads()  # P has been read
         for r in range(ROWS):

@@ -27,9 +27,6 @@ class FewTile:
         Blocks per multiprocessor that the register allocation must allow.
     ahead : int
         Keys whose V a thread has under way at the same time, 4 or 8.
-    early : bool
-        K and V are on their way one step ahead: while softmax is made, and from a tile to the next.
-        Takes registers.
     group : int
         Heads that read the same keys.
     """
@@ -39,7 +36,6 @@ class FewTile:
     depth: int
     min_blocks: int
     ahead: int = 4
-    early: bool = False
     group: int = 1
 
     @property
@@ -49,11 +45,6 @@ class FewTile:
     @property
     def block_n(self) -> int:
         return self.threads
-
-    @property
-    def steps(self) -> int:
-        """Numbers of K that a thread has under way at the same time."""
-        return self.block_n * self.depth // self.threads
 
     @property
     def folds(self) -> int:
