@@ -15,7 +15,9 @@ from numba_flash.cuda.lang import cuda, f32, inline, once
 
 LOG2E = math.log2(math.e)
 # tanh(x) / x - 1 as polynomials in x^2, off by less than 2^-23 of tanh(x) / x up to SMALL; of three
-# terms by 2^-20.4 up to FEW, which is less than pairs are off by while scores stay below MOST.
+# terms by 2^-20.4 up to FEW, which is less than pairs are off by while scores stay below MOST. Time
+# over that without a cap, D = 64, N = 4096, a cap of 20, `sm80` on an H200: forward 1.32, with two
+# terms, of smaller scores, 1.50; backward 1.30, 1.32.
 SMALL, TANH = 0.55, (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
 FEW, TANH_OF_FEW, MOST = 0.5, (-0.33328159, 0.13205353, -0.04475042), 32.0
 # A product of two e^2x and what caps bring in stays a number up to LARGE. Pairs are off by 2^-21 of

@@ -79,7 +79,12 @@ class OptionsBackwardTile(NotedTile):
 
 
 SMALL, LARGE = OptionsBackwardTile(128, 2, 2, part=64), OptionsBackwardTile(64, 3, 2, part=32)
-# By whether options are `crowded`. Chosen by registers.
+# By whether options are `crowded`. Chosen by registers. Gradients, that of a bias among them, which
+# batch elements share, bfloat16, N = 2048, 64 heads in all, on an H200: at D = 64 0.848 ms where
+# the copy engine brings the bias, 0.954 where threads read it a part ahead, 1.044 where they wait
+# for it at once; at D = 128 1.256, 1.475 and 1.633. Of a mask of pairs read a part ahead, fp16, N =
+# 4096: 2.22 ms, else 2.51. With a function of the score, that P is made before dP is waited for
+# costs 2 %: 1.71 ms, else 1.67.
 TILES = {
     False: (Row(ANY, 64, 64, SMALL), Row(ANY, MOST, MOST, LARGE)),
     True: (

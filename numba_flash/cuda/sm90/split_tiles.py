@@ -126,6 +126,8 @@ class WideSplitBackwardTile(SplitBackwardTile):
         return layout
 
 
+# TFLOP/s of float32 on an H200, N = 4096: at D = 64 167; at 128 162, causal 153, where those of
+# `sm80` reached 90 and 78.
 def split_backward_tile(problem) -> SplitBackwardTile:
     """Tile of the main kernel of the backward pass."""
     if max(problem.d, problem.dv) <= PANEL:

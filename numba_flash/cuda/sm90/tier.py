@@ -26,7 +26,7 @@ GREATEST_SOFTCAP = 1024
 # Up to here tiles have too few products to hide the loads of a bias or a mask of each pair. Time of
 # sm80, with more warps, over that of sm90 on an H200: forward, N = 4096, a mask, 0.90 at D = 64 and
 # 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
-# gradient of the bias 1.13.
+# gradient of the bias 1.13, before the copy engine brought the bias.
 MOST_WAITING = {"forward": 64, "backward": 32}
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
