@@ -14,7 +14,7 @@ MUTANTS_FEW = (
         "Q of other warps before it is there", FORWARD, "            cuda.syncthreads()  # Q of all threads is there\n", "", "few, apart"
     ),
     Mutant("the first warp's keys for all", LOAD, "            thread = i32(thread % WARP)\n", "            pass\n", "few, apart"),
-    Mutant("sums over tiles that others read", FEW, "        cuda.syncthreads()  # all tiles have been read\n", "", "few"),
+    Mutant("sums over tiles that others read", FEW, "        cuda.syncthreads()  # all tiles have been read\n", "", "few, apart"),
     Mutant("maxima of warps before they are there", FEW, "        cuda.syncthreads()  # m and l of all warps are there\n", "", "few"),
     Mutant("rows of warps before they are there", FEW, "        cuda.syncthreads()  # rows of all warps are there\n", "", "few"),
     Mutant(
