@@ -87,7 +87,6 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
             h = i32(kv_head * GROUP)
         else:
             b0, b1, h, block = query_block_of(number, extras, q.shape, nk)
-            kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
         at = Head(b0, b1, b0 * q.shape[1] + b1, h, heads)
         invalid, rows, q0 = False, nq, i32(0)
         if SEQUENCES:
@@ -97,7 +96,8 @@ def build_block(options, banded, block_m, key_bytes, parts, group=0):
         if FEW:
             group, o0 = slice(h, h + GROUP), part * q.shape[0] + b0
             q_head = q[b0, b1, group]
-        else:
+        else:  # kv_head here, not above: there 150 bytes more of registers go to memory
+            kv_head = i32(u32(h) // u32(u32(heads) // u32(k.shape[2])))
             q_head = q[b0, b1, h]
         if PAGED:
             k_head, v_head = k[0, :, kv_head], v[0, :, kv_head]
