@@ -126,7 +126,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     dlse : not read unless the kernel `has_dlse`.
     """
     BLOCK_M, BLOCK_N, WARP_N, STAGES = tile.block_m, tile.block_n, tile.warp_n, tile.stages
-    APART, ASYNCHRONOUS, PARTS, GROUP = tile.apart, shape.asynchronous, parts, tile.group
+    ASYNCHRONOUS, PARTS, GROUP = shape.asynchronous, parts, tile.group
     D, DV, NAN = padded(shape.head_dim), padded(shape.head_dim_v), math.nan
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     K, V, Q, DO, DS, ROWS = SMEM.k, SMEM.v, SMEM.q, SMEM.do, SMEM.ds, SMEM.rows
@@ -137,6 +137,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     kind = products.Kind(dtype == "bfloat16", shape.turing)
     block_of = build_block(options, False, BLOCK_M, 2 * (D + DV), parts, tile.group)
     query_of, _, _ = build_row(tile.group)
+    commit, meet = few.build_steps(tile, ASYNCHRONOUS)
     load_q = few.build_load(tile, shape.head_dim, ASYNCHRONOUS)
     load_do = few.build_load(tile, shape.head_dim_v, ASYNCHRONOUS)
     load_of = lambda d: build_load(WARP_N, d, WARP, None, ASYNCHRONOUS, around=tile.around)
@@ -159,19 +160,6 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     store_dq = few.build_store(tile, shape.head_dim, parts, *kind, compact=parts)
     zero, _ = softmax.build_zero(OUTPUTS_Q)
     wait_for_q, wait_for_one = ptx.copy_wait_but(STAGES), ptx.copy_wait_but(STAGES - 1)
-
-    @inline
-    def commit():
-        if ASYNCHRONOUS:
-            ptx.copy_commit()
-
-    @inline
-    def meet():
-        """All lanes, who know what each other did then."""
-        if APART:
-            cuda.syncwarp()
-        else:
-            cuda.syncthreads()
 
     @inline
     def keys_of(x, keys, parts):

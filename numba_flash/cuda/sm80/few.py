@@ -9,6 +9,7 @@ in the order of the warps, by way of shared memory.
 """
 
 import math
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
@@ -16,6 +17,35 @@ from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.few_tiles import float_pitch
 from numba_flash.cuda.sm80.load import build_chunk
 from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
+
+
+class Steps(NamedTuple):
+    """Functions; see `build_steps`."""
+
+    commit: Any
+    meet: Any
+
+
+@once
+def build_steps(tile, asynchronous):
+    """`Steps`: ``commit()`` ends a group of copies; ``meet()`` waits for all lanes that share
+    tiles, those of a warp or of all, who know what each other did then.
+    """
+    APART, ASYNCHRONOUS = tile.apart, asynchronous
+
+    @inline
+    def commit():
+        if ASYNCHRONOUS:
+            ptx.copy_commit()
+
+    @inline
+    def meet():
+        if APART:
+            cuda.syncwarp()
+        else:
+            cuda.syncthreads()
+
+    return Steps(commit, meet)
 
 
 @once

@@ -14,6 +14,8 @@ from numba_flash.cuda.number import build_convert, index
 from numba_flash.cuda.sm80.few_tiles import MOST_JOINED
 from numba_flash.cuda.sm80.tiles import WARP
 
+AHEAD = 8  # parts of an element of O that a thread has under way at the same time
+
 
 class Place(NamedTuple):
     """Of elements of O that a thread has: the row of the block, the head, the query, and the first
@@ -104,7 +106,7 @@ def build_join(tile, head_dim_v, out_dtype, write_lse):
     all `parts` of the keys are done; `arrivals`, a number for each block of rows, is 0 before and
     after.
     """
-    BLOCK_M, THREADS, AHEAD = tile.block_m, tile.threads, tile.ahead
+    BLOCK_M, THREADS = tile.block_m, tile.threads
     WIDTH = 4 if head_dim_v % 4 == 0 else 1  # elements of O that a thread has at the same time
     ACROSS, LOADED = head_dim_v // WIDTH, WIDTH * AHEAD
     query_of, head_of, _ = fragment.build_row(tile.group)

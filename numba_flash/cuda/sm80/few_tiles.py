@@ -38,14 +38,11 @@ class FewTile(Tile):
     apart : bool
         Warps do not wait for each other while they go through the keys. For GPUs before Hopper the
         assembler makes calls of what lets lanes of a warp wait, and keeps registers for them.
-    ahead : int
-        Parts of an element of O that a thread has under way at the same time where they are joined.
     """
 
     group: int = 1
     around: int = 128
     apart: bool = True
-    ahead: int = 8
 
     @property
     def block_m(self) -> int:

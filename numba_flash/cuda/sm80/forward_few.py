@@ -64,7 +64,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     whole_o, whole_lse, arrivals : if parts are `joined`, what the last block of those that share
         rows makes of them; see `numba_flash.cuda.sm80.few_join`.
     """
-    BLOCK_N, THREADS, STAGES, APART = tile.block_n, tile.threads, tile.stages, tile.apart
+    BLOCK_N, THREADS, STAGES = tile.block_n, tile.threads, tile.stages
     WARP_N, GROUP, M_TILES, Q_REGISTERS = tile.warp_n, tile.group, tile.m_tiles, tile.q_registers
     ROWS, BLOCK_M = 2 * tile.m_tiles, tile.block_m
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
@@ -87,6 +87,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     missing = build_missing(options)
     runs = fragment.runs_of_queries(M_TILES, WARP_N, GROUP)
     HELD = max(1, held(options, runs).words)
+    commit, meet = few.build_steps(tile, ASYNCHRONOUS)
     load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, parts, dtype == "bfloat16")
     find, load_k, load_v, FOUND = build_load_few(tile, shape, place_of_key, options)
     scores, _, pack, values = products.build_products(dtype, shape, tile, D, DROPOUT)
@@ -124,19 +125,6 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
             before = min(i32(x.part * share), count)
             first, count = i32(first + before), i32(min(share, count - before))
         return Tiles(first, count)
-
-    @inline
-    def commit():
-        if ASYNCHRONOUS:
-            ptx.copy_commit()
-
-    @inline
-    def meet():
-        """All lanes, who know what each other did then."""
-        if APART:
-            cuda.syncwarp()
-        else:
-            cuda.syncthreads()
 
     @inline
     def wait():
