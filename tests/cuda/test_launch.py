@@ -267,13 +267,9 @@ class Memory(NamedTuple):
         return Memory(self.ptr + offset)
 
 
-# Python functions of the package that run in one call: each is a twentieth of a microsecond or more.
-MOST_CALLED = {"forward": 13, "forward out": 16, "backward": 31}
-
-
-@pytest.mark.parametrize("name", MOST_CALLED)
-def test_a_call_that_is_prepared_goes_through_few_functions(name, driver, monkeypatch):
-    package, called = str(Path(numba_flash.__file__).parent), []
+@pytest.fixture
+def on_stub(driver, monkeypatch):
+    """Calls on arrays of an `OnGpu` go to the stub of the driver, and nothing is prepared for them yet."""
     vars(sys.modules["cupy"]).update(ndarray=OnGpu)
     vars(sys.modules["cupy"].cuda).update(alloc=lambda size: Memory(1 << 21))
     for module, attribute, instead in (
@@ -282,6 +278,15 @@ def test_a_call_that_is_prepared_goes_through_few_functions(name, driver, monkey
         (launch, "gpu", lambda device: HOPPER),
     ):
         monkeypatch.setattr(module, attribute, instead)
+
+
+# Python functions of the package that run in one call: each is a twentieth of a microsecond or more.
+MOST_CALLED = {"forward": 13, "forward out": 16, "backward": 31}
+
+
+@pytest.mark.parametrize("name", MOST_CALLED)
+def test_a_call_that_is_prepared_goes_through_few_functions(name, driver, on_stub):
+    package, called = str(Path(numba_flash.__file__).parent), []
     q, k, v, do, o = (OnGpu((2, 64, 512, 64), "float16") for _ in range(5))
     lse = OnGpu(q.shape[:-1], "float32")
     for i, x in enumerate((q, k, v, do, o, lse), start=1):
@@ -307,17 +312,9 @@ def test_a_call_that_is_prepared_goes_through_few_functions(name, driver, monkey
 
 
 @pytest.fixture
-def launched(driver, monkeypatch):
+def launched(on_stub, monkeypatch):
     """Kernels that calls on arrays of an `OnGpu` launch: builder, addresses of arrays and optional arrays, numbers."""
     launched = []
-    vars(sys.modules["cupy"]).update(ndarray=OnGpu)
-    vars(sys.modules["cupy"].cuda).update(alloc=lambda size: Memory(1 << 21))
-    for module, attribute, instead in (
-        (call, "_prepared", {}),
-        (launch, "why_not", lambda x: None),
-        (launch, "gpu", lambda device: HOPPER),
-    ):
-        monkeypatch.setattr(module, attribute, instead)
     address = lambda x: x and x.data.ptr
 
     def note(self, operands, extras=(), numbers=None):
