@@ -130,7 +130,7 @@ PROBLEMS = {
     "plain": Problem(forward_pass),
     "steep": Problem(forward_pass, nq=200, nk=500, options=STEEP),
     "one key missing": Problem(forward_pass, nk=255),
-    "heads": Problem(forward_pass, nk=300, hq=4, hk=2, multiprocessors=2),
+    "heads": Problem(forward_pass, nk=300, hq=4, hk=2, multiprocessors=2, options={"causal": True}),  # rows of heads stay apart
     "many items": Problem(forward_pass, nk=100, hq=7),
     "long items": Problem(forward_pass, nk=500, hq=4),
     "D128": Problem(forward_pass, d=128),

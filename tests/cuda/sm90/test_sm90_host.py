@@ -435,8 +435,8 @@ SIZES = [(1, 20000), (64, 20000), (128, 30000), (129, 20000), (150, 20000), (192
 @pytest.mark.parametrize(("nq", "nk"), SIZES)
 def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     """Each of the tile that the kernel is built with, once for each part of the keys; a second kernel puts parts together."""
-    p = problem(nq=nq, nk=nk, d=d, batch=(1, 1), **options)
-    q, k, v = (np.zeros((1, 1, h, n, d), np.float16) for h, n in ((2, nq), (1, nk), (1, nk)))
+    p = problem(nq=nq, nk=nk, d=d, batch=(1, 1), hk=2, **options)
+    q, k, v = (np.zeros((1, 1, 2, n, d), np.float16) for n in (nq, nk, nk))
     results = ForwardResults(q.copy(), np.zeros((1, 1, 2, nq), np.float32))
     inputs = ForwardInputs(q, k, v, kv_lengths=options.get("kv_lengths"))
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
@@ -446,7 +446,7 @@ def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     *_, store, _, tile = forward.config
     sizes, _ = forward.numbers
     assert sizes.items == sizes.parts * 2 * -(-nq // tile.block_m)
-    assert (sizes.low, sizes.high, sizes.columns, sizes.group, sizes.b0) == (p.low, p.high, nk, 2, 1)
+    assert (sizes.low, sizes.high, sizes.columns, sizes.group, sizes.b0) == (p.low, p.high, nk, 1, 1)
     assert sizes.section >= 1
     assert forward.grid == min(sizes.items, H200.multiprocessors)
     assert (store == "parts") == (sizes.parts > 1) == bool(combine)
