@@ -46,6 +46,10 @@ class HostClock:
         bound.repeat(count)
         return time.perf_counter() - start
 
+    def graph(self, bound: Bound, calls: int) -> Bound:
+        """So many calls as one; there is nothing to record."""
+        return Bound(lambda count: bound.repeat(count * calls), bound.results)
+
 
 class GpuClock(HostClock):
     """CUDA events on one stream that is CuPy's and PyTorch's current one within `current`; L2 is not flushed."""
@@ -79,6 +83,22 @@ class GpuClock(HostClock):
         self.stop.record(self.stream)
         self.stop.synchronize()
         return self.cuda.get_elapsed_time(self.start, self.stop) / 1e3
+
+    def graph(self, bound: Bound, calls: int) -> Bound:
+        """So many calls as one CUDA graph, whose time is the GPU's alone; of calls whose arrays are CuPy's, within `current`."""
+        pool = self.cuda.MemoryPool()  # whose memory stays the graph's
+        with self.cuda.using_allocator(pool.malloc):
+            bound.repeat(calls)  # kernels are loaded, and the pool has memory
+            self.wait()
+            self.stream.begin_capture()
+            bound.repeat(calls)
+            graph = self.stream.end_capture()
+
+        def repeat(count: int, kept=pool):
+            for _ in range(count):
+                graph.launch(self.stream)
+
+        return Bound(repeat, bound.results)
 
 
 @dataclass
