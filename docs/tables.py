@@ -160,7 +160,8 @@ def _situations(results: dict) -> list[list[str]]:
     for situation in dict.fromkeys(row["situation"] for row in results["rows"]):
         speeds, names = [], {}
         for direction in ("forward", "backward"):
-            found = [_fastest(row) for row in results["rows"] if (row["situation"], row["direction"]) == (situation, direction)]
+            of_all = [row for row in results["rows"] if (row["situation"], row["direction"]) == (situation, direction)]
+            found = [_fastest(row) for row in of_all if any("ratio" in peer for peer in row["peers"].values())]
             speeds.append(_range([ratio for _, ratio in found]) if found else "")
             names |= dict.fromkeys(name for name, _ in found)
         rows.append([situation, *speeds, ", ".join(names)])
@@ -181,7 +182,8 @@ def situations(results: dict) -> str:
         lengths = f"{row['length']}" if row["length"] == row["length_kv"] else f"{row['length']} x {row['length_kv']}"
         remarks = [word for word in ("causal", "bias") if row[word]]
         problem = ", ".join([row["dtype"], f"B = {row['batch']}, H = {heads}, N = {lengths}, D = {row['head_dim']}", *remarks])
-        over = ", ".join(f"{name} {peer['ratio']:.2f}" if "ratio" in peer else f"{name} cannot" for name, peer in row["peers"].items())
+        over = [f"{name} {peer['ratio']:.2f}" if "ratio" in peer else f"{name} cannot" for name, peer in row["peers"].items()]
+        over = ", ".join([*over, *([f"plain {1 / row['over_plain']:.2f}"] if "over_plain" in row else [])])
         rows.append([row["situation"], problem, row["direction"], _three(row["ms"]), _three(row["tflops"]), over])
     return table(["situation", "problem", "", "ms", "TFLOP/s", "our speed over"], rows)
 
