@@ -301,6 +301,40 @@ def float32(results: dict) -> str:
     return note + table(["", *names], rows)
 
 
+def doubt(results: dict) -> str:
+    """Relative errors of sums on tensor cores: by interval on the worst data, and by data at one interval."""
+    rows = results["rows"]
+    of = {(row["data"], row["length"], row["instruction"], row.get("split"), row.get("interval")): row["error"] for row in rows}
+    ways = list(dict.fromkeys((row["instruction"], row["split"]) for row in rows if "split" in row))
+    intervals, every = (64, 128, 256, None), lambda name: list(dict.fromkeys(row[name] for row in rows))
+    errors = lambda keys: " / ".join(f"{of[key]:.0e}" if key in of else "-" for key in keys)
+    lengths, kinds = every("length"), every("data")
+    columns = [f"N = {n}" for n in lengths]
+    text = f"{results['device']}; errors by the keys after which sums are emptied, {' / '.join(str(x or 'never') for x in intervals)}:\n\n"
+    for data in (kind for kind in ("normal", "positive") if kind in kinds):
+        by_length = lambda way, data=data: [errors([(data, n, *way, interval) for interval in intervals]) for n in lengths]
+        lines = [[f"{way[0]}, {way[1]}", *by_length(way)] for way in ways]
+        lines.append(["IEEE, one after the other", *(errors([(data, n, "IEEE", None, None)]) for n in lengths)])
+        text += table([f"{data} numbers", *columns], lines) + "\n"
+    text += f"Every 128 keys, by data, N = {' / '.join(map(str, lengths))}:\n\n"
+    lines = [[f"{way[0]}, {way[1]}", *(errors([(data, n, *way, 128) for n in lengths]) for data in kinds)] for way in ways]
+    lines.append(["IEEE, one after the other", *(errors([(data, n, "IEEE", None, None) for n in lengths]) for data in kinds)])
+    return text + table(["", *kinds], lines)
+
+
+def doubt_rates(results: dict) -> str:
+    """TFLOP/s of one product and of three by instruction, kind of numbers and interval."""
+    rates = {(row["instruction"], row["kind"], row["products"], row["interval"]): row["tflops"] for row in results["rates"]}
+    intervals = (64, 128, 256, None)
+    entry = lambda *key: _three(rates[key]) if key in rates else "-"
+    rows = []
+    for instruction, kind in dict.fromkeys((row["instruction"], row["kind"]) for row in results["rates"]):
+        for products in (1, 3):
+            what = f"{instruction}, {kind}, {'one product' if products == 1 else 'three interleaved'}"
+            rows.append([what, *(entry(instruction, kind, products, interval) for interval in intervals)])
+    return table(["TFLOP/s of a product of matrices; sums emptied after", *(f"{x} keys" if x else "never" for x in intervals)], rows)
+
+
 def training(results: dict) -> str:
     """A step of training by length, with both kinds of attention."""
     rows = {(row["length"], row["attention"]): row for row in results["rows"]}
@@ -514,6 +548,8 @@ BLOCKS = {
     "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
     "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
+    "doubt": Block(doubt, ("h200/doubt",), _study("doubt", "h200")),
+    "doubt-rates": Block(doubt_rates, ("h200/doubt",), _study("doubt", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
     "gpus-measured": Block(gpus_measured, ("h200/gpus",), _study("gpus", "h200")),
