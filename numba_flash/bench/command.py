@@ -24,6 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--option", type=_options, default=["none"], metavar="NAME,...", help=said)
     parser.add_argument("--peers", metavar="NAME,...", help=f"compare with these only; default all of {', '.join(_peers())}")
     parser.add_argument("--repeats", type=grid.positive, metavar="R", help="rounds in which each is timed once; default 10, on the CPU 5")
+    parser.add_argument(
+        "--watts", action="store_true", help="also tell what the GPU draws for each, and its clock; a second or two for each"
+    )
     parser.add_argument("--plot", type=grid.file, metavar="FILE", help="also write a figure (needs matplotlib)")
 
 
@@ -68,7 +71,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     results = []
     with clock.current():
         for cell in track(cells, len(cells), lambda cell: " ".join(str(cell).split())):
-            results.append((cell, timing.compare(cell, contenders, clock, repeats)))
+            results.append((cell, timing.compare(cell, contenders, clock, repeats, options.watts)))
             print(report.block(*results[-1]), end="\n\n", flush=True)
         host = timing.host_microseconds(contenders, clock, options.dtype)
     print("TFLOP/s, and our speed over the peer's", report.table(results), "", report.closing(results, host, place), sep="\n")
