@@ -301,6 +301,13 @@ def float32(results: dict) -> str:
     return note + table(["", *names], rows)
 
 
+def kelvin(results: dict) -> str:
+    """The picture of the example, and the error of each way to compute the gradient."""
+    picture = "![gradient of one query and errors of all, by this library, IEEE float32 and PyTorch](figures/kelvin.png)\n\n"
+    about = f"{results['device']}, `{results['backend']}`, {results['heads']} x {results['stations']} stations, {results['days']} days:\n\n"
+    return picture + about + table(["", "relative error of dq"], [[row["what"], f"{row['error']:.1e}"] for row in results["rows"]])
+
+
 def doubt(results: dict) -> str:
     """Relative errors of sums on tensor cores: by interval on the worst data, and by data at one interval."""
     rows = results["rows"]
@@ -530,6 +537,7 @@ def _study(name: str, machine: str) -> str:
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 FIND_PATH = "python docs/examples/find_path.py --json asv_bench/studies/results/h200/path.json"
+KELVIN = "python docs/examples/kelvin.py --output docs/figures/kelvin.png --json asv_bench/studies/results/h200/kelvin.json"
 SM80 = (
     "python -m numba_flash bench --backend sm80 --direction both --peers 'torch FA2' --repeats 6"
     " --json asv_bench/studies/results/h200/sm80.json"
@@ -548,6 +556,7 @@ BLOCKS = {
     "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
     "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
+    "kelvin": Block(kelvin, ("h200/kelvin",), KELVIN),
     "doubt": Block(doubt, ("h200/doubt",), _study("doubt", "h200")),
     "doubt-rates": Block(doubt_rates, ("h200/doubt",), _study("doubt", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),

@@ -155,6 +155,7 @@ RESULTS = {
             situation("slow", "forward", {"R": 0.05}, causal=True),
         ],
     },
+    "h200/kelvin": {"device": "H", "backend": "sm90", "heads": 4, "stations": 8, "days": 2, "rows": [{"what": "kelvin", "error": 1e-6}]},
     "h200/doubt": {
         "device": "H",
         "rows": [
@@ -198,6 +199,7 @@ EXPECTED = {
         "| kelvin | 1e-07 / 1e-07 / 1e-07 / 1e-07 | 1e-07 /",
         "| TFLOP/s, forward / backward | 100 / 90.0 | 25.0 / none |",
     ],
+    "kelvin": ["](figures/kelvin.png)\n", "H, `sm90`, 4 x 8 stations, 2 days:", "| kelvin | 1.0e-06 |"],
     "doubt": [
         "| wgmma, float16 x 3 | 1e-07 / 2e-07 / - / 1e-05 |",
         "| IEEE, one after the other | 4e-07 |",
