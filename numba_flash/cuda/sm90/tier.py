@@ -17,7 +17,7 @@ from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
-from numba_flash.problem import ForwardResults, Prepared
+from numba_flash.problem import MAX_HEAD_DIM, ForwardResults, Prepared
 
 # Options that the kernels of float32 know; the others know all but pages.
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
@@ -29,9 +29,10 @@ GREATEST_SOFTCAP = 1024
 # 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
 # gradient of the bias 1.13, before the copy engine brought the bias.
 MOST_WAITING = {"forward": 64, "backward": 32}
-# Queries of all heads that share keys up to which sm80's tiles of few queries have a place for them
-# all. Not timed.
-MOST_OF_OTHERS = 32
+# Queries of all heads that share keys up to which sm80's tiles of few queries are as fast, up to
+# head dimension 64 and beyond. Time of sm80 over that of sm90 on an H200, 16 x 32k keys of 8 heads:
+# D = 64, 64 queries 0.95, 128 1.88; D = 128, 32 1.00, 40 1.47, 64 1.50, 128 2.81.
+MOST_OF_OTHERS = {64: 64, MAX_HEAD_DIM: 32}
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
@@ -102,7 +103,8 @@ def _few(kind: str, p, inputs) -> bool:
     """True if others read a key once, and here each head of queries would."""
     if kind == "backward":
         return grid.few_gradients(p)
-    if not grid.bound_by_memory(p) or fold.rows(p) <= MOST_OF_OTHERS:
+    most = next(rows for d, rows in MOST_OF_OTHERS.items() if max(p.d, p.dv) <= d)
+    if not grid.bound_by_memory(p) or fold.rows(p) <= most:
         return grid.bound_by_memory(p)
     layouts = inputs._replace(q=Layout.of(inputs.q))
     return fold.folded(p, layouts, ForwardResults(None, None), forward_tile(p).block_m) is None

@@ -96,14 +96,16 @@ def test_a_kernel_gets_one_head_for_each_of_the_keys():
 
 
 def served(x: ForwardInputs, **options) -> bool:
+    """Without demand."""
     return tier.why_not("forward", problem(x, **options), x, False, H200) is None
 
 
 def test_many_rows_of_few_queries_are_served():
-    """Tiles for few queries have places for 32 rows."""
-    assert not served(arrays_of(nq=8)), "4 heads of 8 queries"
-    assert served(arrays_of(nq=9))
-    assert not served(arrays_of(nq=9), causal=True)
-    x = arrays_of(nq=9)
+    """sm80's tiles for few queries have places for 32, at D = 64 enough warps for 64."""
+    for d, most in ((64, 16), (72, 8), (128, 8), (256, 8)):
+        assert not served(arrays_of(nq=most, d=d)), "of 4 heads"
+        assert served(arrays_of(nq=most + 1, hq=8 if d > 64 else 10, d=d))
+    x = arrays_of(nq=9, d=128)
+    assert not served(x, causal=True)
     assert not served(x._replace(q=x.q.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)))
-    assert not served(arrays_of(nq=16, hq=2)), "no heads share keys"
+    assert not served(arrays_of(nq=16, hq=2, d=128)), "no heads share keys"
