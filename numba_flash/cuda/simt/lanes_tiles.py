@@ -130,15 +130,19 @@ def lanes_tile(problem, inputs, capability: tuple[int, int]) -> LanesTile | None
     the `inputs`), without options that change scores; None if none fits.
     """
     p, group = problem, problem.hq // problem.hk
-    rows = next((rows for rows in ROWS if p.nq * group <= rows), None)
-    if rows is None or p.nq * group == 1 or p.dtype not in SIZES or capability < LEAST:
+    if p.nq * group == 1 or p.dtype not in SIZES or capability < LEAST:
         return None
     if p.options.modifies or p.options.paged or not chunked(inputs.k, inputs.v):
         return None
-    size = SIZES[p.dtype]
-    chunks = max(p.d, p.dv) * size // CHUNK
+    return tile_of(p.dtype, max(p.d, p.dv), p.nq * group, group)
+
+
+def tile_of(dtype: str, d: int, rows: int, group: int) -> LanesTile | None:
+    """That of so many rows, of which `group` heads have each query's."""
+    size, fit = SIZES[dtype], next((each for each in ROWS if rows <= each), None)
+    chunks = -(-d * size // CHUNK)
     lanes, held = (WARP // 2, 1) if chunks <= WARP // 2 else (WARP, -(-chunks // WARP))
-    if held > MOST_HELD:
+    if fit is None or held > MOST_HELD:
         return None
-    keys = min(MOST_KEYS // held, lanes // rows)
-    return LanesTile(rows, size, lanes, held, keys, min_blocks=4 - held, group=group)
+    keys = min(MOST_KEYS // held, lanes // fit)
+    return LanesTile(fit, size, lanes, held, keys, min_blocks=4 - held, group=group)
