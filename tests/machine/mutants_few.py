@@ -137,13 +137,6 @@ MUTANTS_FEW = (
     Mutant("a step too few is waited for", FEW_LANES, "ptx.copy_wait_but(STAGES - 1)", "ptx.copy_wait_but(STAGES)", "lanes"),
     Mutant("a step in the place of another", FEW_LANES, "u32(ring + u32(slot * STEP_BYTES))", "u32(ring)", "lanes"),
     Mutant(
-        "weights in the place of those that are read",
-        FEW_LANES,
-        "            cuda.syncwarp()  # all lanes have read the weights before\n",
-        "",
-        "lanes",
-    ),
-    Mutant(
         "weights of lanes before they are there", FEW_LANES, "            cuda.syncwarp()  # those of all lanes are there\n", "", "lanes"
     ),
     Mutant("O that keeps its old shift", FEW_LANES, "                rescale(acc, alpha)\n", "", "lanes"),
@@ -151,7 +144,7 @@ MUTANTS_FEW = (
     Mutant("shifts of one key of several", FEW_LANES, "largest = over_keys(score, True)", "largest = score", "lanes"),
     Mutant("the same steps for all warps", FEW_LANES, "i32(first * STEP_N + warp * WARP_N)", "i32(first * STEP_N)", "lanes"),
     Mutant("keys of the first half for both", FEW_LANES, "ahead = i32(lane // LANES * KEYS)", "ahead = i32(0)", "lanes, short"),
-    Mutant("keys beyond the last", LANES, "there = n < left\n", "there = True\n", "lanes, lengths"),
+    Mutant("keys beyond the last", LANES, "there = n < left\n", "there = True\n", "lanes, short"),
     Mutant("columns beyond the last", LANES, "there = there and lane + h * LANES < CHUNKS", "pass", "lanes, causal"),
     Mutant("halves that lanes keep, given", LANES, "kept = high if upper else low", "kept = low if upper else high", "lanes"),
     Mutant("values of hidden keys", FEW_LANES, "hidden = j < start or j >= stop", "hidden = j >= stop", "lanes, window"),
