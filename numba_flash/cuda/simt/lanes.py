@@ -69,7 +69,8 @@ def build_fold(dtype, count, distance):
     @inline
     def fold(s):
         if HALF == 0:
-            s[0] += cuda.shfl_xor_sync(ALL_LANES, s[0], DISTANCE)
+            for n in range(1):
+                s[n] += cuda.shfl_xor_sync(ALL_LANES, s[n], DISTANCE)
         else:
             upper = (i32(cuda.threadIdx.x) & DISTANCE) != 0
             for n in range(HALF):
@@ -142,8 +143,8 @@ def build_products(dtype, tile):
     @inline
     def score(s, q, x, n):
         for r in range(ROWS):
-            total = q[r * COLS] * x[0]
-            for c in range(1, COLS):
+            total = ACC(0)
+            for c in range(COLS):
                 total += q[r * COLS + c] * x[c]
             s[n * ROWS + r] = total
 

@@ -2,10 +2,16 @@
 here.
 
 A step of a warp is a few keys, for which it has places of its own in shared memory; several steps
-are on their way while one is computed. Not timed. Predicted of 16 x 32k keys of float32, D = 128,
-a group of 8, on an H200: 1.03 ms, as a copy of as many bytes; by a key for each thread 1.65. 4 keys
-and values, a step, are 4 KB, for which memory needs 213 cycles of a multiprocessor; its 480
-instructions take 120. On their way are 3 steps of 12 warps, 144 KB; 29 would be enough.
+are on their way while one is computed. 4 keys and values, a step, are 4 KB, for which an H200's
+memory needs 213 cycles of a multiprocessor; its 480 instructions take 120. On their way are 3 steps
+of 12 warps, 144 KB; 29 would be enough.
+
+On an H200, us beside a copy of as many bytes, and a key for each thread (`simt.few`); predicted of
+the first: 1030. A group of 8, 16 x 32k keys: float32, D = 128 991, 1016, 1603; 3 steps and 4 blocks
+991, 6 and 2 1003; 8 warps, 3 and 2 987. 32 x 32k, D = 64: 1101, 1007, 1729; 8 x 32k, D = 256: 989,
+1010, 1481; a group of 4 968, of 2 967. float64, 16 x 16k, D = 128: 1028, 1011, 1588, by 6 steps
+1034; 16 x 32k, D = 64: 1078, 1011, 1769. float32, 1 x 131k: 263, 259, 452; 1 x 4k in a graph 15.5,
+by `simt.few` 26.0.
 """
 
 from dataclasses import dataclass
