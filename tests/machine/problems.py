@@ -361,6 +361,15 @@ PROBLEMS |= {
         batch=2, capability=(9, 0), options={"q_lengths": np.array([5, 2]), "kv_lengths": np.array([530, 70])}
     ),
 }
+few_lanes = partial(Problem, forward_pass, nq=1, nk=600, hq=8, tier="simt", dtype="float32", capability=(8, 0))
+PROBLEMS |= {
+    "lanes": few_lanes(hq=16, hk=2, d=128, options=STEEP),
+    "lanes, short": few_lanes(nk=530, hq=4, multiprocessors=8),  # a block has a step or two
+    "lanes, causal": few_lanes(nq=3, hq=4, hk=2, d=40, options={"causal": True}),
+    "lanes, window": few_lanes(nq=2, hq=4, options={"window": (150, 2), "q_start": 300}),
+    "lanes, lengths": few_lanes(nq=2, hq=4, batch=2, options={"q_lengths": np.array([2, 1]), "kv_lengths": np.array([600, 77])}),
+    "lanes, float64": few_lanes(d=128, dtype="float64"),
+}
 
 
 def run(problem: Problem, seed: int) -> None:
