@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.broadcast import split as divide
-from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.head_planes import WORD, build_head, build_meet, build_rows
 from numba_flash.cuda.sm80.head_tiles import MOST_COLUMNS
-from numba_flash.cuda.sm80.load_dq_dbias import build_copy
+from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
 from numba_flash.cuda.sm80.tiles import padded, pitch
-from numba_flash.cuda.softmax import NEG_INF, RAISED_P
+from numba_flash.cuda.softmax import NEG_INF
 from numba_flash.cuda.split import power_of_two
 
 LN2 = math.log(2.0)
@@ -122,6 +121,63 @@ def build_shifts(m_tiles, head_dim):
     return shifts
 
 
+@once
+def build_pack(pairs):
+    """``pack(p, s)``: P, no larger than a float16 can be, in two planes, high ones first. What the
+    high one is off, the low one has, also of numbers that are too small for its digits.
+    """
+    PAIRS, LOW = pairs, ptx.LOW
+
+    @inline
+    def pack(p, s):
+        for j in range(PAIRS):
+            x, y = s[2 * j], s[2 * j + 1]
+            high = ptx.pack_float16(x, y)
+            x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
+            p[j], p[PAIRS + j] = high, ptx.pack_float16(x * f32(LOW), y * f32(LOW))
+
+    return pack
+
+
+class Bias(NamedTuple):
+    """What `build_fetch` reads."""
+
+    registers: Any
+    first: int
+    stride: int
+    rows: int
+    keys: int
+
+
+@once
+def build_fetch(m_tiles, columns):
+    """``fetch(registers, bias, row, column, rows, columns)``: a lane's part of a head's bias, of 8
+    neighbouring keys at a time, which lie at multiples of 16 bytes; zeros where there is none.
+    """
+    ROWS, RUNS = 2 * m_tiles, 2 * m_tiles * columns // 32
+    fetch_four = ptx.fetch(4)
+
+    @inline
+    def fetch_run(n, t):
+        r = n % ROWS
+        ahead = r // 2 * 16 + r % 2 * 8
+        at = u64(t.first + u64(u32(ahead)) * u64(u32(t.stride)) + u64(n // ROWS * 32 * WORD))
+        there = u32(1) if ahead < t.rows and n // ROWS * 32 < t.keys else u32(0)
+        fetch_four(t.registers, i32(8 * n), at, there)
+        fetch_four(t.registers, i32(8 * n + 4), u64(at + u64(4 * WORD)), there)
+
+    fetch_runs = ptx.repeated(RUNS, fetch_run)
+
+    @inline
+    def fetch(registers, bias, row, column, rows, columns):
+        first = plus(ptx.global_address(bias), row, bias.strides[0])
+        first = u64(first + u64(u32(column * WORD)))
+        rest = i32(rows - row), i32(columns - column)
+        fetch_runs(Bias(registers, first, bias.strides[0], *rest))
+
+    return fetch
+
+
 class Out(NamedTuple):
     """What `build_store` stores."""
 
@@ -170,7 +226,7 @@ def build(shape, write_lse, options, tile):
     SCORES, OUTPUTS = COLUMNS // 2, padded(DV) // 2  # registers of a tile of 16 rows
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
     Q_WORDS, PAIRS, P_WORDS = 2 * M_TILES * padded(D) // 4, ALL_SCORES // 2, ALL_SCORES
-    WRITE_LSE, LOWERED = write_lse, 2.0**-RAISED_P
+    WRITE_LSE = write_lse
     load_keys, make_keys = build_keys(shape, tile)
     load_q, power_of, split_q = build_rows(M_TILES, D)
     shifts, store = build_shifts(M_TILES, D), build_store(M_TILES, DV)
@@ -178,14 +234,14 @@ def build(shape, write_lse, options, tile):
     scores = products.build_split_nt(M_TILES, COLUMNS, padded(D), None, PITCH_K, planes, True)
     planes = ptx.Planes(PAIRS, 2 * padded(DV))
     values, _ = products.build_split_nn(M_TILES, padded(DV), COLUMNS, PITCH_V, planes)
-    pack, _ = fragment.build_split(PAIRS)
+    pack = build_pack(PAIRS)
     runs = fragment.runs_of_queries(M_TILES, COLUMNS)
-    fetch, HELD = build_fetch(options, runs, shape.vectors), max(1, held(options, runs).words)
+    HELD = ALL_SCORES if BIASED else 1
     register, RUNS, WIDTH = runs.register, runs.count, runs.width
-    element = build_element(options)
+    fetch = build_fetch(M_TILES, COLUMNS) if BIASED else None
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raise_shifts, _, _ = softmax.build_raise(SCORES, OUTPUTS, M_TILES, softmax.LAZY)
-    exponentials = softmax.build_exponentials(SCORES, M_TILES, exact=True, raised=RAISED_P)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, exact=True)
     hide_row = softmax.build_hide(SCORES, False, True)
 
     @inline
@@ -194,7 +250,7 @@ def build(shape, write_lse, options, tile):
         e = register(n, x)
         t.s[e] *= t.factor[n % ROWS]
         if BIASED:
-            t.s[e] += element(t.bias, n, x)
+            t.s[e] += ptx.as_float32(t.bias[n * WIDTH + x])
 
     finish_scores = ptx.repeated(RUNS * WIDTH, finish_score)
 
@@ -237,10 +293,10 @@ def build(shape, write_lse, options, tile):
                 factor[r] *= scale * of.k_factor
             if of.shifted:
                 shifts(shift, raw, centres, scale)
-            region = Region(row0, i32(0), nq, nk, i32(-nq), nk)
             column = fragment.first_key()
             if BIASED:
-                fetch(bias, row, column, region, at, False, extras)
+                own_bias = extras.bias[b0, b1, head]
+                fetch(bias, own_bias, row, column, nq, nk)
             zero(acc)
             reset(m_i, l_i)
             col0 = i32(0)
@@ -249,7 +305,7 @@ def build(shape, write_lse, options, tile):
                 scores(s, q_words, u32(k_tile + u32(col0 * PITCH_K)))
                 finish_scores(Scores(s, bias, factor))
                 if BIASED:  # of the next keys
-                    fetch(bias, row, i32(column + col0 + COLUMNS), region, at, False, extras)
+                    fetch(bias, own_bias, row, i32(column + col0 + COLUMNS), nq, nk)
                 if i32(col0 + COLUMNS) > nk:
                     for r in range(ROWS):
                         hide_row(s, r, i32(0), i32(nk - col0 - column))
@@ -266,7 +322,7 @@ def build(shape, write_lse, options, tile):
                 l, i = fragment.row_sum(l_i[r]), i32(row + (r // 2 * 16 + r % 2 * 8))
                 factor[r] = f32(0) if l == f32(0) else ptx.rcp(l) * of.v_factor
                 if WRITE_LSE and i < nq and lane % 4 == 0:
-                    log_sum = m_i[r] + ptx.lg2(l * f32(LOWERED)) * f32(LN2) + shift[r]
+                    log_sum = m_i[r] + ptx.lg2(l) * f32(LN2) + shift[r]
                     lse[b0, b1, head, index(i)] = log_sum if l != f32(0) else f32(NEG_INF)
             row0 = i32(row0 + WARPS * BLOCK_M)
             load_q(raw, q_head, i32(row0 + lane // 4), nq)
@@ -283,18 +339,3 @@ def build(shape, write_lse, options, tile):
         f32,
     )
     return forward_head_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}
-
-
-@once
-def build_element(options):
-    """``element(words, n, x)``: the bias of key x of a lane's run n, as `build_fetch` brings it."""
-    FLOAT32, WORDS = options.bias == "float32", 8 if options.bias == "float32" else 4
-    unpack = fragment.build_unpack(options.bias == "bfloat16")
-
-    @inline
-    def element(words, n, x):
-        if FLOAT32:
-            return ptx.as_float32(words[n * WORDS + x])
-        return unpack(words[n * WORDS + x // 2], x)
-
-    return element

@@ -66,7 +66,7 @@ class HeadTile:
 # Planes of so many keys leave room for a second block; each head's fill so many chunks of a row.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED = 384, 32, 227 * KB
 FEWEST_ROWS = 64  # what is made of keys is worth it for so many queries
-FORWARD_HEAD = 8, 1, 32, 2  # Not timed.
+FORWARD_HEAD = 6, 1, 32, 2  # Not timed.
 
 
 def forward_head_tile(problem, hardware: Hardware) -> HeadTile | None:

@@ -32,6 +32,10 @@ def tile_of(problem, inputs, results, gpu) -> HeadTile | None:
     tile = forward_head_tile(problem, hardware(gpu.capability))
     if tile is None or not many_heads(problem, gpu.multiprocessors) or not chunked(*x):
         return None
+    if problem.options.bias:
+        if not vectors_of(problem, inputs, KEYS_OF_RUN).bias:
+            return None
+        x += (inputs.bias,)
     if any(not 0 <= stride < MOST_STRIDE for each in x for stride in each.strides):
         return None
     return None if results.o.dtype.name != "float32" else tile
@@ -49,7 +53,6 @@ def prepare(problem, inputs, results, gpu, tile: HeadTile) -> Prepared:
         asynchronous=True,
         wide=True,
         split=2,
-        vectors=vectors_of(p, inputs, KEYS_OF_RUN),
     )
     forward = Launch(
         "sm80.forward_head.build",
