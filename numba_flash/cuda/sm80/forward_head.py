@@ -18,9 +18,16 @@ from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, types, u32,
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.head_planes import WORD, build_head, build_meet, build_rows
+from numba_flash.cuda.sm80.head_planes import (
+    WORD,
+    build_head,
+    build_meet,
+    build_pack,
+    build_rows,
+)
 from numba_flash.cuda.sm80.head_tiles import MOST_COLUMNS
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
+from numba_flash.cuda.sm80.store_pairs import Pairs, build_store_pairs
 from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.softmax import NEG_INF
 from numba_flash.cuda.split import power_of_two
@@ -121,24 +128,6 @@ def build_shifts(m_tiles, head_dim):
     return shifts
 
 
-@once
-def build_pack(pairs):
-    """``pack(p, s)``: P, no larger than a float16 can be, in two planes, high ones first. What the
-    high one is off, the low one has, also of numbers that are too small for its digits.
-    """
-    PAIRS, LOW = pairs, ptx.LOW
-
-    @inline
-    def pack(p, s):
-        for j in range(PAIRS):
-            x, y = s[2 * j], s[2 * j + 1]
-            high = ptx.pack_float16(x, y)
-            x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
-            p[j], p[PAIRS + j] = high, ptx.pack_float16(x * f32(LOW), y * f32(LOW))
-
-    return pack
-
-
 class Bias(NamedTuple):
     """What `build_fetch` reads."""
 
@@ -178,39 +167,6 @@ def build_fetch(m_tiles, columns):
     return fetch
 
 
-class Out(NamedTuple):
-    """What `build_store` stores."""
-
-    o: Any
-    acc: Any
-    factor: Any
-    row: int
-    stop: int
-    centres: int
-
-
-@once
-def build_store(m_tiles, head_dim):
-    """``store(out)``: this lane's part of O, each row times its factor, plus the centre of V if it
-    has seen something; by two numbers, which rows have at multiples of their size.
-    """
-    ROWS, GROUPS, HEAD_DIM = 2 * m_tiles, padded(head_dim) // 8, head_dim
-
-    @inline
-    def put(number, t):
-        r, j = number % ROWS, number // ROWS
-        i, column = i32(t.row + r // 2 * 16 + r % 2 * 8), i32(8 * j + fragment.first_column())
-        if i < t.stop and column < HEAD_DIM:
-            e, factor = (r // 2 * GROUPS + j) * 4 + 2 * (r % 2), t.factor[r]
-            c = ptx.load_shared_pair(u32(t.centres + u32(column * WORD)))
-            some = f32(0) if factor == f32(0) else f32(1)
-            pair = (t.acc[e] * factor + some * c[0], t.acc[e + 1] * factor + some * c[1])
-            at = u64(i) * u64(t.o.strides[0]) + u64(u32(column * WORD))
-            ptx.store_global(u64(ptx.global_address(t.o) + at), pair)
-
-    return ptx.repeated(ROWS * GROUPS, put)
-
-
 def build(shape, write_lse, options, tile):
     """Kernel ``forward_head_sm80(q, k, v, o, lse, flags, extras, scale)`` with its signature and
     compile options.
@@ -229,7 +185,7 @@ def build(shape, write_lse, options, tile):
     WRITE_LSE = write_lse
     load_keys, make_keys = build_keys(shape, tile)
     load_q, power_of, split_q = build_rows(M_TILES, D)
-    shifts, store = build_shifts(M_TILES, D), build_store(M_TILES, DV)
+    shifts, store = build_shifts(M_TILES, D), build_store_pairs(M_TILES, DV, centred=True)
     planes = ptx.Planes(Q_WORDS // 2, 2 * padded(D))
     scores = products.build_split_nt(M_TILES, COLUMNS, padded(D), None, PITCH_K, planes, True)
     planes = ptx.Planes(PAIRS, 2 * padded(DV))
@@ -326,7 +282,7 @@ def build(shape, write_lse, options, tile):
                     lse[b0, b1, head, index(i)] = log_sum if l != f32(0) else f32(NEG_INF)
             row0 = i32(row0 + WARPS * BLOCK_M)
             load_q(raw, q_head, i32(row0 + lane // 4), nq)
-            store(Out(o_head, acc, factor, row, nq, u32(centres + u32(SECOND))))
+            store(Pairs(o_head, acc, factor, row, nq, u32(centres + u32(SECOND))))
         some = cuda.syncthreads_or(flagged) != 0
         if cuda.threadIdx.x == 0:
             flags[b0, b1, head] = i32(1) if some else i32(0)

@@ -239,3 +239,21 @@ def build_rows(m_tiles, head_dim):
             words[WORDS + number] = ptx.pack_float16(x * f32(LOW), y * f32(LOW))
 
     return load, power_of, split
+
+
+@once
+def build_pack(pairs):
+    """``pack(p, s)``: P, no larger than a float16 can be, in two planes, high ones first. What the
+    high one is off, the low one has, also of numbers that are too small for its digits.
+    """
+    PAIRS, LOW = pairs, ptx.LOW
+
+    @inline
+    def pack(p, s):
+        for j in range(PAIRS):
+            x, y = s[2 * j], s[2 * j + 1]
+            high = ptx.pack_float16(x, y)
+            x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
+            p[j], p[PAIRS + j] = high, ptx.pack_float16(x * f32(LOW), y * f32(LOW))
+
+    return pack
