@@ -13,7 +13,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import OF_DBIAS, extras_type
 from numba_flash.cuda.broadcast import split as divide
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
-from numba_flash.cuda.number import array, index
+from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.head_planes import build_pack

@@ -15,7 +15,7 @@ from numba_flash.cuda.arguments import OF_DBIAS, extras_type
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.load_dq_dbias import head_address, plus
@@ -174,7 +174,7 @@ def build_add_dq(shape, tile):
 def build_go(shape, places, tile):
     """``go(way, work)``: the whole walk, with the first chunks on their way already."""
     (place_of, following), CHUNKS, AHEAD = places, tile.chunks, tile.slots - 1
-    SLOTS, SMEM, THREADS = tile.slots, tile.layout(shape), tile.threads
+    SLOTS, SMEM = tile.slots, tile.layout(shape)
     Q, DO, ROWS, K, V, DQ, SLOT = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v, SMEM.dq, SMEM.slot
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
     PITCH_K, PITCH_V, DELTA = pitch(2 * D), pitch(2 * DV), FLOAT * tile.block_m

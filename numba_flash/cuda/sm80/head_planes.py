@@ -1,6 +1,6 @@
-"""All rows of a head in float32 on their way to planes of float16 (`numba_flash.cuda.split`), in the
-shared memory of the block that multiplies them: they are read from memory once, and nobody writes
-planes there.
+"""All rows of a head in float32 on their way to planes of float16 (`numba_flash.cuda.split`), in
+the shared memory of the block that multiplies them: they are read from memory once, and nobody
+writes planes there.
 
 A row of float32 takes the bytes of its two planes, so it becomes them where it is.
 """
@@ -148,8 +148,8 @@ def build_head(rows, columns, threads, place):
 
 @once
 def build_meet(warps):
-    """``tell(smem, part, own)``: a warp's share of the `Extremes` of one of several parts, to shared
-    memory; ``hear(smem, part)``: its `Summary`, once all warps of the block have told.
+    """``tell(smem, part, own)``: a warp's share of the `Extremes` of one of several parts, to
+    shared memory; ``hear(smem, part)``: its `Summary`, once all warps of the block have told.
     """
     WARPS = warps
 

@@ -105,9 +105,7 @@ def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepa
         )
         extras, planes = with_flags(*extras, made.factors, made.flags), (made.do, made.q, made.k)
         dk_dv(*planes, made.v, y.dk, y.dv, rows, extras=extras)
-        shares.run(
-            y.dbias, lambda out: dq_dbias(*planes, made.v, y.dq, rows, out, extras=extras)
-        )
+        shares.run(y.dbias, lambda out: dq_dbias(*planes, made.v, y.dq, rows, out, extras=extras))
         return made.flags
 
     launches = *splitter.launches, preprocess, dk_dv, dq_dbias, *shares.launches

@@ -24,9 +24,10 @@ class Pairs(NamedTuple):
 
 @once
 def build_store_pairs(m_tiles, head_dim, neighbours=False, centred=False):
-    """``store(pairs)``: this lane's part of x (n, head_dim), whose rows lie at multiples of 8 bytes,
-    each times its factor; a lane's rows are `neighbours` (`numba_flash.cuda.fragment`), or those of
-    a fragment. What is `centred` gets its columns' centre back in rows whose factor is not 0.
+    """``store(pairs)``: this lane's part of x (n, head_dim), whose rows lie at multiples of 8
+    bytes, each times its factor; a lane's rows are `neighbours` (`numba_flash.cuda.fragment`), or
+    those of a fragment. What is `centred` gets its columns' centre back in rows whose factor is not
+    0.
     """
     ROWS, GROUPS, HEAD_DIM = 2 * m_tiles, padded(head_dim) // 8, head_dim
     NEIGHBOURS, CENTRED = neighbours, centred
