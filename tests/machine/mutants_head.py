@@ -56,10 +56,10 @@ MUTANTS_HEAD = (
     Mutant("dQ of the first warp's keys alone", DQ_DBIAS, "(x[2 * r] + y[2 * r]) * factor", "x[2 * r] * factor", GRADIENTS),
     Mutant("dQ of the head before, too", DQ_DBIAS, "            zero(w.dq_acc)\n", "", GRADIENTS),
     Mutant("dQ before all warps' is there", DQ_DBIAS, "        cuda.syncthreads()  # dQ of the last head is there\n", "", GRADIENTS),
-    Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "w.dp[e] * of.vdo", "w.dp[e]", GRADIENTS),
+    Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "power_of_two(exponent) * vdo", "power_of_two(exponent)", GRADIENTS),
     Mutant("the bias of a half for both", DQ_DBIAS, "+ number % 2 * 4)", ")", GRADIENTS),
     Mutant("keys beyond the last one, in dQ", DQ_DBIAS, "if key < keys:", "if key < keys + 1000:", GRADIENTS),
-    Mutant("dK without dS's powers", DK_DV, "factor[0] = power.down", "factor[0] = f32(1)", GRADIENTS),
+    Mutant("dK without dS's powers", DK_DV, "factor[0] = power[1]", "factor[0] = f32(1)", GRADIENTS),
     Mutant(
         "queries before they are there",
         DK_DV,

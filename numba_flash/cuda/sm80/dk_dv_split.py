@@ -2,8 +2,8 @@
 is all that changes scores: one block of threads per head has planes of all of its Q and dO in
 shared memory, and each warp goes through keys, and all queries, without waiting for others.
 
-Numbers of dS that a warp has at a time get a power of two of their own, as in
-`numba_flash.cuda.sm80.backward_split`.
+Numbers of dS that a warp has at a time get a power of two of their own, which the length of their
+rows of dO tells before there are any.
 """
 
 import math
@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import OF_DBIAS, extras_type
 from numba_flash.cuda.broadcast import split as divide
+from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.head_planes import build_pack
+from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
 from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_rows
 from numba_flash.cuda.sm80.store_pairs import Pairs, build_store_pairs
 from numba_flash.cuda.sm80.tiles import padded, pitch
+from numba_flash.cuda.split import power_of_two
 
 
 class Keys(NamedTuple):
@@ -110,6 +112,44 @@ class Scores(NamedTuple):
     bias: Any
     lse: int
     factor: float
+    up: float
+
+
+@once
+def build_powers(columns, tile, shape):
+    """``powers(smem)``: for each group of `columns` queries a power of two for their dS, and what
+    undoes it, side by side in shared memory, and with it their delta there.
+    """
+    COLUMNS, FOLDS, QUERIES = columns, (columns - 1).bit_length(), tile.queries
+    SMEM, WORDS, THREADS = tile.layout(shape), padded(shape.head_dim_v) // 2, tile.threads
+    DO, DELTA, POWERS = SMEM.do, SMEM.rows + FLOAT * tile.queries, SMEM.powers
+    PITCH_V = pitch(2 * padded(shape.head_dim_v))
+
+    @inline
+    def powers(smem):
+        thread = i32(cuda.threadIdx.x)
+        for row0 in range(i32(thread // 32 * 32), QUERIES, THREADS):
+            row, squares, delta = i32(row0 + thread % 32), f32(0), f32(0)
+            if row < QUERIES:
+                for n in range(0, WORDS, 4):
+                    at = u32(smem + u32(DO + row * PITCH_V + 4 * n))
+                    words = ptx.load_shared_words(at)
+                    for e in range(4):
+                        x, y = ptx.unpack_float16(words[e]), ptx.unpack_float16_high(words[e])
+                        squares += x * x + y * y
+                delta = ptx.as_float32(u32(ptx.load_shared(u32(smem + u32(DELTA + row * FLOAT)))))
+            exponent = exponent_of_row(squares, delta)
+            for fold in range(FOLDS):
+                exponent = max(exponent, cuda.shfl_xor_sync(ALL_LANES, exponent, 1 << fold))
+            exponent = i32(exponent + SHRUNK)
+            up, down = power_of_two(i32(-exponent)), power_of_two(exponent)
+            if row < QUERIES:
+                ptx.store_shared_vector(u32(smem + u32(DELTA + row * FLOAT)), (delta * up,))
+                if row % COLUMNS == 0:
+                    at = u32(smem + u32(POWERS + row // COLUMNS * (2 * FLOAT)))
+                    ptx.store_shared_vector(at, (up, down))
+
+    return powers
 
 
 @once
@@ -130,7 +170,7 @@ def build_weigh(m_tiles, columns, queries):
                 # (2) P^T = exp(S^T - lse)
                 t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E))
                 # (5) dS^T = P^T * (dP^T - delta)
-                t.dp[e] = t.s[e] * (t.dp[e] - delta[c])
+                t.dp[e] = t.s[e] * (t.dp[e] * t.up - delta[c])
 
     return ptx.repeated(columns // 8, weigh_pair)
 
@@ -163,8 +203,7 @@ def build(shape, options, tile):
     planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
     p_do, _ = products.build_split_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
     _, ds_q = products.build_split_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
-    pack, (split, _) = build_pack(PAIRS), fragment.build_split(PAIRS)
-    power_of, _ = softmax.build_power(SCORES)
+    pack, powers, POWERS = build_pack(PAIRS), build_powers(COLUMNS, tile, shape), SMEM.powers
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     store_dk = build_store_pairs(M_TILES, HEAD_DIM, neighbours=True)
@@ -200,6 +239,8 @@ def build(shape, options, tile):
         own_bias = extras.bias[b0, b1, head]
         ptx.copy_wait()
         cuda.syncthreads()  # Q, dO and their rows are there
+        powers(smem)
+        cuda.syncthreads()  # and their powers
         while key0 < nk and not left_out:
             key, row0 = i32(key0 + lane // 4 * KEY_ROWS), i32(0)
             hold_k(k_words, k_head, key, nk)
@@ -215,18 +256,16 @@ def build(shape, options, tile):
                 k_qt(s, k_words, q_tile)
                 # (4) dP^T = V dO^T
                 v_dot(dp, v_words, do_tile)
-                weigh(Scores(s, dp, bias, lse, scale * q_factor * k_factor))
+                power = ptx.load_shared_pair(u32(smem + u32(POWERS + row0 // COLUMNS * 8)))
+                weigh(Scores(s, dp, bias, lse, scale * q_factor * k_factor, power[0]))
                 row0 = i32(row0 + COLUMNS)
                 fetch(bias, own_bias, i32(row0 + query), key, nq, nk)  # of the next queries
                 # (3) dV = dV + P^T dO
                 pack(p, s)
                 p_do(dv_acc, p, do_tile)
                 # (6) dK = dK + dS^T Q
-                power = power_of(dp)
-                for e in range(SCORES):
-                    dp[e] *= power.up
-                split(p, dp)
-                factor[0] = power.down
+                pack(p, dp)
+                factor[0] = power[1]
                 ds_q(dk_acc, p, q_tile, factor)
             for r in range(KEY_ROWS):
                 factor[r] = scale * q_factor * v_factor * do_factor

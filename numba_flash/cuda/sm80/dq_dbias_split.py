@@ -18,9 +18,11 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.dbias import synchronise
+from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
 from numba_flash.cuda.sm80.load_dq_dbias import head_address, plus
 from numba_flash.cuda.sm80.load_head import FLOAT, VECTOR, Tensors, build_loads
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
+from numba_flash.cuda.split import power_of_two
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.walk_dbias import Space, build_places
 
@@ -40,12 +42,19 @@ class Registers(NamedTuple):
     do: Any
     lse: Any
     delta: Any
-    power: Any
+    up: Any
+    down: Any
+
+
+@inline
+def unpack_pair(word):
+    """Two of float16."""
+    return ptx.unpack_float16(word), ptx.unpack_float16_high(word)
 
 
 class Of(NamedTuple):
     """Of a head: whether it is computed here, and what its products are multiplied by: those of q
-    and k, of v and do, and sums of dS and k.
+    and k, of v and do, and of dS and k.
     """
 
     here: bool
@@ -100,9 +109,8 @@ def build_half(shape, tile):
     planes_k, planes_v = ptx.Planes(D // 4, 2 * D), ptx.Planes(DV // 4, 2 * DV)
     q_kt = products.build_split_nt(1, HALF, D, None, PITCH_K, planes_k, True)
     do_vt = products.build_split_nt(1, HALF, DV, None, PITCH_V, planes_v, True)
-    _, ds_k = products.build_split_nn(1, D, HALF, PITCH_K, ptx.Planes(HALF // 4, 2 * D))
-    split, _ = fragment.build_split(HALF // 4)
-    power_of, _ = softmax.build_power(HALF // 2)
+    ds_k, _ = products.build_split_nn(1, D, HALF, PITCH_K, ptx.Planes(HALF // 4, 2 * D))
+    pack = build_pack(HALF // 4)
 
     @inline
     def half(number, k, v, t):
@@ -119,23 +127,20 @@ def build_half(shape, tile):
                 score = w.s[e] * of.qk + bias[x]
                 p = ptx.ex2((score - w.lse[r]) * f32(LOG2E))
                 # (5) dbias = dbias + dS, where dS = P * (dP - delta)
-                w.dp[e] = p * (w.dp[e] - w.delta[r])
+                w.dp[e] = p * (w.dp[e] * w.up[r] - w.delta[r])
                 to = number // 2 * PART + (number % 2 * 2 + x // 2) * 4 + 2 * r + x % 2
-                w.acc[to] += w.dp[e] * of.vdo
+                w.acc[to] += w.dp[e] * w.down[r]
         # (7) dQ = dQ + dS K
-        power = power_of(w.dp)
-        for e in range(HALF // 2):
-            w.dp[e] *= power.up
-        split(w.ds, w.dp)
-        w.power[0] = power.down
-        ds_k(w.dq_acc, w.ds, k, w.power)
+        pack(w.ds, w.dp)
+        ds_k(w.dq_acc, w.ds, k)
 
     return half
 
 
 @once
 def build_add_dq(shape, tile):
-    """``put(smem, dq_acc)``: a warp's dQ of its keys to shared memory; ``add(smem, head, stride,
+    """``put(smem, dq_acc, down)``: a warp's dQ of its keys to shared memory, each row times its
+    factor; ``add(smem, head, stride,
     row0, queries, factor)``: half of the columns of its rows, the sum of both warps that have them,
     times a factor, to dQ of the head at that address.
     """
@@ -144,10 +149,11 @@ def build_add_dq(shape, tile):
     MINE = VECTORS // WAYS
 
     @inline
-    def put(smem, acc):
+    def put(smem, acc, down):
         mine = u32(smem + u32(ptx.bounded_thread_here() * VECTOR))
         for n in range(VECTORS):
-            x = (acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
+            x, y = acc[4 * n] * down[0], acc[4 * n + 1] * down[0]
+            x = (x, y, acc[4 * n + 2] * down[1], acc[4 * n + 3] * down[1])
             ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
 
     @inline
@@ -192,11 +198,11 @@ def build_go(shape, places, tile):
         factors = x.extras.factors[index(at.b0), index(at.b1), index(kv_head)]
         here = x.extras.flags[index(at.b0), index(at.b1), index(at.head)] == 0
         vdo = factors[2] * factors[3]
-        return Of(here, x.scale * factors[0] * factors[1], vdo, x.scale * factors[1] * vdo)
+        return Of(here, x.scale * factors[0] * factors[1], vdo, x.scale * factors[1])
 
     @inline
-    def hold(x, w):
-        """Q, dO and the rows of this warp."""
+    def hold(x, w, vdo):
+        """Q, dO and the rows of this warp, with a power of two for each row of dS."""
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
         row = i32(warp // WAYS * 16)
         q, do = u32(x.smem + u32(Q + row * PITCH_K)), u32(x.smem + u32(DO + row * PITCH_V))
@@ -207,7 +213,14 @@ def build_go(shape, places, tile):
         for r in range(2):
             at = u32(x.smem + u32(ROWS + (row + lane // 4 + 8 * r) * FLOAT))
             w.lse[r] = ptx.as_float32(u32(ptx.load_shared(at)))
-            w.delta[r] = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(DELTA)))))
+            delta = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(DELTA)))))
+            squares = f32(0)
+            for n in range(DO_WORDS // 2):
+                a, b = unpack_pair(w.do[2 * n + r])
+                squares += a * a + b * b
+            exponent = i32(exponent_of_row(fragment.row_sum(squares), delta) + SHRUNK)
+            w.up[r] = power_of_two(i32(-exponent))
+            w.delta[r], w.down[r] = delta * w.up[r], power_of_two(exponent) * vdo
 
     @inline
     def chunk(number, t):
@@ -222,7 +235,7 @@ def build_go(shape, places, tile):
         elif t.more:
             load_keys(x.smem, before, x.tensors, t.next, i32(number + AHEAD - CHUNKS))
         if number == 0:
-            hold(x, w)
+            hold(x, w, t.of.vdo)
             if t.before != u64(0):
                 dq, queries = u32(x.smem + u32(DQ)), x.space.queries
                 add_dq(dq, t.before, x.dq.strides[3], x.row0, queries, t.before_factor)
@@ -252,7 +265,7 @@ def build_go(shape, places, tile):
             zero(w.dq_acc)
             more = number < x.stop
             all_chunks(Turn(x, w, of, slot, here, after, more, before, before_factor))
-            put_dq(u32(x.smem + u32(DQ)), w.dq_acc)
+            put_dq(u32(x.smem + u32(DQ)), w.dq_acc, w.down)
             before, before_factor = head_address(x.dq, here.at, here.at.head), of.dq
             slot = u32(u32(slot + u32(CHUNKS)) % u32(SLOTS))
         cuda.syncthreads()  # dQ of the last head is there
@@ -327,7 +340,8 @@ def build(shape, options, summed, tile):
         do_words = cuda.local.array(DO_WORDS, u32)  # of dO
         lse = cuda.local.array(2, f32)  # of the lane's rows
         delta = cuda.local.array(2, f32)
-        power = cuda.local.array(1, f32)
+        up = cuda.local.array(2, f32)  # powers of two of their dS, and what undoes them
+        down = cuda.local.array(2, f32)
 
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
         row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
@@ -352,7 +366,7 @@ def build(shape, options, summed, tile):
             load_keys(smem, u32(n), tensors, first, i32(n))
             ptx.copy_commit()
         zero(acc)
-        work = Registers(s, dp, ds, acc, dq_acc, q_words, do_words, lse, delta, power)
+        work = Registers(s, dp, ds, acc, dq_acc, q_words, do_words, lse, delta, up, down)
         bounds = number, stop, walk, sizes, space, row0, smem, my_bias
         go(Way(*bounds, tensors, dq, extras, scale), work)
         # a warp's keys are every other 32

@@ -122,12 +122,13 @@ class DqDbiasSplitTile:
 
 class DkDvLayout(NamedTuple):
     """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, the lse
-    and delta of queries; and what there is in all.
+    and delta of queries, powers of two; and what there is in all.
     """
 
     q: int
     do: int
     rows: int
+    powers: int
     bytes: int
 
 
@@ -159,7 +160,8 @@ class DkDvSplitTile:
 
     def layout(self, shape) -> DkDvLayout:
         pitches = (pitch(2 * padded(x)) for x in (shape.head_dim, shape.head_dim_v))
-        sizes = *(self.queries * each for each in pitches), 8 * self.queries
+        of_powers = 8 * self.queries // self.columns
+        sizes = *(self.queries * each for each in pitches), 8 * self.queries, of_powers
         return DkDvLayout(*accumulate(sizes, initial=0))
 
 
