@@ -7,7 +7,6 @@ of these are made, also from one head to the next; two warps share 16 rows, and 
 chunk. The bias lies in shared memory beside it. Q and dO of a head are in registers.
 """
 
-import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
@@ -19,15 +18,22 @@ from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
-from numba_flash.cuda.sm80.load_dq_dbias import head_address, plus
-from numba_flash.cuda.sm80.load_head import FLOAT, VECTOR, Tensors, build_loads
+from numba_flash.cuda.sm80.load_dq_dbias import head_address
+from numba_flash.cuda.sm80.load_head import (
+    FLOAT,
+    VECTOR,
+    WAYS,
+    Tensors,
+    build_keep_bias,
+    build_loads,
+)
+from numba_flash.cuda.sm80.store_pairs import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.split import power_of_two
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.walk_dbias import Space, build_places
 
 HALF, PART = 16, 16  # keys of which a warp has scores at a time; registers of dbias of 32 of them
-WAYS = 2  # warps that share rows
 
 
 class Registers(NamedTuple):
@@ -138,45 +144,6 @@ def build_half(shape, tile):
 
 
 @once
-def build_add_dq(shape, tile):
-    """``put(smem, dq_acc, down)``: a warp's dQ of its keys to shared memory, each row times its
-    factor; ``add(smem, head, stride,
-    row0, queries, factor)``: half of the columns of its rows, the sum of both warps that have them,
-    times a factor, to dQ of the head at that address.
-    """
-    HEAD_DIM, THREADS = shape.head_dim, tile.threads
-    VECTORS = padded(HEAD_DIM) // 8  # of a thread
-    MINE = VECTORS // WAYS
-
-    @inline
-    def put(smem, acc, down):
-        mine = u32(smem + u32(ptx.bounded_thread_here() * VECTOR))
-        for n in range(VECTORS):
-            x, y = acc[4 * n] * down[0], acc[4 * n + 1] * down[0]
-            x = (x, y, acc[4 * n + 2] * down[1], acc[4 * n + 3] * down[1])
-            ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
-
-    @inline
-    def add(smem, head, stride, row0, queries, factor):
-        thread = ptx.bounded_thread_here()
-        warp, lane = i32(thread // 32), i32(thread % 32)
-        rows, way = i32(warp // WAYS), i32(warp % WAYS)
-        for turn in range(MINE):
-            n = i32(way * MINE + turn)
-            at = u32(smem + u32((n * THREADS + rows * (32 * WAYS) + lane) * VECTOR))
-            x, y = ptx.load_shared_four(at), ptx.load_shared_four(u32(at + u32(32 * VECTOR)))
-            column = i32(n * 8 + lane % 4 * 2)
-            for r in range(2):
-                i = i32(row0 + rows * 16 + lane // 4 + 8 * r)
-                if i < queries and column < HEAD_DIM:
-                    pair = (x[2 * r] + y[2 * r]) * factor, (x[2 * r + 1] + y[2 * r + 1]) * factor
-                    to = u64(plus(head, i, stride) + u64(u32(FLOAT * column)))
-                    ptx.store_global(to, pair)
-
-    return put, add
-
-
-@once
 def build_go(shape, places, tile):
     """``go(way, work)``: the whole walk, with the first chunks on their way already."""
     (place_of, following), CHUNKS, AHEAD = places, tile.chunks, tile.slots - 1
@@ -274,31 +241,6 @@ def build_go(shape, places, tile):
             add_dq(dq, before, x.dq.strides[3], x.row0, queries, before_factor)
 
     return go
-
-
-@once
-def build_keep_bias(tile):
-    """``keep(smem, bias, row, column, rows, keys)``: a thread's part of a head's bias on its way to
-    shared memory, where what it reads at a time lies side by side with that of its neighbours; -inf
-    beyond the last of the keys.
-    """
-    THREADS, HALVES, INF = tile.threads, 2 * tile.chunks, math.inf
-
-    @inline
-    def keep(smem, bias, row, column, rows, keys):
-        for number in range(HALVES):
-            key = i32(column + number // 2 * (WAYS * KEYS) + number % 2 * 4)
-            for r in range(2):
-                i = i32(row + 8 * r)
-                to = u32(smem + u32((number * 2 + r) * THREADS * VECTOR))
-                if key < keys:
-                    source = u64(plus(ptx.global_address(bias), i, bias.strides[0]))
-                    source = u64(source + u64(u32(key * FLOAT)))
-                    ptx.copy16(to, source, u32(1) if i < rows else u32(0))
-                else:
-                    ptx.store_shared_vector(to, (f32(-INF), f32(-INF), f32(-INF), f32(-INF)))
-
-    return keep
 
 
 def build(shape, options, summed, tile):

@@ -172,7 +172,7 @@ FORWARD_HEAD = 6, 1, 32, 2  # Not timed.
 
 
 # Not timed.
-DK_DV = 6, 1, 16, 2
+DK_DV = 4, 1, 32, 2
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 

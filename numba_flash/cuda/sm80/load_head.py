@@ -2,15 +2,17 @@
 keys all fit: tiles of keys come in turn through a ring, tiles of queries one at a time.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.lang import i32, inline, once, u32, u64
+from numba_flash.cuda.lang import f32, i32, inline, once, u32, u64
 from numba_flash.cuda.sm80.load import in_order
-from numba_flash.cuda.sm80.load_dq_dbias import build_copy, head_address
-from numba_flash.cuda.sm80.tiles import padded
+from numba_flash.cuda.sm80.load_dq_dbias import build_copy, head_address, plus
+from numba_flash.cuda.sm80.tiles import KEYS, padded
 
 FLOAT, VECTOR = 4, 16  # bytes of a number, and of a copy
+WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 
 
 class Tensors(NamedTuple):
@@ -73,3 +75,28 @@ def build_loads(shape, tile):
         copy_v(v, x.v, at, kv_head, first, stop, i32(0), i32(DV))
 
     return load_queries, load_keys
+
+
+@once
+def build_keep_bias(tile):
+    """``keep(smem, bias, row, column, rows, keys)``: a thread's part of a head's bias on its way to
+    shared memory, where what it reads at a time lies side by side with that of its neighbours; -inf
+    beyond the last of the keys.
+    """
+    THREADS, HALVES, INF = tile.threads, 2 * tile.chunks, math.inf
+
+    @inline
+    def keep(smem, bias, row, column, rows, keys):
+        for number in range(HALVES):
+            key = i32(column + number // 2 * (WAYS * KEYS) + number % 2 * 4)
+            for r in range(2):
+                i = i32(row + 8 * r)
+                to = u32(smem + u32((number * 2 + r) * THREADS * VECTOR))
+                if key < keys:
+                    source = u64(plus(ptx.global_address(bias), i, bias.strides[0]))
+                    source = u64(source + u64(u32(key * FLOAT)))
+                    ptx.copy16(to, source, u32(1) if i < rows else u32(0))
+                else:
+                    ptx.store_shared_vector(to, (f32(-INF), f32(-INF), f32(-INF), f32(-INF)))
+
+    return keep
