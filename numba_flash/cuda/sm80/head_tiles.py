@@ -188,8 +188,8 @@ def _rows(problem, warps: int, columns: int, rows: int) -> int:
     """The least number of rows from this one on that is one of whole copies of a block, and of
     `columns`.
     """
-    copied = 4 * WARP * warps // padded(min(problem.d, problem.dv))  # at a time
-    unit = math.lcm(columns, copied)
+    copied = 4 * WARP * warps // padded(min(problem.d, problem.dv))
+    unit = max(columns, 1 << copied.bit_length() - 1)  # a power of two is copied at a time
     return -(-rows // unit) * unit
 
 

@@ -66,8 +66,10 @@ def build_add_dq(shape, tile):
     def put(smem, acc, down):
         mine = u32(smem + u32(ptx.bounded_thread_here() * VECTOR))
         for n in range(VECTORS):
-            x, y = acc[4 * n] * down[0], acc[4 * n + 1] * down[0]
-            x = (x, y, acc[4 * n + 2] * down[1], acc[4 * n + 3] * down[1])
+            for r in range(2):
+                acc[4 * n + 2 * r] *= down[r]
+                acc[4 * n + 2 * r + 1] *= down[r]
+            x = (acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
             ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
 
     @inline
