@@ -18,7 +18,8 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm80 import tier
+from numba_flash.cuda.sm80 import head_tiles, tier
+from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, WARPS_OF_KEYS, DqDbiasTile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
 from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
@@ -522,6 +523,69 @@ def test_loops_of_a_bias_alone(sizes, options, gpu, loops):
 def test_other_biases_have_the_general_loop(bias):
     built = [each.builder for each in gradients_of(bias, {}, H200, batch=(8,), hq=2, hk=2, nk=384, d=32)]
     assert set(built) & {*JOINT, *GENERAL} == {*GENERAL}
+
+
+SPLIT = ("sm80.dk_dv_split.build", "sm80.dq_dbias_split.build")
+SHORT = {"hq": 2, "hk": 2, "d": 32, "dtype": "float32"}
+LOOPS_OF_FLOAT32 = {
+    "short heads": ({}, {}, H200, True),
+    "longer ones": ({"nk": 392}, {}, H200, False),
+    "queries of longer ones": ({"nq": 400}, {}, H200, False),
+    "few that share it": ({"batch": (2,)}, {}, H200, False),
+    "fewer heads of keys": ({"hk": 1}, {}, H200, False),
+    "head dimension 64": ({"d": 64}, {}, H200, False),
+    "less shared memory": ({}, {}, A100, False),
+    "keys that are no runs": ({"nk": 100}, {}, H200, False),
+    "one product": ({}, {"precision": "tf32"}, H200, False),
+    "a band": ({}, {"causal": True}, H200, False),
+    "a softcap": ({}, {"softcap": 2.0}, H200, False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "gpu", "short"), LOOPS_OF_FLOAT32.values(), ids=LOOPS_OF_FLOAT32)
+def test_loops_of_a_bias_alone_in_float32(sizes, options, gpu, short):
+    """Short heads have all keys, or all queries, in shared memory."""
+    sizes = {"batch": (8,), "nq": 100, "nk": 384} | SHORT | sizes
+    bias = np.zeros((2, sizes["nq"], sizes["nk"]), np.float32)
+    built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
+    assert [each for each in built if each in SPLIT] == list(SPLIT if short else ())
+    assert ("sm80.backward_split.build" in built) == ("sm80.sum_dq.build_postprocess" in built) == (not short)
+
+
+FORWARD_OF_FLOAT32 = {
+    "short heads": ({}, {}, H200, True),
+    "fewer heads of keys": ({"hk": 1}, {}, H200, True),
+    "longer ones": ({"nk": 392}, {}, H200, False),
+    "few queries": ({"nq": 40}, {}, H200, False),
+    "few heads": ({"batch": (2,)}, {}, H200, False),
+    "head dimension 64": ({"d": 64}, {}, H200, False),
+    "less shared memory": ({}, {}, A100, False),
+    "one product": ({}, {"precision": "tf32"}, H200, False),
+    "a band": ({}, {"causal": True}, H200, False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "gpu", "short"), FORWARD_OF_FLOAT32.values(), ids=FORWARD_OF_FLOAT32)
+def test_short_heads_of_float32_make_their_planes_themselves(sizes, options, gpu, short):
+    sizes = {"batch": (100,), "nq": 100, "nk": 384} | SHORT | sizes
+    built = [each.builder for each in launches("forward", problem(options, **sizes), gpu, inputs_of(**sizes))]
+    assert ("sm80.forward_head.build" in built) == short
+    assert ("split.build" in built) == (not short)
+
+
+def test_shared_memory_of_short_heads_fits():
+    """Of every number of keys and queries, at the largest head dimension."""
+    shape = Shape(32, 32, False, True, True, 2)
+    for rows in range(8, 392, 8):
+        p = problem({"bias": np.zeros((rows, rows), np.float32)}, batch=(8,), nq=rows, nk=rows, **SHORT)
+        tiles = head_tiles.gradient_tiles(p, hardware(H200.capability), 16)
+        assert tiles.dq_dbias.slots <= tiles.dq_dbias.chunks
+        assert tiles.dq_dbias.block_n >= rows
+        assert tiles.dk_dv.queries >= rows
+        assert tiles.dq_dbias.layout(shape).bytes <= 227 * 1024
+        assert tiles.dk_dv.min_blocks * (tiles.dk_dv.layout(shape).bytes + 1024) <= 228 * 1024
+        forward = head_tiles.forward_head_tile(p, hardware(H200.capability))
+        assert forward is None or forward.min_blocks * (forward.layout(32, 32).bytes + 1024) <= 228 * 1024
 
 
 def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:
