@@ -27,7 +27,8 @@ import numba_flash
 from numba_flash import call, reference
 from numba_flash.cuda import compile
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
 ROOT = Path(numba_flash.__file__).parents[1]
@@ -50,6 +51,8 @@ class Problem(NamedTuple):
         Of how many blocks of keys dS is made at a time, where it is kept.
     copies : int
         Of the sums of dQ that `sm80` keeps.
+    slots : int
+        Of tiles of dS, where these are listed, after which a section ends.
     resident : int, optional
         How many blocks there is room for; all, by default.
     tier : str
@@ -73,6 +76,7 @@ class Problem(NamedTuple):
     options: dict = {}  # noqa: RUF012
     key_blocks: int = 8
     copies: int = 1
+    slots: int = 1000
     resident: int | None = None
     tier: str = "sm90"
     capability: tuple[int, int] = kernels.HOPPER
@@ -361,6 +365,14 @@ PROBLEMS |= {
         batch=2, capability=(9, 0), options={"q_lengths": np.array([5, 2]), "kv_lengths": np.array([530, 70])}
     ),
 }
+of_blocks = partial(Problem, backward_pass, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
+PROBLEMS |= {
+    "gradients, blocks, sections": of_blocks(hq=4, hk=2, slots=3, options=BLOCKS),
+    "gradients, blocks, lengths": of_blocks(
+        batch=2, slots=4, options=BLOCKS | {"q_lengths": np.array([290, 130]), "kv_lengths": np.array([170, 300])}
+    ),
+    "gradients, blocks, D128": of_blocks(d=128, hk=1, options=WINDOW_OF_BLOCKS),
+}
 
 
 def run(problem: Problem, seed: int) -> None:
@@ -374,6 +386,7 @@ def run(problem: Problem, seed: int) -> None:
                 x[b, :, length:] = np.nan
     prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
     prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
+    prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 
 

@@ -10,11 +10,15 @@ from numba_flash.cuda.sm90.tiles import (
     ANY,
     BACKWARD_TILES,
     MBARRIER_BYTES,
+    KEYS,
     AddingTile,
     BackwardTile,
     Ring,
     Row,
+    WarpGroups,
+    WideTile,
 )
+from numba_flash.cuda.swizzle import panel_bytes
 
 NOTE_BYTES = 16  # of what is written down about a tile of queries
 MOST = 128  # head dimension
@@ -39,6 +43,41 @@ class ListedTile(NotedTile, BackwardTile):
     @classmethod
     def of(cls, tile: BackwardTile) -> "ListedTile":
         return cls(tile.block_m, tile.stages, tile.do_stages, tile.ahead)
+
+
+@dataclass(frozen=True)
+class ListedDqTile(WarpGroups):
+    """Of the kernel that makes dQ of such tiles, as large as those that are listed."""
+
+    consumers: ClassVar[int] = 2
+    block_m: ClassVar[int] = 2 * KEYS
+    block_n: ClassVar[int] = 2 * KEYS
+    registers: ClassVar[tuple[int, int]] = (72, 216)  # as those of `OptionsBackwardTile`
+    dq_layout = WideTile.dq_layout
+
+    @property
+    def ds_bytes(self) -> int:
+        """Size of a tile of dS, which is a slot."""
+        return self.consumers * panel_bytes(self.block_n)
+
+
+DQ_TILE = ListedDqTile()
+
+
+@dataclass(frozen=True)
+class StoringTile(NotedTile, BackwardTile):
+    """A tile of the kernel that goes through lists and stores dS, of which another makes dQ; where
+    sums of dQ would be, dK and dV are staged.
+    """
+
+    adds_dq: ClassVar[bool] = False
+    in_slots: ClassVar[bool] = True
+    kernel: ClassVar[str] = "sm90.backward_listed.build"
+    registers: ClassVar[tuple[int, int]] = (48, 232)  # the producer follows lists
+
+    @property
+    def share(self) -> int:
+        return DQ_TILE.block_m // self.block_m
 
 
 @dataclass(frozen=True)
@@ -97,6 +136,11 @@ TILES = {
 LISTED_TILES = tuple(
     row._replace(tile=ListedTile.of(row.tile)) for row in BACKWARD_TILES if row.d <= MOST
 )
+# Where blocks of a mask hold whole tiles of dS.
+STORING_TILES = (
+    Row(ANY, 64, 64, StoringTile(128, 2, 2, False)),
+    Row(ANY, MOST, MOST, StoringTile(64, 3, 2, True)),
+)
 
 
 def crowded(options) -> bool:
@@ -109,3 +153,15 @@ def backward_options_tile(problem) -> OptionsBackwardTile | ListedTile:
     p = problem
     rows = LISTED_TILES if p.options.only_lists else TILES[crowded(p.options)]
     return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
+
+
+def storing_tile(problem) -> StoringTile | None:
+    """Tile of the main kernel that stores dS; None where lists are not all there is, or name other
+    tiles.
+    """
+    p, size = problem, problem.options.blocks
+    if not p.options.only_lists or p.options.packed:
+        return None
+    if not size.divided_by(DQ_TILE.block_m, DQ_TILE.block_n):
+        return None
+    return next(row.tile for row in STORING_TILES if p.d <= row.d and p.dv <= row.dv)
