@@ -73,7 +73,7 @@ def prepare(p, tile, inputs, results, gpu) -> Prepared:
         temporaries=_temporaries(p, row_blocks, slots),
     )
     lists = Lists(this, inputs, slots)
-    preprocess = preprocess_launch(this)
+    preprocess = preprocess_launch(this, DQ_TILE.block_m)
     main, sum_dq = _main(this, lists, slots), _sum_dq(this, lists, slots)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
     sections = [
