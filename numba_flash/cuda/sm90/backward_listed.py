@@ -16,7 +16,7 @@ from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
-from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 
 NOTE = words(StoredNote)
@@ -34,11 +34,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     Q, K, V, DO, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.work))
     Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
     DS, DS_BYTES, DS_PANELS, NOTES = SMEM.ds, SMEM.ds_bytes, panels(BLOCK_M), SMEM.notes
-    ROOM, ROOM_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where a consumer stages dK and dV
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
     AHEAD, SEQUENCES, BFLOAT16 = tile.ahead, options.sequences, dtype == "bfloat16"
     NEXT = SCORES if AHEAD else 0
-    V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
     clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
     clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
@@ -54,15 +52,14 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     note_bounds, bound = shared.note_bounds, shared.bound
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate, factors = shared.differentiate, shared.factors
-    stage_dk = store.build_stage(head_dim, 2, BFLOAT16)
-    stage_dv = store.build_stage(head_dim_v, 2, BFLOAT16)
+    stage_dk = store.build_stage(head_dim, 1, BFLOAT16)
+    stage_dv = store.build_stage(head_dim_v, 1, BFLOAT16)
 
     @inline
     def finish(maps, smem, turn, me, dk_acc, dv_acc, scale):
-        """Store dK and dV of a work item."""
+        """Store dK and dV of a work item, by way of where dS^T was."""
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         pipeline.release_group(smem, K, turn)
-        pipeline.release_group(smem, V, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
         b0 = pipeline.read(smem, WORK, turn, WORD.b0)
@@ -71,9 +68,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
         factors(smem, turn, factor, scaled, scale)
         pipeline.release(smem, WORK, turn)
-        room = u32(smem + u32(ROOM + me * ROOM_BYTES))
+        room = u32(smem + u32(DS + me * MINE))  # which this consumer alone has written and read
         stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
         stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
+        if cuda.threadIdx.x % WARP_GROUP == 0:
+            ptx.bulk_wait_read()
+        pipeline.meet_warp_group(me)  # there is room for dS^T again
 
     @inline
     def release_before(smem, n):
@@ -151,7 +151,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             if count == END:
                 break
             k_rows = wgmma.descriptor(pipeline.tile(smem, K, turn) + mine, u32(0))
-            v_rows = u32(k_rows + u32(V_BEHIND_K))
+            v_rows = wgmma.descriptor(pipeline.tile(smem, V, turn) + mine, u32(0))
             zero_k(dk_acc)
             zero_v(dv_acc)
             row0 = begin_item(smem, turn, me, n, sT, k_rows)
@@ -172,6 +172,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                 if AHEAD:
                     release_before(smem, n)
+                if u32(n + u32(1)) == end:
+                    pipeline.release_group(smem, V, turn)
                 # (5) dS^T = P^T * (dP^T - delta), in the place of dP^T
                 own_ds = u32(smem + u32(DS) + mine + n % u32(2) * u32(DS_BYTES))
                 for chunk in range(0, SCORES // 4, 2):
