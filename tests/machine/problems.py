@@ -171,7 +171,8 @@ TILES["mask"][128:256, 128:256] = True
 BLOCKS = {"mask": numba_flash.BlockMask(np.array([[0, 0, 1], [1, 0, 1], [1, 1, 0]], bool), 128)}
 # The first 128 queries see nothing, the others all keys of the last 44 that the band leaves them.
 WINDOW_OF_BLOCKS = {"mask": numba_flash.BlockMask(np.array([[0, 0, 0], [1, 0, 1], [1, 1, 1]], bool), 128), "window": (150, 40)}
-MANY_BLOCKS = {"mask": numba_flash.BlockMask(np.random.default_rng(3).random((2, 10)) < 0.6, 128)}
+# Blocks that hold no two tiles of queries: sums of dQ are added up in order.
+MANY_BLOCKS = {"mask": numba_flash.BlockMask(np.random.default_rng(3).random((4, 10)) < 0.6, (64, 128))}
 SMALL = RNG.random((3, 7)) < 0.8
 SMALL[0, :3] = True  # of a tile that the band cuts all blocks are visible
 SMALL[1, :2] = True, False  # of one that it does not cut a part is
@@ -295,7 +296,7 @@ PROBLEMS |= {
     "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
     "wgmma, blocks, window": Problem(forward_pass, nq=300, nk=300, multiprocessors=2, options=WINDOW_OF_BLOCKS),
-    "gradients, many blocks": Problem(backward_pass, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
+    "gradients, many blocks": Problem(backward_pass, d=72, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
     "gradients, blocks, window": Problem(backward_pass, nq=300, nk=300, options=WINDOW_OF_BLOCKS),
 }
 

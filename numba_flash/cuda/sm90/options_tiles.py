@@ -82,7 +82,7 @@ class StoringTile(BackwardTile):
     adds_dq: ClassVar[bool] = False
     in_slots: ClassVar[bool] = True
     kernel: ClassVar[str] = "sm90.backward_listed.build"
-    registers: ClassVar[tuple[int, int]] = (48, 232)  # the producer follows lists
+    registers: ClassVar[tuple[int, int]] = (56, 224)  # the producer follows lists
 
     @property
     def share(self) -> int:

@@ -164,7 +164,7 @@ def key_parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]
 
 
 def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
-    """lse in base 2, delta, and flags or zeros; for row blocks of so many rows, or of the tile's."""
+    """lse in base 2, delta, and flags or zeros; row blocks have so many rows, or the tile's."""
     p, x, there = this.p, this.inputs, this.temporaries
     sums = there.dq_sum if this.tile.adds_dq else None
     return Launch(

@@ -36,6 +36,7 @@ KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # half as many bytes 6.4, 3.2, 1.9, 1.32; twice as many 7.1, 3.0, 1.6, 0.96.
 SUMS_AT_WORK = 2**26
 
+
 def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout. The same bits in every run if `deterministic`.
