@@ -33,20 +33,34 @@ def slot_of(extras, b0, b1, head, block, at):
 
 
 @inline
+def listed_at(seen, number):
+    """The block of keys of that place in a list."""
+    return i32(u32(ptx.fetch_word(u64(seen + u64(4 * (number + 1))))) >> u32(1))
+
+
+@inline
+def places_before(section, seen, count, extras, item, block, room):
+    """How many tiles of a list of so many have slots in sections before one: slots ascend."""
+    low, high = i32(0), i32(count)
+    while low < high:
+        middle = i32((low + high) // 2)
+        at = listed_at(seen, middle)
+        slot = slot_of(extras, item.b0, item.b1, item.head, block, at)
+        if i32(u32(slot) // u32(room)) < section:
+            low = i32(middle + 1)
+        else:
+            high = middle
+    return low
+
+
+@inline
 def run_of(seen, count, extras, item, block, sizes):
-    """The `Run` of a list of so many tiles in this section; slots ascend along it."""
-    start, stop, last = i32(0), i32(count), i32(0)
+    """The `Run` of a list of so many tiles in this section."""
+    start, stop, section, room = i32(0), i32(count), i32(sizes.first_block), i32(sizes.blocks)
     if sizes.parts > 1:
-        start = stop = i32(0)
-        for t in range(count):
-            at = i32(u32(ptx.fetch_word(u64(seen + u64(4 * (t + 1))))) >> u32(1))
-            slot = slot_of(extras, item.b0, item.b1, item.head, block, at)
-            section = i32(u32(slot) // u32(sizes.blocks))
-            start = i32(t + 1) if section < sizes.first_block else start
-            stop = i32(t + 1) if section <= sizes.first_block else stop
-    if stop > start:
-        last = i32(u32(ptx.fetch_word(u64(seen + u64(4 * stop)))) >> u32(1))
-    return Run(start, stop, last)
+        start = places_before(section, seen, count, extras, item, block, room)
+        stop = places_before(i32(section + 1), seen, count, extras, item, block, room)
+    return Run(start, stop, listed_at(seen, i32(stop - 1)) if stop > start else i32(0))
 
 
 def build_write_work(banded, options, tile, layout):
