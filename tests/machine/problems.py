@@ -370,7 +370,7 @@ of_blocks = partial(Problem, backward_pass, nq=300, nk=300, hq=2, hk=2, multipro
 PROBLEMS |= {
     "gradients, blocks, sections": of_blocks(hq=4, hk=2, slots=3, options=BLOCKS),
     "gradients, blocks, lengths": of_blocks(
-        batch=2, slots=4, options=BLOCKS | {"q_lengths": np.array([290, 130]), "kv_lengths": np.array([170, 300])}
+        batch=2, slots=4, options=BLOCKS | {"q_lengths": np.array([290, 130]), "kv_lengths": np.array([170, 290])}
     ),
     "gradients, blocks, D128": of_blocks(d=128, hk=1, options=WINDOW_OF_BLOCKS),
 }
