@@ -123,7 +123,7 @@ def build_produce(head_dim, tile, layout):
     TILES, WORK = map(one_type, (layout.tiles, layout.work))
     K_BYTES = layout.tiles.slot_bytes - tile.ds_bytes
     load_k = pipeline.build_load(TILES, head_dim, BLOCK_N, DS_BYTES)
-    list_of, listed = tile_lists.build_access(True)
+    list_of, _ = tile_lists.build_access(True)
 
     @inline
     def produce(maps, smem, ds, extras, sizes):
@@ -140,9 +140,14 @@ def build_produce(head_dim, tile, layout):
             block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_M)
             start = pipeline.read(smem, WORK, turn, DQ_START)
             seen = list_of(extras, b0, b1, head, block)
+            following = i32(0)
+            if count > 0:
+                following = listed_at(seen, start)
             for t in range(count):
-                at = listed(seen, i32(start + t)).at
+                # what is looked up arrives while there is something else to wait for
+                at = following
                 slot = u64(i32(slot_of(extras, b0, b1, head, block, at) - room))
+                following = listed_at(seen, i32(start + min(t + 1, count - 1)))
                 pipeline.wait_free(smem, TILES, n)
                 load_k(maps[0], smem, n, Place(0, k0 + at * BLOCK_N, kv_head, b1, b0))
                 to = u32(pipeline.tile(smem, TILES, n) + u32(K_BYTES))
