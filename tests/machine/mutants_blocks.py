@@ -132,7 +132,7 @@ MUTANTS_BLOCKS = (
         "i32(1 + i32(sizes.first_block))",
         "gradients, blocks",
     ),
-    Mutant("items of a section before", SLOTS, "== u32(sizes.first_block)", "<= u32(sizes.first_block)", "gradients, blocks, sections"),
+    Mutant("items of a section to come", SLOTS, "== u32(sizes.first_block)", ">= u32(sizes.first_block)", "gradients, blocks, sections"),
     Mutant("the first slot of a block of keys for all", DQ_LISTED, "return i32(place + rank)", "return i32(place)", "gradients, blocks"),
     Mutant(
         "a sum that begins in each section",

@@ -121,8 +121,8 @@ def build_write_work(banded, ordered, options, tile, layout):
 
 
 def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
-    """``produce(maps, smem, lse2, delta, extras, sizes)``: have the copy engine fetch what each
-    work item needs; with options, write down a note of each tile before its Q is fetched.
+    """``produce(maps, smem, lse2, delta, extras, group, sizes)``: have the copy engine fetch what
+    each work item needs; with options, write down a note of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
     IN_SLOTS, CLAIMS = tile.in_slots, ordered or options.listed
@@ -149,9 +149,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             ptx.store_shared(u32(to + u32(4 * word)), i32(note[word]))
 
     @inline
-    def produce(maps, smem, lse2, delta, extras, sizes):
+    def produce(maps, smem, lse2, delta, extras, group, sizes):
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
-        group = i32(sizes.group)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, WORD.count)
@@ -320,7 +319,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 if warp == ADDERS + 1:
                     write_work(smem, dk, lse2, flags, extras, sizes)
                 elif warp == ADDERS:
-                    produce(maps, smem, lse2, delta, extras, sizes)
+                    produce(maps, smem, lse2, delta, extras, i32(sizes.group), sizes)
                 elif ADDS_DQ:
                     add_dq(smem, i32(warp), lse2, dq_sum, flags, extras, i32(sizes.group))
         else:
