@@ -9,9 +9,10 @@ from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
-from numba_flash.cuda.sm90.options_tiles import LISTED_TILES, crowded
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILES, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
+from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
 from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.prepare_forward_options import words_held
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
@@ -140,6 +141,14 @@ BACKWARD_LISTS = {
 }
 BACKWARD |= {name: (*config, first(LISTED_TILES, *config[1:3])) for name, config in BACKWARD_LISTS.items()}
 
+# What stores dS, of which another makes dQ.
+BACKWARD_STORED = {
+    "backward 64 stored": ("float16", 64, 64, False, True, False, LISTED),
+    "backward 128 stored": ("float16", 128, 128, False, True, False, LISTED),
+    "backward 72, 40 stored, lengths": ("bfloat16", 72, 40, True, True, False, LISTED_LENGTHS),
+}
+BACKWARD |= {name: (*config, first(STORING_TILES, *config[1:3])) for name, config in BACKWARD_STORED.items()}
+
 # dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
 BACKWARD_OPTIONS = {
     "backward sm90 64 dropout": ("float16", 64, 64, False, True, True, PAIRS, DROPOUT),
@@ -218,6 +227,12 @@ DQ = {
     "dq lengths, 192": ("bfloat16", 192, True, True, LENGTHS),
 }
 DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
+DQ_LISTS = {
+    "dq 128 lists": ("float16", 128, False, True, LISTED),
+    "dq 64 lists": ("bfloat16", 64, False, True, LISTED),
+    "dq 72 lists, lengths": ("bfloat16", 72, True, True, LISTED_LENGTHS),
+}
+DQ |= {name: (*config, DQ_TILE) for name, config in DQ_LISTS.items()}
 
 BACKWARD_SPLIT = {  # head dimensions, banded, ordered, options, tile
     "backward float32 64": (64, 64, False, True, PLAIN, SplitBackwardTile(64, 2, 2, False)),
@@ -233,6 +248,8 @@ AROUND |= {
 
 OF_MASK = first(BACKWARD_OPTION_TILES[False], 96, 96)
 AROUND["postprocess under a mask"] = Kernel("sm90.postprocess.build", ("bfloat16", 96, MASK, OF_MASK, ("tiles", "order")))
+
+AROUND["slots of dS"] = Kernel("sm90.ds_slots.build", (SLOT_THREADS,))
 
 COMBINE = {
     "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, ROWS)),

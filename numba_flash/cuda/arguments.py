@@ -147,8 +147,8 @@ def _extras(names: tuple[str, ...]):
 
 def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
-    that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.tile_lists`); and with
-    `more`.
+    that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.tile_lists`),
+    "places", "ranks" (`numba_flash.cuda.sm90.ds_slots`); and with `more`.
     """
     names = tuple(name for name in EXTRAS if getattr(options, name))
     names += ("page_table",) if options.paged else ()
@@ -191,6 +191,8 @@ def extras_type(options, of_mask=(), more=()):
         "order": array(types.int32, 5),
         "queue": array(types.int32, 5),
         "bits": array(types.uint32, 5),
+        "places": array(types.int32, 5),
+        "ranks": array(types.int32, 5),
         "factors": array(types.float32, 4),
         "shifts": array(types.float32, 4),
         "centres": array(types.float32, 5),

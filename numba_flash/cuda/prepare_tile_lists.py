@@ -101,6 +101,8 @@ class Extras:
         As `numba_flash.cuda.launch.Launch` wants them.
     launches : tuple of Launch
         What makes the lists.
+    made : Made
+        Layouts of what they make, if there is a mask.
     """
 
     def __init__(self, problem, gpu, inputs, tiles: Tiles):
@@ -122,6 +124,7 @@ class Extras:
             order=Layout.compact((*own, blocks + 1, groups), "int32") if t.share else None,
             queue=Layout.compact((*own, 1, blocks + 1), "int32") if t.queue else None,
         )
+        self.made = made
         self._scratch = Scratch(made, [f"the mask's {name}" for name in Made._fields])
         builder, config, lists = _builder(masked, inputs.mask, t)
         make = Launch(

@@ -211,7 +211,7 @@ BUILDERS = {
 }
 
 
-SHARING = {f"sm90.backward{name}.build" for name in ("", "_options", "_wide", "_split", "_split_wide")}
+SHARING = {f"sm90.backward{name}.build" for name in ("", "_listed", "_options", "_wide", "_split", "_split_wide")}
 
 
 def test_kernels_are_recognised():

@@ -6,7 +6,9 @@ LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
 BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
 BACKWARD, P_AND_DS, ROWS = "cuda/sm90/backward.py", "cuda/sm90/softmax_backward.py", "cuda/sm90/rows.py"
-TILE_LISTS = "cuda/tile_lists.py"
+TILE_LISTS, WALK = "cuda/tile_lists.py", "cuda/sm90/walk_backward.py"
+SLOTS, DQ_LISTED, LISTED = "cuda/sm90/ds_slots.py", "cuda/sm90/dq_listed.py", "cuda/sm90/backward_listed.py"
+HOST_LISTED = "cuda/sm90/prepare_backward_listed.py"
 
 MUTANTS_BLOCKS = (
     Mutant("a list that nobody has", LISTS, "if b0 < u32(tiles.shape[0]):", "if True:", "mma, blocks"),
@@ -62,17 +64,17 @@ MUTANTS_BLOCKS = (
         LOAD_BACKWARD,
         "Q = options.modifies_or_lists, options.tiled",
         "Q = options.modifies_or_lists, options.mask",
-        "gradients, blocks",
+        "gradients, many blocks",
     ),
     Mutant(
         "sums of tiles that are hidden",
         LOAD_BACKWARD,
         "MASKED, walk = options.tiled",
         "MASKED, walk = options.mask",
-        "gradients, blocks",
+        "gradients, many blocks",
     ),
     Mutant("dK without its scale", BACKWARD_OPTIONS, "factor[r] * scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"),
-    Mutant("lists of keys for each query", HOST, "transposed=True", "transposed=False", "gradients, blocks"),
+    Mutant("lists of keys for each query", HOST, "transposed=True", "transposed=False", "gradients, many blocks"),
     Mutant(
         "neighbours in two blocks",
         FETCH,
@@ -107,6 +109,66 @@ MUTANTS_BLOCKS = (
         BACKWARD,
         "            if LISTED:\n                tiles",
         "            if False:\n                tiles",
+        "gradients, many blocks",
+    ),
+    Mutant(
+        "sections that are all the first",
+        SLOTS,
+        "i32(section * i32(numbers.room) + before % whole)",
+        "i32(before % whole)",
+        "gradients, blocks, sections",
+    ),
+    Mutant(
+        "heads of a group in the same slots",
+        SLOTS,
+        "slot = i32(slot + length_of(tiles, which.b0, which.b1, head, which.block))",
+        "slot = i32(slot)",
+        "gradients, blocks, sections",
+    ),
+    Mutant(
+        "items that the other kernel has taken",
+        SLOTS,
+        "i32(1 + kind * i32(sizes.parts) + i32(sizes.first_block))",
+        "i32(1 + i32(sizes.first_block))",
         "gradients, blocks",
+    ),
+    Mutant("items of a section to come", SLOTS, "== u32(sizes.first_block)", ">= u32(sizes.first_block)", "gradients, blocks, sections"),
+    Mutant("the first slot of a block of keys for all", DQ_LISTED, "return i32(place + rank)", "return i32(place)", "gradients, blocks"),
+    Mutant(
+        "a sum that begins in each section",
+        DQ_LISTED,
+        "begins=i32(1 if run.start == 0 else 0)",
+        "begins=i32(1)",
+        "gradients, blocks, sections",
+    ),
+    Mutant(
+        "keys beyond the end of the last tile",
+        DQ_LISTED,
+        "first=i32(run.last - (tiles - 1))",
+        "first=i32(0)",
+        "gradients, blocks, lengths",
+    ),
+    Mutant("dS of a tile that has no slot", LISTED, "if slot >= 0:", "if slot >= -1:", "gradients, blocks, lengths"),
+    Mutant(
+        "dS in the place of what is copied",
+        LISTED,
+        "        if first:\n            ptx.bulk_wait_read()\n        pipeline",
+        "        pipeline",
+        "gradients, blocks, D128",
+    ),
+    Mutant("V that is kept", LISTED, "if u32(n + u32(1)) == end:", "if n == end:", "gradients, blocks"),
+    Mutant(
+        "one half of the queries of a tile",
+        WALK,
+        "entry.at * SHARE + number % SHARE",
+        "entry.at * SHARE",
+        "gradients, blocks, D128",
+    ),
+    Mutant(
+        "rows of smaller blocks",
+        HOST_LISTED,
+        "preprocess_launch(this, DQ_TILE.block_m)",
+        "preprocess_launch(this)",
+        "gradients, blocks, D128",
     ),
 )

@@ -27,7 +27,8 @@ import numba_flash
 from numba_flash import call, reference
 from numba_flash.cuda import compile
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
 ROOT = Path(numba_flash.__file__).parents[1]
@@ -50,6 +51,8 @@ class Problem(NamedTuple):
         Of how many blocks of keys dS is made at a time, where it is kept.
     copies : int
         Of the sums of dQ that `sm80` keeps.
+    slots : int
+        Of tiles of dS, where these are listed, after which a section ends.
     resident : int, optional
         How many blocks there is room for; all, by default.
     tier : str
@@ -73,6 +76,7 @@ class Problem(NamedTuple):
     options: dict = {}  # noqa: RUF012
     key_blocks: int = 8
     copies: int = 1
+    slots: int = 1000
     resident: int | None = None
     tier: str = "sm90"
     capability: tuple[int, int] = kernels.HOPPER
@@ -167,7 +171,8 @@ TILES["mask"][128:256, 128:256] = True
 BLOCKS = {"mask": numba_flash.BlockMask(np.array([[0, 0, 1], [1, 0, 1], [1, 1, 0]], bool), 128)}
 # The first 128 queries see nothing, the others all keys of the last 44 that the band leaves them.
 WINDOW_OF_BLOCKS = {"mask": numba_flash.BlockMask(np.array([[0, 0, 0], [1, 0, 1], [1, 1, 1]], bool), 128), "window": (150, 40)}
-MANY_BLOCKS = {"mask": numba_flash.BlockMask(np.random.default_rng(3).random((2, 10)) < 0.6, 128)}
+# Blocks that hold no two tiles of queries: sums of dQ are added up in order.
+MANY_BLOCKS = {"mask": numba_flash.BlockMask(np.random.default_rng(3).random((4, 10)) < 0.6, (64, 128))}
 SMALL = RNG.random((3, 7)) < 0.8
 SMALL[0, :3] = True  # of a tile that the band cuts all blocks are visible
 SMALL[1, :2] = True, False  # of one that it does not cut a part is
@@ -291,7 +296,7 @@ PROBLEMS |= {
     "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
     "wgmma, blocks, window": Problem(forward_pass, nq=300, nk=300, multiprocessors=2, options=WINDOW_OF_BLOCKS),
-    "gradients, many blocks": Problem(backward_pass, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
+    "gradients, many blocks": Problem(backward_pass, d=72, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
     "gradients, blocks, window": Problem(backward_pass, nq=300, nk=300, options=WINDOW_OF_BLOCKS),
 }
 
@@ -379,6 +384,14 @@ PROBLEMS |= {
     "short heads, plain": short(forward_pass, d=12, hk=1, made=units),
     "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40], "bias_grad": True}),
 }
+of_blocks = partial(Problem, backward_pass, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
+PROBLEMS |= {
+    "gradients, blocks, sections": of_blocks(hq=4, hk=2, slots=3, options=BLOCKS),
+    "gradients, blocks, lengths": of_blocks(
+        batch=2, slots=4, options=BLOCKS | {"q_lengths": np.array([290, 130]), "kv_lengths": np.array([170, 290])}
+    ),
+    "gradients, blocks, D128": of_blocks(d=128, hk=1, options=WINDOW_OF_BLOCKS),
+}
 
 
 def run(problem: Problem, seed: int) -> None:
@@ -392,6 +405,7 @@ def run(problem: Problem, seed: int) -> None:
                 x[b, :, length:] = np.nan
     prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
     prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
+    prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 
 

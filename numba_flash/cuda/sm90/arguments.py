@@ -29,7 +29,8 @@ class Sizes(NamedTuple):
         The first of the leading sizes.
     first_block, blocks : int
         Where dS is made for some blocks of keys at a time: the first, and for how many there is
-        room.
+        room. Where it is made for listed tiles: the section, and how many slots one has, see
+        `numba_flash.cuda.sm90.ds_slots`; `parts` is how many sections there may be.
     """
 
     items: int
@@ -137,6 +138,15 @@ class TileNote(NamedTuple):
     whole: int
 
 
+class StoredNote(NamedTuple):
+    """The same, and where dS of the tile goes: the number of its part of a slot, or -1."""
+
+    row0: int
+    head: int
+    whole: int
+    slot: int
+
+
 class DqWork(NamedTuple):
     """For the kernel that makes dQ: an `Item` whose rows are queries; the number of its row block;
     whether its sum begins, and ends.
@@ -157,6 +167,9 @@ class DqWork(NamedTuple):
     number: int
     begins: int
     ends: int
+
+
+DQ_START = len(DqWork._fields)  # where tiles are listed: the place of the first in its list
 
 
 class DbiasNote(NamedTuple):

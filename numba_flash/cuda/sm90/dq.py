@@ -1,5 +1,5 @@
 """dQ on Hopper from tiles of dS^T in memory: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2,
-line 15, after `numba_flash.cuda.sm90.backward_wide`.
+line 15, after `numba_flash.cuda.sm90.backward_wide` or `backward_listed`.
 
 A block takes 128 queries after the other. One of its threads writes down work items, one has tiles
 of dS^T and K fetched, and each of two warp groups sums 64 of the rows, in the order of the keys. If
@@ -13,14 +13,15 @@ from numba_flash.cuda import ptx, schedule, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.sm90 import pipeline, store, wgmma
+from numba_flash.cuda.sm90 import dq_listed, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, DqWork, Scales, Sizes, one_type, words
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.swizzle import panel_bytes, panels
+from numba_flash.cuda.swizzle import panel_bytes
 
 ROWS = 64  # of a consumer
 WORD = words(DqWork)
+LISTS = ("tiles", "places", "ranks")  # what it wants of a mask
 
 
 def build_write_work(banded, options, tile, layout):
@@ -80,42 +81,17 @@ def build_write_work(banded, options, tile, layout):
     return write_work
 
 
-def build(dtype, head_dim, banded, to_map, options, tile):
-    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
-    compile options.
-
-    maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
-        with `to_map` of dq.
-    dq : (b0, b1, heads, nq, head_dim), as words of two elements.
-    dq_sum : float32, what there is of the sum: per row block and consumer in the order of
-        fragments.
-    ds : dS^T, as `numba_flash.cuda.sm90.backward_wide` writes it.
-    lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
-        numbered.
-    extras : lengths, see `numba_flash.cuda.arguments`.
-    sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
+def build_produce(head_dim, tile, layout):
+    """``produce(maps, smem, ds, extras, sizes)``: have the copy engine fetch tiles of K, and behind
+    them those of dS^T.
     """
-    BLOCK_N, CONSUMERS = tile.block_n, tile.consumers
-    SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
-    TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
-    STAGE, ALIGNMENT, OUTPUTS = SMEM.o, SMEM.ALIGNMENT, head_dim // 2
-    PANEL_BYTES = panel_bytes(ROWS)
-    K_BYTES, DS_BYTES = panels(head_dim) * PANEL_BYTES, CONSUMERS * PANEL_BYTES
-    SUM_BYTES = 4 * ROWS * head_dim
-    TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
-    SEQUENCES = options.sequences
-    NAN, ON, OFF, NONE = math.nan, 1, 0, 0
-    write_work = build_write_work(banded, options, tile, SMEM)
+    BLOCK_N, DS_BYTES = tile.block_n, tile.ds_bytes
+    TILES, WORK = map(one_type, (layout.tiles, layout.work))
+    K_BYTES = layout.tiles.slot_bytes - tile.ds_bytes
     load_k = pipeline.build_load(TILES, head_dim, BLOCK_N, DS_BYTES)
-    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
-    start_sum = wgmma.build_sum(head_dim, BLOCK_N // 16, 0, 0, BFLOAT16, True)
-    zero, _ = softmax.build_zero(OUTPUTS)
-    put_row = store.build_put_row(head_dim, False, BFLOAT16)
-    stage = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
 
     @inline
-    def produce(maps, smem, ds, sizes):
-        """Have the copy engine fetch tiles of K, and behind them those of dS^T."""
+    def produce(maps, smem, ds, extras, sizes):
         turn, n = u32(0), u32(0)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, WORD.count)
@@ -140,6 +116,47 @@ def build(dtype, head_dim, banded, to_map, options, tile):
             turn = u32(turn + 1)
             pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.read(smem, WORK, turn, WORD.count)
+
+    return produce
+
+
+def build(dtype, head_dim, banded, to_map, options, tile):
+    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
+    compile options.
+
+    maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
+        with `to_map` of dq.
+    dq : (b0, b1, heads, nq, head_dim), as words of two elements.
+    dq_sum : float32, what there is of the sum: per row block and consumer in the order of
+        fragments.
+    ds : dS^T, as `numba_flash.cuda.sm90.backward_wide` writes it, or, with ``options.listed``,
+        `numba_flash.cuda.sm90.backward_listed`.
+    lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
+        numbered.
+    extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
+    sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
+    """
+    BLOCK_N, CONSUMERS = tile.block_n, tile.consumers
+    SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
+    TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
+    STAGE, ALIGNMENT, OUTPUTS = SMEM.o, SMEM.ALIGNMENT, head_dim // 2
+    PANEL_BYTES, STAGE_BYTES = panel_bytes(BLOCK_N), panel_bytes(ROWS)
+    K_BYTES = SMEM.tiles.slot_bytes - tile.ds_bytes
+    SUM_BYTES = 4 * ROWS * head_dim
+    TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
+    SEQUENCES = options.sequences
+    NAN, ON, OFF, NONE = math.nan, 1, 0, 0
+    if options.listed:
+        write_work = dq_listed.build_write_work(banded, options, tile, SMEM)
+        produce = dq_listed.build_produce(head_dim, tile, SMEM)
+    else:
+        write_work = build_write_work(banded, options, tile, SMEM)
+        produce = build_produce(head_dim, tile, SMEM)
+    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
+    start_sum = wgmma.build_sum(head_dim, BLOCK_N // 16, 0, 0, BFLOAT16, True)
+    zero, _ = softmax.build_zero(OUTPUTS)
+    put_row = store.build_put_row(head_dim, False, BFLOAT16)
+    stage = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
 
     @inline
     def begin_item(smem, turn, me, dq_sum, acc):
@@ -175,7 +192,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
                 four = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
                 ptx.store_global(u64(address + u64(2048 * j)), four)
         elif TO_MAP:
-            room = smem + u32(STAGE + me * 2 * PANEL_BYTES)
+            room = smem + u32(STAGE + me * 2 * STAGE_BYTES)
             stage(maps[1], room, acc, factor, me, Place(0, row0, h, b1, b0))
         else:
             for r in range(2):
@@ -227,7 +244,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
             if cuda.threadIdx.x == 0:
                 write_work(smem, dq, lse2, extras, sizes)
             elif cuda.threadIdx.x == 32:
-                produce(maps, smem, ds, sizes)
+                produce(maps, smem, ds, extras, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dq, dq_sum, scales.scale)
@@ -238,7 +255,7 @@ def build(dtype, head_dim, banded, to_map, options, tile):
         array(u32, 5),
         *[array(f32, 5)] * 2,
         array(f32, 4),
-        extras_type(options),
+        extras_type(options, LISTS),
         named(Sizes, i64),
         named(Scales, f32),
     )

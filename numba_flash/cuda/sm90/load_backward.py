@@ -6,7 +6,7 @@ from numba_flash.cuda import ptx, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90 import ds_slots, pipeline
 from numba_flash.cuda.sm90.arguments import (
     BACKWARD_SCORES_B1,
     BACKWARD_TILES,
@@ -15,6 +15,7 @@ from numba_flash.cuda.sm90.arguments import (
     OptionScales,
     Scales,
     Sizes,
+    StoredNote,
     TileNote,
     one_type,
     words,
@@ -23,18 +24,10 @@ from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import build_walk, lists_of
+from numba_flash.cuda.sm90.walk_backward import blocks_before, build_walk, lists_of
 
 WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
-
-
-@inline
-def blocks_before(row0, high, number, block_m, block_n):
-    """How many blocks of keys before that from key row0 on add to a row block of that number: those
-    from the first that it sees on.
-    """
-    return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
 
 
 def build_write_work(banded, ordered, options, tile, layout):
@@ -43,17 +36,18 @@ def build_write_work(banded, ordered, options, tile, layout):
 
     Arguments are those of `build_kernel` and of its kernel.
     """
-    BLOCK_M, BLOCK_N, IN_PARTS = tile.block_m, tile.block_n, not tile.adds_dq
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     BANDED, PACKED, QUEUED = banded, options.packed, options.listed and not ordered
     CLAIMS = ordered or QUEUED
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_or_lists, options.tiled
-    listed_together = build_walk(BLOCK_N, layout.work).together
+    IN_SLOTS, IN_PARTS = tile.in_slots, not tile.adds_dq and not tile.in_slots
+    listed_together = build_walk(BLOCK_N, layout.work, tile.share).together
 
     @inline
-    def next_number(smem, turn, taken, flags, extras):
+    def next_number(smem, turn, taken, flags, extras, sizes):
         """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
         been claimed before, by a block at work, however few blocks the GPU has room for. It does so
         when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
@@ -62,6 +56,8 @@ def build_write_work(banded, ordered, options, tile, layout):
         if CLAIMS:
             if turn != u32(0):
                 pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))
+            if IN_SLOTS:
+                return ds_slots.claim(extras.places, sizes, 0)
             if QUEUED:
                 return tile_lists.take(extras.queue)
             last = u64(flags.shape[0] - 1)
@@ -75,7 +71,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         turn, taken, there = u32(0), u32(0), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
-            number = next_number(smem, turn, taken, flags, extras)
+            number = next_number(smem, turn, taken, flags, extras, sizes)
             taken = u32(taken + 1)
             there = number < sizes.items
             if there:
@@ -84,6 +80,8 @@ def build_write_work(banded, ordered, options, tile, layout):
                     block = item.row0 // BLOCK_N
                     if not sizes.first_block <= block < sizes.first_block + sizes.blocks:
                         continue
+                if IN_SLOTS and not ds_slots.in_section(item, extras.places, sizes, BLOCK_N):
+                    continue
                 if PACKED and item.row0 >= item.rows:
                     continue  # nothing to store; an impossible sequence has no rows of its own
                 head = item.head * i32(sizes.group)
@@ -123,11 +121,12 @@ def build_write_work(banded, ordered, options, tile, layout):
 
 
 def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
-    """``produce(maps, smem, lse2, delta, extras, group)``: have the copy engine fetch what each
-    work item needs; with options, write down a `TileNote` of each tile before its Q is fetched.
+    """``produce(maps, smem, lse2, delta, extras, group, sizes)``: have the copy engine fetch what
+    each work item needs; with options, write down a note of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
-    DO_FIRST, CLAIMS = not tile.adds_dq, ordered or options.listed
+    IN_SLOTS, CLAIMS = tile.in_slots, ordered or options.listed
+    DO_FIRST = not tile.adds_dq and not IN_SLOTS
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
@@ -137,8 +136,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
     OPTIONS, MASKED, Q = options.modifies_or_lists, options.tiled, one_type(layout.q)
     NOTES = layout.notes if OPTIONS else 0
-    walk = build_walk(BLOCK_N, layout.work)
-    listing_of, listed = walk.listing_of, walk.listed
+    walk = build_walk(BLOCK_N, layout.work, tile.share)
+    listing_of, listed, slot_of = walk.listing_of, walk.listed, walk.slot_of
     COPIES_BIAS = tile.copies_bias
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
@@ -150,7 +149,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             ptx.store_shared(u32(to + u32(4 * word)), i32(note[word]))
 
     @inline
-    def produce(maps, smem, lse2, delta, extras, group):
+    def produce(maps, smem, lse2, delta, extras, group, sizes):
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         pipeline.wait_ready(smem, WORK, turn)
@@ -177,7 +176,10 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                     if MASKED:
                         here = listed(listing, t)
                         at, whole = here.at, here.whole
-                    if OPTIONS:
+                    if IN_SLOTS:
+                        slot = slot_of(smem, turn, head, listing, t, extras, sizes)
+                        note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))
+                    elif OPTIONS:
                         note_tile(smem, n, TileNote(i32(at * BLOCK_M), head, i32(whole)))
                     row = i32(pipeline.read(smem, WORK, turn, WORD.q0) + at * i32(BLOCK_M))
                     offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
@@ -317,7 +319,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 if warp == ADDERS + 1:
                     write_work(smem, dk, lse2, flags, extras, sizes)
                 elif warp == ADDERS:
-                    produce(maps, smem, lse2, delta, extras, i32(sizes.group))
+                    produce(maps, smem, lse2, delta, extras, i32(sizes.group), sizes)
                 elif ADDS_DQ:
                     add_dq(smem, i32(warp), lse2, dq_sum, flags, extras, i32(sizes.group))
         else:
@@ -334,7 +336,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         *[array(f32, 4)] * 2,
         array(f32, 5),
         array(i32, 1),
-        extras_type(options, lists_of(options, ordered), () if tile.planes == 1 else FACTORS),
+        extras_type(options, lists_of(options, ordered, tile), () if tile.planes == 1 else FACTORS),
         named(Sizes, i64),
         numbers,
     )

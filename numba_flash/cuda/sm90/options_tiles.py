@@ -9,12 +9,19 @@ from typing import ClassVar
 from numba_flash.cuda.sm90.tiles import (
     ANY,
     BACKWARD_TILES,
+    KEYS,
     MBARRIER_BYTES,
+    WORK_BYTES,
+    WORK_SLOTS,
     AddingTile,
     BackwardTile,
     Ring,
     Row,
+    WarpGroups,
+    WideTile,
+    lay_out,
 )
+from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 NOTE_BYTES = 16  # of what is written down about a tile of queries
 MOST = 128  # head dimension
@@ -39,6 +46,70 @@ class ListedTile(NotedTile, BackwardTile):
     @classmethod
     def of(cls, tile: BackwardTile) -> "ListedTile":
         return cls(tile.block_m, tile.stages, tile.do_stages, tile.ahead)
+
+
+@dataclass(frozen=True)
+class ListedDqTile(WarpGroups):
+    """Of the kernel that makes dQ of such tiles, as large as those that are listed."""
+
+    consumers: ClassVar[int] = 2
+    block_m: ClassVar[int] = 2 * KEYS
+    block_n: ClassVar[int] = 2 * KEYS
+    registers: ClassVar[tuple[int, int]] = (72, 216)  # as those of `OptionsBackwardTile`
+    dq_layout = WideTile.dq_layout
+
+    @property
+    def ds_bytes(self) -> int:
+        """Size of a tile of dS, which is a slot."""
+        return self.consumers * panel_bytes(self.block_n)
+
+
+DQ_TILE = ListedDqTile()
+
+
+@dataclass(frozen=True)
+class StoringTile(BackwardTile):
+    """A tile of the kernel that goes through lists and stores dS, of which another makes dQ.
+
+    Attributes
+    ----------
+    k_stages, v_stages : int
+        Slots of the rings of K and of V tiles: what the next work item needs comes meanwhile.
+    """
+
+    k_stages: int
+    v_stages: int
+    adds_dq: ClassVar[bool] = False
+    in_slots: ClassVar[bool] = True
+    kernel: ClassVar[str] = "sm90.backward_listed.build"
+    registers: ClassVar[tuple[int, int]] = (56, 224)  # the producer follows lists
+
+    @property
+    def share(self) -> int:
+        return DQ_TILE.block_m // self.block_m
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings and the rest as `AddingTile.layout`'s, and `notes` of the tiles of
+        queries. dK and dV are staged where dS is.
+        """
+        width, width_v = panels(head_dim), panels(head_dim_v)
+        rings = {
+            "q": (width * panel_bytes(self.block_m), self.stages),
+            "do": (width_v * panel_bytes(self.block_m), self.do_stages),
+            "k": (width * panel_bytes(self.block_n), self.k_stages),
+            "v": (width_v * panel_bytes(self.block_n), self.v_stages),
+            "dq": (0, 0),
+            "work": (WORK_BYTES, WORK_SLOTS),
+            "fetched": (0, 1),
+        }
+        ds_bytes = panels(self.block_m) * panel_bytes(self.block_n)
+        lse = DS_SLOTS * ds_bytes
+        delta = lse + 4 * self.block_m * self.stages
+        bounds = delta + 4 * self.block_m * self.do_stages
+        notes = bounds + 16 * self.consumers
+        slots = -(-(notes + NOTE_BYTES * self.stages) // ALIGNMENT) * ALIGNMENT
+        places = {"lse": lse, "delta": delta, "bounds": bounds, "notes": notes}
+        return lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, **places)
 
 
 @dataclass(frozen=True)
@@ -97,6 +168,11 @@ TILES = {
 LISTED_TILES = tuple(
     row._replace(tile=ListedTile.of(row.tile)) for row in BACKWARD_TILES if row.d <= MOST
 )
+# Where blocks of a mask hold whole tiles of dS. Not timed.
+STORING_TILES = (
+    Row(ANY, 64, 64, StoringTile(128, 2, 2, False, 2, 2)),
+    Row(ANY, MOST, MOST, StoringTile(64, 3, 2, True, 2, 1)),
+)
 
 
 def crowded(options) -> bool:
@@ -109,3 +185,15 @@ def backward_options_tile(problem) -> OptionsBackwardTile | ListedTile:
     p = problem
     rows = LISTED_TILES if p.options.only_lists else TILES[crowded(p.options)]
     return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
+
+
+def storing_tile(problem) -> StoringTile | None:
+    """Tile of the main kernel that stores dS; None where lists are not all there is, or name other
+    tiles.
+    """
+    p, size = problem, problem.options.blocks
+    if not p.options.only_lists or p.options.packed:
+        return None
+    if not size.divided_by(DQ_TILE.block_m, DQ_TILE.block_n):
+        return None
+    return next(row.tile for row in STORING_TILES if p.d <= row.d and p.dv <= row.dv)

@@ -163,8 +163,8 @@ def key_parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]
     return best, -(-blocks // best)
 
 
-def preprocess_launch(this: Pass) -> Launch:
-    """lse in base 2, delta, and flags or zeros."""
+def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
+    """lse in base 2, delta, and flags or zeros; row blocks have so many rows, or the tile's."""
     p, x, there = this.p, this.inputs, this.temporaries
     sums = there.dq_sum if this.tile.adds_dq else None
     return Launch(
@@ -173,7 +173,7 @@ def preprocess_launch(this: Pass) -> Launch:
             p.dtype,
             p.dv,
             x.dlse is not None,
-            this.tile.block_m,
+            block_m or this.tile.block_m,
             4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
             *(this.ordered, True, True, p.options.arrays, ROW_THREADS),
         ),

@@ -12,8 +12,9 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
+from numba_flash.cuda.sm90 import prepare_backward_listed
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
-from numba_flash.cuda.sm90.options_tiles import backward_options_tile
+from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
     boxes,
@@ -48,6 +49,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         # only arrays of the user's are like that
         again = lambda results: prepare(problem, inputs, results, deterministic, gpu)
         return tensor_maps.through_compact(again, results)
+    if deterministic and (stores := storing_tile(p)) is not None:
+        return prepare_backward_listed.prepare(p, stores, inputs, results, gpu)
     row_blocks = row_blocks_of(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     this = Pass(

@@ -130,6 +130,8 @@ class AddingTile(WarpGroups):
     do_stages: int
     consumers: ClassVar[int] = 2
     adds_dq: ClassVar[bool] = True
+    in_slots: ClassVar[bool] = False  # dS of listed tiles goes to memory
+    share: ClassVar[int] = 1  # tiles of a list's entry
     queries_apart: ClassVar[int] = 0  # the consumers' fragments
     planes: ClassVar[int] = 1
     copies_bias: ClassVar[bool] = False
@@ -228,6 +230,8 @@ class WideTile:
     columns: ClassVar[int] = KEYS
     queries_apart: ClassVar[int] = KEYS
     adds_dq: ClassVar[bool] = False
+    in_slots: ClassVar[bool] = False
+    share: ClassVar[int] = 1
     planes: ClassVar[int] = 1
     copies_bias: ClassVar[bool] = False
     kernel: ClassVar[str] = "sm90.backward_wide.build"

@@ -19,6 +19,14 @@ from numba_flash.cuda.tile_lists import Listed
 WORD = words(BackwardWork)
 
 
+@inline
+def blocks_before(row0, high, number, block_m, block_n):
+    """How many blocks of keys before that from key row0 on add to a row block of that number: those
+    from the first that it sees on.
+    """
+    return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+
 class Listing(NamedTuple):
     """Tiles of a head: the address of a list, and how many there are; no address if none of the
     heads has a tile, and one tile of each stands for that.
@@ -35,17 +43,20 @@ class Walk(NamedTuple):
     listing_of: Any
     listed: Any
     order_of: Any
+    slot_of: Any
 
 
-def lists_of(options, ordered) -> tuple[str, ...]:
+def lists_of(options, ordered, tile) -> tuple[str, ...]:
     """What the kernels of a backward pass want of a mask."""
     if ordered:
         return ("tiles", "order")
+    if tile.in_slots:
+        return ("tiles", "queue", "places")
     return ("tiles", "queue") if options.listed else ("tiles",)
 
 
 @once
-def build_walk(block_n, work):
+def build_walk(block_n, work, share=1):
     """`Walk`:
 
     ``together(item, extras, sizes)``: how many tiles all heads of an `Item` of
@@ -54,8 +65,11 @@ def build_walk(block_n, work):
     ``listed(listing, t)``: its t-th `Listed` tile.
     ``order_of(smem, turn, head, at, extras)``: what the lists say of who adds to dQ of a tile
         before.
+    ``slot_of(smem, turn, head, listing, t, extras, sizes)``: which part of a slot the t-th has.
+
+    share : tiles of an entry of a list, the last one first.
     """
-    BLOCK_N, WORK = block_n, one_type(work)
+    BLOCK_N, WORK, SHARE = block_n, one_type(work), share
     list_of, in_list = tile_lists.build_access(True)
 
     @inline
@@ -66,7 +80,7 @@ def build_walk(block_n, work):
                 block = i32(item.row0 // BLOCK_N)
                 seen = list_of(extras, item.b0, item.b1, i32(first + g), block)
                 total = i32(total + tile_lists.length(seen))
-        return total
+        return i32(total * SHARE)
 
     @inline
     def listing_of(smem, turn, head, extras):
@@ -76,14 +90,18 @@ def build_walk(block_n, work):
         seen, count = u64(0), i32(1)
         if pipeline.read(smem, WORK, turn, WORD.queries) != 0:
             seen = list_of(extras, b0, b1, head, block)
-            count = tile_lists.length(seen)
+            count = i32(tile_lists.length(seen) * SHARE)
         return Listing(seen, count)
 
     @inline
     def listed(listing, t):
         if listing.seen == u64(0):
             return Listed(i32(0), False)
-        return in_list(listing.seen, i32(listing.count - 1 - t))
+        number = i32(listing.count - 1 - t)
+        if SHARE == 1:
+            return in_list(listing.seen, number)
+        entry = in_list(listing.seen, i32(number // SHARE))
+        return Listed(i32(entry.at * SHARE + number % SHARE), entry.whole)
 
     @inline
     def order_of(smem, turn, head, at, extras):
@@ -92,4 +110,15 @@ def build_walk(block_n, work):
         block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
         return extras.order[index(b0), index(b1), index(head), index(block), index(at)]
 
-    return Walk(together, listing_of, listed, order_of)
+    @inline
+    def slot_of(smem, turn, head, listing, t, extras, sizes):
+        if listing.seen == u64(0):
+            return i32(-1)
+        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
+        b1 = pipeline.read(smem, WORK, turn, BACKWARD_SCORES_B1)
+        block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
+        place = i32(extras.places[index(b0), index(b1), index(head), 0, index(block)])
+        first = i32(place - i32(sizes.first_block) * i32(sizes.blocks))
+        return i32(first * SHARE + listing.count - 1 - t)
+
+    return Walk(together, listing_of, listed, order_of, slot_of)

@@ -22,7 +22,14 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_options, prepare_forward, prepare_forward_options, tier
+from numba_flash.cuda.sm90 import (
+    prepare_backward,
+    prepare_backward_listed,
+    prepare_backward_options,
+    prepare_forward,
+    prepare_forward_options,
+    tier,
+)
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
@@ -538,19 +545,44 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
     assert (lists.builder, queue.builder) == ("block_lists.build", "tile_lists.build_queue")
     assert forward.builder == ("sm90.forward.build" if plain else "sm90.forward_options.build")
     inputs = BackwardInputs(o, q, k, v, o, lse, **given)
-    _, _, _, main, _ = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
-    assert main.builder == ("sm90.backward.build" if plain else "sm90.backward_options.build")
-    if plain:
-        assert forward.numbers[1] == main.numbers[1] == scales(p)
-        tile, usual = main.config[-1], backward_tile(p)
-        assert (tile.block_m, tile.stages, tile.do_stages, tile.ahead) == (usual.block_m, usual.stages, usual.do_stages, usual.ahead)
-        assert tile.layout(d, d).bytes <= SHARED_LIMIT
+    for deterministic in (True, False):
+        *_, main, last = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
+        stores = "sm90.backward_listed.build" if deterministic else "sm90.backward.build"
+        assert main.builder == (stores if plain else "sm90.backward_options.build")
+        assert last.builder == ("sm90.dq.build" if plain and deterministic else "sm90.postprocess.build")
+        if plain:
+            assert forward.numbers[1] == main.numbers[1] == scales(p)
+            tile, usual = main.config[-1], backward_tile(p)
+            assert (tile.block_m, tile.stages, tile.do_stages, tile.ahead) == (usual.block_m, usual.stages, usual.do_stages, usual.ahead)
+            assert tile.layout(d, d).bytes <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("nq", "hq", "hk", "whole", "sections"), [(300, 2, 1, 131072, 1), (16384, 16, 16, 131072, 4), (2**20, 2, 1, 131072, 2048)]
+)
+def test_sections_of_slots(nq, hq, hk, whole, sections):
+    """Memory holds a section and a work item more, or all tiles; each section has two launches, and counters of its own."""
+    p = problem(nq=nq, nk=nq, d=128, hq=hq, hk=hk, mask=numba_flash.BlockMask(np.ones((1, 1), bool), 128))
+    slots, rows = prepare_backward_listed.slots_of(p), -(-nq // 128)
+    assert slots == (whole, min(math.prod(p.batch) * hq * rows**2, whole + hq // hk * rows), sections)
+    q, k, v, o = layouts_of(p)
+    inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
+    launches = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+    *_, number, preprocess, main, sum_dq = launches
+    assert [each.builder for each in launches[:3]] == ["block_lists.build", "tile_lists.build_queue", "block_lists.build"]
+    (places, _), (dq_sum, _), (ds, _) = number.operands[1], *sum_dq.operands[1:3]
+    assert places.shape[4] == rows + 1 + 2 * sections
+    assert ds.shape[3:] == (slots.room, 128 * 128 // 2)
+    assert dq_sum.shape[4] == (128 * 128 if sections > 1 else 0)
+    for each in (main, sum_dq):
+        assert (each.numbers[0].parts, each.numbers[0].blocks) == (sections, slots.room)
+    assert preprocess.config[3] == 128
 
 
 def test_more_heads_are_at_work_where_blocks_of_lists_wait_for_each_other():
-    """As many as have twice the sums of dq at work that those have whose blocks do not wait."""
+    """As many as have twice the sums of dq at work that those have whose blocks do not wait; blocks are smaller than tiles of dS."""
     for nq, listed, dense in ((16384, 8, 4), (2**20, 1, 1)):
-        p = problem(nq=nq, nk=nq, d=128, hq=16, hk=16, mask=numba_flash.BlockMask(np.ones((1, 1), bool), 128))
+        p = problem(nq=nq, nk=nq, d=128, hq=16, hk=16, mask=numba_flash.BlockMask(np.ones((1, 1), bool), (64, 128)))
         q, k, v, o = layouts_of(p)
         inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
         sections = [

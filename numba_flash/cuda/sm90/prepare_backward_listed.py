@@ -1,0 +1,215 @@
+"""The backward pass of the `sm90` tier with lists of tiles and dS in memory, from the host: kernels
+and grids.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.arrays import Layout, Scratch
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras, extras_class
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE
+from numba_flash.cuda.sm90.prepare_backward import (
+    Pass,
+    RowBlocks,
+    Temporaries,
+    boxes,
+    preprocess_launch,
+)
+from numba_flash.cuda.sm90.tiles import KEYS
+from numba_flash.problem import BackwardInputs, BackwardResults, Prepared
+
+# Bytes of dS at a time, of a mask that hides nothing: what is visible of 7 heads at N = 16k, of all
+# heads as a rule. Each section costs two launches, also if there are no tiles left. Not timed.
+WORKSPACE = 2**32
+# Bytes of Q and dO of heads whose blocks of keys are handed out together, so that they stay in the
+# L2 cache (50 MB on an H200) beside dS, which passes through it. Not timed.
+QUERIES_AT_WORK = 2**24
+SLOT_THREADS = 1024
+
+
+class Slots(NamedTuple):
+    """Of dS, in tiles: after how many a section ends, for how many there is room in memory; how
+    many sections there may be.
+    """
+
+    whole: int
+    room: int
+    sections: int
+
+
+class Numbered(NamedTuple):
+    """Arrays that `numba_flash.cuda.sm90.ds_slots` makes; what it does not is dS and sums of dQ."""
+
+    places: Any
+    ranks: Any
+
+
+def slots_of(p) -> Slots:
+    """Those of a problem."""
+    rows, columns = grid.blocks(p, p.nq, DQ_TILE.block_m), grid.blocks(p, p.nk, DQ_TILE.block_n)
+    all_tiles = math.prod(p.batch) * p.hq * rows * columns
+    whole = max(1, WORKSPACE // DQ_TILE.ds_bytes)
+    room = min(all_tiles, whole + p.hq // p.hk * rows)
+    return Slots(whole, room, -(-all_tiles // whole))
+
+
+def prepare(p, tile, inputs, results, gpu) -> Prepared:
+    """``run(inputs, results)`` of a problem that goes through lists."""
+    slots = slots_of(p)
+    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    row_blocks = RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, DQ_TILE.block_m))
+    this = Pass(
+        p=p,
+        tile=tile,
+        gpu=gpu,
+        ordered=False,  # it is so anyway
+        inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
+        results=BackwardResults(*grid.heads_first(p, *results[:3])),
+        row_blocks=row_blocks,
+        temporaries=_temporaries(p, row_blocks, slots),
+    )
+    lists = Lists(this, inputs, slots)
+    preprocess = preprocess_launch(this, DQ_TILE.block_m)
+    main, sum_dq = _main(this, lists, slots), _sum_dq(this, lists, slots)
+    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
+    sections = [
+        [(each.numbers[0]._replace(first_block=n), each.numbers[1]) for each in (main, sum_dq)]
+        for n in range(slots.sections)
+    ]
+
+    def run(inputs: BackwardInputs, results, rng=None):
+        x, (dq, dk, dv), there = inputs, results[:3], scratch.beside(inputs.q)
+        of_main, of_dq = lists.of(inputs)
+        preprocess(x.do, x.o, x.lse, x.dlse, there.rows, None, None, extras=extras_of(inputs))
+        rows = there.rows[0], there.rows[1]
+        for now, then in sections:
+            arrays = x.do, x.q, x.k, x.v, dk, dv, dk, dv, *rows, there.ds, None
+            main(*arrays, extras=of_main, numbers=now)
+            sum_dq(x.k, dq, dq, there.dq_sum, there.ds, rows[0], extras=of_dq, numbers=then)
+
+    return Prepared(run, (*lists.launches, preprocess, main, sum_dq))
+
+
+def _temporaries(p, row_blocks: RowBlocks, slots: Slots) -> Temporaries:
+    rows = Layout.compact((2, *row_blocks[:3], row_blocks.blocks * DQ_TILE.block_m), "float32")
+    several = slots.sections > 1
+    dq_sum = Layout.compact((*row_blocks, DQ_TILE.block_m * p.d if several else 0), "float32")
+    ds = Layout.compact((1, 1, 1, slots.room, DQ_TILE.ds_bytes // 4), "float32")
+    return Temporaries(rows, dq_sum, None, ds)
+
+
+class Lists:
+    """Lists of both kernels, for each block of keys and for each block of queries, and where their
+    tiles have their slots.
+
+    Attributes
+    ----------
+    main, dq : tuple
+        Layouts of what either kernel gets.
+    launches : tuple of Launch
+        What makes them.
+    """
+
+    def __init__(self, this: Pass, inputs, slots: Slots):
+        p, m, n = this.p, DQ_TILE.block_m, DQ_TILE.block_n
+        self._of_keys = Extras(p, this.gpu, inputs, Tiles(m, n, transposed=True, queue=True))
+        self._of_queries = Extras(p, this.gpu, inputs, Tiles(m, n))
+        tiles, all_heads = self._of_keys.made.tiles, (*p.batch, p.hq)
+        *own, columns, rows = (*tiles.shape[:4], tiles.shape[4] - 1)
+        counters = 2 * slots.sections
+        made = Numbered(
+            places=Layout.compact((*all_heads, 1, columns + 1 + counters), "int32"),
+            ranks=Layout.compact((*own, rows, columns), "int32"),
+        )
+        self._scratch = Scratch(made, ("places of dS", "ranks of tiles"))
+        number = Launch(
+            "sm90.ds_slots.build",
+            (SLOT_THREADS,),
+            this.gpu,
+            grid=1 + -(-math.prod(own) * columns // (SLOT_THREADS // 32)),
+            threads=SLOT_THREADS,
+            operands=((tiles, 5), (made.places, 5), (made.ranks, 5)),
+            numbers=((p.hk, p.hq // p.hk, slots.whole, slots.room, counters),),
+        )
+        places, ranks = ((x, (*all_heads, *x.shape[3:])) for x in made)
+        self.main = (*self._of_keys.layouts, places)
+        self.dq = (*self._of_queries.layouts, places, ranks)
+        self._number = number
+        self._main_class = extras_class(p.options, ("tiles", "queue", "places"))
+        self._dq_class = extras_class(p.options, ("tiles", "places", "ranks"))
+        self.launches = (*self._of_keys.launches, *self._of_queries.launches, number)
+
+    def of(self, inputs) -> tuple:
+        """What both kernels get in a call; it is made."""
+        made = self._scratch.beside(inputs.q)
+        of_keys, of_queries = self._of_keys.of(inputs), self._of_queries.of(inputs)
+        self._number(of_keys.tiles, made.places, made.ranks)
+        return (
+            self._main_class(*of_keys, made.places),
+            self._dq_class(*of_queries, made.places, made.ranks),
+        )
+
+
+def _main(this: Pass, lists: Lists, slots: Slots) -> Launch:
+    """The kernel that makes dK, dV and dS."""
+    p, tile, results, there = this.p, this.tile, this.results, this.temporaries
+    of_a_head = 2 * p.nq * (p.d + p.dv) * (p.hq // p.hk)
+    sizes = Sizes(
+        items=grid.items(p, p.nk, p.hk, tile.block_n),
+        low=-p.high,
+        high=-p.low,
+        columns=p.nq,
+        parts=slots.sections,
+        group=p.hq // p.hk,
+        section=max(1, QUERIES_AT_WORK // of_a_head),
+        b0=p.batch[0],
+        blocks=slots.room,
+    )
+    banded = p.band != "none"
+    return Launch(
+        tile.kernel,
+        (p.dtype, p.d, p.dv, banded, True, False, p.options.structure, tile),
+        this.gpu,
+        grid=min(sizes.items, this.gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout(p.d, p.dv).bytes,
+        operands=(
+            *((results.dk.words(), 5), (results.dv.words(), 5)),
+            *((this.rows, 4), (this.rows, 4), (there.ds, 5), (None, 1)),
+        ),
+        extras=lists.main,
+        numbers=(sizes, scales(p)),
+        maps=boxes(this),
+    )
+
+
+def _sum_dq(this: Pass, lists: Lists, slots: Slots) -> Launch:
+    """The kernel that makes dQ of dS."""
+    p, there, dq = this.p, this.temporaries, this.results.dq
+    sizes = Sizes(
+        items=math.prod(this.row_blocks),
+        low=p.low,
+        high=p.high,
+        columns=p.nk,
+        parts=slots.sections,
+        group=p.hq // p.hk,
+        section=1,
+        b0=p.batch[0],
+        blocks=slots.room,
+    )
+    return Launch(
+        "sm90.dq.build",
+        (p.dtype, p.d, p.band != "none", True, p.options.structure, DQ_TILE),
+        this.gpu,
+        grid=min(sizes.items, this.gpu.multiprocessors),
+        threads=DQ_TILE.threads,
+        shared_bytes=DQ_TILE.dq_layout(p.d).bytes,
+        operands=((dq.words(), 5), (there.dq_sum, 5), (there.ds, 5), (this.rows, 4)),
+        extras=lists.dq,
+        numbers=(sizes, scales(p)),
+        maps=((this.inputs.k, DQ_TILE.block_n), (dq, KEYS)),
+    )
