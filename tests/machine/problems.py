@@ -293,7 +293,7 @@ PROBLEMS |= {
     "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
     "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
     "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
-    "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
+    "gradients, blocks": Problem(backward_pass, d=72, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
     "wgmma, blocks, window": Problem(forward_pass, nq=300, nk=300, multiprocessors=2, options=WINDOW_OF_BLOCKS),
     "gradients, many blocks": Problem(backward_pass, d=72, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
@@ -384,7 +384,7 @@ PROBLEMS |= {
     "short heads, plain": short(forward_pass, d=12, hk=1, made=units),
     "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40], "bias_grad": True}),
 }
-of_blocks = partial(Problem, backward_pass, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
+of_blocks = partial(Problem, backward_pass, d=72, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
 PROBLEMS |= {
     "gradients, blocks, sections": of_blocks(hq=4, hk=2, slots=3, options=BLOCKS),
     "gradients, blocks, lengths": of_blocks(

@@ -2,7 +2,7 @@
 Numba is not imported here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -203,7 +203,7 @@ class BackwardTile(AddingTile):
     stages: int
     do_stages: int
     ahead: bool
-    keeps_ds: bool = False
+    keeps_ds: bool = field(default=False, kw_only=True)
     kernel: ClassVar[str] = "sm90.backward.build"
 
     @property

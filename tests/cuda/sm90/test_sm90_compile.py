@@ -41,7 +41,6 @@ SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "ba
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 20 for name in ("64", "128", "64 shares", "64 of keys")}}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
-SPILLS["backward 64 stored"] = 20
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (

@@ -547,9 +547,10 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
     inputs = BackwardInputs(o, q, k, v, o, lse, **given)
     for deterministic in (True, False):
         *_, main, last = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
-        stores = "sm90.backward_listed.build" if deterministic else "sm90.backward.build"
-        assert main.builder == (stores if plain else "sm90.backward_options.build")
-        assert last.builder == ("sm90.dq.build" if plain and deterministic else "sm90.postprocess.build")
+        stores = plain and deterministic and d > 64
+        adds = "sm90.backward.build" if plain else "sm90.backward_options.build"
+        assert main.builder == ("sm90.backward_listed.build" if stores else adds)
+        assert last.builder == ("sm90.dq.build" if stores else "sm90.postprocess.build")
         if plain:
             assert forward.numbers[1] == main.numbers[1] == scales(p)
             tile, usual = main.config[-1], backward_tile(p)
