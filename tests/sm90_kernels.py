@@ -9,11 +9,11 @@ from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
+from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
+from numba_flash.cuda.sm90.forward_options_tiles import words_held
 from numba_flash.cuda.sm90.options_tiles import LISTED_TILES, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
-from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
-from numba_flash.cuda.sm90.prepare_forward_options import words_held
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options

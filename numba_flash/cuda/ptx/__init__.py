@@ -138,6 +138,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared_four as load_shared_four,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_half as load_shared_half,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_pair as load_shared_pair,
 )
 from numba_flash.cuda.ptx.memory import (

@@ -1,10 +1,11 @@
 """Gradient of an additive bias on Hopper: dbias = dS, summed over the axes that it is broadcast to.
 
-A block has threads that move data (`load_dbias`), and consumers, each with 64 queries. Blocks are persistent: each sums one tile of the gradient after the other, in
-registers, and walks over the tiles of scores that were made of it, with S and dP once more: every
-sum has one owner and one order. The tile of the bias is read once, while the one before it is
-summed for the last time. A consumer goes through a tile in parts of its keys, for registers; K and
-V come in such parts, too, and each leaves room for the next as soon as its products are complete.
+A block has threads that move data (`load_dbias`), and consumers, each with 64 queries. Blocks are
+persistent: each sums one tile of the gradient after the other, in registers, and walks over the
+tiles of scores that were made of it, with S and dP once more: every sum has one owner and one
+order. The tile of the bias is read once, while the one before it is summed for the last time. A
+consumer goes through a tile in parts of its keys, for registers; K and V come in such parts, too,
+and each leaves room for the next as soon as its products are complete.
 """
 
 import math

@@ -1,6 +1,7 @@
-"""Threads that move data for the gradient of a bias on Hopper. One finds the tiles of scores of which
-a block's tiles of the gradient are made, and writes down which they are; two others read that, and
-have queries and keys fetched. One thread for all took longer for a step than consumers should.
+"""Threads that move data for the gradient of a bias on Hopper. One finds the tiles of scores of
+which a block's tiles of the gradient are made, and writes down which they are; two others read
+that, and have queries and keys fetched. One thread for all took about as long for a step as the
+copies themselves: nearly 300 instructions that wait for each other, and more with a new tile.
 """
 
 from numba_flash.cuda import ptx
