@@ -273,6 +273,9 @@ from numba_flash.cuda.ptx.scalar import (
     thread_here as thread_here,
 )
 from numba_flash.cuda.ptx.scalar import (
+    unknown as unknown,
+)
+from numba_flash.cuda.ptx.scalar import (
     unpack_bfloat16 as unpack_bfloat16,
 )
 from numba_flash.cuda.ptx.scalar import (

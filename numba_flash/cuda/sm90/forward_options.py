@@ -56,9 +56,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
-    online, rescale = softmax.build_online(SCORES, CHANGES), softmax.build_rescale(OUTPUTS)
+    build_online = softmax.build_online_far if CHANGES else softmax.build_online
+    online, rescale = build_online(SCORES), softmax.build_rescale(OUTPUTS)
     fetch, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
-    modify = build_modify(dtype, options, runs)
+    modify = build_modify(dtype, options, runs, ends_apart=True)
     begin_scores, next_scores = build_rows(options, BLOCK_M, BLOCK_N, SMEM.q, SMEM.work)
     finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, CHANGES)
 
