@@ -21,7 +21,7 @@ from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, DbiasKind, one_type
 from numba_flash.cuda.sm90.dbias_tiles import LOADERS, WARPS
-from numba_flash.cuda.sm90.load_dbias import NOTE, build_load, build_note
+from numba_flash.cuda.sm90.load_dbias import NOTE, build_loads, build_note
 from numba_flash.cuda.sm90.softmax_dbias import (
     ROWS,
     build_differentiate,
@@ -101,7 +101,7 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
     note_steps = build_note(SMEM.notes, banded, summed, options, tile)
-    load_queries, load_keys = build_load(head_dim, head_dim_v, tile)
+    load_queries, load_keys, load_values = build_loads(head_dim, head_dim_v, tile)
     start_scores = wgmma.build_scores(PART, head_dim, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(PART, head_dim_v, BLOCK_M, BFLOAT16)
     fetch_bias = build_fetch(options, runs, vectors, ("bias",))
@@ -295,7 +295,9 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
             elif cuda.threadIdx.x == 32:
                 load_queries(maps, smem, rows)
             elif cuda.threadIdx.x == 64:
-                load_keys(maps, smem)
+                load_keys(maps[2], smem)
+            elif cuda.threadIdx.x == 96:
+                load_values(maps[3], smem)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(smem, group - 1, out, extras, extent, parameters)

@@ -9,7 +9,7 @@ from numba_flash.cuda.sm90.tiles import ANY, Row, WarpGroups, lay_out
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 WARPS = 4  # of a consumer
-LOADERS = 2  # threads that read what is written down of a step, and have its tiles fetched
+LOADERS = 3  # threads that read what is written down of a step, and have its tiles fetched
 NOTE_BYTES = 80
 ALL_REGISTERS = 504  # per thread, of three warp groups
 

@@ -1,8 +1,10 @@
 """Threads that move data for the gradient of a bias on Hopper. One finds the tiles of scores of
-which a block's tiles of the gradient are made, and writes down which they are; two others read
-that, and have queries and keys fetched. One thread for all took about as long for a step as the
-copies themselves: nearly 300 instructions that wait for each other, and more with a new tile.
+which a block's tiles of the gradient are made, and writes down which they are; three others read
+that, and have queries, keys and values fetched. One thread for all took, by an estimate, longer for
+a step than consumers: 290 instructions, most of which wait for each other, and for a new tile 400.
 """
+
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, i32, inline, u32, u64
@@ -109,16 +111,24 @@ def build_note(notes, banded, summed, options, tile):
     return note_steps
 
 
-def build_load(head_dim, head_dim_v, tile):
-    """``load_queries(maps, smem, rows)`` and ``load_keys(maps, smem)``: have the tiles of all steps
-    fetched that have been written down; `maps` and `rows` are the kernel's.
+class Loads(NamedTuple):
+    """Functions of threads of their own: ``queries(maps, smem, rows)``, ``keys(tensor_map, smem)``
+    and ``values(tensor_map, smem)``; see `build_loads`.
     """
-    PART, PARTS, layout = tile.part, tile.parts, tile.layout(head_dim, head_dim_v)
-    NOTES, KEY_TILES, KIND = one_type(layout.notes), one_type(layout.keys), one_type(DbiasKind())
+
+    queries: Any
+    keys: Any
+    values: Any
+
+
+def build_loads(head_dim, head_dim_v, tile):
+    """`Loads`, which have the tiles of all steps fetched that have been written down: those of Q
+    and dO with what belongs to rows, of K, and of V; `maps` and `rows` are the kernel's.
+    """
+    layout = tile.layout(head_dim, head_dim_v)
+    NOTES, KIND = one_type(layout.notes), one_type(DbiasKind())
     load_q = _build_load_rows(head_dim, tile, layout)
     load_do = _build_load_rows(head_dim_v, tile, layout)
-    load_k = pipeline.build_load(KEY_TILES, head_dim, PART)
-    load_v = pipeline.build_load(KEY_TILES, head_dim_v, PART)
 
     @inline
     def read(smem, turn, word):
@@ -144,23 +154,29 @@ def build_load(head_dim, head_dim_v, tile):
             turn = u32(turn + u32(1))
             kind = kind_of(smem, turn)
 
-    @inline
-    def load_keys(maps, smem):
-        turn, m = u32(0), u32(0)
-        kind = kind_of(smem, turn)
-        while kind != END:
-            b0, b1 = read(smem, turn, NOTE.b0), read(smem, turn, NOTE.b1)
-            col0, kv_head = read(smem, turn, NOTE.col0), read(smem, turn, NOTE.kv_head)
-            pipeline.release(smem, NOTES, turn)
-            if kind & i32(KIND.empty) == 0:
-                for part in range(PARTS):
-                    key = Place(0, i32(col0 + part * PART), kv_head, b1, b0)
-                    pipeline.wait_free(smem, KEY_TILES, m)
-                    load_k(maps[2], smem, m, key)
-                    pipeline.wait_free(smem, KEY_TILES, u32(m + u32(1)))
-                    load_v(maps[3], smem, u32(m + u32(1)), key)
-                    m = u32(m + u32(2))
-            turn = u32(turn + u32(1))
-            kind = kind_of(smem, turn)
+    def build_load_keys(first, columns):
+        """Of K, or of V: each second tile of a ring that they share, from the `first` on."""
+        FIRST, PART, PARTS = first, tile.part, tile.parts
+        RING = one_type(layout.keys)
+        load = pipeline.build_load(RING, columns, PART)
 
-    return load_queries, load_keys
+        @inline
+        def load_keys(tensor_map, smem):
+            turn, m = u32(0), u32(FIRST)
+            kind = kind_of(smem, turn)
+            while kind != END:
+                b0, b1 = read(smem, turn, NOTE.b0), read(smem, turn, NOTE.b1)
+                col0, kv_head = read(smem, turn, NOTE.col0), read(smem, turn, NOTE.kv_head)
+                pipeline.release(smem, NOTES, turn)
+                if kind & i32(KIND.empty) == 0:
+                    for part in range(PARTS):
+                        key = Place(0, i32(col0 + part * PART), kv_head, b1, b0)
+                        pipeline.wait_free(smem, RING, m)
+                        load(tensor_map, smem, m, key)
+                        m = u32(m + u32(2))
+                turn = u32(turn + u32(1))
+                kind = kind_of(smem, turn)
+
+        return load_keys
+
+    return Loads(load_queries, build_load_keys(0, head_dim), build_load_keys(1, head_dim_v))
