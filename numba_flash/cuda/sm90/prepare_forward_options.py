@@ -20,29 +20,42 @@ from numba_flash.problem import Prepared
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
 
+class Copied(NamedTuple):
+    """What the copy engine brings of pairs, "bias" or "mask", and the `Layout` of it."""
+
+    name: str
+    tiles: Any
+
+
 class Chosen(NamedTuple):
-    """A problem's tile, and the `Layout` of what belongs to pairs, if the copy engine brings it."""
+    """A problem, its tile, and what is `Copied`, or None."""
 
     p: Any
     tile: Tile
-    pairs: Any
+    copied: Any
+
+
+def copied_pairs(p, inputs) -> Copied | None:
+    """What of inputs of such layouts the copy engine brings, if there is a tile for it."""
+    if bool(p.options.bias) == p.options.mask:  # neither, or both
+        return None
+    name, tiles_of = ("bias", tiles_of_bias) if p.options.bias else ("mask", tiles_of_mask)
+    tiles = tiles_of(p, getattr(inputs, name))
+    return Copied(name, tiles) if tiles is not None and copying_tile(p, name) else None
 
 
 def choose_copying(problem, inputs) -> Chosen:
-    """The tile of such arrays."""
+    """For inputs of such layouts."""
     p, tile = choose(problem, tile_of)
-    if bool(p.options.bias) == p.options.mask:  # neither, or both
-        return Chosen(p, tile, None)
-    name, tiles_of = ("bias", tiles_of_bias) if p.options.bias else ("mask", tiles_of_mask)
-    pairs, copying = tiles_of(p, getattr(inputs, name)), copying_tile(p, name)
-    return Chosen(p, tile, None) if pairs is None or copying is None else Chosen(p, copying, pairs)
+    copied = copied_pairs(p, inputs)
+    return Chosen(p, tile if copied is None else copying_tile(p, copied.name), copied)
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout.
     """
-    gpu, (p, tile, pairs) = gpu or launch.gpu(inputs.q.device), choose_copying(problem, inputs)
+    gpu, (p, tile, copied) = gpu or launch.gpu(inputs.q.device), choose_copying(problem, inputs)
     if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
         return tensor_maps.through_compact(
             lambda results: prepare(problem, inputs, results, gpu), results
@@ -50,16 +63,16 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
-    forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts, pairs)
+    forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts, copied)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
     scratch = prepare_parts.scratch(partial)
-    mapped_count = len(forward.maps) - int(pairs is not None)
+    mapped_count = len(forward.maps) - int(copied is not None)
 
     def run(inputs, results, rng=None):
         into = scratch.beside(inputs.q) if combine else results
         mapped = (inputs.q, inputs.k, inputs.v, into.o)[:mapped_count]
-        if pairs is not None:
-            mapped = (*mapped, inputs.bias if p.options.bias else inputs.mask)
+        if copied is not None:
+            mapped = (*mapped, getattr(inputs, copied.name))
         given = None if rng is None else numbers(rng)
         forward(*mapped, *into, extras=extras.of(inputs), numbers=given)
         if combine:
@@ -68,7 +81,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     return Prepared(run, (*extras.launches, forward, *((combine,) if combine else ())))
 
 
-def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, pairs):
+def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, copied):
     """The attention kernel, on results of the problem, or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
@@ -78,7 +91,7 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, pa
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
     maps = (
         *(maps if store == "map" else maps[:3]),
-        *(((pairs, tile.block_m),) if pairs is not None else ()),
+        *(((copied.tiles, tile.block_m),) if copied is not None else ()),
     )
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)

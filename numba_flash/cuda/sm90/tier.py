@@ -29,6 +29,7 @@ GREATEST_SOFTCAP = 1024
 # 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
 # gradient of the bias 1.13, before the copy engine brought the bias.
 MOST_WAITING = {"forward": 64, "backward": 32}
+MOST_WAITING_FOR_COPIES = 32  # forward, where the copy engine brings them; not timed, so not less
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
@@ -81,11 +82,11 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     few = grid.bound_by_memory if kind == "forward" else grid.few_gradients
     if not demanded and few(problem):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
-    if not demanded and _waits(kind, problem, inputs):
+    most = 0 if demanded else _most_waiting(kind, problem, inputs)
+    if max(problem.d, problem.dv) <= most:
         return (
-            "serves a bias or a mask of each pair up to head dimension"
-            f" {MOST_WAITING[kind]} on demand only (backend='sm90'): it waits for it longer than"
-            " others"
+            f"serves such a bias or mask of each pair up to head dimension {most} on demand only"
+            " (backend='sm90'): it waits for it longer than others"
         )
     if problem.dtype == "float32":
         return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
@@ -96,12 +97,19 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
 
 
-def _waits(kind: str, p, inputs) -> bool:
-    """True if a warp waits for what it reads of each pair for longer than its products take."""
+def _most_waiting(kind: str, p, inputs) -> int:
+    """The head dimension up to which a warp waits for what it reads of each pair for longer than
+    its products take; 0 if it reads nothing of each.
+    """
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
-    of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
-    return of_pairs and max(p.d, p.dv) <= MOST_WAITING[kind]
+    if not any(x.shape[-2] > 1 and x.strides[-2] for x in given):
+        return 0
+    if kind == "backward" or p.dtype == "float32":
+        return MOST_WAITING[kind]
+    laid_out = inputs._replace(bias=Layout.of(inputs.bias), mask=Layout.of(inputs.mask))
+    copied = forward_options.copied_pairs(p, laid_out) is not None
+    return MOST_WAITING_FOR_COPIES if copied else MOST_WAITING[kind]
 
 
 def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
