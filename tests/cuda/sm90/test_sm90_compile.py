@@ -160,10 +160,14 @@ def test_instructions_with_options(name):
     names = {each.split(".")[0] for each in found}
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"STL", "LDL", "HMMA"}
-    options = FORWARD_OPTIONS[name][7]
-    if options.bias or options.mask:
-        wait = next(i for i, each in enumerate(found) if each.startswith("WARPGROUP.DEPBAR"))
-        assert sum(each.startswith("LDG") for each in found[:wait]) >= FORWARD_OPTIONS[name][-1].block_n // 4
+    options, tile = FORWARD_OPTIONS[name][7], FORWARD_OPTIONS[name][-1]
+    wait = next(i for i, each in enumerate(found) if each.startswith("WARPGROUP.DEPBAR"))
+    if tile.pair_stages:
+        assert sum(each.startswith("LDG") for each in found) <= 8, "of lists"
+        loads = tile.block_n // 16 if options.bias else tile.block_n // 4
+        assert sum(each.startswith("LDSM" if options.bias else "LDS.U16") for each in found[:wait]) == loads
+    elif options.bias or options.mask:
+        assert sum(each.startswith("LDG") for each in found[:wait]) >= tile.block_n // 4
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
