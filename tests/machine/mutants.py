@@ -83,7 +83,6 @@ MUTANTS = (
     Mutant("the bias of the row below", "cuda/fetch.py", "u64(query_of(n)) * inside.row", "inside.row", "bias"),
     Mutant("a bias of pairs where it is read", PAIR_TILES, "        pipeline.wait_free(smem, PAIRS, n)\n", "", "copied bias"),
     Mutant("a bias of pairs before it is there", PAIR_TILES, "        pipeline.wait_ready(smem, PAIRS, n)\n", "", "copied bias"),
-    Mutant("pairs that a part of a warp has read", PAIR_TILES, "        cuda.syncwarp()  # all of it has been read\n", "", "copied mask"),
     Mutant("pairs that one warp has read", PAIR_TILES, "RELEASES = WARP_GROUP // WARP", "RELEASES = 1", "copied bias"),
     Mutant("pairs of the first warp for all", PAIR_TILES, "me * MINE + warp * 16 * ROW_BYTES", "me * MINE", "copied bias"),
     Mutant("pairs of the first consumer for all", PAIR_TILES, "me * MINE + warp", "warp", "copied bias"),
