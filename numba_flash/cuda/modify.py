@@ -202,19 +202,25 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
     hide_all = ptx.repeated(COUNT * WIDTH, hide)
 
     @inline
+    def within(query, key, region):
+        """All queries and keys of this lane are there."""
+        last_query, last_key = i32(query + LAST_QUERY), i32(key + LAST_KEY)
+        return last_query < i32(region.rows) and last_key < i32(region.cols)
+
+    @inline
     def modify(s, slope, registers, query, key, region, at, whole, parameters):
         ahead = ptx.unknown(i32(key - query)) if APART else i32(0)
         t = Scores(s, slope, registers, query, key, ahead, region, at, parameters)
         if FIRST:
             cap_all(s, slope, parameters)
-        i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
-        inside = i1 <= i32(region.rows) and j1 <= i32(region.cols)
         if OFTEN_FINITE and none_hidden(t):
             change_all_finite(t)
-        elif APART and inside:
+        elif APART and within(query, key, region):
             change_all_inside(t)
         elif BENT or BIASED or (MASKED and not whole):
             change_all(t)
+        i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)
+        inside = i1 <= i32(region.rows) and j1 <= i32(region.cols)
         # as `mask.all_visible`; the band's ends are no further than the lengths
         i0, i1 = query_of_row(query), stop_of(i1)
         nearest, furthest = i32(key - i1 + 1), i32(j1 - 1 - i0)
