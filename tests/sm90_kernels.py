@@ -9,12 +9,12 @@ from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
+from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
+from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
-from numba_flash.cuda.sm90.prepare_forward_options import TILES as OPTION_TILES
-from numba_flash.cuda.sm90.prepare_forward_options import words_held
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
 from numba_flash.options import PLAIN, Options
@@ -72,6 +72,7 @@ LISTS = {
 }
 
 BIAS, BIAS_32, MASK, DROPOUT = Options(bias="bfloat16"), Options(bias="float32"), Options(mask=True), Options(dropout=0.5)
+BIAS_16 = Options(bias="float16")
 BLOCKS = Options(mask=True, blocks=BlockSize(100, 50))
 ODD_BLOCKS = Options(mask=True, blocks=BlockSize(100, 33))
 EVERYTHING = replace(LENGTHS, bias="float32", mask=True, dropout=0.5, softcap=1.0)
@@ -102,6 +103,11 @@ FORWARD_OPTIONS = {
     "forward sm90 256 everything": ("float16", 256, 256, True, "none", "map", PAIRS, EVERYTHING),
 }
 FORWARD_OPTIONS = {name: (*config, options_tile_of(config[-1], config[1])) for name, config in FORWARD_OPTIONS.items()}
+FORWARD_OPTIONS |= {
+    "forward sm90 64 copied bias": ("bfloat16", 64, 64, True, "none", "map", PAIRS, BIAS, first(COPYING["bias"], 64, 64)),
+    "forward sm90 64 copied bias, causal": ("float16", 64, 64, True, "above", "parts", PAIRS, BIAS_16, first(COPYING["bias"], 64, 64)),
+    "forward sm90 64 copied mask": ("float16", 64, 64, True, "none", "map", PAIRS, MASK, first(COPYING["mask"], 64, 64)),
+}
 
 # Head dimensions, lse, band, parts, options, tile.
 SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)

@@ -36,13 +36,16 @@ def near(x):
 
 
 class Scores(NamedTuple):
-    """A lane's registers, and what they belong to; see `build_modify`."""
+    """A lane's registers, and what they belong to; see `build_modify`. Its first key is `ahead` of
+    its first query, but the compiler does not know.
+    """
 
     s: Any
     slope: Any
     registers: Any
     query: int
     key: int
+    ahead: int
     region: Any
     at: Any
     parameters: Any
@@ -73,7 +76,7 @@ class Bounds(NamedTuple):
 
 
 @once
-def build_modify(dtype, options, runs, slopes=False, turing=False):
+def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=False):
     """``modify(s, slope, registers, query, key, region, at, whole, parameters)``: raw products
     become scores, -inf where hidden: by the bias, the mask, the band, or the ends.
 
@@ -84,6 +87,8 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
 
     slopes : the derivatives go into `slope`, if they differ (`Options.sloped`); 0 where hidden.
     turing : the GPU has no minimum of pairs.
+    ends_apart : of a function of the user's there is one copy for tiles that are cut off by an end,
+        and one for the others, where the same number is the same to the compiler.
     """
     COUNT, WIDTH, LAST_QUERY, LAST_KEY = runs.count, runs.width, runs.last_query, runs.last_key
     CHANGES, BIASED, MASKED = options.changes, bool(options.bias), options.mask
@@ -122,8 +127,8 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
     def add_bias(value, bias):
         return value + bias
 
-    def build_change(biased=plus_bias):
-        """``change_all(t)`` by the function that adds a bias."""
+    def build_change(biased=plus_bias, cut=True):
+        """``change_all(t)`` by the function that adds a bias, of a tile that may be `cut` off."""
 
         @inline
         def change(number, t):
@@ -131,8 +136,11 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
             e = register(n, x)
             value, derivative = t.s[e], f32(1)
             if BENT:
-                i, j = i32(t.query + query_of(n)), i32(t.key + key_of(n) + x)
-                if MODIFIED:  # of a function of the user's nobody knows what it reads there
+                i = i32(t.query + query_of(n))
+                j = i32(t.key + key_of(n) + x)
+                if MODIFIED and not cut:  # a difference of them is one number less
+                    j = i32(t.query + i32(t.ahead + i32(key_of(n) + x)))
+                if MODIFIED and cut:  # of a function of the user's nobody knows what it reads there
                     i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
                 if WITH:
                     value = cap_any(value * f32(t.parameters.scale), f32(t.parameters.softcap))
@@ -189,15 +197,26 @@ def build_modify(dtype, options, runs, slopes=False, turing=False):
             t.slope[e] = f32(0) if hidden else t.slope[e]
 
     change_all, change_all_finite = build_change(), build_change(add_bias)
+    APART = MODIFIED and not BIASED and ends_apart
+    change_all_inside = build_change(cut=False) if APART else change_all
     hide_all = ptx.repeated(COUNT * WIDTH, hide)
 
     @inline
+    def within(query, key, region):
+        """All queries and keys of this lane are there."""
+        last_query, last_key = i32(query + LAST_QUERY), i32(key + LAST_KEY)
+        return last_query < i32(region.rows) and last_key < i32(region.cols)
+
+    @inline
     def modify(s, slope, registers, query, key, region, at, whole, parameters):
-        t = Scores(s, slope, registers, query, key, region, at, parameters)
+        ahead = ptx.unknown(i32(key - query)) if APART else i32(0)
+        t = Scores(s, slope, registers, query, key, ahead, region, at, parameters)
         if FIRST:
             cap_all(s, slope, parameters)
         if OFTEN_FINITE and none_hidden(t):
             change_all_finite(t)
+        elif APART and within(query, key, region):
+            change_all_inside(t)
         elif BENT or BIASED or (MASKED and not whole):
             change_all(t)
         i1, j1 = i32(query + LAST_QUERY + 1), i32(key + LAST_KEY + 1)

@@ -94,15 +94,15 @@ def build_zero(count):
 
 
 @once
-def build_online(count, careful=False):
+def build_online(count):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1. `careful` as in `build_exponentials`.
+    alpha where it is not 1.
     """
-    GROUPS, ACC, CAREFUL = count // 4, f32, careful
+    GROUPS, ACC = count // 4, f32
 
     @inline
     def power(x, shift, scale_log2):
-        return ptx.ex2((x - shift) * scale_log2 if CAREFUL else x * scale_log2 - shift)
+        return ptx.ex2(x * scale_log2 - shift)
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
@@ -118,8 +118,7 @@ def build_online(count, careful=False):
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
             alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
             m_i[r] = m_new
-            if not CAREFUL:
-                shift *= scale_log2
+            shift *= scale_log2
             l = ACC(0)
             for j in range(GROUPS):
                 s[4 * j + 2 * r] = power(s[4 * j + 2 * r], shift, scale_log2)
@@ -248,6 +247,33 @@ def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmeti
             by_products(s, m_i, l_i, scale_log2)
 
     return exponentials
+
+
+@once
+def build_online_far(count):
+    """As `build_online`, of scores that options changed, and that may lie near the end of float32
+    (`build_exponentials`).
+    """
+    GROUPS, ACC = count // 4, f32
+    exponentials = build_exponentials(count, 1, far=True)
+
+    @inline
+    def online(s, m_i, l_i, alpha, scale_log2):
+        for r in range(2):
+            m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
+            for j in range(0, GROUPS, 2):
+                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
+                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
+            m_new = row_maximum(ptx.maximum(m_new, other))
+            if (m_new - m_i[r]) * scale_log2 <= ACC(LAZIER):
+                m_new = m_i[r]
+            shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
+            alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
+            m_i[r] = m_new
+            l_i[r] *= alpha[r]
+        exponentials(s, m_i, l_i, scale_log2)
+
+    return online
 
 
 class Power(NamedTuple):

@@ -61,6 +61,16 @@ class Fragments(NamedTuple):
         return self.warps_n * self.parts * self.part_keys
 
 
+class Inside(NamedTuple):
+    """A lane's registers, of which all have a place: the address of the first, and bytes from one
+    query to the next.
+    """
+
+    acc: Any
+    at: int
+    row: int
+
+
 class Target(NamedTuple):
     """Where a lane's registers go: the head's part of the gradient, and the first query and key."""
 
@@ -122,6 +132,7 @@ def build_store_runs(out_dtype, wide, turing, fragments):
     WARP_KEYS, SIZE = f.parts * f.part_keys, 4 if FLOAT32 else 2
     register, query_of, key_of = runs.register, runs.query, runs.key
     write, FIRST_WARP, AGAIN = build_element(out_dtype, turing), f.first_warp, f.again
+    APART, BLOCK_M, BLOCK_N = f.again and wide and PAIRS and not FLOAT32, f.block_m, f.block_n
     _, pack2 = build_pack(0, out_dtype == "bfloat16", turing)
 
     @inline
@@ -152,7 +163,17 @@ def build_store_runs(out_dtype, wide, turing, fragments):
                 d = pack2(t.acc[e + register(n, 6)], t.acc[e + register(n, 7)])
                 ptx.store_global(at, (a, b, c, d))
 
+    @inline
+    def store_run_inside(number, t):
+        """A pair of 16 bits, of a tile that has no end."""
+        part, n = number // COUNT, number % COUNT
+        e = i32(part * SCORES)
+        word = pack2(t.acc[e + register(n, 0)], t.acc[e + register(n, 1)])
+        further = u64(SIZE * (part * PART_KEYS + key_of(n)))
+        ptx.store_global(u64(t.at + u64(query_of(n)) * t.row + further), (word,))
+
     store_all = ptx.repeated(f.parts * COUNT, store_run)
+    store_all_inside = ptx.repeated(f.parts * COUNT, store_run_inside)
 
     @inline
     def store(out, acc, smem, row0, col0):
@@ -162,7 +183,13 @@ def build_store_runs(out_dtype, wide, turing, fragments):
         warp = i32(warp - FIRST_WARP)
         row = i32(row0 + warp // WARPS_N * WARP_ROWS + lane // 4)
         column = i32(col0 + warp % WARPS_N * WARP_KEYS + lane % 4 * LANE_KEYS)
-        store_all(Target(acc, out, row, column))
+        # most tiles have no end: then a store takes two instructions, not twenty
+        whole = row0 + BLOCK_M <= out.shape[0] and col0 + BLOCK_N <= out.shape[1]
+        if APART and whole:
+            at = u64(i64(row) * out.strides[0] + i64(column) * SIZE)
+            store_all_inside(Inside(acc, u64(at + ptx.global_address(out)), u64(out.strides[0])))
+        else:
+            store_all(Target(acc, out, row, column))
 
     return store
 

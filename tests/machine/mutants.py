@@ -35,6 +35,7 @@ FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forwar
 BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
     f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave", "bias_tiles")
 )
+PAIR_TILES = "cuda/sm90/pair_tiles.py"
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
 
 MUTANTS = (
@@ -80,6 +81,25 @@ MUTANTS = (
     Mutant("parts that weigh the same", "cuda/combine.py", "math.exp(lse_part - shift) * inverse", "inverse", "parts"),
     # ---- options
     Mutant("the bias of the row below", "cuda/fetch.py", "u64(query_of(n)) * inside.row", "inside.row", "bias"),
+    Mutant("a bias of pairs where it is read", PAIR_TILES, "        pipeline.wait_free(smem, PAIRS, n)\n", "", "copied bias"),
+    Mutant("a bias of pairs before it is there", PAIR_TILES, "        pipeline.wait_ready(smem, PAIRS, n)\n", "", "copied bias"),
+    Mutant("pairs that one warp has read", PAIR_TILES, "RELEASES = WARP_GROUP // WARP", "RELEASES = 1", "copied bias"),
+    Mutant("pairs of the first warp for all", PAIR_TILES, "me * MINE + warp * 16 * ROW_BYTES", "me * MINE", "copied bias"),
+    Mutant("pairs of the first consumer for all", PAIR_TILES, "me * MINE + warp", "warp", "copied bias"),
+    Mutant("a bias of pairs in other chunks", PAIR_TILES, "lane // 16 ^ lane % 8)", "lane // 16)", "copied bias"),
+    Mutant("the first panel for both", PAIR_TILES, "words[panel * OF_PANEL + step * 4 + e]", "words[step * 4 + e]", "copied bias"),
+    Mutant("the mask of the first keys", PAIR_TILES, "u32(place.column) // u32(PER_ELEMENT)", "u32(0)", "copied mask"),
+    Mutant("the mask in other chunks", PAIR_TILES, "row * ROW_BYTES + row * CHUNK + lane", "row * ROW_BYTES + lane", "copied mask"),
+    Mutant("the mask of eight keys for sixteen", PAIR_TILES, "ROW_BYTES + j % 2 * 8)", "ROW_BYTES)", "copied mask"),
+    Mutant("the mask of the row above", PAIR_TILES, "u32(r * 8 * ROW_BYTES +", "u32(", "copied mask"),
+    Mutant("a key ahead", "cuda/modify.py", "i32(t.ahead + i32(key_of(n) + x))", "i32(t.ahead + key_of(n))", "alibi"),
+    Mutant(
+        "sums that are not lowered with O",
+        "cuda/softmax.py",
+        "            l_i[r] *= alpha[r]\n        exponentials",
+        "        exponentials",
+        "alibi",
+    ),
     Mutant("an lse of scaled scores", FINISH, "return m + ptx", "return m * scale_log2 + ptx", "bias"),
     Mutant("dropped weights that count on Hopper", OPTIONS, "BFLOAT16, positive=DROPOUT)", "BFLOAT16)", "dropout"),
     Mutant("lanes that share no counter", "cuda/fragment.py", "block_n - 7, 1, register", "block_n - 7, 4, register", "dropout"),

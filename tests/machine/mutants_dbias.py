@@ -16,10 +16,19 @@ MUTANTS_DBIAS = (
     Mutant(
         "parts of V overwritten",
         LOAD,
-        "            pipeline.wait_free(smem, KEY_TILES, m)\n            load_v",
-        "            load_v",
+        "                        pipeline.wait_free(smem, RING, m)\n",
+        "",
         "bias gradient, D128",
     ),
+    Mutant("V where K is", LOAD, "build_load_keys(1, head_dim_v)", "build_load_keys(0, head_dim_v)", "bias gradient"),
+    Mutant(
+        "steps that nobody has read",
+        DBIAS,
+        "CONSUMERS * WARP_GROUP + LOADERS)",
+        "CONSUMERS * WARP_GROUP)",
+        "bias gradient, causal",
+    ),
+    Mutant("no step between tiles", STORE, "(part * PART_KEYS + key_of(n)))", "key_of(n))", "bias gradient"),
     Mutant(
         "steps overwritten",
         LOAD,

@@ -464,3 +464,10 @@ def main(name: str, directory: str, orders: int) -> int:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return CAUGHT
     return 0
+
+
+PROBLEMS |= {
+    "copied bias": Problem(forward_pass, nq=300, nk=424, multiprocessors=2, options={"bias": of_a_bias(300, 424)["bias"]}),
+    "copied mask": Problem(forward_pass, nq=150, nk=560, options={"mask": np.random.default_rng(13).random((150, 560)) < 0.7}),
+    "alibi": Problem(forward_pass, nq=150, nk=300, hq=2, hk=1, options={"score_mod": numba_flash.alibi([0.5, 0.25])}),
+}

@@ -139,6 +139,13 @@ def bias(shape: Shape, dtype: str, *axes: int) -> dict:
     return {"bias": np.where(RNG.random(x.shape) < 0.1, -np.inf, x).astype(DTYPES[dtype]), "bias_grad": True}
 
 
+def near_the_end(shape: Shape) -> dict:
+    """A bias that hides by the least number that there is, all of some rows."""
+    x = RNG.standard_normal((shape.nq, shape.nk))
+    x[RNG.random(x.shape) < 0.3], x[5] = -3.3e38, -3.3e38
+    return {"bias": x.astype(DTYPES["bfloat16"])}
+
+
 def mask(shape: Shape, *axes: int) -> dict:
     """One that is broadcast along these axes."""
     whole = (shape.heads[0], shape.heads[1], shape.nq, shape.nk)
@@ -231,6 +238,8 @@ OPTIONS_ON_HOPPER = {
     "bfloat16 64 copied bias": hopper(
         "bfloat16", 64, 64, (also(EVEN, **bias(EVEN, "bfloat16")), also(EVEN, causal=True, **bias(EVEN, "bfloat16", 0)))
     ),
+    "float16 64 copied mask": hopper("float16", 64, 64, (also(EVEN, **mask(EVEN)), also(EVEN, causal=True, **mask(EVEN, 0, 1)))),
+    "bfloat16 40, 64 copied bias near the end": hopper("bfloat16", 40, 64, (also(EVEN, **near_the_end(EVEN)),)),
     "float16 128 copied bias and a mask": hopper("float16", 128, 128, (also(EVEN, **mask(EVEN), **bias(EVEN, "float16", 0, 1)),)),
     "float16 64 bias of float32 for all": hopper("float16", 64, 64, (also(ODD, causal=True, **bias(ODD, "float32", 0, 1)),)),
     "bfloat16 128 bias of keys": hopper("bfloat16", 128, 128, (also(NEAR, **bias(NEAR, "bfloat16", 0, 1, 2)),)),

@@ -138,6 +138,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared_four as load_shared_four,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_half as load_shared_half,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_pair as load_shared_pair,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -271,6 +274,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     thread_here as thread_here,
+)
+from numba_flash.cuda.ptx.scalar import (
+    unknown as unknown,
 )
 from numba_flash.cuda.ptx.scalar import (
     unpack_bfloat16 as unpack_bfloat16,

@@ -59,6 +59,8 @@ unpack_float16_high = instruction(
 # The number of the thread, read here: what is computed from it is not kept in registers, or even in
 # memory, from one turn of a loop to the next.
 thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
+# The same number, of which the compiler does not know where it comes from.
+unknown = instruction("unknown", "mov.b32 $0, $1;", types.int32, types.int32, memory=False)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
 add_lower = instruction(  # the lower 16 bits of $1 and $2

@@ -174,8 +174,8 @@ DQ_START = len(DqWork._fields)  # where tiles are listed: the place of the first
 
 class DbiasNote(NamedTuple):
     """What is written down about a step of the gradient of a bias: a tile of scores, its head, the
-    sequence; the share of the walk; what `kind` of step it is, of `DbiasKind`; and where the
-    block's next tile of the gradient is, some tile after the last. All int32.
+    sequence; the share of the walk, its head of k; what `kind` of step it is, of `DbiasKind`; and
+    where the block's next tile of the gradient is, some tile after the last. All int32.
     """
 
     b0: int
@@ -188,6 +188,7 @@ class DbiasNote(NamedTuple):
     low: int
     high: int
     share: int
+    kv_head: int
     kind: int
     next_b0: int
     next_b1: int

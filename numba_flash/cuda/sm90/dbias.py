@@ -1,11 +1,11 @@
 """Gradient of an additive bias on Hopper: dbias = dS, summed over the axes that it is broadcast to.
 
-As in the other kernels here a block has a thread that moves data (`load_dbias`), and consumers,
-each with 64 queries. Blocks are persistent: each sums one tile of the gradient after the other, in
-registers, and walks over the tiles of scores that were made of it, with S and dP once more: every
-sum has one owner and one order. The tile of the bias is read once, while the one before it is
-summed for the last time. A consumer goes through a tile in parts of its keys, for registers; K and
-V come in such parts, too, and each leaves room for the next as soon as its products are complete.
+A block has threads that move data (`load_dbias`), and consumers, each with 64 queries. Blocks are
+persistent: each sums one tile of the gradient after the other, in registers, and walks over the
+tiles of scores that were made of it, with S and dP once more: every sum has one owner and one
+order. The tile of the bias is read once, while the one before it is summed for the last time. A
+consumer goes through a tile in parts of its keys, for registers; K and V come in such parts, too,
+and each leaves room for the next as soon as its products are complete.
 """
 
 import math
@@ -20,8 +20,8 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, DbiasKind, one_type
-from numba_flash.cuda.sm90.dbias_tiles import WARPS
-from numba_flash.cuda.sm90.load_dbias import NOTE, build_produce
+from numba_flash.cuda.sm90.dbias_tiles import LOADERS, WARPS
+from numba_flash.cuda.sm90.load_dbias import NOTE, build_loads, build_note
 from numba_flash.cuda.sm90.softmax_dbias import (
     ROWS,
     build_differentiate,
@@ -100,7 +100,8 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
     runs = fragment.runs_of_columns(PART)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
-    produce = build_produce(head_dim, head_dim_v, banded, summed, options, tile)
+    note_steps = build_note(SMEM.notes, banded, summed, options, tile)
+    load_queries, load_keys, load_values = build_loads(head_dim, head_dim_v, tile)
     start_scores = wgmma.build_scores(PART, head_dim, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(PART, head_dim_v, BLOCK_M, BFLOAT16)
     fetch_bias = build_fetch(options, runs, vectors, ("bias",))
@@ -281,7 +282,7 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
         smem = pipeline.shared_base(ALIGNMENT)
         group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, NOTES, 1, CONSUMERS * WARP_GROUP)
+            pipeline.initialise(smem, NOTES, 1, CONSUMERS * WARP_GROUP + LOADERS)
             pipeline.initialise(smem, QUERIES, 1, CONSUMERS * WARP_GROUP)
             pipeline.initialise(smem, KEY_TILES, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
@@ -290,7 +291,13 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
             if cuda.threadIdx.x == 0:
-                produce(maps, smem, rows, out.shape[0], extras, extent, i32(items))
+                note_steps(smem, out.shape[0], extras, extent, i32(items))
+            elif cuda.threadIdx.x == 32:
+                load_queries(maps, smem, rows)
+            elif cuda.threadIdx.x == 64:
+                load_keys(maps[2], smem)
+            elif cuda.threadIdx.x == 96:
+                load_values(maps[3], smem)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(smem, group - 1, out, extras, extent, parameters)

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from numba_flash.cuda.sm90.options_tiles import MOST
-from numba_flash.cuda.sm90.tiles import ANY, WORK_BYTES, Row, WarpGroups, lay_out
+from numba_flash.cuda.sm90.tiles import ANY, Row, WarpGroups, lay_out
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 WARPS = 4  # of a consumer
+LOADERS = 3  # threads that read what is written down of a step, and have its tiles fetched
+NOTE_BYTES = 80
 ALL_REGISTERS = 504  # per thread, of three warp groups
 
 
@@ -34,7 +36,7 @@ class DbiasTile(WarpGroups):
     fewest: int = 24
     consumers: ClassVar[int] = 2
     block_m: ClassVar[int] = 128
-    note_stages: ClassVar[int] = 4
+    note_stages: ClassVar[int] = 8  # further ahead than tiles can be
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -53,7 +55,7 @@ class DbiasTile(WarpGroups):
         rings = {
             "rows": (most * panel_bytes(self.block_m), self.row_stages),
             "keys": (most * panel_bytes(self.part), self.key_stages),
-            "notes": (WORK_BYTES, self.note_stages),
+            "notes": (NOTE_BYTES, self.note_stages),
         }
         values = 4 * self.block_m * self.row_stages
         sums = 4 * max(WARPS * self.consumers * self.block_n, self.block_m)

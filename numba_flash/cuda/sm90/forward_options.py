@@ -1,9 +1,10 @@
 """Forward pass on Hopper with bias, mask, dropout or a function of the score: blocks and loop are
 those of `numba_flash.cuda.sm90.forward`.
 
-What belongs to a score is read straight from memory by the thread that holds it, while the tensor
-cores compute S: two neighbouring keys at a time, as they lie in a fragment. Of a mask only the
-tiles are visited that it leaves something of.
+What belongs to a score is read by the thread that holds it, while the tensor cores compute S: two
+neighbouring keys at a time, as they lie in a fragment; from shared memory, where the copy engine
+can bring it (`pair_tiles`), else straight from memory. Of a mask only the tiles are visited that it
+leaves something of.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax
@@ -15,7 +16,8 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing
+from numba_flash.cuda.sm90.pair_tiles import RELEASES, build_load_pairs, build_take_pairs
 from numba_flash.cuda.sm90.rows_options import build_rows
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
@@ -41,16 +43,23 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     DROPOUT, CHANGES, PARTS = bool(options.dropout), options.changes, store_by == "parts"
     runs = fragment.runs_of_columns(BLOCK_N)
     HELD = max(1, held(options, runs).words)
-    produce = build_produce(head_dim, head_dim_v, band != "none", PARTS, options, tile)
+    COPIES, PAIR_TILES = tile.pair_stages > 0, one_type(SMEM.pairs)
+    load_pairs = build_load_pairs(options, tile, SMEM.pairs) if COPIES else load_nothing
+    take_pairs = build_take_pairs(options, tile, SMEM.pairs) if COPIES else None
+    banded, pairs_map = band != "none", 4 if TO_MAP else 3
+    produce = build_produce(
+        head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs
+    )
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
-    online, rescale = softmax.build_online(SCORES, CHANGES), softmax.build_rescale(OUTPUTS)
+    build_online = softmax.build_online_far if CHANGES else softmax.build_online
+    online, rescale = build_online(SCORES), softmax.build_rescale(OUTPUTS)
     fetch, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
-    modify = build_modify(dtype, options, runs)
+    modify = build_modify(dtype, options, runs, ends_apart=True)
     begin_scores, next_scores = build_rows(options, BLOCK_M, BLOCK_N, SMEM.q, SMEM.work)
     finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, CHANGES)
 
@@ -61,6 +70,14 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         online(s, m_i, l_i, alpha, scale_log2)
         if DROPOUT:
             drop(s, x.query, x.key, x.at, parameters)
+
+    @inline
+    def read_pairs(bias_mask, smem, me, n, x, extras):
+        """What belongs to the scores of tile n."""
+        if COPIES:
+            take_pairs(bias_mask, smem, me, n)
+        else:
+            fetch(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
 
     @inline
     def k_tile(smem, n):
@@ -85,7 +102,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         start_values(acc, p, v_tile(smem, u32(n - 1)))
         if PING_PONG:
             pipeline.pass_turn((me + 1) % CONSUMERS)
-        fetch(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
+        read_pairs(bias_mask, smem, me, n, x, extras)
         wait_scores(s)
         pipeline.release_group(smem, K, n)
 
@@ -111,7 +128,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
         start_scores(s, x.q_tile, k_tile(smem, n))
-        fetch(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
+        read_pairs(bias_mask, smem, me, n, x, extras)
         wait_all(acc, s)
         pipeline.release_group(smem, K, n)
         weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
@@ -164,6 +181,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
             pipeline.initialise(smem, Q, 1, CONSUMERS)
             pipeline.initialise(smem, K, 1, CONSUMERS)
             pipeline.initialise(smem, V, 1, CONSUMERS)
+            if COPIES:
+                pipeline.initialise(smem, PAIR_TILES, 1, CONSUMERS * RELEASES)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
 
@@ -182,7 +201,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
             if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
                 ptx.bulk_wait_read()  # shared memory may go: all of O has been read from there
 
-    maps = [f"maps.{i}" for i in range(4 if TO_MAP else 3)]
+    maps = [f"maps.{i}" for i in range(pairs_map + int(COPIES))]
     signature = types.void(
         types.UniTuple(u64, len(maps)),
         array(f32 if PARTS else u32, 5),

@@ -1,6 +1,10 @@
-"""The thread that moves data for the gradient of a bias on Hopper: it finds the tiles of scores of
-which a block's tiles of the gradient are made, writes down which they are, and has them fetched.
+"""Threads that move data for the gradient of a bias on Hopper. One finds the tiles of scores of
+which a block's tiles of the gradient are made, and writes down which they are; three others read
+that, and have queries, keys and values fetched. One thread for all took, by an estimate, longer for
+a step than consumers: 290 instructions, most of which wait for each other, and for a new tile 400.
 """
+
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, i32, inline, u32, u64
@@ -38,19 +42,15 @@ def _build_load_rows(columns, tile, layout):
     return load_rows
 
 
-def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
-    """``produce(maps, smem, rows, shares, extras, extent, items)``; arguments are those of
-    `numba_flash.cuda.sm90.dbias.build` and its kernel.
+def build_note(notes, banded, summed, options, tile):
+    """``note_steps(smem, shares, extras, extent, items)``: write down all steps of this block, and
+    in the end that there are no more; arguments are those of `numba_flash.cuda.sm90.dbias.build`
+    and its kernel, `notes` a ring.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
-    PART, PARTS, layout = tile.part, tile.parts, tile.layout(head_dim, head_dim_v)
-    NOTES, KEY_TILES, KIND = one_type(layout.notes), one_type(layout.keys), one_type(DbiasKind())
+    NOTES, KIND = one_type(notes), one_type(DbiasKind())
     begin = build_begin(summed, BLOCK_M, BLOCK_N)
     place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N)
-    load_q = _build_load_rows(head_dim, tile, layout)
-    load_do = _build_load_rows(head_dim_v, tile, layout)
-    load_k = pipeline.build_load(KEY_TILES, head_dim, PART)
-    load_v = pipeline.build_load(KEY_TILES, head_dim_v, PART)
 
     @inline
     def note_step(smem, turn, place, share, kind, next_own):
@@ -66,6 +66,7 @@ def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
             low=region.low,
             high=region.high,
             share=share,
+            kv_head=place.kv_head,
             kind=i32(kind),
             next_b0=next_own.b0,
             next_b1=next_own.b1,
@@ -79,23 +80,6 @@ def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
         pipeline.commit(smem, NOTES, turn)
 
     @inline
-    def load_step(maps, smem, n, m, rows, place):
-        """The n-th tiles of Q and dO, and the parts of K and V from the m-th on."""
-        at, col0 = place.at, place.region.col0
-        row = Place(0, place.region.row0, at.head, at.b1, at.b0)
-        load_q(maps[1], smem, n, row, rows[index(0)])
-        for part in range(PARTS):
-            key = Place(0, i32(col0 + part * PART), place.kv_head, at.b1, at.b0)
-            pipeline.wait_free(smem, KEY_TILES, m)
-            load_k(maps[2], smem, m, key)
-            if part == 0:
-                load_do(maps[0], smem, u32(n + u32(1)), row, rows[index(1)])
-            m = u32(m + u32(1))
-            pipeline.wait_free(smem, KEY_TILES, m)
-            load_v(maps[3], smem, m, key)
-            m = u32(m + u32(1))
-
-    @inline
     def kind_of(step, following, empty, stop):
         kind = u32(KIND.whole) if step.whole else u32(0)
         kind |= u32(KIND.empty) if empty else u32(0)
@@ -104,8 +88,8 @@ def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
         return kind
 
     @inline
-    def produce(maps, smem, rows, shares, extras, extent, items):
-        turn, n, m, number = u32(0), u32(0), u32(0), i32(cuda.blockIdx.x)
+    def note_steps(smem, shares, extras, extent, items):
+        turn, number = u32(0), i32(cuda.blockIdx.x)
         while number < items:
             item = begin(number, extent, shares)
             number = i32(number + cuda.gridDim.x)
@@ -119,12 +103,80 @@ def build_produce(head_dim, head_dim_v, banded, summed, options, tile):
                 place = place_of(step.walk, space, extras)
                 note_step(smem, turn, place, item.share, kind, next_own)
                 turn = u32(turn + u32(1))
-                if not empty:
-                    load_step(maps, smem, n, m, rows, place)
-                    n, m = u32(n + u32(2)), u32(m + u32(2 * PARTS))
                 there, step = following.number < space.stop, following
         pipeline.wait_free(smem, NOTES, turn)
         pipeline.write(smem, NOTES, turn, NOTE.kind, END)
         pipeline.commit(smem, NOTES, turn)
 
-    return produce
+    return note_steps
+
+
+class Loads(NamedTuple):
+    """Functions of threads of their own: ``queries(maps, smem, rows)``, ``keys(tensor_map, smem)``
+    and ``values(tensor_map, smem)``; see `build_loads`.
+    """
+
+    queries: Any
+    keys: Any
+    values: Any
+
+
+def build_loads(head_dim, head_dim_v, tile):
+    """`Loads`, which have the tiles of all steps fetched that have been written down: those of Q
+    and dO with what belongs to rows, of K, and of V; `maps` and `rows` are the kernel's.
+    """
+    layout = tile.layout(head_dim, head_dim_v)
+    NOTES, KIND = one_type(layout.notes), one_type(DbiasKind())
+    load_q = _build_load_rows(head_dim, tile, layout)
+    load_do = _build_load_rows(head_dim_v, tile, layout)
+
+    @inline
+    def read(smem, turn, word):
+        return pipeline.read(smem, NOTES, turn, word)
+
+    @inline
+    def kind_of(smem, turn):
+        pipeline.wait_ready(smem, NOTES, turn)
+        return read(smem, turn, NOTE.kind)
+
+    @inline
+    def load_queries(maps, smem, rows):
+        turn, n = u32(0), u32(0)
+        kind = kind_of(smem, turn)
+        while kind != END:
+            b0, b1 = read(smem, turn, NOTE.b0), read(smem, turn, NOTE.b1)
+            row = Place(0, read(smem, turn, NOTE.row0), read(smem, turn, NOTE.head), b1, b0)
+            pipeline.release(smem, NOTES, turn)
+            if kind & i32(KIND.empty) == 0:
+                load_q(maps[1], smem, n, row, rows[index(0)])
+                load_do(maps[0], smem, u32(n + u32(1)), row, rows[index(1)])
+                n = u32(n + u32(2))
+            turn = u32(turn + u32(1))
+            kind = kind_of(smem, turn)
+
+    def build_load_keys(first, columns):
+        """Of K, or of V: each second tile of a ring that they share, from the `first` on."""
+        FIRST, PART, PARTS = first, tile.part, tile.parts
+        RING = one_type(layout.keys)
+        load = pipeline.build_load(RING, columns, PART)
+
+        @inline
+        def load_keys(tensor_map, smem):
+            turn, m = u32(0), u32(FIRST)
+            kind = kind_of(smem, turn)
+            while kind != END:
+                b0, b1 = read(smem, turn, NOTE.b0), read(smem, turn, NOTE.b1)
+                col0, kv_head = read(smem, turn, NOTE.col0), read(smem, turn, NOTE.kv_head)
+                pipeline.release(smem, NOTES, turn)
+                if kind & i32(KIND.empty) == 0:
+                    for part in range(PARTS):
+                        key = Place(0, i32(col0 + part * PART), kv_head, b1, b0)
+                        pipeline.wait_free(smem, RING, m)
+                        load(tensor_map, smem, m, key)
+                        m = u32(m + u32(2))
+                turn = u32(turn + u32(1))
+                kind = kind_of(smem, turn)
+
+        return load_keys
+
+    return Loads(load_queries, build_load_keys(0, head_dim), build_load_keys(1, head_dim_v))

@@ -106,10 +106,20 @@ def build_write_work(banded, in_parts, options, tile, layout):
     return write_work
 
 
+@inline
+def load_nothing(tensor_map, smem, n, place, extras):
+    """Nothing belongs to pairs, or threads read it from memory."""
+
+
 @once
-def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
+def build_produce(
+    head_dim, head_dim_v, banded, in_parts, options, tile, pairs_map=0, load_pairs=load_nothing
+):
     """``produce(maps, smem, o, extras, sizes)``: have the copy engine fetch what each work item
     needs, K one tile ahead of V, and write down the next item in the meantime.
+
+    pairs_map, load_pairs : the number of the map of what belongs to pairs, and what has a tile of
+        it fetched, see `numba_flash.cuda.sm90.pair_tiles`.
     """
     BLOCK_N, SMEM = tile.block_n, tile.layout(head_dim, head_dim_v)
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
@@ -118,6 +128,7 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
     load_k = pipeline.build_load(K, head_dim, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
     BLOCK_M, MASKED = tile.block_m, options.tiled
+    COPIES_PAIRS, PAIRS_MAP = load_pairs is not load_nothing, pairs_map
     list_of, listed = tile_lists.build_access(MASKED)
 
     @inline
@@ -148,6 +159,10 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
             k0 = pipeline.read(smem, WORK, turn, WORD.k0)
             first = pipeline.read(smem, WORK, turn, WORD.first)
             key = i32(k0 + (first + count - 1) * BLOCK_N)
+            if COPIES_PAIRS:
+                row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+                head = pipeline.read(smem, WORK, turn, WORD.head)
+                scores_b1 = pipeline.read(smem, WORK, turn, SCORES_B1)
             if MASKED:
                 seen = list_of_work(smem, turn, extras)
                 keys, last = pipeline.read(smem, WORK, turn, WORD.keys), i32(first + count - 1)
@@ -158,6 +173,9 @@ def build_produce(head_dim, head_dim_v, banded, in_parts, options, tile):
                         key_k = i32(k0 + listed_column(seen, last - t, keys))
                     pipeline.wait_free(smem, K, u32(n + t))
                     load_k(maps[1], smem, u32(n + t), Place(0, key_k, kv_head, b1, b0))
+                    if COPIES_PAIRS:
+                        pair = Place(i32(key_k - k0), row0, head, scores_b1, b0)
+                        load_pairs(maps[PAIRS_MAP], smem, u32(n + t), pair, extras)
                 if t == 0:
                     pipeline.wait_free(smem, Q, turn)
                     head = pipeline.read(smem, WORK, turn, WORD.head)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from numba_flash import arrays
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90 import prepare_backward_listed
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
+from numba_flash.cuda.sm90.copied_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
@@ -27,7 +27,6 @@ from numba_flash.cuda.sm90.prepare_dbias import Dbias
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
-HALF = ("float16", "bfloat16")
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Bytes of sums of dq of heads whose blocks of keys are handed out together, where these wait for
 # each other at tiles of lists: the more heads, the fewer blocks of one are at work at the same
@@ -95,21 +94,6 @@ def _sizes_of(this: Pass) -> Sizes:
         return sizes
     sums_of_a_head = 4 * DQ_PART * this.tile.consumers * -(-p.nq // this.tile.block_m)
     return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))
-
-
-def tiles_of_bias(problem, bias):
-    """The `Layout` whose tiles the copy engine can bring, without the axes of heads that a bias of
-    16 bits is broadcast along; None if there is no such bias, or it cannot.
-    """
-    p = problem
-    if p.options.bias not in HALF:
-        return None
-    sizes = (1,) * (5 - len(bias.shape)) + tuple(bias.shape)
-    strides = arrays.expanded_strides(bias, 5)
-    heads = tuple(n if s else 1 for n, s in zip(sizes[:3], strides[:3], strict=True))
-    whole = sizes[3:] == (p.nq, p.nk) and (strides[3] or p.nq == 1)
-    found = bias._replace(shape=(*heads, *sizes[3:]), strides=strides)
-    return found if whole and tensor_maps.why_not("bias", found) is None else None
 
 
 def _main(this: Pass, lists: Extras, bias_tiles):

@@ -1,6 +1,8 @@
 """The forward pass of the `sm90` tier with bias, mask, dropout or a function of the score, from the
-host: tiles, kernels and grids.
+host: kernels and grids.
 """
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,58 +11,51 @@ from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
+from numba_flash.cuda.sm90.copied_pairs import tiles_of_bias, tiles_of_mask
+from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Row, Tile
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
 from numba_flash.problem import Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
-ANY = 2**31
-# By how many words a lane keeps of bias and mask for four of its scores. Chosen by registers.
-TILES = {
-    0: (
-        Row(ANY, 64, 64, Tile(128, 128, 2, 4, 1, True)),
-        Row(ANY, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
-    ),
-    1: (
-        Row(ANY, 64, 64, Tile(128, 128, 2, 4, 1, True)),
-        Row(ANY, 128, 128, Tile(128, 96, 2, 2, 2, True)),
-        Row(ANY, 256, 256, Tile(128, 48, 1, 2, 2, False)),
-    ),
-    2: (
-        Row(ANY, 64, 64, Tile(128, 96, 2, 4, 1, True)),
-        Row(ANY, 128, 128, Tile(128, 64, 2, 3, 2, True)),
-        Row(ANY, 256, 256, Tile(128, 32, 1, 3, 2, False)),
-    ),
-    3: (
-        Row(ANY, 64, 64, Tile(128, 64, 2, 4, 1, True)),
-        Row(ANY, 128, 128, Tile(128, 48, 2, 3, 2, True)),
-        Row(ANY, 256, 256, Tile(128, 32, 1, 3, 2, False)),
-    ),
-}
 
 
-def words_held(options) -> int:
-    """Words that a lane keeps of bias and mask for four of its scores."""
-    bias = {None: 0, "float32": 2}.get(options.bias, 1)
-    return bias + int(options.mask)
+class Copied(NamedTuple):
+    """What the copy engine brings of pairs, "bias" or "mask", and the `Layout` of it."""
+
+    name: str
+    tiles: Any
 
 
-def options_tile(problem) -> Tile:
-    """Tile of the forward kernel."""
-    return choose(problem, _tile).tile
+class Chosen(NamedTuple):
+    """A problem, its tile, and what is `Copied`, or None."""
+
+    p: Any
+    tile: Tile
+    copied: Any
 
 
-def _tile(p) -> Tile:
-    rows = TILES[words_held(p.options)]
-    return next(row.tile for row in rows if p.nk <= row.keys and p.d <= row.d and p.dv <= row.dv)
+def copied_pairs(p, inputs) -> Copied | None:
+    """What of inputs of such layouts the copy engine brings, if there is a tile for it."""
+    if bool(p.options.bias) == p.options.mask:  # neither, or both
+        return None
+    name, tiles_of = ("bias", tiles_of_bias) if p.options.bias else ("mask", tiles_of_mask)
+    tiles = tiles_of(p, getattr(inputs, name))
+    return Copied(name, tiles) if tiles is not None and copying_tile(p, name) else None
+
+
+def choose_copying(problem, inputs) -> Chosen:
+    """For inputs of such layouts."""
+    p, tile = choose(problem, tile_of)
+    copied = copied_pairs(p, inputs)
+    return Chosen(p, tile if copied is None else copying_tile(p, copied.name), copied)
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout.
     """
-    gpu, (p, tile) = gpu or launch.gpu(inputs.q.device), choose(problem, _tile)
+    gpu, (p, tile, copied) = gpu or launch.gpu(inputs.q.device), choose_copying(problem, inputs)
     if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
         return tensor_maps.through_compact(
             lambda results: prepare(problem, inputs, results, gpu), results
@@ -68,13 +63,16 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
-    forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts)
+    forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts, copied)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
     scratch = prepare_parts.scratch(partial)
+    mapped_count = len(forward.maps) - int(copied is not None)
 
     def run(inputs, results, rng=None):
         into = scratch.beside(inputs.q) if combine else results
-        mapped = (inputs.q, inputs.k, inputs.v, into.o)[: len(forward.maps)]
+        mapped = (inputs.q, inputs.k, inputs.v, into.o)[:mapped_count]
+        if copied is not None:
+            mapped = (*mapped, getattr(inputs, copied.name))
         given = None if rng is None else numbers(rng)
         forward(*mapped, *into, extras=extras.of(inputs), numbers=given)
         if combine:
@@ -83,7 +81,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     return Prepared(run, (*extras.launches, forward, *((combine,) if combine else ())))
 
 
-def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int):
+def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, copied):
     """The attention kernel, on results of the problem, or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
@@ -91,6 +89,10 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int):
     in_float32 = o.dtype.name == "float32"
     store = "parts" if in_float32 else "words" if p.options.packed else "map"
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
+    maps = (
+        *(maps if store == "map" else maps[:3]),
+        *(((copied.tiles, tile.block_m),) if copied is not None else ()),
+    )
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
@@ -109,6 +111,6 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int):
         operands=((o if in_float32 else o.words(), 5), (results.lse, 4)),
         extras=extras.layouts,
         numbers=numbers(),
-        maps=maps if store == "map" else maps[:3],
+        maps=maps,
     )
     return forward, numbers

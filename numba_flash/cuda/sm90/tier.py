@@ -13,6 +13,7 @@ from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
+from numba_flash.cuda.sm90.forward_options_tiles import options_tile
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
@@ -29,6 +30,9 @@ GREATEST_SOFTCAP = 1024
 # 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
 # gradient of the bias 1.13, before the copy engine brought the bias.
 MOST_WAITING = {"forward": 64, "backward": 32}
+# The same forward, where the copy engine brings them; at D = 64 sm80 takes 1.14 times as long with a
+# bias, 1.19 with a mask, and below nothing was timed.
+MOST_WAITING_FOR_COPIES = 32
 # Queries of all heads that share keys up to which sm80's tiles of few queries are as fast, up to
 # head dimension 64 and beyond. Time of sm80 over that of sm90 on an H200, 16 x 32k keys of 8 heads:
 # D = 64, 64 queries 0.95, 128 1.88; D = 128, 32 1.00, 40 1.47, 64 1.50, 128 2.81.
@@ -58,7 +62,7 @@ def takes_numpy() -> bool:
 def tiles_of(problem) -> tuple:
     """Rows and columns of the score tiles."""
     with_options = problem.options.modifies_beyond_softcap
-    tile_of = forward_options.options_tile if with_options else forward_tile
+    tile_of = options_tile if with_options else forward_tile
     tile = split_tile(problem) if planes_of(problem) else tile_of(problem)
     return (("forward", (tile.block_m, tile.block_n)),)
 
@@ -84,11 +88,11 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return None
     if not demanded and _few(kind, problem, inputs):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
-    if not demanded and _waits(kind, problem, inputs):
+    most = 0 if demanded else _most_waiting(kind, problem, inputs)
+    if max(problem.d, problem.dv) <= most:
         return (
-            "serves a bias or a mask of each pair up to head dimension"
-            f" {MOST_WAITING[kind]} on demand only (backend='sm90'): it waits for it longer than"
-            " others"
+            f"serves such a bias or mask of each pair up to head dimension {most} on demand only"
+            " (backend='sm90'): it waits for it longer than others"
         )
     if problem.dtype == "float32":
         return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
@@ -110,12 +114,19 @@ def _few(kind: str, p, inputs) -> bool:
     return fold.folded(p, layouts, ForwardResults(None, None), forward_tile(p).block_m) is None
 
 
-def _waits(kind: str, p, inputs) -> bool:
-    """True if a warp waits for what it reads of each pair for longer than its products take."""
+def _most_waiting(kind: str, p, inputs) -> int:
+    """The head dimension up to which a warp waits for what it reads of each pair for longer than
+    its products take; 0 if it reads nothing of each.
+    """
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
-    of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
-    return of_pairs and max(p.d, p.dv) <= MOST_WAITING[kind]
+    if not any(x.shape[-2] > 1 and x.strides[-2] for x in given):
+        return 0
+    if kind == "backward" or p.dtype == "float32":
+        return MOST_WAITING[kind]
+    laid_out = inputs._replace(bias=Layout.of(inputs.bias), mask=Layout.of(inputs.mask))
+    copied = forward_options.copied_pairs(p, laid_out) is not None
+    return MOST_WAITING_FOR_COPIES if copied else MOST_WAITING[kind]
 
 
 def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:

@@ -23,6 +23,7 @@ from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import (
+    copied_pairs,
     prepare_backward,
     prepare_backward_listed,
     prepare_backward_options,
@@ -31,9 +32,10 @@ from numba_flash.cuda.sm90 import (
     tier,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
+from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
+from numba_flash.cuda.sm90.forward_options_tiles import COPYING, options_tile, words_held
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
-from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
     KEYS,
@@ -47,6 +49,7 @@ from numba_flash.cuda.sm90.tiles import (
     forward_tile,
     part_tile,
 )
+from numba_flash.cuda.swizzle import PANEL
 from numba_flash.options import PLAIN, Options
 from numba_flash.plan import choose
 from numba_flash.problem import MAX_LENGTH, BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
@@ -202,14 +205,15 @@ def test_few_queries_of_many_keys_are_served_on_demand():
         assert (tier.why_not("backward", p, of_gradients, False, H200) == sentence) == refused
 
 
-@pytest.mark.parametrize(("kind", "most"), [("forward", 64), ("backward", 32)])
+@pytest.mark.parametrize(("kind", "nk", "most"), [("forward", 201, 64), ("forward", 208, 32), ("backward", 200, 32)])
 @pytest.mark.parametrize("name", ["bias", "mask"])
-def test_what_a_small_head_waits_for_is_served_on_demand(name, kind, most):
-    which = f"serves a bias or a mask of each pair up to head dimension {most} on demand only"
+def test_what_a_small_head_waits_for_is_served_on_demand(name, kind, nk, most):
+    """Forward up to 64, but for rows at multiples of 16 bytes, which the copy engine brings."""
+    which = f"serves such a bias or mask of each pair up to head dimension {most} on demand only"
     sentence = f"{which} (backend='sm90'): it waits for it longer than others"
     dtype = bool if name == "mask" else np.float16
-    of_pairs, of_keys = np.zeros((100, 200), dtype), np.zeros(200, dtype)
-    broadcast = np.broadcast_to(of_keys, (100, 200))
+    of_pairs, of_keys = np.zeros((100, nk), dtype), np.zeros(nk, dtype)
+    broadcast = np.broadcast_to(of_keys, (100, nk))
     for d, dv, x, refused in (
         (most, most, of_pairs, True),
         (most, most + 8, of_pairs, False),
@@ -217,13 +221,69 @@ def test_what_a_small_head_waits_for_is_served_on_demand(name, kind, most):
         (32, 32, of_keys[None], False),
         (32, 32, broadcast, False),
     ):
-        p = problem(d=d, dv=dv, **{name: x})
+        p = problem(d=d, dv=dv, nk=nk, **{name: x})
         inputs = inputs_of(p)._replace(**{name: x})
         if kind == "backward":
             o = np.zeros((*p.batch, p.hq, p.nq, p.dv), np.float16)
             inputs = BackwardInputs(o, *inputs[:3], o, None)._replace(**{name: x})
         assert tier.why_not(kind, p, inputs, True, H200) is None
         assert tier.why_not(kind, p, inputs, False, H200) == (sentence if refused else None)
+
+
+def copied_in_forward(p: Problem, **arrays):
+    """The forward kernel's tile, and the box of what belongs to pairs."""
+    q, k, v, o = layouts_of(p)
+    inputs = ForwardInputs(q, k, v, **{name: Layout.of(x) for name, x in arrays.items()})
+    results = ForwardResults(o, Layout.compact(q.shape[:-1], "float32"))
+    *_, main = prepare_forward_options.prepare(p, inputs, results, H200).launches
+    return main.config[-1], main.maps[4:]
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "described"),
+    [
+        ((2, 4, 96, 208), lambda x: x, (1, 2, 4, 96, 104)),
+        ((96, 208), lambda x: x, (1, 1, 1, 96, 104)),
+        ((96, 208), lambda x: np.broadcast_to(x, (2, 4, 96, 208)), (1, 1, 1, 96, 104)),
+        ((4, 96, 224), lambda x: x[..., :208], (1, 1, 4, 96, 104)),
+        ((96, 216), lambda x: x[:, :208], None),
+        ((1, 208), lambda x: x, None),
+        ((208, 96), lambda x: x.T, None),
+    ],
+)
+def test_a_mask_is_copied_in_tiles_two_keys_at_a_time(shape, change, described):
+    mask = change(np.ones(shape, bool))
+    p = problem(hq=4, hk=4, nq=96, nk=208, mask=mask)
+    tile, maps = copied_in_forward(p, mask=mask)
+    assert (tile.pair_stages > 0) == (described is not None)
+    assert [(x.shape, x.strides[-1], rows) for x, rows in maps] == ([(described, 2, tile.block_m)] if described else [])
+
+
+@pytest.mark.parametrize(("d", "dtype", "stages"), [(64, "float16", 2), (72, "float16", 0), (64, "float32", 0)])
+def test_a_bias_is_copied_in_the_forward_pass_up_to_64(d, dtype, stages):
+    bias = np.zeros((96, 200), dtype)
+    tile, maps = copied_in_forward(problem(d=d, dv=d, nq=96, nk=200, bias=bias), bias=bias)
+    assert (tile.pair_stages, len(maps)) == (stages, int(stages > 0))
+
+
+def test_a_bias_and_a_mask_together_are_read_by_threads():
+    bias, mask = np.zeros((96, 208), np.float16), np.ones((96, 208), bool)
+    tile, maps = copied_in_forward(problem(nq=96, nk=208, bias=bias, mask=mask), bias=bias, mask=mask)
+    assert (tile.pair_stages, maps) == (0, ())
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_tiles_of_pairs_lie_behind_everything_else(name):
+    for row in COPYING[name]:
+        tile, d = row.tile, row.d
+        layout = tile.layout(d, d)
+        assert layout.bytes <= SHARED_LIMIT
+        assert layout.pairs.tiles % layout.ALIGNMENT == layout.pairs.slot_bytes % layout.ALIGNMENT == 0
+        behind = layout.work.free + MBARRIER_BYTES * layout.work.slots
+        assert behind <= layout.pairs.tiles
+        assert layout.pairs.tiles + layout.pairs.slot_bytes * layout.pairs.slots == layout.pairs.ready
+        assert layout.pairs.free + MBARRIER_BYTES * layout.pairs.slots + layout.ALIGNMENT == layout.bytes
+        assert tile.pair_panels * PANEL * tile.keys_of_element >= tile.block_n
 
 
 def test_float32_in_any_strides_is_served():
@@ -351,7 +411,7 @@ def test_a_bias_is_copied_in_tiles_where_a_tensor_map_can_describe_it(shape, dty
     """Axes of heads that it is broadcast along are left out of the map."""
     bias = change(np.zeros(shape, DTYPES[dtype]))
     p = problem(hq=4, hk=4, nq=96, dtype=DTYPES["float16" if dtype == "float32" else dtype], bias=bias)
-    found = prepare_backward_options.tiles_of_bias(p, Layout.of(bias))
+    found = copied_pairs.tiles_of_bias(p, Layout.of(bias))
     assert (found and found.shape) == described
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))._replace(bias=Layout.of(bias))
@@ -646,7 +706,7 @@ def test_shared_memory_of_the_gradient_of_a_bias(d, dv, options):
     tile = dbias_tile(p)
     layout = tile.layout(d, dv)
     assert layout.bytes <= SHARED_LIMIT
-    assert 4 * len(DbiasNote._fields) <= WORK_BYTES
+    assert 4 * len(DbiasNote._fields) <= DBIAS_NOTE_BYTES
     pieces = [(layout.values, 4 * tile.block_m * tile.row_stages), (layout.sums, 4 * max(8 * tile.block_n, tile.block_m))]
     for name in ("rows", "keys", "notes"):
         ring = getattr(layout, name)

@@ -1,0 +1,105 @@
+"""What belongs to pairs of a query and a key in the forward pass on Hopper: a bias of 16 bits, or a
+mask, whose tiles the copy engine brings to shared memory, a ring of them, some tiles ahead of use.
+
+Read from memory by the threads that want it, each load of a warp touches eight rows, and takes
+eight turns of what all warps load with; from here it takes one.
+
+A tile is panels of all its queries, rows of 128 bytes: 64 keys of a bias, 128 of a mask, whose keys
+are copied two at a time, as numbers of 16 bits.
+"""
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.ptx.mma import Matrices
+from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90.arguments import one_type
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
+
+ROWS, CHUNK = 64, 16  # of a consumer; bytes that stay neighbours
+WARP = 32
+RELEASES = WARP_GROUP // WARP  # of a consumer: one of each warp
+
+
+@once
+def build_load_pairs(options, tile, ring):
+    """``load_pairs(tensor_map, smem, n, place, extras)``: have the n-th tile fetched, whose first
+    key and query `place` has; the map lacks axes that the array is broadcast along.
+    """
+    PAIRS, BIASED, PER_ELEMENT = one_type(ring), bool(options.bias), 1 if options.bias else 2
+    PANELS, PANEL_BYTES, BYTES = tile.pair_panels, panel_bytes(tile.block_m), tile.pair_bytes
+
+    @inline
+    def own(x, stride):
+        return x if stride != 0 else i32(0)
+
+    @inline
+    def load(tensor_map, smem, n, place, x):
+        pipeline.wait_free(smem, PAIRS, n)
+        ready = pipeline.mbarrier(smem, PAIRS, PAIRS.ready, n)
+        ptx.mbarrier_expect(ready, u32(BYTES))
+        b0, b1 = own(place.b0, x.strides[0]), own(place.b1, x.strides[1])
+        head = own(place.head, x.strides[2])
+        for panel in range(PANELS):
+            to = u32(pipeline.tile(smem, PAIRS, n) + u32(panel * PANEL_BYTES))
+            column = i32(u32(place.column) // u32(PER_ELEMENT) + u32(panel * PANEL))
+            ptx.tensor_load(to, tensor_map, column, place.row, head, b1, b0, ready)
+
+    @inline
+    def load_pairs(tensor_map, smem, n, place, extras):
+        if BIASED:
+            load(tensor_map, smem, n, place, extras.bias)
+        else:
+            load(tensor_map, smem, n, place, extras.mask)
+
+    return load_pairs
+
+
+@once
+def build_take_pairs(options, tile, ring):
+    """``take_pairs(words, smem, me, n)``: a thread's part of the n-th tile, as
+    `numba_flash.cuda.fetch` has it of `numba_flash.cuda.fragment.runs_of_columns`.
+    """
+    PAIRS, BIASED, PANELS = one_type(ring), bool(options.bias), tile.pair_panels
+    PANEL_BYTES, MINE, STEPS = panel_bytes(tile.block_m), ROWS * ROW_BYTES, PANEL // 16
+    STEP_BYTES, OF_PANEL, RUNS = 2 * CHUNK, PANEL // 4, tile.block_n // 4
+    load_matrices = ptx.load_matrices(PANELS, 1, Matrices(PANEL_BYTES, 0, False))
+    LOADED = 4 * PANELS
+
+    @inline
+    def take_bias(words, rows):
+        """By 16 queries and 16 keys of each panel, which lie in registers as scores do."""
+        lane = i32(cuda.threadIdx.x % WARP)
+        row, chunk = i32(lane % 16), i32(lane // 16 ^ lane % 8)
+        first = u32(rows + u32(row * ROW_BYTES + chunk * CHUNK))
+        loaded = cuda.local.array(LOADED, u32)
+        for step in range(STEPS):
+            load_matrices(loaded, u32(first ^ u32(step * STEP_BYTES)))
+            for panel in range(PANELS):
+                for e in range(4):
+                    words[panel * OF_PANEL + step * 4 + e] = loaded[panel * 4 + e]
+
+    @inline
+    def take_mask(words, rows):
+        lane = i32(cuda.threadIdx.x % WARP)
+        row = i32(lane // 4)
+        first = u32(rows + u32(row * ROW_BYTES + row * CHUNK + lane % 4 * 2))
+        for n in range(RUNS):
+            r, j = n % 2, n // 2  # of rows 8 apart, of 8 keys each
+            at = u32(first ^ u32(j // 2 * CHUNK))
+            words[n] = ptx.load_shared_half(u32(at + u32(r * 8 * ROW_BYTES + j % 2 * 8)))
+
+    @inline
+    def take_pairs(words, smem, me, n):
+        pipeline.wait_ready(smem, PAIRS, n)
+        warp = i32(cuda.threadIdx.x % WARP_GROUP // WARP)
+        rows = u32(pipeline.tile(smem, PAIRS, n) + u32(me * MINE + warp * 16 * ROW_BYTES))
+        if BIASED:
+            take_bias(words, rows)
+        else:
+            take_mask(words, rows)
+        cuda.syncwarp()  # all of it has been read
+        if cuda.threadIdx.x % WARP == 0:
+            pipeline.release(smem, PAIRS, n)
+
+    return take_pairs
