@@ -10,6 +10,7 @@ from numba_flash.cuda.sm90 import prepare_backward as backward
 from numba_flash.cuda.sm90 import prepare_backward_options as backward_options
 from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
+from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
@@ -34,6 +35,8 @@ GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e
 def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
     with_options = forward_options if problem.options.modifies_beyond_softcap else forward
+    if forward_kept.serves(problem, inputs):
+        return forward_kept.prepare(problem, inputs, results, gpu)
     of = forward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, gpu)
 
@@ -97,6 +100,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
 
 def _waits(kind: str, p, inputs) -> bool:
     """True if a warp waits for what it reads of each pair for longer than its products take."""
+    if kind == "forward" and forward_kept.serves(p, inputs):
+        return False
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
     of_pairs = any(x.shape[-2] > 1 and x.strides[-2] for x in given)
