@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from memory import Fault
-from operands import LANES, readers, spread
+from operands import LANES, reader, readers, spread
 from sums import EXACT, dot
 
 
@@ -61,14 +61,15 @@ def _wgmma(machine, each):
     accumulators, a, b, *switches = each.operands
     shape, kind = re.search(r"\.m64n(\d+)k16\.f32\.(\w+)\.", each.opcode).groups()
     columns, dtype = int(shape), {"f16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
-    add, in_registers = switches[0] == "1", isinstance(a, tuple)
+    in_registers = isinstance(a, tuple)
+    get_add = reader(machine, switches[0], bool)
     a_transposed, b_transposed = (False, switches[3] == "1") if in_registers else (switches[3] == "1", switches[4] == "1")
     (get_b,) = readers(machine, [b], np.uint64)
     (get_a,) = (None,) if in_registers else readers(machine, [a], np.uint64)
-    touched = (*(accumulators if add else ()), *(a if in_registers else ()))
 
     def run(warp):
-        shared = warp.block.shared
+        shared, add = warp.block.shared, bool(np.all(get_add(warp)))
+        touched = (*(accumulators if add else ()), *(a if in_registers else ()))
         late = warp.unfenced.intersection(touched)
         if late:
             raise Fault(f"{min(late)} was written after the last wgmma.fence")

@@ -114,16 +114,16 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         stop = first_of(cuda.blockIdx.x + 1, sizes)
         keys, inverse = i32(sizes.keys), scales.inverse
         x, n, turn, t = unit_of(number, sizes), u32(0), u32(0), i32(0)
-        before, strange = x, fill(smem, me, x, extras, keys, inverse)
-        unit = f32(1) if strange else scales.scale
+        before, begins = x, fill(smem, me, x, extras, keys, inverse)
+        unit = scales.scale if begins != u32(0) else f32(1)
         unit_before = unit
         zero(acc)
         softmax.reset(m_i, l_i)
         # (1) S = bias / scale + Q K^T of the first tile of all
-        begin(s, smem, me, t, strange, inverse)
+        begin(s, smem, me, t, inverse)
         pipeline.wait_ready(smem, Q, turn)
         pipeline.wait_ready(smem, K, n)
-        start_scores(s, q_tile(smem, me, turn), k_tile(smem, n))
+        start_scores(s, q_tile(smem, me, turn), k_tile(smem, n), begins)
         wait_all(acc, s)
         while True:
             pipeline.release_group(smem, K, n)
@@ -135,10 +135,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 finish(me, before, acc, m_i, l_i, o, lse, unit_before)
                 zero(acc)
                 softmax.reset(m_i, l_i)
-            if strange:
+            if begins == u32(0):
                 add(s, smem, me, t, scales.scale)
             # (2) m_i, O = alpha O, (3) P, (4) l_i
-            scale_log2 = f32(LOG2E) if strange else scales.scale_log2
+            scale_log2 = scales.scale_log2 if begins != u32(0) else f32(LOG2E)
             find(best, s, m_i, scale_log2)
             raise_shifts(best, acc, m_i, l_i, scale_log2)
             exponentials(s, m_i, l_i, scale_log2)
@@ -150,13 +150,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 if number == stop:
                     break
                 if x.b1 == 0:
-                    strange = fill(smem, me, x, extras, keys, inverse)
-                    unit = f32(1) if strange else scales.scale
+                    begins = fill(smem, me, x, extras, keys, inverse)
+                    unit = scales.scale if begins != u32(0) else f32(1)
                 pipeline.wait_ready(smem, Q, turn)
             # (1) S of the next tile, (5) O += P V, both in flight
-            begin(s, smem, me, t, strange, inverse)
+            begin(s, smem, me, t, inverse)
             pipeline.wait_ready(smem, K, n)
-            start_scores(s, q_tile(smem, me, turn), k_tile(smem, n))
+            start_scores(s, q_tile(smem, me, turn), k_tile(smem, n), begins)
             pipeline.wait_ready(smem, V, u32(n - 1))
             start_values(acc, p, v_tile(smem, u32(n - 1)))
             wait_all(acc, s)

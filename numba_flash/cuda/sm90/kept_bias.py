@@ -1,9 +1,9 @@
 """A consumer's part of a bias that all batch elements share, in shared memory: each thread keeps
 what belongs to its own scores, and reads sixteen bytes at a time, beside those of its neighbours.
 
-Scores are raw products, and begin with ``bias / scale``: then the bias takes no arithmetic. A warp
-whose bias is Inf, NaN, or so large that this is none of float32's keeps it as it is, and adds it to
-scaled products.
+Scores are raw products, and begin with ``bias / scale``: then the bias takes no arithmetic. A
+consumer in whose bias there is Inf, NaN, or a number so large that this might overflow keeps it as
+it is, and adds it to scaled products.
 """
 
 import math
@@ -13,7 +13,7 @@ from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sm90 import wgmma
+from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
 VECTOR = 16  # bytes that a thread reads at a time
@@ -61,15 +61,14 @@ class Keep(NamedTuple):
 @once
 def build_keep(options, vectors, tile, kept):
     """``fill(smem, me, x, extras, keys, inverse)``: keep what belongs to the rows of a unit x;
-    true if the warp's bias is added to scaled products. ``begin(s, smem, me, t, strange,
+    1 if raw products begin with it, 0 if it is added to scaled ones. ``begin(s, smem, me, t,
     inverse)``: what raw products of the t-th tile begin with. ``add(s, smem, me, t, scale)``:
     scores, of products without it, in base e.
     """
     BLOCK_N, TILES, WIDE, KEPT = tile.block_n, tile.tiles, tile.wide, kept
-    WORDS, KINDS = BLOCK_N // 2 if WIDE else BLOCK_N // 4, options.bias
-    VECTORS = WORDS // 4  # of a thread and tile
+    VECTORS = BLOCK_N // 8 if WIDE else BLOCK_N // 16  # of a thread and tile
     AWAY, TILE_BYTES = WARP_GROUP * VECTOR, VECTORS * WARP_GROUP * VECTOR
-    FLOAT32, BFLOAT16 = KINDS == "float32", KINDS == "bfloat16"
+    FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     runs = fragment.runs_of_columns(BLOCK_N)
     HELD = held(options, runs).words
@@ -106,8 +105,9 @@ def build_keep(options, vectors, tile, kept):
     @inline
     def word(filled, n):
         """Two keys of run n in 16 bits."""
-        lower, upper = look(filled, n, 0), look(filled, n, 1)
         two = filled.words[n]
+        for x in range(2):
+            look(filled, n, x)
         if i32(n // 2 * 8 + 1) >= filled.keys:
             two = u32((two & u32(0xFFFF)) | u32(HIDDEN << 16))
         if i32(n // 2 * 8) >= filled.keys:
@@ -145,10 +145,11 @@ def build_keep(options, vectors, tile, kept):
             key = i32(t * BLOCK_N + fragment.first_column())
             fetch(words, query, key, region, at, False, extras)
             put(Filled(words, strange, place(smem, me, t), i32(keys - key)))
-        apart = cuda.any_sync(fragment.ALL_LANES, strange[0] != u32(0)) != 0
-        if WIDE and not apart:
+        if pipeline.any_of_warp_group(me, strange[0]):  # to whom a product belongs
+            return u32(0)
+        if WIDE:
             divide(smem, me, inverse)
-        return apart
+        return u32(1)
 
     @inline
     def begin_wide(j, begun):
@@ -166,12 +167,8 @@ def build_keep(options, vectors, tile, kept):
     begin_all = ptx.repeated(VECTORS, begin_wide if WIDE else begin_words)
 
     @inline
-    def begin(s, smem, me, t, strange, inverse):
-        if strange:
-            for e in range(BLOCK_N // 2):
-                s[e] = f32(0)
-        else:
-            begin_all(Begun(s, place(smem, me, t), inverse))
+    def begin(s, smem, me, t, inverse):
+        begin_all(Begun(s, place(smem, me, t), inverse))
 
     @inline
     def plus(s, e, bias, scale):

@@ -20,10 +20,16 @@ ALONE = ("bias",)  # the options that there may be
 SCALES = 2.0**-20, 2.0**20  # what a bias may be divided by
 
 
-def serves(problem, inputs) -> bool:
-    """True if there is a bias alone, which so many batch elements share, and it can be kept."""
+def serves(problem, inputs, results=None) -> bool:
+    """True if there is a bias alone, which so many batch elements share, and it can be kept; and if
+    results, where there are any, have the dtype of the others.
+    """
     p = problem
     if tuple(p.options.used) != ALONE or p.band != "none" or max(p.d, p.dv) > MOST:
+        return False
+    if p.dtype not in ("float16", "bfloat16") or 0 in (*p.batch, p.hq, p.nq, p.nk):
+        return False
+    if results is not None and results.o.dtype.name != p.dtype:
         return False
     if p.batch[1] < FEWEST or not SCALES[0] < p.scale < SCALES[1]:
         return False

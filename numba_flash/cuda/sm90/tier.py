@@ -35,7 +35,7 @@ GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e
 def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
     with_options = forward_options if problem.options.modifies_beyond_softcap else forward
-    if forward_kept.serves(problem, inputs):
+    if forward_kept.serves(problem, inputs, results):
         return forward_kept.prepare(problem, inputs, results, gpu)
     of = forward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, gpu)
