@@ -388,7 +388,7 @@ def test_forward(name, pytestconfig):
 
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
-FORWARD_ALONE |= {"sm90 float16 256 mask and dropout"}
+FORWARD_ALONE |= {"sm90 float16 256 mask and dropout", *(f"sm90 {name}" for name in KEPT_ON_HOPPER)}
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])
