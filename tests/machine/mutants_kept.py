@@ -2,7 +2,7 @@
 
 from mutants import Mutant
 
-FORWARD, BIAS, UNITS = (f"cuda/sm90/{name}.py" for name in ("forward_kept", "kept_bias", "units"))
+FORWARD, LOAD, BIAS, UNITS = (f"cuda/{name}.py" for name in ("sm90/forward_kept", "sm90/load_kept", "kept_bias", "units"))
 WGMMA = "cuda/ptx/wgmma.py"
 KEPT, HALVES, STRANGE = "kept bias", "kept bias of 16 bits", "kept bias, hidden"
 
@@ -33,8 +33,8 @@ MUTANTS_KEPT = (
     Mutant(
         "values that are never free", FORWARD, "if n > u32(0):\n                pipeline", "if n > u32(1):\n                pipeline", KEPT
     ),
-    Mutant("tiles that nobody waits for", UNITS, "        pipeline.wait_free(smem, RING, n)\n", "", KEPT),
-    Mutant("bytes of a wide panel", UNITS, "one_type(ring), rows * NARROW_ROW_BYTES", "one_type(ring), rows * 128", KEPT),
+    Mutant("tiles that nobody waits for", LOAD, "        pipeline.wait_free(smem, RING, n)\n", "", KEPT),
+    Mutant("bytes of a wide panel", LOAD, "one_type(ring), rows * NARROW_ROW_BYTES", "one_type(ring), rows * 128", KEPT),
     # ---- which numbers
     Mutant("the bias of the first head for all", FORWARD, "                if x.b1 == 0:\n", "                if x.b1 < 0:\n", KEPT),
     Mutant(

@@ -3,7 +3,7 @@ blocks keep the bias of their queries in shared memory, and go through the batch
 
 Of so few columns, products take less time than exponentials, and what is read for a score more than
 either. Here nothing is read for one but its bias, from shared memory, four at a time, into the
-registers that the product is added to (`numba_flash.cuda.sm90.kept_bias`). A consumer brings the
+registers that the product is added to (`numba_flash.cuda.kept_bias`). A consumer brings the
 next tile's bias, starts Q K^T of that and O += P V of this one, and waits for both: the other
 consumer has its softmax then.
 """
@@ -12,14 +12,16 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.kept_bias import build_keep
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
+from numba_flash.cuda.prepare_kept import KeptScales, UnitSizes
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import LOG2E, one_type
-from numba_flash.cuda.sm90.kept_bias import build_keep
+from numba_flash.cuda.sm90.load_kept import build_produce
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.sm90.units import KeptScales, UnitSizes, build_produce, build_units
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
+from numba_flash.cuda.units import build_units
 
 NEG_INF, LN2 = -math.inf, math.log(2.0)
 ROWS = 64  # of a consumer
@@ -33,7 +35,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     o : (b0, b1, heads, n, head_dim_v) as words of two elements.
     lse : (b0, b1, heads, n), natural logarithm.
     vectors : whether the bias is read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
-    sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.sm90.units`.
+    sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.prepare_kept`.
     """
     BLOCK_N, TILES, CONSUMERS, SMEM = tile.block_n, tile.tiles, tile.consumers, tile.layout()
     Q, K, V, (FEWEST, REGISTERS) = *map(one_type, (SMEM.q, SMEM.k, SMEM.v)), tile.registers
@@ -41,8 +43,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     WRITE_LSE, BFLOAT16, MOST = write_lse, dtype == "bfloat16", softmax.LAZIER
     produce = build_produce(tile)
+    kept_by = tile, SMEM.kept, WARP_GROUP, pipeline.any_of_warp_group
     first_of, unit_of, after = build_units(tile.block_m)
-    fill, begin, add = build_keep(options, vectors, tile, SMEM.kept)
+    fill, begin, add = build_keep(options, vectors, *kept_by)
     start_scores, start_values = wgmma.build_narrow(BLOCK_N, head_dim, head_dim_v, BFLOAT16)
     _, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     raising = softmax.build_raise(SCORES, OUTPUTS, 1, MOST)
@@ -53,12 +56,17 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     put_row = store.build_put_row(head_dim_v, False, BFLOAT16)
 
     @inline
+    def row_of(x, me):
+        """A thread's first row of a unit."""
+        return i32(x.row0 + me * ROWS + wgmma.first_row())
+
+    @inline
     def finish(me, x, acc, m_i, l_i, o, lse, unit):
         """(6) O = O / l, lse = m + log l, stored; a row that saw nothing has O = 0, lse = -inf.
         `unit` leads from scores to base e.
         """
         inverse = cuda.local.array(2, f32)  # registers: 1 / l of the thread's rows
-        row = i32(x.row0 + me * ROWS + wgmma.first_row())
+        row = row_of(x, me)
         for r in range(2):
             l, i = fragment.row_sum(l_i[r]), i32(row + 8 * r)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
@@ -114,7 +122,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         stop = first_of(cuda.blockIdx.x + 1, sizes)
         keys, inverse = i32(sizes.keys), scales.inverse
         x, n, turn, t = unit_of(number, sizes), u32(0), u32(0), i32(0)
-        before, begins = x, fill(smem, me, x, extras, keys, inverse)
+        before, begins = x, fill(smem, me, row_of(x, me), x, extras, keys, inverse)
         unit = scales.scale if begins != u32(0) else f32(1)
         unit_before = unit
         zero(acc)
@@ -150,7 +158,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 if number == stop:
                     break
                 if x.b1 == 0:
-                    begins = fill(smem, me, x, extras, keys, inverse)
+                    begins = fill(smem, me, row_of(x, me), x, extras, keys, inverse)
                     unit = scales.scale if begins != u32(0) else f32(1)
                 pipeline.wait_ready(smem, Q, turn)
             # (1) S of the next tile, (5) O += P V, both in flight

@@ -12,9 +12,6 @@ from numba_flash.cuda.swizzle import NARROW, NARROW_ROW_BYTES
 ROWS, STEP = 128, 16  # of a block; keys of a product
 MOST_KEYS, MOST_STAGES = 192, 2  # of a tile, for registers; that help
 MOST = NARROW  # columns of a tile
-# The fewest batch elements that share a bias for which it is kept: to read it takes a block as long
-# as two or three of them. Not timed.
-FEWEST = 8
 
 
 @dataclass(frozen=True)

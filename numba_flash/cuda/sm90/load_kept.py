@@ -1,86 +1,12 @@
-"""Work of the forward kernel that keeps its part of a bias: a unit is a block of queries of a head
-of a batch element. Those that share a bias come one after the other, and each block of threads has
-as many, one more or less.
-"""
-
-from typing import NamedTuple
+"""The thread that moves data in the forward pass that keeps its part of a bias."""
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
-
-
-class UnitSizes(NamedTuple):
-    """Of a problem.
-
-    Attributes
-    ----------
-    units : int
-        How many there are.
-    b1, heads, blocks : int
-        Batch elements that share a bias; heads; blocks of queries of one.
-    group : int
-        Query heads of a key head.
-    queries, keys : int
-        Of a head.
-    """
-
-    units: int
-    b1: int
-    heads: int
-    blocks: int
-    group: int
-    queries: int
-    keys: int
-
-
-class KeptScales(NamedTuple):
-    """The scale, its inverse, and what leads from raw products to base 2."""
-
-    scale: float
-    inverse: float
-    scale_log2: float
-
-
-class Unit(NamedTuple):
-    """Where it is; all int32. `rows` are those of the head."""
-
-    b0: int
-    b1: int
-    head: int
-    row0: int
-    rows: int
-
-
-@once
-def build_units(block_m):
-    """``first_of(block, sizes)``: the number of a block's first unit, and of the one after its
-    last, that of the next block's; ``unit_of(number, sizes)``; ``after(x, number, sizes)``: unit
-    `number`, which comes after x.
-    """
-    BLOCK_M = block_m
-
-    @inline
-    def first_of(block, sizes):
-        return i32(u64(block) * u64(sizes.units) // u64(cuda.gridDim.x))
-
-    @inline
-    def unit_of(number, sizes):
-        tile, b1 = u32(number) // u32(sizes.b1), u32(number) % u32(sizes.b1)
-        block, of_all = u32(tile) % u32(sizes.blocks), u32(tile) // u32(sizes.blocks)
-        head, b0 = u32(of_all) % u32(sizes.heads), u32(of_all) // u32(sizes.heads)
-        return Unit(i32(b0), i32(b1), i32(head), i32(block * BLOCK_M), i32(sizes.queries))
-
-    @inline
-    def after(x, number, sizes):
-        if i32(x.b1 + 1) < i32(sizes.b1):
-            return Unit(x.b0, i32(x.b1 + 1), x.head, x.row0, x.rows)
-        return unit_of(number, sizes)
-
-    return first_of, unit_of, after
+from numba_flash.cuda.units import build_units
 
 
 @once

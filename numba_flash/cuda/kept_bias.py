@@ -1,9 +1,9 @@
-"""A consumer's part of a bias that all batch elements share, in shared memory: each thread keeps
-what belongs to its own scores, and reads sixteen bytes at a time, beside those of its neighbours.
+"""A bias that batch elements share, in shared memory: each thread keeps what belongs to its own
+scores, and reads sixteen bytes at a time, beside those of its neighbours.
 
 Scores are raw products, and begin with ``bias / scale``: then the bias takes no arithmetic. A
-consumer in whose bias there is Inf, NaN, or a number so large that this might overflow keeps it as
-it is, and adds it to scaled products.
+group of threads, to whom a product belongs, in whose bias there is Inf, NaN, or a number so large
+that this might overflow keeps it as it is, and adds it to scaled products.
 """
 
 import math
@@ -13,8 +13,6 @@ from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sm90 import pipeline, wgmma
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
 VECTOR = 16  # bytes that a thread reads at a time
 NEG_INF = -math.inf
@@ -59,15 +57,20 @@ class Keep(NamedTuple):
 
 
 @once
-def build_keep(options, vectors, tile, kept):
-    """``fill(smem, me, x, extras, keys, inverse)``: keep what belongs to the rows of a unit x;
+def build_keep(options, vectors, tile, kept, threads, any_of):
+    """``fill(smem, me, query, x, extras, keys, inverse)``: keep what belongs to a thread's rows,
+    whose first is `query`, of a unit x;
     1 if raw products begin with it, 0 if it is added to scaled ones. ``begin(s, smem, me, t,
     inverse)``: what raw products of the t-th tile begin with. ``add(s, smem, me, t, scale)``:
     scores, of products without it, in base e.
+
+    threads : of a group, of which `me` is the number.
+    any_of : ``any_of(me, word)``: a thread of the group has a word that is not 0.
     """
     BLOCK_N, TILES, WIDE, KEPT = tile.block_n, tile.tiles, tile.wide, kept
+    THREADS = threads
     VECTORS = BLOCK_N // 8 if WIDE else BLOCK_N // 16  # of a thread and tile
-    AWAY, TILE_BYTES = WARP_GROUP * VECTOR, VECTORS * WARP_GROUP * VECTOR
+    AWAY, TILE_BYTES = THREADS * VECTOR, VECTORS * THREADS * VECTOR
     FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     runs = fragment.runs_of_columns(BLOCK_N)
@@ -77,7 +80,7 @@ def build_keep(options, vectors, tile, kept):
     @inline
     def place(smem, me, t):
         """Of a thread's part of a tile."""
-        mine = u32(cuda.threadIdx.x % WARP_GROUP * VECTOR)
+        mine = u32(cuda.threadIdx.x % THREADS * VECTOR)
         return u32(smem + u32(KEPT) + u32((me * TILES + t) * TILE_BYTES) + mine)
 
     @inline
@@ -134,18 +137,17 @@ def build_keep(options, vectors, tile, kept):
                 ptx.store_shared_vector(u32(at + u32(j * AWAY)), four)
 
     @inline
-    def fill(smem, me, x, extras, keys, inverse):
+    def fill(smem, me, query, x, extras, keys, inverse):
         words = cuda.local.array(HELD, u32)
         strange = cuda.local.array(1, u32)
         strange[0] = u32(0)
         at = Head(x.b0, x.b1, i32(0), x.head, i32(0))
         region = Region(x.row0, i32(0), x.rows, keys, i32(0), i32(0))
-        query = i32(x.row0 + me * 64 + wgmma.first_row())
         for t in range(TILES):
             key = i32(t * BLOCK_N + fragment.first_column())
             fetch(words, query, key, region, at, False, extras)
             put(Filled(words, strange, place(smem, me, t), i32(keys - key)))
-        if pipeline.any_of_warp_group(me, strange[0]):  # to whom a product belongs
+        if any_of(me, strange[0]):
             return u32(0)
         if WIDE:
             divide(smem, me, inverse)
