@@ -306,9 +306,16 @@ KEPT_ON_HOPPER = {
     "float16 24, 16 kept bias of 16 bits": hopper("float16", 24, 16, (also(SHORT, **bias(SHORT, "float16", 0)),)),
     "float16 32, 8 kept bias of float32": hopper("float16", 32, 8, (also(NARROW, **finite(NARROW, "float32")),)),
 }
+FEWER = Shape((8, 1, 1), 70, 140)
+KEPT_SINCE_AMPERE = {
+    "bfloat16 32 kept bias": ampere(
+        "bfloat16", 32, 32, (also(NARROW, **finite(NARROW, "bfloat16")), also(FEWER, **bias(FEWER, "bfloat16", 0)))
+    ),
+    "float16 24, 16 kept bias on Hopper": ampere("float16", 24, 16, (also(FEWER, **finite(FEWER, "float16")),), capability=HOPPER),
+}
 TIERS = {
     "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER | KEPT_ON_HOPPER,
-    "sm80": SINCE_TURING | FLOAT32 | DOUBLE,
+    "sm80": SINCE_TURING | FLOAT32 | DOUBLE | KEPT_SINCE_AMPERE,
     "simt": FLOAT64,
 }
 GROUPS = {f"{tier} {name}": group for tier, groups in TIERS.items() for name, group in groups.items()}
@@ -389,6 +396,7 @@ def test_forward(name, pytestconfig):
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
 FORWARD_ALONE |= {"sm90 float16 256 mask and dropout", *(f"sm90 {name}" for name in KEPT_ON_HOPPER)}
+FORWARD_ALONE |= {f"sm80 {name}" for name in KEPT_SINCE_AMPERE}
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])

@@ -28,13 +28,14 @@ def any_of_warp(me, word):
     return cuda.any_sync(fragment.ALL_LANES, word != u32(0)) != 0
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
+def build(dtype, shape, write_lse, options, tile):
     """Kernel ``forward_kept_sm80(q, k, v, o, lse, extras, sizes, scales)`` with its signature and
     compile options.
 
-    vectors : whether the bias is read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
+    shape : `numba_flash.cuda.sm80.arguments.Shape`; the bias is read by two keys at a time, or one.
     sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.prepare_kept`.
     """
+    head_dim, head_dim_v = shape.head_dim, shape.head_dim_v
     BLOCK_M, BLOCK_N, TILES, THREADS = tile.block_m, tile.block_n, tile.tiles, tile.threads
     D, DV, BFLOAT16 = padded(head_dim), padded(head_dim_v), dtype == "bfloat16"
     PITCH_K, WARP_ROWS, CHUNKS = pitch(D), ROWS, head_dim_v // 8
@@ -45,7 +46,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     SCORES, PAIRS, OUTPUTS, Q_WORDS = BLOCK_N // 2, BLOCK_N // 4, DV // 2, D // 4
     WRITE_LSE, MOST = write_lse, softmax.LAZIER
     first_of, unit_of, after = build_units(BLOCK_M)
-    fill, begin, add = build_keep(options, vectors, tile, 0, WARP, any_of_warp)
+    fill, begin, add = build_keep(options, shape.vectors, tile, 0, WARP, any_of_warp)
     load_q = build_load(BLOCK_M, head_dim, THREADS, None, True)
     load_k = build_load(BLOCK_N, head_dim, THREADS, None, True)
     load_v = build_load(BLOCK_N, head_dim_v, THREADS, None, True)

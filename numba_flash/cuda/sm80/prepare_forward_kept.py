@@ -8,6 +8,7 @@ from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import build_extras, chunked, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_kept import scales_of, shared_alone, sizes_of
+from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.tiles import ROWS, WARP, hardware, padded, pitch
 from numba_flash.problem import Prepared
 
@@ -79,10 +80,11 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     tile, extras_of = kept_tile(p, gpu), build_extras(p.options)
     sizes, vectors = sizes_of(p, tile.block_m), vectors_of(p, inputs, KEYS_OF_RUN)
+    shape = Shape(p.d, p.dv, turing=False, asynchronous=True, wide=True, vectors=vectors)
     q, k, v = inputs.q, inputs.k, inputs.v
     forward = Launch(
         "sm80.forward_kept.build",
-        (p.dtype, p.d, p.dv, results.lse is not None, vectors, p.options.structure, tile),
+        (p.dtype, shape, results.lse is not None, p.options.structure, tile),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),
         threads=tile.threads,

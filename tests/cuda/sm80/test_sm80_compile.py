@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support import SIMULATED, named
+from support import DTYPES, SIMULATED, named
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
@@ -14,11 +14,16 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 import compiled
 import kernel_counts
 from compiled import SHARED_LIMIT, disassembler
-from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
+from sm80_kernels import AMPERE, CASES, COUNTED, HOPPER, KERNELS, LAUNCHES, TURING, launches, on_paper
 
+from numba_flash.arrays import Layout
 from numba_flash.cuda import compile
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.sm80.prepare_forward_kept import KeptTile
 from numba_flash.cuda.sm80.tiles import padded
 from numba_flash.options import PLAIN
+from numba_flash.plan import tier
+from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
 # Bytes of registers that may go to memory, of kernels whose names begin like this or, after "*", hold it, or, after "=", are it.
 SPILLS = {
@@ -191,3 +196,35 @@ def test_instructions(name):
         assert ("LDGSTS" in machine) == tiles
         # one each, not one for rows that are there and one for zeros; the assembler may unroll the loop of several words of a table
         assert machine.count("LDGSTS") < 2 * copies or not tiles or "pages of 1," in name
+
+
+@pytest.mark.parametrize(
+    ("capability", "nk", "bias", "kept"),
+    [
+        (HOPPER, 384, "bfloat16", KeptTile(8, 64, 6, True)),
+        pytest.param(AMPERE, 384, "bfloat16", KeptTile(8, 64, 6, False), marks=pytest.mark.full),
+        pytest.param((8, 6), 200, "bfloat16", KeptTile(8, 64, 4, False), marks=pytest.mark.full),
+        ((8, 6), 200, "float32", None),  # there is no room for it
+        (HOPPER, 384, "own", None),
+        (TURING, 100, "float16", None),
+    ],
+)
+def test_a_bias_that_batch_elements_share_is_kept(capability, nk, bias, kept):
+    """As float32 or in 16 bits, by what there is room for; nothing is spilled, and each half of the products is there twice."""
+    dtype = DTYPES["float16" if bias == "own" or capability == TURING else "bfloat16"]
+    x, k = on_paper((16, 4, 300, 32), dtype), on_paper((16, 4, nk, 32), dtype)
+    own = bias == "own"
+    given = on_paper((16 if own else 1, 4, 300, nk), DTYPES["float16" if own else bias])
+    problem, inputs = bind(x, k, k, bias=given), ForwardInputs(*map(Layout.of, (x, k, k, given)))
+    results = ForwardResults(Layout.of(x), None)
+    *_, launch = tier("sm80").prepare_forward(problem, inputs, results, gpu=Gpu(0, capability, 8)).launches
+    assert (launch.builder == "sm80.forward_kept.build") == (kept is not None)
+    if kept is not None:
+        assert launch.config[-1] == kept
+        assert launch.shared_bytes <= SHARED_LIMIT[capability]
+        kernel = compiled.Kernel(launch.builder, launch.config, capability)
+        used = compile._resources(compiled.linked(kernel).log)
+        assert used["stack_bytes"] == used["spill_bytes"] == used["warnings"] == 0
+        found = compiled.ptx_instructions(compiled.ptx(kernel))
+        assert sum("mma.sync" in each for each in found) == kept.block_n // 8 * (2 * 2 + 2)  # S with the bias, and without; P V
+        assert ".local" not in compiled.ptx(kernel)
