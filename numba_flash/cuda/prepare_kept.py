@@ -3,11 +3,11 @@ is not imported here.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import KeptScales, UnitSizes
 
 LOG2E = math.log2(math.e)
 ALONE = ("bias",)  # the options that there may be
@@ -15,38 +15,6 @@ SCALES = 2.0**-20, 2.0**20  # what a bias may be divided by
 # The fewest batch elements that share a bias for which it is kept: to read it takes a block as long
 # as two or three of them. Not timed.
 FEWEST = 8
-
-
-class UnitSizes(NamedTuple):
-    """Of a problem.
-
-    Attributes
-    ----------
-    units : int
-        How many there are.
-    b1, heads, blocks : int
-        Batch elements that share a bias; heads; blocks of queries of one.
-    group : int
-        Query heads of a key head.
-    queries, keys : int
-        Of a head.
-    """
-
-    units: int
-    b1: int
-    heads: int
-    blocks: int
-    group: int
-    queries: int
-    keys: int
-
-
-class KeptScales(NamedTuple):
-    """The scale, its inverse, and what leads from raw products to base 2."""
-
-    scale: float
-    inverse: float
-    scale_log2: float
 
 
 def shared_alone(problem, inputs, results=None) -> bool:

@@ -48,7 +48,7 @@ MUTANTS_KEPT = (
     Mutant("a bias that is not divided", BIAS, "            divide(smem, me, inverse)\n", "            pass\n", KEPT),
     Mutant("the first consumer's bias for both", BIAS, "u32((me * TILES + t) * TILE_BYTES)", "u32(t * TILE_BYTES)", KEPT),
     Mutant("the bias of the first keys for all", BIAS, "i32(t * BLOCK_N + fragment.first_column())", "fragment.first_column()", KEPT),
-    Mutant("keys beyond the last one are seen", BIAS, "return bias if there else f32(NEG_INF)", "return bias", KEPT),
+    Mutant("keys beyond the last one have a bias", BIAS, "return bias if there else f32(NEG_INF)", "return bias", KEPT),
     Mutant(
         "keys beyond the last one are seen, in 16 bits", BIAS, "        if i32(n // 2 * 8) >= filled.keys:\n", "        if False:\n", HALVES
     ),

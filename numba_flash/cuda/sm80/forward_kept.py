@@ -9,11 +9,11 @@ of keys, often of the next batch element, is copied while this one is worked on.
 import math
 
 from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.arguments import KeptScales, UnitSizes, extras_type
 from numba_flash.cuda.kept_bias import build_keep
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.prepare_kept import LOG2E, KeptScales, UnitSizes
+from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_load
 from numba_flash.cuda.sm80.tiles import ROWS, WARP, padded, pitch
@@ -33,7 +33,7 @@ def build(dtype, shape, write_lse, options, tile):
     compile options.
 
     shape : `numba_flash.cuda.sm80.arguments.Shape`; the bias is read by two keys at a time, or one.
-    sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.prepare_kept`.
+    sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.arguments`.
     """
     head_dim, head_dim_v = shape.head_dim, shape.head_dim_v
     BLOCK_M, BLOCK_N, TILES, THREADS = tile.block_m, tile.block_n, tile.tiles, tile.threads

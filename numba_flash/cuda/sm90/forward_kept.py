@@ -11,11 +11,10 @@ consumer has its softmax then.
 import math
 
 from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.arguments import extras_type
+from numba_flash.cuda.arguments import KeptScales, UnitSizes, extras_type
 from numba_flash.cuda.kept_bias import build_keep
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.prepare_kept import KeptScales, UnitSizes
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import LOG2E, one_type
 from numba_flash.cuda.sm90.load_kept import build_produce
@@ -35,7 +34,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     o : (b0, b1, heads, n, head_dim_v) as words of two elements.
     lse : (b0, b1, heads, n), natural logarithm.
     vectors : whether the bias is read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
-    sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.prepare_kept`.
+    sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.arguments`.
     """
     BLOCK_N, TILES, CONSUMERS, SMEM = tile.block_n, tile.tiles, tile.consumers, tile.layout()
     Q, K, V, (FEWEST, REGISTERS) = *map(one_type, (SMEM.q, SMEM.k, SMEM.v)), tile.registers
