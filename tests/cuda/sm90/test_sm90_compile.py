@@ -93,8 +93,9 @@ def test_a_kept_bias(name):
         found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
         of_scores = [i for i, each in enumerate(found) if each.startswith(f"HGMMA.64x{tile.block_n}x16")]
         assert len(of_scores) == 2 * -(-FORWARD_KEPT[name][1] // 16)
-        before = found[of_scores[-1] - 300 : of_scores[-1]]
-        assert sum(each == "LDS.128" for each in before) == tile.block_n // (8 if tile.wide else 16)
+        before = found[: of_scores[len(of_scores) // 2]]  # the loop's
+        filled = max(i for i, each in enumerate(before) if each == "STS.128")
+        assert before[filled:].count("LDS.128") == tile.block_n // (8 if tile.wide else 16)
 
 
 def check_resources(name, tile, shared_bytes):
