@@ -1,6 +1,7 @@
 """The `sm90` kernels that are compiled to machine code without a GPU, by name."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 from compiled import Kernel
 
@@ -11,6 +12,7 @@ from numba_flash.cuda.sm90.dbias_tiles import CROWDED
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
+from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
@@ -108,6 +110,21 @@ FORWARD_OPTIONS |= {
     "forward sm90 64 copied bias, causal": ("float16", 64, 64, True, "above", "parts", PAIRS, BIAS_16, first(COPYING["bias"], 64, 64)),
     "forward sm90 64 copied mask": ("float16", 64, 64, True, "none", "map", PAIRS, MASK, first(COPYING["mask"], 64, 64)),
 }
+
+# dtype, head dimensions, lse, how the bias is read, options, queries and keys
+FORWARD_KEPT = {
+    "kept bias": ("bfloat16", 32, 32, True, PAIRS, BIAS, 128, 384),
+    "kept bias of 192 queries": ("bfloat16", 32, 32, True, PAIRS, BIAS, 384, 384),
+    "kept bias of 16 bits": ("float16", 24, 16, False, ONES, Options(bias="float16"), 128, 700),
+    "kept bias of float32": ("float16", 32, 32, True, ONES, BIAS_32, 128, 256),
+}
+
+
+def kept_tile_of(options: Options, nq: int, nk: int) -> KeptTile:
+    return kept_tile(SimpleNamespace(options=options, nq=nq, nk=nk))
+
+
+FORWARD_KEPT = {name: (*config, kept_tile_of(config[-1], nq, nk)) for name, (*config, nq, nk) in FORWARD_KEPT.items()}
 
 # Head dimensions, lse, band, parts, options, tile.
 SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
@@ -263,6 +280,7 @@ COMBINE = {
 KERNELS = {
     **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
     **{name: Kernel("sm90.forward_options.build", config) for name, config in FORWARD_OPTIONS.items()},
+    **{name: Kernel("sm90.forward_kept.build", config) for name, config in FORWARD_KEPT.items()},
     **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_OPTIONS.items()},

@@ -67,6 +67,38 @@ class Extent(NamedTuple):
     high: int
 
 
+class UnitSizes(NamedTuple):
+    """Of a problem whose bias kernels keep, `numba_flash.cuda.units`.
+
+    Attributes
+    ----------
+    units : int
+        How many there are.
+    b1, heads, blocks : int
+        Batch elements that share a bias; heads; blocks of queries of one.
+    group : int
+        Query heads of a key head.
+    queries, keys : int
+        Of a head.
+    """
+
+    units: int
+    b1: int
+    heads: int
+    blocks: int
+    group: int
+    queries: int
+    keys: int
+
+
+class KeptScales(NamedTuple):
+    """The scale, its inverse, and what leads from raw products to base 2."""
+
+    scale: float
+    inverse: float
+    scale_log2: float
+
+
 def planes_of(problem) -> int:
     """Float16 numbers for each of a problem's arrays that the kernels read; 0 if these are not
     float32. One has 11 bits, as TF32 has.

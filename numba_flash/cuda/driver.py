@@ -60,8 +60,8 @@ def capture_of(stream: int) -> int | None:
 
 
 class TensorMapEncoder:
-    """Makes tensor maps of 16-bit elements in five dimensions, in boxes with a swizzle of 128
-    bytes.
+    """Makes tensor maps of 16-bit elements in five dimensions, in boxes with a swizzle of as many
+    bytes as their rows have, 64 or 128.
 
     Parameters
     ----------
@@ -71,6 +71,7 @@ class TensorMapEncoder:
 
     def __init__(self, shape, strides, box):
         driver = library()
+        swizzles, (*_, columns) = driver.CUtensorMapSwizzle, box
         last_first = lambda kind, numbers: [kind(x) for x in reversed(numbers)]
         self._kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, len(shape)
         self._described = (
@@ -79,7 +80,7 @@ class TensorMapEncoder:
             last_first(driver.cuuint32_t, box),
             last_first(driver.cuuint32_t, (1,) * len(shape)),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{2 * columns}B"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -161,9 +161,9 @@ class Launch:
         The arrays that the kernel gets as a named tuple, after the others.
     numbers : tuple of numbers and tuples of numbers
         The arguments after the arrays; a call may bring others, whole numbers also as bytes.
-    maps : tuple of (Layout, int)
+    maps : tuple of (Layout, int) or (Layout, int, int)
         The arrays that the kernel reads through tensor maps, its first arguments, and the rows of
-        their boxes.
+        their boxes, with columns if these are not 64.
     shared_bytes : int
         Dynamic shared memory of a block.
     """

@@ -45,13 +45,13 @@ class TensorMaps(dict):
 
     Parameters
     ----------
-    maps : sequence of (Layout, int)
-        Arrays (..., n, d) of 16-bit elements, which maps take as five dimensions; and the rows of
-        boxes, of one panel of 64 columns.
+    maps : sequence of (Layout, int) or (Layout, int, int)
+        Arrays (..., n, d) of 16-bit elements, which maps take as five dimensions; the rows of
+        boxes, of one panel; and its columns, 64 if they are not given.
     """
 
     def __init__(self, maps):
-        self._encoders = [_encoder(x, rows) for x, rows in maps]
+        self._encoders = [_encoder(*each) for each in maps]
 
     def __missing__(self, addresses: tuple[int, ...]) -> Described:
         if len(self) >= MOST:
@@ -62,12 +62,12 @@ class TensorMaps(dict):
         return found
 
 
-def _encoder(x, rows: int) -> TensorMapEncoder:
+def _encoder(x, rows: int, columns: int = PANEL) -> TensorMapEncoder:
     shape = (1,) * (5 - len(x.shape)) + tuple(x.shape)
     strides = zip(shape[:-1], arrays.expanded_strides(x, 5)[:-1], strict=True)
     # the stride of an axis of one element is never used, but checked
     strides = tuple(UNIT if n == 1 else stride for n, stride in strides)
-    return TensorMapEncoder(shape, strides, (1, 1, 1, rows, PANEL))
+    return TensorMapEncoder(shape, strides, (1, 1, 1, rows, columns))
 
 
 def through_compact(prepare, results):

@@ -37,7 +37,7 @@ LAYERS = (
     "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver",
     # kernels, and what only they have
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split", "lengths"))]),
-    "cuda.split_rows",
+    "cuda.split_rows cuda.kept_bias cuda.units",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
     "cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias",
     "cuda.broadcast cuda.number cuda.swizzle cuda.ptx cuda.lang",

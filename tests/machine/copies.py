@@ -11,27 +11,28 @@ from operands import one, readers
 
 
 class TensorMap(NamedTuple):
-    """What a descriptor says: an array of five dimensions, the rows of its boxes."""
+    """What a descriptor says: an array of five dimensions, rows and columns of its boxes."""
 
     array: np.ndarray
     rows: int
+    columns: int = 64
 
     def box(self, column, row, *leading):
         """Its elements at a place, as far as they exist, and where in the box they lie."""
         at = tuple(reversed(leading))
         n, d = self.array.shape[3:]
         rows = slice(max(row, 0), max(min(row + self.rows, n), max(row, 0)))
-        columns = slice(max(column, 0), max(min(column + 64, d), max(column, 0)))
+        columns = slice(max(column, 0), max(min(column + self.columns, d), max(column, 0)))
         inside = all(0 <= i < size for i, size in zip(at, self.array.shape[:3], strict=True))
         if not inside:
             rows = slice(0, 0)
         return (*at, rows, columns) if inside else (0, 0, 0, rows, columns), (rows.start - row, columns.start - column)
 
 
-def _swizzled(base: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Locations of 16-bit elements of a panel of rows of 128 bytes, whose chunks of 16 bytes are swizzled."""
-    linear = base + 128 * rows + 2 * columns
-    return (linear ^ ((linear >> 7 & 7) << 4)) // 2
+def _swizzled(base: int, rows: np.ndarray, columns: np.ndarray, width: int = 64) -> np.ndarray:
+    """Locations of 16-bit elements of a panel of rows of that many, 128 or 64 bytes, whose chunks of 16 bytes are swizzled."""
+    linear = base + 2 * width * rows + 2 * columns
+    return (linear ^ ((linear >> 7 & width // 8 - 1) << 4)) // 2
 
 
 def _tensor_operand(text: str):
@@ -66,20 +67,21 @@ def _tensor_load(machine, each):
 
     def run(warp):
         described, at = machine.maps[one(warp, get_map)], [one(warp, g) for g in get_place]
-        rows, columns = np.indices((described.rows, 64))
+        rows, columns = np.indices((described.rows, described.columns))
         base = one(warp, get_to)
         if base % 128:
             raise Fault(f"tensor copies go to multiples of 128 bytes, not to {base}")
-        inside(warp, base, 128 * described.rows)
+        inside(warp, base, 2 * described.columns * described.rows)
 
         def words():
             where, (row, column) = described.box(*at)
-            tile = np.zeros((described.rows, 64), np.uint16)
+            tile = np.zeros((described.rows, described.columns), np.uint16)
             found = described.array[where]
             tile[row : row + found.shape[0], column : column + found.shape[1]] = found
             return tile
 
-        _fetch(warp, mbarrier_of(warp, one(warp, get_ready)), _swizzled(base, rows, columns), words)
+        where = _swizzled(base, rows, columns, described.columns)
+        _fetch(warp, mbarrier_of(warp, one(warp, get_ready)), where, words)
 
     return run
 
@@ -167,7 +169,7 @@ def _tensor_store(machine, each):
 
     def run(warp):
         base, described = one(warp, get_from), machine.maps[one(warp, get_map)]
-        inside(warp, base, 128 * described.rows)
+        inside(warp, base, 2 * described.columns * described.rows)
         where, (row, column) = described.box(*[one(warp, g) for g in get_place])
         found = described.array[where]
         rows, columns = np.indices(found.shape)
@@ -175,7 +177,7 @@ def _tensor_store(machine, each):
         def write(words):
             found[...] = words
 
-        _store(warp, _swizzled(base, rows + row, columns + column), write)
+        _store(warp, _swizzled(base, rows + row, columns + column, described.columns), write)
 
     return run
 

@@ -57,7 +57,7 @@ class Executed:
         if used > limit:
             raise Fault(f"{prepared.builder} takes {used} bytes of shared memory; there are {limit}")
         mapped = len(prepared.maps)
-        arguments = [TensorMap(self._as_described(x, layout), rows) for x, (layout, rows) in zip(operands, prepared.maps, strict=False)]
+        arguments = [TensorMap(self._as_described(x, layout), *box) for x, (layout, *box) in zip(operands, prepared.maps, strict=False)]
         views = (*prepared.operands, *prepared.extras)
         for x, (layout, view) in zip((*operands[mapped:], *extras), views, strict=True):
             described = packing.numba_array(layout, view)

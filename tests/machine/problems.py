@@ -392,6 +392,15 @@ PROBLEMS |= {
     ),
     "gradients, blocks, D128": of_blocks(d=128, hk=1, options=WINDOW_OF_BLOCKS),
 }
+OF_ALL = np.random.default_rng(13).standard_normal((2, 70, 421)).astype(np.float16)
+HIDES_SOME = np.where(np.random.default_rng(14).random((2, 70, 136)) < 0.2, -np.inf, OF_ALL[..., :136])
+HIDES_SOME[..., 5] = -np.inf
+kept = partial(Problem, forward_pass, d=32, nq=70, hq=2, batch=8, multiprocessors=3)
+PROBLEMS |= {
+    "kept bias": kept(nk=250, options={"bias": OF_ALL[..., :250]}),
+    "kept bias of 16 bits": kept(nk=421, hq=1, options={"bias": OF_ALL[:1]}),
+    "kept bias, hidden": kept(nk=136, dtype="bfloat16", made=beyond, options={"bias": HIDES_SOME.astype("bfloat16")}),
+}
 
 
 def run(problem: Problem, seed: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from memory import Fault
-from operands import LANES, readers, spread
+from operands import LANES, reader, readers, spread
 from sums import EXACT, dot
 
 
@@ -21,24 +21,27 @@ class Product(NamedTuple):
 
 
 @cache
-def _locations(low: int, rows: int, transposed: bool, first: int = 0) -> np.ndarray:
-    """Where (rows, 16) elements of an operand in shared memory are, from row `first` on, by the low word of its descriptor."""
+def _locations(low: int, width: int, rows: int, transposed: bool, first: int = 0) -> np.ndarray:
+    """Where (rows, 16) elements of an operand in shared memory are, from row `first` on, by the low word of its descriptor, in rows of
+    so many elements.
+    """
     base, stride = (low & 0x3FFF) << 4, (low >> 16 & 0x3FFF) << 4
     r, k = np.indices((rows, 16))
     r = r + first
-    linear = base + r // 64 * stride + 128 * k + 2 * (r % 64) if transposed else base + r // 8 * 1024 + r % 8 * 128 + 2 * k
-    return (linear ^ ((linear >> 7 & 7) << 4)) // 2
+    linear = base + r // width * stride + 2 * width * k + 2 * (r % width) if transposed else base + 2 * width * r + 2 * k
+    return (linear ^ ((linear >> 7 & width // 8 - 1) << 4)) // 2
 
 
-HIGH = 1 << 30 | 64  # of a descriptor: swizzled rows of 128 bytes, in groups of 8 that lie 1024 bytes apart
+# Of a descriptor: swizzled rows of 128 or 64 bytes, in groups of 8 that lie 1024 or 512 bytes apart; and how many elements have a row.
+WIDTHS = {1 << 30 | 64: 64, 2 << 30 | 32: 32}
 
 
 def _operand(warp, get, rows: int, transposed: bool, first: int = 0):
     """Locations of an operand that a descriptor tells of."""
     descriptor = int(spread(get(warp))[0])
-    if descriptor >> 32 != HIGH:
+    if descriptor >> 32 not in WIDTHS:
         raise Fault(f"a descriptor of a kind that is not known: {descriptor:#x}")
-    where = _locations(descriptor & 0xFFFFFFFF, rows, transposed, first)
+    where = _locations(descriptor & 0xFFFFFFFF, WIDTHS[descriptor >> 32], rows, transposed, first)
     if 2 * int(where.max()) >= warp.block.shared.data.size:
         raise Fault(f"a product reads beyond shared memory: {2 * int(where.max())}")
     return where
@@ -58,14 +61,15 @@ def _wgmma(machine, each):
     accumulators, a, b, *switches = each.operands
     shape, kind = re.search(r"\.m64n(\d+)k16\.f32\.(\w+)\.", each.opcode).groups()
     columns, dtype = int(shape), {"f16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
-    add, in_registers = switches[0] == "1", isinstance(a, tuple)
+    in_registers = isinstance(a, tuple)
+    get_add = reader(machine, switches[0], bool)
     a_transposed, b_transposed = (False, switches[3] == "1") if in_registers else (switches[3] == "1", switches[4] == "1")
     (get_b,) = readers(machine, [b], np.uint64)
     (get_a,) = (None,) if in_registers else readers(machine, [a], np.uint64)
-    touched = (*(accumulators if add else ()), *(a if in_registers else ()))
 
     def run(warp):
-        shared = warp.block.shared
+        shared, add = warp.block.shared, bool(np.all(get_add(warp)))
+        touched = (*(accumulators if add else ()), *(a if in_registers else ()))
         late = warp.unfenced.intersection(touched)
         if late:
             raise Fault(f"{min(late)} was written after the last wgmma.fence")

@@ -305,8 +305,19 @@ BLOCKS_ON_HOPPER = {
     "float16 64 blocks, causal, lengths": hopper("float16", 64, 64, (also(CAUSAL_LENGTHS[0], **blocks_of_a_mask(LENGTHS[0], 128)),)),
 }
 BLOCKS_OF_LARGE = blocks_of_a_mask(LARGE, 128)
+# A bias that batch elements share, kept in shared memory: with keys that it hides, and without.
+FINITE = RNG.standard_normal((2, 150, 400)).astype(np.float32)
+MANY, SHORT, NARROW = Shape((9, 2, 1), 150, 250), Shape((8, 1, 1), 70, 431), Shape((8, 2, 2), 130, 70)
+finite = lambda shape, dtype: {"bias": FINITE[: shape.heads[1], : shape.nq, : shape.nk].astype(DTYPES[dtype])}
+KEPT_ON_HOPPER = {
+    "bfloat16 32 kept bias": hopper(
+        "bfloat16", 32, 32, (also(MANY, **finite(MANY, "bfloat16")), also(NARROW, **bias(NARROW, "bfloat16", 0)))
+    ),
+    "float16 24, 16 kept bias of 16 bits": hopper("float16", 24, 16, (also(SHORT, **bias(SHORT, "float16", 0)),)),
+    "float16 32, 8 kept bias of float32": hopper("float16", 32, 8, (also(NARROW, **finite(NARROW, "float32")),)),
+}
 TIERS = {
-    "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER,
+    "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER | KEPT_ON_HOPPER,
     "sm80": SINCE_TURING | FLOAT32 | DOUBLE,
     "simt": FLOAT64,
 }
@@ -316,6 +327,7 @@ QUICK = {"sm80 bfloat16 64 causal": 1, "sm80 float64 24, 8 causal": 1}  # proble
 AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
     "sm90 bfloat16 64 bias",
+    "sm90 bfloat16 32 kept bias",
     *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128", "bfloat16 64 tiles of a mask, causal", "float16 128 dropout")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"{tier} bfloat16 64 blocks" for tier in ("sm80", "sm90")),
@@ -386,7 +398,7 @@ def test_forward(name, pytestconfig):
 
 
 FORWARD_ALONE = {f"sm90 {name}" for name, group in FLOAT32_ON_HOPPER.items() if max(group.d, group.dv) > 64}
-FORWARD_ALONE |= {"sm90 float16 256 mask and dropout"}
+FORWARD_ALONE |= {"sm90 float16 256 mask and dropout", *(f"sm90 {name}" for name in KEPT_ON_HOPPER)}
 
 
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])

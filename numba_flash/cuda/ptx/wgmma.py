@@ -13,10 +13,10 @@ from numba_flash.cuda.lang import types
 from numba_flash.cuda.ptx.emit import emit, literals, pointers, registers
 
 # High word of the descriptor of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups
-# of 8 that lie 64 x 16 bytes apart.
-DESCRIPTOR_HIGH = 1 << 30 | 64
+# of 8 that lie 64 x 16 bytes apart; of a narrow one: rows of 64 bytes.
+DESCRIPTOR_HIGH, NARROW_HIGH = 1 << 30 | 64, 2 << 30 | 32
 OF_PANEL = 4  # steps along 64 columns
-ROWS_16 = 128  # 16 rows of 128 bytes, in units of 16 bytes
+ROWS_16, NARROW_ROWS_16 = 128, 64  # 16 rows, in units of 16 bytes
 
 
 def _mma(n, bfloat16, acc, a, b, accumulate, transpose):
@@ -27,8 +27,8 @@ def _mma(n, bfloat16, acc, a, b, accumulate, transpose):
     )
 
 
-def _descriptor(name, operand, offset):
-    return f"add.u32 low, ${operand}, {offset}; mov.b64 {name}, {{low, {DESCRIPTOR_HIGH}}};"
+def _descriptor(name, operand, offset, high=DESCRIPTOR_HIGH):
+    return f"add.u32 low, ${operand}, {offset}; mov.b64 {name}, {{low, {high}}};"
 
 
 def _step_offset(panel, step):
@@ -81,11 +81,8 @@ def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFL
     return types.void(acc, types.uint32, types.uint32, *more), codegen
 
 
-@intrinsic
-def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
-    """``acc += A B``, committed as one group: A is 64 x 16 STEPS in registers, B is 16 STEPS x N in
-    shared memory.
-    """
+def _times_rows(N, STEPS, BFLOAT16, acc, a, high, rows_16):
+    """Of `wgmma_registers`, by the high word of B's descriptor, and how far 16 of its rows go."""
     given = literals(N, STEPS, BFLOAT16)
     if given is None:
         return None
@@ -97,7 +94,7 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
         lines = ["{ .reg .b32 low; .reg .b64 b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
             a_at = f"{{{registers(at + 4 * step, 4)}}}"
-            lines.append(_descriptor("b", at + 4 * steps, ROWS_16 * step))
+            lines.append(_descriptor("b", at + 4 * steps, rows_16 * step, high))
             lines.append(_mma(n, bfloat16, registers(0, count), a_at, "b", 1, "1"))
         lines.append("wgmma.commit_group.sync.aligned; }")
         updated = pointers(context, builder, acc, values[0], count)
@@ -107,6 +104,49 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
         return context.get_dummy_value()
 
     return types.void(acc, a, types.uint32, N, STEPS, BFLOAT16), codegen
+
+
+@intrinsic
+def wgmma_add_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
+    """``acc += A B^T``, or ``acc = A B^T`` if `add` is 0, committed as one group: A is 64 x 16
+    STEPS, B is N x 16 STEPS, in narrow panels: one or two steps.
+    """
+    given = literals(N, STEPS, BFLOAT16)
+    if given is None:
+        return None
+    n, steps, bfloat16 = given
+
+    def codegen(context, builder, signature, values):
+        count = n // 2
+        lines = ["{ .reg .b32 low; .reg .b64 a, b; .reg .pred add;"]
+        lines.append(f"setp.ne.b32 add, ${2 * count + 2}, 0; wgmma.fence.sync.aligned;")
+        for step in range(steps):
+            lines.append(_descriptor("a", 2 * count, 2 * step, NARROW_HIGH))
+            lines.append(_descriptor("b", 2 * count + 1, 2 * step, NARROW_HIGH))
+            lines.append(
+                _mma(n, bfloat16, registers(0, count), "a", "b", 1 if step else "add", "0, 0")
+            )
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        updated = pointers(context, builder, acc, values[0], count)
+        _on_registers(builder, "\n".join(lines), updated, values[1:4])
+        return context.get_dummy_value()
+
+    more = (N, STEPS, BFLOAT16)
+    return types.void(acc, types.uint32, types.uint32, types.uint32, *more), codegen
+
+
+@intrinsic
+def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
+    """``acc += A B``, committed as one group: A is 64 x 16 STEPS in registers, B is 16 STEPS x N in
+    shared memory.
+    """
+    return _times_rows(N, STEPS, BFLOAT16, acc, a, DESCRIPTOR_HIGH, ROWS_16)
+
+
+@intrinsic
+def wgmma_registers_narrow(context, acc, a, b, N, STEPS, BFLOAT16):
+    """The same where B is in narrow panels."""
+    return _times_rows(N, STEPS, BFLOAT16, acc, a, NARROW_HIGH, NARROW_ROWS_16)
 
 
 @intrinsic

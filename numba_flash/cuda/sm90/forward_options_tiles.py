@@ -71,8 +71,8 @@ TILES = {
 }
 
 
-# Where the copy engine brings the bias, or the mask, D = 64, on an H200. A bias, bfloat16, N = 2048,
-# that batch elements share: 0.249 ms; 64 keys 0.301, read by threads 0.335; sm80 0.283, cuDNN
+# Where the copy engine brings the bias, or the mask, D = 64, on an H200. A bias, bfloat16, N =
+# 2048, that batch elements share: 0.249 ms; 64 keys 0.301, read by threads 0.335; sm80 0.283, cuDNN
 # 0.290. A mask, float16, N = 4096: 0.896 ms; with three slots of K, V and mask 0.906, read by
 # threads 1.144; sm80 1.068, cuDNN 1.161.
 COPYING = {

@@ -150,6 +150,13 @@ def meet_warp_group(consumer):
 
 
 @inline
+def any_of_warp_group(consumer, word):
+    """True if a thread of this warp group, all of which meet here, has a word that is not 0."""
+    found = ptx.barrier_any(u32(consumer + GROUP), u32(WARP_GROUP), u32(word))
+    return found != u32(0)
+
+
+@inline
 def meet_consumers(consumers):
     """Until all threads of all consumers are here."""
     ptx.barrier_sync(u32(CONSUMERS), u32(consumers * WARP_GROUP))

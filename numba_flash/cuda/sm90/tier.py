@@ -11,6 +11,7 @@ from numba_flash.cuda.sm90 import prepare_backward as backward
 from numba_flash.cuda.sm90 import prepare_backward_options as backward_options
 from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
 from numba_flash.cuda.sm90 import prepare_forward as forward
+from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
 from numba_flash.cuda.sm90.forward_options_tiles import options_tile
@@ -30,8 +31,8 @@ GREATEST_SOFTCAP = 1024
 # 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
 # gradient of the bias 1.13, before the copy engine brought the bias.
 MOST_WAITING = {"forward": 64, "backward": 32}
-# The same forward, where the copy engine brings them; at D = 64 sm80 takes 1.14 times as long with a
-# bias, 1.19 with a mask, and below nothing was timed.
+# The same forward, where the copy engine brings them; at D = 64 sm80 takes 1.14 times as long with
+# a bias, 1.19 with a mask, and below nothing was timed.
 MOST_WAITING_FOR_COPIES = 32
 # Queries of all heads that share keys up to which sm80's tiles of few queries are as fast, up to
 # head dimension 64 and beyond. Time of sm80 over that of sm90 on an H200, 16 x 32k keys of 8 heads:
@@ -43,6 +44,8 @@ GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e
 def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
     with_options = forward_options if problem.options.modifies_beyond_softcap else forward
+    if forward_kept.serves(problem, inputs, results):
+        return forward_kept.prepare(problem, inputs, results, gpu)
     of = forward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, gpu)
 
@@ -118,6 +121,8 @@ def _most_waiting(kind: str, p, inputs) -> int:
     """The head dimension up to which a warp waits for what it reads of each pair for longer than
     its products take; 0 if it reads nothing of each.
     """
+    if kind == "forward" and forward_kept.serves(p, inputs):
+        return 0
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
     if not any(x.shape[-2] > 1 and x.strides[-2] for x in given):

@@ -57,6 +57,26 @@ def build_values(block_n, head_dim_v, bfloat16):
 
 
 @once
+def build_narrow(block_n, head_dim, head_dim_v, bfloat16):
+    """Of tiles in narrow panels: ``scores(s, q_descriptor, k_descriptor, add)``: start S += Q K^T
+    for 64 rows of a warp group, or S = Q K^T if `add` is 0; ``values(acc, p, v_descriptor)``: start
+    O += P V.
+    """
+    BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
+    HEAD_DIM_V, KEY_STEPS = head_dim_v, block_n // 16
+
+    @inline
+    def scores(s, q_descriptor, k_descriptor, add):
+        ptx.wgmma_add_narrow(s, q_descriptor, k_descriptor, add, BLOCK_N, STEPS, BFLOAT16)
+
+    @inline
+    def values(acc, p, v_descriptor):
+        ptx.wgmma_registers_narrow(acc, p, v_descriptor, HEAD_DIM_V, KEY_STEPS, BFLOAT16)
+
+    return scores, values
+
+
+@once
 def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
     """``sum(acc, a_descriptor, b_descriptor)``: start ``acc = A B``, or ``acc += A B`` with `add`,
     both in shared memory, B as its rows.

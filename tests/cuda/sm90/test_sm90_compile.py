@@ -23,6 +23,7 @@ from sm90_kernels import (
     DBIAS,
     DQ,
     FORWARD,
+    FORWARD_KEPT,
     FORWARD_OPTIONS,
     FORWARD_SPLIT,
     KERNELS,
@@ -45,7 +46,7 @@ SPILLS["backward float32 128"] = 180  # addresses
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
-    *(f"64-{2**31}-none", "forward sm90 64 bias", "backward 64, causal", "backward sm90 64 dropout"),
+    *(f"64-{2**31}-none", "forward sm90 64 bias", "kept bias", "backward 64, causal", "backward sm90 64 dropout"),
     *("preprocess packed", "postprocess packed", "dq packed, 136", "combine", "dbias sm90 64"),
 )
 
@@ -83,6 +84,20 @@ def test_resources_of_float32(name):
     d, dv, *_, tile = KERNELS[name].config
     width = tile.width if name in BACKWARD_SPLIT else padded
     check_resources(name, tile, tile.layout(width(d), width(dv)).bytes)
+
+
+@pytest.mark.parametrize("name", named(FORWARD_KEPT, QUICK))
+def test_a_kept_bias(name):
+    """Nothing is spilled or serialised; between two products, scores are read four at a time, and nothing else is; of 16 bits, eight."""
+    tile = FORWARD_KEPT[name][-1]
+    check_resources(name, tile, tile.layout().bytes)
+    if disassembler() is not None:
+        found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+        of_scores = [i for i, each in enumerate(found) if each.startswith(f"HGMMA.64x{tile.block_n}x16")]
+        assert len(of_scores) == 2 * -(-FORWARD_KEPT[name][1] // 16)
+        before = found[: of_scores[len(of_scores) // 2]]  # the loop's
+        filled = max(i for i, each in enumerate(before) if each == "STS.128")
+        assert before[filled:].count("LDS.128") == tile.block_n // (8 if tile.wide else 16)
 
 
 def check_resources(name, tile, shared_bytes):

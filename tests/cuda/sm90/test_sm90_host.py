@@ -35,6 +35,7 @@ from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, Ti
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, options_tile, words_held
+from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
@@ -834,3 +835,51 @@ def test_a_zigzag_shares_out_what_gets_shorter(monkeypatch):
     for block, _, length in items_of_blocks(monkeypatch, item, 7, 14, ()):
         work[block] += length
     assert set(work) == {15}
+
+
+bias_of = lambda *shape: np.zeros(shape, np.float16)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "kept"),
+    [
+        (bias_of(1, 4, 300, 300), {}, True),
+        (bias_of(4, 300, 300), {}, True),
+        (bias_of(1, 1, 300, 1), {}, True),
+        (bias_of(16, 4, 300, 300), {}, False),  # each batch element has its own
+        (bias_of(4, 300, 300), {"causal": True}, False),
+        (bias_of(4, 300, 300), {"softcap": 2.0}, False),
+        (bias_of(4, 300, 300), {"dropout": 0.5, "rng": (1, 2)}, False),
+        (bias_of(4, 300, 300), {"scale": 1e-8}, False),  # not divided by that
+    ],
+)
+def test_a_bias_that_batch_elements_share_is_kept(given, options, kept):
+    """If it is the only option; then the tier need not be demanded, either. Results in float32 are another kernel's."""
+    x = np.empty((16, 4, 300, 32), np.float16)
+    p, inputs = bind(x, x, x, bias=given, **options), ForwardInputs(x, x, x, bias=given)
+    assert (tier.why_not("forward", p, inputs, False, gpu=H200) is None) == kept
+    inputs = ForwardInputs(*(each if each is None else Layout.of(each) for each in inputs))
+    for dtype in ("float16", "float32"):
+        o = ForwardResults(Layout.compact(x.shape, dtype), None)
+        *_, forward = tier.prepare_forward(p, inputs, o, gpu=H200).launches
+        assert (forward.builder == "sm90.forward_kept.build") == (kept and dtype == "float16")
+
+
+def test_a_bias_is_kept_as_float32_if_there_is_room():
+    """Else in 16 bits, with as many slots as there is room for; in the end it is not kept. By three consumers in 16 bits, where they take
+    no more rows.
+    """
+    assert kept_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(192, 128, 3, 2, False)
+    assert kept_tile(problem(nq=150, nk=384, bias=np.zeros(384, np.float32))) == KeptTile(128, 192, 2, 1, True)
+    assert kept_tile(problem(nq=256, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(128, 192, 2, 1, True)
+    of = lambda nk, kind: kept_tile(problem(nk=nk, bias=np.zeros(nk, kind)))
+    assert of(384, "float16") == KeptTile(128, 192, 2, 1, True)
+    assert of(256, "float32") == KeptTile(128, 128, 2, 2, True)
+    assert of(400, "float32") is None
+    assert of(768, "float16") == KeptTile(128, 192, 4, 1, False)
+    assert of(800, "float16") is None
+    for nk in range(1, 800):
+        tile = of(nk, "float16")
+        if tile is not None:
+            assert tile.block_n * tile.tiles >= nk > tile.block_n * (tile.tiles - 1)
+            assert tile.layout().bytes <= SHARED_LIMIT

@@ -1,0 +1,198 @@
+"""A bias that batch elements share, in shared memory: each thread keeps what belongs to its own
+scores, and reads sixteen bytes at a time, beside those of its neighbours.
+
+Scores are raw products, and begin with ``bias / scale``: then the bias takes no arithmetic. A
+group of threads, to whom a product belongs, in whose bias there is Inf, NaN, or a number so large
+that this might overflow keeps it as it is, and adds it to scaled products.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import fragment, ptx
+from numba_flash.cuda.fetch import build_fetch, held
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.score import Head, Region
+
+VECTOR = 16  # bytes that a thread reads at a time
+NEG_INF = -math.inf
+FAR = 1e30  # biases up to there can be divided by the scale
+
+
+class Filled(NamedTuple):
+    """A tile of the bias on its way to shared memory.
+
+    Attributes
+    ----------
+    words : array
+        The thread's part, as `numba_flash.cuda.fetch` brings it.
+    strange : array of one uint32
+        Not 0 if there was a bias that is treated apart.
+    at : uint32
+        Where the thread keeps it.
+    keys : int32
+        How many there are from the thread's first one on.
+    """
+
+    words: Any
+    strange: Any
+    at: int
+    keys: int
+
+
+class Begun(NamedTuple):
+    """Registers of scores, and where their bias is kept; see `build_keep`."""
+
+    s: Any
+    at: int
+    factor: float
+
+
+class Keep(NamedTuple):
+    """Functions of a thread; see `build_keep`."""
+
+    fill: Any
+    begin: Any
+    add: Any
+
+
+@once
+def build_keep(options, vectors, tile, kept, threads, any_of):
+    """``fill(smem, me, query, x, extras, keys, inverse)``: keep what belongs to a thread's rows,
+    whose first is `query`, of a unit x;
+    1 if raw products begin with it, 0 if it is added to scaled ones. ``begin(s, smem, me, t,
+    inverse)``: what raw products of the t-th tile begin with. ``add(s, smem, me, t, scale)``:
+    scores, of products without it, in base e.
+
+    threads : of a group, of which `me` is the number.
+    any_of : ``any_of(me, word)``: a thread of the group has a word that is not 0.
+    """
+    BLOCK_N, TILES, WIDE, KEPT = tile.block_n, tile.tiles, tile.wide, kept
+    THREADS = threads
+    VECTORS = BLOCK_N // 8 if WIDE else BLOCK_N // 16  # of a thread and tile
+    AWAY, TILE_BYTES = THREADS * VECTOR, VECTORS * THREADS * VECTOR
+    FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
+    HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
+    runs = fragment.runs_of_columns(BLOCK_N)
+    HELD = held(options, runs).words
+    fetch, element = build_fetch(options, runs, vectors), fragment.build_unpack(BFLOAT16)
+
+    @inline
+    def place(smem, me, t):
+        """Of a thread's part of a tile."""
+        mine = u32(cuda.threadIdx.x % THREADS * VECTOR)
+        return u32(smem + u32(KEPT) + u32((me * TILES + t) * TILE_BYTES) + mine)
+
+    @inline
+    def value(words, n, x):
+        """Element x of run n."""
+        return ptx.as_float32(words[2 * n + x]) if FLOAT32 else element(words[n], x)
+
+    @inline
+    def look(filled, n, x):
+        """The same; -inf beyond the last key. Whether it can be divided is kept in mind."""
+        there, bias = i32(n // 2 * 8 + x) < filled.keys, value(filled.words, n, x)
+        if there and not abs(bias) < f32(FAR):
+            filled.strange[0] = u32(1)
+        return bias if there else f32(NEG_INF)
+
+    @inline
+    def put_wide(j, filled):
+        """Of two rows, two keys each."""
+        four = (
+            look(filled, 2 * j, 0), look(filled, 2 * j, 1),
+            look(filled, 2 * j + 1, 0), look(filled, 2 * j + 1, 1),
+        )  # fmt: skip
+        ptx.store_shared_vector(u32(filled.at + u32(j * AWAY)), four)
+
+    @inline
+    def word(filled, n):
+        """Two keys of run n in 16 bits."""
+        two = filled.words[n]
+        for x in range(2):
+            look(filled, n, x)
+        if i32(n // 2 * 8 + 1) >= filled.keys:
+            two = u32((two & u32(0xFFFF)) | u32(HIDDEN << 16))
+        if i32(n // 2 * 8) >= filled.keys:
+            two = u32(HIDDEN << 16 | HIDDEN)
+        return two
+
+    @inline
+    def put_words(j, filled):
+        four = (
+            word(filled, 4 * j), word(filled, 4 * j + 1),
+            word(filled, 4 * j + 2), word(filled, 4 * j + 3),
+        )  # fmt: skip
+        ptx.store_shared_vector(u32(filled.at + u32(j * AWAY)), four)
+
+    put = ptx.repeated(VECTORS, put_wide if WIDE else put_words)
+
+    @inline
+    def divide(smem, me, inverse):
+        for t in range(TILES):
+            at = place(smem, me, t)
+            for j in range(VECTORS):
+                a, b, c, d = ptx.load_shared_four(u32(at + u32(j * AWAY)))
+                four = a * inverse, b * inverse, c * inverse, d * inverse
+                ptx.store_shared_vector(u32(at + u32(j * AWAY)), four)
+
+    @inline
+    def fill(smem, me, query, x, extras, keys, inverse):
+        words = cuda.local.array(HELD, u32)
+        strange = cuda.local.array(1, u32)
+        strange[0] = u32(0)
+        at = Head(x.b0, x.b1, i32(0), x.head, i32(0))
+        region = Region(x.row0, i32(0), x.rows, keys, i32(0), i32(0))
+        for t in range(TILES):
+            key = i32(t * BLOCK_N + fragment.first_column())
+            fetch(words, query, key, region, at, False, extras)
+            put(Filled(words, strange, place(smem, me, t), i32(keys - key)))
+        if any_of(me, strange[0]):
+            return u32(0)
+        if WIDE:
+            divide(smem, me, inverse)
+        return u32(1)
+
+    @inline
+    def begin_wide(j, begun):
+        s = begun.s
+        s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = ptx.load_shared_four(
+            u32(begun.at + u32(j * AWAY))
+        )
+
+    @inline
+    def begin_words(j, begun):
+        words = ptx.load_shared_words(u32(begun.at + u32(j * AWAY)))
+        for e in range(8):
+            begun.s[8 * j + e] = element(words[e // 2], e) * begun.factor
+
+    begin_all = ptx.repeated(VECTORS, begin_wide if WIDE else begin_words)
+
+    @inline
+    def begin(s, smem, me, t, inverse):
+        begin_all(Begun(s, place(smem, me, t), inverse))
+
+    @inline
+    def plus(s, e, bias, scale):
+        """A score that its bias hides is hidden, whatever it is."""
+        s[e] = f32(NEG_INF) if bias == f32(NEG_INF) else s[e] * scale + bias
+
+    @inline
+    def add_wide(j, begun):
+        four = ptx.load_shared_four(u32(begun.at + u32(j * AWAY)))
+        for e in range(4):
+            plus(begun.s, 4 * j + e, four[e], begun.factor)
+
+    @inline
+    def add_words(j, begun):
+        words = ptx.load_shared_words(u32(begun.at + u32(j * AWAY)))
+        for e in range(8):
+            plus(begun.s, 8 * j + e, element(words[e // 2], e), begun.factor)
+
+    add_all = ptx.repeated(VECTORS, add_wide if WIDE else add_words)
+
+    @inline
+    def add(s, smem, me, t, scale):
+        add_all(Begun(s, place(smem, me, t), scale))
+
+    return Keep(fill, begin, add)

@@ -1,0 +1,54 @@
+"""The forward pass of the `sm90` tier with a bias that batch elements share, kept in shared memory,
+from the host.
+"""
+
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import build_extras, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_kept import scales_of, shared_alone, sizes_of
+from numba_flash.cuda.sm90.kept_tiles import MOST, KeptTile, kept_tile
+from numba_flash.cuda.swizzle import NARROW
+from numba_flash.problem import Prepared
+
+KEYS_OF_RUN = 2  # neighbours among a lane's scores
+
+
+def serves(problem, inputs, results=None) -> bool:
+    """True if there is a bias that can be kept, and nothing else."""
+    alone = max(problem.d, problem.dv) <= MOST and shared_alone(problem, inputs, results)
+    return alone and kept_tile(problem) is not None
+
+
+def prepare(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results)`` on arrays like these layouts."""
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
+        return tensor_maps.through_compact(
+            lambda results: prepare(problem, inputs, results, gpu), results
+        )
+    forward, extras_of = _forward(p, inputs, results, gpu, kept_tile(p)), build_extras(p.options)
+
+    def run(inputs, results):
+        forward(inputs.q, inputs.k, inputs.v, *results, extras=extras_of(inputs))
+
+    return Prepared(run, (forward,))
+
+
+def _forward(p, inputs, results, gpu, tile: KeptTile) -> Launch:
+    """The kernel."""
+    sizes, vectors = sizes_of(p, tile.block_m), vectors_of(p, inputs, KEYS_OF_RUN)
+    box = lambda x, rows: (x, rows, NARROW)
+    return Launch(
+        "sm90.forward_kept.build",
+        (p.dtype, p.d, p.dv, results.lse is not None, vectors, p.options.structure, tile),
+        gpu,
+        grid=min(sizes.units, gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout().bytes,
+        operands=((results.o.words(), 5), (results.lse, 4)),
+        extras=grid.extras_layouts(p, inputs),
+        numbers=(sizes, scales_of(p)),
+        maps=(
+            box(inputs.q, tile.block_m), box(inputs.k, tile.block_n), box(inputs.v, tile.block_n),
+        ),
+    )  # fmt: skip
