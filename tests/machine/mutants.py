@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant("a key ahead", "cuda/modify.py", "i32(t.ahead + i32(key_of(n) + x))", "i32(t.ahead + key_of(n))", "alibi"),
     Mutant(
         "sums that are not lowered with O",
-        "cuda/softmax.py",
+        "cuda/sm90/softmax_options.py",
         "            l_i[r] *= alpha[r]\n        exponentials",
         "        exponentials",
         "alibi",

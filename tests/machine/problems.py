@@ -309,7 +309,7 @@ PROBLEMS |= {
     "bias gradient, D128": dbias(d=128, nk=70, batch=1, options=learned_bias(130, 70)),
     "bias gradient, keys": dbias(nq=40, nk=400, batch=1, options=learned_bias(400)),
     "bias gradient, queries": dbias(nk=60, options=learned_bias(130, 1)),
-    "bias gradient, causal": dbias(nq=900, nk=40, batch=1, options=learned_bias(900, 40) | {"causal": True, "q_start": -800}),
+    "bias gradient, causal": dbias(nq=1700, nk=40, batch=1, options=learned_bias(1700, 40) | {"causal": True, "q_start": -1600}),
     "bias gradient, lengths": dbias(
         options=learned_bias(130, 200) | {"q_lengths": np.array([60, 130]), "kv_lengths": np.array([127, 200])}
     ),

@@ -13,7 +13,7 @@ from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm90 import pipeline, wgmma
+from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing
@@ -56,7 +56,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
-    build_online = softmax.build_online_far if CHANGES else softmax.build_online
+    build_online = softmax_options.build_online if CHANGES else softmax.build_online
     online, rescale = build_online(SCORES), softmax.build_rescale(OUTPUTS)
     fetch, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, ends_apart=True)

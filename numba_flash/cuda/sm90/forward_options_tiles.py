@@ -5,7 +5,6 @@ not imported here.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.sm90.tiles import ANY, MBARRIER_BYTES, Ring, Row, Tile
 from numba_flash.cuda.swizzle import panel_bytes, panels
 
@@ -85,11 +84,6 @@ def words_held(options) -> int:
     """Words that a lane keeps of bias and mask for four of its scores."""
     bias = {None: 0, "float32": 2}.get(options.bias, 1)
     return bias + int(options.mask)
-
-
-def options_tile(problem) -> Tile:
-    """Tile of the forward kernel, as far as the problem tells."""
-    return choose(problem, tile_of).tile
 
 
 def _first(rows, p) -> Tile | None:

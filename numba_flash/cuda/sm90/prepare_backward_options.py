@@ -13,7 +13,6 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90 import prepare_backward_listed
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
-from numba_flash.cuda.sm90.copied_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
@@ -24,6 +23,7 @@ from numba_flash.cuda.sm90.prepare_backward import (
     temporaries,
 )
 from numba_flash.cuda.sm90.prepare_dbias import Dbias
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 

@@ -11,13 +11,18 @@ from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
-from numba_flash.cuda.sm90.copied_pairs import tiles_of_bias, tiles_of_mask
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
 from numba_flash.problem import Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
+
+
+def options_tile(problem) -> Tile:
+    """Tile of the forward kernel, as far as the problem tells."""
+    return choose(problem, tile_of).tile
 
 
 class Copied(NamedTuple):

@@ -23,20 +23,21 @@ from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import (
-    copied_pairs,
     prepare_backward,
     prepare_backward_listed,
     prepare_backward_options,
     prepare_forward,
     prepare_forward_options,
+    prepare_pairs,
     tier,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
-from numba_flash.cuda.sm90.forward_options_tiles import COPYING, options_tile, words_held
+from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
+from numba_flash.cuda.sm90.prepare_forward_options import options_tile
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
     KEYS,
@@ -412,7 +413,7 @@ def test_a_bias_is_copied_in_tiles_where_a_tensor_map_can_describe_it(shape, dty
     """Axes of heads that it is broadcast along are left out of the map."""
     bias = change(np.zeros(shape, DTYPES[dtype]))
     p = problem(hq=4, hk=4, nq=96, dtype=DTYPES["float16" if dtype == "float32" else dtype], bias=bias)
-    found = copied_pairs.tiles_of_bias(p, Layout.of(bias))
+    found = prepare_pairs.tiles_of_bias(p, Layout.of(bias))
     assert (found and found.shape) == described
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))._replace(bias=Layout.of(bias))
