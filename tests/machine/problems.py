@@ -361,14 +361,15 @@ PROBLEMS |= {
         batch=2, capability=(9, 0), options={"q_lengths": np.array([5, 2]), "kv_lengths": np.array([530, 70])}
     ),
 }
-# float32 heads whose keys all fit into shared memory; a bias that hides a column, all of a row, and some keys.
+# float32 heads whose keys all fit into shared memory; a bias that hides a column, all of a row, and some keys, or is so far below 0 that a
+# score of 0 has no finite weight.
 SHORT = np.random.default_rng(13).standard_normal((2, 70, 72)).astype(np.float32)
 SHORT[:, :, 7], SHORT[0, 5], SHORT[:, 11, ::2] = -np.inf, -np.inf, -np.inf
 short = partial(Problem, nq=70, nk=72, hq=2, tier="sm80", dtype="float32", capability=kernels.HOPPER, multiprocessors=2)
 PROBLEMS |= {
-    "short heads": short(forward_pass, d=32, made=offset, options={"bias": SHORT}),
+    "short heads": short(forward_pass, d=32, hk=2, made=offset, options={"bias": SHORT}),
     "short heads, plain": short(forward_pass, d=12, hk=1, made=units),
-    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40], "bias_grad": True}),
+    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40] - 100, "bias_grad": True}),
 }
 
 
