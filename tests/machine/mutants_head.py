@@ -8,7 +8,6 @@ SHORT, PLAIN, GRADIENTS = "short heads", "short heads, plain", "short heads, gra
 
 MUTANTS_HEAD = (
     # ---- planes
-    Mutant("planes before all have read", PLANES, "            cuda.syncwarp()  # all chunks of these rows have been read\n", "", SHORT),
     Mutant(
         "low planes of keys without their scale", PLANES, "ptx.pack_float16(y * f32(LOW), z * f32(LOW))", "ptx.pack_float16(y, z)", PLAIN
     ),
@@ -21,7 +20,7 @@ MUTANTS_HEAD = (
     ),
     Mutant("low planes of P that are 0", PLANES, "high, ptx.pack_float16(x * f32(LOW), y * f32(LOW))", "high, u32(0)", PLAIN),
     Mutant("one power for rows of queries", PLANES, "factor = up[number // (4 * STEPS) * 2 + number % 2]", "factor = up[0]", PLAIN),
-    Mutant("a centre that is the least sample", PLANES, "if rank == SAMPLES // 2:", "if rank == SAMPLES:", SHORT),
+    Mutant("a centre that nobody takes out", PLANES, "(x[0] - c[0]) * power, (x[1] - c[1]) * power", "x[0] * power, x[1] * power", SHORT),
     # ---- forward
     Mutant("keys before they are there", FORWARD, "        ptx.copy_wait()\n        cuda.syncthreads()  # K and V are there\n", "", SHORT),
     Mutant("planes before they are there", FORWARD, "        cuda.syncthreads()  # planes are there\n", "", SHORT),
@@ -70,7 +69,13 @@ MUTANTS_HEAD = (
     ),
     Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "power_of_two(exponent) * vdo", "power_of_two(exponent)", GRADIENTS),
     Mutant("the bias of a half for both, of short heads", LOAD, "+ number % 2 * 4)", ")", GRADIENTS),
-    Mutant("keys beyond the last one, in dQ", LOAD, "if key < keys:", "if key < keys + 1000:", GRADIENTS),
+    Mutant(
+        "keys beyond the last one, in dQ",
+        LOAD,
+        "(f32(-INF), f32(-INF), f32(-INF), f32(-INF))",
+        "(f32(0), f32(0), f32(0), f32(0))",
+        GRADIENTS,
+    ),
     Mutant("dK without dS's powers", DK_DV, "factor[0] = power[1]", "factor[0] = f32(1)", GRADIENTS),
     Mutant(
         "queries before they are there, of short heads",

@@ -375,14 +375,15 @@ PROBLEMS |= {
     "lanes, lengths": few_lanes(nq=2, hq=4, batch=2, options={"q_lengths": np.array([2, 1]), "kv_lengths": np.array([600, 77])}),
     "lanes, float64": few_lanes(d=128, dtype="float64"),
 }
-# float32 heads whose keys all fit into shared memory; a bias that hides a column, all of a row, and some keys.
+# float32 heads whose keys all fit into shared memory; a bias that hides a column, all of a row, and some keys, or is so far below 0 that a
+# score of 0 has no finite weight.
 SHORT = np.random.default_rng(13).standard_normal((2, 70, 72)).astype(np.float32)
 SHORT[:, :, 7], SHORT[0, 5], SHORT[:, 11, ::2] = -np.inf, -np.inf, -np.inf
 short = partial(Problem, nq=70, nk=72, hq=2, tier="sm80", dtype="float32", capability=kernels.HOPPER, multiprocessors=2)
 PROBLEMS |= {
-    "short heads": short(forward_pass, d=32, made=offset, options={"bias": SHORT}),
+    "short heads": short(forward_pass, d=32, hk=2, made=offset, options={"bias": SHORT}),
     "short heads, plain": short(forward_pass, d=12, hk=1, made=units),
-    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40], "bias_grad": True}),
+    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40] - 100, "bias_grad": True}),
 }
 of_blocks = partial(Problem, backward_pass, d=72, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
 PROBLEMS |= {

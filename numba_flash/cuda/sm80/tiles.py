@@ -211,7 +211,9 @@ SPLIT_TILES = (
     Row(256, 163 * KB, Tile(4, 1, 32, 1, False, 1)),
 )
 MODIFIED_SPLIT_TILES = (
-    Row(32, 163 * KB, Tile(4, 1, 64, 2, False, 2)),
+    # B = 384, H = 4, N = 384, D = 32 with a bias: 469 us; Tile(4, 1, 64, 2, False, 2) 514, Tile(4,
+    # 1, 32, 2, False, 3) 490, Tile(4, 1, 32, 2, False, 4), which spills, 451
+    Row(32, 163 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(64, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
     *(row for row in SPLIT_TILES if row.d > 64),
 )
