@@ -160,7 +160,8 @@ def _situations(results: dict) -> list[list[str]]:
     for situation in dict.fromkeys(row["situation"] for row in results["rows"]):
         speeds, names = [], {}
         for direction in ("forward", "backward"):
-            found = [_fastest(row) for row in results["rows"] if (row["situation"], row["direction"]) == (situation, direction)]
+            of_all = [row for row in results["rows"] if (row["situation"], row["direction"]) == (situation, direction)]
+            found = [_fastest(row) for row in of_all if any("ratio" in peer for peer in row["peers"].values())]
             speeds.append(_range([ratio for _, ratio in found]) if found else "")
             names |= dict.fromkeys(name for name, _ in found)
         rows.append([situation, *speeds, ", ".join(names)])
@@ -181,7 +182,8 @@ def situations(results: dict) -> str:
         lengths = f"{row['length']}" if row["length"] == row["length_kv"] else f"{row['length']} x {row['length_kv']}"
         remarks = [word for word in ("causal", "bias") if row[word]]
         problem = ", ".join([row["dtype"], f"B = {row['batch']}, H = {heads}, N = {lengths}, D = {row['head_dim']}", *remarks])
-        over = ", ".join(f"{name} {peer['ratio']:.2f}" if "ratio" in peer else f"{name} cannot" for name, peer in row["peers"].items())
+        over = [f"{name} {peer['ratio']:.2f}" if "ratio" in peer else f"{name} cannot" for name, peer in row["peers"].items()]
+        over = ", ".join([*over, *([f"plain {1 / row['over_plain']:.2f}"] if "over_plain" in row else [])])
         rows.append([row["situation"], problem, row["direction"], _three(row["ms"]), _three(row["tflops"]), over])
     return table(["situation", "problem", "", "ms", "TFLOP/s", "our speed over"], rows)
 
@@ -297,6 +299,47 @@ def float32(results: dict) -> str:
     rows.append(["TFLOP/s, forward / backward", *map(speed, names)])
     note = f"{results['device']}, N = {results['length']}, D = {d}; relative errors (root mean square) of o / dq / dk / dv:\n\n"
     return note + table(["", *names], rows)
+
+
+def kelvin(results: dict) -> str:
+    """The picture of the example, and the error of each way to compute the gradient."""
+    picture = "![gradient of one query and errors of all, by this library, IEEE float32 and PyTorch](figures/kelvin.png)\n\n"
+    about = f"{results['device']}, `{results['backend']}`, {results['heads']} x {results['stations']} stations, {results['days']} days:\n\n"
+    return picture + about + table(["", "relative error of dq"], [[row["what"], f"{row['error']:.1e}"] for row in results["rows"]])
+
+
+def doubt(results: dict) -> str:
+    """Relative errors of sums on tensor cores: by interval on the worst data, and by data at one interval."""
+    rows = results["rows"]
+    of = {(row["data"], row["length"], row["instruction"], row.get("split"), row.get("interval")): row["error"] for row in rows}
+    ways = list(dict.fromkeys((row["instruction"], row["split"]) for row in rows if "split" in row))
+    intervals, every = (64, 128, 256, None), lambda name: list(dict.fromkeys(row[name] for row in rows))
+    errors = lambda keys: " / ".join(f"{of[key]:.0e}" if key in of else "-" for key in keys)
+    lengths, kinds = every("length"), every("data")
+    columns = [f"N = {n}" for n in lengths]
+    text = f"{results['device']}; errors by the keys after which sums are emptied, {' / '.join(str(x or 'never') for x in intervals)}:\n\n"
+    for data in (kind for kind in ("normal", "positive") if kind in kinds):
+        by_length = lambda way, data=data: [errors([(data, n, *way, interval) for interval in intervals]) for n in lengths]
+        lines = [[f"{way[0]}, {way[1]}", *by_length(way)] for way in ways]
+        lines.append(["IEEE, one after the other", *(errors([(data, n, "IEEE", None, None)]) for n in lengths)])
+        text += table([f"{data} numbers", *columns], lines) + "\n"
+    text += f"Every 128 keys, by data, N = {' / '.join(map(str, lengths))}:\n\n"
+    lines = [[f"{way[0]}, {way[1]}", *(errors([(data, n, *way, 128) for n in lengths]) for data in kinds)] for way in ways]
+    lines.append(["IEEE, one after the other", *(errors([(data, n, "IEEE", None, None) for n in lengths]) for data in kinds)])
+    return text + table(["", *kinds], lines)
+
+
+def doubt_rates(results: dict) -> str:
+    """TFLOP/s of one product and of three by instruction, kind of numbers and interval."""
+    rates = {(row["instruction"], row["kind"], row["products"], row["interval"]): row["tflops"] for row in results["rates"]}
+    intervals = (64, 128, 256, None)
+    entry = lambda *key: _three(rates[key]) if key in rates else "-"
+    rows = []
+    for instruction, kind in dict.fromkeys((row["instruction"], row["kind"]) for row in results["rates"]):
+        for products in (1, 3):
+            what = f"{instruction}, {kind}, {'one product' if products == 1 else 'three interleaved'}"
+            rows.append([what, *(entry(instruction, kind, products, interval) for interval in intervals)])
+    return table(["TFLOP/s of a product of matrices; sums emptied after", *(f"{x} keys" if x else "never" for x in intervals)], rows)
 
 
 def training(results: dict) -> str:
@@ -494,6 +537,7 @@ def _study(name: str, machine: str) -> str:
 BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 FIND_PATH = "python docs/examples/find_path.py --json asv_bench/studies/results/h200/path.json"
+KELVIN = "python docs/examples/kelvin.py --output docs/figures/kelvin.png --json asv_bench/studies/results/h200/kelvin.json"
 SM80 = (
     "python -m numba_flash bench --backend sm80 --direction both --peers 'torch FA2' --repeats 6"
     " --json asv_bench/studies/results/h200/sm80.json"
@@ -512,6 +556,9 @@ BLOCKS = {
     "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
     "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),
     "float32": Block(float32, ("h200/float32",), _study("float32", "h200")),
+    "kelvin": Block(kelvin, ("h200/kelvin",), KELVIN),
+    "doubt": Block(doubt, ("h200/doubt",), _study("doubt", "h200")),
+    "doubt-rates": Block(doubt_rates, ("h200/doubt",), _study("doubt", "h200")),
     "ring-on-paper": Block(ring_on_paper, ("h200/bench",), BENCH),
     "ring-measured": Block(ring_measured, ("h200/ring",), f"{_study('ring', 'h200')} --processes 2"),
     "gpus-measured": Block(gpus_measured, ("h200/gpus",), _study("gpus", "h200")),

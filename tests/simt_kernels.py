@@ -6,6 +6,7 @@ from compiled import Kernel
 
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.cuda.simt.few_tiles import TILES
+from numba_flash.cuda.simt.lanes_tiles import tile_of
 from numba_flash.options import PLAIN, Options
 
 # Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
@@ -22,6 +23,7 @@ DQ = [
     ("float16", 128, 128), ("bfloat16", 33, 1),
 ]  # fmt: skip
 FEW = [("float32", 64, 64), ("float32", 256, 256), ("float64", 128, 128), ("bfloat16", 40, 96)]
+LANES = [("float32", 128, 128), ("float32", 64, 40), ("float32", 256, 256), ("float64", 128, 128), ("float64", 64, 64)]
 HEADS = 8  # that read the same keys
 
 
@@ -32,6 +34,8 @@ def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, optio
     if name == "few":
         tiles = TILES["float64" if dtype == "float64" else "float32"]
         return Kernel("simt.few.build", (dtype, dtype, d, dv, write_lse, options, replace(tiles[-1], group=HEADS)))
+    if name == "lanes":
+        return Kernel("simt.few_lanes.build", (dtype, d, dv, write_lse, options, tile_of(dtype, max(d, dv), HEADS, HEADS)))
     tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
     if name == "forward":
         return Kernel("simt.forward.build", (dtype, dtype, d, dv, write_lse, options, tile))
@@ -44,6 +48,7 @@ CHOSEN = (
     [("forward", *sizes) for sizes in FORWARD]
     + [("forward", "bfloat16", 256, 256, False)]
     + [("few", *sizes) for sizes in FEW]
+    + [("lanes", *sizes) for sizes in LANES]
     + [("dkdv", *sizes) for sizes in DKDV]
     + [("dq", *sizes) for sizes in DQ]
     + [("delta", dtype, 64, 64) for dtype in ("float16", "bfloat16", "float32", "float64")]

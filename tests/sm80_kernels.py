@@ -26,7 +26,7 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
-OF_A_BIAS = ("dbias", "dq_dbias", "dk_dv")  # main loops of a backward pass, too
+OF_A_BIAS = ("dbias", "dq_dbias", "dk_dv", "dq_dbias_split", "dk_dv_split")  # main loops of a backward pass, too
 AROUND = (
     "backward",
     "backward, any strides",
@@ -61,6 +61,8 @@ class Case(NamedTuple):
         Keys of a page; 0 if there are no pages.
     nk : int
         Keys, without pages.
+    hk : int
+        Their heads, likewise.
     """
 
     kind: str
@@ -74,9 +76,10 @@ class Case(NamedTuple):
     deterministic: bool = True
     page: int = 0
     nk: int = 3000
+    hk: int = 2
 
 
-NQ, NK, HQ, HK, BATCH = 2000, 3000, 4, 2, 2
+NQ, NK, HQ, HK, BATCH = 2000, 3000, 4, 2, 2  # HK where there are pages, and few queries
 GROUP = HQ // HK
 RNG = np.random.default_rng(0)
 
@@ -261,6 +264,12 @@ FLOAT32 |= {
     for capability in (AMPERE, HOPPER)
     for d in (32, 64, 128)
 }
+SHORT = {"bias": on_paper((384, 384), np.float32)}
+FLOAT32 |= {
+    "forward float32 32, short heads for 9.0": Case("forward", "float32", 32, 32, HOPPER, SHORT, 384, nk=384),
+    "forward float32 16, short heads for 9.0": Case("forward", "float32", 16, 16, HOPPER, nq=200, nk=200),
+    "backward float32 32, short heads for 9.0": Case("backward", "float32", 32, 32, HOPPER, SHORT, 384, nk=384, hk=4),
+}
 # Float64, which other tiers serve under options.
 FLOAT64 = {f"{kind} float64 128 for 9.0": Case(kind, "float64", 128, 128, HOPPER) for kind in ("forward", "backward")}
 FLOAT64["forward float64 64 for 9.0"] = Case("forward", "float64", 64, 64, HOPPER)
@@ -277,7 +286,7 @@ def launches(name: str) -> tuple[Launch, ...]:
     q, o = (array(HQ, case.nq, d) for d in (case.d, case.dv))
     if case.page:
         return in_pages(case, q, o, gpu)
-    k, v = (array(HK, case.nk, d) for d in (case.d, case.dv))
+    k, v = (array(case.hk, case.nk, d) for d in (case.d, case.dv))
     problem = bind(q, k, v, **case.options)
     unwrapped = lambda x: x.blocks if isinstance(x, BlockMask) else x
     arrays = {each: unwrapped(case.options[each]) for each in ("bias", "mask", "q_lengths", "kv_lengths") if each in case.options}

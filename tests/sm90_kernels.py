@@ -9,7 +9,7 @@ from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
-from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILES, crowded
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
@@ -143,11 +143,10 @@ BACKWARD |= {name: (*config, first(LISTED_TILES, *config[1:3])) for name, config
 
 # What stores dS, of which another makes dQ.
 BACKWARD_STORED = {
-    "backward 64 stored": ("float16", 64, 64, False, True, False, LISTED),
     "backward 128 stored": ("float16", 128, 128, False, True, False, LISTED),
     "backward 72, 40 stored, lengths": ("bfloat16", 72, 40, True, True, False, LISTED_LENGTHS),
 }
-BACKWARD |= {name: (*config, first(STORING_TILES, *config[1:3])) for name, config in BACKWARD_STORED.items()}
+BACKWARD |= {name: (*config, STORING_TILE) for name, config in BACKWARD_STORED.items()}
 
 # dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
 BACKWARD_OPTIONS = {
@@ -229,7 +228,6 @@ DQ = {
 DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
 DQ_LISTS = {
     "dq 128 lists": ("float16", 128, False, True, LISTED),
-    "dq 64 lists": ("bfloat16", 64, False, True, LISTED),
     "dq 72 lists, lengths": ("bfloat16", 72, True, True, LISTED_LENGTHS),
 }
 DQ |= {name: (*config, DQ_TILE) for name, config in DQ_LISTS.items()}

@@ -5,6 +5,7 @@ from statistics import median
 import numpy as np
 
 from numba_flash.bench import timing
+from numba_flash.bench.options import OPTIONS
 
 from . import workloads
 
@@ -107,6 +108,45 @@ class DecodeBesidePeer(_BesidePeer):
     workload = "decode"
     param_names = ("backend",)
     params = (workloads.BACKENDS,)
+
+
+class Options:
+    """A pass with what changes scores: a softcap, ALiBi, or a table of relative positions; and over our own time without."""
+
+    version = "1"
+    timeout = 600
+    param_names = ("backend", "option", "direction")
+    params = (workloads.BACKENDS, OPTIONS[1:], ("forward", "backward"))
+
+    def setup(self, backend, option, direction):
+        self.ours, self.plain = workloads.beside_plain(backend, option, direction)
+
+    def track_milliseconds(self, backend, option, direction):
+        return median(self.ours.ms)
+
+    track_milliseconds.unit = "ms"
+
+    def track_time_over_plain(self, backend, option, direction):
+        return 1 / timing.ratio(self.ours, self.plain)
+
+    track_time_over_plain.unit = "our time / our plain time"
+
+
+class Small:
+    """The GPU's time for a forward call of a small problem, in a CUDA graph of many; on the CPU a call's time."""
+
+    version = "1"
+    timeout = 600
+    param_names = ("backend", "problem")
+    params = (workloads.BACKENDS, workloads.SMALL)
+
+    def setup(self, backend, problem):
+        self.microseconds = workloads.gpu_microseconds(backend, problem)
+
+    def track_microseconds(self, backend, problem):
+        return self.microseconds
+
+    track_microseconds.unit = "us"
 
 
 class _Overhead:

@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from numba_flash.bench.timing import Outcome
 from numba_flash.plan import tier
 
 BACKENDS = ("cpu", "simt", "sm80", "sm90")
+SMALL = ("8 heads of 256", "2 heads of 1024")
+CALLS = 20  # of a small problem in a CUDA graph
 PEERS = {"cpu": "torch CPU", "simt": "torch efficient", "sm80": "torch FA2", "sm90": "torch cuDNN"}
 
 # Cell(direction, mask, dtype, batch, heads, heads_kv, length, head_dim). A workload that changes needs a new `version` in the classes that
@@ -43,6 +46,24 @@ WORKLOADS = {
         "simt": Cell("forward", "full", "float32", 8, 16, 8, 4096, 128),
         "sm80": Cell("forward", "full", "float16", 8, 16, 8, 4096, 128),
         "sm90": Cell("forward", "full", "bfloat16", 8, 16, 8, 4096, 128),
+    },
+    "options": {  # forward and backward
+        "cpu": Cell("forward", "full", "float32", 1, 8, 8, 1024, 64),
+        "simt": Cell("forward", "full", "float32", 1, 16, 16, 4096, 64),
+        "sm80": Cell("forward", "full", "float16", 4, 16, 16, 4096, 64),
+        "sm90": Cell("forward", "full", "bfloat16", 4, 16, 16, 4096, 64),
+    },
+    "8 heads of 256": {
+        "cpu": Cell("forward", "full", "float32", 1, 8, 8, 256, 64),
+        "simt": Cell("forward", "full", "float32", 1, 8, 8, 256, 64),
+        "sm80": Cell("forward", "full", "float16", 1, 8, 8, 256, 64),
+        "sm90": Cell("forward", "full", "bfloat16", 1, 8, 8, 256, 64),
+    },
+    "2 heads of 1024": {
+        "cpu": Cell("forward", "full", "float32", 1, 2, 2, 1024, 64),
+        "simt": Cell("forward", "full", "float32", 1, 2, 2, 1024, 64),
+        "sm80": Cell("forward", "full", "float16", 1, 2, 2, 1024, 64),
+        "sm90": Cell("forward", "full", "bfloat16", 1, 2, 2, 1024, 64),
     },
     "start": {
         "cpu": Cell("backward", "full", "float32", 1, 2, 2, 64, 64),
@@ -98,14 +119,43 @@ def timed(name: str, backend: str, mask: str, beside_peer: bool) -> tuple[Cell, 
     invited = contenders(backend, cell, beside_peer)
     if name == "decode":
         invited = [one_query(contender) for contender in invited]
-    clock = clock_of(backend)
+    return cell, compared(cell, invited, clock_of(backend))
+
+
+def compared(cell: Cell, invited: list[Contender], clock: timing.HostClock) -> list[Outcome]:
+    """What became of everyone; whoever is wrong is an error, and a peer that cannot run a reason to skip."""
     with clock.current():
         outcomes = timing.compare(cell, invited, clock, REPEATS[clock.place])
     for who, outcome in outcomes.items():
         if outcome.status != "ok":
             excused = who != peers.OURS or outcome.reason.startswith("NotImplementedError")
             raise (NotImplementedError if excused else RuntimeError)(f"{who}: {outcome.reason or f'is off by {outcome.error:.1e}'}")
-    return cell, list(outcomes.values())
+    return list(outcomes.values())
+
+
+def beside_plain(backend: str, option: str, direction: str) -> tuple[Outcome, Outcome]:
+    """A pass with what changes scores, and in turns with it the same without."""
+    cell = replace(WORKLOADS["options"][backend], direction=direction, option=option)
+    (ours,) = contenders(backend, cell, False)
+    plain = replace(ours, name="plain", bind=partial(_bind_plain, ours.bind))
+    return tuple(compared(cell, [ours, plain], clock_of(backend)))
+
+
+def _bind_plain(bind, case: Case) -> Bound:
+    """Timed without the option; what is checked has it, as that is what the oracle computes."""
+    plain = copy(case)
+    plain.cell = replace(case.cell, option="none")
+    return Bound(bind(plain).repeat, bind(case).results)
+
+
+def gpu_microseconds(backend: str, problem: str) -> float:
+    """The GPU's time for one of the `SMALL` problems: of a call in a CUDA graph; on the CPU that of a call."""
+    cell = WORKLOADS[problem][backend]
+    (ours,) = contenders(backend, cell, False)
+    clock = clock_of(backend)
+    in_graph = replace(ours, bind=lambda case: clock.graph(ours.bind(case), CALLS))
+    (outcome,) = compared(cell, [in_graph], clock)
+    return 1e3 * median(outcome.ms) / CALLS
 
 
 def host_microseconds(backend: str, beside_peer: bool) -> list[float]:

@@ -3,112 +3,39 @@
 Every contender of a situation is checked against float64 (the last head of all batch elements), then all take turns in random order. With
 dropout only numba_flash is checked, as everybody draws bits of his own. What other GPUs get is measured here, with `backend="sm80"`.
 
-    python asv_bench/studies/situations.py --json FILE
+With a softcap, ALiBi or a table of relative positions, our own time without takes part, too. Of small problems the GPU's time counts, in
+CUDA graphs of many calls. Rows are written one by one; those that FILE has from an earlier run on the same device stay until they are
+measured again. Kernels are compiled in several processes first.
+
+    python asv_bench/studies/situations.py --json FILE [--only TEXT TEXT ...]
 """
 
+import json
 import math
+import multiprocessing
+import os
 import sys
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from statistics import median
 
 import common
+import measure
 import numpy as np
+from situation_list import SDPA, SHAPE, SITUATIONS, Situation
 
 import numba_flash
 from numba_flash import rng
+from numba_flash.bench import options as changes
 from numba_flash.bench import timing
 from numba_flash.bench.cases import BOUNDS
 from numba_flash.bench.peers import Bound, sentence
 from numba_flash.options import Generator
 
-SDPA = {
-    "cuDNN": "CUDNN_ATTENTION",
-    "FlashAttention-2": "FLASH_ATTENTION",
-    "memory-efficient": "EFFICIENT_ATTENTION",
-    "whole matrix": "MATH",
-}
-OURS = "numba_flash"
+OURS, PLAIN = "numba_flash", "numba_flash without"
 STATE = (7, 0)
-SHAPE = ("batch", "heads", "heads_kv", "length", "length_kv", "head_dim", "causal", "bias")
-
-
-@dataclass(frozen=True)
-class Situation:
-    """One problem, and who is compared.
-
-    Attributes
-    ----------
-    what : str
-        In words, for tables; several problems may stand for one situation.
-    dtype : str
-        Of all arrays.
-    batch, heads, heads_kv, length, length_kv, head_dim : int
-        Sizes.
-    peers : tuple of str
-        Names in `SDPA`, or "FlexAttention".
-    causal, bias, mask : bool
-        A bias with gradient that batch elements share; a mask that heads share, too, with 70 % visible.
-    dropout : float
-        Probability.
-    backend : str or None
-        Of numba_flash.
-    directions : tuple of str
-        What is timed.
-    """
-
-    what: str
-    dtype: str
-    batch: int
-    heads: int
-    heads_kv: int
-    length: int
-    length_kv: int
-    head_dim: int
-    peers: tuple[str, ...]
-    causal: bool = False
-    bias: bool = False
-    mask: bool = False
-    dropout: float = 0.0
-    backend: str | None = None
-    directions: tuple[str, ...] = ("forward", "backward")
-
-    @property
-    def flops(self) -> float:
-        """Of the forward pass."""
-        whole = 4 * self.batch * self.heads * self.length * self.length_kv * self.head_dim
-        return whole / 2 if self.causal else whole
-
-
-def _same(what: str, dtype: str, batch: int, heads: int, length: int, head_dim: int, peers: tuple[str, ...], **more) -> Situation:
-    return Situation(what, dtype, batch, heads, heads, length, length, head_dim, peers, **more)
-
-
-HALF, SINGLE, WHOLE = ("cuDNN", "FlashAttention-2"), ("memory-efficient",), ("whole matrix",)
-BIASED = ("cuDNN", "memory-efficient", "FlexAttention")
-OTHER = "16 bits on a GPU that is no Hopper (`sm80`, timed on an H200)"
-BIAS, TRIANGLE = "a bias with gradient, in 16 bits", "triangle attention, in 16 bits"
-ONE, PLAIN = "one query per head, in 16 bits, on Hopper", "plain or causal, in 16 bits, on Hopper"
-SITUATIONS = (  # what hurts most people first
-    _same(OTHER, "float16", 4, 16, 4096, 128, ("FlashAttention-2",), backend="sm80"),
-    _same(BIAS, "bfloat16", 4, 16, 2048, 64, BIASED, bias=True),
-    _same(TRIANGLE, "bfloat16", 384, 4, 384, 32, BIASED, bias=True),
-    _same("a mask array, in 16 bits", "float16", 4, 16, 4096, 64, ("cuDNN", "memory-efficient"), mask=True),
-    _same("dropout, in 16 bits", "float16", 4, 16, 4096, 64, HALF, dropout=0.1),
-    Situation(ONE, "bfloat16", 16, 64, 8, 1, 32768, 128, HALF, directions=("forward",)),
-    Situation(ONE, "bfloat16", 64, 32, 32, 1, 4096, 64, HALF, directions=("forward",)),
-    Situation("one query per head, in float32", "float32", 16, 8, 8, 1, 32768, 128, (*SINGLE, *WHOLE), directions=("forward",)),
-    Situation("one query per head, in float64", "float64", 16, 8, 8, 1, 32768, 128, WHOLE, directions=("forward",)),
-    _same("float32", "float32", 4, 32, 4096, 64, SINGLE),
-    _same("float32", "float32", 4, 16, 4096, 128, SINGLE),
-    _same("float32", "float32", 4, 16, 4096, 128, SINGLE, causal=True),
-    _same("triangle attention, in float32", "float32", 384, 4, 384, 32, SINGLE, bias=True),
-    _same("float64", "float64", 1, 16, 4096, 64, WHOLE),
-    _same("float64", "float64", 1, 16, 4096, 128, WHOLE),
-    _same("a small problem, in 16 bits, on Hopper", "bfloat16", 1, 8, 256, 64, HALF),
-    _same(PLAIN, "bfloat16", 4, 16, 4096, 128, HALF),
-    _same(PLAIN, "bfloat16", 4, 16, 4096, 128, HALF, causal=True),
-)
+CALLS = 20  # in a graph
+COMPILERS = 6  # processes
 
 
 class Arrays:
@@ -140,6 +67,11 @@ class Arrays:
         bias = None if self.bias is None else self.bias[:, -1].double().requires_grad_()
         scores = s.head_dim**-0.5 * (q @ k.transpose(1, 2))
         scores = scores if bias is None else scores + bias
+        if s.option == "softcap":
+            scores = changes.CAP * torch.tanh(scores / changes.CAP)
+        elif s.option != "none":
+            added = changes.bias(s.option, s.heads, np.arange(s.length), s.length_kv)[-1]
+            scores = scores + torch.from_numpy(added).to("cuda")
         if s.causal:
             scores = scores.masked_fill(torch.ones(scores.shape[1:], device="cuda", dtype=torch.bool).triu(1), -math.inf)
         if s.mask:
@@ -164,8 +96,8 @@ def to_cupy(x):
     return cupy.from_dlpack(x.detach().view(torch.int16)).view("bfloat16")
 
 
-def bind_ours(arrays: Arrays, direction: str) -> Bound:
-    """numba_flash on CuPy arrays."""
+def bind_ours(arrays: Arrays, direction: str, option: str | None = None) -> Bound:
+    """numba_flash on CuPy arrays; with another option than the situation's, if one is named."""
     import cupy
     import torch
 
@@ -173,6 +105,7 @@ def bind_ours(arrays: Arrays, direction: str) -> Bound:
     q, k, v, do, bias, mask = map(to_cupy, (arrays.q, arrays.k, arrays.v, arrays.do, arrays.bias, arrays.mask))
     options = {"causal": s.causal, "bias": bias, "mask": mask, "dropout": s.dropout, "backend": s.backend}
     options |= {"rng": STATE} if s.dropout else {}
+    options |= changes.ours(option or s.option, s.heads)
     if direction == "forward":
         once = lambda: (numba_flash.forward(q, k, v, **options),)
     else:
@@ -220,7 +153,26 @@ def _flex(arrays: Arrays):
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # gradients are taken more than once
     bias, compiled = arrays.bias, torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return lambda: compiled(arrays.q, arrays.k, arrays.v, score_mod=lambda score, b, h, i, j: score + bias[0, h, i, j])
+    score_mod = changes.of_flex(arrays.situation.option, arrays.situation.heads)
+    if bias is not None:
+        score_mod = lambda score, b, h, i, j: score + bias[0, h, i, j]
+    return lambda: compiled(arrays.q, arrays.k, arrays.v, score_mod=score_mod)
+
+
+def in_torch_graph(bound: Bound) -> Bound:
+    """`CALLS` calls of PyTorch's as one CUDA graph on its current stream."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    bound.repeat(CALLS)
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        bound.repeat(CALLS)
+
+    def repeat(count: int, kept=graph):
+        for _ in range(count):
+            kept.replay()
+
+    return Bound(repeat, bound.results)
 
 
 def error(results: list, expected: list) -> float:
@@ -229,14 +181,16 @@ def error(results: list, expected: list) -> float:
     return max(float(x) for x in norms)
 
 
-def measure_situation(situation: Situation, direction: str, clock, repeats: int) -> dict:
-    """Everybody's time, and our speed over each peer's."""
+def bind_all(situation: Situation, direction: str, clock) -> tuple[dict[str, Bound], dict[str, str]]:
+    """Everybody who computes what float64 does, and the reasons of the others."""
     arrays = Arrays(situation)
     expected, bound, reasons = arrays.expected(direction), {}, {}
     for name in (OURS, *situation.peers):
         try:
             made = bind_ours(arrays, direction) if name == OURS else bind_torch(name, arrays, direction)
             off = error(made.results(), expected)
+            if situation.graph:
+                made = clock.graph(made, CALLS) if name == OURS else in_torch_graph(made)
         except Exception as failure:
             reasons[name] = sentence(failure)
             continue
@@ -244,37 +198,89 @@ def measure_situation(situation: Situation, direction: str, clock, repeats: int)
             bound[name] = made
         else:
             reasons[name] = f"wrong: error {off:.1e}"
-    del expected
+    if OURS in bound and situation.option != "none":
+        bound[PLAIN] = bind_ours(arrays, direction, "none")
+    return bound, reasons
+
+
+def measure_situation(situation: Situation, direction: str, clock, repeats: int) -> dict:
+    """Everybody's time, and our speed over each peer's."""
+    bound, reasons = bind_all(situation, direction, clock)
     if OURS not in bound:
         raise RuntimeError(f"{situation.what}, {direction}: {reasons[OURS]}")
-    ms = timing.take_turns(bound, clock, repeats)
-    flops = situation.flops * (1 if direction == "forward" else 2.5)
+    calls = CALLS if situation.graph else 1
+    ms = {name: [x / calls for x in each] for name, each in timing.take_turns(bound, clock, repeats).items()}
+    ratio = lambda name: median(theirs / mine for mine, theirs in zip(ms[OURS], ms[name], strict=True))
     peers = {name: {"reason": reason} for name, reason in reasons.items()}
-    for name in bound:
-        if name != OURS:
-            ratio = median(theirs / mine for mine, theirs in zip(ms[OURS], ms[name], strict=True))
-            peers[name] = {"ms": median(ms[name]), "ratio": ratio}
+    peers |= {name: {"ms": median(ms[name]), "ratio": ratio(name)} for name in bound if name not in (OURS, PLAIN)}
+    flops = situation.flops * (1 if direction == "forward" else 2.5)
+    measured = {"ms": median(ms[OURS]), "tflops": flops / median(ms[OURS]) / 1e9, "peers": peers}
+    if PLAIN in ms:
+        measured["over_plain"] = 1 / ratio(PLAIN)
+    return key_of(situation, direction) | measured
+
+
+def key_of(situation: Situation, direction: str) -> dict:
+    """What a row is about."""
     shape = {name: getattr(situation, name) for name in SHAPE}
-    tflops = flops / median(ms[OURS]) / 1e9
-    row = {"situation": situation.what, "dtype": situation.dtype, "direction": direction, **shape}
-    return row | {"ms": median(ms[OURS]), "tflops": tflops, "peers": peers}
+    return {"situation": situation.what, "dtype": situation.dtype, "direction": direction, **shape}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the study."""
+def compile_for(number: int, direction: str) -> None:
+    """In a process of its own: whatever a row needs is compiled, and on disk. What fails here is told where it is measured."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # FlexAttention has a kernel or two
+    clock = common.clock()
+    with clock.current():
+        bind_all(SITUATIONS[number], direction, clock)
+
+
+def compile_all(wanted: list[tuple[int, str]]) -> None:
+    """Several rows at a time."""
+    with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(compile_for, *row) for row in wanted]:
+            if failure := future.exception():
+                print(f"compiling ahead: {sentence(failure)}", flush=True)
+
+
+def earlier(file, device: str) -> list[dict]:
+    """Rows of the file that were measured on the same device; they keep the day and commit that they are of."""
+    if file is None or not file.exists():
+        return []
+    content = json.loads(file.read_text())
+    made = {name: content[name] for name in ("date", "commit")}
+    return [made | row for row in content["rows"]] if content["device"] == device else []
+
+
+def beside(rows: list[dict], new: dict) -> list[dict]:
+    """The rows with a new one in the place of that about the same, or at the end."""
+    about = lambda row: [row[name] for name in ("situation", "dtype", "direction", *SHAPE)]
+    return [row for row in rows if about(row) != about(new)] + [new]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 1 if a row could not be measured."""
     parser = common.parser(__doc__)
-    parser.add_argument("--only", metavar="TEXT", default="", help="only situations with this text in their name")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", default=[""], help="only situations with one of these texts in their name")
     options = parser.parse_args(arguments)
     clock = common.clock()
     if clock.place != "gpu":
         parser.error("this study needs a GPU")
-    rows = []
+    chosen = [i for i, s in enumerate(SITUATIONS) if any(text in s.what for text in options.only)]
+    wanted = [(i, direction) for i in chosen for direction in SITUATIONS[i].directions]
+    compile_all(wanted)
+    rows, failed = earlier(options.json, measure.this_machine("")["gpu"]), 0
     with clock.current():
-        for situation in (s for s in SITUATIONS if options.only in s.what):
-            for direction in situation.directions:
-                rows.append(measure_situation(situation, direction, clock, common.repeats(options, clock.place)))
-                print(rows[-1], flush=True)
-    common.write(options, "situations", clock.place, rows)
+        for number, direction in wanted:
+            try:
+                new = measure_situation(SITUATIONS[number], direction, clock, common.repeats(options, clock.place))
+            except Exception as failure:  # the other rows are none the worse
+                print(f"not measured: {SITUATIONS[number].what}, {direction}: {sentence(failure)}", flush=True)
+                failed = 1
+                continue
+            print(new, flush=True)
+            rows = beside(rows, new)
+            common.write(options, "situations", clock.place, rows)
+    return failed
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ cores compute float32, this library takes out what the keys have in common befor
 
 PyTorch is asked, too, if it is installed; with matplotlib there is a picture of all errors.
 
-    python kelvin.py [--stations 2048] [--days 64] [--backend cpu] [--output kelvin.png]
+    python kelvin.py [--stations 2048] [--days 64] [--backend cpu] [--output kelvin.png] [--json kelvin.json]
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,15 @@ def gradient_of_torch(q, k, v, do) -> np.ndarray:
         return torch.autograd.grad(o, q, do)[0][0].cpu().numpy()
 
 
+def device_of(backend: str) -> str:
+    """The GPU that a backend computes on, or that it is the CPU."""
+    if backend == "cpu":
+        return "CPU"
+    import cupy
+
+    return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+
+
 def save_figure(output: Path, exact: np.ndarray, found: dict[str, np.ndarray]) -> None:
     """Left, one query's gradient, and how far each is from it; right, how many queries have an error of at most so much."""
     figure = Figure((10, 4), layout="constrained")
@@ -85,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--days", type=int, default=64)
     parser.add_argument("--backend", help="cpu, simt, sm80, sm90; default: the fastest")
     parser.add_argument("--output", type=Path, default=Path("kelvin.png"), help="the picture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the errors")
     options = parser.parse_args(arguments)
     rng = np.random.default_rng(0)
     kelvin = temperatures(rng, options.stations, options.days).astype(np.float32)
@@ -98,14 +109,20 @@ def main(arguments: list[str] | None = None) -> None:
     if torch is not None:
         found["kelvin, PyTorch"] = gradient_of_torch(q, kelvin, kelvin, do)
 
+    rows = []
+
     def tell(name, dq, exact):
-        print(f"relative error of dq, {name}: {np.linalg.norm(dq - exact) / np.linalg.norm(exact):.1e}")
+        rows.append({"what": name, "error": float(np.linalg.norm(dq - exact) / np.linalg.norm(exact))})
+        print(f"relative error of dq, {name}: {rows[-1]['error']:.1e}")
 
     plan = numba_flash.plan(q, kelvin, kelvin, backend=options.backend)
     print(f"{HEADS} regions of {options.stations} stations, {options.days} days; {plan.backend}: {plan.algorithm}")
     for name, dq in found.items():
         tell(name, dq, exact)
     tell("degrees Celsius", ours(celsius), exact_celsius)
+    if options.json is not None:
+        about = {"device": device_of(plan.backend), "backend": plan.backend, "heads": HEADS, "stations": options.stations}
+        options.json.write_text(json.dumps(about | {"days": options.days, "rows": rows}, indent=1) + "\n")
     if Figure is None:
         print("no picture: matplotlib is not installed (numba_flash[examples] has it)")
         return

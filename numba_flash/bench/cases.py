@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from numba_flash import reference
+from numba_flash.bench import options
 
 BOUNDS = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-4, "float64": 1e-10}
 """Largest relative error ``||x - ref|| / ||ref||`` of a contender that is timed."""
@@ -28,6 +29,8 @@ class Cell:
         One of `BOUNDS`.
     batch, heads, heads_kv, length, head_dim : int
         B, Hq, Hk, N and D.
+    option : str
+        One of `numba_flash.bench.options.OPTIONS`.
     """
 
     direction: str
@@ -38,6 +41,7 @@ class Cell:
     heads_kv: int
     length: int
     head_dim: int
+    option: str = "none"
 
     @property
     def causal(self) -> bool:
@@ -55,7 +59,8 @@ class Cell:
         return forward * (0.5 if self.causal else 1.0) * (2.5 if self.direction == "backward" else 1.0)
 
     def __str__(self) -> str:
-        return f"{self.direction:<8} {self.mask:<6} D {self.head_dim:>3}  N {self.length:>5}"
+        with_option = "" if self.option == "none" else f"  {self.option}"
+        return f"{self.direction:<8} {self.mask:<6} D {self.head_dim:>3}  N {self.length:>5}{with_option}"
 
 
 class Case:
@@ -91,10 +96,14 @@ class Case:
     def expected(self) -> tuple[np.ndarray, ...]:
         """The oracle's o, or dq, dk, dv, of the part that is checked."""
         do, *qkv = self._small
-        mask = np.arange(self.cell.length) <= self.rows[:, None] if self.cell.causal else None
-        if self.cell.direction == "forward":
-            return reference.forward(*qkv, mask=mask)[:1]
-        return reference.backward(do, *qkv, mask=mask)
+        cell = self.cell
+        given = options.of_oracle(cell.option, cell.heads, self.rows, cell.length, cell.dtype)
+        if "bias" in given:
+            given["bias"] = given["bias"][-cell.group :]
+        given["mask"] = np.arange(cell.length) <= self.rows[:, None] if cell.causal else None
+        if cell.direction == "forward":
+            return reference.forward(*qkv, **given)[:1]
+        return reference.backward(do, *qkv, **given)
 
     def part(self, results: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         """The same part of a contender's results, given the last batch element (H, N, D) of each on the host."""

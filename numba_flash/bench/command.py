@@ -5,9 +5,11 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from numba_flash.bench import grid, peers, report, timing
+from numba_flash.bench.options import OPTIONS
 from numba_flash.bench.progress import track
 
 REPEATS = {"gpu": 10, "cpu": 5}
@@ -18,9 +20,21 @@ PACKAGES += ("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     grid.add_options(parser, "forward")
+    said = "what changes scores: softcap, alibi, a table of relative positions; several, and none, with commas between them; default none"
+    parser.add_argument("--option", type=_options, default=["none"], metavar="NAME,...", help=said)
     parser.add_argument("--peers", metavar="NAME,...", help=f"compare with these only; default all of {', '.join(_peers())}")
     parser.add_argument("--repeats", type=grid.positive, metavar="R", help="rounds in which each is timed once; default 10, on the CPU 5")
+    parser.add_argument(
+        "--watts", action="store_true", help="also tell what the GPU draws for each, and its clock; a second or two for each"
+    )
     parser.add_argument("--plot", type=grid.file, metavar="FILE", help="also write a figure (needs matplotlib)")
+
+
+def _options(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - {*OPTIONS}:
+        raise argparse.ArgumentTypeError(f"options are {', '.join(OPTIONS)}, not {', '.join(sorted(unknown))}")
+    return names
 
 
 def _peers() -> list[str]:
@@ -44,7 +58,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """
     no_gpu = grid.no_gpu(options)
     place = "cpu" if no_gpu else "gpu"
-    cells = grid.cells(options, parser, place)
+    cells = [replace(cell, option=option) for cell in grid.cells(options, parser, place) for option in options.option]
     repeats = options.repeats or REPEATS[place]
     if unknown := set(_asked(options)) - set(_peers()):
         parser.error(f"--peers: {', '.join(sorted(unknown))} is none of {', '.join(_peers())}")
@@ -57,7 +71,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     results = []
     with clock.current():
         for cell in track(cells, len(cells), lambda cell: " ".join(str(cell).split())):
-            results.append((cell, timing.compare(cell, contenders, clock, repeats)))
+            results.append((cell, timing.compare(cell, contenders, clock, repeats, options.watts)))
             print(report.block(*results[-1]), end="\n\n", flush=True)
         host = timing.host_microseconds(contenders, clock, options.dtype)
     print("TFLOP/s, and our speed over the peer's", report.table(results), "", report.closing(results, host, place), sep="\n")

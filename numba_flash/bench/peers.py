@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from numba_flash.api import backward, forward
-from numba_flash.bench import standard
+from numba_flash.bench import options, standard
 from numba_flash.bench.cases import Case, Cell
 
 OURS = "numba_flash"
@@ -118,11 +118,17 @@ def _to_host(x) -> np.ndarray:
 
 def _bind_ours(backend: str | None, case: Case) -> Bound:
     q, k, v = case.arrays
-    options = {"causal": case.cell.causal, "backend": backend}
+    given = {"causal": case.cell.causal, "backend": backend} | options.ours(case.cell.option, case.cell.heads)
     if case.cell.direction == "forward":
-        return _bound(lambda _: (forward(q, k, v, **options),), None, _to_host)
-    o, lse = forward(q, k, v, return_lse=True, **options)
-    return _bound(lambda do: backward(do, q, k, v, o, lse, **options), (case.do, case.sparse_do), _to_host)
+        return _bound(lambda _: (forward(q, k, v, **given),), None, _to_host)
+    o, lse = forward(q, k, v, return_lse=True, **given)
+    return _bound(lambda do: backward(do, q, k, v, o, lse, **given), (case.do, case.sparse_do), _to_host)
+
+
+def _only_plain(name: str, cell: Cell) -> None:
+    """Refuse a cell with an option."""
+    if cell.option != "none":
+        raise NotImplementedError(f"{name} has no {cell.option}")
 
 
 def _why_not_cupy(place: str, dtype: str) -> str | None:
@@ -149,6 +155,7 @@ def _free_bytes(x) -> int:
 def _bind_standard(case: Case) -> Bound:
     """Standard attention with the whole matrix, which is kept for the backward."""
     cell = case.cell
+    _only_plain("standard attention here", cell)
     needed, free = _bytes_of_matrices(case), _free_bytes(case.arrays[0])
     if needed > free:
         raise MemoryError(f"its N x N matrices take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
@@ -235,9 +242,10 @@ def _sdpa(kernel: str | None, cell: Cell):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    options = {"enable_gqa": True} if cell.group > 1 else {}
+    _only_plain("scaled_dot_product_attention", cell)
+    gqa = {"enable_gqa": True} if cell.group > 1 else {}
     within = nullcontext if kernel is None else partial(sdpa_kernel, getattr(SDPBackend, kernel))
-    return partial(scaled_dot_product_attention, is_causal=cell.causal, **options), within
+    return partial(scaled_dot_product_attention, is_causal=cell.causal, **gqa), within
 
 
 def _flex(cell: Cell):
@@ -254,11 +262,14 @@ def _flex(cell: Cell):
     block_mask = None
     if cell.causal:
         block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, cell.length, cell.length, device="cuda")
-    return partial(compiled, block_mask=block_mask, enable_gqa=cell.group > 1), nullcontext
+    score_mod = options.of_flex(cell.option, cell.heads)
+    return partial(compiled, score_mod=score_mod, block_mask=block_mask, enable_gqa=cell.group > 1), nullcontext
 
 
 def _flash_attn_4(cell: Cell):
     from flash_attn.cute import flash_attn_func
+
+    _only_plain("flash_attn_func here", cell)
 
     def attention(q, k, v):
         o = flash_attn_func(q, k, v, causal=cell.causal)
@@ -295,8 +306,9 @@ def _to_jax(x):
 def _bind_jax(case: Case, implementation: str = "cudnn") -> Bound:
     import jax
 
-    options = {"is_causal": case.cell.causal, "implementation": implementation}
-    attention = jax.jit(partial(jax.nn.dot_product_attention, **options))
+    _only_plain("jax.nn.dot_product_attention", case.cell)
+    given = {"is_causal": case.cell.causal, "implementation": implementation}
+    attention = jax.jit(partial(jax.nn.dot_product_attention, **given))
     q, k, v = map(_to_jax, case.arrays)
     do = None
     if case.cell.direction == "forward":

@@ -27,12 +27,18 @@ def block(cell: Cell, outcomes: dict[str, Outcome]) -> str:
             picture = bar(speeds[name] / max(speeds.values()))
             numbers = f"{_short(speeds[name]):>6} TFLOP/s {median(outcome.ms):>9.3f} ms  error {outcome.error:.1e}"
             compared = None if name == OURS else ratio(outcomes.get(OURS), outcome)
-            lines.append(f"  {name:<15} {picture:<{BAR}} {numbers}" + ("" if compared is None else f"  {compared:.2f}x"))
+            drawn = "" if outcome.power is None else _drawn(cell, outcome)
+            lines.append(f"  {name:<15} {picture:<{BAR}} {numbers}" + ("" if compared is None else f"  {compared:.2f}x") + drawn)
         elif outcome.status == "WRONG":
             lines.append(f"  {name:<15} WRONG, not timed: error {outcome.error:.1e} exceeds {BOUNDS[cell.dtype]:.0e}")
         else:
             lines.append(f"  {name:<15} cannot: {outcome.reason}")
     return "\n".join(lines)
+
+
+def _drawn(cell: Cell, outcome: Outcome) -> str:
+    power = outcome.power
+    return f"  {power.watts:.0f} W at {power.mhz:.0f} MHz: {outcome.tflops(cell) / power.watts:.2f} TFLOP/s per watt"
 
 
 def table(results: Results) -> str:
@@ -99,6 +105,8 @@ def _json_outcome(cell: Cell, outcome: Outcome, ours: Outcome | None) -> dict:
     if not outcome.ms:
         return entry
     entry |= {"ms": median(outcome.ms), "tflops": outcome.tflops(cell), "rounds_ms": outcome.ms}
+    if outcome.power is not None:
+        entry |= outcome.power._asdict() | {"tflops_per_watt": entry["tflops"] / outcome.power.watts}
     return entry if outcome is ours else entry | {"ratio": ratio(ours, outcome)}
 
 

@@ -14,6 +14,7 @@ from statistics import geometric_mean, median
 
 from numba_flash.bench.cases import BOUNDS, Case, Cell, relative_error
 from numba_flash.bench.peers import OURS, Bound, Contender, sentence, torch_on
+from numba_flash.bench.power import Power, while_running
 
 TURN = 0.01  # seconds that a contender's turn lasts at least
 MOST_CALLS = 1000  # in a turn
@@ -45,6 +46,14 @@ class HostClock:
         start = time.perf_counter()
         bound.repeat(count)
         return time.perf_counter() - start
+
+    def graph(self, bound: Bound, calls: int) -> Bound:
+        """So many calls as one; there is nothing to record."""
+        return Bound(lambda count: bound.repeat(count * calls), bound.results)
+
+    def power(self, bound: Bound, count: int) -> Power | None:
+        """What the device draws while the contender makes `count` calls again and again; nobody tells of the CPU."""
+        return None
 
 
 class GpuClock(HostClock):
@@ -80,6 +89,31 @@ class GpuClock(HostClock):
         self.stop.synchronize()
         return self.cuda.get_elapsed_time(self.start, self.stop) / 1e3
 
+    def graph(self, bound: Bound, calls: int) -> Bound:
+        """So many calls as one CUDA graph, whose time is the GPU's alone; of calls whose arrays are CuPy's, within `current`."""
+        pool = self.cuda.MemoryPool()  # whose memory stays the graph's
+        with self.cuda.using_allocator(pool.malloc):
+            bound.repeat(calls)  # kernels are loaded, and the pool has memory
+            self.wait()
+            self.stream.begin_capture()
+            bound.repeat(calls)
+            graph = self.stream.end_capture()
+
+        def repeat(count: int, kept=pool):
+            for _ in range(count):
+                graph.launch(self.stream)
+
+        return Bound(repeat, bound.results)
+
+    def power(self, bound: Bound, count: int) -> Power | None:
+        """What the GPU draws meanwhile."""
+
+        def run():
+            bound.repeat(count)
+            self.wait()
+
+        return while_running(run, self.cuda.Device().pci_bus_id)
+
 
 @dataclass
 class Outcome:
@@ -95,12 +129,15 @@ class Outcome:
         Largest relative error against the oracle.
     ms : list of float
         Milliseconds per call, one for each round.
+    power : Power or None
+        What the GPU drew, if that was wanted and can be told.
     """
 
     status: str
     reason: str = ""
     error: float = 0.0
     ms: list[float] = field(default_factory=list)
+    power: Power | None = None
 
     def tflops(self, cell: Cell) -> float:
         """Median over the rounds, in the work that `Cell.flops` counts."""
@@ -114,8 +151,8 @@ def ratio(ours: Outcome | None, peer: Outcome) -> float | None:
     return median(theirs / mine for mine, theirs in zip(ours.ms, peer.ms, strict=True))
 
 
-def compare(cell: Cell, contenders: list[Contender], clock: HostClock, repeats: int) -> dict[str, Outcome]:
-    """Bind, check, and then time all contenders that are right."""
+def compare(cell: Cell, contenders: list[Contender], clock: HostClock, repeats: int, watts: bool = False) -> dict[str, Outcome]:
+    """Bind, check, and then time all contenders that are right; after that find out what they draw, if `watts` are wanted."""
     case = Case(cell, clock.xp)
     clock.wait()
     expected = case.expected()
@@ -126,6 +163,8 @@ def compare(cell: Cell, contenders: list[Contender], clock: HostClock, repeats: 
     own_stream = {c.name for c in runners if c.own_stream}
     for name, ms in take_turns({c.name: bound[c.name] for c in runners}, clock, repeats, own_stream).items():
         outcomes[name].ms = ms
+        if watts:
+            outcomes[name].power = clock.power(bound[name], max(1, round(1e3 * TURN / median(ms))))
     return outcomes
 
 

@@ -158,6 +158,17 @@ def build_statistics(options, head_dim, head_dim_v, centred, wide):
 
 
 @device
+def summary_of(most, least):
+    """The `Summary` of numbers whose extremes have these bits."""
+    exponent, range_ = i32((most >> 23) - 127), i32((most >> 23) - (least >> 23))
+    if most == 0:
+        return Summary(i32(0), i32(0))
+    if most >= INFINITE or range_ > WIDEST or exponent > FARTHEST or exponent < -FARTHEST:
+        return Summary(i32(0), i32(1))
+    return Summary(i32(TOP - exponent), i32(0))
+
+
+@device
 def summarise(extremes, first, count):
     """The `Summary` of `count` parts from the `first` on, for each lane of a warp."""
     lane = i32(cuda.threadIdx.x % WARP)
@@ -167,12 +178,7 @@ def summarise(extremes, first, count):
             most = max(most, extremes[index(number), index(lane), 0])
             least = min(least, extremes[index(number), index(lane), 1])
     most, least = warp_maximum(most), warp_minimum(least)
-    exponent, range_ = i32((most >> 23) - 127), i32((most >> 23) - (least >> 23))
-    if most == 0:
-        return Summary(i32(0), i32(0))
-    if most >= INFINITE or range_ > WIDEST or exponent > FARTHEST or exponent < -FARTHEST:
-        return Summary(i32(0), i32(1))
-    return Summary(i32(TOP - exponent), i32(0))
+    return summary_of(most, least)
 
 
 @device

@@ -17,7 +17,8 @@ import pytest
 from asv_suite import ALL, NO_ASV, asv, copy_of_the_suite, measure, starts, workloads
 
 import numba_flash
-from numba_flash.bench import peers, timing
+from numba_flash.bench import options, peers, timing
+from numba_flash.bench.options import OPTIONS
 from numba_flash.bench.peers import Contender
 from numba_flash.plan import BACKENDS
 
@@ -135,6 +136,30 @@ def test_decoding_is_one_query_against_all_keys(tiny, monkeypatch):
     )
     workloads.timed("decode", "cpu", "full", beside_peer=False)
     assert shapes == {((1, 2, 1, 16), (1, 1, 150, 16), (1, 1, 150, 16))}
+
+
+@pytest.mark.parametrize("option", OPTIONS[1:])
+def test_an_option_that_is_left_out_is_noticed(option, tiny, monkeypatch):
+    """What is checked has the option, what it is compared with has not; both are timed."""
+    ours, plain = workloads.beside_plain("cpu", option, "backward")
+    assert len(ours.ms) == len(plain.ms) == 2
+    asked, of = [], options.ours
+    monkeypatch.setattr(options, "ours", lambda name, heads: asked.append(name) or of(name, heads))
+    workloads.beside_plain("cpu", option, "forward")
+    assert {"none", option} == set(asked)
+    forward = peers.forward
+    monkeypatch.setattr(peers, "forward", lambda q, k, v, causal, backend, **given: forward(q, k, v, causal=causal))
+    with pytest.raises(RuntimeError, match="numba_flash: is off by"):
+        workloads.beside_plain("cpu", option, "forward")
+
+
+def test_a_small_problem_is_timed_by_call(tiny, monkeypatch):
+    """Of a graph of many calls, one's share."""
+    made = []
+    monkeypatch.setattr(timing.HostClock, "graph", lambda self, bound, calls: made.append(calls) or bound)
+    monkeypatch.setattr(timing, "take_turns", lambda bound, *more: {name: [4.0] for name in bound})
+    assert workloads.gpu_microseconds("cpu", workloads.SMALL[0]) == 4000 / workloads.CALLS
+    assert made == [workloads.CALLS]
 
 
 def test_a_failure_in_a_process_of_its_own_is_told():

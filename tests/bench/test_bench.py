@@ -17,6 +17,7 @@ from numba_flash import forward, reference
 from numba_flash.__main__ import main
 from numba_flash.bench import grid, peers, progress, report, timing
 from numba_flash.bench.cases import BOUNDS, Case, Cell, relative_error
+from numba_flash.bench.options import OPTIONS
 from numba_flash.bench.peers import OURS, Bound, Contender
 from numba_flash.bench.timing import Outcome
 
@@ -78,6 +79,31 @@ def test_command_measures_prints_and_writes(monkeypatch, tmp_path, capsys):
     assert printed.count("█") > 8
     assert "our speed / NumPy: geometric mean " in printed
     assert "time per forward call at (1, 2, 64, 64): numba_flash " in printed
+
+
+def test_options_change_what_is_measured(tmp_path, capsys):
+    """Each is checked against the oracle and has a row of its own; standard attention has none."""
+    written = tmp_path / "bench.json"
+    arguments = (*SMALL, "--lengths", "64", "--mask", "full", "--direction", "both", "--option", ",".join(OPTIONS))
+    assert main([*arguments, "--heads-kv", "2", "--json", str(written)]) == 0
+    cells, printed = json.loads(written.read_text())["cells"], capsys.readouterr().out
+    assert [(entry["direction"], entry["option"]) for entry in cells] == [(d, o) for d in ("forward", "backward") for o in OPTIONS]
+    for entry in cells:
+        assert entry["contenders"][OURS]["status"] == "ok"
+        assert entry["contenders"]["NumPy"]["status"] == ("ok" if entry["option"] == "none" else "cannot")
+        assert ("  softcap" in printed) == any(entry["option"] == "softcap" for entry in cells)
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--option", "bias"])
+    assert "options are none, softcap, alibi, table, not bias" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", OPTIONS[1:])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_an_option_that_is_left_out_is_wrong(option, dtype):
+    """In every dtype: the check is not blind to it."""
+    pytest.importorskip("ml_dtypes")
+    with_option, without = (Case(cell(dtype=dtype, length=64, option=each), np).expected() for each in (option, "none"))
+    assert relative_error(with_option, without) > 2 * BOUNDS[dtype]
 
 
 def test_peers_that_cannot_run_are_listed_with_their_reason(monkeypatch, tmp_path, capsys):

@@ -329,14 +329,3 @@ def test_sizes_measured_one_at_a_time(module, tmp_path):
     common.write_file(new, [], about | {"device": "another"})
     with pytest.raises(ValueError, match=r"^device must be the same: H and another$"):
         gpus.main(["--json", str(old), "--join", str(new)])
-
-
-@pytest.mark.gpu
-def test_situations_beside_pytorch(tmp_path):
-    """Every peer of a small problem is checked and timed."""
-    pytest.importorskip("torch", reason="the study compares with PyTorch")
-    results = run("situations", "--only", "small", "--repeats", "2", file=tmp_path / "results.json")
-    assert [row["direction"] for row in results["rows"]] == ["forward", "backward"]
-    for row in results["rows"]:
-        assert row["ms"] > 0
-        assert {name: set(peer) for name, peer in row["peers"].items()} == {"cuDNN": {"ms", "ratio"}, "FlashAttention-2": {"ms", "ratio"}}

@@ -12,6 +12,7 @@ from numba_flash import problem, reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.simt import prepare_few, tier
+from numba_flash.cuda.simt.lanes_tiles import lanes_tile
 from numba_flash.plan import choose
 
 simulator = pytest.mark.simulator
@@ -196,6 +197,41 @@ def test_who_serves_their_gradients_on_hopper(sizes, options, backend):
     assert ("others read a key but once" in str(choose(p, given, None, "backward", gpu=H200))) == (backend == "sm80")
 
 
+def laid_out(given, chunked=True):
+    """Layouts of arrays, of which those of keys and values are compact, or every other column of more."""
+    of = lambda x: x if x is None else Layout.compact(x.shape, x.dtype.name)
+    every_other = lambda x: x if chunked else x._replace(strides=tuple(2 * s for s in x.strides))
+    inputs = given._make(map(of, given))
+    return inputs._replace(k=every_other(inputs.k), v=every_other(inputs.v))
+
+
+@pytest.mark.skipif(SIMULATED, reason="as of a GPU")
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "options", "gpu", "chunked", "rows"),
+    [
+        ("float32", {}, {}, H200, True, 8),
+        ("float64", {"hq": 16}, {"causal": True}, H200, True, 4),
+        ("float32", {"hq": 24, "nq": 2, "d": 256, "dv": 256}, {}, Gpu(0, (8, 6), 80), True, 8),
+        ("float32", {"hq": 8}, {}, H200, True, None),  # one row
+        ("float32", {"nq": 2}, {}, H200, True, None),  # 16 rows
+        ("float16", {}, {}, H200, True, None),
+        ("float64", {"d": 136}, {}, H200, True, None),
+        ("float32", {"d": 62}, {}, H200, True, None),
+        ("float32", {}, {}, H200, False, None),
+        ("float32", {}, {"softcap": 2.0}, H200, True, None),
+        ("float32", {}, {}, Gpu(0, (7, 5), 80), True, None),
+    ],
+)
+def test_whose_columns_lanes_share(dtype, sizes, options, gpu, chunked, rows):
+    """Plain few rows of whole chunks, where copies go on; others have a thread for each key."""
+    p, given = on_paper(dtype, options, **sizes)
+    tile = lanes_tile(p, laid_out(given, chunked), gpu.capability)
+    assert (tile and tile.rows) == rows
+    results = problem.ForwardResults(Layout.compact(given.q.shape, dtype), None)
+    builder = tier.prepare_forward(p, laid_out(given, chunked), results, gpu).launches[0].builder
+    assert builder == ("simt.few_lanes.build" if rows else "simt.few.build")
+
+
 @pytest.mark.skipif(SIMULATED, reason="as of a GPU")
 def test_one_kernel_serves_any_length():
     """And as many parts as fill the GPU."""
@@ -203,9 +239,9 @@ def test_one_kernel_serves_any_length():
     launches = []
     for nk in (600, 2**15, 10**6):
         p, given = on_paper(nk=nk)
-        launches.append(tier.prepare_forward(p, given._make(Layout.of(x) for x in given), results, H200).launches)
+        launches.append(tier.prepare_forward(p, laid_out(given), results, H200).launches)
     assert len({tuple(launch.config for launch in each) for each in launches}) == 1
-    assert {each[0].builder for each in launches} == {"simt.few.build"}
+    assert {each[0].builder for each in launches} == {"simt.few_lanes.build"}
     forward, combine = launches[1]
     parts = combine.numbers[0]
     assert forward.grid == 4 * 8 * parts

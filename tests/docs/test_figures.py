@@ -155,6 +155,18 @@ RESULTS = {
             situation("slow", "forward", {"R": 0.05}, causal=True),
         ],
     },
+    "h200/kelvin": {"device": "H", "backend": "sm90", "heads": 4, "stations": 8, "days": 2, "rows": [{"what": "kelvin", "error": 1e-6}]},
+    "h200/doubt": {
+        "device": "H",
+        "rows": [
+            {"data": "positive", "length": 64, "instruction": "IEEE", "error": 4e-7},
+            *(
+                {"data": "positive", "length": 64, "instruction": "wgmma", "split": "float16 x 3", "interval": x, "error": e}
+                for x, e in ((64, 1e-7), (128, 2e-7), (None, 1e-5))
+            ),
+        ],
+        "rates": [{"instruction": "wgmma", "kind": "tf32", "products": 3, "interval": 64, "tflops": 99.0}],
+    },
     "h200/facts": {
         "device": "H",
         "rows": [{"table": "examples", "what": "a", "took": "1 s", "result": "b"}, {"table": "once", "what": "c", "result": "d"}],
@@ -187,6 +199,14 @@ EXPECTED = {
         "| kelvin | 1e-07 / 1e-07 / 1e-07 / 1e-07 | 1e-07 /",
         "| TFLOP/s, forward / backward | 100 / 90.0 | 25.0 / none |",
     ],
+    "kelvin": ["](figures/kelvin.png)\n", "H, `sm90`, 4 x 8 stations, 2 days:", "| kelvin | 1.0e-06 |"],
+    "doubt": [
+        "| wgmma, float16 x 3 | 1e-07 / 2e-07 / - / 1e-05 |",
+        "| IEEE, one after the other | 4e-07 |",
+        "|  | positive |\n",
+        "| wgmma, float16 x 3 | 2e-07 |",
+    ],
+    "doubt-rates": ["| wgmma, tf32, three interleaved | 99.0 | - | - | - |"],
     "ring-measured": [
         "| forward | 512 | 0.500 | 100 TFLOP/s |",
         "| ring, causal | 2 | 1 | host | 65536 | 700.0, 625.7 | 0.80 | 0.40 |",

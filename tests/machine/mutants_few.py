@@ -5,6 +5,7 @@ from mutants import Mutant
 FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward_few.py", "cuda/sm80/block.py", "cuda/combine.py"
 GRADIENTS, SCHEDULE = "cuda/sm80/backward_few.py", "cuda/schedule.py"
 JOIN, LOAD = "cuda/sm80/few_join.py", "cuda/sm80/load.py"
+LANES, LANES_ROWS, FEW_LANES = "cuda/simt/lanes.py", "cuda/simt/lanes_rows.py", "cuda/simt/few_lanes.py"
 FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
 
 MUTANTS_FEW = (
@@ -132,4 +133,28 @@ MUTANTS_FEW = (
         "load_k(k_tile, x.k, key0, i32(key0 + WARP_N))",
         "few, gradients, lengths",
     ),
+    # ---- lanes that share the columns of keys
+    Mutant("a step too few is waited for", FEW_LANES, "ptx.copy_wait_but(STAGES - 1)", "ptx.copy_wait_but(STAGES)", "lanes"),
+    Mutant("a step in the place of another", FEW_LANES, "u32(ring + u32(slot * STEP_BYTES))", "u32(ring)", "lanes"),
+    Mutant(
+        "weights of lanes before they are there", FEW_LANES, "            cuda.syncwarp()  # those of all lanes are there\n", "", "lanes"
+    ),
+    Mutant("O that keeps its old shift", FEW_LANES, "                rescale(acc, alpha)\n", "", "lanes"),
+    Mutant("l that keeps its old shift", FEW_LANES, "                l_i *= alpha\n", "", "lanes"),
+    Mutant("shifts of one key of several", FEW_LANES, "largest = over_keys(score, True)", "largest = score", "lanes"),
+    Mutant("the same steps for all warps", FEW_LANES, "i32(first * STEP_N + warp * WARP_N)", "i32(first * STEP_N)", "lanes"),
+    Mutant("keys of the first half for both", FEW_LANES, "ahead = i32(lane // LANES * KEYS)", "ahead = i32(0)", "lanes, short"),
+    Mutant("keys beyond the last", LANES, "there = n < left\n", "there = True\n", "lanes, short"),
+    Mutant("columns beyond the last", LANES, "there = there and lane + h * LANES < CHUNKS", "pass", "lanes, causal"),
+    Mutant("halves that lanes keep, given", LANES, "kept = high if upper else low", "kept = low if upper else high", "lanes"),
+    Mutant("values of hidden keys", FEW_LANES, "hidden = j < start or j >= stop", "hidden = j >= stop", "lanes, window"),
+    Mutant("a key too many", FEW_LANES, "hidden = j < start or j >= stop", "hidden = j < start or j > stop", "lanes, causal"),
+    Mutant("the other half's keys left out", LANES_ROWS, "        if TWO:  # the others' keys\n", "        if False:\n", "lanes, short"),
+    Mutant("the second chunk where the first is", LANES_ROWS, "h * (CHUNK * LANES)", "0 * (CHUNK * LANES)", "lanes, float64"),
+    Mutant("sums over steps that others read", LANES_ROWS, "        cuda.syncthreads()  # all steps have been read\n", "", "lanes"),
+    Mutant("m and l before they are there", LANES_ROWS, "        cuda.syncthreads()  # m and l of all warps are there\n", "", "lanes"),
+    Mutant("rows of lanes before they are there", LANES_ROWS, "        cuda.syncthreads()  # rows of all warps are there\n", "", "lanes"),
+    Mutant("l of warps as if shifts were equal", LANES_ROWS, "total += power(m - shift) * l", "total += l", "lanes"),
+    Mutant("steps of the part before", LANES_ROWS, "before = min(i32(x.part * share), count)", "before = i32(0)", "lanes, short"),
+    Mutant("rows beyond the sequence's", LANES_ROWS, "if SEQUENCES and i >= x.queries:", "if False:", "lanes, lengths"),
 )

@@ -134,7 +134,7 @@ PROBLEMS = {
     "plain": Problem(forward_pass),
     "steep": Problem(forward_pass, nq=200, nk=500, options=STEEP),
     "one key missing": Problem(forward_pass, nk=255),
-    "heads": Problem(forward_pass, nk=300, hq=4, hk=2, multiprocessors=2),
+    "heads": Problem(forward_pass, nk=300, hq=4, hk=2, multiprocessors=2, options={"causal": True}),  # rows of heads stay apart
     "many items": Problem(forward_pass, nk=100, hq=7),
     "long items": Problem(forward_pass, nk=500, hq=4),
     "D128": Problem(forward_pass, d=128),
@@ -293,7 +293,7 @@ PROBLEMS |= {
     "mma, gradients, dropout": mma_gradients(d=72, nq=NQ, nk=NK, capability=(8, 6), options=DROPOUT),
     "mma, gradients, tiles of a mask": mma_gradients(nq=300, nk=300, options=TILES),
     "mma, gradients, blocks": mma_gradients(nq=300, nk=300, options=BLOCKS),
-    "gradients, blocks": Problem(backward_pass, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
+    "gradients, blocks": Problem(backward_pass, d=72, nq=300, nk=300, batch=2, hq=2, multiprocessors=2, options=BLOCKS),
     "gradients, blocks that do not fit": Problem(backward_pass, nq=300, nk=300, multiprocessors=2, options=ODD_BLOCKS),
     "wgmma, blocks, window": Problem(forward_pass, nq=300, nk=300, multiprocessors=2, options=WINDOW_OF_BLOCKS),
     "gradients, many blocks": Problem(backward_pass, d=72, nq=256, nk=1180, multiprocessors=3, options=MANY_BLOCKS),
@@ -366,7 +366,25 @@ PROBLEMS |= {
         batch=2, capability=(9, 0), options={"q_lengths": np.array([5, 2]), "kv_lengths": np.array([530, 70])}
     ),
 }
-of_blocks = partial(Problem, backward_pass, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
+few_lanes = partial(Problem, forward_pass, nq=1, nk=600, hq=8, tier="simt", dtype="float32", capability=(8, 0))
+PROBLEMS |= {
+    "lanes": few_lanes(hq=16, hk=2, d=128, options=STEEP),
+    "lanes, short": few_lanes(nk=530, hq=4, multiprocessors=8),  # a block has a step or two
+    "lanes, causal": few_lanes(nq=3, hq=4, hk=2, d=40, options={"causal": True}),
+    "lanes, window": few_lanes(nq=2, hq=4, options={"window": (150, 2), "q_start": 300}),
+    "lanes, lengths": few_lanes(nq=2, hq=4, batch=2, options={"q_lengths": np.array([2, 1]), "kv_lengths": np.array([600, 77])}),
+    "lanes, float64": few_lanes(d=128, dtype="float64"),
+}
+# float32 heads whose keys all fit into shared memory; a bias that hides a column, all of a row, and some keys.
+SHORT = np.random.default_rng(13).standard_normal((2, 70, 72)).astype(np.float32)
+SHORT[:, :, 7], SHORT[0, 5], SHORT[:, 11, ::2] = -np.inf, -np.inf, -np.inf
+short = partial(Problem, nq=70, nk=72, hq=2, tier="sm80", dtype="float32", capability=kernels.HOPPER, multiprocessors=2)
+PROBLEMS |= {
+    "short heads": short(forward_pass, d=32, made=offset, options={"bias": SHORT}),
+    "short heads, plain": short(forward_pass, d=12, hk=1, made=units),
+    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40], "bias_grad": True}),
+}
+of_blocks = partial(Problem, backward_pass, d=72, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
 PROBLEMS |= {
     "gradients, blocks, sections": of_blocks(hq=4, hk=2, slots=3, options=BLOCKS),
     "gradients, blocks, lengths": of_blocks(

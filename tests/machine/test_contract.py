@@ -98,6 +98,7 @@ ON_HOPPER = {
     "float16 128 causal": hopper("float16", 128, 128, BANDS[:1]),
     "bfloat16 128 window": hopper("bfloat16", 128, 128, WINDOWS[:1]),
     "float16 128 lengths": hopper("float16", 128, 128, LENGTHS[:1]),
+    "float16 64 heads as rows": hopper("float16", 64, 64, (Shape((2, 8, 2), 9, 90, {"kv_lengths": np.array([50, 90])}),)),
     "bfloat16 128 softcap": hopper("bfloat16", 128, 128, (also(SOFT, softcap=5.0),)),
     "float16 72, 40": hopper("float16", 72, 40, AROUND[:1]),
     "bfloat16 192, 128": hopper("bfloat16", 192, 128, AROUND[:1]),

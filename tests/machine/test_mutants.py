@@ -17,12 +17,13 @@ from mutants_bias import MUTANTS_BIAS
 from mutants_blocks import MUTANTS_BLOCKS
 from mutants_dbias import MUTANTS_DBIAS
 from mutants_few import MUTANTS_FEW
+from mutants_head import MUTANTS_HEAD
 from mutants_pages import MUTANTS_PAGES
 from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from problems import CAUGHT, PROBLEMS
 
-ALL = (*MUTANTS, *MUTANTS_SPLIT, *MUTANTS_SM80, *MUTANTS_FEW, *MUTANTS_PAGES, *MUTANTS_BLOCKS, *MUTANTS_DBIAS, *MUTANTS_BIAS)
+ALL = (*MUTANTS, *MUTANTS_SPLIT, *MUTANTS_SM80, *MUTANTS_FEW, *MUTANTS_PAGES, *MUTANTS_BLOCKS, *MUTANTS_DBIAS, *MUTANTS_BIAS, *MUTANTS_HEAD)
 
 
 @pytest.fixture(scope="session")

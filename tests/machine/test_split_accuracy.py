@@ -2,8 +2,6 @@
 the other. On cores that cut their sums off as those of Ampere and of Hopper do.
 """
 
-import math
-
 import numpy as np
 import pytest
 from support import SIMULATED, random_inputs
@@ -12,7 +10,9 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
+import ieee_sums
 import sums
+from ieee_sums import size
 from kernels import machine
 
 import numba_flash
@@ -69,29 +69,6 @@ def drawn(name: str) -> list[np.ndarray]:
     return [x.astype(np.float32) for x in DRAWN[name](rng, *arrays)]
 
 
-def multiply_add(a, b, c) -> np.ndarray:
-    """In float32, as if it were one operation: the product is exact in float64."""
-    return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
-
-
-def one_after_the_other(q, k, v):
-    """o and lse by IEEE float32: each sum in one register, in the order of its terms."""
-    s, scale_log2 = np.zeros((NQ, NK), np.float32), np.float32(D**-0.5 * math.log2(math.e))
-    for d in range(D):
-        s = multiply_add(q[:, d, None], k[None, :, d], s)
-    shift = s.max(axis=1, keepdims=True) * scale_log2
-    p = np.exp2(multiply_add(s, scale_log2, -shift))
-    l, o = np.zeros(NQ, np.float32), np.zeros((NQ, D), np.float32)
-    for j in range(NK):
-        l = l + p[:, j]
-        o = multiply_add(p[:, j, None], v[j], o)
-    return o / l[:, None], (shift[:, 0] + np.log2(l)) * np.float32(math.log(2))
-
-
-def size(x) -> float:
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
-
-
 def errors(o, lse, ref, ref_lse) -> list[float]:
     """Of o, of o in the row in the middle, and of lse, the latter relative where it is above 1."""
     by_rows = np.linalg.norm(o - ref, axis=-1) / np.linalg.norm(ref, axis=-1)
@@ -104,7 +81,7 @@ def test_errors_are_at_most_those_of_ieee_sums(name, core):
     """Those of lse at most twice: keys share what tensor cores cut off, and centred ones take one more rounding."""
     q, k, v = drawn(name)
     ref = [x[0] for x in reference.forward(q, k, v)]
-    ieee = map(np.stack, zip(*map(one_after_the_other, q[0], k[0], v[0]), strict=True))
+    ieee = map(np.stack, zip(*map(ieee_sums.forward, q[0], k[0], v[0]), strict=True))
     backend, sums_of_core, capability = CORES[core]
     with machine(core=sums_of_core, capability=capability):
         ours = [x[0] for x in numba_flash.forward(q, k, v, backend=backend, return_lse=True)]

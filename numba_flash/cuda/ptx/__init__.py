@@ -165,6 +165,9 @@ from numba_flash.cuda.ptx.memory import (
     store_shared as store_shared,
 )
 from numba_flash.cuda.ptx.memory import (
+    store_shared_float64 as store_shared_float64,
+)
+from numba_flash.cuda.ptx.memory import (
     store_shared_float64s as store_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (

@@ -58,6 +58,9 @@ store_global_float64 = instruction(
 store_global_float64s = instruction(
     "store_global_float64s", "st.global.v2.f64 [$0], {$1, $2};", _void, u64, f64, f64
 )
+store_shared_float64 = instruction(
+    "store_shared_float64", "st.shared.f64 [$0], $1;", _void, u32, f64
+)
 store_shared_float64s = instruction(
     "store_shared_float64s", "st.shared.v2.f64 [$0], {$1, $2};", _void, u32, f64, f64
 )

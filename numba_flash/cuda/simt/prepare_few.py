@@ -5,10 +5,13 @@ Numba is not imported here.
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from numba_flash.cuda import grid, launch, prepare_parts
 from numba_flash.cuda.arguments import build_extras, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.simt.few_tiles import SIMULATOR_TILE, TILES, FewTile
+from numba_flash.cuda.simt.lanes_tiles import lanes_tile
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
@@ -32,15 +35,19 @@ def few_tile(problem) -> FewTile:
 
 def prepare(problem, inputs, results, gpu) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts, without dropout."""
-    p, tile = problem, few_tile(problem)
+    p, of_lanes = problem, lanes_tile(problem, inputs, gpu.capability)
+    tile = of_lanes or few_tile(problem)
+    scale_log2 = 1.0 if p.options.modifies else p.scale * LOG2E
+    if of_lanes and p.dtype == "float32":
+        scale_log2 = np.float32(scale_log2)
     parts = grid.few_parts(p, tile, gpu.multiprocessors * tile.min_blocks)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     combine = prepare_parts.combine_many(partial, results, gpu, parts) if parts > 1 else None
     forward = Launch(
-        "simt.few.build",
+        "simt.few_lanes.build" if of_lanes else "simt.few.build",
         (
-            *(p.dtype, partial.o.dtype.name, p.d, p.dv, partial.lse is not None),
-            *(p.options.structure, tile),
+            *((p.dtype,) if of_lanes else (p.dtype, partial.o.dtype.name)),
+            *(p.d, p.dv, partial.lse is not None, p.options.structure, tile),
         ),
         gpu,
         grid=grid.items(p, p.nq * tile.group, p.hk, tile.block_m) * parts,
@@ -51,9 +58,10 @@ def prepare(problem, inputs, results, gpu) -> Prepared:
         ),
         extras=grid.extras_layouts(p, inputs),
         numbers=(
-            *(1.0 if p.options.modifies else p.scale * LOG2E, p.low, p.high),
-            *(parts, parameters_of(p, None)),
+            *(scale_log2, p.low, p.high),
+            *((parts,) if of_lanes else (parts, parameters_of(p, None))),
         ),
+        shared_bytes=tile.layout.bytes if of_lanes else 0,
     )
     extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
 

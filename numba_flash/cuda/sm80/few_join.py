@@ -14,8 +14,6 @@ from numba_flash.cuda.number import build_convert, index
 from numba_flash.cuda.sm80.few_tiles import MOST_JOINED
 from numba_flash.cuda.sm80.tiles import WARP
 
-AHEAD = 8  # parts of an element of O that a thread has under way at the same time
-
 
 class Place(NamedTuple):
     """Of elements of O that a thread has: the row of the block, the head, the query, and the first
@@ -101,14 +99,15 @@ def build_weights(tile, write_lse):
 
 
 @once
-def build_join(tile, head_dim_v, out_dtype, write_lse):
+def build_join(tile, head_dim_v, out_dtype, write_lse, ahead):
     """``join(smem, o_parts, lse_parts, o, lse, arrivals, x, parts)``: rows of the `Block` x, once
     all `parts` of the keys are done; `arrivals`, a number for each block of rows, is 0 before and
-    after.
+    after. A thread has `ahead` parts of an element of O under way at the same time.
     """
     BLOCK_M, THREADS = tile.block_m, tile.threads
     WIDTH = 4 if head_dim_v % 4 == 0 else 1  # elements of O that a thread has at the same time
-    ACROSS, LOADED = head_dim_v // WIDTH, WIDTH * AHEAD
+    ACROSS, AHEAD = head_dim_v // WIDTH, ahead
+    LOADED = WIDTH * AHEAD
     query_of, head_of, _ = fragment.build_row(tile.group)
     weigh = build_weights(tile, write_lse)
     _, store = build_convert(out_dtype)

@@ -18,6 +18,15 @@ RESERVED = KB  # of the shared memory of each block, by the driver
 # graph on an H200: 4k in 16 parts 11.5 us, in 32 14.8, by two kernels 11.4; 8k 14.5, 17.7, 14.5.
 MOST_JOINED, FEW_TILES_EACH = 16, 4
 ENOUGH_BLOCKS = 2  # of a multiprocessor, for parts of the keys
+# Of parts that are joined, a thread asks for the first, or for all, before it uses one. In a graph
+# on an H200: 4k keys in 16 parts 9.9 us by 8 at a time, 9.6 by 16; 8k 12.8 and 12.4; 1k in 8 parts
+# 7.2 and 7.7.
+FIRST_ASKED = 8
+
+
+def asked(parts: int) -> int:
+    """So many at the same time."""
+    return FIRST_ASKED if parts <= FIRST_ASKED else MOST_JOINED
 
 
 def float_pitch(head_dim: int) -> int:
@@ -77,18 +86,20 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, us beside other tiles (warps, keys, stages), and a copy of as many bytes;
-# the cache fetched 256 bytes around each copy. D = 128, group of 8, 16 x 32k keys: 516 in two
-# parts, copy 512; in eight 558, and there (2, 64, 1) 545, (4, 128, 2) 526: in two, others may be
-# better, too. D = 64, 64 x 4k: 507, with one stage 515, with three 509, copy 510; with 128 bytes
-# around each copy 501, none 518. Rows for less memory and of 32 queries were not compared.
+# On an H200, bfloat16, us beside other tiles (warps, keys, stages), and a copy of as many bytes.
+# D = 128, group of 8: 16 x 32k keys, of which a multiprocessor has one block, 498.5; (8, 256, 1)
+# 498.8, (4, 128, 3) 499.5; two of (4, 128, 1) 506.8, of (2, 64, 2) 509.8; copy 512. 1 x 131k keys
+# in 16 parts 133.5, 132.7, 134.0; in 32 of (4, 128, 1), and a second kernel, 138.0; copy 128.5.
+# 1 x 8k in a graph 12.3, 12.4, 12.4; (4, 128, 1) 12.8. D = 64, 64 x 4k: 507, with one stage 515,
+# with three 509, copy 510; with 128 bytes around each copy 501, none 518. Rows for less memory and
+# of 32 queries were not compared.
 FEW_TILES = (
     FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),
     FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
     FewRow(64, 32, 227 * KB, FewTile(4, 2, 128, 2, False, 2)),
     FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2, apart=False)),
-    FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 1, False, 3)),
+    FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 2, False, 1)),
     FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
     FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2, apart=False)),
     FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),
@@ -193,7 +204,8 @@ class BackwardFewRow(NamedTuple):
     tile: BackwardFewTile
 
 
-# Not timed.
+# On an H200, bfloat16, D = 128, 16 x 32k keys, a group of 8: 1138 us, (4 warps, 1 stage, 3 blocks)
+# 1139, (2, 2, 4) 1134, (4, 3, 2) 1157, a copy of K and V 1028. Others were not timed.
 BACKWARD_FEW_TILES = (
     BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
     BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),

@@ -61,8 +61,8 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     high, parts, parameters)`` with its signature and compile options.
 
     o, lse : results; float32 results over each of `parts` of the keys, one after the other.
-    whole_o, whole_lse, arrivals : if parts are `joined`, what the last block of those that share
-        rows makes of them; see `numba_flash.cuda.sm80.few_join`.
+    whole_o, whole_lse, arrivals : if parts are `joined`, so many at the same time, what the last
+        block of those that share rows makes of them; see `numba_flash.cuda.sm80.few_join`.
     """
     BLOCK_N, THREADS, STAGES = tile.block_n, tile.threads, tile.stages
     WARP_N, GROUP, M_TILES, Q_REGISTERS = tile.warp_n, tile.group, tile.m_tiles, tile.q_registers
@@ -77,7 +77,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     P_WORDS, Q_WORDS = ALL_SCORES // 2, M_TILES * D // 4 if Q_REGISTERS else 1
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
     LAZY = softmax.LAZIER if options.changes else softmax.LAZY
-    WRITE_LSE, PARTS, JOINED = write_lse or parts, parts, joined
+    WRITE_LSE, PARTS, JOINED = write_lse or parts, parts, joined > 0
     SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
@@ -99,7 +99,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     modify = build_modify(dtype, options, runs, False, shape.turing)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     wait_for_one = ptx.copy_wait_but(2 * STAGES - 1)
-    join = build_join(tile, shape.head_dim_v, out_dtype, write_lse)
+    join = build_join(tile, shape.head_dim_v, out_dtype, write_lse, joined)
 
     @inline
     def hide(s, row, col0, clear, unclear, keys, low, high):

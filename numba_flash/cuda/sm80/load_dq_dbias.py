@@ -44,7 +44,8 @@ def build_copy(rows, head_dim, threads, place):
     and from column `columns`.
     """
     ROWS, PITCH, PLACE, CHUNKS = rows, pitch(head_dim), place, padded(head_dim) // CHUNK
-    STEP = min(rows, threads // CHUNKS)  # rows that are copied at the same time
+    # rows that are copied at the same time: a power of two, as places are made of a row's bits
+    STEP = min(rows, 1 << (threads // CHUNKS).bit_length() - 1)
     ALL = STEP * CHUNKS == threads
     assert threads % CHUNKS == 0
     assert rows % STEP == 0

@@ -26,6 +26,7 @@ from numba_flash.cuda.sm80 import (
     float64_tiles,
     prepare_backward_few,
     prepare_dq_dbias,
+    prepare_dq_dbias_split,
 )
 from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
@@ -135,6 +136,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     bias_tile = prepare_dq_dbias.tile_of(p, shape, x, y, there)
     if bias_tile is not None:
         return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)
+    tiles = prepare_dq_dbias_split.tiles_of(p, shape, x, y, there)
+    if tiles is not None:
+        return prepare_dq_dbias_split.prepare(p, gpu, shape, inputs, y, tiles)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))

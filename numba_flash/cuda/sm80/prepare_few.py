@@ -10,7 +10,13 @@ from numba_flash.cuda import grid, prepare_parts
 from numba_flash.cuda.arguments import build_extras, chunked, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.few_tiles import ENOUGH_BLOCKS, FEW_TILES_EACH, MOST_JOINED, FewTile
+from numba_flash.cuda.sm80.few_tiles import (
+    ENOUGH_BLOCKS,
+    FEW_TILES_EACH,
+    MOST_JOINED,
+    FewTile,
+    asked,
+)
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import Prepared
 
@@ -105,7 +111,15 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
         parameters_of(p, rng),
     )
     operands = (inputs.q, 5), (inputs.k, 5), (inputs.v, 5), (into.o, 5), (into.lse, 4)
-    config = p.dtype, shape, last.o.dtype.name, last.lse is not None, p.band, parts > 1, joined
+    config = (
+        p.dtype,
+        shape,
+        last.o.dtype.name,
+        last.lse is not None,
+        p.band,
+        parts > 1,
+        asked(parts) * joined,
+    )
     forward = Launch(
         "sm80.forward_few.build",
         (*config, p.options.structure, tile),

@@ -17,7 +17,7 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import float64_tiles, prepare_few, tiles
+from numba_flash.cuda.sm80 import float64_tiles, prepare_few, prepare_head, tiles
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import few_tile
 from numba_flash.cuda.sm80.tiles import Hardware, Tile, hardware, padded
@@ -32,6 +32,9 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     dropout.
     """
     gpu = gpu or launch.gpu(inputs.q.device)
+    head = prepare_head.tile_of(problem, inputs, results, gpu)
+    if head is not None:
+        return prepare_head.prepare(problem, inputs, results, gpu, head)
     p, tile = choose(problem, lambda p: _tile(p, gpu), lambda p: _within_blocks(p, gpu))
     if tile.group:
         return prepare_few.prepare(p, inputs, results, gpu, tile)

@@ -150,9 +150,12 @@ def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch, fresh=True):
 
 
 @once
-def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes):
-    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16."""
-    a, b = Matrices(16 * a_pitch, 32, False), Matrices(16 * b_pitch, 32, False)
+def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes, held=False):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16; A is
+    in registers if `held`.
+    """
+    HELD, b = held, Matrices(16 * b_pitch, 32, False)
+    a = None if held else Matrices(16 * a_pitch, 32, False)
     n_tiles = columns // 16
     at_once = math.gcd(n_tiles, MORE // (8 * m_tiles))
     steps = depth // 16
@@ -162,7 +165,10 @@ def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes):
 
     @inline
     def product(acc, a, b):
-        multiply(acc, beside(a), below(b), u32(0))
+        if HELD:
+            multiply(acc, a, below(b), u32(0))
+        else:
+            multiply(acc, beside(a), below(b), u32(0))
 
     return product
 

@@ -48,6 +48,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
     TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
+    KEEPS_DS = tile.keeps_ds
     NEXT = SCORES if AHEAD else 0
     SEQUENCES, BFLOAT16, LISTED = options.sequences, dtype == "bfloat16", options.listed
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
@@ -59,8 +60,10 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     start_dv = wgmma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
     start_dq = wgmma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
     start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
+    start_dk_of = wgmma.build_values(BLOCK_M, head_dim, BFLOAT16)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     put_ds = store.build_put_chunks(BLOCK_M, 0, BFLOAT16, BLOCK_N)
+    ds_of, put_ds_at = store.build_put_ds(BLOCK_M, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
@@ -156,6 +159,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
         pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
+        dsT = cuda.local.array(PAIRS, u32)  # of dS^T, likewise
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         dq = cuda.local.array(32, f32)  # of a tile of dQ
@@ -185,6 +189,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     wait_q(smem, turn, me, n, row0)
                     start_scores(sT, k_rows, wgmma.descriptor(q_rows, u32(0)))
                 wait_do(smem, turn, me, n, row0)
+                if KEEPS_DS and not AHEAD:  # dK is complete: the registers of dS are free for dP
+                    ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))
                 if n != begin:  # (7) of the tile before
@@ -200,11 +206,17 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 # (5) dS^T = P^T * (dP^T - delta)
                 ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
                 differentiate_cap(dpT, sT, smem, me, n, scales.scale_log2)
+                ds_at = ds_of(u32(ds + mine))
                 for chunk in range(0, SCORES // 4, 2):
                     differentiate(dpT, sT, smem, me, n, chunk)
-                    put_ds(u32(ds + mine), dpT, ONES, chunk)
+                    if KEEPS_DS:
+                        put_ds_at(ds_at, dpT, chunk)
+                    else:
+                        put_ds(u32(ds + mine), dpT, ONES, chunk)
                 # (3) dV = dV + P^T dO
                 pack(pT, sT)
+                if KEEPS_DS:
+                    pack(dsT, dpT)
                 start_dv(dv_acc, pT, wgmma.descriptor(do_rows, u32(Q_PANEL)))
                 ptx.fence_proxy_async()
                 row0 = next_row0(smem, me, row0)
@@ -215,8 +227,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
                 start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
-                dsT_rows = wgmma.descriptor(ds + mine, u32(0))
-                start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
+                q_columns = wgmma.descriptor(q_rows, u32(Q_PANEL))
+                if KEEPS_DS:
+                    start_dk_of(dk_acc, dsT, q_columns)
+                else:
+                    dsT_rows = wgmma.descriptor(ds + mine, u32(0))
+                    start_dk(dk_acc, dsT_rows, q_columns)
                 ptx.wgmma_wait(dq, sT, ONE, 32, NEXT)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq, f32(1))

@@ -4,6 +4,7 @@ from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.fold import folded
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
 from numba_flash.problem import Prepared
 
@@ -15,6 +16,9 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         return tensor_maps.through_compact(
             lambda results: prepare(p, inputs, results, gpu), results
         )
+    fold = folded(p, inputs, results, forward_tile(p).block_m)
+    if fold is not None:
+        return prepare(*fold, gpu)
     tile = part_tile(p)
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1:

@@ -45,6 +45,32 @@ def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64, interleaved=Fal
 
 
 @once
+def build_put_ds(block_m, bfloat16, rows):
+    """``put_ds(tile, ds, j)``: chunks of 8 columns j and j + 1 of dS^T, rounded, into a tile of
+    panels of `rows` rows, where ``mine(tile)``, the address of this thread's, is known: the number
+    of a chunk only changes bits of it.
+    """
+    PANEL_CHUNKS, PANEL_BYTES = PANEL // 8, panel_bytes(rows)
+    _, pack2 = build_pack(0, bfloat16)
+
+    @inline
+    def mine(tile):
+        lane, warp = i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x % 128 // 32)
+        row, right = i32(warp * 16 + lane % 16), i32(lane // 16)
+        return u32(tile + u32(row * ROW_BYTES + (right ^ row % 8) * 16))
+
+    @inline
+    def put_ds(at, ds, j):
+        e = 4 * j
+        a, b = pack2(ds[e], ds[e + 1]), pack2(ds[e + 2], ds[e + 3])
+        c, d = pack2(ds[e + 4], ds[e + 5]), pack2(ds[e + 6], ds[e + 7])
+        to = u32(u32(at ^ u32(j % PANEL_CHUNKS * 16)) + u32(j // PANEL_CHUNKS * PANEL_BYTES))
+        ptx.stmatrix(to, a, b, c, d)
+
+    return mine, put_ds
+
+
+@once
 def build_put(head_dim_v, first_panel, count, bfloat16, rows=64, interleaved=False):
     """``put(tile, acc, inverse)``: `count` panels of 64 rows of O times `inverse`, rounded, into a
     tile of panels of `rows` rows; of rows that are keys, `interleaved`, in the order of the keys.

@@ -6,6 +6,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
+from numba_flash.cuda.sm90 import fold
 from numba_flash.cuda.sm90 import prepare_backward as backward
 from numba_flash.cuda.sm90 import prepare_backward_options as backward_options
 from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
@@ -16,7 +17,7 @@ from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST, split_tile
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
-from numba_flash.problem import Prepared
+from numba_flash.problem import MAX_HEAD_DIM, ForwardResults, Prepared
 
 # Options that the kernels of float32 know; the others know all but pages.
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
@@ -28,6 +29,10 @@ GREATEST_SOFTCAP = 1024
 # 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
 # gradient of the bias 1.13, before the copy engine brought the bias.
 MOST_WAITING = {"forward": 64, "backward": 32}
+# Queries of all heads that share keys up to which sm80's tiles of few queries are as fast, up to
+# head dimension 64 and beyond. Time of sm80 over that of sm90 on an H200, 16 x 32k keys of 8 heads:
+# D = 64, 64 queries 0.95, 128 1.88; D = 128, 32 1.00, 40 1.47, 64 1.50, 128 2.81.
+MOST_OF_OTHERS = {64: 64, MAX_HEAD_DIM: 32}
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
@@ -77,8 +82,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
     if problem is None:
         return None
-    few = grid.bound_by_memory if kind == "forward" else grid.few_gradients
-    if not demanded and few(problem):
+    if not demanded and _few(kind, problem, inputs):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
     if not demanded and _waits(kind, problem, inputs):
         return (
@@ -93,6 +97,17 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     with_options = kind == "backward" and problem.options.modifies_beyond_softcap
     of_options = _why_not_backward(problem) if with_options else None
     return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
+
+
+def _few(kind: str, p, inputs) -> bool:
+    """True if others read a key once, and here each head of queries would."""
+    if kind == "backward":
+        return grid.few_gradients(p)
+    most = next(rows for d, rows in MOST_OF_OTHERS.items() if max(p.d, p.dv) <= d)
+    if not grid.bound_by_memory(p) or fold.rows(p) <= most:
+        return grid.bound_by_memory(p)
+    layouts = inputs._replace(q=Layout.of(inputs.q))
+    return fold.folded(p, layouts, ForwardResults(None, None), forward_tile(p).block_m) is None
 
 
 def _waits(kind: str, p, inputs) -> bool:

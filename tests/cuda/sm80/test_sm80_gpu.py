@@ -18,6 +18,7 @@ CHOOSERS = (prepare_backward, prepare_dbias, prepare_few, prepare_forward, tier)
 NQ, NK = 150, 200
 DRAWN = np.random.default_rng(19)
 BIAS = {"bias": DRAWN.standard_normal((4, NQ, NK)).astype(np.float16), "bias_grad": True}
+ALIBI = numba_flash.alibi(np.linspace(0.1, 0.9, 4))
 MASK, DROPOUT = {"mask": DRAWN.random((NQ, NK)) < 0.5}, {"dropout": 0.3, "rng": (7, 11)}
 PROBLEMS = {
     **{f"causal {d}": (d, NQ, {"causal": True}) for d in (32, 64, 128, 192, 256)},
@@ -25,7 +26,7 @@ PROBLEMS = {
     "bias of all in a batch": (32, NQ, BIAS),
     "lengths": (64, NQ, {"kv_lengths": np.array([60, NK]), "q_lengths": np.array([NQ, 70])}),
     "few queries": (128, 3, {}),
-    "alibi": (64, NQ, {"score_mod": numba_flash.alibi(np.linspace(0.1, 0.9, 4))}),
+    "alibi": (64, NQ, {"score_mod": ALIBI, "score_mod_grad": ALIBI.score_mod_grad}),
 }
 
 

@@ -18,7 +18,8 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm80 import tier
+from numba_flash.cuda.sm80 import head_tiles, tier
+from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, WARPS_OF_KEYS, DqDbiasTile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
 from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
@@ -366,14 +367,15 @@ def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
 @pytest.mark.parametrize(
     ("sizes", "gpu", "parts"),
     [
-        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 32),  # 8 * 32 blocks, two on nearly each of 132 multiprocessors
-        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 2),  # a turn
+        ({"nk": 131072, "hq": 64, "hk": 8}, H200, 16),  # 8 * 16 blocks, one on nearly each of 132 multiprocessors
+        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (16,)}, H200, 1),  # as many
+        ({"nk": 32768, "hq": 64, "hk": 8, "batch": (20,)}, H200, 4),  # nearly five turns
         ({"nk": 1024, "hq": 64, "hk": 8}, H200, 8),  # a tile each
         ({"nk": 100, "hq": 64, "hk": 8}, H200, 1),  # a second kernel would take longer
-        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 256),  # 4 tiles each, as with 264
+        ({"nk": 131072, "hq": 1, "hk": 1}, H200, 128),  # 8 tiles each, as with 132
         ({"nk": 131072, "hq": 64, "hk": 8}, A100, 27),
         ({"nk": 8192, "hq": 64, "hk": 8}, H200, 16),  # one kernel
-        ({"nk": 8193, "hq": 64, "hk": 8}, H200, 33),
+        ({"nk": 8193, "hq": 64, "hk": 8}, H200, 13),  # 5 tiles each, as with 16
         ({"nk": 131072, "hq": 264, "hk": 264}, H200, 1),
         ({"nk": 4096, "hq": 32, "hk": 32, "d": 64, "batch": (64,)}, H200, 1),
         ({"nk": 0, "hq": 1, "hk": 1}, H200, 1),
@@ -383,7 +385,7 @@ def test_parts_of_few_queries_fill_the_gpu(sizes, gpu, parts):
     sizes = {"nq": 1, "d": 128, "batch": (1,)} | sizes
     forward, *combine = launches("forward", problem(**sizes), gpu)
     assert forward.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
-    assert joins(forward) == (1 < parts <= MOST_JOINED)
+    assert joins(forward) == (0 if not 1 < parts <= MOST_JOINED else 8 if parts <= 8 else 16)
     assert len(combine) == (parts > MOST_JOINED)
     if combine:
         assert combine[0].grid == math.prod(sizes["batch"]) * sizes["hq"]
@@ -421,7 +423,7 @@ def test_who_counts_arrivals_where(monkeypatch):
 def test_one_kernel_combines_any_number_of_parts():
     """So that a cache that grows needs none anew."""
     of = lambda nk, b: launches("forward", problem(nq=1, nk=nk, d=128, hq=8, hk=1, batch=(b,)), H200)
-    (short, combine_short), (long, combine_long) = of(50000, 1), of(100000, 1)
+    (short, combine_short), (long, combine_long) = of(15000, 1), of(100000, 1)
     assert combine_short.numbers != combine_long.numbers
     assert (short.config, combine_short.config) == (long.config, combine_long.config)
     (short,), (long,) = of(3000, 32), of(100000, 32)
@@ -521,6 +523,69 @@ def test_loops_of_a_bias_alone(sizes, options, gpu, loops):
 def test_other_biases_have_the_general_loop(bias):
     built = [each.builder for each in gradients_of(bias, {}, H200, batch=(8,), hq=2, hk=2, nk=384, d=32)]
     assert set(built) & {*JOINT, *GENERAL} == {*GENERAL}
+
+
+SPLIT = ("sm80.dk_dv_split.build", "sm80.dq_dbias_split.build")
+SHORT = {"hq": 2, "hk": 2, "d": 32, "dtype": "float32"}
+LOOPS_OF_FLOAT32 = {
+    "short heads": ({}, {}, H200, True),
+    "longer ones": ({"nk": 392}, {}, H200, False),
+    "queries of longer ones": ({"nq": 400}, {}, H200, False),
+    "few that share it": ({"batch": (2,)}, {}, H200, False),
+    "fewer heads of keys": ({"hk": 1}, {}, H200, False),
+    "head dimension 64": ({"d": 64}, {}, H200, False),
+    "less shared memory": ({}, {}, A100, False),
+    "keys that are no runs": ({"nk": 100}, {}, H200, False),
+    "one product": ({}, {"precision": "tf32"}, H200, False),
+    "a band": ({}, {"causal": True}, H200, False),
+    "a softcap": ({}, {"softcap": 2.0}, H200, False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "gpu", "short"), LOOPS_OF_FLOAT32.values(), ids=LOOPS_OF_FLOAT32)
+def test_loops_of_a_bias_alone_in_float32(sizes, options, gpu, short):
+    """Short heads have all keys, or all queries, in shared memory."""
+    sizes = {"batch": (8,), "nq": 100, "nk": 384} | SHORT | sizes
+    bias = np.zeros((2, sizes["nq"], sizes["nk"]), np.float32)
+    built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
+    assert [each for each in built if each in SPLIT] == list(SPLIT if short else ())
+    assert ("sm80.backward_split.build" in built) == ("sm80.sum_dq.build_postprocess" in built) == (not short)
+
+
+FORWARD_OF_FLOAT32 = {
+    "short heads": ({}, {}, H200, True),
+    "fewer heads of keys": ({"hk": 1}, {}, H200, True),
+    "longer ones": ({"nk": 392}, {}, H200, False),
+    "few queries": ({"nq": 40}, {}, H200, False),
+    "few heads": ({"batch": (2,)}, {}, H200, False),
+    "head dimension 64": ({"d": 64}, {}, H200, False),
+    "less shared memory": ({}, {}, A100, False),
+    "one product": ({}, {"precision": "tf32"}, H200, False),
+    "a band": ({}, {"causal": True}, H200, False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "gpu", "short"), FORWARD_OF_FLOAT32.values(), ids=FORWARD_OF_FLOAT32)
+def test_short_heads_of_float32_make_their_planes_themselves(sizes, options, gpu, short):
+    sizes = {"batch": (100,), "nq": 100, "nk": 384} | SHORT | sizes
+    built = [each.builder for each in launches("forward", problem(options, **sizes), gpu, inputs_of(**sizes))]
+    assert ("sm80.forward_head.build" in built) == short
+    assert ("split.build" in built) == (not short)
+
+
+def test_shared_memory_of_short_heads_fits():
+    """Of every number of keys and queries, at the largest head dimension."""
+    shape = Shape(32, 32, False, True, True, 2)
+    for rows in range(8, 392, 8):
+        p = problem({"bias": np.zeros((rows, rows), np.float32)}, batch=(8,), nq=rows, nk=rows, **SHORT)
+        tiles = head_tiles.gradient_tiles(p, hardware(H200.capability), 16)
+        assert tiles.dq_dbias.slots <= tiles.dq_dbias.chunks
+        assert tiles.dq_dbias.block_n >= rows
+        assert tiles.dk_dv.queries >= rows
+        assert tiles.dq_dbias.layout(shape).bytes <= 227 * 1024
+        assert tiles.dk_dv.min_blocks * (tiles.dk_dv.layout(shape).bytes + 1024) <= 228 * 1024
+        forward = head_tiles.forward_head_tile(p, hardware(H200.capability))
+        assert forward is None or forward.min_blocks * (forward.layout(32, 32).bytes + 1024) <= 228 * 1024
 
 
 def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:

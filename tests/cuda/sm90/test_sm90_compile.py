@@ -33,14 +33,14 @@ from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
-SPILLS = {"backward softcap": 60, "backward softcap, 64": 330, "backward packed": 80, "backward packed, 128": 50}
-# Threads that move data need more for lists.
+SPILLS = {"backward softcap": 60, "backward softcap, 64": 350, "backward packed": 80, "backward packed, 128": 50}
+# Threads that move data have fewer where others keep dS, and need more for lists.
+SPILLS |= dict.fromkeys(["backward 64", "backward 64, causal"], 220)
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 20 for name in ("64", "128", "64 shares", "64 of keys")}}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
-SPILLS["backward 64 stored"] = 20
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (

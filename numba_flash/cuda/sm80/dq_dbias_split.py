@@ -1,0 +1,325 @@
+"""dQ and the gradient of an additive bias at once, of float32 on tensor cores, where all keys of a
+head fit into shared memory: as `numba_flash.cuda.sm80.dq_dbias`, from planes of float16
+(`numba_flash.cuda.split`).
+
+K and V come in chunks of 64 keys through a ring in shared memory, the next ones while the products
+of these are made, also from one head to the next; two warps share 16 rows, and have half of each
+chunk. The bias lies in shared memory beside it. Q and dO of a head are in registers.
+"""
+
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.arguments import OF_DBIAS, extras_type
+from numba_flash.cuda.broadcast import Walk, build_coordinates
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
+from numba_flash.cuda.number import array, index
+from numba_flash.cuda.score import LOG2E
+from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80.dbias import synchronise
+from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
+from numba_flash.cuda.sm80.load_dq_dbias import head_address
+from numba_flash.cuda.sm80.load_head import (
+    FLOAT,
+    VECTOR,
+    WAYS,
+    Tensors,
+    build_keep_bias,
+    build_loads,
+)
+from numba_flash.cuda.sm80.store_pairs import build_add_dq
+from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
+from numba_flash.cuda.split import power_of_two
+from numba_flash.cuda.store_dbias import Fragments, build_store
+from numba_flash.cuda.walk_dbias import Space, build_places
+
+HALF, PART = 16, 16  # keys of which a warp has scores at a time; registers of dbias of 32 of them
+
+
+class Registers(NamedTuple):
+    """Of each thread."""
+
+    s: Any
+    dp: Any
+    ds: Any
+    acc: Any
+    dq_acc: Any
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    up: Any
+    down: Any
+
+
+@inline
+def unpack_pair(word):
+    """Two of float16."""
+    return ptx.unpack_float16(word), ptx.unpack_float16_high(word)
+
+
+class Of(NamedTuple):
+    """Of a head: whether it is computed here, and what its products are multiplied by: those of q
+    and k, of v and do, and of dS and k.
+    """
+
+    here: bool
+    qk: float
+    vdo: float
+    dq: float
+
+
+class Way(NamedTuple):
+    """A block's way over the heads that its part of the bias is shared by: the numbers of the first
+    step and of that after the last, its coordinates, and what it reads and writes.
+    """
+
+    number: int
+    stop: int
+    walk: Walk
+    sizes: Walk
+    space: Space
+    row0: int
+    smem: int
+    bias: int
+    tensors: Tensors
+    dq: Any
+    extras: Any
+    scale: float
+
+
+class Turn(NamedTuple):
+    """A block's work on a head: what a head's products are multiplied by, the slot of its first
+    chunk, the head and the next one, whether there is one, and where dQ of the one before goes, 0
+    if there was none, with its factor.
+    """
+
+    way: Way
+    work: Registers
+    of: Of
+    slot: int
+    here: Any
+    next: Any
+    more: bool
+    before: int
+    before_factor: float
+
+
+@once
+def build_half(shape, tile):
+    """``half(number, keys, values, turn)``: S, P, dP, dS of half of a warp's part of a chunk, added
+    to dbias, and its dS K to dQ.
+    """
+    D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
+    PITCH_K, PITCH_V, THREADS = pitch(2 * D), pitch(2 * DV), tile.threads
+    planes_k, planes_v = ptx.Planes(D // 4, 2 * D), ptx.Planes(DV // 4, 2 * DV)
+    q_kt = products.build_split_nt(1, HALF, D, None, PITCH_K, planes_k, True)
+    do_vt = products.build_split_nt(1, HALF, DV, None, PITCH_V, planes_v, True)
+    ds_k, _ = products.build_split_nn(1, D, HALF, PITCH_K, ptx.Planes(HALF // 4, 2 * D))
+    pack = build_pack(HALF // 4)
+
+    @inline
+    def half(number, k, v, t):
+        w, of = t.work, t.of
+        # (1) S = Q K^T
+        q_kt(w.s, w.q, k)
+        # (4) dP = dO V^T
+        do_vt(w.dp, w.do, v)
+        for r in range(2):
+            bias = ptx.load_shared_four(u32(t.way.bias + u32((number * 2 + r) * THREADS * VECTOR)))
+            for x in range(4):
+                e = x // 2 * 4 + 2 * r + x % 2
+                # (2) P = exp(S - lse)
+                score = w.s[e] * of.qk + bias[x]
+                p = ptx.ex2((score - w.lse[r]) * f32(LOG2E))
+                # (5) dbias = dbias + dS, where dS = P * (dP - delta)
+                w.dp[e] = p * (w.dp[e] * w.up[r] - w.delta[r])
+                to = number // 2 * PART + (number % 2 * 2 + x // 2) * 4 + 2 * r + x % 2
+                w.acc[to] += w.dp[e] * w.down[r]
+        # (7) dQ = dQ + dS K
+        pack(w.ds, w.dp)
+        ds_k(w.dq_acc, w.ds, k)
+
+    return half
+
+
+@once
+def build_go(shape, places, tile):
+    """``go(way, work)``: the whole walk, with the first chunks on their way already."""
+    (place_of, following), CHUNKS, AHEAD = places, tile.chunks, tile.slots - 1
+    SLOTS, SMEM = tile.slots, tile.layout(shape)
+    Q, DO, ROWS, K, V, DQ, SLOT = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v, SMEM.dq, SMEM.slot
+    D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
+    PITCH_K, PITCH_V, DELTA = pitch(2 * D), pitch(2 * DV), FLOAT * tile.block_m
+    Q_WORDS, DO_WORDS = D // 4, DV // 4
+    hold_q, hold_do = products.build_hold(1, D, PITCH_K), products.build_hold(1, DV, PITCH_V)
+    half, (put_dq, add_dq) = build_half(shape, tile), build_add_dq(shape, tile)
+    load_queries, load_keys = build_loads(shape, tile)
+    wait, OUTPUTS = ptx.copy_wait_but(AHEAD - 1), D // 2
+    zero, _ = softmax.build_zero(OUTPUTS)
+
+    @inline
+    def of_head(place, x):
+        """What its products are multiplied by."""
+        at, kv_head = place.at, place.kv_head
+        factors = x.extras.factors[index(at.b0), index(at.b1), index(kv_head)]
+        here = x.extras.flags[index(at.b0), index(at.b1), index(at.head)] == 0
+        vdo = factors[2] * factors[3]
+        return Of(here, x.scale * factors[0] * factors[1], vdo, x.scale * factors[1])
+
+    @inline
+    def hold(x, w, vdo):
+        """Q, dO and the rows of this warp, with a power of two for each row of dS."""
+        warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
+        row = i32(warp // WAYS * 16)
+        q, do = u32(x.smem + u32(Q + row * PITCH_K)), u32(x.smem + u32(DO + row * PITCH_V))
+        hold_q(w.q, q)
+        hold_q(w.q[Q_WORDS:], u32(q + u32(2 * D)))
+        hold_do(w.do, do)
+        hold_do(w.do[DO_WORDS:], u32(do + u32(2 * DV)))
+        for r in range(2):
+            at = u32(x.smem + u32(ROWS + (row + lane // 4 + 8 * r) * FLOAT))
+            w.lse[r] = ptx.as_float32(u32(ptx.load_shared(at)))
+            delta = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(DELTA)))))
+            squares = f32(0)
+            for n in range(DO_WORDS // 2):
+                a, b = unpack_pair(w.do[2 * n + r])
+                squares += a * a + b * b
+            exponent = i32(exponent_of_row(fragment.row_sum(squares), delta) + SHRUNK)
+            w.up[r] = power_of_two(i32(-exponent))
+            w.delta[r], w.down[r] = delta * w.up[r], power_of_two(exponent) * vdo
+
+    @inline
+    def chunk(number, t):
+        x, w = t.way, t.work
+        wait()
+        cuda.syncthreads()  # this chunk is there; the one before has been read
+        slot = u32(t.slot + u32(number))
+        slot = u32(slot - u32(SLOTS)) if slot >= u32(SLOTS) else slot
+        before = u32(slot - u32(1)) if slot > u32(0) else u32(SLOTS - 1)
+        if number + AHEAD < CHUNKS:
+            load_keys(x.smem, before, x.tensors, t.here, i32(number + AHEAD))
+        elif t.more:
+            load_keys(x.smem, before, x.tensors, t.next, i32(number + AHEAD - CHUNKS))
+        if number == 0:
+            hold(x, w, t.of.vdo)
+            if t.before != u64(0):
+                dq, queries = u32(x.smem + u32(DQ)), x.space.queries
+                add_dq(dq, t.before, x.dq.strides[3], x.row0, queries, t.before_factor)
+        if number == 1 and t.more:  # all warps hold theirs
+            load_queries(x.smem, x.tensors, t.next)
+        ptx.copy_commit()
+        if t.of.here:
+            first = u32(slot * u32(SLOT))
+            way = u32(cuda.threadIdx.x // 32 % WAYS * KEYS)
+            k = u32(x.smem + u32(K) + first + way * u32(PITCH_K))
+            v = u32(x.smem + u32(V) + first + way * u32(PITCH_V))
+            half(i32(2 * number), k, v, t)
+            k, v = u32(k + u32(HALF * PITCH_K)), u32(v + u32(HALF * PITCH_V))
+            half(i32(2 * number + 1), k, v, t)
+
+    all_chunks = ptx.repeated(CHUNKS, chunk)
+
+    @inline
+    def go(x, w):
+        number, walk, slot = x.number, x.walk, u32(0)
+        before, before_factor = u64(0), f32(0)
+        while number < x.stop:
+            here = place_of(walk, x.space, x.extras)
+            of = of_head(here, x)
+            number, walk = i32(number + 1), following(walk, x.sizes)
+            after = place_of(walk, x.space, x.extras)
+            zero(w.dq_acc)
+            more = number < x.stop
+            all_chunks(Turn(x, w, of, slot, here, after, more, before, before_factor))
+            put_dq(u32(x.smem + u32(DQ)), w.dq_acc, w.down)
+            before, before_factor = head_address(x.dq, here.at, here.at.head), of.dq
+            slot = u32(u32(slot + u32(CHUNKS)) % u32(SLOTS))
+        cuda.syncthreads()  # dQ of the last head is there
+        if before != u64(0):
+            dq, queries = u32(x.smem + u32(DQ)), x.space.queries
+            add_dq(dq, before, x.dq.strides[3], x.row0, queries, before_factor)
+
+    return go
+
+
+def build(shape, options, summed, tile):
+    """Kernel ``dq_dbias_split_sm80(do, q, k, v, dq, rows, out, extras, scale)`` with its signature
+    and compile options.
+
+    do, q, k, v : planes; heads that the flags among the `extras` name are left out.
+    dq : float32 (b0, b1, heads, n, head_dim), rows at multiples of 8 bytes.
+    rows : as `numba_flash.cuda.preprocess` writes them for such planes.
+    out : float32 (shares, b0, b1, heads, n, n), with sizes 1 where `summed` (five flags; the last
+        two are not).
+    """
+    BLOCK_M, BLOCK_N, CHUNKS = tile.block_m, tile.block_n, tile.chunks
+    D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
+    SMEM, ALL_SCORES, AHEAD = tile.layout(shape), CHUNKS * PART, tile.slots - 1
+    BIAS, SCORES, WORDS, OUTPUTS = SMEM.bias, HALF // 2, HALF // 2, D // 2
+    Q_WORDS, DO_WORDS, WARP_KEYS = D // 2, DV // 2, CHUNKS * WAYS * KEYS
+    SUM_0, SUM_1, SUM_H = summed[:3]
+    runs = fragment.runs_of_queries(1, KEYS)
+    zero, _ = softmax.build_zero(ALL_SCORES)
+    owned, walked, following = build_coordinates(summed)
+    place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
+    go, keep = build_go(shape, (place_of, following), tile), build_keep_bias(tile)
+    load_queries, load_keys = build_loads(shape, tile)
+    fragments = Fragments(
+        runs, CHUNKS, WAYS * KEYS, tile.warps // WAYS, WAYS, 16, 8, 0, False, synchronise
+    )
+    store = build_store("float32", shape.wide, False, summed, fragments)
+
+    def dq_dbias_split_sm80(do, q, k, v, dq, rows, out, extras, scale):
+        smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
+        # registers of each thread
+        s = cuda.local.array(SCORES, f32)  # fragment of S, of 16 keys
+        dp = cuda.local.array(SCORES, f32)  # of dP, then of dS
+        ds = cuda.local.array(WORDS, u32)  # planes of dS
+        acc = cuda.local.array(ALL_SCORES, f32)  # of dbias
+        dq_acc = cuda.local.array(OUTPUTS, f32)  # of dQ, of the warp's keys
+        q_words = cuda.local.array(Q_WORDS, u32)  # planes of Q
+        do_words = cuda.local.array(DO_WORDS, u32)  # of dO
+        lse = cuda.local.array(2, f32)  # of the lane's rows
+        delta = cuda.local.array(2, f32)
+        up = cuda.local.array(2, f32)  # powers of two of their dS, and what undoes them
+        down = cuda.local.array(2, f32)
+
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
+        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, i32(1))
+        own, share = owned(i32(cuda.blockIdx.x), sizes)
+        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
+        shares = out.shape[0]
+        number, stop = i32(steps * share // shares), i32(steps * (share + 1) // shares)
+        group = i32(u32(heads) // u32(k.shape[2]))
+        kv_head = i32(u32(own.head) // u32(group))
+        space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(-nq), i32(nk))
+        tensors, row0 = Tensors(do, q, k, v, rows), i32(own.i * BLOCK_M)
+        walk = walked(number, sizes)
+        first = place_of(walk, space, extras)
+        load_queries(smem, tensors, first)
+        warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
+        row, way = i32(row0 + warp // WAYS * 16 + lane // 4), i32(warp % WAYS)
+        my_bias = u32(smem + u32(BIAS) + u32(cuda.threadIdx.x * VECTOR))
+        bias = extras.bias[own.b0, own.b1, own.head]
+        keep(my_bias, bias, row, i32(way * KEYS + fragment.first_key()), nq, nk)
+        for n in range(AHEAD):
+            load_keys(smem, u32(n), tensors, first, i32(n))
+            ptx.copy_commit()
+        zero(acc)
+        work = Registers(s, dp, ds, acc, dq_acc, q_words, do_words, lse, delta, up, down)
+        bounds = number, stop, walk, sizes, space, row0, smem, my_bias
+        go(Way(*bounds, tensors, dq, extras, scale), work)
+        # a warp's keys are every other 32
+        col0 = i32(way * (KEYS - WARP_KEYS))
+        store(out[share, own.b0, own.b1, own.head], acc, smem, row0, col0)
+
+    signature = types.void(
+        *[array(u32, 5)] * 4,
+        *[array(f32, 5)] * 2,
+        array(f32, 6),
+        extras_type(options, more=OF_DBIAS),
+        f32,
+    )
+    return dq_dbias_split_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

@@ -1,0 +1,229 @@
+"""Tiles of kernels of the `sm80` tier that have all keys of a head in shared memory, as planes of
+float16 that they make of float32 there. Numba is not imported here.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar, NamedTuple
+
+from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.sm80.tiles import KB, ROWS, WARP, Hardware, padded, pitch
+
+
+class HeadLayout(NamedTuple):
+    """Where a block keeps what in shared memory, in bytes: planes of K and V, their centres, and
+    what warps tell each other of their largest numbers; and what there is in all.
+    """
+
+    k: int
+    v: int
+    centres: int
+    extremes: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class HeadTile:
+    """Shape of a block of the forward pass that has all keys of a head.
+
+    Attributes
+    ----------
+    warps, m_tiles : int
+        Warps of a block; times 16, the rows that each has at a time.
+    columns : int
+        Keys of which a warp has scores in registers at a time.
+    keys : int
+        Of a head there is room for so many.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps: int
+    m_tiles: int
+    columns: int
+    keys: int
+    min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.m_tiles
+
+    def layout(self, d: int, dv: int) -> HeadLayout:
+        pitches = pitch(2 * padded(d)), pitch(2 * padded(dv))
+        sizes = *(self.keys * each for each in pitches), 2 * 4 * MOST_COLUMNS, 2 * 8 * self.warps
+        return HeadLayout(*accumulate(sizes, initial=0))
+
+
+class DqDbiasLayout(NamedTuple):
+    """Where a block of dQ and the gradient of the bias keeps what in shared memory, in bytes: Q,
+    dO, the lse and delta of queries; of the first slot of a ring, K and V of a chunk of keys, and
+    bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and what there is
+    in all.
+    """
+
+    q: int
+    do: int
+    rows: int
+    k: int
+    v: int
+    slot: int
+    bias: int
+    dq: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DqDbiasSplitTile:
+    """Shape of a block of dQ and the gradient of the bias, which has all keys, in chunks.
+
+    Attributes
+    ----------
+    chunks : int
+        Of 64 keys each, so many.
+    slots : int
+        Of the ring: there is room for so many chunks, no more than there are.
+    """
+
+    chunks: int
+    slots: int = 5
+    warps: ClassVar[int] = 8
+    chunk: ClassVar[int] = 64  # keys
+    block_m: ClassVar[int] = 64
+    min_blocks: ClassVar[int] = 1
+
+    @property
+    def block_n(self) -> int:
+        return self.chunk * self.chunks
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def layout(self, shape) -> DqDbiasLayout:
+        d, dv = padded(shape.head_dim), padded(shape.head_dim_v)
+        pitch_k, pitch_v = pitch(2 * d), pitch(2 * dv)
+        do = self.block_m * pitch_k
+        rows = do + self.block_m * pitch_v
+        k = rows + 8 * self.block_m
+        v, slot = k + self.chunk * pitch_k, self.chunk * (pitch_k + pitch_v)
+        bias = k + self.slots * slot
+        dq = bias + 4 * self.block_m * self.block_n
+        return DqDbiasLayout(0, do, rows, k, v, slot, bias, dq, dq + 2 * 4 * self.block_m * d)
+
+
+class DkDvLayout(NamedTuple):
+    """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, the lse
+    and delta of queries, powers of two; and what there is in all.
+    """
+
+    q: int
+    do: int
+    rows: int
+    powers: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DkDvSplitTile:
+    """Shape of a block of dK and dV, which has all queries of a head.
+
+    Attributes
+    ----------
+    warps, m_tiles : int
+        Warps of a block; times 16, the keys that each has at a time.
+    columns : int
+        Queries of which a warp has scores in registers at a time.
+    queries : int
+        Of a head there is room for so many.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    """
+
+    warps: int
+    m_tiles: int
+    columns: int
+    queries: int
+    min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def layout(self, shape) -> DkDvLayout:
+        pitches = (pitch(2 * padded(x)) for x in (shape.head_dim, shape.head_dim_v))
+        of_powers = 8 * self.queries // self.columns
+        sizes = *(self.queries * each for each in pitches), 8 * self.queries, of_powers
+        return DkDvLayout(*accumulate(sizes, initial=0))
+
+
+# Planes of so many keys leave room for a second block; each head's fill so many chunks of a row.
+MOST_KEYS, MOST_COLUMNS, LEAST_SHARED = 384, 32, 227 * KB
+FEWEST_ROWS = 64  # what is made of keys is worth it for so many queries
+FORWARD_HEAD = 6, 1, 32, 2  # Not timed.
+
+
+# Not timed.
+DK_DV = 4, 1, 32, 2
+CHUNK, FEWEST_STEPS = 64, 8
+LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
+
+
+def _short(problem, hardware: Hardware) -> bool:
+    """Heads are short, and a bias is all that may change scores."""
+    p, o = problem, problem.options
+    if o.softcap or o.score_mod or o.mask or o.dropout or o.sequences or p.band != "none":
+        return False
+    if planes_of(p) != 2 or hardware.turing or hardware.shared_limit < LEAST_SHARED:
+        return False
+    whole = not any(MOST_COLUMNS % padded(each) for each in (p.d, p.dv))
+    return whole and 0 < p.nk <= MOST_KEYS and p.nq > 0
+
+
+def _rows(problem, warps: int, columns: int, rows: int) -> int:
+    """The least number of rows from this one on that is one of whole copies of a block, and of
+    `columns`.
+    """
+    copied = 4 * WARP * warps // padded(min(problem.d, problem.dv))
+    unit = max(columns, 1 << copied.bit_length() - 1)  # a power of two is copied at a time
+    return -(-rows // unit) * unit
+
+
+def forward_head_tile(problem, hardware: Hardware) -> HeadTile | None:
+    """The tile where a bias is all that may change scores, and heads are short; else None."""
+    if not _short(problem, hardware) or problem.nq < FEWEST_ROWS:
+        return None
+    warps, m_tiles, columns, min_blocks = FORWARD_HEAD
+    keys = _rows(problem, warps, columns, problem.nk)
+    return HeadTile(warps, m_tiles, columns, keys, min_blocks)
+
+
+class GradientTiles(NamedTuple):
+    """Of the two kernels of a backward pass."""
+
+    dq_dbias: DqDbiasSplitTile
+    dk_dv: DkDvSplitTile
+
+
+def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | None:
+    """Those where a bias that several heads, `steps`, share is all that changes scores, and heads
+    are short; else None.
+    """
+    p = problem
+    if not p.options.bias or steps < FEWEST_STEPS or not _short(p, hardware):
+        return None
+    if p.nq > MOST_KEYS or p.hq != p.hk:
+        return None
+    warps, m_tiles, columns, min_blocks = DK_DV
+    queries = _rows(p, warps, columns, p.nq)
+    dk_dv = DkDvSplitTile(warps, m_tiles, columns, queries, min_blocks)
+    return GradientTiles(DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK))), dk_dv)
+
+
+def many_heads(problem, multiprocessors: int) -> bool:
+    """A block for each head fills the GPU."""
+    return math.prod(problem.batch) * problem.hq >= multiprocessors
