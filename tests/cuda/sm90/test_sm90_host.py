@@ -34,10 +34,10 @@ from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, Ti
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile, words_held
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
     KEYS,
-    MBARRIER_BYTES,
     OUTPUT_ROWS,
     PART_TILES,
     SHARED_LIMIT,
