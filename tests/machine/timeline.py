@@ -27,7 +27,8 @@ from numba_flash import reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.sm90 import pipeline
-from numba_flash.cuda.sm90.tiles import ADDERS, MBARRIER_BYTES, Ring, Tile
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Ring
+from numba_flash.cuda.sm90.tiles import ADDERS, Tile
 from numba_flash.plan import tier
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 

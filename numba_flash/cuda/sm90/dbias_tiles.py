@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from numba_flash.cuda.sm90.options_tiles import MOST
-from numba_flash.cuda.sm90.tiles import ANY, Row, WarpGroups, lay_out
+from numba_flash.cuda.sm90.rings import lay_out
+from numba_flash.cuda.sm90.tiles import ANY, Row, WarpGroups
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 
 WARPS = 4  # of a consumer

@@ -5,7 +5,8 @@ not imported here.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from numba_flash.cuda.sm90.tiles import ANY, MBARRIER_BYTES, Ring, Row, Tile
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Ring
+from numba_flash.cuda.sm90.tiles import ANY, Row, Tile
 from numba_flash.cuda.swizzle import panel_bytes, panels
 
 

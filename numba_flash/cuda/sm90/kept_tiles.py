@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
-from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, Consumers, lay_out
+from numba_flash.cuda.sm90.rings import lay_out
+from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, Consumers
 from numba_flash.cuda.swizzle import NARROW, NARROW_ROW_BYTES
 
 STEP, MOST_STAGES = 16, 2  # keys of a product; stages that help

@@ -6,20 +6,18 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Ring, lay_out
 from numba_flash.cuda.sm90.tiles import (
     ANY,
     BACKWARD_TILES,
     KEYS,
-    MBARRIER_BYTES,
     WORK_BYTES,
     WORK_SLOTS,
     AddingTile,
     BackwardTile,
-    Ring,
     Row,
     WarpGroups,
     WideTile,
-    lay_out,
 )
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
 

@@ -1,7 +1,7 @@
 """Who may touch which shared memory when: rings of tiles between the producer and the consumers,
 and turns among the consumers.
 
-The n-th tile of a `numba_flash.cuda.sm90.tiles.Ring` goes into slot ``n % slots``; offsets are
+The n-th tile of a `numba_flash.cuda.sm90.rings.Ring` goes into slot ``n % slots``; offsets are
 relative to the base of shared memory. "ready": the producer, or the copy engine for it, has filled
 the slot. "free": the consumers have read it. An mbarrier completes one phase per tile; a waiter
 names the parity of the phase it waits for.
@@ -15,7 +15,8 @@ from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, i32, inline, once, types, u32
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90.arguments import one_type
-from numba_flash.cuda.sm90.tiles import MBARRIER_BYTES, WARP_GROUP
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
 
 class Barrier(IntEnum):

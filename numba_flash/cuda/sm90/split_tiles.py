@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.sm90.tiles import (
     KEYS,
     WORK_BYTES,
     WORK_SLOTS,
     BackwardTile,
     Consumers,
-    lay_out,
 )
 from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
 

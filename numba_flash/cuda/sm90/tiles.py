@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.swizzle import ALIGNMENT, PANEL, ROW_BYTES, panel_bytes, panels
 
-WARP_GROUP, MBARRIER_BYTES = 128, 8
+WARP_GROUP = 128
 KEYS = 64  # that a consumer owns in the backward pass
 OUTPUT_ROWS = 64  # of O that a consumer stores at a time
 WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
@@ -22,39 +23,6 @@ ADDERS = 2
 # Elements of dQ that a consumer of the backward pass hands over at a time, in the order of
 # fragments.
 DQ_PART = 64 * 64
-
-
-class Ring(NamedTuple):
-    """Slots in shared memory that tiles go through; offsets and sizes in bytes.
-
-    Attributes
-    ----------
-    tiles, slot_bytes, slots : int
-        Where the slots are, the size of one, how many there are.
-    ready, free : int
-        Where the mbarriers of these events are, one per slot.
-    """
-
-    tiles: int
-    slot_bytes: int
-    slots: int
-    ready: int
-    free: int
-
-
-def lay_out(rings: dict, begin: int, **others) -> SimpleNamespace:
-    """Rings, of (bytes of a slot, slots), from an offset on, their mbarriers after them, the
-    `bytes` of all; and `others`.
-    """
-    layout = SimpleNamespace(ALIGNMENT=ALIGNMENT, **others)
-    mbarriers = begin + sum(slot_bytes * count for slot_bytes, count in rings.values())
-    for name, (slot_bytes, count) in rings.items():
-        free = mbarriers + count * MBARRIER_BYTES
-        setattr(layout, name, Ring(begin, slot_bytes, count, mbarriers, free))
-        begin += slot_bytes * count
-        mbarriers = free + count * MBARRIER_BYTES
-    layout.bytes = mbarriers + ALIGNMENT  # the base of dynamic shared memory is aligned by hand
-    return layout
 
 
 class WarpGroups:

@@ -184,7 +184,7 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group,
     rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
     with on_host(load_backward, pipeline=pipeline, ptx=ptx):
         produce = load_backward.build_produce(64, 64, ordered, PLAIN, tile, layout)
-        produce(["do", "q", "k", "v"], 0, rows, rows, (), group)
+        produce(["do", "q", "k", "v"], 0, rows, rows, (), group, None)
     expected = []
     for turn, item in enumerate(items[:-1]):
         tiles = ["q", "do"] * (item.count * group)

@@ -38,10 +38,10 @@ from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
     KEYS,
-    MBARRIER_BYTES,
     OUTPUT_ROWS,
     PART_TILES,
     SHARED_LIMIT,
