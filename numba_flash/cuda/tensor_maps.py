@@ -70,13 +70,17 @@ def _encoder(x, rows: int, columns: int = PANEL) -> TensorMapEncoder:
     return TensorMapEncoder(shape, strides, (1, 1, 1, rows, columns))
 
 
-def through_compact(prepare, results):
-    """`Prepared` by ``prepare(results)``, by way of arrays that a tensor map can describe where
-    `results`, named layouts, are not. The lse is written element by element.
+def unfit(x) -> bool:
+    """True if no tensor map can describe an array of this `Layout`."""
+    return why_not("", x) is not None
+
+
+def through_compact(prepare, results, unfit=unfit):
+    """`Prepared` by ``prepare(results)``, by way of arrays in the usual order where `results`,
+    named layouts, are `unfit`. The lse is written element by element.
     """
     replaced = [
-        name != "lse" and x is not None and why_not("", x) is not None
-        for name, x in results._asdict().items()
+        name != "lse" and x is not None and unfit(x) for name, x in results._asdict().items()
     ]
 
     def each(results, function):

@@ -16,9 +16,6 @@ from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
 DELTA_LANES, DELTA_ROWS = 16, 8
-# Where most heads are those of others: 73,728 blocks of 8 rows that found nothing to do took 82 us
-# on an H200. Predicted: a third of that. Not timed.
-DELTA_ROWS_LEFT = 32
 DBIAS_BLOCKS, SUM_THREADS = 512, 128
 
 
@@ -221,16 +218,16 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged, of_delta, delta_rows = (), (), DELTA_ROWS
+    flagged, of_delta = (), ()
     if left is not None:
-        flagged, of_delta, delta_rows = (True,), ((left, 3),), DELTA_ROWS_LEFT
+        flagged, of_delta = (True,), ((left, 3),)
     with_flags = extras + of_delta
     preprocess = Launch(
         "delta.build",
-        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, delta_rows, *flagged),
+        (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *flagged),
         gpu,
-        grid=-(-inputs.lse.shape[-1] // delta_rows) * math.prod(inputs.lse.shape[:-1]),
-        threads=DELTA_LANES * delta_rows,
+        grid=-(-inputs.lse.shape[-1] // DELTA_ROWS) * math.prod(inputs.lse.shape[:-1]),
+        threads=DELTA_LANES * DELTA_ROWS,
         operands=((x.do, 5), (x.o, 5), (x.dlse, 4), (delta, 4)),
         extras=of_delta,
     )

@@ -95,6 +95,16 @@ def test_a_kernel_gets_one_head_for_each_of_the_keys():
         assert (sizes.group, sizes.items, sizes.parts) == (1, 3 * 2 * parts, parts)
 
 
+def test_o_in_any_order_has_the_same_kernel():
+    """As rows of heads together add up in another order than apart, in parts of the keys; a compact array is copied to o."""
+    x = arrays_of(nk=2000)
+    p, inputs = problem(x), type(x)(*map(Layout.of, x))
+    last, lse = x.q.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3), Layout.compact(x.q.shape[:3], "float32")
+    usual, other = (prepare_forward.prepare(p, inputs, ForwardResults(Layout.of(o), lse), H200) for o in (x.q, last))
+    assert [each.config for each in usual.launches] == [each.config for each in other.launches]
+    assert other.launches[0].numbers[0].group == 1
+
+
 def served(x: ForwardInputs, **options) -> bool:
     """Without demand."""
     return tier.why_not("forward", problem(x, **options), x, False, H200) is None
