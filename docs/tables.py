@@ -148,7 +148,7 @@ def limits(*results: dict) -> str:
             forward, both = (_range([1 / float(time) for time in re.findall(r"[\d.]+", " ".join(row[1:]))]) for row in each["rows"][:2])
             rows.append(["float32 on the CPU", forward, f"{both} with the forward", "its CPU kernel"])
         else:
-            rows += _situations(each)
+            rows += [row for row in _situations(each) if row[-1]]  # where there is somebody beside us
         where.setdefault(each["device"], f"{each['device']}, torch {each['packages']['torch']}")
     note = "Our speed over that of PyTorch's fastest kernel for it: 1 if as fast, 0.1 if a tenth of that"
     return f"{note} ({'; '.join(where.values())}).\n\n" + table(["situation", "forward", "backward", "beside PyTorch's"], rows)
