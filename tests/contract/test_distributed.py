@@ -127,7 +127,7 @@ def test_equal_calls_give_equal_bits(algorithm):
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "more"), [("float16", 1.05), ("float32", 2)])
 def test_parts_are_merged_unrounded(dtype, more):
-    """Results of eight processes are as good as those of one, whose float32 sums depend on the CPU: on another one they have half the error."""
+    """Results of eight processes are as good as those of one, whose float32 sums have half the error on some CPUs."""
     inputs = problem(64, 512, dtype)
     exact = alone([x.astype(np.float64) for x in inputs])[0]
     error = lambda o: np.sqrt(np.mean((o.astype(np.float64) - exact) ** 2))
