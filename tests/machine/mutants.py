@@ -117,7 +117,13 @@ MUTANTS = (
     ),
     # ---- the backward loop
     Mutant("dS before all of it is there", BACKWARD, "pipeline.meet_consumers(CONSUMERS)  # all of dS^T", "# all of dS^T", "gradients"),
-    Mutant("Q is released before dK", BACKWARD, "release_group(smem, Q, u32(n - 1))", "release_group(smem, Q, n)", "gradients, long"),
+    Mutant(
+        "Q is released before dK",
+        "cuda/sm90/begin_backward.py",
+        "release_group(smem, Q, u32(n - 1))",
+        "release_group(smem, Q, n)",
+        "gradients, long",
+    ),
     Mutant("no wait for dK and dV", BACKWARD, "        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)\n", "", "gradients"),
     Mutant("a dK without its scale", P_AND_DS, "scaled[r] = factor[r] * scale", "scaled[r] = factor[r]", "gradients"),
     Mutant("delta's sign", P_AND_DS, "(dpT[4 * j + i] - delta[i % 2])", "(dpT[4 * j + i] + delta[i % 2])", "gradients"),

@@ -13,11 +13,11 @@ keys: a flag counts who was there.
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
-from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90 import begin_backward, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
+from numba_flash.cuda.sm90.softmax_backward import ROWS
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
@@ -50,12 +50,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
     KEEPS_DS = tile.keeps_ds
     NEXT = SCORES if AHEAD else 0
-    SEQUENCES, BFLOAT16, LISTED = options.sequences, dtype == "bfloat16", options.listed
+    BFLOAT16, LISTED = dtype == "bfloat16", options.listed
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
-    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
-    clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    start_scores = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, BFLOAT16)
+    begin = begin_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
+    release_before, begin_item = begin.release_before, begin.begin_item
+    start_scores, start_next = begin.start_scores, begin.start_next
     start_dp = wgmma.build_scores(BLOCK_M, head_dim_v, BLOCK_N, BFLOAT16)
     start_dv = wgmma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
     start_dq = wgmma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
@@ -67,7 +67,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
-    note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
+    next_row0 = shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
     factors = shared.factors
@@ -109,46 +109,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 if j < keys:
                     put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
                     put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
-
-    @inline
-    def release_before(smem, n):
-        """All products with the Q tile before the n-th are complete."""
-        if n != u32(0):
-            pipeline.release_group(smem, Q, u32(n - 1))
-
-    @inline
-    def begin_item(smem, turn, me, n, sT, k_rows):
-        """Wait for K and V of a work item, and, if AHEAD, for (1) S^T = K Q^T of its first tile;
-        returns row0.
-        """
-        note_bounds(smem, turn, me)
-        row0 = bound(smem, me, BOUND.last)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
-        pipeline.wait_ready(smem, K, turn)
-        if SEQUENCES:
-            clear_k(smem, K, turn, keys, me)
-        if AHEAD:
-            wait_q(smem, turn, me, n, row0)
-            start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
-        pipeline.wait_ready(smem, V, turn)
-        if SEQUENCES:
-            clear_v(smem, V, turn, keys, me)
-        if AHEAD:
-            ptx.wgmma_wait(sT, sT, NONE, SCORES, NONE)
-        return row0
-
-    @inline
-    def start_next(smem, turn, me, n, end, row0, sT, k_rows):
-        """Start (1) S^T = K Q^T of the tile after the n-th; after an item's last, of the same
-        again, for nothing.
-        """
-        following = u32(n + u32(1))
-        if following == end:
-            following = n
-        else:
-            wait_q(smem, turn, me, following, row0)
-        start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
 
     @inline
     def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):

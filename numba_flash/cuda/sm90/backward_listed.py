@@ -4,18 +4,18 @@
 Under a mask of blocks those that add to one tile of dQ are at work at different times, and for the
 same bits in every run they would wait for each other. Instead dS^T of each tile that is listed is
 written to memory, to a slot of its own (`numba_flash.cuda.sm90.ds_slots`), and
-`numba_flash.cuda.sm90.dq` makes dQ of it: nobody waits, and there are no sums in memory. dS^T is
-operand of dK in registers, as P^T is of dV, so consumers have nothing to say to each other.
+`numba_flash.cuda.sm90.dq` makes dQ of it: nobody waits, and there are no sums in memory. Each
+consumer reads its own part of dS^T alone, for dK, so consumers have nothing to say to each other.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32, u64
-from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90 import begin_backward, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, StoredNote, one_type, words
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
+from numba_flash.cuda.sm90.softmax_backward import ROWS
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 
@@ -35,12 +35,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
     DS, DS_BYTES, DS_PANELS, NOTES = SMEM.ds, SMEM.ds_bytes, panels(BLOCK_M), SMEM.notes
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
-    AHEAD, SEQUENCES, BFLOAT16 = tile.ahead, options.sequences, dtype == "bfloat16"
+    AHEAD, BFLOAT16 = tile.ahead, dtype == "bfloat16"
     NEXT = SCORES if AHEAD else 0
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
-    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
-    clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    start_scores = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, BFLOAT16)
+    begin = begin_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
+    release_before, begin_item = begin.release_before, begin.begin_item
+    start_scores, start_next = begin.start_scores, begin.start_next
     start_dp = wgmma.build_scores(BLOCK_M, head_dim_v, BLOCK_N, BFLOAT16)
     start_dv = wgmma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
     start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
@@ -49,7 +49,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
-    note_bounds, bound = shared.note_bounds, shared.bound
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate, factors = shared.differentiate, shared.factors
     stage_dk = store.build_stage(head_dim, 1, BFLOAT16)
@@ -74,44 +73,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait_read()
         pipeline.meet_warp_group(me)  # there is room for dS^T again
-
-    @inline
-    def release_before(smem, n):
-        """All products with the Q tile before the n-th are complete."""
-        if n != u32(0):
-            pipeline.release_group(smem, Q, u32(n - 1))
-
-    @inline
-    def begin_item(smem, turn, me, n, sT, k_rows):
-        """Wait for K and V of a work item, and, if AHEAD, for (1) S^T = K Q^T of its first tile."""
-        note_bounds(smem, turn, me)
-        row0 = bound(smem, me, BOUND.last)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
-        pipeline.wait_ready(smem, K, turn)
-        if SEQUENCES:
-            clear_k(smem, K, turn, keys, me)
-        if AHEAD:
-            wait_q(smem, turn, me, n, row0)
-            start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
-        pipeline.wait_ready(smem, V, turn)
-        if SEQUENCES:
-            clear_v(smem, V, turn, keys, me)
-        if AHEAD:
-            ptx.wgmma_wait(sT, sT, NONE, SCORES, NONE)
-        return row0
-
-    @inline
-    def start_next(smem, turn, me, n, end, row0, sT, k_rows):
-        """Start (1) S^T = K Q^T of the tile after the n-th; after an item's last, of the same
-        again, for nothing.
-        """
-        following = u32(n + u32(1))
-        if following == end:
-            following = n
-        else:
-            wait_q(smem, turn, me, following, row0)
-        start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
 
     @inline
     def store_ds(smem, me, ds, n):

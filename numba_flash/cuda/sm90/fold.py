@@ -11,7 +11,9 @@ from numba_flash.problem import ForwardInputs, ForwardResults, Problem
 
 
 class Folded(NamedTuple):
-    """What a tier's kernels see in the place of a call's problem and layouts."""
+    """What a tier's kernels see in the place of a call's problem and layouts; of results, o is None
+    where its rows are not at equal distances.
+    """
 
     problem: Problem
     inputs: ForwardInputs
@@ -35,13 +37,12 @@ def folded(problem, inputs, results, block_m: int) -> Folded | None:
     group, together = p.hq // p.hk, rows(p)
     if -(-together // block_m) >= group:
         return None
-    arrays = {"q": inputs.q, "o": results.o, "lse": results.lse}
-    merged = {name: _merged(x, group, 1 if name == "lse" else 2) for name, x in arrays.items()}
-    if any(merged[name] is None for name, x in arrays.items() if x is not None):
+    q, o, lse = _merged(inputs.q, group, 2), _merged(results.o, group, 2), results.lse
+    there = ForwardResults(o, _merged(lse, group, 1))
+    if q is None or (lse is not None and there.lse is None):
         return None
     one = replace(p, hq=p.hk, nq=together, low=-together)
-    there = ForwardResults(merged["o"], merged["lse"])
-    return Folded(one, inputs._replace(q=merged["q"]), there)
+    return Folded(one, inputs._replace(q=q), there)
 
 
 def _merged(x: Layout | None, group: int, last: int) -> Layout | None:

@@ -6,7 +6,7 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.fold import folded
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
-from numba_flash.problem import ForwardResults, Prepared
+from numba_flash.problem import Prepared
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
@@ -16,12 +16,10 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         return tensor_maps.through_compact(
             lambda results: prepare(p, inputs, results, gpu), results
         )
-    block_m = forward_tile(p).block_m
-    if folded(p, inputs, ForwardResults(None, results.lse), block_m) is not None:
-        # the same bits wherever o goes
-        fold = folded(p, inputs, results, block_m)
-        if fold is not None:
-            return prepare(*fold, gpu)
+    fold = folded(p, inputs, results, forward_tile(p).block_m)
+    if fold is not None and fold.results.o is not None:
+        return prepare(*fold, gpu)
+    if fold is not None:  # the same bits wherever o goes
         again = lambda results: prepare(p, inputs, results, gpu)
         return tensor_maps.through_compact(again, results, unfit=lambda o: True)
     tile = part_tile(p)

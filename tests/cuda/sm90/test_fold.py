@@ -57,7 +57,8 @@ def test_rows_at_unequal_distances_stay_where_they_are():
     tokens_first = lambda x: x.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)
     x, one = arrays_of(), arrays_of(nq=1)
     assert of(problem(x), x._replace(q=tokens_first(x.q))) is None
-    assert of(problem(x), x, ForwardResults(Layout.of(tokens_first(x.q)), None)) is None
+    assert of(problem(x), x, ForwardResults(Layout.of(tokens_first(x.q)), None)).results.o is None
+    assert of(problem(x), x, ForwardResults(None, Layout.of(x.q.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3)[..., 0]))) is None
     assert of(problem(one), one._replace(q=tokens_first(one.q))) is not None, "one row of each head"
 
 
