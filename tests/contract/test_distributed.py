@@ -5,6 +5,7 @@ import re
 import threading
 from collections import Counter
 
+import ieee_sums
 import numpy as np
 import pytest
 import support
@@ -125,15 +126,22 @@ def test_equal_calls_give_equal_bits(algorithm):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "more"), [("float16", 1.05), ("float32", 2)])
-def test_parts_are_merged_unrounded(dtype, more):
-    """Results of eight processes are as good as those of one, whose float32 sums have half the error on some CPUs."""
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_parts_are_merged_unrounded(dtype):
+    """Results of eight processes are as good as those of one; in float32, whose error in one depends on the CPU's matrix products, as good
+    as IEEE sums one term after the other.
+    """
     inputs = problem(64, 512, dtype)
     exact = alone([x.astype(np.float64) for x in inputs])[0]
     error = lambda o: np.sqrt(np.mean((o.astype(np.float64) - exact) ** 2))
     spread = together(8, lambda comm: whole(comm, "contiguous", parts_of(comm, "contiguous", "ring", inputs)))[0][0]
     assert spread.dtype == dtype
-    assert error(spread) <= more * error(alone(inputs)[0])
+    if dtype == "float16":
+        assert error(spread) <= 1.05 * error(alone(inputs)[0])
+    else:
+        _, q, k, v = inputs
+        in_order = [[ieee_sums.forward(q[b, h], k[b, h // 2], v[b, h // 2])[0] for h in range(4)] for b in range(2)]
+        assert error(spread) <= error(np.array(in_order))
 
 
 # ---- who has what, and who does what ---------------------------------------------------------------------------------------------------

