@@ -10,6 +10,7 @@ for mma.sync as for each warp of wgmma. It is also how the A operand of the next
 of columns, once they are packed: P need not move between threads.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
@@ -17,6 +18,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 
 ROWS = 2  # of a thread, 8 apart
 ALL_LANES = 0xFFFFFFFF
+NEG_INF = -math.inf
 
 
 @inline
@@ -67,6 +69,22 @@ def row_maximum(x):
     """Over the four lanes of a row."""
     x = ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 1))
     return ptx.maximum(x, cuda.shfl_xor_sync(ALL_LANES, x, 2))
+
+
+@once
+def build_greatest(count):
+    """``greatest(s, m_i, r)``: of row r's scores, in all of its lanes, and of m_i."""
+    GROUPS = count // 4
+
+    @inline
+    def greatest(s, m_i, r):
+        m_new, other = m_i[r], f32(NEG_INF)  # two chains of maxima, each half as long
+        for j in range(0, GROUPS, 2):
+            m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
+            other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
+        return row_maximum(ptx.maximum(m_new, other))
+
+    return greatest
 
 
 @inline

@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 
 from numba_flash import numeric
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import ALL_LANES, row_maximum, row_maximum_float64
+from numba_flash.cuda.fragment import (
+    ALL_LANES,
+    build_greatest,
+    row_maximum,
+    row_maximum_float64,
+)
 from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, u32
 
 LAZY = 2.0
@@ -99,6 +104,7 @@ def build_online(count):
     alpha where it is not 1.
     """
     GROUPS, ACC = count // 4, f32
+    greatest = build_greatest(count)
 
     @inline
     def power(x, shift, scale_log2):
@@ -107,11 +113,7 @@ def build_online(count):
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
-            for j in range(0, GROUPS, 2):
-                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
-            m_new = row_maximum(ptx.maximum(m_new, other))
+            m_new = greatest(s, m_i, r)
             if (m_new - m_i[r]) * scale_log2 <= ACC(LAZY):
                 m_new = m_i[r]
             # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0

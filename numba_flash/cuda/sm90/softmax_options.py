@@ -3,7 +3,7 @@ end of float32, as with a bias that is meant to hide.
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import row_maximum
+from numba_flash.cuda.fragment import build_greatest
 from numba_flash.cuda.lang import f32, inline, once
 from numba_flash.cuda.softmax import LAZIER, NEG_INF, build_exponentials
 
@@ -11,17 +11,13 @@ from numba_flash.cuda.softmax import LAZIER, NEG_INF, build_exponentials
 @once
 def build_online(count):
     """As `numba_flash.cuda.softmax.build_online`, of such scores."""
-    GROUPS, ACC = count // 4, f32
+    ACC, greatest = f32, build_greatest(count)
     exponentials = build_exponentials(count, 1, far=True)
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            m_new, other = m_i[r], ACC(NEG_INF)  # two chains of maxima, each half as long
-            for j in range(0, GROUPS, 2):
-                m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
-            m_new = row_maximum(ptx.maximum(m_new, other))
+            m_new = greatest(s, m_i, r)
             if (m_new - m_i[r]) * scale_log2 <= ACC(LAZIER):
                 m_new = m_i[r]
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
