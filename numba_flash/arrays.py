@@ -263,6 +263,7 @@ class Scratch:
 
     def __init__(self, layouts, names):
         self._layouts, self._names, self._places, self._bytes = layouts, names, [], 0
+        self._named = partial(tuple.__new__, type(layouts))
         for x in layouts:
             self._places.append(x and (self._bytes, x))
             size = 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
@@ -270,15 +271,14 @@ class Scratch:
 
     def beside(self, like):
         """The named tuple of new ones beside `like`: arrays of NumPy, or a `Place` of each on CuPy's current device."""
-        layouts = self._layouts
         if isinstance(like, np.ndarray):
-            named = zip(self._names, layouts, strict=True)
-            return layouts._make(x and compact(name, like, x.shape, x.dtype) for name, x in named)
+            named = zip(self._names, self._layouts, strict=True)
+            return self._named(x and compact(name, like, x.shape, x.dtype) for name, x in named)
         try:
             memory = cupy().cuda.alloc(self._bytes)
         except MemoryError as error:
             raise memory_error(", ".join(self._names), (self._bytes,), "uint8") from error
-        return layouts._make([x and Place(memory + x[0], x[1]) for x in self._places])
+        return self._named([x and Place(memory + x[0], x[1]) for x in self._places])
 
 
 class Place:

@@ -5,7 +5,8 @@ Plain attention has neither, and its kernels nothing more than if there were no 
 """
 
 from collections import namedtuple
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -192,7 +193,10 @@ def build_extras(options):
     cls = extras_class(options)
     if not cls._fields:
         return lambda inputs: ()
-    return lambda inputs: cls(*[getattr(inputs, name) for name in cls._fields])
+    values, named = attrgetter(*cls._fields), partial(tuple.__new__, cls)
+    if len(cls._fields) == 1:
+        return lambda inputs: named((values(inputs),))
+    return lambda inputs: named(values(inputs))
 
 
 def parameters_of(problem, rng=None) -> tuple:

@@ -3,14 +3,16 @@
 """
 
 import math
+from functools import partial
+from struct import Struct
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.packing import WORD
+from numba_flash.problem import check_values
 
 MOST = 64  # values
 ABSENT = Layout.compact((0,), "int32")
@@ -23,46 +25,63 @@ class Lengths(NamedTuple):
     kv_lengths: Any
 
 
-def sender(inputs, names: list[str], device: int):
+def sender(problem, inputs, names: list[str], device: int):
     """``send(inputs)``: inputs like these, but those of `names`, which are on the host, on the GPU
-    of that number, which is current. Few lengths go as arguments of a kernel: nobody waits, and a
-    call that is captured into a graph keeps its own.
+    of that number, which is current; their values are checked first. Few lengths go as arguments of
+    a kernel: nobody waits, and a call that is captured into a graph keeps its own.
     """
     if {*names} <= {*Lengths._fields}:
         lengths = Lengths(*(getattr(inputs, x) if x in names else None for x in Lengths._fields))
         if 0 < sum(x.size for x in lengths if x is not None) <= MOST:
-            return _by_launch(type(inputs), lengths, device)
-    return lambda inputs: inputs._replace(
-        **{name: arrays.to_gpu(name, getattr(inputs, name)) for name in names}
-    )
+            return _by_launch(problem, type(inputs), lengths, device)
+
+    def copy(inputs):
+        check_values(problem, inputs)
+        there = {name: arrays.to_gpu(name, getattr(inputs, name)) for name in names}
+        return inputs._replace(**there)
+
+    return copy
 
 
-class _Span(NamedTuple):
-    """Some lengths: their place among the inputs, and that of their values among all."""
+class _Given(NamedTuple):
+    """Some lengths: their place among the inputs and among all lengths, and the greatest that one
+    may be.
+    """
 
     at: int
-    words: slice
+    number: int
+    most: int
 
 
-def _by_launch(cls, lengths: Lengths, device: int):
-    """The same of up to `MOST` lengths in all, for inputs of that class."""
+def _by_launch(problem, cls, lengths: Lengths, device: int):
+    """The same of up to `MOST` lengths in all, for inputs of that class: a list of them is made
+    once in a call, checked and sent.
+    """
     there = Lengths(*(None if x is None else Layout.compact(x.shape, x.dtype) for x in lengths))
     flat = [x and Layout.compact((math.prod(x.shape),), x.dtype) for x in there]
-    scratch, send = Scratch(there, Lengths._fields), launch_of(flat, launch.gpu(device))
-    spans, first = [], 0
-    for name, x in zip(Lengths._fields, flat, strict=True):
-        if x is not None:
-            spans.append(_Span(cls._fields.index(name), slice(first, first + x.shape[0])))
-            first += x.shape[0]
+    count = sum(x.shape[0] for x in flat if x)
+    # what offsets have to be takes more to say
+    limits = (-1, -1) if problem.options.packed else (problem.nq, problem.nk)
+    given = [
+        _Given(cls._fields.index(name), number, limits[number])
+        for number, name in enumerate(Lengths._fields)
+        if flat[number] is not None
+    ]
+    store, scratch = launch_of(flat, launch.gpu(device)).on, Scratch(there, Lengths._fields).beside
+    pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
 
     def run(inputs):
-        words, there, sent = np.zeros(MOST, np.int64), scratch.beside(inputs.q), [*inputs]
-        for at, span in spans:
-            words[span] = inputs[at].ravel()
-        send.on(there, numbers=words.tobytes())
-        for (at, _), x in zip(spans, filter(None, there), strict=True):
-            sent[at] = x
-        return cls._make(sent)
+        words, sent = [], [*inputs]
+        for at, _, most in given:
+            values = inputs[at].ravel().tolist()
+            if min(values) < 0 or max(values) > most:
+                check_values(problem, inputs)
+            words += values
+        there = scratch(inputs.q)
+        store(there, (), pack(*words))
+        for at, number, _ in given:
+            sent[at] = there[number]
+        return sent_of(sent)
 
     return run
 
