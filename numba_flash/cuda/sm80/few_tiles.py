@@ -10,8 +10,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, WARP, Hardware, Tile, padded, pitch
+from numba_flash.cuda.sm80.tiles import (
+    CHUNK,
+    KB,
+    ROWS,
+    WARP,
+    Hardware,
+    KeyRows,
+    Tile,
+    padded,
+    pitch,
+)
 
+LINE = 64  # columns, 128 bytes of shared memory
 RESERVED = KB  # of the shared memory of each block, by the driver
 # Parts of the keys whose results the last of their blocks makes one; of more, a second kernel. If
 # so many parts have no more tiles each than that, there are no more. Keys of 8 heads, D = 128, in a
@@ -62,12 +73,24 @@ class FewTile(Tile):
         """Keys of a tile that are a warp's."""
         return self.block_n // self.warps
 
-    def shared_bytes(self, d: int, dv: int) -> int:
-        """As of others; in the end, in the place of all, each warp's O, m and l, and then weights
-        of parts of the keys.
+    def key_rows(self, head_dim: int) -> KeyRows:
+        """Lines, if they are whole: what a copy brings of a line of memory then comes to one of
+        shared memory, and is asked for at once.
         """
+        lines = head_dim % LINE == 0
+        return KeyRows(2 * head_dim if lines else pitch(head_dim), lines)
+
+    def q_bytes(self, d: int, dv: int) -> int:
+        """Of Q, before the first tile of keys."""
+        return self.block_m * max(pitch(d), pitch(dv))
+
+    def shared_bytes(self, d: int, dv: int) -> int:
+        """Q, K and V; in the end, in the place of all, each warp's O, m and l, and then weights of
+        parts of the keys.
+        """
+        of_keys = self.stages * self.block_n * (self.key_rows(d).bytes + self.key_rows(dv).bytes)
         of_rows = self.warps * self.block_m * (float_pitch(dv) + 8)
-        return max(super().shared_bytes(d, dv), of_rows, 4 * self.block_m * MOST_JOINED)
+        return max(self.q_bytes(d, dv) + of_keys, of_rows, 4 * self.block_m * MOST_JOINED)
 
     def resident(self, d: int, dv: int, hardware: Hardware) -> int:
         """Blocks that a multiprocessor has at the same time."""
