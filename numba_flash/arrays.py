@@ -113,6 +113,8 @@ class Layout(NamedTuple):
         CUDA device number, -1 for host memory.
     offset : int
         Bytes from a multiple of 16 to the first element, on a GPU.
+    known : bool
+        The host knows the values of each, which may come as numbers (`numba_flash.cuda.prepare_lengths.Known`).
     """
 
     shape: tuple[int, ...]
@@ -120,13 +122,14 @@ class Layout(NamedTuple):
     dtype: Any
     device: int = -1
     offset: int = 0
+    known: bool = False
 
     @classmethod
     def of(cls, x) -> "Layout | None":
-        """That of an array, or of a `Place`; None for None."""
+        """That of an array, or of what has a layout as a `Place` has; None for None."""
         if x is None:
             return None
-        if isinstance(x, Place):
+        if hasattr(x, "layout"):
             return x.layout
         device = device_id(x)
         return cls(tuple(x.shape), tuple(x.strides), x.dtype, device, 0 if device < 0 else x.data.ptr % 16)

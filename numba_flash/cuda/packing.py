@@ -34,10 +34,21 @@ def numba_array(x, view: int | tuple[int, ...]) -> list[int]:
 
 
 def flat(numbers) -> list:
-    """Numbers as the driver takes them: those of tuples one by one. Bytes are whole numbers."""
-    if isinstance(numbers, bytes):
-        return [*struct.unpack(f"{len(numbers) // WORD}q", numbers)]
+    """Numbers as the driver takes them: those of tuples one by one."""
     return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
+
+
+def packed(numbers) -> bytes:
+    """Numbers, each in a word of its own."""
+    numbers = flat(numbers)
+    return struct.pack("".join(FORMATS[type(x)] for x in numbers), *numbers)
+
+
+def unpacked(words: bytes, like) -> list:
+    """The numbers that `packed` made these words of, of the kinds that those of `like` have."""
+    like = flat(like)
+    values = struct.unpack("".join(FORMATS[type(x)] for x in like), words)
+    return [type(x)(value) for x, value in zip(like, values, strict=True)]
 
 
 class Block:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
+from numba_flash.cuda.arguments import MOST_LENGTHS as MOST
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.packing import WORD
 from numba_flash.problem import check_values
 
-MOST = 64  # values
 ABSENT = Layout.compact((0,), "int32")
 
 
@@ -33,7 +33,8 @@ def sender(problem, inputs, names: list[str], device: int):
     if {*names} <= {*Lengths._fields}:
         lengths = Lengths(*(getattr(inputs, x) if x in names else None for x in Lengths._fields))
         if 0 < sum(x.size for x in lengths if x is not None) <= MOST:
-            return _by_launch(problem, type(inputs), lengths, device)
+            by = _by_numbers if _may_be_numbers(problem, names) else _by_launch
+            return by(problem, type(inputs), lengths, device)
 
     def copy(inputs):
         check_values(problem, inputs)
@@ -81,6 +82,54 @@ def _by_launch(problem, cls, lengths: Lengths, device: int):
         store(there, (), pack(*words))
         for at, number, _ in given:
             sent[at] = there[number]
+        return sent_of(sent)
+
+    return run
+
+
+class Known:
+    """Lengths of keys that the host has: the `words` in which kernels take them as numbers, `MOST`;
+    and memory on the GPU, where they are stored once a kernel asks for it.
+    """
+
+    __slots__ = ("_data", "_store", "layout", "words")
+
+    def __init__(self, words: bytes, layout: Layout, store):
+        self.words, self.layout, self._store, self._data = words, layout, store, None
+
+    @property
+    def data(self):
+        if self._data is None:
+            self._data = self._store(self.words)
+        return self._data
+
+
+def _may_be_numbers(problem, names: list[str]) -> bool:
+    """Whether kernels may take lengths as numbers: those of keys, of one leading axis."""
+    return names == ["kv_lengths"] and problem.batch[0] == 1 and not problem.options.packed
+
+
+def _by_numbers(problem, cls, lengths: Lengths, device: int):
+    """As `_by_launch`, but kernels that take the lengths as numbers find them as such."""
+    layout = Layout.compact(lengths.kv_lengths.shape, lengths.kv_lengths.dtype)
+    count, at, most = math.prod(layout.shape), cls._fields.index("kv_lengths"), problem.nk
+    store = launch_of((None, Layout.compact((count,), layout.dtype)), launch.gpu(device)).on
+    scratch = Scratch(Lengths(None, layout), Lengths._fields).beside
+    pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
+    known = layout._replace(known=True)
+
+    def run(inputs):
+        values = inputs[at].ravel().tolist()
+        if min(values) < 0 or max(values) > most:
+            check_values(problem, inputs)
+
+        def stored(words):
+            there = scratch(inputs.q)
+            store(there, (), words)
+            return there.kv_lengths.data
+
+        sent = [*inputs]
+        sent[at] = Known(pack(*values), known, stored)
         return sent_of(sent)
 
     return run

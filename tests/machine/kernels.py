@@ -64,6 +64,8 @@ class Executed:
             if x is not None:
                 described[4] = machine.memory.place(prepared.builder, x)
             arguments += described
+        if isinstance(numbers, bytes):
+            numbers = packing.unpacked(numbers, prepared.numbers)
         numbers = packing.flat(prepared.numbers if numbers is None else numbers)
         for number, parameter in zip(numbers, machine.kernel.parameters[len(arguments) :], strict=True):
             if KINDS[type(number)] != parameter.kind:  # the driver copies what it is given

@@ -197,8 +197,7 @@ def build_load_few(tile, shape, place, options):
             load_k, load_v = (_load_found(x.copy) for x in pages)
             return FewLoads(_find_once(pages[0].find), load_k, load_v, words)
     load_k, load_v = (
-        _load_unfound(build_load_keys(rows, x, *common, options, **more_of(x)))
-        for x in (d, dv)
+        _load_unfound(build_load_keys(rows, x, *common, options, **more_of(x))) for x in (d, dv)
     )
     return FewLoads(_find_nothing, load_k, load_v, 1)
 
