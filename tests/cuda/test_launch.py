@@ -340,6 +340,21 @@ def test_few_lengths_on_the_host_are_arguments_of_a_kernel(dtype, launched):
         assert len({*read}) == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "return_lse": True}])
+def test_few_queries_take_lengths_as_numbers(options, launched):
+    """Of each call, before the other numbers; nothing is launched that stores them."""
+    q, k = OnGpu((3, 4, 1, 64), "float16"), OnGpu((3, 2, 20000, 64), "float16")
+    for kv_lengths in ([7, 0, 20000], [1, 2, 3]):
+        launched.clear()
+        numba_flash.forward(q, k, k, kv_lengths=np.array(kv_lengths, np.uint8 if max(kv_lengths) < 256 else np.int64), **options)
+        (builder, _, extras, words), *others = launched
+        assert builder == "sm80.forward_few.build"
+        assert all(each[0] == "combine.build_many" for each in others)
+        assert extras == []
+        assert [*np.frombuffer(words[: 8 * 64], "int64")] == kv_lengths + [0] * 61
+        assert len(words) > 8 * 64
+
+
 def test_lengths_of_one_kind_or_of_one_sequence(launched):
     q = OnGpu((2, 100, 64), "float16")
     numba_flash.forward(q, q, q, kv_lengths=np.array(33))

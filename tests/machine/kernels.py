@@ -140,6 +140,14 @@ def machine(
         yield
 
 
+@contextmanager
+def lengths_as_numbers():
+    """Let lengths of keys come to kernels of few queries as those do which are on the host beside queries on a GPU."""
+    always = lambda value: property(lambda self: value, lambda self, given: None)
+    with mock.patch.multiple(call._Call, create=True, _on_host=always(["kv_lengths"]), _sends=always(True)):
+        yield
+
+
 class OnMachine(Backend):
     """A tier on the machine; what it refuses is left out of a test, forward or backward."""
 
