@@ -57,11 +57,11 @@ MUTANTS_FEW = (
         "few, six parts",
     ),
     # ---- lines of shared memory
-    Mutant("chunks of a line in their order", LOAD, "            chunk = i32(chunk ^ (row & 7))\n", "            pass\n", "few"),
-    Mutant("rows below turned as the first", LOAD, "u32(address ^ u32((rows & 7) * (2 * CHUNK)))", "address", "few"),
-    Mutant("chunks of keys in their order", PRODUCTS, "(lane // 8 % 2 ^ lane % 8) * 16", "lane // 8 % 2 * 16", "few"),
-    Mutant("chunks of values in their order", PRODUCTS, "(lane // 16 ^ lane % 8) * 16", "lane // 16 * 16", "few"),
-    Mutant("steps that are not turned", MMA, "builder.xor(address, ir.Constant(I32, turned))", "address", "few"),
+    Mutant("chunks of a line in their order", LOAD, "            chunk = i32(chunk ^ (row & 7))\n", "            pass\n", "few, D128"),
+    Mutant("rows below turned as the first", LOAD, "u32(address ^ u32((rows & 7) * (2 * CHUNK)))", "address", "few, D128"),
+    Mutant("chunks of keys in their order", PRODUCTS, "(lane // 8 % 2 ^ lane % 8) * 16", "lane // 8 % 2 * 16", "few, D128"),
+    Mutant("chunks of values in their order", PRODUCTS, "(lane // 16 ^ lane % 8) * 16", "lane // 16 * 16", "few, D128"),
+    Mutant("steps that are not turned", MMA, "builder.xor(address, ir.Constant(I32, turned))", "address", "few, D128"),
     Mutant("columns beyond a line in the first", MMA, "* (tile if operand.transposed else step) % LINE", "* step % LINE", "few, D128"),
     # ---- lengths that are numbers
     Mutant(
