@@ -88,19 +88,33 @@ def _by_launch(problem, cls, lengths: Lengths, device: int):
 
 
 class Known:
-    """Lengths of keys that the host has: the `words` in which kernels take them as numbers, `MOST`;
-    and memory on the GPU, where they are stored once a kernel asks for it.
+    """Lengths of keys that the host has, of a call.
+
+    Attributes
+    ----------
+    words : bytes
+        In which kernels take them as numbers, `MOST`.
+    layout : Layout
+        Of the array.
+    data
+        Where it is on the GPU, beside `like`; it is stored there once a kernel asks for it.
     """
 
-    __slots__ = ("_data", "_store", "layout", "words")
+    __slots__ = ("_data", "_like", "_store", "layout", "words")
 
-    def __init__(self, words: bytes, layout: Layout, store):
-        self.words, self.layout, self._store, self._data = words, layout, store, None
+    def __init__(self, words: bytes, layout: Layout, store, like):
+        self.words, self.layout, self._store, self._like, self._data = (
+            words,
+            layout,
+            store,
+            like,
+            None,
+        )
 
     @property
     def data(self):
         if self._data is None:
-            self._data = self._store(self.words)
+            self._data = self._store(self.words, self._like)
         return self._data
 
 
@@ -116,20 +130,20 @@ def _by_numbers(problem, cls, lengths: Lengths, device: int):
     store = launch_of((None, Layout.compact((count,), layout.dtype)), launch.gpu(device)).on
     scratch = Scratch(Lengths(None, layout), Lengths._fields).beside
     pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
-    known = layout._replace(known=True)
+    known, in_line = layout._replace(known=True), layout.ndim == 1
+
+    def stored(words, like):
+        there = scratch(like)
+        store(there, (), words)
+        return there.kv_lengths.data
 
     def run(inputs):
-        values = inputs[at].ravel().tolist()
+        x = inputs[at]
+        values = (x if in_line else x.ravel()).tolist()
         if min(values) < 0 or max(values) > most:
             check_values(problem, inputs)
-
-        def stored(words):
-            there = scratch(inputs.q)
-            store(there, (), words)
-            return there.kv_lengths.data
-
         sent = [*inputs]
-        sent[at] = Known(pack(*values), known, stored)
+        sent[at] = Known(pack(*values), known, stored, inputs.q)
         return sent_of(sent)
 
     return run
