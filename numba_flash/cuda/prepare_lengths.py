@@ -3,6 +3,7 @@
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
 from numba_flash.cuda.arguments import MOST_LENGTHS as MOST
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.packing import WORD
+from numba_flash.cuda.packing import WORD, packed
+from numba_flash.options import AS_NUMBERS
 from numba_flash.problem import check_values
 
 ABSENT = Layout.compact((0,), "int32")
@@ -116,6 +118,36 @@ class Known:
         if self._data is None:
             self._data = self._store(self.words, self._like)
         return self._data
+
+
+def with_numbers(problem, inputs):
+    """The problem of a kernel that takes lengths of keys as numbers, where the host knows them."""
+    if problem.options.kv_lengths is None or not inputs.kv_lengths.known:
+        return problem
+    return replace(problem, options=replace(problem.options, kv_lengths=AS_NUMBERS))
+
+
+class Numbers(NamedTuple):
+    """Of a kernel.
+
+    Attributes
+    ----------
+    prepared : tuple
+        As a `Launch` is made with them.
+    of : function or None
+        ``of(inputs)``: those of a call; None if they are always the prepared ones.
+    """
+
+    prepared: tuple
+    of: Any
+
+
+def numbers_of(problem, numbers: tuple) -> Numbers:
+    """`Numbers` of a kernel of such a problem, which are these but for lengths."""
+    if problem.options.kv_lengths != AS_NUMBERS:
+        return Numbers(numbers, None)
+    behind = packed(numbers)
+    return Numbers(((0,) * MOST, *numbers), lambda inputs: inputs.kv_lengths.words + behind)
 
 
 def _may_be_numbers(problem, names: list[str]) -> bool:

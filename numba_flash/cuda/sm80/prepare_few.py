@@ -3,20 +3,18 @@ Numba is not imported here.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
 from numba_flash.cuda import grid, prepare_parts
 from numba_flash.cuda.arguments import (
-    MOST_LENGTHS,
     build_extras,
     chunked,
     parameters_of,
     vectors_of,
 )
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.packing import packed
+from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import (
     ENOUGH_BLOCKS,
@@ -26,7 +24,6 @@ from numba_flash.cuda.sm80.few_tiles import (
     asked,
 )
 from numba_flash.cuda.sm80.tiles import hardware
-from numba_flash.options import AS_NUMBERS
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
@@ -37,8 +34,7 @@ def prepare(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout.
     """
-    if p.options.kv_lengths and inputs.kv_lengths.known and not p.options.dropout:
-        p = replace(p, options=replace(p.options, kv_lengths=AS_NUMBERS))
+    p = p if p.options.dropout else with_numbers(p, inputs)
     there = hardware(gpu.capability)
     blocks = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, there))
     parts = grid.few_parts(p, tile, gpu.multiprocessors * blocks)
@@ -53,12 +49,12 @@ def prepare(p, inputs, results, gpu, tile: FewTile) -> Prepared:
 
 def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     """All keys at once."""
-    forward, numbers_of = _forward(p, inputs, results, gpu, tile, 1)
+    forward, numbers = _forward(p, inputs, results, gpu, tile, 1)
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward.on((q, k, v, *results, None, None, None), extras, numbers_of(inputs, rng))
+        forward.on((q, k, v, *results, None, None, None), extras, numbers(inputs, rng))
 
     return Prepared(run, (forward,))
 
@@ -66,7 +62,7 @@ def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
 def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepared:
     """By way of float32 results over parts of the keys, made one by the last block of each."""
     partial = prepare_parts.layouts(p, parts)
-    forward, numbers_of = _forward(p, inputs, partial, gpu, tile, parts, results)
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts, results)
     extras_of, count = build_extras(p.options), forward.grid // parts
     scratch = prepare_parts.scratch(partial)
 
@@ -74,7 +70,7 @@ def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepa
         o, lse = scratch.beside(inputs.q)
         arrivals = prepare_parts.arrivals(inputs.q, count)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward.on((q, k, v, o, lse, *results, arrivals), extras, numbers_of(inputs, rng))
+        forward.on((q, k, v, o, lse, *results, arrivals), extras, numbers(inputs, rng))
 
     return Prepared(run, (forward,))
 
@@ -82,40 +78,22 @@ def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepa
 def _prepare_parts(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepared:
     """The same of so many parts that another kernel combines them."""
     partial = prepare_parts.layouts(p, parts)
-    forward, numbers_of = _forward(p, inputs, partial, gpu, tile, parts)
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
     combine = prepare_parts.combine_many(partial, results, gpu, parts)
     extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
         o, lse = scratch.beside(inputs.q)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward.on((q, k, v, o, lse, None, None, None), extras, numbers_of(inputs, rng))
+        forward.on((q, k, v, o, lse, None, None, None), extras, numbers(inputs, rng))
         combine(o, lse, *results)
 
     return Prepared(run, (forward, combine))
 
 
-def _numbers(p, parts: int) -> tuple:
-    """``numbers(rng)``: those of the kernel, lengths of keys first, if these are among them; and
-    ``numbers_of(inputs, rng)``: those of a call, None if they are what the kernel has anyway.
-    """
-    rest = lambda rng=None: (
-        np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
-        p.low,
-        p.high,
-        parts,
-        parameters_of(p, rng),
-    )
-    if p.options.kv_lengths != AS_NUMBERS:
-        return rest, lambda inputs, rng: None if rng is None else rest(rng)
-    behind = packed(rest())
-    numbers = lambda: ((0,) * MOST_LENGTHS, *rest())
-    return numbers, lambda inputs, rng: inputs.kv_lengths.words + behind
-
-
 def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
     """The kernel, on results of the problem, or on float32 parts of them, which it joins if there
-    are `whole` ones; and ``numbers_of(inputs, rng)`` of `_numbers`.
+    are `whole` ones; and ``numbers(inputs, rng)`` of a call.
     """
     joined = whole is not None
     whole_o, whole_lse = whole if joined else (None, None)
@@ -129,7 +107,14 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
         wide=False,
         vectors=vectors_of(p, inputs, KEYS_OF_RUN),
     )
-    numbers, numbers_of = _numbers(p, parts)
+    drawn = lambda rng=None: (
+        np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
+        p.low,
+        p.high,
+        parts,
+        parameters_of(p, rng),
+    )
+    known = numbers_of(p, drawn())
     operands = (inputs.q, 5), (inputs.k, 5), (inputs.v, 5), (into.o, 5), (into.lse, 4)
     config = (
         p.dtype,
@@ -153,6 +138,12 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
             (prepare_parts.arrivals_layout(items) if joined else None, 1),
         ),
         extras=grid.extras_layouts(p, inputs),
-        numbers=numbers(),
+        numbers=known.prepared,
     )
-    return forward, numbers_of
+
+    def numbers(inputs, rng):
+        if known.of:
+            return known.of(inputs)
+        return None if rng is None else drawn(rng)
+
+    return forward, numbers
