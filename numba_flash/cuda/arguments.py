@@ -226,7 +226,7 @@ def extras_type(options, of_mask=(), more=()):
     ndim = 1 if options.packed else 2
     of_keys = options.kv_lengths
     if of_keys == AS_NUMBERS:
-        of_keys = types.UniTuple(types.int64, MOST_LENGTHS)
+        of_keys = types.UniTuple(types.int32, MOST_LENGTHS)
     elif of_keys:
         of_keys = array(getattr(types, of_keys), ndim)
     kinds = {

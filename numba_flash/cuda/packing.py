@@ -13,7 +13,11 @@ from numba_flash import arrays
 from numba_flash.cuda import driver
 
 # Numbers as kernels read them, each in a word of its own.
-WORD, FORMATS = 8, {int: "q", np.uint64: "Q", float: "d", np.float64: "d", np.float32: "f4x"}
+WORD = 8
+FORMATS = {
+    **{int: "q", np.uint64: "Q", np.int32: "i4x"},
+    **{float: "d", np.float64: "d", np.float32: "f4x"},
+}
 # Of a CUlaunchConfig: grid, threads and shared memory; the stream; attributes and their number.
 SHAPE, CONFIG_WORDS, ATTRIBUTE_WORDS = "7I", 7, 2
 ADDRESS = 4  # its place in what `numba_array` says

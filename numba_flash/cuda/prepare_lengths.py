@@ -8,6 +8,8 @@ from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
@@ -147,7 +149,8 @@ def numbers_of(problem, numbers: tuple) -> Numbers:
     if problem.options.kv_lengths != AS_NUMBERS:
         return Numbers(numbers, None)
     behind = packed(numbers)
-    return Numbers(((0,) * MOST, *numbers), lambda inputs: inputs.kv_lengths.words + behind)
+    none = (np.int32(0),) * MOST
+    return Numbers((none, *numbers), lambda inputs: inputs.kv_lengths.words + behind)
 
 
 def _may_be_numbers(problem, names: list[str]) -> bool:

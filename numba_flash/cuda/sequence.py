@@ -69,7 +69,7 @@ def build_sequence(options):
             if HAS_Q:
                 queries = i64(extras.q_lengths[index(b0), index(b1)])
             if NUMBERS:  # of one leading axis
-                keys = pick(extras.kv_lengths, b1)
+                keys = i64(pick(extras.kv_lengths, b1))
             elif HAS_KV:
                 keys = i64(extras.kv_lengths[index(b0), index(b1)])
         if q0 < 0 or k0 < 0 or queries < 0 or keys < 0 or q0 + queries > nq or k0 + keys > nk:

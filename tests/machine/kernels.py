@@ -33,7 +33,14 @@ def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
         gc.enable()
 
 
-KINDS = {int: "u64", np.uint64: "u64", float: "f64", np.float64: "f64", np.float32: "f32"}  # of numbers, as `packing.FORMATS`
+KINDS = {
+    int: "u64",
+    np.uint64: "u64",
+    np.int32: "u32",
+    float: "f64",
+    np.float64: "f64",
+    np.float32: "f32",
+}  # of numbers, as `packing.FORMATS`
 
 
 class Executed:

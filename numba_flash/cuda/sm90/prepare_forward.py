@@ -9,10 +9,18 @@ from numba_flash.cuda.sm90.fold import folded
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
 from numba_flash.problem import Prepared
 
+# Work items of a multiprocessor, up to which lengths are numbers. With each, threads choose one of
+# `MOST_LENGTHS`, which took longer on an H200 than to read it, as numbers of 64 bits (they have 32
+# now, which were not timed): of one item 14.2 us instead of 14.1, where another launch takes more;
+# of 15.5 items 207 instead of 200.
+FEW_ITEMS = 4
+
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
-    p, gpu = with_numbers(problem, inputs), gpu or launch.gpu(inputs.q.device)
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    if grid.items(p, p.nq, p.hq, forward_tile(p).block_m) <= FEW_ITEMS * gpu.multiprocessors:
+        p = with_numbers(p, inputs)
     if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
         return tensor_maps.through_compact(
             lambda results: prepare(p, inputs, results, gpu), results
