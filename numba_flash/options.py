@@ -11,6 +11,7 @@ from numba_flash.pages import Pages
 from numba_flash.scoremod import ScoreMod
 
 FEW = 64  # values, which are checked faster as Python's numbers
+AS_NUMBERS = "numbers"  # in the place of a dtype: lengths are numbers among a kernel's arguments
 SHARING = 8  # neighbouring keys that share a counter of Philox, which has 128 bits
 CHANCES = 2**16  # values of the random bits of a score
 # Of the dropout's state, exclusive: the key has two words, the offset is one of the counter's, positions are below `problem.MAX_LENGTH`.
@@ -69,7 +70,7 @@ class Options:
     listed : bool
         In the place of `mask` for kernels each of whose tiles lies within one block: they go through lists of tiles, and need no mask.
     q_lengths, kv_lengths : str or None
-        Dtype of the arrays of lengths (of offsets, if `packed`).
+        Dtype of the arrays of lengths (of offsets, if `packed`), or of those of keys `AS_NUMBERS`.
     packed : bool
         Sequences lie one after the other in arrays without a batch axis.
     follows : bool

@@ -128,6 +128,12 @@ def paged_pass(backend, arrays, seed, multiprocessors, resident, capability, *, 
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=unit, rtol=unit)
 
 
+def known_pass(*arguments, **options):
+    """`kernels.forward_pass` with lengths that are numbers."""
+    with kernels.lengths_as_numbers():
+        forward_pass(*arguments, **options)
+
+
 STEEP = {"scale": 1.0}  # scores so far apart that the largest so far grows from tile to tile
 LENGTHS = {"q_lengths": np.array([60]), "kv_lengths": np.array([127])}
 PROBLEMS = {
@@ -481,3 +487,6 @@ PROBLEMS |= {
     "copied mask": Problem(forward_pass, nq=150, nk=560, options={"mask": np.random.default_rng(13).random((150, 560)) < 0.7}),
     "alibi": Problem(forward_pass, nq=150, nk=300, hq=2, hk=1, options={"score_mod": numba_flash.alibi([0.5, 0.25])}),
 }
+PROBLEMS["few, lengths"] = Problem(
+    known_pass, nq=2, hq=4, nk=200, batch=3, tier="sm80", capability=(8, 0), options={"kv_lengths": np.array([200, 0, 70])}
+)

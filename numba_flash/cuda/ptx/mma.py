@@ -15,6 +15,7 @@ from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
 
 # Low ones of split float32 are so many times larger: those of small numbers, too, are normal.
 LOW = 2.0**11
+LINE = 128  # bytes, of shared memory
 
 
 class Matrices(NamedTuple):
@@ -27,11 +28,24 @@ class Matrices(NamedTuple):
         the sum to the next.
     transposed : bool
         Its rows in memory run along the sum (of A: do not), so that ldmatrix has to transpose.
+    swizzled : bool
+        Rows are whole lines of 128 bytes, in which the 16-byte chunk c of row r lies in the place
+        ``c ^ (r % 8)``: see `numba_flash.cuda.swizzle`.
     """
 
     tile: int
     step: int
     transposed: bool
+    swizzled: bool = False
+
+
+def _load_tile(builder, address, operand, tile, step):
+    """That of 16 rows or columns, and of a step; a lane's own chunk is in its address."""
+    offset = tile * operand.tile + step * operand.step
+    if operand.swizzled:
+        turned = 32 * (tile if operand.transposed else step) % LINE
+        address, offset = builder.xor(address, ir.Constant(I32, turned)), offset - turned
+    return _load(builder, address, offset, operand.transposed)
 
 
 def _load(builder, address, offset, transposed):
@@ -84,7 +98,7 @@ def begun_product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False, 
 
     def one_step(builder, sums, fragments, address, step):
         for n in range(n_tiles):
-            right = _load(builder, address, n * b.tile + step * b.step, b.transposed)
+            right = _load_tile(builder, address, b, n, step)
             for m in range(m_tiles):
                 for half in range(2):
                     i = (m * n_tiles + n) * 2 + half

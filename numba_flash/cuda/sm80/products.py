@@ -53,6 +53,25 @@ def build_lane(pitch):
 
 
 @once
+def build_lane_of_lines(row_bytes):
+    """The same where rows are swizzled lines, as `numba_flash.cuda.ptx.Matrices` has them."""
+    ROW_BYTES = row_bytes
+
+    @inline
+    def beside(tile):
+        lane = i32(cuda.threadIdx.x % 32)
+        return u32(tile + u32(lane % 16 * ROW_BYTES + (lane // 16 ^ lane % 8) * 16))
+
+    @inline
+    def below(tile):
+        lane = i32(cuda.threadIdx.x % 32)
+        row = lane // 16 * 8 + lane % 8
+        return u32(tile + u32(row * ROW_BYTES + (lane // 8 % 2 ^ lane % 8) * 16))
+
+    return beside, below
+
+
+@once
 def build_hold(m_tiles, depth, pitch):
     """``hold(fragments, a)``: rows of A, stored row by row, into registers."""
     load = ptx.load_matrices(m_tiles, depth // 16, Matrices(16 * pitch, 32, False))
@@ -66,16 +85,16 @@ def build_hold(m_tiles, depth, pitch):
 
 
 @once
-def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
+def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True, lines=False):
     """``product(acc, a, b)``: acc = A B^T, or acc += A B^T unless `fresh`; A is in registers if
-    `held`.
+    `held`, rows of B are swizzled `lines`.
     """
     HELD = held
     a = None if held else Matrices(16 * a_pitch, 32, False)
-    b = Matrices(16 * b_pitch, 32, False)
+    b = Matrices(16 * b_pitch, 32, False, lines)
     multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     beside, _ = build_lane(a_pitch)
-    _, below = build_lane(b_pitch)
+    _, below = build_lane_of_lines(b_pitch) if lines else build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
@@ -111,16 +130,16 @@ def build_nt_from(kind, m_tiles, columns, depth, a_pitch, b_pitch, held=False, b
 
 
 @once
-def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False):
+def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False, lines=False):
     """``product(acc, a, b)``: acc += A B, or acc = A B if `fresh`, with A in registers unless it
-    has a pitch.
+    has a pitch; rows of B are swizzled `lines`.
     """
     HELD = a_pitch is None
     a = None if HELD else Matrices(16 * a_pitch, 32, False)
-    b = Matrices(32, 16 * b_pitch, True)
+    b = Matrices(32, 16 * b_pitch, True, lines)
     multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     beside_a, _ = build_lane(a_pitch or 0)
-    beside, _ = build_lane(b_pitch)
+    beside, _ = build_lane_of_lines(b_pitch) if lines else build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
@@ -286,10 +305,10 @@ def build_products(dtype, shape, tile, begin, positive):
         values, _ = build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
         pack, _ = build_split(pairs, shape.split, positive)
         return Products(scores, None, pack, values)
-    kind = Kind(dtype == "bfloat16", shape.turing)
-    scores_of = partial(build_nt, kind, m_tiles, block_n)
-    scores = scores_of(begin, pitch_k, pitch_k, tile.q_registers)
-    more_scores = scores_of(d - begin, pitch_k, pitch_k, False, fresh=False)
-    values = build_nn(kind, m_tiles, dv, block_n, pitch_v)
+    kind, (k, v) = Kind(dtype == "bfloat16", shape.turing), map(tile.key_rows, shape.columns)
+    scores_of = partial(build_nt, kind, m_tiles, block_n, lines=k.lines)
+    scores = scores_of(begin, pitch_k, k.bytes, tile.q_registers)
+    more_scores = scores_of(d - begin, pitch_k, k.bytes, False, fresh=False)
+    values = build_nn(kind, m_tiles, dv, block_n, v.bytes, lines=v.lines)
     pack, _ = build_pack(pairs, *kind, positive)
     return Products(scores, more_scores, pack, values)

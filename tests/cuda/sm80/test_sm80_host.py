@@ -360,8 +360,19 @@ def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
     """Their O, m and l."""
     rows = tile.warps * tile.block_m
     assert tile.shared_bytes(d, dv) >= rows * (float_pitch(dv) + 8)
-    both = pitch(d) + pitch(dv)
+    both = sum(tile.key_rows(x).bytes for x in (d, dv))
     assert tile.shared_bytes(d, dv) >= tile.block_m * max(pitch(d), pitch(dv)) + tile.stages * tile.block_n * both
+
+
+@pytest.mark.parametrize("tile", [row.tile for row in FEW_TILES], ids=str)
+@pytest.mark.parametrize(("d", "lines"), [(13, False), (64, True), (72, False), (128, True), (192, True), (256, True)])
+def test_keys_of_few_queries_lie_in_lines_where_these_are_whole(tile, d, lines):
+    """From a multiple of 128 bytes on, which what is turned within a line relies on; else rows are an odd number of chunks apart."""
+    rows = tile.key_rows(d)
+    assert rows.lines == lines
+    assert rows.bytes == (2 * d if lines else pitch(d))
+    if lines:
+        assert tile.q_bytes(d, d) % 128 == 0
 
 
 @pytest.mark.parametrize(
