@@ -369,6 +369,14 @@ def test_lengths_of_one_kind_or_of_one_sequence(launched):
     assert np.frombuffer(words[: 8 * 64], "int64")[0] == 33
 
 
+@pytest.mark.parametrize(("heads", "kernels"), [(4 * 132 // 3, 1), (4 * 132 // 3 + 1, 2)])
+def test_kernels_with_few_work_items_take_numbers(heads, kernels, launched):
+    """On Hopper up to four for each of 132 multiprocessors, here one for each head; of more, all read an array."""
+    q = OnGpu((3, heads, 100, 64), "float16")
+    numba_flash.forward(q, q, q, kv_lengths=np.array([7, 0, 100]))
+    assert [builder for builder, *_ in launched] == ["lengths.build", "sm90.forward.build"][-kernels:]
+
+
 def test_kernels_that_take_no_numbers_read_lengths_of_keys_where_they_are_stored_once(launched):
     """Those of a backward pass, or with a bias."""
     q, lse = OnGpu((3, 2, 100, 64), "float16"), OnGpu((3, 2, 100), "float32")

@@ -15,6 +15,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import compile
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_lengths import MOST, launch_of
+from numba_flash.cuda.sm90 import prepare_forward
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import AS_NUMBERS, Options
 from numba_flash.problem import Problem
@@ -56,7 +57,8 @@ SHAPES = {"blocks": (130, 4, 4, 2), "parts": (70, 2, 2, 16), "heads as rows": (1
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "heads as rows" else pytest.mark.full) for name in SHAPES])
-def test_kernels_for_hopper_take_lengths_of_keys_as_numbers(name):
+def test_kernels_for_hopper_take_lengths_of_keys_as_numbers(name, monkeypatch):
+    monkeypatch.setattr(prepare_forward, "FEW_ITEMS", 1000)
     nq, hq, hk, multiprocessors = SHAPES[name]
     arrays = random_inputs(batch=(3,), hq=hq, hk=hk, nq=nq, nk=2200 if name == "parts" else 300, d=64, dtype="bfloat16")
     lengths = np.array([arrays[1].shape[-2], 0, 77], np.int16)
