@@ -259,3 +259,66 @@ def split_product(
         return types.void(acc, left, right, factors), codegen
 
     return multiply
+
+
+def joined_product(m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, scaled=False):
+    """Function ``multiply(acc, left, right, factor)`` of kernels: as `split_product` of A in
+    registers, but of planes of A and B that are ``high + low``. So products with low ones need no
+    sum of their own: what they make is where the sum of the high ones begins, small beside it, so
+    that little is cut off before the high ones come.
+
+    If it is `scaled`, the product is multiplied by the first element of the array `factor`.
+    """
+
+    def sums_of(builder, held, right, first):
+        """Of `at_once` tiles of columns from the `first` on, in the order of registers of acc."""
+        count = 2 * m_tiles * at_once
+        sums = [[ir.Constant(F32, 0)] * 4 for _ in range(count)]
+
+        def left(m, step, plane):
+            return held[4 * (m * steps + step) + plane :][:4]
+
+        def add(step, plane, fragments):
+            for i in range(count):
+                m, (n, half) = i // (2 * at_once), divmod(i % (2 * at_once), 2)
+                pair = fragments[n][2 * half :][:2]
+                sums[i] = _mma(builder, "f16", 1, sums[i], left(m, step, plane), pair)
+
+        def load(step, plane):
+            at = [(first + n) * b.tile + step * b.step + plane for n in range(at_once)]
+            return [_load(builder, right, x, b.transposed) for x in at]
+
+        high = []
+        for step in range(steps):
+            high.append(load(step, 0))
+            add(step, planes.a, high[step])
+            add(step, 0, load(step, planes.b))
+        for step in range(steps):
+            add(step, 0, high[step])
+        return sums
+
+    @intrinsic
+    def multiply(context, acc, left, right, factor):
+        def codegen(context, builder, signature, values):
+            registers = pointers(context, builder, acc, values[0], 8 * m_tiles * n_tiles)
+            words = pointers(context, builder, left, values[1], 8 * m_tiles * steps)
+            held = [builder.load(x) for x in words]
+            if scaled:
+                (given,) = pointers(context, builder, factor, values[3], 1)
+                power = builder.load(given)
+            for first in range(0, n_tiles, at_once):
+                for i, own in enumerate(sums_of(builder, held, values[2], first)):
+                    m, rest = divmod(i, 2 * at_once)
+                    for e in range(4):
+                        pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
+                        total, old = own[e], None if fresh else builder.load(pointer)
+                        if scaled:
+                            total = builder.fma(total, power, old)
+                        elif not fresh:
+                            total = builder.fadd(old, total)
+                        builder.store(total, pointer)
+            return context.get_dummy_value()
+
+        return types.void(acc, left, right, factor), codegen
+
+    return multiply

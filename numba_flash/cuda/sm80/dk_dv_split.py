@@ -17,7 +17,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
+from numba_flash.cuda.sm80.head_planes import RAISED, SHRUNK, build_pack, exponent_of_row
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
 from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_rows
@@ -142,7 +142,7 @@ def build_powers(columns, tile, shape):
             for fold in range(FOLDS):
                 exponent = max(exponent, cuda.shfl_xor_sync(ALL_LANES, exponent, 1 << fold))
             exponent = i32(exponent + SHRUNK)
-            up, down = power_of_two(i32(-exponent)), power_of_two(exponent)
+            up, down = power_of_two(i32(-exponent - RAISED)), power_of_two(exponent)
             if row < QUERIES:
                 ptx.store_shared_vector(u32(smem + u32(DELTA + row * FLOAT)), (delta * up,))
                 if row % COLUMNS == 0:
@@ -156,6 +156,7 @@ def build_powers(columns, tile, shape):
 def build_weigh(m_tiles, columns, queries):
     """``weigh(scores)``: S^T becomes P^T, and dP^T dS^T."""
     COUNT, WIDTH, DELTA = columns // 2, 2 * m_tiles, FLOAT * queries
+    HIGHER = float(RAISED)
 
     @inline
     def weigh_pair(j, t):
@@ -168,7 +169,7 @@ def build_weigh(m_tiles, columns, queries):
                 bias = ptx.as_float32(t.bias[(2 * j + c) * WIDTH + r])
                 score = t.s[e] * t.factor + bias
                 # (2) P^T = exp(S^T - lse)
-                t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E))
+                t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E) + f32(HIGHER))
                 # (5) dS^T = P^T * (dP^T - delta)
                 t.dp[e] = t.s[e] * (t.dp[e] * t.up - delta[c])
 
@@ -198,12 +199,13 @@ def build(shape, options, tile):
     fetch = build_fetch(M_TILES, COLUMNS)
     weigh = build_weigh(M_TILES, COLUMNS, QUERIES)
     planes_k, planes_v = ptx.Planes(K_WORDS // 2, 2 * D), ptx.Planes(V_WORDS // 2, 2 * DV)
-    k_qt = products.build_split_nt(M_TILES, COLUMNS, D, None, PITCH_K, planes_k, True)
-    v_dot = products.build_split_nt(M_TILES, COLUMNS, DV, None, PITCH_V, planes_v, True)
+    k_qt = products.build_joined_nt(M_TILES, COLUMNS, D, PITCH_K, planes_k)
+    v_dot = products.build_joined_nt(M_TILES, COLUMNS, DV, PITCH_V, planes_v)
     planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
-    p_do, _ = products.build_split_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
-    _, ds_q = products.build_split_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
-    pack, powers, POWERS = build_pack(PAIRS), build_powers(COLUMNS, tile, shape), SMEM.powers
+    p_do, _ = products.build_joined_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
+    _, ds_q = products.build_joined_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
+    pack, powers, POWERS = build_pack(PAIRS, 1.0), build_powers(COLUMNS, tile, shape), SMEM.powers
+    LOWERED = 2.0**-RAISED
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     store_dk = build_store_pairs(M_TILES, HEAD_DIM, neighbours=True)
@@ -271,7 +273,7 @@ def build(shape, options, tile):
                 factor[r] = scale * q_factor * v_factor * do_factor
             store_dk(Pairs(dk_head, dk_acc, factor, key, nk, smem))
             for r in range(KEY_ROWS):
-                factor[r] = do_factor
+                factor[r] = f32(LOWERED) * do_factor
             store_dv(Pairs(dv_head, dv_acc, factor, key, nk, smem))
             key0 = i32(key0 + WARPS * WARP_KEYS)
 

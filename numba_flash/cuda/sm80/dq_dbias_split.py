@@ -113,10 +113,10 @@ def build_half(shape, tile):
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
     PITCH_K, PITCH_V, THREADS = pitch(2 * D), pitch(2 * DV), tile.threads
     planes_k, planes_v = ptx.Planes(D // 4, 2 * D), ptx.Planes(DV // 4, 2 * DV)
-    q_kt = products.build_split_nt(1, HALF, D, None, PITCH_K, planes_k, True)
-    do_vt = products.build_split_nt(1, HALF, DV, None, PITCH_V, planes_v, True)
-    ds_k, _ = products.build_split_nn(1, D, HALF, PITCH_K, ptx.Planes(HALF // 4, 2 * D))
-    pack = build_pack(HALF // 4)
+    q_kt = products.build_joined_nt(1, HALF, D, PITCH_K, planes_k)
+    do_vt = products.build_joined_nt(1, HALF, DV, PITCH_V, planes_v)
+    ds_k, _ = products.build_joined_nn(1, D, HALF, PITCH_K, ptx.Planes(HALF // 4, 2 * D))
+    pack = build_pack(HALF // 4, 1.0)
 
     @inline
     def half(number, k, v, t):

@@ -255,12 +255,18 @@ def exponent_of_row(squares, delta):
     return max(max(i32(of_squares + 2) >> 1, i32(SHORTEST)), i32(of_delta - DELTA))
 
 
+# P is 2^RAISED larger where its planes are joined (`numba_flash.cuda.ptx.joined_product`), so that
+# low ones of weights of one in thousands have all their digits; one of 2^5 would still be a number.
+RAISED = 10
+
+
 @once
-def build_pack(pairs):
+def build_pack(pairs, low=ptx.LOW):
     """``pack(p, s)``: numbers no larger than a float16 can be, in two planes, high ones first. What
-    the high one is off, the low one has, also of numbers that are too small for its digits.
+    the high one is off, the low one has, also of numbers that are too small for its digits; it is
+    `low` times larger.
     """
-    PAIRS, LOW = pairs, ptx.LOW
+    PAIRS, LOW = pairs, low
 
     @inline
     def pack(p, s):

@@ -59,6 +59,52 @@ class HeadTile:
         return HeadLayout(*accumulate(sizes, initial=0))
 
 
+class SplitHeadsLayout(NamedTuple):
+    """Where a block that makes planes of a head keeps what in shared memory, in bytes: a tile of
+    keys at first, then one of queries; centres of columns; what warps tell each other of largest
+    numbers; delta of queries, and what their lse is too small by; and what there is in all.
+    """
+
+    second: int
+    centres: int
+    told: int
+    delta: int
+    shift: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SplitHeadsTile:
+    """Shape of a block that makes planes of a head.
+
+    Attributes
+    ----------
+    keys, queries : int
+        There is room for so many.
+    columns : int
+        Of their rows.
+    """
+
+    keys: int
+    queries: int
+    columns: int
+    warps: ClassVar[int] = 8
+    min_blocks: ClassVar[int] = 2
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    @property
+    def layout(self) -> SplitHeadsLayout:
+        row = pitch(2 * padded(self.columns))
+        sizes = (
+            *(self.keys * row, self.queries * row),
+            *(4 * MOST_COLUMNS, 4 * 8 * self.warps, 4 * self.queries, 4 * self.queries),
+        )
+        return SplitHeadsLayout(*accumulate(sizes))
+
+
 class DqDbiasLayout(NamedTuple):
     """Where a block of dQ and the gradient of the bias keeps what in shared memory, in bytes: Q,
     dO, the lse and delta of queries; of the first slot of a ring, K and V of a chunk of keys, and
@@ -207,8 +253,9 @@ def forward_head_tile(problem, hardware: Hardware) -> HeadTile | None:
 
 
 class GradientTiles(NamedTuple):
-    """Of the two kernels of a backward pass."""
+    """Of the kernels of a backward pass."""
 
+    split: SplitHeadsTile
     dq_dbias: DqDbiasSplitTile
     dk_dv: DkDvSplitTile
 
@@ -225,7 +272,12 @@ def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | N
     warps, m_tiles, columns, min_blocks = DK_DV
     queries = _rows(p, warps, columns, p.nq)
     dk_dv = DkDvSplitTile(warps, m_tiles, columns, queries, min_blocks)
-    return GradientTiles(DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK))), dk_dv)
+    split = SplitHeadsTile(
+        keys=_rows(p, SplitHeadsTile.warps, 1, p.nk),
+        queries=_rows(p, SplitHeadsTile.warps, 1, p.nq),
+        columns=max(p.d, p.dv),
+    )
+    return GradientTiles(split, DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK))), dk_dv)
 
 
 def many_heads(problem, multiprocessors: int) -> bool:

@@ -14,6 +14,7 @@ from numba_flash.cuda.ptx import Matrices, Planes
 from numba_flash.cuda.sm80.tiles import padded, pitch
 
 MORE = 32  # registers of a lane for sums of products with low planes
+AT_ONCE = 16  # registers of a lane for sums of joined planes
 
 
 class Kind(NamedTuple):
@@ -182,6 +183,46 @@ def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
     sizes = m_tiles, columns // 16, depth // 16
     multiply = ptx.split_product(*sizes, None, b, planes, 1)
     multiply_times = ptx.split_product(*sizes, None, b, planes, 1, scaled=True)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, beside(b), u32(0))
+
+    @inline
+    def times(acc, a, b, factor):
+        multiply_times(acc, a, beside(b), factor)
+
+    return product, times
+
+
+@once
+def build_joined_nt(m_tiles, columns, depth, b_pitch, planes):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each the sum of its two `planes`
+    (`numba_flash.cuda.ptx.joined_product`), with A in registers.
+    """
+    b, n_tiles = Matrices(16 * b_pitch, 32, False), columns // 16
+    at_once = math.gcd(n_tiles, max(1, AT_ONCE // (8 * m_tiles)))
+    multiply = ptx.joined_product(m_tiles, n_tiles, depth // 16, b, planes, at_once, fresh=True)
+    _, below = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, below(b), u32(0))
+
+    return product
+
+
+@once
+def build_joined_nn(m_tiles, columns, depth, b_pitch, planes):
+    """``product(acc, a, b)``: acc += A B likewise; ``times(acc, a, b, factor)``: acc += factor A B,
+    where `factor` is an array.
+    """
+    b, n_tiles = Matrices(32, 16 * b_pitch, True), columns // 16
+    at_once = math.gcd(n_tiles, max(1, AT_ONCE // (8 * m_tiles)))
+    sizes = m_tiles, n_tiles, depth // 16
+    multiply = ptx.joined_product(*sizes, b, planes, at_once)
+    multiply_times = ptx.joined_product(*sizes, b, planes, at_once, scaled=True)
     beside, _ = build_lane(b_pitch)
 
     @inline

@@ -1,0 +1,293 @@
+"""Before the backward pass of short heads in float32 under a bias: one block of threads per head
+makes planes of float16 of its V, dO, K and Q, and what is known of rows, of which each array is
+read once.
+
+As `numba_flash.cuda.split` and `numba_flash.cuda.preprocess`, but for low planes, which are as
+large as what they stand for: `numba_flash.cuda.ptx.joined_product`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import ptx
+from numba_flash.cuda.broadcast import split as divide
+from numba_flash.cuda.fragment import ALL_LANES
+from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, types, u32, u64
+from numba_flash.cuda.number import array, index
+from numba_flash.cuda.preprocess import LEAST_FLOAT32
+from numba_flash.cuda.score import Head
+from numba_flash.cuda.sm80.head_planes import CHUNK, WORD, build_head, build_meet
+from numba_flash.cuda.sm80.load import in_order
+from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
+from numba_flash.cuda.sm80.tiles import padded, pitch
+from numba_flash.cuda.split import power_of_two
+
+CHUNK_BYTES = WORD * CHUNK
+
+
+class Rows(NamedTuple):
+    """Rows of an array on their way from shared memory to planes.
+
+    Attributes
+    ----------
+    tile : int
+        Where they are.
+    centre : tuple of four float32
+        Of this thread's columns, of what belongs to these rows.
+    taken : bool
+        It is not 0.
+    power : float32
+        What they are multiplied by.
+    to : array
+        (n, columns), their planes; of O, where they are.
+    count : int
+        So many.
+    made : int
+        Where a number for each of them goes, in shared memory.
+    others : array
+        Chunks of rows of O.
+    factor : float32
+        Of that number.
+    """
+
+    tile: int
+    centre: Any
+    taken: bool
+    power: float
+    to: Any
+    count: int
+    made: int
+    others: Any
+    factor: float
+
+
+class Pair(NamedTuple):
+    """Of V and dO, or K and Q: each one's `Summary`, whether the former have a centre, and that of
+    this thread's columns.
+    """
+
+    keys: Any
+    queries: Any
+    taken: bool
+    centre: Any
+
+
+@once
+def build_planes(rows, columns, threads):
+    """Functions of `Rows`. ``fetch(rows)``: chunks of O into registers; ``write(rows)``: planes,
+    without their centre; ``write_do(rows)``: those of dO, and each one's delta; ``write_q(rows)``:
+    those of Q, and each one's product with the centre.
+    """
+    CHUNKS, PITCH, COLUMNS = padded(columns) // CHUNK, pitch(2 * padded(columns)), columns
+    STEP, PLANE = threads // CHUNKS, 2 * padded(columns)
+    STEPS, FOLDS = -(-rows // STEP), (CHUNKS - 1).bit_length()
+    fetch_four = ptx.fetch(4)
+
+    @inline
+    def mine():
+        """The row and the chunk that this thread begins with."""
+        thread = ptx.bounded_thread_here()
+        return i32(thread // CHUNKS), i32(thread % CHUNKS)
+
+    @inline
+    def fetch_chunk(step, t):
+        row, chunk = mine()
+        there = row + step * STEP < t.count and chunk * CHUNK < COLUMNS
+        first = plus(ptx.global_address(t.to), i32(row + step * STEP), t.to.strides[0])
+        at = u64(first + u64(u32(chunk * CHUNK_BYTES)))
+        fetch_four(t.others, i32(CHUNK * step), at, u32(1) if there else u32(0))
+
+    fetch_chunks = ptx.repeated(STEPS, fetch_chunk)
+
+    @inline
+    def put(row, chunk, x, t):
+        """Planes of a chunk, in memory."""
+        a, b, y, z = x[0] * t.power, x[1] * t.power, x[2] * t.power, x[3] * t.power
+        high0, high1 = ptx.pack_float16(a, b), ptx.pack_float16(y, z)
+        a, b = a - ptx.unpack_float16(high0), b - ptx.unpack_float16_high(high0)
+        y, z = y - ptx.unpack_float16(high1), z - ptx.unpack_float16_high(high1)
+        first = plus(ptx.global_address(t.to), row, t.to.strides[0])
+        at = u64(first + u64(u32(chunk * (CHUNK_BYTES // 2))))
+        ptx.store_global(at, (high0, high1))
+        ptx.store_global(u64(at + u64(PLANE)), (ptx.pack_float16(a, b), ptx.pack_float16(y, z)))
+
+    @inline
+    def read(row, chunk, t):
+        at = u32(t.tile + u32(row * PITCH + chunk * CHUNK_BYTES))
+        return ptx.load_shared_four(at)
+
+    @inline
+    def write_chunk(step, t):
+        row, chunk = mine()
+        row = i32(row + step * STEP)
+        if row < t.count:
+            x, c = read(row, chunk, t), t.centre
+            put(row, chunk, (x[0] - c[0], x[1] - c[1], x[2] - c[2], x[3] - c[3]), t)
+
+    @inline
+    def write_do_chunk(step, t):
+        row, chunk = mine()
+        row, total = i32(row + step * STEP), f32(0)
+        if row < t.count:
+            x = read(row, chunk, t)
+            put(row, chunk, x, t)
+            for e in range(CHUNK):
+                total += x[e] * (ptx.as_float32(t.others[CHUNK * step + e]) - t.centre[e])
+        for fold in range(FOLDS):
+            total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
+        if chunk == 0 and row < t.count:
+            ptx.store_shared_vector(u32(t.made + u32(row * WORD)), (total * t.factor * t.power,))
+
+    @inline
+    def write_q_chunk(step, t):
+        row, chunk = mine()
+        row, total = i32(row + step * STEP), f64(0)
+        if row < t.count:
+            x = read(row, chunk, t)
+            put(row, chunk, x, t)
+            if t.taken:
+                for e in range(CHUNK):  # of all scores of the row: no average makes it smaller
+                    total += f64(x[e]) * f64(t.centre[e])
+        if t.taken:
+            for fold in range(FOLDS):
+                total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
+        if chunk == 0 and row < t.count:
+            shift = f32(f64(t.factor) * total)
+            ptx.store_shared_vector(u32(t.made + u32(row * WORD)), (shift,))
+
+    write, write_do = ptx.repeated(STEPS, write_chunk), ptx.repeated(STEPS, write_do_chunk)
+    write_q = ptx.repeated(STEPS, write_q_chunk)
+    return fetch_chunks, write, write_do, write_q
+
+
+@inline
+def number_at(numbers, row):
+    """A float32 in shared memory."""
+    return ptx.as_float32(u32(ptx.load_shared(u32(numbers + u32(row * WORD)))))
+
+
+@inline
+def flagged_of(pair):
+    """Whether others compute the head."""
+    return pair.keys.flagged | pair.queries.flagged
+
+
+@inline
+def tell(factors, values, keys):
+    """What undoes the powers of q, k, v and do."""
+    factors[0] = power_of_two(i32(-keys.queries.exponent))
+    factors[1] = power_of_two(i32(-keys.keys.exponent))
+    factors[2] = power_of_two(i32(-values.keys.exponent))
+    factors[3] = power_of_two(i32(-values.queries.exponent))
+
+
+@once
+def build_look(keys, queries, columns, tile):
+    """``look(smem, part, count)``: the `Pair` of tiles in shared memory, with so many keys."""
+    COLUMNS, SMEM, THREADS = padded(columns), tile.layout, tile.threads
+    SECOND, CENTRES, TOLD = SMEM.second, SMEM.centres, SMEM.told
+    extremes_of_keys, centre_of_keys, _ = build_head(keys, columns, THREADS, in_order)
+    extremes_of_queries, _, _ = build_head(queries, columns, THREADS, in_order)
+    tell, hear = build_meet(tile.warps)
+
+    @inline
+    def look(smem, part, count):
+        told = u32(smem + u32(TOLD))
+        tell(told, part, extremes_of_keys(smem))
+        tell(told, part + 1, extremes_of_queries(u32(smem + u32(SECOND))))
+        moved, column = i32(0), i32(cuda.threadIdx.x)
+        if column < COLUMNS:
+            to = u32(smem + u32(CENTRES) + u32(column * WORD))
+            moved = i32(1) if centre_of_keys(smem, to, count, column) else i32(0)
+        taken = cuda.syncthreads_or(moved) != 0
+        chunk = i32(ptx.bounded_thread_here() % (COLUMNS // CHUNK))
+        centre = ptx.load_shared_four(u32(smem + u32(CENTRES) + u32(chunk * CHUNK_BYTES)))
+        return Pair(hear(told, part), hear(told, part + 1), taken, centre)
+
+    return look
+
+
+def build(shape, tile):
+    """Kernel ``split_heads_sm80(do, q, k, v, o, lse, do_planes, q_planes, k_planes, v_planes, rows,
+    factors, flags, scale)`` with its signature and compile options.
+
+    do, q, k, v, o : float32 (b0, b1, heads, n, columns), rows at multiples of 16 bytes.
+    lse : float32 (b0, b1, heads, nq).
+    do_planes, and so on : uint32 (b0, b1, heads, n, columns), in each row all high ones, then all
+        low ones.
+    rows : float32 (2, b0, b1, heads, at least nq), the lse and delta, as
+        `numba_flash.cuda.preprocess` says of split float32.
+    factors, flags : as in `numba_flash.cuda.split`, of as many heads of q as of k.
+    """
+    D, DV, KEYS, QUERIES = shape.head_dim, shape.head_dim_v, tile.keys, tile.queries
+    THREADS, SMEM, INF, LEAST = tile.threads, tile.layout, math.inf, LEAST_FLOAT32
+    SECOND, DELTA, SHIFT = SMEM.second, SMEM.delta, SMEM.shift
+    tiles = ((KEYS, DV), (QUERIES, DV), (KEYS, D), (QUERIES, D))
+    copies = (build_copy(n, 2 * padded(x), THREADS, in_order) for n, x in tiles)
+    copy_v, copy_do, copy_k, copy_q = copies
+    _, write_v, _, _ = build_planes(KEYS, DV, THREADS)
+    _, write_k, _, _ = build_planes(KEYS, D, THREADS)
+    fetch_o, _, write_do, _ = build_planes(QUERIES, DV, THREADS)
+    _, _, _, write_q = build_planes(QUERIES, D, THREADS)
+    look_at_values, look_at_keys = (build_look(KEYS, QUERIES, x, tile) for x in (DV, D))
+    O_WORDS = CHUNK * -(-QUERIES // (THREADS // (padded(DV) // CHUNK)))
+
+    def split_heads_sm80(
+        do, q, k, v, o, lse, do_planes, q_planes, k_planes, v_planes, rows, factors, flags, scale
+    ):
+        smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
+        words = cuda.local.array(O_WORDS, u32)  # of O
+        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
+        head, number = divide(i32(cuda.blockIdx.x), heads, True)
+        b1, b0 = divide(number, i32(q.shape[1]), True)
+        at, zero = Head(b0, b1, number, head, heads), i32(0)
+        second, delta = u32(smem + u32(SECOND)), u32(smem + u32(DELTA))
+        shift, none = u32(smem + u32(SHIFT)), (f32(0), f32(0), f32(0), f32(0))
+        copy_v(smem, v, at, head, zero, nk, zero, i32(2 * DV))
+        copy_do(second, do, at, head, zero, nq, zero, i32(2 * DV))
+        fetch_o(Rows(smem, none, False, f32(0), o[b0, b1, head], nq, delta, words, f32(0)))
+        ptx.copy_wait()
+        cuda.syncthreads()  # V and dO are there
+        values = look_at_values(smem, 0, nk)
+        power, own = power_of_two(values.keys.exponent), power_of_two(values.queries.exponent)
+        centre, taken, to = values.centre, values.taken, v_planes[b0, b1, head]
+        write_v(Rows(smem, centre, taken, power, to, nk, delta, words, power))
+        cuda.syncthreads()  # V has been read
+        copy_k(smem, k, at, head, zero, nk, zero, i32(2 * D))
+        to = do_planes[b0, b1, head]
+        write_do(Rows(second, centre, taken, own, to, nq, delta, words, power))
+        cuda.syncthreads()  # and dO
+        copy_q(second, q, at, head, zero, nq, zero, i32(2 * D))
+        ptx.copy_wait()
+        cuda.syncthreads()  # K and Q are there
+        keys = look_at_keys(smem, 2, nk)
+        power, own = power_of_two(keys.keys.exponent), power_of_two(keys.queries.exponent)
+        centre, taken, to = keys.centre, keys.taken, k_planes[b0, b1, head]
+        write_k(Rows(smem, centre, taken, power, to, nk, shift, words, power))
+        to = q_planes[b0, b1, head]
+        write_q(Rows(second, centre, taken, own, to, nq, shift, words, scale))
+        cuda.syncthreads()  # what is known of rows is there
+        lse_head, lse_rows = lse[b0, b1, head], rows[0, b0, b1, head]
+        delta_rows = rows[1, b0, b1, head]
+        for row in range(i32(cuda.threadIdx.x), i32(rows.shape[4]), THREADS):
+            own_lse, own_delta = f32(INF), f32(0)
+            if row < nq and lse_head[index(row)] != f32(-INF):
+                own_lse = lse_head[index(row)] - number_at(shift, row)
+                if own_lse < f32(LEAST):
+                    own_lse = f32(LEAST)
+                own_delta = number_at(delta, row)
+            lse_rows[index(row)], delta_rows[index(row)] = own_lse, own_delta
+        if cuda.threadIdx.x == 0:
+            tell(factors[b0, b1, head], values, keys)
+            flags[b0, b1, head] = flagged_of(values) | flagged_of(keys)
+
+    signature = types.void(
+        *[array(f32, 5)] * 5,
+        array(f32, 4),
+        *[array(u32, 5)] * 4,
+        array(f32, 5),
+        array(f32, 4),
+        array(i32, 3),
+        f32,
+    )
+    return split_heads_sm80, signature, {"launch_bounds": (THREADS, tile.min_blocks)}
