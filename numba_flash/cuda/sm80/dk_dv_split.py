@@ -2,8 +2,8 @@
 is all that changes scores: one block of threads per head has planes of all of its Q and dO in
 shared memory, and each warp goes through keys, and all queries, without waiting for others.
 
-Numbers of dS that a warp has at a time get a power of two of their own, which the length of their
-rows of dO tells before there are any.
+Numbers of dS that a warp has at a time get a power of two of their own, which is known before
+there are any.
 """
 
 import math
@@ -17,13 +17,12 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.head_planes import RAISED, SHRUNK, build_pack, exponent_of_row
+from numba_flash.cuda.sm80.head_planes import RAISED, build_pack, inverse_power
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
 from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_rows
 from numba_flash.cuda.sm80.store_pairs import Pairs, build_store_pairs
 from numba_flash.cuda.sm80.tiles import padded, pitch
-from numba_flash.cuda.split import power_of_two
 
 
 class Keys(NamedTuple):
@@ -121,28 +120,21 @@ def build_powers(columns, tile, shape):
     undoes it, side by side in shared memory, and with it their delta there.
     """
     COLUMNS, FOLDS, QUERIES = columns, (columns - 1).bit_length(), tile.queries
-    SMEM, WORDS, THREADS = tile.layout(shape), padded(shape.head_dim_v) // 2, tile.threads
-    DO, DELTA, POWERS = SMEM.do, SMEM.rows + FLOAT * tile.queries, SMEM.powers
-    PITCH_V = pitch(2 * padded(shape.head_dim_v))
+    SMEM, THREADS, LOWERED = tile.layout(shape), tile.threads, 2.0**-RAISED
+    DELTA, OWN = SMEM.rows + FLOAT * tile.queries, SMEM.rows + 2 * FLOAT * tile.queries
+    POWERS = SMEM.powers
 
     @inline
     def powers(smem):
         thread = i32(cuda.threadIdx.x)
         for row0 in range(i32(thread // 32 * 32), QUERIES, THREADS):
-            row, squares, delta = i32(row0 + thread % 32), f32(0), f32(0)
+            row, down, delta = i32(row0 + thread % 32), f32(0), f32(0)
             if row < QUERIES:
-                for n in range(0, WORDS, 4):
-                    at = u32(smem + u32(DO + row * PITCH_V + 4 * n))
-                    words = ptx.load_shared_words(at)
-                    for e in range(4):
-                        x, y = ptx.unpack_float16(words[e]), ptx.unpack_float16_high(words[e])
-                        squares += x * x + y * y
                 delta = ptx.as_float32(u32(ptx.load_shared(u32(smem + u32(DELTA + row * FLOAT)))))
-            exponent = exponent_of_row(squares, delta)
+                down = ptx.as_float32(u32(ptx.load_shared(u32(smem + u32(OWN + row * FLOAT)))))
             for fold in range(FOLDS):
-                exponent = max(exponent, cuda.shfl_xor_sync(ALL_LANES, exponent, 1 << fold))
-            exponent = i32(exponent + SHRUNK)
-            up, down = power_of_two(i32(-exponent - RAISED)), power_of_two(exponent)
+                down = max(down, cuda.shfl_xor_sync(ALL_LANES, down, 1 << fold))
+            up = inverse_power(down) * f32(LOWERED)
             if row < QUERIES:
                 ptx.store_shared_vector(u32(smem + u32(DELTA + row * FLOAT)), (delta * up,))
                 if row % COLUMNS == 0:
@@ -183,7 +175,7 @@ def build(shape, options, tile):
     do, q, k, v : planes, with as many heads of q as of k; heads that the flags among the `extras`
         name are left out.
     dk, dv : float32 (b0, b1, heads, n, head_dim), rows at multiples of 8 bytes.
-    rows : as `numba_flash.cuda.preprocess` writes them for such planes.
+    rows : as `numba_flash.cuda.sm80.split_heads` writes them.
     """
     M_TILES, COLUMNS, QUERIES, WARPS = tile.m_tiles, tile.columns, tile.queries, tile.warps
     HEAD_DIM, HEAD_DIM_V = shape.head_dim, shape.head_dim_v

@@ -17,7 +17,7 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.dbias import synchronise
-from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
+from numba_flash.cuda.sm80.head_planes import build_pack, inverse_power
 from numba_flash.cuda.sm80.load_dq_dbias import head_address
 from numba_flash.cuda.sm80.load_head import (
     FLOAT,
@@ -29,7 +29,6 @@ from numba_flash.cuda.sm80.load_head import (
 )
 from numba_flash.cuda.sm80.store_pairs import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
-from numba_flash.cuda.split import power_of_two
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.walk_dbias import Space, build_places
 
@@ -50,12 +49,6 @@ class Registers(NamedTuple):
     delta: Any
     up: Any
     down: Any
-
-
-@inline
-def unpack_pair(word):
-    """Two of float16."""
-    return ptx.unpack_float16(word), ptx.unpack_float16_high(word)
 
 
 class Of(NamedTuple):
@@ -181,13 +174,9 @@ def build_go(shape, places, tile):
             at = u32(x.smem + u32(ROWS + (row + lane // 4 + 8 * r) * FLOAT))
             w.lse[r] = ptx.as_float32(u32(ptx.load_shared(at)))
             delta = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(DELTA)))))
-            squares = f32(0)
-            for n in range(DO_WORDS // 2):
-                a, b = unpack_pair(w.do[2 * n + r])
-                squares += a * a + b * b
-            exponent = i32(exponent_of_row(fragment.row_sum(squares), delta) + SHRUNK)
-            w.up[r] = power_of_two(i32(-exponent))
-            w.delta[r], w.down[r] = delta * w.up[r], power_of_two(exponent) * vdo
+            down = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(2 * DELTA)))))
+            w.up[r] = inverse_power(down)
+            w.delta[r], w.down[r] = delta * w.up[r], down * vdo
 
     @inline
     def chunk(number, t):
@@ -249,7 +238,7 @@ def build(shape, options, summed, tile):
 
     do, q, k, v : planes; heads that the flags among the `extras` name are left out.
     dq : float32 (b0, b1, heads, n, head_dim), rows at multiples of 8 bytes.
-    rows : as `numba_flash.cuda.preprocess` writes them for such planes.
+    rows : as `numba_flash.cuda.sm80.split_heads` writes them.
     out : float32 (shares, b0, b1, heads, n, n), with sizes 1 where `summed` (five flags; the last
         two are not).
     """

@@ -241,18 +241,10 @@ def build_rows(m_tiles, head_dim):
     return load, power_of, split
 
 
-# Of a row of dS = P (dP - delta): numbers of planes of V are less than 2^15, so |dP| is less than
-# 2^17.5 |dO|, and dS times 2^-(e + SHRUNK), with |dO| < 2^e, a float16. Rows of dO that are shorter
-# than 2^SHORTEST count as long; delta, which may be another's, is less than 2^(e + DELTA + 1).
-SHRUNK, SHORTEST, DELTA = 4, -10, 17
-
-
 @inline
-def exponent_of_row(squares, delta):
-    """The exponent e of a row of dS, from the sum of squares of its dO, and its delta."""
-    of_squares = i32(ptx.as_uint32(squares) >> u32(23)) - 127
-    of_delta = i32(u32(ptx.as_uint32(delta) & u32(SIGN - 1)) >> u32(23)) - 127
-    return max(max(i32(of_squares + 2) >> 1, i32(SHORTEST)), i32(of_delta - DELTA))
+def inverse_power(x):
+    """Of a power of two."""
+    return ptx.as_float32(u32(u32(254 << 23) - ptx.as_uint32(x)))
 
 
 # P is 2^RAISED larger where its planes are joined (`numba_flash.cuda.ptx.joined_product`), so that

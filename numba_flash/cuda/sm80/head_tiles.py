@@ -62,7 +62,8 @@ class HeadTile:
 class SplitHeadsLayout(NamedTuple):
     """Where a block that makes planes of a head keeps what in shared memory, in bytes: a tile of
     keys at first, then one of queries; centres of columns; what warps tell each other of largest
-    numbers; delta of queries, and what their lse is too small by; and what there is in all.
+    numbers; delta of queries and bounds of their dP, and what their lse is too small by; and what
+    there is in all.
     """
 
     second: int
@@ -100,14 +101,15 @@ class SplitHeadsTile:
         row = pitch(2 * padded(self.columns))
         sizes = (
             *(self.keys * row, self.queries * row),
-            *(4 * MOST_COLUMNS, 4 * 8 * self.warps, 4 * self.queries, 4 * self.queries),
+            *(4 * MOST_COLUMNS, 4 * 8 * self.warps, 8 * self.queries),
+            max(4 * self.queries, 4 * self.warps * padded(self.columns)),
         )
         return SplitHeadsLayout(*accumulate(sizes))
 
 
 class DqDbiasLayout(NamedTuple):
     """Where a block of dQ and the gradient of the bias keeps what in shared memory, in bytes: Q,
-    dO, the lse and delta of queries; of the first slot of a ring, K and V of a chunk of keys, and
+    dO, what is known of queries; of the first slot of a ring, K and V of a chunk of keys, and
     bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and what there is
     in all.
     """
@@ -155,7 +157,7 @@ class DqDbiasSplitTile:
         pitch_k, pitch_v = pitch(2 * d), pitch(2 * dv)
         do = self.block_m * pitch_k
         rows = do + self.block_m * pitch_v
-        k = rows + 8 * self.block_m
+        k = rows + 12 * self.block_m
         v, slot = k + self.chunk * pitch_k, self.chunk * (pitch_k + pitch_v)
         bias = k + self.slots * slot
         dq = bias + 4 * self.block_m * self.block_n
@@ -163,8 +165,8 @@ class DqDbiasSplitTile:
 
 
 class DkDvLayout(NamedTuple):
-    """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, the lse
-    and delta of queries, powers of two; and what there is in all.
+    """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, what is
+    known of queries, powers of two of groups of them; and what there is in all.
     """
 
     q: int
@@ -203,7 +205,7 @@ class DkDvSplitTile:
     def layout(self, shape) -> DkDvLayout:
         pitches = (pitch(2 * padded(x)) for x in (shape.head_dim, shape.head_dim_v))
         of_powers = 8 * self.queries // self.columns
-        sizes = *(self.queries * each for each in pitches), 8 * self.queries, of_powers
+        sizes = *(self.queries * each for each in pitches), 12 * self.queries, of_powers
         return DkDvLayout(*accumulate(sizes, initial=0))
 
 

@@ -12,12 +12,13 @@ from numba_flash.cuda.sm80.load_dq_dbias import build_copy, head_address, plus
 from numba_flash.cuda.sm80.tiles import KEYS, padded
 
 FLOAT, VECTOR = 4, 16  # bytes of a number, and of a copy
+KINDS = 3  # of numbers that are known of a query
 WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 
 
 class Tensors(NamedTuple):
-    """Planes of dO, Q, K and V, and what is known of rows: the lse and delta of each query, as
-    `numba_flash.cuda.preprocess` writes them.
+    """Planes of dO, Q, K and V, and what is known of each query, as
+    `numba_flash.cuda.sm80.split_heads` writes it.
     """
 
     do: Any
@@ -29,15 +30,15 @@ class Tensors(NamedTuple):
 
 @once
 def build_copy_rows(count, threads):
-    """``copy(smem, rows, at, row0)``: the lse, then delta, of so many queries from row0 on, which
-    `rows` (2, b0, b1, heads, at least as many) has.
+    """``copy(smem, rows, at, row0)``: the lse, then delta, then powers of two, of so many queries
+    from row0 on, which `rows` (3, b0, b1, heads, at least as many) has.
     """
     COPIES, THREADS = count * FLOAT // VECTOR, threads
     assert count * FLOAT % VECTOR == 0
 
     @inline
     def copy(smem, rows, at, row0):
-        for n in range(ptx.bounded_thread_here(), 2 * COPIES, THREADS):
+        for n in range(ptx.bounded_thread_here(), KINDS * COPIES, THREADS):
             which, chunk = i32(u32(n) // u32(COPIES)), i32(u32(n) % u32(COPIES))
             row = i32(row0 + chunk * (VECTOR // FLOAT))
             source = u64(head_address(rows[which], at, at.head) + u64(u32(row * FLOAT)))

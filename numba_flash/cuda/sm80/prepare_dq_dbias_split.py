@@ -20,6 +20,7 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.sm80.head_tiles import GradientTiles, gradient_tiles
+from numba_flash.cuda.sm80.load_head import KINDS
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
 from numba_flash.cuda.sm80.prepare_dq_dbias import MOST_STRIDE
 from numba_flash.cuda.sm80.tiles import padded
@@ -33,8 +34,8 @@ class Made(NamedTuple):
     ----------
     do, q, k, v : uint32 (b0, b1, heads, n, columns)
         Planes.
-    rows : float32 (2, b0, b1, heads, rows)
-        The lse and delta.
+    rows : float32 (3, b0, b1, heads, rows)
+        The lse, delta, and powers of two.
     factors, flags
         As in `numba_flash.cuda.split`.
     """
@@ -130,7 +131,7 @@ def _made(p, rows: int) -> Made:
         q=of(p.nq, p.d),
         k=of(p.nk, p.d),
         v=of(p.nk, p.dv),
-        rows=Layout.compact((2, *p.batch, p.hq, rows), "float32"),
+        rows=Layout.compact((KINDS, *p.batch, p.hq, rows), "float32"),
         factors=Layout.compact((*p.batch, p.hq, 4), "float32"),
         flags=Layout.compact((*p.batch, p.hq), "int32"),
     )

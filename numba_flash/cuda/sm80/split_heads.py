@@ -3,7 +3,10 @@ makes planes of float16 of its V, dO, K and Q, and what is known of rows, of whi
 read once.
 
 As `numba_flash.cuda.split` and `numba_flash.cuda.preprocess`, but for low planes, which are as
-large as what they stand for: `numba_flash.cuda.ptx.joined_product`.
+large as what they stand for: `numba_flash.cuda.ptx.joined_product`. No digit of theirs is worth
+less than 2^-24, 2^-38 of the largest number of a head. That is little beside what scores and dP are
+rounded by, unless scores could be thousands, or all of dP is small beside the largest numbers of V
+and dO, as where units of columns differ: such heads, too, are flagged.
 """
 
 import math
@@ -20,9 +23,16 @@ from numba_flash.cuda.sm80.head_planes import CHUNK, WORD, build_head, build_mee
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
 from numba_flash.cuda.sm80.tiles import padded, pitch
-from numba_flash.cuda.split import power_of_two
+from numba_flash.cuda.split import SIGN, TOP, power_of_two
 
 CHUNK_BYTES = WORD * CHUNK
+# Exponents of the largest numbers of q and k and of the scale, together, that planes are made of.
+MOST_SCORE = 11
+# The largest sum of |dO| times columns' largest |V|, which are at least 2^13 each in planes.
+LEAST_DP = 2.0**16
+# Numbers of dS, less than such a sum and |delta|, become less than 2^(14 + 1 - MARGIN), with P of
+# 1; rows whose sum is less than 2^SHORTEST count as if it were that.
+MARGIN, SHORTEST = 2, -30
 
 
 class Rows(NamedTuple):
@@ -43,11 +53,13 @@ class Rows(NamedTuple):
     count : int
         So many.
     made : int
-        Where a number for each of them goes, in shared memory.
+        Where a number for each of them goes, in shared memory; of rows of dO two.
     others : array
         Chunks of rows of O.
     factor : float32
         Of that number.
+    most : array
+        Of columns of this thread: the largest number of V.
     """
 
     tile: int
@@ -59,6 +71,7 @@ class Rows(NamedTuple):
     made: int
     others: Any
     factor: float
+    most: Any
 
 
 class Pair(NamedTuple):
@@ -80,7 +93,7 @@ def build_planes(rows, columns, threads):
     """
     CHUNKS, PITCH, COLUMNS = padded(columns) // CHUNK, pitch(2 * padded(columns)), columns
     STEP, PLANE = threads // CHUNKS, 2 * padded(columns)
-    STEPS, FOLDS = -(-rows // STEP), (CHUNKS - 1).bit_length()
+    STEPS, FOLDS, BOUNDS = -(-rows // STEP), (CHUNKS - 1).bit_length(), WORD * rows
     fetch_four = ptx.fetch(4)
 
     @inline
@@ -122,21 +135,28 @@ def build_planes(rows, columns, threads):
         row = i32(row + step * STEP)
         if row < t.count:
             x, c = read(row, chunk, t), t.centre
-            put(row, chunk, (x[0] - c[0], x[1] - c[1], x[2] - c[2], x[3] - c[3]), t)
+            x = x[0] - c[0], x[1] - c[1], x[2] - c[2], x[3] - c[3]
+            put(row, chunk, x, t)
+            for e in range(CHUNK):
+                t.most[e] = max(t.most[e], abs(x[e]))
 
     @inline
     def write_do_chunk(step, t):
         row, chunk = mine()
-        row, total = i32(row + step * STEP), f32(0)
+        row, total, bound = i32(row + step * STEP), f32(0), f32(0)
         if row < t.count:
             x = read(row, chunk, t)
             put(row, chunk, x, t)
             for e in range(CHUNK):
                 total += x[e] * (ptx.as_float32(t.others[CHUNK * step + e]) - t.centre[e])
+                bound += abs(x[e] * t.power) * t.most[e]
         for fold in range(FOLDS):
             total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
+            bound += cuda.shfl_xor_sync(ALL_LANES, bound, 1 << fold)
         if chunk == 0 and row < t.count:
-            ptx.store_shared_vector(u32(t.made + u32(row * WORD)), (total * t.factor * t.power,))
+            to = u32(t.made + u32(row * WORD))
+            ptx.store_shared_vector(to, (total * t.power * t.factor,))
+            ptx.store_shared_vector(u32(to + u32(BOUNDS)), (bound,))
 
     @inline
     def write_q_chunk(step, t):
@@ -158,6 +178,46 @@ def build_planes(rows, columns, threads):
     write, write_do = ptx.repeated(STEPS, write_chunk), ptx.repeated(STEPS, write_do_chunk)
     write_q = ptx.repeated(STEPS, write_q_chunk)
     return fetch_chunks, write, write_do, write_q
+
+
+@once
+def build_most(columns, tile):
+    """``tell(most, smem)``: a thread's largest numbers of its columns, those of its warp, to shared
+    memory; ``hear(most, smem, power)``: those of all warps, once they are there, times a power of
+    two.
+    """
+    CHUNKS, WARPS = padded(columns) // CHUNK, tile.warps
+    FOLDS, ROW = (32 // CHUNKS).bit_length() - 1, WORD * padded(columns)
+
+    @inline
+    def tell(most, smem):
+        thread = i32(cuda.threadIdx.x)
+        for e in range(CHUNK):
+            for fold in range(FOLDS):
+                other = cuda.shfl_xor_sync(ALL_LANES, most[e], CHUNKS << fold)
+                most[e] = max(most[e], other)
+        if thread % 32 < CHUNKS:
+            to = u32(smem + u32(thread // 32 * ROW + thread % 32 * CHUNK_BYTES))
+            ptx.store_shared_vector(to, (most[0], most[1], most[2], most[3]))
+
+    @inline
+    def hear(most, smem, power):
+        mine = u32(smem + u32(ptx.bounded_thread_here() % CHUNKS * CHUNK_BYTES))
+        for e in range(CHUNK):
+            most[e] = f32(0)
+        for w in range(WARPS):
+            x = ptx.load_shared_four(u32(mine + u32(w * ROW)))
+            for e in range(CHUNK):
+                most[e] = max(most[e], x[e] * power)
+
+    return tell, hear
+
+
+@inline
+def power_of_row(bound, delta):
+    """The power of two that numbers of a row of dS are divided by."""
+    most = i32(ptx.as_uint32(bound + abs(delta)) >> u32(23)) - 127
+    return power_of_two(i32(max(i32(most), i32(SHORTEST)) - (14 - MARGIN)))
 
 
 @inline
@@ -215,8 +275,9 @@ def build(shape, tile):
     lse : float32 (b0, b1, heads, nq).
     do_planes, and so on : uint32 (b0, b1, heads, n, columns), in each row all high ones, then all
         low ones.
-    rows : float32 (2, b0, b1, heads, at least nq), the lse and delta, as
-        `numba_flash.cuda.preprocess` says of split float32.
+    rows : float32 (3, b0, b1, heads, at least nq), the lse and delta, as
+        `numba_flash.cuda.preprocess` says of split float32, and powers of two that numbers of dS
+        are divided by.
     factors, flags : as in `numba_flash.cuda.split`, of as many heads of q as of k.
     """
     D, DV, KEYS, QUERIES = shape.head_dim, shape.head_dim_v, tile.keys, tile.queries
@@ -229,6 +290,7 @@ def build(shape, tile):
     _, write_k, _, _ = build_planes(KEYS, D, THREADS)
     fetch_o, _, write_do, _ = build_planes(QUERIES, DV, THREADS)
     _, _, _, write_q = build_planes(QUERIES, D, THREADS)
+    tell_most, hear_most = build_most(DV, tile)
     look_at_values, look_at_keys = (build_look(KEYS, QUERIES, x, tile) for x in (DV, D))
     O_WORDS = CHUNK * -(-QUERIES // (THREADS // (padded(DV) // CHUNK)))
 
@@ -237,6 +299,9 @@ def build(shape, tile):
     ):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
         words = cuda.local.array(O_WORDS, u32)  # of O
+        most = cuda.local.array(CHUNK, f32)  # of columns of V
+        for e in range(CHUNK):
+            most[e] = f32(0)
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
         head, number = divide(i32(cuda.blockIdx.x), heads, True)
         b1, b0 = divide(number, i32(q.shape[1]), True)
@@ -245,17 +310,19 @@ def build(shape, tile):
         shift, none = u32(smem + u32(SHIFT)), (f32(0), f32(0), f32(0), f32(0))
         copy_v(smem, v, at, head, zero, nk, zero, i32(2 * DV))
         copy_do(second, do, at, head, zero, nq, zero, i32(2 * DV))
-        fetch_o(Rows(smem, none, False, f32(0), o[b0, b1, head], nq, delta, words, f32(0)))
+        fetch_o(Rows(smem, none, False, f32(0), o[b0, b1, head], nq, delta, words, f32(0), most))
         ptx.copy_wait()
         cuda.syncthreads()  # V and dO are there
         values = look_at_values(smem, 0, nk)
         power, own = power_of_two(values.keys.exponent), power_of_two(values.queries.exponent)
         centre, taken, to = values.centre, values.taken, v_planes[b0, b1, head]
-        write_v(Rows(smem, centre, taken, power, to, nk, delta, words, power))
+        write_v(Rows(smem, centre, taken, power, to, nk, delta, words, power, most))
+        tell_most(most, shift)
         cuda.syncthreads()  # V has been read
+        hear_most(most, shift, power)
         copy_k(smem, k, at, head, zero, nk, zero, i32(2 * D))
         to = do_planes[b0, b1, head]
-        write_do(Rows(second, centre, taken, own, to, nq, delta, words, power))
+        write_do(Rows(second, centre, taken, own, to, nq, delta, words, power, most))
         cuda.syncthreads()  # and dO
         copy_q(second, q, at, head, zero, nq, zero, i32(2 * D))
         ptx.copy_wait()
@@ -263,23 +330,32 @@ def build(shape, tile):
         keys = look_at_keys(smem, 2, nk)
         power, own = power_of_two(keys.keys.exponent), power_of_two(keys.queries.exponent)
         centre, taken, to = keys.centre, keys.taken, k_planes[b0, b1, head]
-        write_k(Rows(smem, centre, taken, power, to, nk, shift, words, power))
+        write_k(Rows(smem, centre, taken, power, to, nk, shift, words, power, most))
         to = q_planes[b0, b1, head]
-        write_q(Rows(second, centre, taken, own, to, nq, shift, words, scale))
+        write_q(Rows(second, centre, taken, own, to, nq, shift, words, scale, most))
         cuda.syncthreads()  # what is known of rows is there
         lse_head, lse_rows = lse[b0, b1, head], rows[0, b0, b1, head]
-        delta_rows = rows[1, b0, b1, head]
+        delta_rows, power_rows, some = rows[1, b0, b1, head], rows[2, b0, b1, head], i32(0)
         for row in range(i32(cuda.threadIdx.x), i32(rows.shape[4]), THREADS):
-            own_lse, own_delta = f32(INF), f32(0)
+            own_lse, own_delta, bound = f32(INF), f32(0), f32(0)
+            if row < nq:
+                bound = number_at(delta, i32(row + QUERIES))
+                some |= (1 if bound > f32(0) else 0) | (2 if bound >= f32(LEAST_DP) else 0)
             if row < nq and lse_head[index(row)] != f32(-INF):
                 own_lse = lse_head[index(row)] - number_at(shift, row)
                 if own_lse < f32(LEAST):
                     own_lse = f32(LEAST)
                 own_delta = number_at(delta, row)
             lse_rows[index(row)], delta_rows[index(row)] = own_lse, own_delta
+            power_rows[index(row)] = power_of_row(bound, own_delta)
+        far = cuda.syncthreads_or(some & 1) != 0 and cuda.syncthreads_or(some & 2) == 0
         if cuda.threadIdx.x == 0:
             tell(factors[b0, b1, head], values, keys)
-            flags[b0, b1, head] = flagged_of(values) | flagged_of(keys)
+            of_scale = i32(u32(ptx.as_uint32(scale) & u32(SIGN - 1)) >> u32(23)) - 127
+            score = 2 * TOP - keys.keys.exponent - keys.queries.exponent + of_scale
+            flagged = flagged_of(values) | flagged_of(keys)
+            flagged |= i32(1) if far or score > MOST_SCORE else i32(0)
+            flags[b0, b1, head] = flagged
 
     signature = types.void(
         *[array(f32, 5)] * 5,
