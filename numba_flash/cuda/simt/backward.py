@@ -16,12 +16,13 @@ import math
 from numba_flash import mask
 from numba_flash.cuda import score
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, i64, types
+from numba_flash.cuda.lang import cuda, device, i32, i64, inline, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
 from numba_flash.cuda.schedule import build_row_block
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
+from numba_flash.cuda.simt.left import build_any_left
 from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
 
@@ -31,6 +32,7 @@ def _signature(dtype, tensors, options, flagged):
     ACC = ACCUMULATOR[dtype]
     numbers = types.float64, i64, i64
     more = extras_type(options, more=FLAGS if flagged else ()), *numbers, parameters_type(options)
+    more += (i64,) if flagged else ()
     return types.void(*[array(dtype, 5)] * tensors, array(ACC, 4), array(ACC, 4), *more)
 
 
@@ -39,7 +41,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     its signature and compile options.
 
     Arguments are those of `numba_flash.cuda.simt.forward.build`'s kernel; low and high bound query
-    - key.
+    - key. If it is `flagged`, there is one more, how many work items there are.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     COLS_K, COLS_V = tile.head_cols(head_dim), tile.head_cols(head_dim_v)
@@ -50,7 +52,6 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
     SEQUENCES, PACKED, DROPOUT = options.sequences, options.packed, bool(options.dropout)
-    FLAGGED = flagged
     absent_p, absent_ds = "band", "band"
     if MODIFIED:
         absent_p, absent_ds = "negative" if DROPOUT else "zero", "zero"
@@ -67,7 +68,8 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     seen = build_seen(options, tile, True)
     clear_k, clear_v = build_clear(dtype, tile, COLS_K), build_clear(dtype, tile, COLS_V)
 
-    def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
+    @inline
+    def work(number, do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
         # shared by the block
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of K^T or V^T
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of Q^T or dO^T
@@ -82,13 +84,10 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
 
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
-        b0, b1, kv_head, block = row_block_of(cuda.blockIdx.x, extras, nk, k.shape[2], k.shape[1])
+        b0, b1, kv_head, block = row_block_of(number, extras, nk, k.shape[2], k.shape[1])
         batch, batch1, invalid = b0 * k.shape[1] + b1, b1, False
         if PACKED:
             b1 = 0
-        first = kv_head * (heads // k.shape[2])  # of q; all of them have the same flag
-        if FLAGGED and extras.flags[index(b0), index(b1), index(first)] == 0:
-            return
         k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
         row0 = block * BLOCK_M
         if SEQUENCES:
@@ -149,13 +148,36 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         write_dk(dk_head, row0, dk_acc, NAN if invalid else scale)
         write_dv(dv_head, row0, dv_acc, NAN if invalid else keep_scale)
 
+    @device
+    def is_left(number, q, k, extras):
+        at = row_block_of(number, extras, k.shape[3], k.shape[2], k.shape[1])
+        first = at.head * (q.shape[2] // k.shape[2])  # of q; all of them have the same flag
+        return extras.flags[index(at.b0), index(0 if PACKED else at.b1), index(first)] != 0
+
+    any_left = build_any_left(is_left, tile.threads)
+
+    def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
+        number, numbers = cuda.blockIdx.x, (scale, low, high, parameters)
+        work(number, do, q, k, v, dk, dv, lse, delta, extras, *numbers)
+
+    def dkdv_simt_left(
+        do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters, items
+    ):
+        numbers = scale, low, high, parameters
+        if any_left(i32(items), q, k, extras):
+            for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
+                if is_left(number, q, k, extras):
+                    work(number, do, q, k, v, dk, dv, lse, delta, extras, *numbers)
+                    cuda.syncthreads()  # what is shared has been read
+
+    kernel = dkdv_simt_left if flagged else dkdv_simt
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return dkdv_simt, _signature(dtype, 6, options, flagged), options_of_compiler
+    return kernel, _signature(dtype, 6, options, flagged), options_of_compiler
 
 
 def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     """Kernel ``dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters)``, its
-    signature and compile options.
+    signature and compile options; likewise if it is `flagged`.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     COLS_K = tile.head_cols(head_dim)
@@ -164,7 +186,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
-    SEQUENCES, PACKED, FLAGGED = options.sequences, options.packed, flagged
+    SEQUENCES, PACKED = options.sequences, options.packed
     row_block_of = build_row_block(options, False, BLOCK_M)
     sequence_of = build_sequence(options)
     inner_q = tiles.build_inner(dtype, tile, head_dim)
@@ -175,7 +197,8 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     write_dq = tiles.build_write(dtype, tile, head_dim)
     seen, clear = build_seen(options, tile, False), build_clear(dtype, tile, COLS_K)
 
-    def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
+    @inline
+    def work(number, do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
         # shared by the block
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of Q^T or dO^T
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of K^T or V^T
@@ -189,12 +212,10 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
 
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
-        b0, b1, h, block = row_block_of(cuda.blockIdx.x, extras, nq, heads, q.shape[1])
+        b0, b1, h, block = row_block_of(number, extras, nq, heads, q.shape[1])
         at, invalid = Head(b0, b1, b0 * q.shape[1] + b1, h, heads), False
         if PACKED:
             b1 = 0
-        if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
-            return
         kv_head = h // (heads // k.shape[2])
         q_head, do_head = q[b0, b1, h], do[b0, b1, h]
         k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
@@ -241,5 +262,25 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             dq_head = dq_head[q0 : q0 + nq]
         write_dq(dq_head, row0, dq_acc, NAN if invalid else scale)
 
+    @device
+    def is_left(number, q, k, extras):
+        at = row_block_of(number, extras, q.shape[3], q.shape[2], q.shape[1])
+        return extras.flags[index(at.b0), index(0 if PACKED else at.b1), index(at.head)] != 0
+
+    any_left = build_any_left(is_left, tile.threads)
+
+    def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
+        number, numbers = cuda.blockIdx.x, (scale, low, high, parameters)
+        work(number, do, q, k, v, dq, lse, delta, extras, *numbers)
+
+    def dq_simt_left(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters, items):
+        numbers = scale, low, high, parameters
+        if any_left(i32(items), q, k, extras):
+            for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
+                if is_left(number, q, k, extras):
+                    work(number, do, q, k, v, dq, lse, delta, extras, *numbers)
+                    cuda.syncthreads()  # what is shared has been read
+
+    kernel = dq_simt_left if flagged else dq_simt
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return dq_simt, _signature(dtype, 5, options, flagged), options_of_compiler
+    return kernel, _signature(dtype, 5, options, flagged), options_of_compiler

@@ -32,7 +32,7 @@ from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.walk_dbias import Space, build_places
 
-HALF, PART = 16, 16  # keys of which a warp has scores at a time; registers of dbias of 32 of them
+HALF, PART = 32, 16  # keys of which a warp has scores at a time; registers of dbias of 32 of them
 
 
 class Registers(NamedTuple):
@@ -105,6 +105,7 @@ def build_half(shape, tile):
     """
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
     PITCH_K, PITCH_V, THREADS = pitch(2 * D), pitch(2 * DV), tile.threads
+    SIXTEENS = HALF // 16
     planes_k, planes_v = ptx.Planes(D // 4, 2 * D), ptx.Planes(DV // 4, 2 * DV)
     q_kt = products.build_joined_nt(1, HALF, D, PITCH_K, planes_k)
     do_vt = products.build_joined_nt(1, HALF, DV, PITCH_V, planes_v)
@@ -118,17 +119,18 @@ def build_half(shape, tile):
         q_kt(w.s, w.q, k)
         # (4) dP = dO V^T
         do_vt(w.dp, w.do, v)
-        for r in range(2):
-            bias = ptx.load_shared_four(u32(t.way.bias + u32((number * 2 + r) * THREADS * VECTOR)))
+        for n in range(2 * SIXTEENS):
+            r, first = n % 2, number * SIXTEENS + n // 2
+            bias = ptx.load_shared_four(u32(t.way.bias + u32((first * 2 + r) * THREADS * VECTOR)))
             for x in range(4):
-                e = x // 2 * 4 + 2 * r + x % 2
+                own = x // 2 * 4 + 2 * r + x % 2
+                e = n // 2 * 8 + own
                 # (2) P = exp(S - lse)
                 score = w.s[e] * of.qk + bias[x]
                 p = ptx.ex2((score - w.lse[r]) * f32(LOG2E))
                 # (5) dbias = dbias + dS, where dS = P * (dP - delta)
                 w.dp[e] = p * (w.dp[e] * w.up[r] - w.delta[r])
-                to = number // 2 * PART + (number % 2 * 2 + x // 2) * 4 + 2 * r + x % 2
-                w.acc[to] += w.dp[e] * w.down[r]
+                w.acc[first * 8 + own] += w.dp[e] * w.down[r]
         # (7) dQ = dQ + dS K
         pack(w.ds, w.dp)
         ds_k(w.dq_acc, w.ds, k)
@@ -148,6 +150,7 @@ def build_go(shape, places, tile):
     hold_q, hold_do = products.build_hold(1, D, PITCH_K), products.build_hold(1, DV, PITCH_V)
     half, (put_dq, add_dq) = build_half(shape, tile), build_add_dq(shape, tile)
     load_queries, load_keys = build_loads(shape, tile)
+    PARTS = KEYS // HALF
     wait, OUTPUTS = ptx.copy_wait_but(AHEAD - 1), D // 2
     zero, _ = softmax.build_zero(OUTPUTS)
 
@@ -203,9 +206,9 @@ def build_go(shape, places, tile):
             way = u32(cuda.threadIdx.x // 32 % WAYS * KEYS)
             k = u32(x.smem + u32(K) + first + way * u32(PITCH_K))
             v = u32(x.smem + u32(V) + first + way * u32(PITCH_V))
-            half(i32(2 * number), k, v, t)
-            k, v = u32(k + u32(HALF * PITCH_K)), u32(v + u32(HALF * PITCH_V))
-            half(i32(2 * number + 1), k, v, t)
+            for part in range(PARTS):
+                more_k, more_v = u32(part * HALF * PITCH_K), u32(part * HALF * PITCH_V)
+                half(i32(PARTS * number + part), u32(k + more_k), u32(v + more_v), t)
 
     all_chunks = ptx.repeated(CHUNKS, chunk)
 
