@@ -15,12 +15,12 @@ from numba_flash.cuda.broadcast import split as divide
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
-from numba_flash.cuda.score import LOG2E, Head
+from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.head_planes import RAISED, build_pack, inverse_power
 from numba_flash.cuda.sm80.load import in_order
-from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
-from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_rows
+from numba_flash.cuda.sm80.load_dq_dbias import plus
+from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_planes, build_copy_rows
 from numba_flash.cuda.sm80.store_pairs import Pairs, build_store_pairs
 from numba_flash.cuda.sm80.tiles import padded, pitch
 
@@ -185,7 +185,8 @@ def build(shape, options, tile):
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     K_WORDS, V_WORDS = M_TILES * D // 2, M_TILES * DV // 2
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
-    copy_q, copy_do = (build_copy(QUERIES, 2 * x, tile.threads, in_order) for x in (D, DV))
+    copies = (build_copy_planes(QUERIES, x, tile.threads, in_order) for x in (D, DV))
+    copy_q, copy_do = copies
     copy_rows = build_copy_rows(QUERIES, tile.threads)
     hold_k, hold_v = build_hold(M_TILES, HEAD_DIM), build_hold(M_TILES, HEAD_DIM_V)
     fetch = build_fetch(M_TILES, COLUMNS)
@@ -219,13 +220,13 @@ def build(shape, options, tile):
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
         head, number = divide(i32(cuda.blockIdx.x), heads, True)
         b1, b0 = divide(number, i32(q.shape[1]), True)
-        at, zero = Head(b0, b1, number, head, heads), i32(0)
+        head_here, zero = i32(cuda.blockIdx.x), i32(0)
         of_head = extras.factors[b0, b1, head]
         q_factor, k_factor, v_factor, do_factor = of_head[0], of_head[1], of_head[2], of_head[3]
         left_out = extras.flags[b0, b1, head] != 0
-        copy_q(u32(smem + u32(Q)), q, at, head, zero, nq, zero, i32(2 * D))
-        copy_do(u32(smem + u32(DO)), do, at, head, zero, nq, zero, i32(2 * DV))
-        copy_rows(u32(smem + u32(ROWS)), rows, at, zero)
+        copy_q(u32(smem + u32(Q)), q, head_here, zero, nq)
+        copy_do(u32(smem + u32(DO)), do, head_here, zero, nq)
+        copy_rows(u32(smem + u32(ROWS)), rows, head_here, zero)
         k_head, v_head = k[b0, b1, head], v[b0, b1, head]
         dk_head, dv_head = dk[b0, b1, head], dv[b0, b1, head]
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)

@@ -109,14 +109,15 @@ class SplitHeadsTile:
 
 class DqDbiasLayout(NamedTuple):
     """Where a block of dQ and the gradient of the bias keeps what in shared memory, in bytes: Q,
-    dO, what is known of queries; of the first slot of a ring, K and V of a chunk of keys, and
-    bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and what there is
-    in all.
+    dO, what is known of queries and of their head; of the first slot of a ring, K and V of a chunk
+    of keys, and bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and
+    what there is in all.
     """
 
     q: int
     do: int
     rows: int
+    head: int
     k: int
     v: int
     slot: int
@@ -133,11 +134,14 @@ class DqDbiasSplitTile:
     ----------
     chunks : int
         Of 64 keys each, so many.
+    part : int
+        Keys of which a warp has scores in registers at a time.
     slots : int
         Of the ring: there is room for so many chunks, no more than there are.
     """
 
     chunks: int
+    part: int
     slots: int = 5
     warps: ClassVar[int] = 8
     chunk: ClassVar[int] = 64  # keys
@@ -157,11 +161,12 @@ class DqDbiasSplitTile:
         pitch_k, pitch_v = pitch(2 * d), pitch(2 * dv)
         do = self.block_m * pitch_k
         rows = do + self.block_m * pitch_v
-        k = rows + 12 * self.block_m
+        head = rows + 12 * self.block_m
+        k = head + 32
         v, slot = k + self.chunk * pitch_k, self.chunk * (pitch_k + pitch_v)
         bias = k + self.slots * slot
         dq = bias + 4 * self.block_m * self.block_n
-        return DqDbiasLayout(0, do, rows, k, v, slot, bias, dq, dq + 2 * 4 * self.block_m * d)
+        return DqDbiasLayout(0, do, rows, head, k, v, slot, bias, dq, dq + 2 * 4 * self.block_m * d)
 
 
 class DkDvLayout(NamedTuple):
@@ -221,6 +226,7 @@ FORWARD_HEAD = 6, 1, 32, 2
 # The same with the gradient of the bias: 2.32; (4, 2, 16, 2) 2.34, (6, 1, 16, 2) 2.32, (6, 1, 32,
 # 2) 2.31, (8, 1, 16, 2) 2.30; the kernels of others 1.82.
 DK_DV = 4, 1, 32, 2
+PART = 32  # 16 would take a fiftieth more instructions. Not timed.
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 
@@ -279,7 +285,8 @@ def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | N
         queries=_rows(p, SplitHeadsTile.warps, 1, p.nq),
         columns=max(p.d, p.dv),
     )
-    return GradientTiles(split, DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK))), dk_dv)
+    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART)
+    return GradientTiles(split, dq_dbias, dk_dv)
 
 
 def many_heads(problem, multiprocessors: int) -> bool:
