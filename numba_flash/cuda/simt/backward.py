@@ -12,6 +12,7 @@ called sT, pT, dpT, dsT is the transpose of S, P, dP, dS.
 """
 
 import math
+from typing import Any, NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import score
@@ -25,6 +26,15 @@ from numba_flash.cuda.simt import tiles
 from numba_flash.cuda.simt.left import build_any_left
 from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
+
+
+class Numbers(NamedTuple):
+    """Arguments that are numbers, as kernels take them."""
+
+    scale: float
+    low: int
+    high: int
+    parameters: Any
 
 
 def _signature(dtype, tensors, options, flagged):
@@ -69,7 +79,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     clear_k, clear_v = build_clear(dtype, tile, COLS_K), build_clear(dtype, tile, COLS_V)
 
     @inline
-    def work(number, do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
+    def work(number, do, q, k, v, dk, dv, lse, delta, extras, numbers):
         # shared by the block
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of K^T or V^T
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of Q^T or dO^T
@@ -79,21 +89,19 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         sT = cuda.local.array(SCORES, ACC)  # its part of S^T, then of dP^T
         dk_acc = cuda.local.array(OUTPUTS_K, ACC)  # its part of dK
         dv_acc = cuda.local.array(OUTPUTS_V, ACC)  # its part of dV
-        slope = sT
+        slope, (scale, low, high, parameters), invalid = sT, numbers, False
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
 
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
         b0, b1, kv_head, block = row_block_of(number, extras, nk, k.shape[2], k.shape[1])
-        batch, batch1, invalid = b0 * k.shape[1] + b1, b1, False
+        batch, batch1 = b0 * k.shape[1] + b1, b1
         if PACKED:
             b1 = 0
-        k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
-        row0 = block * BLOCK_M
+        row0, k_head, v_head = block * BLOCK_M, k[b0, b1, kv_head], v[b0, b1, kv_head]
         if SEQUENCES:
             sequence = sequence_of(extras, b0, batch1, nq, nk)
-            q0, nq = sequence.q0, sequence.queries
-            k0, nk = sequence.k0, sequence.keys
+            q0, k0, nq, nk = sequence.q0, sequence.k0, sequence.queries, sequence.keys
             k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
             low, high = low - sequence.shift, high - sequence.shift
             invalid = sequence.invalid
@@ -142,9 +150,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         dk_head, dv_head = dk[b0, b1, kv_head], dv[b0, b1, kv_head]
         if PACKED:
             dk_head, dv_head = dk_head[k0 : k0 + nk], dv_head[k0 : k0 + nk]
-        keep_scale = 1.0
-        if DROPOUT:
-            keep_scale = parameters.keep_scale
+        keep_scale = parameters.keep_scale if DROPOUT else 1.0
         write_dk(dk_head, row0, dk_acc, NAN if invalid else scale)
         write_dv(dv_head, row0, dv_acc, NAN if invalid else keep_scale)
 
@@ -157,22 +163,24 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     any_left = build_any_left(is_left, tile.threads)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
-        number, numbers = cuda.blockIdx.x, (scale, low, high, parameters)
-        work(number, do, q, k, v, dk, dv, lse, delta, extras, *numbers)
+        numbers = Numbers(scale, low, high, parameters)
+        work(cuda.blockIdx.x, do, q, k, v, dk, dv, lse, delta, extras, numbers)
 
     def dkdv_simt_left(
         do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters, items
     ):
-        numbers = scale, low, high, parameters
+        numbers = Numbers(scale, low, high, parameters)
         if any_left(i32(items), q, k, extras):
             for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
                 if is_left(number, q, k, extras):
-                    work(number, do, q, k, v, dk, dv, lse, delta, extras, *numbers)
+                    work(number, do, q, k, v, dk, dv, lse, delta, extras, numbers)
                     cuda.syncthreads()  # what is shared has been read
 
-    kernel = dkdv_simt_left if flagged else dkdv_simt
+    signature = _signature(dtype, 6, options, flagged)
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return kernel, _signature(dtype, 6, options, flagged), options_of_compiler
+    if flagged:
+        return dkdv_simt_left, signature, options_of_compiler
+    return dkdv_simt, signature, options_of_compiler
 
 
 def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
@@ -198,7 +206,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     seen, clear = build_seen(options, tile, False), build_clear(dtype, tile, COLS_K)
 
     @inline
-    def work(number, do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
+    def work(number, do, q, k, v, dq, lse, delta, extras, numbers):
         # shared by the block
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of Q^T or dO^T
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of K^T or V^T
@@ -207,7 +215,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         # registers of each thread
         s = cuda.local.array(SCORES, ACC)  # its part of S, then of dP
         dq_acc = cuda.local.array(OUTPUTS, ACC)  # its part of dQ
-        slope = s
+        slope, (scale, low, high, parameters) = s, numbers
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
 
@@ -270,17 +278,19 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     any_left = build_any_left(is_left, tile.threads)
 
     def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
-        number, numbers = cuda.blockIdx.x, (scale, low, high, parameters)
-        work(number, do, q, k, v, dq, lse, delta, extras, *numbers)
+        numbers = Numbers(scale, low, high, parameters)
+        work(cuda.blockIdx.x, do, q, k, v, dq, lse, delta, extras, numbers)
 
     def dq_simt_left(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters, items):
-        numbers = scale, low, high, parameters
+        numbers = Numbers(scale, low, high, parameters)
         if any_left(i32(items), q, k, extras):
             for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
                 if is_left(number, q, k, extras):
-                    work(number, do, q, k, v, dq, lse, delta, extras, *numbers)
+                    work(number, do, q, k, v, dq, lse, delta, extras, numbers)
                     cuda.syncthreads()  # what is shared has been read
 
-    kernel = dq_simt_left if flagged else dq_simt
+    signature = _signature(dtype, 5, options, flagged)
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return kernel, _signature(dtype, 5, options, flagged), options_of_compiler
+    if flagged:
+        return dq_simt_left, signature, options_of_compiler
+    return dq_simt, signature, options_of_compiler

@@ -4,7 +4,6 @@ imported here, so cached kernels start fast.
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from numba_flash import arrays
 from numba_flash.arrays import Layout
@@ -12,16 +11,13 @@ from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.simt import prepare_few
+from numba_flash.cuda.simt.items import Items
 from numba_flash.options import PLAIN
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
 DELTA_LANES, DELTA_ROWS = 16, 8
 DBIAS_BLOCKS, SUM_THREADS = 512, 128
-# Blocks of a multiprocessor that look for heads that are left. Where there are none, 9,216 blocks
-# of 64 rows and as many of 64 keys took 23 and 35 us on an H200, and those for delta, 73,728, 79.
-# Predicted: 4 us each. Not timed.
-LOOKERS = 2
 
 
 @dataclass(frozen=True)
@@ -212,22 +208,6 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
     return Prepared(run, (forward,))
 
 
-class Items(NamedTuple):
-    """Work items of a kernel of the backward pass: blocks of threads for so many, and how many
-    there are, in a tuple, if its blocks look for those of heads that are left.
-    """
-
-    grid: int
-    number: tuple
-
-    @classmethod
-    def of(cls, items: int, gpu, left):
-        """All of them, or those of heads that are `left`."""
-        if left is None:
-            return cls(items, ())
-        return cls(min(items, LOOKERS * gpu.multiprocessors), (items,))
-
-
 def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, left=None) -> Prepared:
     """``run(inputs, results, rng, left)`` likewise, always `deterministic`; what heads that are
     `left` make of the gradient of a bias is added to that of the others, which is there.
@@ -239,16 +219,15 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged, of_delta, heads = (), (), math.prod(inputs.lse.shape[:-1])
-    blocks_of_delta = -(-inputs.lse.shape[-1] // DELTA_ROWS) * heads
+    flagged, of_delta, blocks = (), (), -(-inputs.lse.shape[-1] // DELTA_ROWS)
     if left is not None:
-        flagged, of_delta, blocks_of_delta = (True,), ((left, 3),), heads
+        flagged, of_delta, blocks = (True,), ((left, 3),), 1
     with_flags = extras + of_delta
     preprocess = Launch(
         "delta.build",
         (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *flagged),
         gpu,
-        grid=blocks_of_delta,
+        grid=blocks * math.prod(inputs.lse.shape[:-1]),
         threads=DELTA_LANES * DELTA_ROWS,
         operands=((x.do, 5), (x.o, 5), (x.dlse, 4), (delta, 4)),
         extras=of_delta,

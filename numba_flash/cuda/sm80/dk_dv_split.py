@@ -148,7 +148,7 @@ def build_powers(columns, tile, shape):
 def build_weigh(m_tiles, columns, queries):
     """``weigh(scores)``: S^T becomes P^T, and dP^T dS^T."""
     COUNT, WIDTH, DELTA = columns // 2, 2 * m_tiles, FLOAT * queries
-    HIGHER = float(RAISED)
+    HIGHER = 2.0**RAISED
 
     @inline
     def weigh_pair(j, t):
@@ -161,7 +161,7 @@ def build_weigh(m_tiles, columns, queries):
                 bias = ptx.as_float32(t.bias[(2 * j + c) * WIDTH + r])
                 score = t.s[e] * t.factor + bias
                 # (2) P^T = exp(S^T - lse)
-                t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E) + f32(HIGHER))
+                t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E)) * f32(HIGHER)
                 # (5) dS^T = P^T * (dP^T - delta)
                 t.dp[e] = t.s[e] * (t.dp[e] * t.up - delta[c])
 

@@ -249,6 +249,7 @@ def inverse_power(x):
 
 # P is 2^RAISED larger where its planes are joined (`numba_flash.cuda.ptx.joined_product`), so that
 # low ones of weights of one in thousands have all their digits; one of 2^5 would still be a number.
+# The exponent is not where to do that: that of a weight near 1 is near 0, and would be rounded.
 RAISED = 10
 
 

@@ -161,7 +161,7 @@ class DqDbiasSplitTile:
         pitch_k, pitch_v = pitch(2 * d), pitch(2 * dv)
         do = self.block_m * pitch_k
         rows = do + self.block_m * pitch_v
-        head = rows + 12 * self.block_m
+        head = rows + 4 * KINDS * self.block_m
         k = head + 32
         v, slot = k + self.chunk * pitch_k, self.chunk * (pitch_k + pitch_v)
         bias = k + self.slots * slot
@@ -210,12 +210,13 @@ class DkDvSplitTile:
     def layout(self, shape) -> DkDvLayout:
         pitches = (pitch(2 * padded(x)) for x in (shape.head_dim, shape.head_dim_v))
         of_powers = 8 * self.queries // self.columns
-        sizes = *(self.queries * each for each in pitches), 12 * self.queries, of_powers
+        sizes = *(self.queries * each for each in pitches), 4 * KINDS * self.queries, of_powers
         return DkDvLayout(*accumulate(sizes, initial=0))
 
 
 # Planes of so many keys leave room for a second block; each head's fill so many chunks of a row.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED = 384, 32, 227 * KB
+KINDS = 3  # of numbers that are known of a query: its lse and delta, a power of two for its dS
 FEWEST_ROWS = 64  # what is made of keys is worth it for so many queries
 # B = 384, H = 4, N = 384, D = 32 with a bias on an H200, speed over torch's memory-efficient kernel
 # in the same process: 4.05; (8, 1, 32, 2) 4.04, (4, 2, 32, 2) 3.81, (8, 1, 64, 1) 3.81; a pre-pass

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32, u64
+from numba_flash.cuda.sm80.head_tiles import KINDS
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import plus
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 
 FLOAT, VECTOR = 4, 16  # bytes of a number, and of a copy
-KINDS = 3  # of numbers that are known of a query
 WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 
 

@@ -19,8 +19,7 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
-from numba_flash.cuda.sm80.head_tiles import GradientTiles, gradient_tiles
-from numba_flash.cuda.sm80.load_head import KINDS
+from numba_flash.cuda.sm80.head_tiles import KINDS, GradientTiles, gradient_tiles
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
 from numba_flash.cuda.sm80.prepare_dq_dbias import MOST_STRIDE
 from numba_flash.cuda.sm80.tiles import padded

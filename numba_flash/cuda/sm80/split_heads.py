@@ -15,63 +15,24 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import ptx
 from numba_flash.cuda.broadcast import split as divide
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.sm80.head_planes import CHUNK, WORD, build_head, build_meet
 from numba_flash.cuda.sm80.load import in_order
-from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
-from numba_flash.cuda.sm80.tiles import padded, pitch
+from numba_flash.cuda.sm80.load_dq_dbias import build_copy
+from numba_flash.cuda.sm80.tiles import padded
+from numba_flash.cuda.sm80.write_planes import CHUNK_BYTES, Rows, build_writers
 from numba_flash.cuda.split import SIGN, TOP, power_of_two
 
-CHUNK_BYTES = WORD * CHUNK
 # Exponents of the largest numbers of q and k and of the scale, together, that planes are made of.
-MOST_SCORE = 11
+MOST_SCORE = 13
 # The largest sum of |dO| times columns' largest |V|, which are at least 2^13 each in planes.
 LEAST_DP = 2.0**16
 # Numbers of dS, less than such a sum and |delta|, become less than 2^(14 + 1 - MARGIN), with P of
 # 1; rows whose sum is less than 2^SHORTEST count as if it were that.
 MARGIN, SHORTEST = 2, -30
-
-
-class Rows(NamedTuple):
-    """Rows of an array on their way from shared memory to planes.
-
-    Attributes
-    ----------
-    tile : int
-        Where they are.
-    centre : tuple of four float32
-        Of this thread's columns, of what belongs to these rows.
-    taken : bool
-        It is not 0.
-    power : float32
-        What they are multiplied by.
-    to : array
-        (n, columns), their planes; of O, where they are.
-    count : int
-        So many.
-    made : int
-        Where a number for each of them goes, in shared memory; of rows of dO two.
-    others : array
-        Chunks of rows of O.
-    factor : float32
-        Of that number.
-    most : array
-        Of columns of this thread: the largest number of V.
-    """
-
-    tile: int
-    centre: Any
-    taken: bool
-    power: float
-    to: Any
-    count: int
-    made: int
-    others: Any
-    factor: float
-    most: Any
 
 
 class Pair(NamedTuple):
@@ -86,129 +47,34 @@ class Pair(NamedTuple):
 
 
 @once
-def build_planes(rows, columns, threads):
-    """Functions of `Rows`. ``fetch(rows)``: chunks of O into registers; ``write(rows)``: planes,
-    without their centre; ``write_do(rows)``: those of dO, and each one's delta; ``write_q(rows)``:
-    those of Q, and each one's product with the centre.
-    """
-    CHUNKS, PITCH, COLUMNS = padded(columns) // CHUNK, pitch(2 * padded(columns)), columns
-    STEP, PLANE = threads // CHUNKS, 2 * padded(columns)
-    STEPS, FOLDS, BOUNDS = -(-rows // STEP), (CHUNKS - 1).bit_length(), WORD * rows
-    fetch_four = ptx.fetch(4)
-
-    @inline
-    def mine():
-        """The row and the chunk that this thread begins with."""
-        thread = ptx.bounded_thread_here()
-        return i32(thread // CHUNKS), i32(thread % CHUNKS)
-
-    @inline
-    def fetch_chunk(step, t):
-        row, chunk = mine()
-        there = row + step * STEP < t.count and chunk * CHUNK < COLUMNS
-        first = plus(ptx.global_address(t.to), i32(row + step * STEP), t.to.strides[0])
-        at = u64(first + u64(u32(chunk * CHUNK_BYTES)))
-        fetch_four(t.others, i32(CHUNK * step), at, u32(1) if there else u32(0))
-
-    fetch_chunks = ptx.repeated(STEPS, fetch_chunk)
-
-    @inline
-    def put(row, chunk, x, t):
-        """Planes of a chunk, in memory."""
-        a, b, y, z = x[0] * t.power, x[1] * t.power, x[2] * t.power, x[3] * t.power
-        high0, high1 = ptx.pack_float16(a, b), ptx.pack_float16(y, z)
-        a, b = a - ptx.unpack_float16(high0), b - ptx.unpack_float16_high(high0)
-        y, z = y - ptx.unpack_float16(high1), z - ptx.unpack_float16_high(high1)
-        first = plus(ptx.global_address(t.to), row, t.to.strides[0])
-        at = u64(first + u64(u32(chunk * (CHUNK_BYTES // 2))))
-        ptx.store_global(at, (high0, high1))
-        ptx.store_global(u64(at + u64(PLANE)), (ptx.pack_float16(a, b), ptx.pack_float16(y, z)))
-
-    @inline
-    def read(row, chunk, t):
-        at = u32(t.tile + u32(row * PITCH + chunk * CHUNK_BYTES))
-        return ptx.load_shared_four(at)
-
-    @inline
-    def write_chunk(step, t):
-        row, chunk = mine()
-        row = i32(row + step * STEP)
-        if row < t.count:
-            x, c = read(row, chunk, t), t.centre
-            x = x[0] - c[0], x[1] - c[1], x[2] - c[2], x[3] - c[3]
-            put(row, chunk, x, t)
-            for e in range(CHUNK):
-                t.most[e] = max(t.most[e], abs(x[e]))
-
-    @inline
-    def write_do_chunk(step, t):
-        row, chunk = mine()
-        row, total, bound = i32(row + step * STEP), f32(0), f32(0)
-        if row < t.count:
-            x = read(row, chunk, t)
-            put(row, chunk, x, t)
-            for e in range(CHUNK):
-                total += x[e] * (ptx.as_float32(t.others[CHUNK * step + e]) - t.centre[e])
-                bound += abs(x[e] * t.power) * t.most[e]
-        for fold in range(FOLDS):
-            total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
-            bound += cuda.shfl_xor_sync(ALL_LANES, bound, 1 << fold)
-        if chunk == 0 and row < t.count:
-            to = u32(t.made + u32(row * WORD))
-            ptx.store_shared_vector(to, (total * t.power * t.factor,))
-            ptx.store_shared_vector(u32(to + u32(BOUNDS)), (bound,))
-
-    @inline
-    def write_q_chunk(step, t):
-        row, chunk = mine()
-        row, total = i32(row + step * STEP), f64(0)
-        if row < t.count:
-            x = read(row, chunk, t)
-            put(row, chunk, x, t)
-            if t.taken:
-                for e in range(CHUNK):  # of all scores of the row: no average makes it smaller
-                    total += f64(x[e]) * f64(t.centre[e])
-        if t.taken:
-            for fold in range(FOLDS):
-                total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
-        if chunk == 0 and row < t.count:
-            shift = f32(f64(t.factor) * total)
-            ptx.store_shared_vector(u32(t.made + u32(row * WORD)), (shift,))
-
-    write, write_do = ptx.repeated(STEPS, write_chunk), ptx.repeated(STEPS, write_do_chunk)
-    write_q = ptx.repeated(STEPS, write_q_chunk)
-    return fetch_chunks, write, write_do, write_q
-
-
-@once
 def build_most(columns, tile):
-    """``tell(most, smem)``: a thread's largest numbers of its columns, those of its warp, to shared
-    memory; ``hear(most, smem, power)``: those of all warps, once they are there, times a power of
-    two.
+    """``tell(values, smem)``: a thread's largest numbers of its columns, those of its warp, to
+    shared memory; ``hear(values, smem, power)``: those of all warps, once they are there, times a
+    power of two.
     """
     CHUNKS, WARPS = padded(columns) // CHUNK, tile.warps
     FOLDS, ROW = (32 // CHUNKS).bit_length() - 1, WORD * padded(columns)
 
     @inline
-    def tell(most, smem):
+    def tell(values, smem):
         thread = i32(cuda.threadIdx.x)
         for e in range(CHUNK):
             for fold in range(FOLDS):
-                other = cuda.shfl_xor_sync(ALL_LANES, most[e], CHUNKS << fold)
-                most[e] = max(most[e], other)
+                other = cuda.shfl_xor_sync(ALL_LANES, values[e], CHUNKS << fold)
+                values[e] = max(values[e], other)
         if thread % 32 < CHUNKS:
             to = u32(smem + u32(thread // 32 * ROW + thread % 32 * CHUNK_BYTES))
-            ptx.store_shared_vector(to, (most[0], most[1], most[2], most[3]))
+            ptx.store_shared_vector(to, (values[0], values[1], values[2], values[3]))
 
     @inline
-    def hear(most, smem, power):
+    def hear(values, smem, power):
         mine = u32(smem + u32(ptx.bounded_thread_here() % CHUNKS * CHUNK_BYTES))
         for e in range(CHUNK):
-            most[e] = f32(0)
+            values[e] = f32(0)
         for w in range(WARPS):
             x = ptx.load_shared_four(u32(mine + u32(w * ROW)))
             for e in range(CHUNK):
-                most[e] = max(most[e], x[e] * power)
+                values[e] = max(values[e], x[e] * power)
 
     return tell, hear
 
@@ -230,15 +96,6 @@ def number_at(numbers, row):
 def flagged_of(pair):
     """Whether others compute the head."""
     return pair.keys.flagged | pair.queries.flagged
-
-
-@inline
-def tell(factors, values, keys):
-    """What undoes the powers of q, k, v and do."""
-    factors[0] = power_of_two(i32(-keys.queries.exponent))
-    factors[1] = power_of_two(i32(-keys.keys.exponent))
-    factors[2] = power_of_two(i32(-values.keys.exponent))
-    factors[3] = power_of_two(i32(-values.queries.exponent))
 
 
 @once
@@ -286,10 +143,9 @@ def build(shape, tile):
     tiles = ((KEYS, DV), (QUERIES, DV), (KEYS, D), (QUERIES, D))
     copies = (build_copy(n, 2 * padded(x), THREADS, in_order) for n, x in tiles)
     copy_v, copy_do, copy_k, copy_q = copies
-    _, write_v, _, _ = build_planes(KEYS, DV, THREADS)
-    _, write_k, _, _ = build_planes(KEYS, D, THREADS)
-    fetch_o, _, write_do, _ = build_planes(QUERIES, DV, THREADS)
-    _, _, _, write_q = build_planes(QUERIES, D, THREADS)
+    of_v, of_do, of_k, of_q = (build_writers(n, x, THREADS) for n, x in tiles)
+    write_v, write_k, write_q = of_v.keys, of_k.keys, of_q.queries
+    fetch_o, write_do = of_do.fetch, of_do.gradients
     tell_most, hear_most = build_most(DV, tile)
     look_at_values, look_at_keys = (build_look(KEYS, QUERIES, x, tile) for x in (DV, D))
     O_WORDS = CHUNK * -(-QUERIES // (THREADS // (padded(DV) // CHUNK)))
@@ -350,7 +206,11 @@ def build(shape, tile):
             power_rows[index(row)] = power_of_row(bound, own_delta)
         far = cuda.syncthreads_or(some & 1) != 0 and cuda.syncthreads_or(some & 2) == 0
         if cuda.threadIdx.x == 0:
-            tell(factors[b0, b1, head], values, keys)
+            own_factors = factors[b0, b1, head]
+            own_factors[0] = power_of_two(i32(-keys.queries.exponent))
+            own_factors[1] = power_of_two(i32(-keys.keys.exponent))
+            own_factors[2] = power_of_two(i32(-values.keys.exponent))
+            own_factors[3] = power_of_two(i32(-values.queries.exponent))
             of_scale = i32(u32(ptx.as_uint32(scale) & u32(SIGN - 1)) >> u32(23)) - 127
             score = 2 * TOP - keys.keys.exponent - keys.queries.exponent + of_scale
             flagged = flagged_of(values) | flagged_of(keys)
