@@ -180,11 +180,11 @@ class Planes(NamedTuple):
 
 
 def split_product(
-    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False
+    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False, low=LOW
 ):
     """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
-    B that are ``high + low / LOW`` with float16, without the product of the low ones, or high ones
-    alone if `planes` is None; else as `product`.
+    B that are ``high + low / LOW`` with float16, or another number than LOW, without the product of
+    the low ones, or high ones alone if `planes` is None; else as `product`.
 
     Tensor cores cut their sums off, so no sum stays there for longer than this product, or one of
     its `groups` of steps: they begin with 0, the products with low ones in registers of their own,
@@ -193,16 +193,16 @@ def split_product(
     the same time.
     """
 
-    def fragments(builder, held, address, operand, tile, step, low):
+    def fragments(builder, held, address, operand, tile, step, plane):
         if operand is None:
-            first = 4 * (tile * steps + step) + low
+            first = 4 * (tile * steps + step) + plane
             return held[first:][:4]
-        at = tile * operand.tile + step * operand.step + low
+        at = tile * operand.tile + step * operand.step + plane
         return _load(builder, address, at, operand.transposed)
 
     def one_step(builder, main, more, held, values, first, step):
         left, right = values
-        high, *low = (
+        high, *lows = (
             [fragments(builder, held, left, a, m, step, plane) for m in range(m_tiles)]
             for plane in ((0, planes.a) if planes else (0,))
         )
@@ -215,7 +215,7 @@ def split_product(
                 for half in range(2):
                     i, pair = (m * at_once + n) * 2 + half, slice(2 * half, 2 * half + 2)
                     if planes:
-                        more[i] = _mma(builder, "f16", 1, more[i], low[0][m], b_high[pair])
+                        more[i] = _mma(builder, "f16", 1, more[i], lows[0][m], b_high[pair])
                         more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[0][pair])
                     main[i] = _mma(builder, "f16", 1, main[i], high[m], b_high[pair])
 
@@ -227,7 +227,7 @@ def split_product(
                 pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
                 total = main[i][e]
                 if planes:
-                    total = builder.fma(more[i][e], ir.Constant(F32, 1 / LOW), total)
+                    total = builder.fma(more[i][e], ir.Constant(F32, 1 / low), total)
                 old = ir.Constant(F32, 0) if begin else builder.load(pointer)
                 if factor is not None:
                     total = builder.fma(total, factor, old)
@@ -261,13 +261,16 @@ def split_product(
     return multiply
 
 
-def joined_product(m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, scaled=False):
+def joined_product(
+    m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, scaled=False, last=False
+):
     """Function ``multiply(acc, left, right, factor)`` of kernels: as `split_product` of A in
     registers, but of planes of A and B that are ``high + low``. So products with low ones need no
     sum of their own: what they make is where the sum of the high ones begins, small beside it, so
     that little is cut off before the high ones come.
 
-    If it is `scaled`, the product is multiplied by the first element of the array `factor`.
+    If it is `scaled`, the product is multiplied by the first element of the array `factor`. Low
+    ones of A come first, or `last`, so that A B and its transpose B^T A^T can be the same bits.
     """
 
     def sums_of(builder, held, right, first):
@@ -291,8 +294,12 @@ def joined_product(m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, sca
         high = []
         for step in range(steps):
             high.append(load(step, 0))
+            low = load(step, planes.b)
+            if last:
+                add(step, 0, low)
             add(step, planes.a, high[step])
-            add(step, 0, load(step, planes.b))
+            if not last:
+                add(step, 0, low)
         for step in range(steps):
             add(step, 0, high[step])
         return sums

@@ -89,10 +89,9 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         sT = cuda.local.array(SCORES, ACC)  # its part of S^T, then of dP^T
         dk_acc = cuda.local.array(OUTPUTS_K, ACC)  # its part of dK
         dv_acc = cuda.local.array(OUTPUTS_V, ACC)  # its part of dV
-        slope, (scale, low, high, parameters), invalid = sT, numbers, False
+        dpT, slope, (scale, low, high, parameters), invalid = sT, sT, numbers, False
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
-
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
         b0, b1, kv_head, block = row_block_of(number, extras, nk, k.shape[2], k.shape[1])
         batch, batch1 = b0 * k.shape[1] + b1, b1
@@ -109,7 +108,6 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             dk_acc[i] = ACC(0)
         for i in range(OUTPUTS_V):
             dv_acc[i] = ACC(0)
-
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nk), nq, low, high)
         if SEQUENCES and row0 >= nk:
             stop = start
@@ -137,7 +135,6 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
                 # (3) dV = dV + P^T dO
                 outer_do(dv_acc, w_smem, do_head, region, x_smem, edge)
                 # (4) dP^T = V dO^T
-                dpT = sT
                 inner_v(dpT, v_head, do_head, region, a_smem, b_smem)
                 # (5) dS^T = P^T * (dP^T - delta), in the place of P^T
                 differentiate(dpT, slope, w_smem, delta_head, region, parameters)
