@@ -230,7 +230,7 @@ FORWARD_HEAD = 6, 1, 32, 2
 # 2) 2.31, (8, 1, 16, 2) 2.30; the kernels of others 1.82.
 DK_DV = 4, 1, 32, 2
 PART = 32  # 16 would take a fiftieth more instructions. Not timed.
-JOINED = False
+JOINED = True
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 

@@ -19,15 +19,20 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.score import Head
-from numba_flash.cuda.sm80.head_planes import CHUNK, WORD, build_head, build_meet
+from numba_flash.cuda.sm80.head_planes import (
+    CHUNK,
+    MOST_SCORE,
+    WORD,
+    build_head,
+    build_meet,
+    exponent_of,
+)
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy
 from numba_flash.cuda.sm80.tiles import padded
 from numba_flash.cuda.sm80.write_planes import CHUNK_BYTES, Rows, build_writers
-from numba_flash.cuda.split import SIGN, TOP, power_of_two
+from numba_flash.cuda.split import TOP, power_of_two
 
-# Exponents of the largest numbers of q and k and of the scale, together, that planes are made of.
-MOST_SCORE = 13
 # The largest sum of |dO| times columns' largest |V|, which are at least 2^13 each in planes.
 LEAST_DP = 2.0**16
 # Numbers of dS, less than such a sum and |delta|, become less than 2^(14 + 1 - MARGIN), with P of
@@ -211,8 +216,7 @@ def build(shape, tile):
             own_factors[1] = power_of_two(i32(-keys.keys.exponent))
             own_factors[2] = power_of_two(i32(-values.keys.exponent))
             own_factors[3] = power_of_two(i32(-values.queries.exponent))
-            of_scale = i32(u32(ptx.as_uint32(scale) & u32(SIGN - 1)) >> u32(23)) - 127
-            score = 2 * TOP - keys.keys.exponent - keys.queries.exponent + of_scale
+            score = i32(2 * TOP + exponent_of(own_factors[0] * own_factors[1] * scale))
             flagged = flagged_of(values) | flagged_of(keys)
             flagged |= i32(1) if far or score > MOST_SCORE else i32(0)
             flags[b0, b1, head] = flagged
