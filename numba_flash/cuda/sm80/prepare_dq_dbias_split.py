@@ -19,10 +19,16 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
-from numba_flash.cuda.sm80.head_tiles import KINDS, GradientTiles, gradient_tiles
+from numba_flash.cuda.sm80.head_tiles import (
+    FEWEST_ROWS,
+    KINDS,
+    GradientTiles,
+    gradient_tiles,
+    many_heads,
+)
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
 from numba_flash.cuda.sm80.prepare_dq_dbias import MOST_STRIDE
-from numba_flash.cuda.sm80.tiles import padded
+from numba_flash.cuda.sm80.tiles import hardware, padded
 from numba_flash.problem import Prepared
 
 
@@ -51,12 +57,14 @@ class Made(NamedTuple):
 NAMES = ("planes of do", "planes of q", "planes of k", "planes of v", "rows", "factors", "flags")
 
 
-def tiles_of(problem, shape, inputs, results, hardware) -> GradientTiles | None:
+def tiles_of(problem, shape, inputs, results, gpu) -> GradientTiles | None:
     """The tiles of a problem that has some, and arrays that are read and written by whole chunks,
-    else None.
+    else None. Its forward pass is that of short heads, so that scores are the same bits.
     """
     x, dbias = inputs, results.dbias
     if dbias is None or x.dlse is not None or not shape.wide:
+        return None
+    if not many_heads(problem, gpu.multiprocessors) or problem.nq < FEWEST_ROWS:
         return None
     if not vectors_of(problem, x, KEYS_OF_RUN).bias or dbias.dtype.name != "float32":
         return None
@@ -71,7 +79,7 @@ def tiles_of(problem, shape, inputs, results, hardware) -> GradientTiles | None:
         return None
     sizes = (*problem.batch, problem.hq)
     steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
-    return gradient_tiles(problem, hardware, steps)
+    return gradient_tiles(problem, hardware(gpu.capability), steps)
 
 
 def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepared:
