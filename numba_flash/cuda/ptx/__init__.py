@@ -192,6 +192,9 @@ from numba_flash.cuda.ptx.mma import (
     begun_product as begun_product,
 )
 from numba_flash.cuda.ptx.mma import (
+    joined_product as joined_product,
+)
+from numba_flash.cuda.ptx.mma import (
     load_matrices as load_matrices,
 )
 from numba_flash.cuda.ptx.mma import (

@@ -194,11 +194,11 @@ class Planes(NamedTuple):
 
 
 def split_product(
-    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False
+    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False, low=LOW
 ):
     """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
-    B that are ``high + low / LOW`` with float16, without the product of the low ones, or high ones
-    alone if `planes` is None; else as `product`.
+    B that are ``high + low / LOW`` with float16, or another number than LOW, without the product of
+    the low ones, or high ones alone if `planes` is None; else as `product`.
 
     Tensor cores cut their sums off, so no sum stays there for longer than this product, or one of
     its `groups` of steps: they begin with 0, the products with low ones in registers of their own,
@@ -207,16 +207,16 @@ def split_product(
     the same time.
     """
 
-    def fragments(builder, held, address, operand, tile, step, low):
+    def fragments(builder, held, address, operand, tile, step, plane):
         if operand is None:
-            first = 4 * (tile * steps + step) + low
+            first = 4 * (tile * steps + step) + plane
             return held[first:][:4]
-        at = tile * operand.tile + step * operand.step + low
+        at = tile * operand.tile + step * operand.step + plane
         return _load(builder, address, at, operand.transposed)
 
     def one_step(builder, main, more, held, values, first, step):
         left, right = values
-        high, *low = (
+        high, *lows = (
             [fragments(builder, held, left, a, m, step, plane) for m in range(m_tiles)]
             for plane in ((0, planes.a) if planes else (0,))
         )
@@ -229,7 +229,7 @@ def split_product(
                 for half in range(2):
                     i, pair = (m * at_once + n) * 2 + half, slice(2 * half, 2 * half + 2)
                     if planes:
-                        more[i] = _mma(builder, "f16", 1, more[i], low[0][m], b_high[pair])
+                        more[i] = _mma(builder, "f16", 1, more[i], lows[0][m], b_high[pair])
                         more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[0][pair])
                     main[i] = _mma(builder, "f16", 1, main[i], high[m], b_high[pair])
 
@@ -241,7 +241,7 @@ def split_product(
                 pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
                 total = main[i][e]
                 if planes:
-                    total = builder.fma(more[i][e], ir.Constant(F32, 1 / LOW), total)
+                    total = builder.fma(more[i][e], ir.Constant(F32, 1 / low), total)
                 old = ir.Constant(F32, 0) if begin else builder.load(pointer)
                 if factor is not None:
                     total = builder.fma(total, factor, old)
@@ -271,5 +271,75 @@ def split_product(
             return context.get_dummy_value()
 
         return types.void(acc, left, right, factors), codegen
+
+    return multiply
+
+
+def joined_product(
+    m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, scaled=False, last=False
+):
+    """Function ``multiply(acc, left, right, factor)`` of kernels: as `split_product` of A in
+    registers, but of planes of A and B that are ``high + low``. So products with low ones need no
+    sum of their own: what they make is where the sum of the high ones begins, small beside it, so
+    that little is cut off before the high ones come.
+
+    If it is `scaled`, the product is multiplied by the first element of the array `factor`. Low
+    ones of A come first, or `last`, so that A B and its transpose B^T A^T can be the same bits.
+    """
+
+    def sums_of(builder, held, right, first):
+        """Of `at_once` tiles of columns from the `first` on, in the order of registers of acc."""
+        count = 2 * m_tiles * at_once
+        sums = [[ir.Constant(F32, 0)] * 4 for _ in range(count)]
+
+        def left(m, step, plane):
+            return held[4 * (m * steps + step) + plane :][:4]
+
+        def add(step, plane, fragments):
+            for i in range(count):
+                m, (n, half) = i // (2 * at_once), divmod(i % (2 * at_once), 2)
+                pair = fragments[n][2 * half :][:2]
+                sums[i] = _mma(builder, "f16", 1, sums[i], left(m, step, plane), pair)
+
+        def load(step, plane):
+            at = [(first + n) * b.tile + step * b.step + plane for n in range(at_once)]
+            return [_load(builder, right, x, b.transposed) for x in at]
+
+        high = []
+        for step in range(steps):
+            high.append(load(step, 0))
+            low = load(step, planes.b)
+            if last:
+                add(step, 0, low)
+            add(step, planes.a, high[step])
+            if not last:
+                add(step, 0, low)
+        for step in range(steps):
+            add(step, 0, high[step])
+        return sums
+
+    @intrinsic
+    def multiply(context, acc, left, right, factor):
+        def codegen(context, builder, signature, values):
+            registers = pointers(context, builder, acc, values[0], 8 * m_tiles * n_tiles)
+            words = pointers(context, builder, left, values[1], 8 * m_tiles * steps)
+            held = [builder.load(x) for x in words]
+            if scaled:
+                (given,) = pointers(context, builder, factor, values[3], 1)
+                power = builder.load(given)
+            for first in range(0, n_tiles, at_once):
+                for i, own in enumerate(sums_of(builder, held, values[2], first)):
+                    m, rest = divmod(i, 2 * at_once)
+                    for e in range(4):
+                        pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
+                        total, old = own[e], None if fresh else builder.load(pointer)
+                        if scaled:
+                            total = builder.fma(total, power, old)
+                        elif not fresh:
+                            total = builder.fadd(old, total)
+                        builder.store(total, pointer)
+            return context.get_dummy_value()
+
+        return types.void(acc, left, right, factor), codegen
 
     return multiply

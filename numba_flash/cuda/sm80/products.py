@@ -14,6 +14,7 @@ from numba_flash.cuda.ptx import Matrices, Planes
 from numba_flash.cuda.sm80.tiles import padded, pitch
 
 MORE = 32  # registers of a lane for sums of products with low planes
+AT_ONCE = 16  # registers of a lane for sums of joined planes
 
 
 class Kind(NamedTuple):
@@ -169,16 +170,17 @@ def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch, fresh=True):
 
 
 @once
-def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes, held=False):
-    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16; A is
-    in registers if `held`.
+def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes, held=False, low=ptx.LOW):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16, of
+    which low ones are `low` times larger; A is in registers if `held`.
     """
     HELD, b = held, Matrices(16 * b_pitch, 32, False)
     a = None if held else Matrices(16 * a_pitch, 32, False)
     n_tiles = columns // 16
     at_once = math.gcd(n_tiles, MORE // (8 * m_tiles))
     steps = depth // 16
-    multiply = ptx.split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, True, steps)
+    sizes = m_tiles, n_tiles, steps
+    multiply = ptx.split_product(*sizes, a, b, planes, at_once, True, steps, low=low)
     beside, _ = build_lane(a_pitch)
     _, below = build_lane(b_pitch)
 
@@ -201,6 +203,47 @@ def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
     sizes = m_tiles, columns // 16, depth // 16
     multiply = ptx.split_product(*sizes, None, b, planes, 1)
     multiply_times = ptx.split_product(*sizes, None, b, planes, 1, scaled=True)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, beside(b), u32(0))
+
+    @inline
+    def times(acc, a, b, factor):
+        multiply_times(acc, a, beside(b), factor)
+
+    return product, times
+
+
+@once
+def build_joined_nt(m_tiles, columns, depth, b_pitch, planes, last=False):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each the sum of its two `planes`
+    (`numba_flash.cuda.ptx.joined_product`), with A in registers.
+    """
+    b, n_tiles = Matrices(16 * b_pitch, 32, False), columns // 16
+    at_once = math.gcd(n_tiles, max(1, AT_ONCE // (8 * m_tiles)))
+    sizes = m_tiles, n_tiles, depth // 16
+    multiply = ptx.joined_product(*sizes, b, planes, at_once, fresh=True, last=last)
+    _, below = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, below(b), u32(0))
+
+    return product
+
+
+@once
+def build_joined_nn(m_tiles, columns, depth, b_pitch, planes):
+    """``product(acc, a, b)``: acc += A B likewise; ``times(acc, a, b, factor)``: acc += factor A B,
+    where `factor` is an array.
+    """
+    b, n_tiles = Matrices(32, 16 * b_pitch, True), columns // 16
+    at_once = math.gcd(n_tiles, max(1, AT_ONCE // (8 * m_tiles)))
+    sizes = m_tiles, n_tiles, depth // 16
+    multiply = ptx.joined_product(*sizes, b, planes, at_once)
+    multiply_times = ptx.joined_product(*sizes, b, planes, at_once, scaled=True)
     beside, _ = build_lane(b_pitch)
 
     @inline
