@@ -1,0 +1,254 @@
+"""Gradient of an additive bias on Hopper where nothing else acts on scores, and the queries of all
+batch elements that are summed fit into shared memory: dbias = dS, summed over these.
+
+A block keeps Q and dO of 128 queries, of all these batch elements, and goes through tiles of the
+gradient that have the same queries: so half as much is read for a score as by
+`numba_flash.cuda.sm90.dbias`. Bias and gradient come and go by the copy engine. A consumer starts S
+of the next batch element before it waits for dP of this one, so that tensor cores do not wait.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.arguments import Extent, extras_type
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.number import array
+from numba_flash.cuda.score import LOG2E
+from numba_flash.cuda.sm90 import pipeline, wgmma
+from numba_flash.cuda.sm90.arguments import one_type
+from numba_flash.cuda.sm90.load_dbias_rows import build_loads, build_runs
+from numba_flash.cuda.sm90.pair_tiles import RELEASES, WARP, build_take_pairs
+from numba_flash.cuda.sm90.softmax_dbias import (
+    ROWS,
+    build_differentiate,
+    first_row,
+    release_keys,
+)
+from numba_flash.cuda.sm90.store import build_put_words
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.swizzle import ROW_BYTES
+
+NEG_INF = -math.inf
+WARP_ROWS = 16
+
+
+class Step(NamedTuple):
+    """A consumer's registers, shared memory, and what leads from products to scores in base 2.
+
+    Attributes
+    ----------
+    s, p, dp, acc, bias : float32 arrays
+        Fragments of S, P, dP and dbias; the bias in base 2.
+    lse, delta : float32 arrays
+        Of the two queries of this thread.
+    """
+
+    s: Any
+    p: Any
+    dp: Any
+    acc: Any
+    bias: Any
+    lse: Any
+    delta: Any
+    smem: int
+    me: int
+    scale_log2: float
+
+
+def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
+    """Kernel ``dbias_rows_sm90(maps, rows, extras, extent, across, items, scale_log2)`` with its
+    signature and compile options.
+
+    maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a
+        tile; of the bias as (b0, b1, heads, n, n), without the axes that it is broadcast along,
+        boxes of a tile; of its gradient, likewise, boxes of 16 queries.
+    rows : (2, b0, b1, heads, at least n): the lse in base 2 and delta of each query, as
+        `numba_flash.cuda.preprocess` writes them; a multiple of 64.
+    across, items : tiles of a run, and how many runs there are.
+    """
+    BLOCK_M, BLOCK_N, WALK, CONSUMERS = tile.block_m, tile.block_n, tile.elements, tile.consumers
+    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
+    QUERIES, KEYS, PAIRS = map(one_type, (SMEM.rows, SMEM.keys, SMEM.pairs))
+    VALUES, STAGED, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.staged, SMEM.ALIGNMENT, 4 * BLOCK_M
+    SCORES, WORDS, MINE, BFLOAT16 = BLOCK_N // 2, BLOCK_N // 4, ROWS * ROW_BYTES, dtype == "bfloat16"
+    NONE, ONE, ON, OFF = 0, 1, 1, 0
+    loads, (run_of, _) = (
+        build_loads(head_dim, head_dim_v, summed, options, tile),
+        build_runs(summed, tile),
+    )
+    load_keys, load_rows_of_runs = loads.keys, loads.rows
+    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
+    start_dp = wgmma.build_scores(BLOCK_N, head_dim_v, BLOCK_M, BFLOAT16)
+    take_pairs, put_words = build_take_pairs(options, tile, SMEM.pairs), build_put_words(BLOCK_N, 64)
+    element_of = fragment.build_unpack(options.bias == "bfloat16")
+    pack, _ = fragment.build_pack(WORDS, out_dtype == "bfloat16")
+    _, differentiate = build_differentiate(options, SCORES)
+    zero, _ = softmax.build_zero(SCORES)
+
+    @inline
+    def rows_of(t, n):
+        """Descriptor of a consumer's queries in the n-th tile of Q and dO."""
+        return wgmma.descriptor(u32(pipeline.tile(t.smem, QUERIES, n) + u32(t.me * MINE)), u32(0))
+
+    @inline
+    def keys_of(t, m):
+        """Descriptor of the m-th tile of K and V."""
+        return wgmma.descriptor(pipeline.tile(t.smem, KEYS, m), u32(0))
+
+    @inline
+    def start_next(t, n, m):
+        """(1) S = Q K^T of a step, by the numbers of its Q and K."""
+        pipeline.wait_ready(t.smem, QUERIES, n)
+        pipeline.wait_ready(t.smem, KEYS, m)
+        start_scores(t.s, rows_of(t, n), keys_of(t, m))
+
+    @inline
+    def read_rows(t, n, values):
+        """The lse or delta of this thread's queries."""
+        row = first_row(t.me)
+        at = u32(t.smem + u32(VALUES) + n % u32(QUERIES.slots) * u32(VALUES_BYTES) + u32(row * 4))
+        for r in range(2):
+            values[r] = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(32 * r)))))
+
+    @inline
+    def take_bias(words, bias, smem, me, number):
+        """Bias of a tile, in base 2; True if it hides nothing of this thread."""
+        take_pairs(words, smem, me, number)
+        least = f32(0)
+        for e in range(SCORES):
+            value = element_of(words[e // 2], e % 2)
+            least = ptx.minimum(least, value)
+            bias[e] = value * f32(LOG2E)
+        return least != f32(NEG_INF)
+
+    @inline
+    def recompute_p(t, shows):
+        """(2) P = exp(S - lse), 0 where the bias hides it, whatever S is."""
+        for e in range(SCORES):
+            t.p[e] = ptx.ex2(t.s[e] * t.scale_log2 + (t.bias[e] - t.lse[e // 2 % 2]))
+        if not shows:
+            for e in range(SCORES):
+                t.p[e] = t.p[e] if t.bias[e] != f32(NEG_INF) else f32(0)
+
+    @inline
+    def add_step(t, n, m, following, more, shows):
+        """dbias += dS of the step whose Q and K have the numbers n and m; if there are `more`
+        steps, begin the next one, whose Q is the tile `following`.
+        """
+        smem, do_tile, v_tile = t.smem, u32(n + u32(1)), u32(m + u32(1))
+        # (4) dP = dO V^T
+        pipeline.wait_ready(smem, QUERIES, do_tile)
+        pipeline.wait_ready(smem, KEYS, v_tile)
+        start_dp(t.dp, rows_of(t, do_tile), keys_of(t, v_tile))
+        read_rows(t, n, t.lse)
+        read_rows(t, do_tile, t.delta)
+        recompute_p(t, shows)
+        if more:
+            start_next(t, following, u32(m + u32(2)))
+            ptx.wgmma_wait(t.dp, t.dp, ONE, SCORES, NONE)
+        else:
+            ptx.wgmma_wait(t.dp, t.dp, NONE, SCORES, NONE)
+        release_keys(smem, KEYS, v_tile)
+        # (5) dbias = dbias + dS, where dS = P * (dP - delta)
+        differentiate(t.acc, t.p, t.dp, t.delta, ())
+        ptx.wgmma_wait(t.s, t.s, NONE, SCORES, NONE)
+        if more:
+            release_keys(smem, KEYS, u32(m + u32(2)))
+
+    @inline
+    def store(tensor_map, words, smem, me, acc, own, row0, col0):
+        """A tile of the gradient, 16 queries of each warp."""
+        lane, warp = i32(ptx.thread_here() % WARP), i32(ptx.thread_here() % WARP_GROUP // WARP)
+        room = u32(smem + u32(STAGED) + u32(me * MINE))
+        pack(words, acc)
+        if lane == 0:
+            ptx.bulk_wait_read()
+        cuda.syncwarp()  # what was stored from here before has been read
+        put_words(room, words, 0)
+        ptx.fence_proxy_async()
+        cuda.syncwarp()  # all rows are there
+        if lane == 0:
+            source = u32(room + u32(warp * (WARP_ROWS * ROW_BYTES)))
+            row = i32(row0 + me * ROWS + warp * WARP_ROWS)
+            ptx.tensor_store(source, tensor_map, col0, row, own.head, own.b1, own.b0)
+            ptx.bulk_commit()
+
+    @inline
+    def consume(maps, smem, me, extras, extent, across, items, scale_log2):
+        """All steps of this block, for 64 queries."""
+        # registers of each thread
+        s = cuda.local.array(SCORES, f32)  # fragment of S
+        p = cuda.local.array(SCORES, f32)  # of P
+        dp = cuda.local.array(SCORES, f32)  # of dP
+        acc = cuda.local.array(SCORES, f32)  # of dbias
+        bias = cuda.local.array(SCORES, f32)
+        words = cuda.local.array(WORDS, u32)
+        lse = cuda.local.array(2, f32)
+        delta = cuda.local.array(2, f32)
+        t = Step(s, p, dp, acc, bias, lse, delta, smem, me, scale_log2)
+        number, m, done, first = i32(cuda.blockIdx.x), u32(0), u32(0), u32(0)
+        x = run_of(number, extent, across)
+        start_next(t, first, m)
+        ptx.wgmma_wait(s, s, NONE, SCORES, NONE)
+        release_keys(smem, KEYS, m)
+        while True:
+            number = i32(number + cuda.gridDim.x)
+            for tile_of_run in range(x.count):
+                zero(acc)
+                shows = take_bias(words, bias, smem, me, done)
+                ends = tile_of_run == x.count - 1
+                for b in range(WALK):
+                    n, last = u32(first + u32(2 * b)), b == WALK - 1
+                    following = u32(n + u32(2))
+                    if last and not ends:
+                        following = first
+                    more = not (last and ends) or number < items
+                    add_step(t, n, m, following, more, shows)
+                    if ends:
+                        pipeline.release(smem, QUERIES, n)
+                        pipeline.release(smem, QUERIES, u32(n + u32(1)))
+                    m = u32(m + u32(2))
+                done = u32(done + u32(1))
+                col0 = i32(x.col0 + tile_of_run * BLOCK_N)
+                store(maps[5], words, smem, me, acc, x.own, x.row0, col0)
+            if number >= items:
+                break
+            first = u32(first + u32(2 * WALK))
+            x = run_of(number, extent, across)
+
+    def dbias_rows_sm90(maps, rows, extras, extent, across, items, scale_log2):
+        smem = pipeline.shared_base(ALIGNMENT)
+        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
+        if cuda.threadIdx.x == 0:
+            pipeline.initialise(smem, QUERIES, 1, CONSUMERS * WARP_GROUP)
+            pipeline.initialise(smem, KEYS, 1, CONSUMERS)
+            pipeline.initialise(smem, PAIRS, 1, CONSUMERS * RELEASES)
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()  # everyone sees the barriers initialised
+
+        if group == 0:
+            ptx.setmaxnreg(FEWEST, OFF)
+            if cuda.threadIdx.x == 0:
+                load_keys(maps, smem, extras, extent, i32(across), i32(items))
+            elif cuda.threadIdx.x == 32:
+                load_rows_of_runs(maps, smem, rows, extent, i32(across), i32(items))
+        else:
+            ptx.setmaxnreg(REGISTERS, ON)
+            me = group - 1
+            consume(maps, smem, me, extras, extent, i32(across), i32(items), scale_log2)
+            if cuda.threadIdx.x % WARP == 0:
+                ptx.bulk_wait_read()  # shared memory may go: all has been read from there
+
+    maps = [f"maps.{i}" for i in range(6)]
+    signature = types.void(
+        types.UniTuple(u64, len(maps)),
+        array(f32, 5),
+        extras_type(options),
+        named(Extent, i64),
+        i64,
+        i64,
+        f32,
+    )
+    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
+    return dbias_rows_sm90, signature, more
