@@ -19,14 +19,11 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.load_dbias_rows import build_loads, build_runs
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, WARP, build_take_pairs
-from numba_flash.cuda.sm90.softmax_dbias import (
-    ROWS,
-    build_differentiate,
-    first_row,
-    release_keys,
-)
+from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.softmax_dbias import ROWS, build_differentiate
 from numba_flash.cuda.sm90.store import build_put_words
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.sm90.wgmma import UNIT
 from numba_flash.cuda.swizzle import ROW_BYTES
 
 NEG_INF = -math.inf
@@ -42,6 +39,10 @@ class Step(NamedTuple):
         Fragments of S, P, dP and dbias; the bias in base 2.
     lse, delta : float32 arrays
         Of the two queries of this thread.
+    q_tiles, k_tiles : uint32
+        Descriptors of the first tile of Q or dO, and of that of K or V.
+    rows : uint32
+        Where the lse or delta lie in shared memory.
     """
 
     s: Any
@@ -52,8 +53,32 @@ class Step(NamedTuple):
     lse: Any
     delta: Any
     smem: int
-    me: int
+    q_tiles: int
+    k_tiles: int
+    rows: int
     scale_log2: float
+
+
+class Tile(NamedTuple):
+    """All steps of a tile of the gradient.
+
+    Attributes
+    ----------
+    t : Step
+        What they have in common.
+    first, m, tiles : uint32
+        Numbers of the tiles of the first Q, and of the first K, and of this one.
+    shows, ends, more : bool
+        The bias hides nothing; the run ends; another tile comes after it.
+    """
+
+    t: Step
+    first: int
+    m: int
+    tiles: int
+    shows: bool
+    ends: bool
+    more: bool
 
 
 def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
@@ -70,7 +95,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
     BLOCK_M, BLOCK_N, WALK, CONSUMERS = tile.block_m, tile.block_n, tile.elements, tile.consumers
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     QUERIES, KEYS, PAIRS = map(one_type, (SMEM.rows, SMEM.keys, SMEM.pairs))
-    VALUES, STAGED, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.staged, SMEM.ALIGNMENT, 4 * BLOCK_M
+    VALUES, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.ALIGNMENT, 4 * BLOCK_M
     SCORES, WORDS, MINE, BFLOAT16 = BLOCK_N // 2, BLOCK_N // 4, ROWS * ROW_BYTES, dtype == "bfloat16"
     NONE, ONE, ON, OFF = 0, 1, 1, 0
     loads, (run_of, _) = (
@@ -80,7 +105,8 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
     load_keys, load_rows_of_runs = loads.keys, loads.rows
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(BLOCK_N, head_dim_v, BLOCK_M, BFLOAT16)
-    take_pairs, put_words = build_take_pairs(options, tile, SMEM.pairs), build_put_words(BLOCK_N, 64)
+    take_pairs = build_take_pairs(options, tile, SMEM.pairs, releases=False)
+    put_words = build_put_words(BLOCK_N, ROWS)
     element_of = fragment.build_unpack(options.bias == "bfloat16")
     pack, _ = fragment.build_pack(WORDS, out_dtype == "bfloat16")
     _, differentiate = build_differentiate(options, SCORES)
@@ -89,12 +115,12 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
     @inline
     def rows_of(t, n):
         """Descriptor of a consumer's queries in the n-th tile of Q and dO."""
-        return wgmma.descriptor(u32(pipeline.tile(t.smem, QUERIES, n) + u32(t.me * MINE)), u32(0))
+        return u32(t.q_tiles + n % u32(QUERIES.slots) * u32(QUERIES.slot_bytes // UNIT))
 
     @inline
     def keys_of(t, m):
         """Descriptor of the m-th tile of K and V."""
-        return wgmma.descriptor(pipeline.tile(t.smem, KEYS, m), u32(0))
+        return u32(t.k_tiles + m % u32(KEYS.slots) * u32(KEYS.slot_bytes // UNIT))
 
     @inline
     def start_next(t, n, m):
@@ -106,8 +132,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
     @inline
     def read_rows(t, n, values):
         """The lse or delta of this thread's queries."""
-        row = first_row(t.me)
-        at = u32(t.smem + u32(VALUES) + n % u32(QUERIES.slots) * u32(VALUES_BYTES) + u32(row * 4))
+        at = u32(t.rows + n % u32(QUERIES.slots) * u32(VALUES_BYTES))
         for r in range(2):
             values[r] = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(32 * r)))))
 
@@ -132,50 +157,61 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
                 t.p[e] = t.p[e] if t.bias[e] != f32(NEG_INF) else f32(0)
 
     @inline
-    def add_step(t, n, m, following, more, shows):
-        """dbias += dS of the step whose Q and K have the numbers n and m; if there are `more`
-        steps, begin the next one, whose Q is the tile `following`.
-        """
-        smem, do_tile, v_tile = t.smem, u32(n + u32(1)), u32(m + u32(1))
+    def release_slot(smem, number):
+        """What was stored from a slot of the bias has been read there."""
+        if cuda.threadIdx.x % WARP == 0:
+            ptx.bulk_wait_read()
+            pipeline.release(smem, PAIRS, number)
+
+    @inline
+    def add_step(b, x):
+        """dbias += dS of the b-th batch element; S of the next step is begun meanwhile."""
+        t, smem, last = x.t, x.t.smem, b == i32(WALK - 1)
+        q_tile, m = u32(x.first + u32(2 * b)), u32(x.m + u32(2 * b))
+        do_tile, v_tile, k_tile = u32(q_tile + u32(1)), u32(m + u32(1)), u32(m + u32(2))
+        following = x.first if last and not x.ends else u32(q_tile + u32(2))
+        more = x.more or not last
         # (4) dP = dO V^T
         pipeline.wait_ready(smem, QUERIES, do_tile)
         pipeline.wait_ready(smem, KEYS, v_tile)
         start_dp(t.dp, rows_of(t, do_tile), keys_of(t, v_tile))
-        read_rows(t, n, t.lse)
+        read_rows(t, q_tile, t.lse)
         read_rows(t, do_tile, t.delta)
-        recompute_p(t, shows)
+        recompute_p(t, x.shows)
         if more:
-            start_next(t, following, u32(m + u32(2)))
+            start_next(t, following, k_tile)
             ptx.wgmma_wait(t.dp, t.dp, ONE, SCORES, NONE)
         else:
             ptx.wgmma_wait(t.dp, t.dp, NONE, SCORES, NONE)
-        release_keys(smem, KEYS, v_tile)
+        pipeline.release_group(smem, KEYS, v_tile)
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
         differentiate(t.acc, t.p, t.dp, t.delta, ())
-        ptx.wgmma_wait(t.s, t.s, NONE, SCORES, NONE)
+        ptx.wgmma_wait(t.s, t.acc, NONE, SCORES, SCORES)
         if more:
-            release_keys(smem, KEYS, u32(m + u32(2)))
+            pipeline.release_group(smem, KEYS, k_tile)
+        if x.ends:
+            pipeline.release(smem, QUERIES, q_tile)
+            pipeline.release(smem, QUERIES, do_tile)
+        if b == i32(0):
+            release_slot(smem, x.tiles)
 
     @inline
-    def store(tensor_map, words, smem, me, acc, own, row0, col0):
-        """A tile of the gradient, 16 queries of each warp."""
-        lane, warp = i32(ptx.thread_here() % WARP), i32(ptx.thread_here() % WARP_GROUP // WARP)
-        room = u32(smem + u32(STAGED) + u32(me * MINE))
+    def store(tensor_map, words, smem, me, acc, number, at):
+        """A tile of the gradient, 16 queries of each warp, by way of a slot of the bias."""
+        warp = i32(cuda.threadIdx.x % WARP_GROUP // WARP)
+        room = u32(pipeline.tile(smem, PAIRS, number) + u32(me * MINE))
         pack(words, acc)
-        if lane == 0:
-            ptx.bulk_wait_read()
-        cuda.syncwarp()  # what was stored from here before has been read
         put_words(room, words, 0)
         ptx.fence_proxy_async()
         cuda.syncwarp()  # all rows are there
-        if lane == 0:
+        if cuda.threadIdx.x % WARP == 0:
             source = u32(room + u32(warp * (WARP_ROWS * ROW_BYTES)))
-            row = i32(row0 + me * ROWS + warp * WARP_ROWS)
-            ptx.tensor_store(source, tensor_map, col0, row, own.head, own.b1, own.b0)
+            row = i32(at.row + me * ROWS + warp * WARP_ROWS)
+            ptx.tensor_store(source, tensor_map, at.column, row, at.head, at.b1, at.b0)
             ptx.bulk_commit()
 
     @inline
-    def consume(maps, smem, me, extras, extent, across, items, scale_log2):
+    def consume(maps, smem, me, extent, across, items, scale_log2):
         """All steps of this block, for 64 queries."""
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S
@@ -183,39 +219,43 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
         dp = cuda.local.array(SCORES, f32)  # of dP
         acc = cuda.local.array(SCORES, f32)  # of dbias
         bias = cuda.local.array(SCORES, f32)
-        words = cuda.local.array(WORDS, u32)
+        words = cuda.local.array(WORDS, u32)  # of bias or dbias, two elements of 16 bits each
         lse = cuda.local.array(2, f32)
         delta = cuda.local.array(2, f32)
-        t = Step(s, p, dp, acc, bias, lse, delta, smem, me, scale_log2)
-        number, m, done, first = i32(cuda.blockIdx.x), u32(0), u32(0), u32(0)
+        q_tiles = wgmma.descriptor(u32(smem + u32(QUERIES.tiles) + u32(me * MINE)), u32(0))
+        k_tiles = wgmma.descriptor(u32(smem + u32(KEYS.tiles)), u32(0))
+        own_rows = u32(smem + u32(VALUES) + u32((me * ROWS + wgmma.first_row()) * 4))
+        t = Step(
+            s, p, dp, acc, bias, lse, delta, smem, q_tiles, k_tiles, own_rows, scale_log2
+        )  # fmt: skip
+        number, m, tiles, first = i32(cuda.blockIdx.x), u32(0), u32(0), u32(0)
         x = run_of(number, extent, across)
+        at = Place(x.col0, x.row0, x.own.head, x.own.b1, x.own.b0)
         start_next(t, first, m)
         ptx.wgmma_wait(s, s, NONE, SCORES, NONE)
-        release_keys(smem, KEYS, m)
+        pipeline.release_group(smem, KEYS, m)
         while True:
-            number = i32(number + cuda.gridDim.x)
-            for tile_of_run in range(x.count):
+            number, tile = i32(number + cuda.gridDim.x), i32(0)
+            while tile < x.count:
+                shows = take_bias(words, bias, smem, me, tiles)
+                if tiles > u32(0):
+                    store(maps[5], words, smem, me, acc, tiles, at)
+                at = Place(i32(x.col0 + tile * BLOCK_N), x.row0, x.own.head, x.own.b1, x.own.b0)
                 zero(acc)
-                shows = take_bias(words, bias, smem, me, done)
-                ends = tile_of_run == x.count - 1
-                for b in range(WALK):
-                    n, last = u32(first + u32(2 * b)), b == WALK - 1
-                    following = u32(n + u32(2))
-                    if last and not ends:
-                        following = first
-                    more = not (last and ends) or number < items
-                    add_step(t, n, m, following, more, shows)
-                    if ends:
-                        pipeline.release(smem, QUERIES, n)
-                        pipeline.release(smem, QUERIES, u32(n + u32(1)))
-                    m = u32(m + u32(2))
-                done = u32(done + u32(1))
-                col0 = i32(x.col0 + tile_of_run * BLOCK_N)
-                store(maps[5], words, smem, me, acc, x.own, x.row0, col0)
+                tile = i32(tile + 1)
+                ends = tile == x.count
+                steps = Tile(t, first, m, tiles, shows, ends, not ends or number < items)
+                b = i32(0)
+                while b < i32(WALK):
+                    add_step(b, steps)
+                    b = i32(b + 1)
+                m = u32(m + u32(2 * WALK))
+                tiles = u32(tiles + u32(1))
             if number >= items:
                 break
             first = u32(first + u32(2 * WALK))
             x = run_of(number, extent, across)
+        store(maps[5], words, smem, me, acc, tiles, at)
 
     def dbias_rows_sm90(maps, rows, extras, extent, across, items, scale_log2):
         smem = pipeline.shared_base(ALIGNMENT)
@@ -235,8 +275,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
                 load_rows_of_runs(maps, smem, rows, extent, i32(across), i32(items))
         else:
             ptx.setmaxnreg(REGISTERS, ON)
-            me = group - 1
-            consume(maps, smem, me, extras, extent, i32(across), i32(items), scale_log2)
+            consume(maps, smem, group - 1, extent, i32(across), i32(items), scale_log2)
             if cuda.threadIdx.x % WARP == 0:
                 ptx.bulk_wait_read()  # shared memory may go: all has been read from there
 

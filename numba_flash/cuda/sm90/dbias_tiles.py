@@ -73,7 +73,8 @@ class DbiasRowsTile(WarpGroups):
     elements : int
         Batch elements that are summed; Q and dO of all of them stay.
     key_stages, pair_stages : int
-        Slots of the ring of K and V tiles, and of that of tiles of the bias.
+        Slots of the ring of K and V tiles, and of that of tiles of the bias, from which the
+        gradient of the tile before is stored.
     """
 
     elements: int
@@ -91,9 +92,8 @@ class DbiasRowsTile(WarpGroups):
         return 2 * max(2, self.elements)
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them, where a tile of the
-        gradient is `staged`, the lse or delta (`values`) of each tile of `rows`; the `bytes` of
-        all.
+        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them; the lse or delta
+        (`values`) of each tile of `rows`; the `bytes` of all.
         """
         most = max(panels(head_dim), panels(head_dim_v))
         rings = {
@@ -101,9 +101,8 @@ class DbiasRowsTile(WarpGroups):
             "keys": (most * panel_bytes(self.block_n), self.key_stages),
             "pairs": (self.pair_bytes, self.pair_stages),
         }
-        values = self.pair_bytes
-        slots = values + 4 * self.block_m * self.row_stages
-        return lay_out(rings, -(-slots // ALIGNMENT) * ALIGNMENT, staged=0, values=values)
+        values = 4 * self.block_m * self.row_stages
+        return lay_out(rings, -(-values // ALIGNMENT) * ALIGNMENT, values=0)
 
 
 # Of 128 queries by 128 keys; and where registers have to hold more than a bias of 16 bits and one
@@ -129,10 +128,10 @@ def dbias_tile(problem) -> DbiasTile:
 
 # By batch elements that are summed. Not timed.
 ROWS_TILES = {
-    1: DbiasRowsTile(1, 8, 3),
+    1: DbiasRowsTile(1, 8, 2),
     2: DbiasRowsTile(2, 8, 2),
     3: DbiasRowsTile(3, 8, 2),
-    4: DbiasRowsTile(4, 7, 1),
+    4: DbiasRowsTile(4, 8, 1),
 }
 
 
