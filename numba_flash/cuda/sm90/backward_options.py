@@ -49,6 +49,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
+    AHEAD = tile.bias_ahead
     FETCHES = options.mask or (bool(options.bias) and not COPIES_BIAS)
     interleave_k = build_interleave(head_dim, BLOCK_N)
     interleave_v = build_interleave(head_dim_v, BLOCK_N)
@@ -139,6 +140,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
             fetch(bias_mask, part_of(smem, turn, me, n, u32(0), heads, batch1), extras)
 
     @inline
+    def take_first(bias_mask, box, smem, me, n, end):
+        """The bias of the n-th tile's first part, if it is of this item."""
+        if AHEAD and n != end:
+            take_bias(bias_mask, box, smem, me, n, u32(0))
+
+    @inline
     def begin_tile(smem, turn, me, n):
         """Wait for Q and dO of a tile."""
         pipeline.wait_ready(smem, Q, n)
@@ -181,6 +188,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
             begin, end = n, u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
             fetch_first(bias_mask, smem, turn, me, n, end, heads, batch1, extras)
             begin_item(smem, turn, me)
+            take_first(bias_mask, box, smem, me, n, end)
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
@@ -194,13 +202,15 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                     if FETCHES and part == 0 and n != begin:  # (7) of the tile before
                         commit_dq(smem, u32(n - u32(1)))
                     x = part_of(smem, turn, me, n, part, heads, batch1)
-                    if COPIES_BIAS:
+                    if COPIES_BIAS and not AHEAD:
                         take_bias(bias_mask, box, smem, me, n, part)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     if part == 0 and n != begin:
                         release_before(smem, n)
                     # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
                     recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)
+                    if AHEAD and part != u32(PARTS - 1):
+                        take_bias(bias_mask, box, smem, me, n, u32(part + 1))
                     # A branch here keeps the assembler from waiting for dP before P, and one above
                     # from waiting for a bias before S.
                     if not FETCHES and part == 0 and n != begin:  # (7) of the tile before
@@ -225,6 +235,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                 start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
                 following = u32(n + u32(1))
                 fetch_first(bias_mask, smem, turn, me, following, end, heads, batch1, extras)
+                take_first(bias_mask, box, smem, me, following, end)
                 ptx.wgmma_wait(dq, sT, ONE, 32, NONE)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq, f32(1))

@@ -173,10 +173,10 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
         more = x.more or not last
         # (4) dP = dO V^T
         pipeline.wait_ready(smem, QUERIES, do_tile)
-        pipeline.wait_ready(smem, KEYS, v_tile)
-        start_dp(t.dp, rows_of(t, do_tile), keys_of(t, v_tile))
         read_rows(t, q_tile, t.lse)
         read_rows(t, do_tile, t.delta)
+        pipeline.wait_ready(smem, KEYS, v_tile)
+        start_dp(t.dp, rows_of(t, do_tile), keys_of(t, v_tile))
         recompute_p(t, x.shows)
         if more:
             start_next(t, following, k_tile)

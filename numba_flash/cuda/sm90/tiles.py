@@ -29,6 +29,7 @@ class WarpGroups:
     """Of a tile: its consumers, and a producer."""
 
     consumers: int
+    together: ClassVar[bool] = False  # batch elements, of which each head follows the other's
 
     @property
     def registers(self) -> tuple[int, int]:
