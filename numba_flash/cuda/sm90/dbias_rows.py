@@ -24,7 +24,7 @@ from numba_flash.cuda.sm90.softmax_dbias import ROWS, build_differentiate
 from numba_flash.cuda.sm90.store import build_put_words
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.sm90.wgmma import UNIT
-from numba_flash.cuda.swizzle import ROW_BYTES
+from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 NEG_INF = -math.inf
 WARP_ROWS = 16
@@ -67,9 +67,9 @@ class Tile(NamedTuple):
     t : Step
         What they have in common.
     first, m, tiles : uint32
-        Numbers of the tiles of the first Q, and of the first K, and of this one.
-    shows, ends, more : bool
-        The bias hides nothing; the run ends; another tile comes after it.
+        Numbers of the first tile of Q, and of that of keys, and of this one.
+    shows, begins, ends, more : bool
+        The bias hides nothing; the run begins, or ends; another tile comes after it.
     """
 
     t: Step
@@ -77,6 +77,7 @@ class Tile(NamedTuple):
     m: int
     tiles: int
     shows: bool
+    begins: bool
     ends: bool
     more: bool
 
@@ -96,13 +97,11 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     QUERIES, KEYS, PAIRS = map(one_type, (SMEM.rows, SMEM.keys, SMEM.pairs))
     VALUES, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.ALIGNMENT, 4 * BLOCK_M
-    SCORES, WORDS, MINE, BFLOAT16 = BLOCK_N // 2, BLOCK_N // 4, ROWS * ROW_BYTES, dtype == "bfloat16"
+    SCORES, WORDS, MINE = BLOCK_N // 2, BLOCK_N // 4, ROWS * ROW_BYTES
+    BFLOAT16, V_BEHIND_K = dtype == "bfloat16", panel_bytes(BLOCK_N) // UNIT
     NONE, ONE, ON, OFF = 0, 1, 1, 0
-    loads, (run_of, _) = (
-        build_loads(head_dim, head_dim_v, summed, options, tile),
-        build_runs(summed, tile),
-    )
-    load_keys, load_rows_of_runs = loads.keys, loads.rows
+    load_keys, load_rows = build_loads(head_dim, head_dim_v, summed, options, tile)
+    run_of, _ = build_runs(summed, tile)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(BLOCK_N, head_dim_v, BLOCK_M, BFLOAT16)
     take_pairs = build_take_pairs(options, tile, SMEM.pairs, releases=False)
@@ -124,8 +123,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
 
     @inline
     def start_next(t, n, m):
-        """(1) S = Q K^T of a step, by the numbers of its Q and K."""
-        pipeline.wait_ready(t.smem, QUERIES, n)
+        """(1) S = Q K^T of a step, by the numbers of its Q, which is there, and of its keys."""
         pipeline.wait_ready(t.smem, KEYS, m)
         start_scores(t.s, rows_of(t, n), keys_of(t, m))
 
@@ -148,10 +146,16 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
         return least != f32(NEG_INF)
 
     @inline
+    def find_exponents(t):
+        """S - lse in base 2, in the place of P."""
+        for e in range(SCORES):
+            t.p[e] = t.s[e] * t.scale_log2 + (t.bias[e] - t.lse[e // 2 % 2])
+
+    @inline
     def recompute_p(t, shows):
         """(2) P = exp(S - lse), 0 where the bias hides it, whatever S is."""
         for e in range(SCORES):
-            t.p[e] = ptx.ex2(t.s[e] * t.scale_log2 + (t.bias[e] - t.lse[e // 2 % 2]))
+            t.p[e] = ptx.ex2(t.p[e])
         if not shows:
             for e in range(SCORES):
                 t.p[e] = t.p[e] if t.bias[e] != f32(NEG_INF) else f32(0)
@@ -165,30 +169,32 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
 
     @inline
     def add_step(b, x):
-        """dbias += dS of the b-th batch element; S of the next step is begun meanwhile."""
+        """dbias += dS of the b-th batch element. S of the next step is begun meanwhile; after the
+        last of all, of the same again, for nothing.
+        """
         t, smem, last = x.t, x.t.smem, b == i32(WALK - 1)
-        q_tile, m = u32(x.first + u32(2 * b)), u32(x.m + u32(2 * b))
-        do_tile, v_tile, k_tile = u32(q_tile + u32(1)), u32(m + u32(1)), u32(m + u32(2))
-        following = x.first if last and not x.ends else u32(q_tile + u32(2))
-        more = x.more or not last
-        # (4) dP = dO V^T
-        pipeline.wait_ready(smem, QUERIES, do_tile)
+        q_tile, m = u32(x.first + u32(2 * b)), u32(x.m + u32(b))
+        do_tile, following, keys = u32(q_tile + u32(1)), u32(q_tile + u32(2)), u32(m + u32(1))
+        if last and not x.ends:
+            following = x.first
+        if last and not x.more:
+            following, keys = q_tile, m
+        if x.begins:
+            pipeline.wait_ready(smem, QUERIES, do_tile)
         read_rows(t, q_tile, t.lse)
         read_rows(t, do_tile, t.delta)
-        pipeline.wait_ready(smem, KEYS, v_tile)
-        start_dp(t.dp, rows_of(t, do_tile), keys_of(t, v_tile))
+        # (4) dP = dO V^T
+        start_dp(t.dp, rows_of(t, do_tile), u32(keys_of(t, m) + u32(V_BEHIND_K)))
+        find_exponents(t)
+        if x.begins or last and x.ends:
+            pipeline.wait_ready(smem, QUERIES, following)
+        start_next(t, following, keys)
         recompute_p(t, x.shows)
-        if more:
-            start_next(t, following, k_tile)
-            ptx.wgmma_wait(t.dp, t.dp, ONE, SCORES, NONE)
-        else:
-            ptx.wgmma_wait(t.dp, t.dp, NONE, SCORES, NONE)
-        pipeline.release_group(smem, KEYS, v_tile)
+        ptx.wgmma_wait(t.dp, t.p, ONE, SCORES, SCORES)
+        pipeline.release_group(smem, KEYS, m)
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
         differentiate(t.acc, t.p, t.dp, t.delta, ())
         ptx.wgmma_wait(t.s, t.acc, NONE, SCORES, SCORES)
-        if more:
-            pipeline.release_group(smem, KEYS, k_tile)
         if x.ends:
             pipeline.release(smem, QUERIES, q_tile)
             pipeline.release(smem, QUERIES, do_tile)
@@ -231,9 +237,9 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
         number, m, tiles, first = i32(cuda.blockIdx.x), u32(0), u32(0), u32(0)
         x = run_of(number, extent, across)
         at = Place(x.col0, x.row0, x.own.head, x.own.b1, x.own.b0)
+        pipeline.wait_ready(smem, QUERIES, first)
         start_next(t, first, m)
         ptx.wgmma_wait(s, s, NONE, SCORES, NONE)
-        pipeline.release_group(smem, KEYS, m)
         while True:
             number, tile = i32(number + cuda.gridDim.x), i32(0)
             while tile < x.count:
@@ -242,14 +248,15 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
                     store(maps[5], words, smem, me, acc, tiles, at)
                 at = Place(i32(x.col0 + tile * BLOCK_N), x.row0, x.own.head, x.own.b1, x.own.b0)
                 zero(acc)
-                tile = i32(tile + 1)
+                begins, tile = tile == i32(0), i32(tile + 1)
                 ends = tile == x.count
-                steps = Tile(t, first, m, tiles, shows, ends, not ends or number < items)
+                more = not ends or number < items
+                steps = Tile(t, first, m, tiles, shows, begins, ends, more)
                 b = i32(0)
                 while b < i32(WALK):
                     add_step(b, steps)
                     b = i32(b + 1)
-                m = u32(m + u32(2 * WALK))
+                m = u32(m + u32(WALK))
                 tiles = u32(tiles + u32(1))
             if number >= items:
                 break
@@ -272,7 +279,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
             if cuda.threadIdx.x == 0:
                 load_keys(maps, smem, extras, extent, i32(across), i32(items))
             elif cuda.threadIdx.x == 32:
-                load_rows_of_runs(maps, smem, rows, extent, i32(across), i32(items))
+                load_rows(maps, smem, rows, extent, i32(across), i32(items))
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, extent, i32(across), i32(items), scale_log2)

@@ -73,7 +73,7 @@ class DbiasRowsTile(WarpGroups):
     elements : int
         Batch elements that are summed; Q and dO of all of them stay.
     key_stages, pair_stages : int
-        Slots of the ring of K and V tiles, and of that of tiles of the bias, from which the
+        Slots of the ring of tiles of K with V, and of that of tiles of the bias, from which the
         gradient of the tile before is stored.
     """
 
@@ -95,10 +95,9 @@ class DbiasRowsTile(WarpGroups):
         """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them; the lse or delta
         (`values`) of each tile of `rows`; the `bytes` of all.
         """
-        most = max(panels(head_dim), panels(head_dim_v))
         rings = {
-            "rows": (most * panel_bytes(self.block_m), self.row_stages),
-            "keys": (most * panel_bytes(self.block_n), self.key_stages),
+            "rows": (panel_bytes(self.block_m), self.row_stages),
+            "keys": (2 * panel_bytes(self.block_n), self.key_stages),
             "pairs": (self.pair_bytes, self.pair_stages),
         }
         values = 4 * self.block_m * self.row_stages
@@ -128,10 +127,10 @@ def dbias_tile(problem) -> DbiasTile:
 
 # By batch elements that are summed. Not timed.
 ROWS_TILES = {
-    1: DbiasRowsTile(1, 8, 2),
-    2: DbiasRowsTile(2, 8, 2),
-    3: DbiasRowsTile(3, 8, 2),
-    4: DbiasRowsTile(4, 8, 1),
+    1: DbiasRowsTile(1, 4, 2),
+    2: DbiasRowsTile(2, 4, 2),
+    3: DbiasRowsTile(3, 4, 2),
+    4: DbiasRowsTile(4, 4, 1),
 }
 
 

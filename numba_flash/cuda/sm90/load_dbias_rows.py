@@ -5,6 +5,7 @@ their rows.
 
 from typing import NamedTuple
 
+from numba_flash.cuda import ptx
 from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.number import index
@@ -13,6 +14,7 @@ from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.load_dbias import build_load_rows
 from numba_flash.cuda.sm90.pair_tiles import build_load_pairs
 from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.swizzle import panel_bytes
 
 
 class Run(NamedTuple):
@@ -81,8 +83,8 @@ def build_loads(head_dim, head_dim_v, summed, options, tile):
     layout = tile.layout(head_dim, head_dim_v)
     KEYS, WALK, BLOCK_N = one_type(layout.keys), tile.elements, tile.block_n
     run_of, element = build_runs(summed, tile)
-    load_k = pipeline.build_load(KEYS, head_dim, BLOCK_N)
-    load_v = pipeline.build_load(KEYS, head_dim_v, BLOCK_N)
+    PANEL_BYTES = panel_bytes(BLOCK_N)
+    load_k = pipeline.build_load(KEYS, head_dim, BLOCK_N, PANEL_BYTES)
     load_pairs = build_load_pairs(options, tile, layout.pairs)
     load_q = build_load_rows(head_dim, tile, layout)
     load_do = build_load_rows(head_dim_v, tile, layout)
@@ -102,9 +104,12 @@ def build_loads(head_dim, head_dim_v, summed, options, tile):
                     key = Place(0, col0, x.kv_head, at.b1, at.b0)
                     pipeline.wait_free(smem, KEYS, m)
                     load_k(maps[2], smem, m, key)
-                    pipeline.wait_free(smem, KEYS, u32(m + u32(1)))
-                    load_v(maps[3], smem, u32(m + u32(1)), key)
-                    m = u32(m + u32(2))
+                    v_tile = u32(pipeline.tile(smem, KEYS, m) + u32(PANEL_BYTES))
+                    ready = pipeline.mbarrier(smem, KEYS, KEYS.ready, m)
+                    ptx.tensor_load(
+                        v_tile, maps[3], i32(0), col0, x.kv_head, at.b1, at.b0, ready
+                    )  # fmt: skip
+                    m = u32(m + u32(1))
             number = i32(number + cuda.gridDim.x)
 
     @inline
