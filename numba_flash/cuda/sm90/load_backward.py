@@ -40,9 +40,7 @@ def build_write_work(banded, ordered, options, tile, layout):
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     BANDED, PACKED, QUEUED = banded, options.packed, options.listed and not ordered
     CLAIMS = ordered or QUEUED
-    item_of = schedule.build_item(
-        options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED, tile.together
-    )
+    item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_or_lists, options.tiled
     IN_SLOTS, IN_PARTS = tile.in_slots, not tile.adds_dq and not tile.in_slots

@@ -124,8 +124,6 @@ class OptionsBackwardTile(NotedTile):
         The copy engine brings the tile of the bias, which has 16 bits, to where dS will be.
     bias_ahead : bool
         Consumers read it there as soon as they have used that of the part before.
-    together : bool
-        Heads of batch elements that share a bias come one after the other.
     """
 
     block_m: int
@@ -134,7 +132,6 @@ class OptionsBackwardTile(NotedTile):
     part: int
     copies_bias: bool = False
     bias_ahead: bool = False
-    together: bool = False
     kernel: ClassVar[str] = "sm90.backward_options.build"
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)

@@ -24,7 +24,7 @@ from numba_flash.cuda.sm90.prepare_backward import (
 )
 from numba_flash.cuda.sm90.prepare_dbias import Dbias
 from numba_flash.cuda.sm90.prepare_dbias_rows import DbiasRows, serves
-from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, together
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
@@ -44,7 +44,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     gpu, (p, tile) = gpu or launch.gpu(inputs.q.device), choose(problem, backward_options_tile)
     bias_tiles = tiles_of_bias(p, inputs.bias)
     if bias_tiles is not None:
-        tile = replace(tile, copies_bias=True, together=together(p, bias_tiles))
+        tile = replace(tile, copies_bias=True)
     if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
         # only arrays of the user's are like that
         again = lambda results: prepare(problem, inputs, results, deterministic, gpu)

@@ -29,7 +29,6 @@ class WarpGroups:
     """Of a tile: its consumers, and a producer."""
 
     consumers: int
-    together: ClassVar[bool] = False  # batch elements, of which each head follows the other's
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -74,6 +73,7 @@ class Tile(Consumers):
     o_panels: int
     ping_pong: bool
     planes: ClassVar[int] = 1  # of each of q, k and v
+    together: ClassVar[bool] = False  # heads of batch elements come one after the other
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings ``q k v work`` as `numba_flash.cuda.sm90.pipeline` wants them, where
