@@ -303,8 +303,18 @@ PROBLEMS |= {
 DRAW = np.random.default_rng(11)
 learned_bias = lambda *shape: {"bias": DRAW.standard_normal(shape).astype(np.float16), "bias_grad": True}
 dbias = partial(Problem, backward_pass, nq=130, nk=200, batch=2)
+
+
+def unaligned(options):
+    """The same with rows of the bias that begin at no multiple of 16 bytes, which the copy engine does not bring."""
+    bias = options["bias"]
+    rows = np.empty((*bias.shape[:-1], bias.shape[-1] + 2), bias.dtype)[..., :-2]
+    rows[...] = bias
+    return options | {"bias": rows}
+
+
 PROBLEMS |= {
-    "bias gradient": dbias(options=learned_bias(130, 200)),
+    "bias gradient": dbias(options=unaligned(learned_bias(130, 200))),
     "bias gradient, heads": dbias(nq=40, nk=60, hq=4, hk=2, batch=1, options=learned_bias(40, 60)),
     "bias gradient, D128": dbias(d=128, nk=70, batch=1, options=learned_bias(130, 70)),
     "bias gradient, keys": dbias(nq=40, nk=400, batch=1, options=learned_bias(400)),
@@ -480,4 +490,20 @@ PROBLEMS |= {
     "copied bias": Problem(forward_pass, nq=300, nk=424, multiprocessors=2, options={"bias": of_a_bias(300, 424)["bias"]}),
     "copied mask": Problem(forward_pass, nq=150, nk=560, options={"mask": np.random.default_rng(13).random((150, 560)) < 0.7}),
     "alibi": Problem(forward_pass, nq=150, nk=300, hq=2, hk=1, options={"score_mod": numba_flash.alibi([0.5, 0.25])}),
+}
+
+
+rows_of_bias = partial(Problem, backward_pass, hq=2, nq=150, nk=200, multiprocessors=2)
+PROBLEMS |= {
+    "bias gradient, rows": rows_of_bias(d=64, batch=4, options=learned_bias(1, 2, 150, 200)),
+    "bias gradient, rows of each": rows_of_bias(batch=2, options=learned_bias(2, 2, 150, 200)),
+    "bias gradient, rows, hidden": rows_of_bias(
+        nq=70,
+        nk=136,
+        hq=1,
+        batch=2,
+        dtype="bfloat16",
+        made=beyond,
+        options={"bias": HIDES[None, None].astype("bfloat16"), "bias_grad": True},
+    ),
 }

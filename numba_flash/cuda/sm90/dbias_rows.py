@@ -186,7 +186,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
         # (4) dP = dO V^T
         start_dp(t.dp, rows_of(t, do_tile), u32(keys_of(t, m) + u32(V_BEHIND_K)))
         find_exponents(t)
-        if x.begins or last and x.ends:
+        if x.begins or (last and x.ends):
             pipeline.wait_ready(smem, QUERIES, following)
         start_next(t, following, keys)
         recompute_p(t, x.shows)

@@ -3,7 +3,7 @@ threads that move data for it: one has K, V and the bias fetched, one Q and dO w
 their rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.broadcast import Walk, build_coordinates
@@ -74,8 +74,8 @@ class Loads(NamedTuple):
     ``rows(maps, smem, rows, extent, across, items)``; see `build_loads`.
     """
 
-    keys: object
-    rows: object
+    keys: Any
+    rows: Any
 
 
 def build_loads(head_dim, head_dim_v, summed, options, tile):
@@ -94,8 +94,8 @@ def build_loads(head_dim, head_dim_v, summed, options, tile):
         m, t, number = u32(0), u32(0), i32(cuda.blockIdx.x)
         while number < items:
             x = run_of(number, extent, across)
-            for number_of_tile in range(x.count):
-                col0 = i32(x.col0 + number_of_tile * BLOCK_N)
+            for tile in range(x.count):
+                col0 = i32(x.col0 + tile * BLOCK_N)
                 pair = Place(col0, x.row0, x.own.head, x.own.b1, x.own.b0)
                 load_pairs(maps[4], smem, t, pair, extras)
                 t = u32(t + u32(1))

@@ -87,8 +87,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     ``fetch(bias_mask, x, extras)``: what options need from memory, and nobody else brings.
     ``read_lse(lse, x)``, ``read_delta(delta, x)``: those of all columns, if the tile wants them
         before a product.
-    ``recompute_p(sT, slope, bias_mask, x, lse, scale_log2, parameters)``: the options, on S^T, then (2)
-        P^T, in its place; negative where dropout drops it.
+    ``recompute_p(sT, slope, bias_mask, x, lse, scale_log2, parameters)``: the options, on S^T, then
+        (2) P^T, in its place; negative where dropout drops it.
     ``differentiate(dpT, pT, slope, x, delta, chunk, parameters)``: (5) dS^T, in the place of dP^T,
         of 16 columns: a chunk of 8 and the next.
     """
