@@ -43,6 +43,7 @@ class Consumers(WarpGroups):
     """Of a tile of the forward pass, whose consumers have 64 rows each."""
 
     block_m: int
+    together: ClassVar[bool] = False  # heads of batch elements come one after the other
 
     @property
     def consumers(self) -> int:
@@ -73,7 +74,6 @@ class Tile(Consumers):
     o_panels: int
     ping_pong: bool
     planes: ClassVar[int] = 1  # of each of q, k and v
-    together: ClassVar[bool] = False  # heads of batch elements come one after the other
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """Shared memory: rings ``q k v work`` as `numba_flash.cuda.sm90.pipeline` wants them, where
