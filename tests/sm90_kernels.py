@@ -8,7 +8,7 @@ from compiled import Kernel
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
-from numba_flash.cuda.sm90.dbias_tiles import CROWDED
+from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
@@ -228,6 +228,14 @@ DBIAS = {
 }
 DBIAS = {name: (*config[:-1], first(config[-1], *config[1:3])) for name, config in DBIAS.items()}
 
+# dtype, head dimensions, summed, options, what is written, batch elements
+DBIAS_ROWS = {
+    "dbias sm90 64 rows": ("bfloat16", 64, 64, OF_BATCH, BIAS, "bfloat16", 4),
+    "dbias sm90 64 rows of three": ("float16", 64, 64, OF_BATCH, BIAS_16, "float16", 3),
+    "dbias sm90 40, 64 rows of each": ("float16", 40, 64, (False,) * 5, BIAS, "bfloat16", 1),
+}
+DBIAS_ROWS = {name: (*config, ROWS_TILES[elements]) for name, (*config, elements) in DBIAS_ROWS.items()}
+
 
 def around(name: str, options: Options) -> dict[str, Kernel]:
     """What is done once per query before and after the backward loop."""
@@ -286,6 +294,7 @@ KERNELS = {
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_OPTIONS.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},
     **{name: Kernel("sm90.dbias.build", config) for name, config in DBIAS.items()},
+    **{name: Kernel("sm90.dbias_rows.build", config) for name, config in DBIAS_ROWS.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
     **COMBINE,

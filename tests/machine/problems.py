@@ -309,8 +309,18 @@ PROBLEMS |= {
 DRAW = np.random.default_rng(11)
 learned_bias = lambda *shape: {"bias": DRAW.standard_normal(shape).astype(np.float16), "bias_grad": True}
 dbias = partial(Problem, backward_pass, nq=130, nk=200, batch=2)
+
+
+def unaligned(options):
+    """The same with rows of the bias that begin at no multiple of 16 bytes, which the copy engine does not bring."""
+    bias = options["bias"]
+    rows = np.empty((*bias.shape[:-1], bias.shape[-1] + 2), bias.dtype)[..., :-2]
+    rows[...] = bias
+    return options | {"bias": rows}
+
+
 PROBLEMS |= {
-    "bias gradient": dbias(options=learned_bias(130, 200)),
+    "bias gradient": dbias(options=unaligned(learned_bias(130, 200))),
     "bias gradient, heads": dbias(nq=40, nk=60, hq=4, hk=2, batch=1, options=learned_bias(40, 60)),
     "bias gradient, D128": dbias(d=128, nk=70, batch=1, options=learned_bias(130, 70)),
     "bias gradient, keys": dbias(nq=40, nk=400, batch=1, options=learned_bias(400)),
@@ -490,3 +500,19 @@ PROBLEMS |= {
 PROBLEMS["few, lengths"] = Problem(
     known_pass, nq=2, hq=4, nk=200, batch=3, tier="sm80", capability=(8, 0), options={"kv_lengths": np.array([200, 0, 70])}
 )
+
+
+rows_of_bias = partial(Problem, backward_pass, hq=2, nq=150, nk=200, multiprocessors=2)
+PROBLEMS |= {
+    "bias gradient, rows": rows_of_bias(d=64, batch=4, options=learned_bias(1, 2, 150, 200)),
+    "bias gradient, rows of each": rows_of_bias(batch=2, options=learned_bias(2, 2, 150, 200)),
+    "bias gradient, rows, hidden": rows_of_bias(
+        nq=70,
+        nk=136,
+        hq=1,
+        batch=2,
+        dtype="bfloat16",
+        made=beyond,
+        options={"bias": HIDES[None, None].astype("bfloat16"), "bias_grad": True},
+    ),
+}

@@ -16,6 +16,7 @@ from mutants import MUTANTS
 from mutants_bias import MUTANTS_BIAS
 from mutants_blocks import MUTANTS_BLOCKS
 from mutants_dbias import MUTANTS_DBIAS
+from mutants_dbias_rows import MUTANTS_DBIAS_ROWS
 from mutants_few import MUTANTS_FEW
 from mutants_head import MUTANTS_HEAD
 from mutants_kept import MUTANTS_KEPT
@@ -32,6 +33,7 @@ ALL = (
     *MUTANTS_PAGES,
     *MUTANTS_BLOCKS,
     *MUTANTS_DBIAS,
+    *MUTANTS_DBIAS_ROWS,
     *MUTANTS_BIAS,
     *MUTANTS_HEAD,
     *MUTANTS_KEPT,
