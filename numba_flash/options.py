@@ -66,6 +66,9 @@ class Options:
         True if there is a boolean mask.
     blocks : BlockSize or None
         That of its blocks; None if it has an element for each pair.
+    relative : bool
+        In the place of `score_mod` for kernels that find in an array what it adds to scores, by head and distance
+        (`numba_flash.cuda.relative`).
     listed : bool
         In the place of `mask` for kernels each of whose tiles lies within one block: they go through lists of tiles, and need no mask.
     q_lengths, kv_lengths : str or None
@@ -84,6 +87,7 @@ class Options:
 
     softcap: float = 0.0
     score_mod: ScoreMod | None = None
+    relative: bool = False
     bias: str | None = None
     mask: bool = False
     blocks: BlockSize | None = None

@@ -180,10 +180,12 @@ def _extras(names: tuple[str, ...]):
 def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
     that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.tile_lists`),
-    "places", "ranks" (`numba_flash.cuda.sm90.ds_slots`); and with `more`.
+    "places", "ranks" (`numba_flash.cuda.sm90.ds_slots`); with "added" (`numba_flash.cuda.relative`)
+    where a number for each distance is; and with `more`.
     """
     names = tuple(name for name in EXTRAS if getattr(options, name))
     names += ("page_table",) if options.paged else ()
+    names += ("added",) if options.relative else ()
     return _extras((*names, *(of_mask if options.tiled else ()), *more))
 
 
@@ -219,6 +221,7 @@ def extras_type(options, of_mask=(), more=()):
         "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
         "kv_lengths": options.kv_lengths and array(getattr(types, options.kv_lengths), ndim),
         "page_table": options.paged and array(getattr(types, options.paged.table), 3),
+        "added": array(types.float32, 2),
         "tiles": array(types.int32, 5),
         "order": array(types.int32, 5),
         "queue": array(types.int32, 5),

@@ -17,7 +17,7 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
-from numba_flash.cuda.sm90.rows import build_begin, build_follow, build_hide
+from numba_flash.cuda.sm90.rows import build_begin, build_begin_sums, build_follow, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
 
@@ -48,7 +48,11 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
-    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
+    RELATIVE = options.relative
+    multiply = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
+    begin_sums = build_begin_sums(tile, SMEM.k, SMEM.added) if RELATIVE else None
+    release_k = pipeline.release_warps if RELATIVE else pipeline.release_group
+    RELEASES_OF_K = WARP_GROUP // pipeline.WARP if RELATIVE else 1
     start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
@@ -77,6 +81,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
 
     @inline
+    def start_scores(s, smem, me, n, q_tile):
+        """(1) S = Q K^T of tile n, or what a score_mod adds and that."""
+        if RELATIVE:
+            begin_sums(s, smem, me, n)
+        multiply(s, q_tile, k_tile(smem, n))
+
+    @inline
     def overlap_qk_pv(s, p, acc, smem, me, n, q_tile):
         """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight; wait
         for S alone.
@@ -84,13 +95,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         pipeline.wait_ready(smem, K, n)
         if PING_PONG:
             pipeline.await_turn(me)
-        start_scores(s, q_tile, k_tile(smem, n))
+        start_scores(s, smem, me, n, q_tile)
         pipeline.wait_ready(smem, V, u32(n - 1))
         start_values(acc, p, v_tile(smem, u32(n - 1)))
         if PING_PONG:
             pipeline.pass_turn((me + 1) % CONSUMERS)
         wait_scores(s)
-        pipeline.release_group(smem, K, n)
+        release_k(smem, K, n)
 
     @inline
     def consume(maps, smem, me, o, lse, lists, batches, scales):
@@ -115,9 +126,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         softmax.reset(m_i, l_i)
         # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
-        start_scores(s, item.q_tile, k_tile(smem, n))
+        start_scores(s, smem, me, n, item.q_tile)
         wait_all(acc, s)
-        pipeline.release_group(smem, K, n)
+        release_k(smem, K, n)
         first_softmax(s, m_i, l_i, alpha, item, scales)
         pack(p, s)
         while True:
@@ -174,7 +185,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         if cuda.threadIdx.x == 0:
             pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
             pipeline.initialise(smem, Q, 1, CONSUMERS)
-            pipeline.initialise(smem, K, 1, CONSUMERS)
+            pipeline.initialise(smem, K, 1, CONSUMERS * RELEASES_OF_K)
             pipeline.initialise(smem, V, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised

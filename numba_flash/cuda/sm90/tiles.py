@@ -2,7 +2,7 @@
 Numba is not imported here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -86,6 +86,24 @@ class Tile(Consumers):
         }
         o_panels = min(self.o_panels, panels(head_dim_v))
         return lay_out(rings, o_panels * self.block_m * ROW_BYTES, o=0, o_panels=o_panels)
+
+
+@dataclass(frozen=True)
+class RelativeTile(Tile):
+    """Shape of a block's work where sums begin with what a `score_mod` adds for each distance
+    (`numba_flash.cuda.relative`): with each tile of K comes a number for each of its diagonals.
+    """
+
+    @property
+    def added_bytes(self) -> int:
+        return 4 * (self.block_m + self.block_n)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory, as without, and `added`."""
+        layout = super().layout(head_dim, head_dim_v)
+        layout.added = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
+        layout.bytes = layout.added + self.stages * self.added_bytes + ALIGNMENT
+        return layout
 
 
 class AddingTile(WarpGroups):
@@ -321,6 +339,17 @@ def forward_tile(problem) -> Tile:
 def part_tile(problem) -> Tile:
     """Tile of the forward kernel where the keys are split."""
     return _first(PART_TILES, problem)
+
+
+def relative_tile(problem, split=False) -> RelativeTile:
+    """That of both where sums begin with what a `score_mod` adds; where there is no room for these
+    numbers, O is stored by single panels, or tiles have 16 keys less.
+    """
+    p = problem
+    tile = RelativeTile(*astuple(part_tile(p) if split else forward_tile(p)))
+    fewer = replace(tile, o_panels=1)
+    tiles = (tile, fewer, replace(fewer, block_n=tile.block_n - 16))
+    return next(each for each in tiles if each.layout(p.d, p.dv).bytes <= SHARED_LIMIT)
 
 
 def backward_tile(problem) -> BackwardTile | WideTile:

@@ -1,0 +1,57 @@
+"""Functions of a score that only add a number for each head and distance: kernels begin the sums of a tile with these numbers."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
+pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
+
+from kernels import SM80, SM90, machine
+from naive import compare
+from test_contract import AMPERE, Group, Shape, also, forward, inputs_of, lengths
+
+import numba_flash
+from numba_flash.cuda import prepare_relative
+
+pytestmark = pytest.mark.machine
+
+PAIR = (2, 2, 1)
+SLOPES, TABLE = np.array([0.5, 0.03], np.float32), np.random.default_rng(1).standard_normal((2, 2 * 20 + 1), dtype=np.float32)
+mod = lambda function: {"score_mod": function, "score_mod_grad": function.score_mod_grad}
+ALIBI, LATER, RELATIVE = (
+    mod(numba_flash.alibi(SLOPES)),
+    mod(numba_flash.alibi(SLOPES, q_start=100)),
+    mod(numba_flash.relative_position(TABLE, q_start=-3)),
+)
+SOME, MANY, FEW = Shape(PAIR, 150, 330), Shape(PAIR, 300, 200), Shape((1, 2, 2), 64, 700)
+LENGTHS = Shape(PAIR, 130, 150, lengths([130, 3], [77, 150]))
+hopper, ampere = partial(Group, SM90), partial(Group, SM80, capability=AMPERE)
+GROUPS = {
+    "sm90 bfloat16 64": hopper("bfloat16", 64, 64, (also(SOME, **ALIBI), also(MANY, **RELATIVE))),
+    "sm90 float16 64 causal": hopper("float16", 64, 64, (also(SOME, causal=True, **LATER), also(MANY, causal=True, **ALIBI))),
+    "sm90 float16 64 window": hopper("float16", 64, 64, (also(SOME, window=(63, 17), **RELATIVE),)),
+    "sm90 bfloat16 128 lengths": hopper("bfloat16", 128, 128, (also(LENGTHS, **RELATIVE),)),
+    "sm90 float16 72, 40": hopper("float16", 72, 40, (also(SOME, **LATER),)),
+    "sm90 bfloat16 256": hopper("bfloat16", 256, 256, (also(FEW, **ALIBI),)),
+}
+QUICK = ("sm90 bfloat16 64",)
+
+
+@pytest.fixture(autouse=True)
+def of_few_scores(monkeypatch):
+    """Small problems are served like large ones."""
+    monkeypatch.setattr(prepare_relative, "FEWEST", 0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
+def test_forward(name):
+    group = GROUPS[name]
+    for number, shape in enumerate(group.shapes):
+        arrays = inputs_of(group, shape)
+        with machine(seed=number, multiprocessors=4, capability=group.capability):
+            results = forward(group, arrays, **shape.options)
+        compare(results, *arrays, **shape.options)
