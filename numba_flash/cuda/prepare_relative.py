@@ -43,7 +43,7 @@ def alone(problem):
         return None
     if not relative.greatest(p.nq + p.nk) <= GREATEST * p.scale:  # or NaN
         return None
-    return replace(p, options=replace(without, relative=True))
+    return replace(p, options=replace(without, relative=options.score_mod))
 
 
 class Added:
@@ -53,7 +53,7 @@ class Added:
     Parameters
     ----------
     problem
-        With the function.
+        As `alone` makes it.
     gpu, inputs
         What it is prepared for, as layouts.
     block_m, block_n : int
@@ -68,7 +68,7 @@ class Added:
     """
 
     def __init__(self, problem, gpu, inputs, block_m: int, block_n: int):
-        p = alone(problem)
+        p = problem
         most = max(-(-p.nq // block_m) * block_m, -(-p.nk // block_n) * block_n)
         made = Made(Layout.compact((p.hq, 2 * most), "float32"))
         self._scratch, self._class = Scratch(made, ("what score_mod adds",)), extras_class(p.options)
@@ -76,7 +76,7 @@ class Added:
         self.layouts = (*grid.extras_layouts(p, inputs), (made.added, 2))
         compute = Launch(
             "relative.build",
-            (problem.options.score_mod, THREADS),
+            (p.options.relative, THREADS),
             gpu,
             grid=p.hq * -(-2 * most // THREADS),
             threads=THREADS,

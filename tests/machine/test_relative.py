@@ -10,9 +10,9 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import SM80, SM90, machine
+from kernels import HOPPER, SM80, SM90, machine
 from naive import compare
-from test_contract import AMPERE, Group, Shape, also, forward, inputs_of, lengths
+from test_contract import AMPERE, TURING, Group, Shape, also, forward, inputs_of, lengths
 
 import numba_flash
 from numba_flash.cuda import prepare_relative
@@ -29,7 +29,7 @@ ALIBI, LATER, RELATIVE = (
 )
 SOME, MANY, FEW = Shape(PAIR, 150, 330), Shape(PAIR, 300, 200), Shape((1, 2, 2), 64, 700)
 LENGTHS = Shape(PAIR, 130, 150, lengths([130, 3], [77, 150]))
-hopper, ampere = partial(Group, SM90), partial(Group, SM80, capability=AMPERE)
+hopper, ampere = partial(Group, SM90), lambda *group: Group(SM80, *group) if len(group) > 4 else Group(SM80, *group, AMPERE)
 GROUPS = {
     "sm90 bfloat16 64": hopper("bfloat16", 64, 64, (also(SOME, **ALIBI), also(MANY, **RELATIVE))),
     "sm90 float16 64 causal": hopper("float16", 64, 64, (also(SOME, causal=True, **LATER), also(MANY, causal=True, **ALIBI))),
@@ -37,6 +37,12 @@ GROUPS = {
     "sm90 bfloat16 128 lengths": hopper("bfloat16", 128, 128, (also(LENGTHS, **RELATIVE),)),
     "sm90 float16 72, 40": hopper("float16", 72, 40, (also(SOME, **LATER),)),
     "sm90 bfloat16 256": hopper("bfloat16", 256, 256, (also(FEW, **ALIBI),)),
+    "sm80 bfloat16 64": ampere("bfloat16", 64, 64, (also(SOME, **ALIBI), also(MANY, **RELATIVE))),
+    "sm80 float16 64 causal on Hopper": ampere("float16", 64, 64, (also(SOME, causal=True, **LATER),), HOPPER),
+    "sm80 float16 128 window": ampere("float16", 128, 128, (also(SOME, window=(63, 17), **RELATIVE),)),
+    "sm80 bfloat16 40, 72 lengths": ampere("bfloat16", 40, 72, (also(LENGTHS, **RELATIVE),)),
+    "sm80 bfloat16 256 on Hopper": ampere("bfloat16", 256, 256, (also(FEW, **ALIBI),), HOPPER),
+    "sm80 float16 64 on Turing": ampere("float16", 64, 64, (also(SOME, causal=True, **LATER),), TURING),
 }
 QUICK = ("sm90 bfloat16 64",)
 

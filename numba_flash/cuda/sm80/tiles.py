@@ -80,6 +80,11 @@ class Tile:
     def threads(self) -> int:
         return WARP * self.warps
 
+    @property
+    def added_bytes(self) -> int:
+        """Of a number for each diagonal of a tile (`numba_flash.cuda.relative`)."""
+        return 4 * (self.block_m + self.block_n)
+
     def columns(self, dv: int) -> int:
         """Of a tile of V or O: whole steps of a product for each of the warps that share them."""
         return -(-dv // (ROWS * self.ways)) * ROWS * self.ways

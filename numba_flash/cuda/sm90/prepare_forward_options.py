@@ -76,7 +76,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         split = relative_tile(p, split=True)
         parts = grid.parts(p, split.block_m, split.block_n, gpu.multiprocessors)
         tile = split if parts > 1 else tile
-        extras = Added(problem, gpu, inputs, tile.block_m, tile.block_n)
+        extras = Added(p, gpu, inputs, tile.block_m, tile.block_n)
     else:
         extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
         parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
