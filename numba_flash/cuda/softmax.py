@@ -251,6 +251,24 @@ def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmeti
     return exponentials
 
 
+@once
+def build_powers(count, tiles):
+    """``powers(s, l_i)``: what 2 is raised to becomes P, and is added to l."""
+    ROWS, COUNT, GROUPS = 2 * tiles, count, count // 4
+
+    @inline
+    def powers(s, l_i):
+        for r in range(ROWS):
+            l = f32(0)
+            for j in range(GROUPS):
+                e = r // 2 * COUNT + 4 * j + 2 * (r % 2)
+                s[e], s[e + 1] = ptx.ex2(s[e]), ptx.ex2(s[e + 1])
+                l += s[e] + s[e + 1]
+            l_i[r] += l
+
+    return powers
+
+
 class Power(NamedTuple):
     """Powers of two of a warp: `up` brings its numbers near the end of float16, `down` back."""
 

@@ -32,6 +32,7 @@ from numba_flash.cuda.sm80.load_added import build_added
 from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.share import build_share
 from numba_flash.cuda.sm80.tiles import padded, pitch
+from numba_flash.cuda.softcap import build_range
 from numba_flash.cuda.softmax import NEG_INF, RAISED_P
 
 NAN, LN2 = math.nan, math.log(2.0)
@@ -104,7 +105,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
-    modify = build_modify(dtype, options, runs, False, shape.turing)
+    BOUNDED = bool(options.softcap) and not (FAR or SPLIT or WAYS > 1)
+    modify = build_modify(dtype, options, runs, False, shape.turing, powers=BOUNDED)
+    range_of, powers = build_range(dtype == "bfloat16"), softmax.build_powers(SCORES, M_TILES)
     list_of, listed = tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
@@ -225,6 +228,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             scale_log2 = scale_log2 if CHANGES else scale_log2 * factor
         zero(acc)
         reset(m_i, l_i)
+        if BOUNDED:
+            range_of_scores = range_of(f32(parameters.softcap))
+            for r in range(ROWS):
+                m_i[r] = range_of_scores.shift * f32(LN2) if range_of_scores.bounded else m_i[r]
         if count > 0:
             load_q(smem, x.q, row0, nq)
             load_keys(smem, u32(0), x.k, col0, nk)
@@ -277,10 +284,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 fetch(bias_mask, row, key, region, at, next_whole, extras)  # of the next tile
             else:
                 hide(s, row, i32(col0 + key0), clear, unclear, nk, low, high)
-            # (2) m_i, O = alpha O
-            raise_shifts(s, acc, m_i, l_i, scale_log2, smem)
-            # (3) P, (4) l_i
-            exponentials(s, m_i, l_i, scale_log2)
+            if BOUNDED and range_of_scores.bounded:
+                powers(s, l_i)  # (3) P, (4) l_i
+            else:
+                # (2) m_i, O = alpha O
+                raise_shifts(s, acc, m_i, l_i, scale_log2, smem)
+                # (3) P, (4) l_i
+                exponentials(s, m_i, l_i, scale_log2)
             if DROPOUT:
                 drop(s, row, column, at, parameters)
             # (5) O += P V

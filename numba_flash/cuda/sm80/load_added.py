@@ -32,11 +32,12 @@ def build_added(tile, asynchronous):
     @inline
     def load(to, added, head, row0, col0, there):
         address = address_of(added, head, row0, col0)
-        for chunk in range(i32(cuda.threadIdx.x), CHUNKS, THREADS):
+        for step in range(0, CHUNKS, THREADS):
+            chunk = i32(cuda.threadIdx.x + step)
             source, target = u64(address + u64(16 * chunk)), u32(to + u32(16 * chunk))
-            if ASYNCHRONOUS:
+            if ASYNCHRONOUS and chunk < CHUNKS:
                 ptx.copy16(target, source, u32(1) if there else u32(0))
-            elif there:
+            elif there and chunk < CHUNKS:
                 ptx.store_shared_vector(target, ptx.load_global_words(source))
 
     @inline
