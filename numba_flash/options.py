@@ -165,7 +165,7 @@ class Options:
     @property
     def arrays(self) -> "Options":
         """What says which optional arrays there are, alone: for kernels that compute no score."""
-        return replace(self.structure, softcap=0.0, score_mod=None, dropout=0.0)
+        return replace(self.structure, softcap=0.0, score_mod=None, relative=False, dropout=0.0)
 
     @property
     def unlisted(self) -> "Options":

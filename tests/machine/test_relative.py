@@ -12,7 +12,7 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import HOPPER, SM80, SM90, machine
 from naive import compare
-from test_contract import AMPERE, TURING, Group, Shape, also, forward, inputs_of, lengths
+from test_contract import AMPERE, TURING, Group, Shape, also, backward, forward, inputs_of, lengths
 
 import numba_flash
 from numba_flash.cuda import prepare_relative
@@ -60,4 +60,22 @@ def test_forward(name):
         arrays = inputs_of(group, shape)
         with machine(seed=number, multiprocessors=4, capability=group.capability):
             results = forward(group, arrays, **shape.options)
+        compare(results, *arrays, **shape.options)
+
+
+BACKWARD = {
+    "sm90 bfloat16 64": hopper("bfloat16", 64, 64, (also(SOME, **ALIBI), also(MANY, **RELATIVE))),
+    "sm90 float16 64 causal": hopper("float16", 64, 64, (also(SOME, causal=True, **LATER),)),
+    "sm90 bfloat16 128 lengths": hopper("bfloat16", 128, 128, (also(LENGTHS, **RELATIVE), also(SOME, causal=True, **ALIBI))),
+    "sm90 float16 72, 40": hopper("float16", 72, 40, (also(MANY, **LATER),)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BACKWARD])
+def test_backward(name):
+    group = BACKWARD[name]
+    for number, shape in enumerate(group.shapes):
+        arrays = inputs_of(group, shape)
+        with machine(seed=number, multiprocessors=4, capability=group.capability):
+            results = backward(group, arrays, **shape.options)
         compare(results, *arrays, **shape.options)

@@ -121,7 +121,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
                     wait_q(smem, turn, me, n, row0)
-                    start_scores(sT, k_rows, wgmma.descriptor(q_rows, u32(0)))
+                    start_scores(smem, me, n, sT, k_rows)
                 wait_do(smem, turn, me, n, row0)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))

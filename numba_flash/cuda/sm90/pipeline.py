@@ -216,12 +216,12 @@ def build_load_numbers(ring, numbers, size):
 
 
 @once
-def build_load_rows(ring, columns, rows, values, planes):
+def build_load_rows(ring, columns, rows, values, planes, more=0):
     """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
-    for each of its rows from an address.
+    for each of its rows from an address; bytes `more` are sent for by the caller.
     """
     RING, BYTES = one_type(ring), 4 * rows
-    load = build_load(ring, columns, rows, BYTES, planes)
+    load = build_load(ring, columns, rows, BYTES + more, planes)
     load_numbers = build_load_numbers(ring, values, BYTES)
 
     @inline

@@ -2,7 +2,7 @@
 Numba is not imported here.
 """
 
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -88,10 +88,10 @@ class Tile(Consumers):
         return lay_out(rings, o_panels * self.block_m * ROW_BYTES, o=0, o_panels=o_panels)
 
 
-@dataclass(frozen=True)
-class RelativeTile(Tile):
-    """Shape of a block's work where sums begin with what a `score_mod` adds for each distance
-    (`numba_flash.cuda.relative`): with each tile of K comes a number for each of its diagonals.
+class WithNumbers:
+    """Of a tile where sums begin with what a `score_mod` adds for each distance
+    (`numba_flash.cuda.relative`): with each tile of K, or of Q in the backward pass, comes a number
+    for each of its diagonals.
     """
 
     @property
@@ -104,6 +104,11 @@ class RelativeTile(Tile):
         layout.added = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
         layout.bytes = layout.added + self.stages * self.added_bytes + ALIGNMENT
         return layout
+
+
+@dataclass(frozen=True)
+class RelativeTile(WithNumbers, Tile):
+    """Shape of a block's work with these numbers."""
 
 
 class AddingTile(WarpGroups):
@@ -200,6 +205,11 @@ class BackwardTile(AddingTile):
     def columns(self) -> int:
         """Queries of a consumer's fragment."""
         return self.block_m
+
+
+@dataclass(frozen=True)
+class RelativeBackwardTile(WithNumbers, BackwardTile):
+    """The same with a number for each diagonal of a tile of scores."""
 
 
 @dataclass(frozen=True)
@@ -354,4 +364,5 @@ def relative_tile(problem, split=False) -> RelativeTile:
 
 def backward_tile(problem) -> BackwardTile | WideTile:
     """Tile of the main kernel of the backward pass."""
-    return _first(BACKWARD_TILES, problem)
+    tile = _first(BACKWARD_TILES, problem)
+    return RelativeBackwardTile(**asdict(tile)) if problem.options.relative else tile
