@@ -146,29 +146,35 @@ def build_cap(count, slopes, exact, turing=False, bfloat16=False, powers=False):
             t.s[e] = t.s[e] * (p * square + first) - t.shift
 
     @inline
-    def in_pairs(t, step):
-        """``softcap - 2 softcap / (1 + e^2x)``: one inverse of the product of two sums, in units in
-        which a sum's own is what the cap is lowered by; one pair of those in so many registers.
+    def pair(t, e, exponent, unit, top):
+        """``softcap - 2 softcap / (1 + e^2x)`` of two registers: one inverse of the product of two
+        sums, in units in which a sum's own is what the cap is lowered by.
         """
+        a = ptx.ex2(t.s[e] * exponent) * unit + unit
+        b = ptx.ex2(t.s[e + 1] * exponent) * unit + unit
+        both = ptx.rcp(a * b)
+        t.s[e] = both * b + top
+        t.s[e + 1] = both * a + top
+
+    @inline
+    def in_pairs(t):
         exponent, unit = t.share * f32(2 * LOG2E), f32(-0.5) * t.inverse * t.undo
         top = t.softcap * t.factor - t.shift
-        for e in range(0, COUNT, step):
-            a = ptx.ex2(t.s[e] * exponent) * unit + unit
-            b = ptx.ex2(t.s[e + 1] * exponent) * unit + unit
-            both = ptx.rcp(a * b)
-            t.s[e] = both * b + top
-            t.s[e + 1] = both * a + top
+        for e in range(0, COUNT, 2):
+            pair(t, e, exponent, unit, top)
 
     @inline
     def mixed(t):
         """Every other pair by a polynomial of its share of the cap."""
+        exponent, unit = t.share * f32(2 * LOG2E), f32(-0.5) * t.inverse * t.undo
+        top = t.softcap * t.factor - t.shift
         terms = cuda.local.array(OF_Q, f32)
         for n in range(OF_Q):
             q = f32(Q_FAR[n]) if t.softcap <= f32(WIDEST) else f32(Q_FARTHER[n])
             terms[n] = q * t.softcap * t.factor
-        in_pairs(t, 4)
-        for e in range(2, COUNT, 4):
-            for c in range(2):
+        for e in range(0, COUNT, 4):
+            pair(t, e, exponent, unit, top)
+            for c in range(2, 4):
                 x = t.s[e + c] * t.share
                 p = terms[OF_Q - 1]
                 for n in range(1, OF_Q):
@@ -209,7 +215,7 @@ def build_cap(count, slopes, exact, turing=False, bfloat16=False, powers=False):
         ):
             mixed(t)
         elif PAIRS and cuda.all_sync(ALL_LANES, paired and largest < f32(LARGE)):
-            in_pairs(t, 2)
+            in_pairs(t)
         else:
             one_by_one(t)
         if SLOPES:

@@ -49,7 +49,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     RELATIVE = options.relative
-    multiply = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
+    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
     begin_sums = build_begin_sums(tile, SMEM.k, SMEM.added) if RELATIVE else None
     release_k = pipeline.release_warps if RELATIVE else pipeline.release_group
     RELEASES_OF_K = WARP_GROUP // pipeline.WARP if RELATIVE else 1
@@ -81,21 +81,16 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
 
     @inline
-    def start_scores(s, smem, me, n, q_tile):
-        """(1) S = Q K^T of tile n, or what a score_mod adds and that."""
-        if RELATIVE:
-            begin_sums(s, smem, me, n)
-        multiply(s, q_tile, k_tile(smem, n))
-
-    @inline
     def overlap_qk_pv(s, p, acc, smem, me, n, q_tile):
         """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight; wait
         for S alone.
         """
         pipeline.wait_ready(smem, K, n)
+        if RELATIVE:
+            begin_sums(s, smem, me, n)
         if PING_PONG:
             pipeline.await_turn(me)
-        start_scores(s, smem, me, n, q_tile)
+        start_scores(s, q_tile, k_tile(smem, n))
         pipeline.wait_ready(smem, V, u32(n - 1))
         start_values(acc, p, v_tile(smem, u32(n - 1)))
         if PING_PONG:
@@ -126,7 +121,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         softmax.reset(m_i, l_i)
         # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
-        start_scores(s, smem, me, n, item.q_tile)
+        if RELATIVE:
+            begin_sums(s, smem, me, n)
+        start_scores(s, item.q_tile, k_tile(smem, n))
         wait_all(acc, s)
         release_k(smem, K, n)
         first_softmax(s, m_i, l_i, alpha, item, scales)
