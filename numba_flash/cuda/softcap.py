@@ -11,6 +11,7 @@ numbers: then capped scores come out as what 2 is raised to, `build_range`.
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
@@ -121,6 +122,8 @@ def build_cap(count, slopes, exact, turing=False, bfloat16=False, powers=False):
     powers : scores become what 2 is raised to where their range is bounded.
     """
     POWERS, range_of = powers, build_range(bfloat16)
+    VARIANT = int(os.environ.get("SOFTCAP_VARIANT", 0))
+    SOME = (0.998995001, -0.324855441, 0.112091283, -0.0289337507, 0.0044785007, -0.000298658879)
     (FAR, FARTHER), (WIDEST, WIDER) = REACH, CAPS[bfloat16]
     Q_FAR, Q_FARTHER = Q[bfloat16]
     OF_Q = len(Q_FAR)
@@ -182,6 +185,29 @@ def build_cap(count, slopes, exact, turing=False, bfloat16=False, powers=False):
                 t.s[e + c] = x * p - t.shift
 
     @inline
+    def by_tanh(t, step):
+        cap = t.softcap * t.factor
+        for e in range(0, COUNT, step):
+            for c in range(2):
+                t.s[e + c] = ptx.tanh(t.s[e + c] * t.share) * cap - t.shift
+
+    @inline
+    def half(t):
+        terms = cuda.local.array(6, f32)
+        for n in range(6):
+            terms[n] = f32(SOME[n]) * t.softcap * t.factor
+        cap = t.softcap * t.factor
+        for e in range(0, COUNT, 4):
+            for c in range(2):
+                t.s[e + c] = ptx.tanh(t.s[e + c] * t.share) * cap - t.shift
+            for c in range(2, 4):
+                x = t.s[e + c] * t.share
+                p = terms[5]
+                for n in range(1, 6):
+                    p = p * (x * x) + terms[5 - n]
+                t.s[e + c] = x * p - t.shift
+
+    @inline
     def one(e, t):
         t.s[e] = cap_any(t.s[e] * t.scale, t.softcap) * t.factor - t.shift
 
@@ -195,6 +221,23 @@ def build_cap(count, slopes, exact, turing=False, bfloat16=False, powers=False):
         if POWERS:
             _, factor, undo, shift = range_of(softcap)
         t = Scores(s, scale, softcap, scale * inverse, inverse, factor, undo, shift)
+        if VARIANT == 1 or VARIANT == 2:
+            if VARIANT == 2:
+                of_others = f32(0)
+                for e in range(0, COUNT, 4):
+                    of_others = maximum(maximum(of_others, abs(s[e + 2])), abs(s[e + 3]))
+                if cuda.all_sync(ALL_LANES, of_others * abs(t.share) < f32(2)):
+                    half(t)
+                else:
+                    by_tanh(t, 2)
+            elif SLOPES:
+                for e in range(COUNT):
+                    unit = ptx.tanh(s[e] * t.share)
+                    s[e] = unit * softcap
+                    slope[e] = f32(1) - unit * unit
+            else:
+                by_tanh(t, 2)
+            return
         largest, of_others = f32(0), f32(0)  # of every other pair, and of the pairs between
         for e in range(0, COUNT, 4):
             largest = maximum(maximum(largest, abs(s[e])), abs(s[e + 1]))

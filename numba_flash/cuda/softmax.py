@@ -16,6 +16,7 @@ FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAtt
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 from numba_flash import numeric
@@ -334,9 +335,15 @@ def build_cap(count):
     e^2x)`` loses nothing that a score needs.
     """
     COUNT, ONE, TWO = count, f32(1), f32(2)
+    VARIANT = int(os.environ.get("SOFTCAP_VARIANT", 0))
 
     @inline
     def cap(s, slope):
+        if VARIANT:
+            share = slope * f32(0.5 * math.log(2.0))
+            for i in range(COUNT):
+                s[i] = ptx.tanh(s[i] * share)
+            return
         for i in range(COUNT):
             s[i] = ONE - TWO * ptx.rcp(ONE + ptx.ex2(s[i] * slope))
 

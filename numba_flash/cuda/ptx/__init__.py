@@ -234,6 +234,9 @@ from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,
 )
 from numba_flash.cuda.ptx.scalar import (
+    tanh as tanh,
+)
+from numba_flash.cuda.ptx.scalar import (
     lg2 as lg2,
 )
 from numba_flash.cuda.ptx.scalar import (
