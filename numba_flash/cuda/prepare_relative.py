@@ -17,9 +17,12 @@ THREADS = 256
 LEAST = 64  # queries and keys: with fewer, a number serves few scores
 # Of a number in units of raw products: far from where sums of them would be Inf.
 GREATEST = 2.0**60
-# Scores of a problem from which on that pays: one launch more, of about 2 us, where each score
-# costs a quarter of a picosecond less. Predicted from 0.80 ms for 2^30 scores (H200). Not timed.
-FEWEST = 2**23
+# Scores of a problem from which on one launch more pays. ALiBi, D = 64, bfloat16, on an H200, GPU
+# time with it and where the function is inlined: 32 heads of 1024 32.4 us, 29.9; 16 of 2048 57.2,
+# 53.1; 64 of 1024 45.8, 55.2; 32 of 2048 82, 100; 64 of 4096, in units of the time without, forward
+# 1.10, 1.44, a table 1.08, 1.77, backward 1.08, 1.33; by `sm80`, forward, 1.12, 1.34, a table 1.08,
+# 1.58.
+FEWEST = 2**26
 
 
 class Made(NamedTuple):
@@ -71,7 +74,10 @@ class Added:
         p = problem
         most = max(-(-p.nq // block_m) * block_m, -(-p.nk // block_n) * block_n)
         made = Made(Layout.compact((p.hq, 2 * most), "float32"))
-        self._scratch, self._class = Scratch(made, ("what score_mod adds",)), extras_class(p.options)
+        self._scratch, self._class = (
+            Scratch(made, ("what score_mod adds",)),
+            extras_class(p.options),
+        )
         self._extras_of = build_extras(replace(p.options, relative=False))
         self.layouts = (*grid.extras_layouts(p, inputs), (made.added, 2))
         compute = Launch(

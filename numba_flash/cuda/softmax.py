@@ -16,7 +16,6 @@ FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAtt
 """
 
 import math
-import os
 from typing import Any, NamedTuple
 
 from numba_flash import numeric
@@ -252,24 +251,6 @@ def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmeti
     return exponentials
 
 
-@once
-def build_powers(count, tiles):
-    """``powers(s, l_i)``: what 2 is raised to becomes P, and is added to l."""
-    ROWS, COUNT, GROUPS = 2 * tiles, count, count // 4
-
-    @inline
-    def powers(s, l_i):
-        for r in range(ROWS):
-            l = f32(0)
-            for j in range(GROUPS):
-                e = r // 2 * COUNT + 4 * j + 2 * (r % 2)
-                s[e], s[e + 1] = ptx.ex2(s[e]), ptx.ex2(s[e + 1])
-                l += s[e] + s[e + 1]
-            l_i[r] += l
-
-    return powers
-
-
 class Power(NamedTuple):
     """Powers of two of a warp: `up` brings its numbers near the end of float16, `down` back."""
 
@@ -327,27 +308,6 @@ def build_rescale(count):
                 acc[4 * j + 3] *= alpha[1]
 
     return rescale
-
-
-@once
-def build_cap(count):
-    """``cap(s, slope)``: tanh of scores, ``slope = 2 log2(e) scale / softcap``; ``1 - 2 / (1 +
-    e^2x)`` loses nothing that a score needs.
-    """
-    COUNT, ONE, TWO = count, f32(1), f32(2)
-    VARIANT = int(os.environ.get("SOFTCAP_VARIANT", 0))
-
-    @inline
-    def cap(s, slope):
-        if VARIANT:
-            share = slope * f32(0.5 * math.log(2.0))
-            for i in range(COUNT):
-                s[i] = ptx.tanh(s[i] * share)
-            return
-        for i in range(COUNT):
-            s[i] = ONE - TWO * ptx.rcp(ONE + ptx.ex2(s[i] * slope))
-
-    return cap
 
 
 @once

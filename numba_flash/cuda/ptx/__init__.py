@@ -234,9 +234,6 @@ from numba_flash.cuda.ptx.scalar import (
     ex2 as ex2,
 )
 from numba_flash.cuda.ptx.scalar import (
-    tanh as tanh,
-)
-from numba_flash.cuda.ptx.scalar import (
     lg2 as lg2,
 )
 from numba_flash.cuda.ptx.scalar import (
@@ -277,6 +274,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,
+)
+from numba_flash.cuda.ptx.scalar import (
+    tanh as tanh,
 )
 from numba_flash.cuda.ptx.scalar import (
     thread_here as thread_here,

@@ -32,7 +32,7 @@ from numba_flash.cuda.sm80.load_added import build_added
 from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.share import build_share
 from numba_flash.cuda.sm80.tiles import padded, pitch
-from numba_flash.cuda.softcap import build_range
+from numba_flash.cuda.softcap import build_is_rough, build_powers
 from numba_flash.cuda.softmax import NEG_INF, RAISED_P
 
 NAN, LN2 = math.nan, math.log(2.0)
@@ -96,7 +96,11 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
     of_v = BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options
     load_v = build_load_keys(*of_v, ALL_V)
-    RELATIVE, A_SMEM, A_BYTES = options.relative, tile.shared_bytes(*shape.columns), tile.added_bytes
+    RELATIVE, A_SMEM, A_BYTES = (
+        options.relative,
+        tile.shared_bytes(*shape.columns),
+        tile.added_bytes,
+    )
     of_products = dtype, shape, tile, BEGIN, DROPOUT, not RELATIVE
     scores, more_scores, pack, values = products.build_products(*of_products)
     load_added, begin_sums = build_added(tile, ASYNCHRONOUS)
@@ -105,9 +109,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
-    BOUNDED = bool(options.softcap) and not (FAR or SPLIT or WAYS > 1)
-    modify = build_modify(dtype, options, runs, False, shape.turing, powers=BOUNDED)
-    range_of, powers = build_range(dtype == "bfloat16"), softmax.build_powers(SCORES, M_TILES)
+    POWERS = bool(options.softcap) and dtype == "bfloat16" and not FAR and WAYS == 1
+    modify = build_modify(dtype, options, runs, False, shape.turing, powers=POWERS)
+    is_rough, powers = build_is_rough(POWERS), build_powers(SCORES, M_TILES)
     list_of, listed = tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
@@ -228,10 +232,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             scale_log2 = scale_log2 if CHANGES else scale_log2 * factor
         zero(acc)
         reset(m_i, l_i)
-        if BOUNDED:
-            range_of_scores = range_of(f32(parameters.softcap))
-            for r in range(ROWS):
-                m_i[r] = range_of_scores.shift * f32(LN2) if range_of_scores.bounded else m_i[r]
+        rough = POWERS and is_rough(f32(parameters.softcap))  # the cap is the shift
+        for r in range(ROWS if POWERS else 0):
+            m_i[r] = f32(parameters.softcap) if rough else m_i[r]
         if count > 0:
             load_q(smem, x.q, row0, nq)
             load_keys(smem, u32(0), x.k, col0, nk)
@@ -284,7 +287,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 fetch(bias_mask, row, key, region, at, next_whole, extras)  # of the next tile
             else:
                 hide(s, row, i32(col0 + key0), clear, unclear, nk, low, high)
-            if BOUNDED and range_of_scores.bounded:
+            if POWERS and rough:
                 powers(s, l_i)  # (3) P, (4) l_i
             else:
                 # (2) m_i, O = alpha O

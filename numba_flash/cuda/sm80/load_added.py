@@ -1,5 +1,5 @@
-"""Numbers that a `score_mod` adds for each distance, on their way to where sums of S begin with them
-(`numba_flash.cuda.relative`).
+"""Numbers that a `score_mod` adds for each distance, on their way to where sums of S begin with
+them (`numba_flash.cuda.relative`).
 """
 
 from typing import Any, NamedTuple

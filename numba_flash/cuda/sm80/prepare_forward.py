@@ -15,8 +15,8 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_relative import Added, alone
+from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Chosen, Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, prepare_few, prepare_head, tiles
 from numba_flash.cuda.sm80.arguments import Shape

@@ -48,7 +48,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     put_ds = store.build_put_chunks(BLOCK_M, 0, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate, factors = shared.differentiate, shared.factors
     stage_dk = store.build_stage(head_dim, 1, BFLOAT16)

@@ -24,9 +24,9 @@ class Begin(NamedTuple):
 
 @once
 def build_begin_sums(tile, q, added):
-    """``begin_sums(sT, smem, me, n)``: a thread's scores of the n-th tile of queries, in the ring `q`,
-    become what a function of the score adds to them (`numba_flash.cuda.relative`), which lies from
-    `added` on. Its second row, 8 keys below, has, but for two, numbers of the first one.
+    """``begin_sums(sT, smem, me, n)``: a thread's scores of the n-th tile of queries, in the ring
+    `q`, become what a function of the score adds to them (`numba_flash.cuda.relative`), which lies
+    from `added` on. Its second row, 8 keys below, has, but for two, numbers of the first one.
     """
     Q, ADDED, BYTES, BLOCK_M = one_type(q), added, tile.added_bytes, tile.block_m
     GROUPS = tile.columns // 8
@@ -52,8 +52,9 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     """``release_before(smem, n)``: all products with the Q tile before the n-th are complete.
     ``begin_item(smem, turn, me, n, sT, k_rows)``: wait for K and V of a work item, and, if the tile
     says ahead, for (1) S^T = K Q^T of its first tile; returns row0. ``start_scores(smem, me, n, sT,
-    k_rows)``: (1) of the n-th tile, beginning with what a score_mod adds, if sums do. ``start_next(smem, turn, me, n, end, row0, sT, k_rows)``: start (1) of the tile
-    after the n-th; after an item's last, of the same again, for nothing.
+    k_rows)``: (1) of the n-th tile, beginning with what a score_mod adds, if sums do.
+    ``start_next(smem, turn, me, n, end, row0, sT, k_rows)``: start (1) of the tile after the n-th;
+    after an item's last, of the same again, for nothing.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
@@ -64,7 +65,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     RELATIVE = options.relative
     multiply = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, bfloat16, add=RELATIVE)
     begin_sums = build_begin_sums(tile, SMEM.q, SMEM.added) if RELATIVE else None
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, bfloat16)
     note_bounds, bound, wait_q = shared.note_bounds, shared.bound, shared.wait_q
 
     @inline

@@ -19,6 +19,7 @@ from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
 from numba_flash.cuda.sm90.rows import build_begin, build_begin_sums, build_follow, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.softcap import build_tanh
 from numba_flash.cuda.swizzle import panel_bytes
 
 
@@ -58,7 +59,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM)
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
-    cap, hide = softmax.build_cap(SCORES), build_hide(BLOCK_N, band == "both")
+    tanh, hide = build_tanh(SCORES, BFLOAT16), build_hide(BLOCK_N, band == "both")
     begin_item = build_begin(BLOCK_N, SMEM.q, SMEM.work)
     lists_among, last_of, column, begin_at = build_follow(options, BLOCK_M, BLOCK_N, SMEM.work)
 
@@ -66,7 +67,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     def first_softmax(s, m_i, l_i, alpha, item, scales):
         """Softcap and mask, then (2) m_i, (3) P, (4) l_i, of a work item's first tile."""
         if CAPPED:
-            cap(s, scales.slope)
+            tanh(s, scales.slope, scales.scale_log2)
         hide(s, item.row, item.col, item)
         online(s, m_i, l_i, alpha, scales.scale_log2)
 
@@ -141,7 +142,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
                     pipeline.release_group(smem, Q, turn)
                 # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
                 if CAPPED:
-                    cap(s, scales.slope)
+                    tanh(s, scales.slope, scales.scale_log2)
                 if BANDED:
                     hide(s, item.row, col, item)
                 online(s, m_i, l_i, alpha, scales.scale_log2)

@@ -265,8 +265,8 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
 
 
 def _prepare_sums(this: Pass) -> Prepared:
-    """``run(inputs, results, temporaries, extras, those of the main kernel)`` of a tile that adds up
-    dQ in memory.
+    """``run(inputs, results, temporaries, extras, those of the main kernel)`` of a tile that adds
+    up dQ in memory.
     """
     p, tile, there = this.p, this.tile, this.temporaries
     main = _main(this, there.dq_sum)
