@@ -16,6 +16,7 @@ from test_contract import AMPERE, TURING, Group, Shape, also, backward, forward,
 
 import numba_flash
 from numba_flash.cuda import prepare_relative
+from numba_flash.problem import bind
 
 pytestmark = pytest.mark.machine
 
@@ -45,6 +46,11 @@ GROUPS = {
     "sm80 float16 64 on Turing": ampere("float16", 64, 64, (also(SOME, causal=True, **LATER),), TURING),
 }
 QUICK = ("sm90 bfloat16 64",)
+
+
+def half(score, b, h, i, j):
+    """Of a user's."""
+    return score * 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +85,29 @@ def test_backward(name):
         with machine(seed=number, multiprocessors=4, capability=group.capability):
             results = backward(group, arrays, **shape.options)
         compare(results, *arrays, **shape.options)
+
+
+def test_what_else_changes_scores_keeps_the_function():
+    """Kernels of plain attention are for functions that add for each distance, alone, and numbers far from Inf."""
+    q = np.zeros((1, 2, 100, 64), np.float16)
+    alone = lambda function, **options: prepare_relative.alone(bind(q, q, q, score_mod=function, **options))
+    for function in (numba_flash.alibi(SLOPES), numba_flash.relative_position(TABLE)):
+        found = alone(function, causal=True)
+        assert found.options.relative.relative is not None
+        assert found.options.score_mod is None
+        assert not found.options.modifies
+        for more in ({"softcap": 2.0}, {"mask": np.ones((100, 100), bool)}, {"dropout": 0.1, "rng": (1, 2)}, {"score_mod_grad": half}):
+            assert alone(function, **more) is None
+    assert alone(half) is None
+    assert alone(numba_flash.alibi([1e30, 0.0])) is None
+    assert alone(numba_flash.relative_position([[0.0], [np.nan]])) is None
+    assert alone(numba_flash.alibi(SLOPES), scale=1e-30) is None
+
+
+def test_few_scores_keep_the_function(monkeypatch):
+    """To compute numbers costs a launch."""
+    q = np.zeros((1, 2, 100, 64), np.float16)
+    problem = bind(q, q, q, score_mod=numba_flash.alibi(SLOPES))
+    for fewest, found in ((2 * 100**2, True), (2 * 100**2 + 1, False)):
+        monkeypatch.setattr(prepare_relative, "FEWEST", fewest)
+        assert (prepare_relative.alone(problem) is not None) == found
