@@ -67,6 +67,9 @@ class Options:
         True if there is a boolean mask.
     blocks : BlockSize or None
         That of its blocks; None if it has an element for each pair.
+    relative : ScoreMod or bool
+        In the place of `score_mod` where kernels find in an array what it adds to scores, by head and distance
+        (`numba_flash.cuda.relative`).
     listed : bool
         In the place of `mask` for kernels each of whose tiles lies within one block: they go through lists of tiles, and need no mask.
     q_lengths, kv_lengths : str or None
@@ -85,6 +88,7 @@ class Options:
 
     softcap: float = 0.0
     score_mod: ScoreMod | None = None
+    relative: ScoreMod | bool = False
     bias: str | None = None
     mask: bool = False
     blocks: BlockSize | None = None
@@ -156,12 +160,13 @@ class Options:
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
         blocks = None if self.listed else self.blocks
-        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, generator=SEEDLESS, blocks=blocks)
+        relative, softcap, dropout = bool(self.relative), float(self.softcap > 0), 0.5 if self.dropout else 0.0
+        return replace(self, relative=relative, softcap=softcap, dropout=dropout, generator=SEEDLESS, blocks=blocks)
 
     @property
     def arrays(self) -> "Options":
         """What says which optional arrays there are, alone: for kernels that compute no score."""
-        return replace(self.structure, softcap=0.0, score_mod=None, dropout=0.0)
+        return replace(self.structure, softcap=0.0, score_mod=None, relative=False, dropout=0.0)
 
     @property
     def unlisted(self) -> "Options":

@@ -25,7 +25,7 @@ from support import random_inputs
 
 import numba_flash
 from numba_flash import call, reference
-from numba_flash.cuda import compile
+from numba_flash.cuda import compile, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
@@ -63,6 +63,8 @@ class Problem(NamedTuple):
         Of the arrays.
     made : function
         What is made of N(0, 1) for q, k, v and do.
+    relative : bool
+        What a function of the score adds for each distance is read from an array, of few scores, too.
     """
 
     run: Callable
@@ -82,6 +84,7 @@ class Problem(NamedTuple):
     capability: tuple[int, int] = kernels.HOPPER
     dtype: str = "float16"
     made: Callable = lambda *arrays: arrays
+    relative: bool = False
 
 
 class Watched(Machine):
@@ -431,6 +434,7 @@ def run(problem: Problem, seed: int) -> None:
                 x[b, :, length:] = np.nan
     prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
     prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
+    prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
     prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 
@@ -515,4 +519,13 @@ PROBLEMS |= {
         made=beyond,
         options={"bias": HIDES[None, None].astype("bfloat16"), "bias_grad": True},
     ),
+}
+OF_DISTANCES = {"score_mod": numba_flash.relative_position(np.random.default_rng(14).standard_normal((2, 801)))}
+PROBLEMS |= {
+    "relative": Problem(forward_pass, nq=200, nk=400, hq=2, options=OF_DISTANCES, relative=True),
+    "gradients, relative": Problem(backward_pass, nq=200, nk=300, hq=2, options=OF_DISTANCES, relative=True),
+    "mma, relative": mma(nk=300, hq=2, options=OF_DISTANCES, relative=True),
+    "mma, softcap": mma(nk=300, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
+    "mma, gradients, softcap": mma_gradients(dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
+    "softcap of bfloat16": Problem(forward_pass, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
 }

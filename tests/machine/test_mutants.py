@@ -21,6 +21,7 @@ from mutants_few import MUTANTS_FEW
 from mutants_head import MUTANTS_HEAD
 from mutants_kept import MUTANTS_KEPT
 from mutants_pages import MUTANTS_PAGES
+from mutants_relative import MUTANTS_RELATIVE
 from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from problems import CAUGHT, PROBLEMS
@@ -37,6 +38,7 @@ ALL = (
     *MUTANTS_BIAS,
     *MUTANTS_HEAD,
     *MUTANTS_KEPT,
+    *MUTANTS_RELATIVE,
 )
 
 

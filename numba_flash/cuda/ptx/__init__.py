@@ -132,6 +132,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared as load_shared,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_float as load_shared_float,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_float64s as load_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -274,6 +277,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,
+)
+from numba_flash.cuda.ptx.scalar import (
+    tanh as tanh,
 )
 from numba_flash.cuda.ptx.scalar import (
     thread_here as thread_here,

@@ -336,8 +336,10 @@ class Products(NamedTuple):
     values: Any
 
 
-def build_products(dtype, shape, tile, begin, positive):
-    """`Products` of a warp; of `begin` columns first. Of P, if only `positive` weights count."""
+def build_products(dtype, shape, tile, begin, positive, fresh=True):
+    """`Products` of a warp; of `begin` columns first, which are added to what is there unless
+    `fresh`. Of P, if only `positive` weights count.
+    """
     m_tiles, block_n, (d, dv) = tile.m_tiles, tile.warp_n, map(padded, shape[:2])
     pitch_k, pitch_v = map(pitch, shape.columns)
     pairs = m_tiles * block_n // 4
@@ -350,7 +352,7 @@ def build_products(dtype, shape, tile, begin, positive):
         return Products(scores, None, pack, values)
     kind, (k, v) = Kind(dtype == "bfloat16", shape.turing), map(tile.key_rows, shape.columns)
     scores_of = partial(build_nt, kind, m_tiles, block_n, lines=k.lines)
-    scores = scores_of(begin, pitch_k, k.bytes, tile.q_registers)
+    scores = scores_of(begin, pitch_k, k.bytes, tile.q_registers, fresh)
     more_scores = scores_of(d - begin, pitch_k, k.bytes, False, fresh=False)
     values = build_nn(kind, m_tiles, dv, block_n, v.bytes, lines=v.lines)
     pack, _ = build_pack(pairs, *kind, positive)

@@ -95,6 +95,11 @@ class Tile:
     def threads(self) -> int:
         return WARP * self.warps
 
+    @property
+    def added_bytes(self) -> int:
+        """Of a number for each diagonal of a tile (`numba_flash.cuda.relative`)."""
+        return 4 * (self.block_m + self.block_n)
+
     def key_rows(self, head_dim: int) -> KeyRows:
         return KeyRows(pitch(head_dim))
 

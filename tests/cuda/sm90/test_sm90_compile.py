@@ -42,6 +42,7 @@ SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
+SPILLS |= {"backward 64 relative": 360, "backward 128 relative, packed": 80}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
 
