@@ -14,7 +14,7 @@ MUTANTS_HEAD = (
     Mutant(
         "low planes of queries that are 0",
         PLANES,
-        "ptx.pack_float16(x * f32(LOW), y * f32(LOW))\n\n    return load",
+        "ptx.pack_float16(x, y)\n\n    return load",
         "u32(0)\n\n    return load",
         PLAIN,
     ),
@@ -67,7 +67,7 @@ MUTANTS_HEAD = (
         "",
         GRADIENTS,
     ),
-    Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "power_of_two(exponent) * vdo", "power_of_two(exponent)", GRADIENTS),
+    Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "delta * w.up[r], down * vdo", "delta * w.up[r], down", GRADIENTS),
     Mutant("the bias of a half for both, of short heads", LOAD, "+ number % 2 * 4)", ")", GRADIENTS),
     Mutant(
         "keys beyond the last one, in dQ",
