@@ -191,8 +191,8 @@ MUTANTS_SM80 = (
     Mutant(
         "gradients of heads that are not flagged",
         "cuda/simt/backward.py",
-        "index(b1), index(h)] == 0",
-        "index(b1), index(h)] != 0",
+        "index(at.head)] != 0",
+        "index(at.head)] == 0",
         "split, gradients, a NaN",
     ),
     # ---- warps that share rows

@@ -194,11 +194,11 @@ class Planes(NamedTuple):
 
 
 def split_product(
-    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False, low=LOW
+    m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False
 ):
     """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
-    B that are ``high + low / LOW`` with float16, or another number than LOW, without the product of
-    the low ones, or high ones alone if `planes` is None; else as `product`.
+    B that are ``high + low / LOW`` with float16, without the product of the low ones, or high ones
+    alone if `planes` is None; else as `product`.
 
     Tensor cores cut their sums off, so no sum stays there for longer than this product, or one of
     its `groups` of steps: they begin with 0, the products with low ones in registers of their own,
@@ -207,16 +207,16 @@ def split_product(
     the same time.
     """
 
-    def fragments(builder, held, address, operand, tile, step, plane):
+    def fragments(builder, held, address, operand, tile, step, low):
         if operand is None:
-            first = 4 * (tile * steps + step) + plane
+            first = 4 * (tile * steps + step) + low
             return held[first:][:4]
-        at = tile * operand.tile + step * operand.step + plane
+        at = tile * operand.tile + step * operand.step + low
         return _load(builder, address, at, operand.transposed)
 
     def one_step(builder, main, more, held, values, first, step):
         left, right = values
-        high, *lows = (
+        high, *low = (
             [fragments(builder, held, left, a, m, step, plane) for m in range(m_tiles)]
             for plane in ((0, planes.a) if planes else (0,))
         )
@@ -229,7 +229,7 @@ def split_product(
                 for half in range(2):
                     i, pair = (m * at_once + n) * 2 + half, slice(2 * half, 2 * half + 2)
                     if planes:
-                        more[i] = _mma(builder, "f16", 1, more[i], lows[0][m], b_high[pair])
+                        more[i] = _mma(builder, "f16", 1, more[i], low[0][m], b_high[pair])
                         more[i] = _mma(builder, "f16", 1, more[i], high[m], b_low[0][pair])
                     main[i] = _mma(builder, "f16", 1, main[i], high[m], b_high[pair])
 
@@ -241,7 +241,7 @@ def split_product(
                 pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
                 total = main[i][e]
                 if planes:
-                    total = builder.fma(more[i][e], ir.Constant(F32, 1 / low), total)
+                    total = builder.fma(more[i][e], ir.Constant(F32, 1 / LOW), total)
                 old = ir.Constant(F32, 0) if begin else builder.load(pointer)
                 if factor is not None:
                     total = builder.fma(total, factor, old)
@@ -331,8 +331,9 @@ def joined_product(
                 for i, own in enumerate(sums_of(builder, held, values[2], first)):
                     m, rest = divmod(i, 2 * at_once)
                     for e in range(4):
-                        pointer = registers[((m * n_tiles + first) * 2 + rest) * 4 + e]
-                        total, old = own[e], None if fresh else builder.load(pointer)
+                        at = 4 * (2 * (m * n_tiles + first) + rest) + e
+                        pointer, total = registers[at], own[e]
+                        old = None if fresh else builder.load(pointer)
                         if scaled:
                             total = builder.fma(total, power, old)
                         elif not fresh:

@@ -193,9 +193,7 @@ def build(shape, options, tile):
     weigh = build_weigh(M_TILES, COLUMNS, QUERIES)
     planes_k, planes_v = ptx.Planes(K_WORDS // 2, 2 * D), ptx.Planes(V_WORDS // 2, 2 * DV)
     # whose bits are those of the forward pass: what a large score is off, its lse is off, too
-    k_qt = products.build_split_nt(M_TILES, COLUMNS, D, None, PITCH_K, planes_k, True, low=1.0)
-    if tile.joined:
-        k_qt = products.build_joined_nt(M_TILES, COLUMNS, D, PITCH_K, planes_k, last=True)
+    k_qt = products.build_joined_nt(M_TILES, COLUMNS, D, PITCH_K, planes_k, last=True)
     v_dot = products.build_joined_nt(M_TILES, COLUMNS, DV, PITCH_V, planes_v)
     planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
     p_do, _ = products.build_joined_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)

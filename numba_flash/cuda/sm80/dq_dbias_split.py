@@ -108,9 +108,7 @@ def build_part(shape, tile):
     SIXTEENS = PART // 16
     planes_k, planes_v = ptx.Planes(D // 4, 2 * D), ptx.Planes(DV // 4, 2 * DV)
     # whose bits are those of the forward pass: what a large score is off, its lse is off, too
-    q_kt = products.build_split_nt(1, PART, D, None, PITCH_K, planes_k, True, low=1.0)
-    if tile.joined:
-        q_kt = products.build_joined_nt(1, PART, D, PITCH_K, planes_k)
+    q_kt = products.build_joined_nt(1, PART, D, PITCH_K, planes_k)
     do_vt = products.build_joined_nt(1, PART, DV, PITCH_V, planes_v)
     ds_k, _ = products.build_joined_nn(1, D, PART, PITCH_K, ptx.Planes(PART // 4, 2 * D))
     pack = build_pack(PART // 4, 1.0)

@@ -146,7 +146,6 @@ class DqDbiasSplitTile:
 
     chunks: int
     part: int
-    joined: bool
     slots: int = 5
     warps: ClassVar[int] = 8
     chunk: ClassVar[int] = 64  # keys
@@ -207,7 +206,6 @@ class DkDvSplitTile:
     columns: int
     queries: int
     min_blocks: int
-    joined: bool
 
     @property
     def threads(self) -> int:
@@ -234,7 +232,6 @@ FORWARD_HEAD = 6, 1, 32, 2
 # 2) 2.31, (8, 1, 16, 2) 2.30; the kernels of others 1.82.
 DK_DV = 4, 1, 32, 2
 PART = 32  # 16 would take a fiftieth more instructions. Not timed.
-JOINED = True
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 
@@ -287,13 +284,13 @@ def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | N
         return None
     warps, m_tiles, columns, min_blocks = DK_DV
     queries = _rows(p, warps, columns, p.nq)
-    dk_dv = DkDvSplitTile(warps, m_tiles, columns, queries, min_blocks, JOINED)
+    dk_dv = DkDvSplitTile(warps, m_tiles, columns, queries, min_blocks)
     split = SplitHeadsTile(
         keys=_rows(p, SplitHeadsTile.warps, 1, p.nk),
         queries=_rows(p, SplitHeadsTile.warps, 1, p.nq),
         columns=max(p.d, p.dv),
     )
-    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART, JOINED)
+    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART)
     return GradientTiles(split, dq_dbias, dk_dv)
 
 

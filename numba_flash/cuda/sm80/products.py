@@ -170,17 +170,16 @@ def build_tn(kind, m_tiles, columns, depth, a_pitch, b_pitch, fresh=True):
 
 
 @once
-def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes, held=False, low=ptx.LOW):
-    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16, of
-    which low ones are `low` times larger; A is in registers if `held`.
+def build_split_nt(m_tiles, columns, depth, a_pitch, b_pitch, planes, held=False):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each in two `planes` of float16; A is
+    in registers if `held`.
     """
     HELD, b = held, Matrices(16 * b_pitch, 32, False)
     a = None if held else Matrices(16 * a_pitch, 32, False)
     n_tiles = columns // 16
     at_once = math.gcd(n_tiles, MORE // (8 * m_tiles))
     steps = depth // 16
-    sizes = m_tiles, n_tiles, steps
-    multiply = ptx.split_product(*sizes, a, b, planes, at_once, True, steps, low=low)
+    multiply = ptx.split_product(m_tiles, n_tiles, steps, a, b, planes, at_once, True, steps)
     beside, _ = build_lane(a_pitch)
     _, below = build_lane(b_pitch)
 
