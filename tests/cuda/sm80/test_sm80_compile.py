@@ -50,6 +50,7 @@ SPILLS = {
     "=sm80 backward": 20,  # the same in bfloat16
     "sm80 backward 64 lengths": 8,  # likewise
     "sm80 backward 64 blocks": 8,  # likewise
+    "sm80 backward 64 small softcap": 16,  # one number, outside of the loops
     "sm80 backward 64 for 12.0": 90,  # the same text does not for 8.6 and 8.9
     "sm80 backward 256 for": 40,
     "sm80 backward 128 for": 60,
