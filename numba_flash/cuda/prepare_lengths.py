@@ -107,13 +107,8 @@ class Known:
     __slots__ = ("_data", "_like", "_store", "layout", "words")
 
     def __init__(self, words: bytes, layout: Layout, store, like):
-        self.words, self.layout, self._store, self._like, self._data = (
-            words,
-            layout,
-            store,
-            like,
-            None,
-        )
+        self.words, self.layout = words, layout
+        self._store, self._like, self._data = store, like, None
 
     @property
     def data(self):

@@ -53,8 +53,8 @@ MUTANTS_SM80 = (
     Mutant(
         "V that is not transposed",
         PRODUCTS,
-        "    b = Matrices(32, 16 * b_pitch, True)\n    multiply = ptx.product",
-        "    b = Matrices(32, 16 * b_pitch, False)\n    multiply = ptx.product",
+        "b = Matrices(32, 16 * b_pitch, True, lines)",
+        "b = Matrices(32, 16 * b_pitch, False, lines)",
         "mma",
     ),
     Mutant("the same eight columns twice", MMA, "a[step * 4 // steps :][: 4 // steps]", "a[: 4 // steps]", "mma, Turing"),
