@@ -142,6 +142,7 @@ class DqDbiasSplitTile:
 
     chunks: int
     part: int
+    late: bool
     slots: int = 5
     warps: ClassVar[int] = 8
     chunk: ClassVar[int] = 64  # keys
@@ -226,8 +227,9 @@ FORWARD_HEAD = 6, 1, 32, 2
 
 # The same with the gradient of the bias: 2.32; (4, 2, 16, 2) 2.34, (6, 1, 16, 2) 2.32, (6, 1, 32,
 # 2) 2.31, (8, 1, 16, 2) 2.30; the kernels of others 1.82.
-DK_DV = 4, 1, 32, 2
+DK_DV = 4, 2, 16, 2
 PART = 32  # 16 would take a fiftieth more instructions. Not timed.
+LATE = True
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 
@@ -286,7 +288,7 @@ def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | N
         queries=_rows(p, SplitHeadsTile.warps, 1, p.nq),
         columns=max(p.d, p.dv),
     )
-    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART)
+    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART, LATE)
     return GradientTiles(split, dq_dbias, dk_dv)
 
 
