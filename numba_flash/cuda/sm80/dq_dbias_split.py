@@ -152,7 +152,7 @@ def build_go(shape, following, tile):
     hold_q, hold_do = products.build_hold(1, D, PITCH_K), products.build_hold(1, DV, PITCH_V)
     part, (put_dq, add_dq) = build_part(shape, tile), build_add_dq(shape, tile)
     load_queries, load_keys = build_loads(shape, tile)
-    PART, PARTS, LATE = tile.part, KEYS // tile.part, tile.late
+    PART, PARTS = tile.part, KEYS // tile.part
     wait, OUTPUTS = ptx.copy_wait_but(AHEAD - 1), D // 2
     zero, _ = softmax.build_zero(OUTPUTS)
 
@@ -182,19 +182,6 @@ def build_go(shape, following, tile):
             w.delta[r], w.down[r] = delta * w.up[r], down * vdo
 
     @inline
-    def load(number, slot, t):
-        """What comes in the place of the chunk before."""
-        x = t.way
-        if number + AHEAD < CHUNKS:
-            load_keys(x.smem, slot, x.tensors, t.here, i32(number + AHEAD), x.keys)
-        elif t.more:
-            ahead = i32(number + AHEAD - CHUNKS)
-            load_keys(x.smem, slot, x.tensors, t.next, ahead, x.keys)
-        if number == 1 and t.more:  # all warps hold theirs
-            load_queries(x.smem, x.tensors, t.next, x.row0, x.queries)
-        ptx.copy_commit()
-
-    @inline
     def chunk(number, t):
         x, w = t.way, t.work
         wait()
@@ -202,13 +189,19 @@ def build_go(shape, following, tile):
         slot = u32(t.slot + u32(number))
         slot = u32(slot - u32(SLOTS)) if slot >= u32(SLOTS) else slot
         before = u32(slot - u32(1)) if slot > u32(0) else u32(SLOTS - 1)
-        if not LATE:
-            load(number, before, t)
+        if number + AHEAD < CHUNKS:
+            load_keys(x.smem, before, x.tensors, t.here, i32(number + AHEAD), x.keys)
+        elif t.more:
+            ahead = i32(number + AHEAD - CHUNKS)
+            load_keys(x.smem, before, x.tensors, t.next, ahead, x.keys)
         if number == 0:
             hold(x, w)
             if t.before != u64(0):
                 dq, stride = u32(x.smem + u32(DQ)), x.dq.strides[3]
                 add_dq(dq, t.before, stride, x.row0, x.queries, t.before_factor)
+        if number == 1 and t.more:  # all warps hold theirs
+            load_queries(x.smem, x.tensors, t.next, x.row0, x.queries)
+        ptx.copy_commit()
         if w.here[0] == 0:
             first = u32(slot * u32(SLOT))
             way = u32(cuda.threadIdx.x // 32 % WAYS * KEYS)
@@ -217,8 +210,6 @@ def build_go(shape, following, tile):
             for n in range(PARTS):
                 more_k, more_v = u32(n * PART * PITCH_K), u32(n * PART * PITCH_V)
                 part(i32(PARTS * number + n), u32(k + more_k), u32(v + more_v), t)
-        if LATE:
-            load(number, before, t)
 
     all_chunks = ptx.repeated(CHUNKS, chunk)
 

@@ -142,7 +142,6 @@ class DqDbiasSplitTile:
 
     chunks: int
     part: int
-    late: bool
     slots: int = 5
     warps: ClassVar[int] = 8
     chunk: ClassVar[int] = 64  # keys
@@ -230,7 +229,6 @@ FORWARD_HEAD = 6, 1, 32, 2
 # read of Q and dO, and their bias comes in 16 bytes at a time.
 DK_DV = 4, 2, 16, 2
 PART = 32  # 16: as fast, 548 us beside 550
-LATE = True
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 
@@ -289,7 +287,7 @@ def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | N
         queries=_rows(p, SplitHeadsTile.warps, 1, p.nq),
         columns=max(p.d, p.dv),
     )
-    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART, LATE)
+    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART)
     return GradientTiles(split, dq_dbias, dk_dv)
 
 
