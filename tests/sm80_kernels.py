@@ -26,7 +26,7 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
-OF_A_BIAS = ("dbias", "dq_dbias", "dk_dv", "dq_dbias_split", "dk_dv_split")  # main loops of a backward pass, too
+OF_A_BIAS = ("dbias", "dq_dbias", "dk_dv", "dq_dbias_split", "dk_dv_split", "split_heads")  # main loops of a backward pass, too
 AROUND = (
     "backward",
     "backward, any strides",

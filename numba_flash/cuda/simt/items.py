@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Blocks of a multiprocessor that look for heads that are left. Where there are none, 9,216 blocks
 # of 64 rows and as many of 64 keys took 23 and 35 us on an H200, and those for delta, 73,728, 79.
-# Predicted: 4 us each. Not timed.
+# Predicted: 4 us each; timed on an H200: 7.
 LOOKERS = 2
 
 
