@@ -132,22 +132,25 @@ def build(threads):
 
 
 @inline
-def sections(places, sizes):
-    """How many there are, and, after that, counters: the address."""
+def after_first(places, sizes):
+    """Address of how many sections there are; counters are behind that."""
     words = places.shape[4] - 1 - 2 * sizes.parts
     return u64(ptx.global_address(places) + u64(4 * words))
 
 
 @inline
+def sections(places, sizes):
+    """How many there are."""
+    return i32(ptx.fetch_word(after_first(places, sizes)))
+
+
+@inline
 def claim(places, sizes, kind):
-    """The number of the next work item of this section, of the main kernel (0) or that of dQ (1);
-    there is none if there is no such section.
+    """The number of the next work item of this section, of the main kernel (0) or that of dQ
+    (1).
     """
-    after = sections(places, sizes)
-    if i32(ptx.fetch_word(after)) <= i32(sizes.first_block):
-        return i32(sizes.items)
     counter = i32(1 + kind * i32(sizes.parts) + i32(sizes.first_block))
-    return ptx.next_number(u64(after + u64(4 * counter)))
+    return ptx.next_number(u64(after_first(places, sizes) + u64(4 * counter)))
 
 
 @inline

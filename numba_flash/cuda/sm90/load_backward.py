@@ -51,7 +51,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
         been claimed before, by a block at work, however few blocks the GPU has room for. It does so
         when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
-        claimed, too, because they differ.
+        claimed, too, because they differ; where nobody waits, some tiles before.
         """
         if CLAIMS:
             if turn != u32(0):
@@ -69,11 +69,14 @@ def build_write_work(banded, ordered, options, tile, layout):
     @inline
     def write_work(smem, dk, lse2, flags, extras, sizes):
         turn, taken, there = u32(0), u32(0), True
+        items = sizes.items
+        if IN_SLOTS and ds_slots.sections(extras.places, sizes) <= sizes.first_block:
+            items = i64(0)
         while there:
             pipeline.wait_free(smem, WORK, turn)
             number = next_number(smem, turn, taken, flags, extras, sizes)
             taken = u32(taken + 1)
-            there = number < sizes.items
+            there = number < items
             if there:
                 item = item_of(number, dk.shape, extras, sizes)
                 if IN_PARTS:
@@ -137,7 +140,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     OPTIONS, MASKED, Q = options.modifies_or_lists, options.tiled, one_type(layout.q)
     NOTES = layout.notes if OPTIONS else 0
     walk = build_walk(BLOCK_N, layout.work, tile.share)
-    listing_of, listed, slot_of = walk.listing_of, walk.listed, walk.slot_of
+    listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
+    CLAIMS_AHEAD = tile.claims_ahead if IN_SLOTS else 0
     COPIES_BIAS = tile.copies_bias
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
@@ -151,6 +155,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     @inline
     def produce(maps, smem, lse2, delta, extras, group, sizes):
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
+        claim_at, last = u32(0), i32(-1)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, WORD.count)
@@ -164,6 +169,9 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             pipeline.wait_free(smem, K, turn)
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
             begin = n
+            if IN_SLOTS:
+                tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
+                claim_at = u32(n + u32(max(i32(tiles - CLAIMS_AHEAD), i32(0))))
             for g in range(group):
                 head = i32(kv_head * group + g)
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
@@ -171,13 +179,17 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                 if MASKED:
                     listing = listing_of(smem, turn, head, extras)
                     tiles = listing.count
+                if IN_SLOTS:
+                    last = last_slot(smem, turn, head, listing, extras, sizes)
                 for t in range(tiles):
                     at = i32(first + count - i32(1) - t)
                     if MASKED:
                         here = listed(listing, t)
                         at, whole = here.at, here.whole
                     if IN_SLOTS:
-                        slot = slot_of(smem, turn, head, listing, t, extras, sizes)
+                        if n == claim_at:
+                            pipeline.commit(smem, FETCHED, turn)
+                        slot = i32(last - t)
                         note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))
                     elif OPTIONS:
                         note_tile(smem, n, TileNote(i32(at * BLOCK_M), head, i32(whole)))
@@ -196,7 +208,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                         of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
                         load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
-            if CLAIMS:
+            if CLAIMS and not IN_SLOTS:
                 pipeline.commit(smem, FETCHED, turn)
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)

@@ -43,7 +43,7 @@ class Walk(NamedTuple):
     listing_of: Any
     listed: Any
     order_of: Any
-    slot_of: Any
+    last_slot: Any
 
 
 def lists_of(options, ordered, tile) -> tuple[str, ...]:
@@ -65,7 +65,8 @@ def build_walk(block_n, work, share=1):
     ``listed(listing, t)``: its t-th `Listed` tile.
     ``order_of(smem, turn, head, at, extras)``: what the lists say of who adds to dQ of a tile
         before.
-    ``slot_of(smem, turn, head, listing, t, extras, sizes)``: which part of a slot the t-th has.
+    ``last_slot(smem, turn, head, listing, extras, sizes)``: which part of a slot the tile number 0
+        has, the last of the list; the t-th has one so many before. Negative if there is none.
 
     share : tiles of an entry of a list, the last one first.
     """
@@ -111,7 +112,7 @@ def build_walk(block_n, work, share=1):
         return extras.order[index(b0), index(b1), index(head), index(block), index(at)]
 
     @inline
-    def slot_of(smem, turn, head, listing, t, extras, sizes):
+    def last_slot(smem, turn, head, listing, extras, sizes):
         if listing.seen == u64(0):
             return i32(-1)
         b0 = pipeline.read(smem, WORK, turn, WORD.b0)
@@ -119,6 +120,6 @@ def build_walk(block_n, work, share=1):
         block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
         place = i32(extras.places[index(b0), index(b1), index(head), 0, index(block)])
         first = i32(place - i32(sizes.first_block) * i32(sizes.blocks))
-        return i32(first * SHARE + listing.count - 1 - t)
+        return i32(first * SHARE + listing.count - 1)
 
-    return Walk(together, listing_of, listed, order_of, slot_of)
+    return Walk(together, listing_of, listed, order_of, last_slot)
