@@ -51,8 +51,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate, factors = shared.differentiate, shared.factors
-    put_dk = store.build_put(head_dim, 0, panels(head_dim), BFLOAT16, BLOCK_N)
-    put_dv = store.build_put(head_dim_v, 0, panels(head_dim_v), BFLOAT16, BLOCK_N)
+    put_dk = store.build_put_rows(head_dim, BFLOAT16, BLOCK_N)
+    put_dv = store.build_put_rows(head_dim_v, BFLOAT16, BLOCK_N)
     send_dk = store.build_send(0, panels(head_dim), BLOCK_N)
     send_dv = store.build_send(0, panels(head_dim_v), BLOCK_N)
 
@@ -72,12 +72,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         pipeline.release(smem, WORK, turn)
         of_dv = u32(smem + u32(DS + me * MINE))
         of_dk = u32(pipeline.tile(smem, K, turn) + u32(me * MINE))
-        put_dk(of_dk, dk_acc, scaled)
+        put_dk(of_dk, dk_acc, scaled[0])
         first = cuda.threadIdx.x % WARP_GROUP == 0
         if first:
             ptx.bulk_wait_read()
         pipeline.meet_warp_group(me)  # dS^T has been read
-        put_dv(of_dv, dv_acc, factor)
+        put_dv(of_dv, dv_acc, factor[0])
         ptx.fence_proxy_async()
         pipeline.meet_warp_group(me)  # all rows are there
         if first:

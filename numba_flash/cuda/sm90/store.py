@@ -87,6 +87,28 @@ def build_put(head_dim_v, first_panel, count, bfloat16, rows=64, interleaved=Fal
 
 
 @once
+def build_put_rows(columns, bfloat16, rows):
+    """``put_rows(tile, acc, factor)``: 64 rows of a fragment times a factor, which stays in its
+    registers, rounded, into a tile of panels of `rows` rows; of addresses a thread keeps one.
+    """
+    CHUNKS, PAIRS, ONES = columns // 8, columns // 16 * 2, (1.0, 1.0)
+    mine, put_pair = build_put_ds(columns, bfloat16, rows)
+    put_chunks = build_put_chunks(columns, 0, bfloat16, rows)
+
+    @inline
+    def put_rows(tile, acc, factor):
+        at = mine(tile)
+        for e in range(4 * CHUNKS):
+            acc[e] = acc[e] * factor
+        for j in range(0, PAIRS, 2):
+            put_pair(at, acc, j)
+        if PAIRS < CHUNKS:
+            put_chunks(tile, acc, ONES, PAIRS)
+
+    return put_rows
+
+
+@once
 def build_put_part(bfloat16, rows):
     """``put_part(tile, x, j, first)``: chunks of 8 columns j and j + 1 of a fragment, rounded, into
     a tile of panels of `rows` rows, in which its column 0 is that of chunk `first`.
