@@ -16,7 +16,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_move, lists_of
+from numba_flash.cuda.sm90.load_forward import build_move, lists_of, looks_up_apart
 from numba_flash.cuda.sm90.rows import build_begin, build_follow, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
@@ -45,7 +45,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     BANDED, CAPPED = band != "none", bool(options.softcap)
     TO_MAP, PARTS, LISTED = store_by == "map", store_by == "parts", options.listed
     SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
-    WORK_READERS = CONSUMERS * WARP_GROUP + options.listed  # and who has tiles fetched
+    WORK_READERS = CONSUMERS * WARP_GROUP + looks_up_apart(options, PARTS)
     move = build_move(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)

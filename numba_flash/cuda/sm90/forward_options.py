@@ -16,7 +16,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_move, lists_of, load_nothing
+from numba_flash.cuda.sm90.load_forward import build_move, lists_of, load_nothing, looks_up_apart
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, build_load_pairs, build_take_pairs
 from numba_flash.cuda.sm90.rows_options import build_rows
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -47,7 +47,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     load_pairs = build_load_pairs(options, tile, SMEM.pairs) if COPIES else load_nothing
     take_pairs = build_take_pairs(options, tile, SMEM.pairs) if COPIES else None
     banded, pairs_map = band != "none", 4 if TO_MAP else 3
-    WORK_READERS = CONSUMERS * WARP_GROUP + options.listed  # and who has tiles fetched
+    WORK_READERS = CONSUMERS * WARP_GROUP + looks_up_apart(options, PARTS)
     move = build_move(head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)

@@ -28,6 +28,13 @@ def lists_of(options) -> tuple[str, ...]:
     return ("tiles", "queue") if options.listed else ("tiles",)
 
 
+def looks_up_apart(options, in_parts):
+    """Whether a thread of its own looks up work items: of lists, unless there are parts of keys,
+    when there are few items for a block, and more to look up than registers can hold.
+    """
+    return options.listed and not in_parts
+
+
 @once
 def build_listed_tiles(in_parts, block_m):
     """``listed_tiles(item, extras, sizes)``: the `Tiles` that a mask leaves of a work item; if that
@@ -129,7 +136,8 @@ def build_produce(
     load_k = pipeline.build_load(K, head_dim, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
     BLOCK_M, MASKED = tile.block_m, options.tiled
-    COPIES_PAIRS, PAIRS_MAP, QUEUED = load_pairs is not load_nothing, pairs_map, options.listed
+    COPIES_PAIRS, PAIRS_MAP = load_pairs is not load_nothing, pairs_map
+    APART = looks_up_apart(options, in_parts)
     list_of, listed = tile_lists.build_access(MASKED)
 
     @inline
@@ -149,7 +157,7 @@ def build_produce(
     @inline
     def produce(maps, smem, o, extras, sizes):
         turn, n, key_before = u32(0), u32(0), i32(0)
-        if QUEUED:
+        if APART:
             pipeline.wait_ready(smem, WORK, turn)
         else:
             write_work(smem, turn, o, extras, sizes)
@@ -192,13 +200,13 @@ def build_produce(
                     load_v(maps[2], smem, u32(n + t - 1), Place(0, key_v, kv_head, b1, b0))
                 if MASKED:
                     key_before = key_k
-                if not QUEUED:
+                if not APART:
                     if t == 1:
                         write_work(smem, u32(turn + 1), o, extras, sizes)
-            if QUEUED:
+            if APART:
                 pipeline.release(smem, WORK, turn)
             n, turn = u32(n + count), u32(turn + 1)
-            if QUEUED:
+            if APART:
                 pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.read(smem, WORK, turn, WORD.count)
 
@@ -210,14 +218,14 @@ def build_move(
     head_dim, head_dim_v, banded, in_parts, options, tile, pairs_map=0, load_pairs=load_nothing
 ):
     """``move(maps, smem, o, extras, sizes)`` of the warp group that moves data: `build_produce`'s
-    by one thread; where tiles are listed, work items are looked up and written down by another,
-    while others' loads go on: one as soon as the consumers have ended that two before.
+    by one thread; where another one looks up work items (`looks_up_apart`), it writes one down as
+    soon as the consumers have ended that two before.
     """
-    WORK, QUEUED = one_type(tile.layout(head_dim, head_dim_v).work), options.listed
+    layout, APART = tile.layout(head_dim, head_dim_v), looks_up_apart(options, in_parts)
     produce = build_produce(
         head_dim, head_dim_v, banded, in_parts, options, tile, pairs_map, load_pairs
     )
-    layout = tile.layout(head_dim, head_dim_v)
+    WORK = one_type(layout.work)
     write_work = build_write_work(banded, in_parts, options, tile, layout)
 
     @inline
@@ -233,7 +241,7 @@ def build_move(
     def move(maps, smem, o, extras, sizes):
         if cuda.threadIdx.x == 0:
             produce(maps, smem, o, extras, sizes)
-        if QUEUED:
+        if APART:
             if cuda.threadIdx.x == 32:
                 write_items(smem, o, extras, sizes)
 
