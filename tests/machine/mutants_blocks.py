@@ -5,6 +5,7 @@ from mutants import Mutant
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
 BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
+BEGIN, FORWARD = "cuda/sm90/begin_backward.py", "cuda/sm90/forward.py"
 BACKWARD, P_AND_DS, ROWS = "cuda/sm90/backward.py", "cuda/sm90/softmax_backward.py", "cuda/sm90/rows.py"
 TILE_LISTS, WALK = "cuda/tile_lists.py", "cuda/sm90/walk_backward.py"
 SLOTS, DQ_LISTED, LISTED = "cuda/sm90/ds_slots.py", "cuda/sm90/dq_listed.py", "cuda/sm90/backward_listed.py"
@@ -32,8 +33,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "whole where the band hides",
         LISTS,
-        "kind = kind if clear else min(kind, i32(1))",
-        "kind = i32(kind)",
+        "i32(3 if clear else 1)",
+        "i32(3)",
         "mma, blocks that do not fit",
     ),
     Mutant("a tile in several blocks", MASK, "% queries == 0 and self", "% queries == 0 or self", "mma, blocks that do not fit"),
@@ -62,8 +63,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "tiles of queries that are hidden",
         LOAD_BACKWARD,
-        "Q = options.modifies_or_lists, options.tiled",
-        "Q = options.modifies_or_lists, options.mask",
+        "MASKED, OPTIONS = options.tiled",
+        "MASKED, OPTIONS = options.mask",
         "gradients, many blocks",
     ),
     Mutant(
@@ -152,8 +153,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "dS in the place of what is copied",
         LISTED,
-        "        if first:\n            ptx.bulk_wait_read()\n        pipeline",
-        "        pipeline",
+        "        if first:\n            ptx.bulk_wait_read()\n        pipeline.meet_warp_group(me)  # all of",
+        "        pipeline.meet_warp_group(me)  # all of",
         "gradients, blocks, D128",
     ),
     Mutant("V that is kept", LISTED, "if u32(n + u32(1)) == end:", "if n == end:", "gradients, blocks"),
@@ -163,6 +164,35 @@ MUTANTS_BLOCKS = (
         "entry.at * SHARE + number % SHARE",
         "entry.at * SHARE",
         "gradients, blocks, D128",
+    ),
+    Mutant(
+        "K in the place of dK that is copied",
+        LISTED,
+        "            ptx.bulk_wait_read()\n            if turn",
+        "            if turn",
+        "gradients, blocks, lengths",
+    ),
+    Mutant("zeros beyond the keys of another's dK", BEGIN, "own = 0 if tile.adds_dq else ROWS", "own = 0", "gradients, blocks, lengths"),
+    Mutant(
+        "an item that is claimed before any is known",
+        LOAD_BACKWARD,
+        "tiles - CLAIMS_AHEAD), i32(0)",
+        "tiles - CLAIMS_AHEAD), i32(-1)",
+        "gradients, blocks",
+    ),
+    Mutant("a slot before its tile's", WALK, "SHARE + listing.count - 1)", "SHARE + listing.count - 2)", "gradients, blocks"),
+    Mutant("dS of another section", DQ_LISTED, "if sections > 1:", "if sections > 2:", "gradients, blocks, sections"),
+    Mutant(
+        "a section that is not there",
+        SLOTS,
+        "sections(places, sizes) > i32",
+        "sections(places, sizes) >= i32",
+        "gradients, blocks, sections",
+    ),
+    Mutant("an item written over", FORWARD, "WARP_GROUP + looks_up_apart(options, PARTS)", "WARP_GROUP", "wgmma, blocks"),
+    Mutant("elements of 32 tiles for all", LISTS, "i32(x.first + n * WARP)", "i32(x.first)", "wgmma, blocks, a long list"),
+    Mutant(
+        "lengths of 32 lists for all", TILE_LISTS, "other = i32(x.first + n * WARP)", "other = i32(x.first)", "wgmma, blocks, many lists"
     ),
     Mutant(
         "rows of smaller blocks",

@@ -73,8 +73,7 @@ def build_write_work(banded, options, tile, layout):
     @inline
     def write_work(smem, dq, lse2, extras, sizes):
         turn, sections = u32(0), ds_slots.sections(extras.places, sizes)
-        items = i32(sizes.items if sizes.first_block < sections else 0)
-        there = True
+        items, there = ds_slots.items(extras.places, sizes), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
             at = ds_slots.claim(extras.places, sizes, 1)

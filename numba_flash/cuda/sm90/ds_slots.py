@@ -10,7 +10,7 @@ there could be are launched, and those that are not there end at once.
 from typing import NamedTuple
 
 from numba_flash.cuda import ptx, tile_lists
-from numba_flash.cuda.lang import cuda, i32, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 WARP = 32
@@ -142,6 +142,12 @@ def after_first(places, sizes):
 def sections(places, sizes):
     """How many there are."""
     return i32(ptx.fetch_word(after_first(places, sizes)))
+
+
+@inline
+def items(places, sizes):
+    """How many work items there are to look at in this section."""
+    return i64(sizes.items) if sections(places, sizes) > i32(sizes.first_block) else i64(0)
 
 
 @inline

@@ -4,8 +4,8 @@ those of a list (`numba_flash.cuda.tile_lists`), the last one first.
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import tile_lists
-from numba_flash.cuda.lang import i32, inline, once, u64
+from numba_flash.cuda import ptx, tile_lists
+from numba_flash.cuda.lang import i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import (
@@ -14,6 +14,7 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.tile_lists import Listed
 
 WORD = words(BackwardWork)
@@ -25,6 +26,22 @@ def blocks_before(row0, high, number, block_m, block_n):
     from the first that it sees on.
     """
     return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+
+def build_note_tile(layout):
+    """``note_tile(smem, n, note)``: write down what is noted about the n-th tile of queries, once
+    its slot is free.
+    """
+    Q, NOTES = one_type(layout.q), layout.notes
+
+    @inline
+    def note_tile(smem, n, note):
+        pipeline.wait_free(smem, Q, n)
+        to = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
+        for word in range(len(note)):
+            ptx.store_shared(u32(to + u32(4 * word)), i32(note[word]))
+
+    return note_tile
 
 
 class Listing(NamedTuple):
