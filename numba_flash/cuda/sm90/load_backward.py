@@ -145,7 +145,6 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     @inline
     def produce(maps, smem, lse2, delta, extras, group, sizes):
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
-        claim_at, last = u32(0), i32(-1)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, WORD.count)
