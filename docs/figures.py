@@ -133,7 +133,7 @@ def scaling(figure, results: dict) -> None:
 
 def sparsity(figure, results: dict) -> None:
     """Time against the share of blocks that a mask leaves, with what is promised: that share of the time without a mask."""
-    figure.set_size_inches(8, 3.4)
+    figure.set_size_inches(10, 3.4)
     axes = figure.subplots(1, 2)
     styles = {OURS: OURS, f"{OURS}, a mask of pairs": "naive", f"{OURS}, dense": "torch cuDNN", "FlexAttention": "torch Flex"}
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
@@ -145,6 +145,8 @@ def sparsity(figure, results: dict) -> None:
         promised = sorted((100 * row["visible"], row["visible"] * row["ms"]) for row in rows if row["contender"] == f"{OURS}, dense")
         axis.plot(*zip(*promised, strict=True), color="#999999", linewidth=0.8, label="the visible share of dense")
         axis.set(xscale="log", yscale="log", xlabel="visible, %", ylabel=f"{direction}, ms")
+        axis.set_xticks([2, 5, 10, 20, 50], [2, 5, 10, 20, 50])
+        axis.minorticks_off()
     legend(figure, axes)
 
 
