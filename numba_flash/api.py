@@ -1,6 +1,7 @@
 """`forward`, `backward`, `plan`: gather the arguments, find or prepare the call, make it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numba_flash.arguments import backward_inputs, forward_inputs, gradients, ou
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
 from numba_flash.pages import PagedInputs
-from numba_flash.plan import Backend, Plan, choose
+from numba_flash.plan import Backend, Plan, choose, tiles_of
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import (
     BackwardInputs,
@@ -313,7 +314,8 @@ def plan(
     else:
         problem = bind_paged(inputs.q, inputs.k, inputs.v, inputs.page_table, **options)
     check_values(problem, inputs)
-    return choose(problem, inputs, backend)
+    chosen = choose(problem, inputs, backend)
+    return replace(chosen, tiles=tiles_of(chosen.backend, "forward", problem, inputs))
 
 
 def _options(inputs, size, given: Given) -> dict:

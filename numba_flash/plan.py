@@ -4,7 +4,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from numba_flash.problem import Prepared, Problem
+from numba_flash import arrays
+from numba_flash.arrays import Layout
+from numba_flash.problem import BackwardResults, ForwardResults, Prepared, Problem
 
 Backend: TypeAlias = Literal["sm90", "sm80", "simt", "cpu"]  # fastest first
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -23,21 +25,21 @@ class Plan:
         The canonical problem.
     algorithm : str
         How products and sums are computed: a short phrase.
-    tiles : tuple of (str, (int, int))
-        Kernel, and rows x columns of the score matrix that it computes at a time.
     refused : tuple of (str, str)
         Backend and sentence, fastest first.
+    tiles : tuple of (str, (int, int))
+        Kernels of a forward call, and rows x columns of the score matrix that each computes at a time.
     """
 
     backend: Backend
     problem: Problem
     algorithm: str
-    tiles: tuple[tuple[str, tuple[int, int]], ...]
     refused: tuple[tuple[str, str], ...]
+    tiles: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def __repr__(self) -> str:
         tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in self.tiles)
-        runs = f"runs on {self.backend} in tiles of {tiles}: {self.algorithm}"
+        runs = f"runs on {self.backend}{' in tiles of ' * bool(tiles)}{tiles}: {self.algorithm}"
         return "\n".join([runs, *(f"  not {backend}: {reason}" for backend, reason in self.refused)])
 
 
@@ -84,9 +86,26 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
     for name in BACKENDS if backend is None else (backend,):
         reason = tier(name).why_not(kind, problem, inputs, backend is not None, **place)
         if reason is None:
-            return Plan(name, problem, tier(name).algorithm(problem), tier(name).tiles_of(problem), tuple(refused))
+            return Plan(name, problem, tier(name).algorithm(problem), tuple(refused))
         refused.append((name, reason))
     raise NotImplementedError("; ".join(f"backend {name}: {reason}" for name, reason in refused))
+
+
+def tiles_of(backend: Backend, kind: str, problem: Problem, inputs, gpu=None) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Kernels of a call that compute scores, and rows and columns of their tiles; a `gpu` is that of `choose`."""
+    device = arrays.device_id(inputs.q)
+    if device < 0 and gpu is None and not tier(backend).takes_numpy():
+        device = arrays.current_gpu().id  # where they will be copied
+    there = lambda layout: layout and layout._replace(device=device)
+    x = type(inputs)(*(there(Layout.of(each)) for each in inputs))
+    like = lambda shape, dtype: there(Layout.compact(shape, dtype))
+    if kind == "forward":
+        results = ForwardResults(like((*x.q.shape[:-1], problem.dv), x.q.dtype), like(x.q.shape[:-1], problem.lse_dtype))
+    else:
+        results = BackwardResults(*(like(each.shape, each.dtype) for each in (x.q, x.k, x.v)))
+    place = {} if gpu is None else {"gpu": gpu}
+    prepared = prepare(backend, kind, problem, x, results, **place)
+    return prepared.tiles or tuple(each.scores for each in prepared.launches if each.scores)
 
 
 def prepare(backend: Backend, kind: str, problem: Problem, inputs, results, **settings) -> Prepared:

@@ -71,11 +71,14 @@ class Prepared(NamedTuple):
     left : Layout or None
         Of what `run` returns if another tier has to compute some heads, and add what they make of the gradient of a bias if one is
         wanted: int32 (b0, b1, heads of q), not 0 for those, the same for all that belong to one head of k.
+    tiles : tuple of (str, (int, int))
+        Name, rows and columns of the score tiles of what is not launched.
     """
 
     run: Any
     launches: tuple = ()
     left: Any = None
+    tiles: tuple = ()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
     python tests/random_problems.py [--count 20000] [--backend sm80] [--processes 15] [--seed 0]
 
-Each has one of `STRUCTURES`, so that few kernels are compiled; sizes and values are drawn anew for each problem. It ends with 1 if a
-result is wrong, and prints how to draw that problem again.
+Each has one of `STRUCTURES`, so that few kernels are compiled; sizes and values are drawn anew for each problem. What the backend refuses
+is given to the one that a call chooses by itself, and counted. It ends with 1 if a result is wrong, and prints how to draw that problem
+again.
 """
 
 import argparse
@@ -108,7 +109,7 @@ def sizes_of(inputs, options) -> dict:
     return sizes
 
 
-def errors(inputs, options, backend: str) -> dict:
+def errors(inputs, options, backend: str | None) -> dict:
     """Root mean square error of each result over its size; infinite if NaN or Inf is elsewhere than in the oracle's."""
     import cupy
 
@@ -141,21 +142,30 @@ class Task(NamedTuple):
     backend: str
 
 
-def work(task: Task) -> list[str]:
-    """Sentences about what is wrong among these problems."""
+class Found(NamedTuple):
+    """Sentences about what is wrong among some problems, and how many of them the backend refused."""
+
+    wrong: list[str]
+    refused: int
+
+
+def work(task: Task) -> Found:
+    """Solve these problems."""
     number, first, count, seed, backend = task
-    wrong, structure = [], STRUCTURES[number]
+    wrong, refused, structure = [], 0, STRUCTURES[number]
     for problem in range(first, first + count):
         inputs, options = drawn(structure, np.random.default_rng((seed, number, problem)))
-        try:
-            off = errors(inputs, options, backend)
-        except NotImplementedError:  # a scale below 0, if this backend takes none
-            options["scale"] = abs(options["scale"])
-            off = errors(inputs, options, backend)
+        for scale, served_by in ((options["scale"], backend), (abs(options["scale"]), backend), (options["scale"], None)):
+            try:
+                off = errors(inputs, options | {"scale": scale}, served_by)
+                break
+            except NotImplementedError:  # of a scale below 0, or of these kernels
+                pass
+        refused += served_by != backend
         if max(off.values()) > BOUND[structure.dtype]:
             shapes = [x.shape for x in inputs]
             wrong.append(f"structure {number}, problem {problem}, seed {seed}: {off} {shapes} {sorted(options)}")
-    return wrong
+    return Found(wrong, refused)
 
 
 def main() -> int:
@@ -169,11 +179,12 @@ def main() -> int:
     tasks = [
         Task(number, first * TOGETHER, TOGETHER, given.seed, given.backend) for first in range(rounds) for number in range(len(STRUCTURES))
     ]
-    wrong = []
+    wrong, refused = [], 0
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for done, some in enumerate(pool.imap_unordered(work, tasks), 1):
-            wrong += some
-            lines = [*some, f"{done * TOGETHER} of {len(tasks) * TOGETHER} problems, {len(wrong)} wrong"]
+            wrong, refused = wrong + some.wrong, refused + some.refused
+            counts = f"{done * TOGETHER} of {len(tasks) * TOGETHER} problems, {refused} refused by {given.backend}, {len(wrong)} wrong"
+            lines = [*some.wrong, counts]
             print(*lines, sep="\n", flush=True)
     return 1 if wrong else 0
 

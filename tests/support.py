@@ -11,11 +11,12 @@ import pytest
 
 import numba_flash
 from numba_flash import reference
-from numba_flash.plan import BACKENDS, tier
-from numba_flash.problem import bind
+from numba_flash.plan import tiles_of
+from numba_flash.problem import BackwardInputs, ForwardInputs, bind
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+MANY = 512  # queries and keys that are not few to any tier
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
@@ -111,15 +112,15 @@ class Backend:
             pytest.skip(str(error))
 
     def blocks(self, kernel: str, dtype: str, d: int) -> tuple[int, int]:
-        """Queries and keys per tile of ``"forward"``, ``"dkdv"`` or ``"dq"``; of the next slower backend where this one names none."""
-        x = np.zeros((1, d), DTYPES[dtype])
-        names = ("forward",) if kernel == "forward" else (kernel, "backward")
-        for backend in BACKENDS[BACKENDS.index(self.name) :]:
-            tiles = dict(tier(backend).tiles_of(bind(x, x, x)))
-            for name in names:
-                if name in tiles:
-                    return tiles[name][::-1] if name == "dkdv" else tiles[name]  # its rows are keys
-        raise ValueError(f"no backend from {self.name} on names a tile of {kernel}")
+        """Queries and keys per tile of ``"forward"``, ``"dkdv"`` or ``"dq"``; where these two are one kernel, of that."""
+        x = np.zeros((MANY, d), DTYPES[dtype])
+        if kernel == "forward":
+            kind, inputs = "forward", ForwardInputs(x, x, x)
+        else:
+            kind, inputs = "backward", BackwardInputs(x, x, x, x, x, x[:, 0])
+        tiles = dict(tiles_of(self.name, kind, bind(x, x, x), inputs))
+        rows, columns = tiles[kernel if kernel in tiles else next(iter(tiles))]
+        return (columns, rows) if kernel == "dkdv" in tiles else (rows, columns)  # its rows are keys
 
 
 def no_gpu(backend: str = "simt") -> str | None:

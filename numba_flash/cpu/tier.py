@@ -93,11 +93,6 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     return None if isinstance(inputs.q, np.ndarray) else "CuPy arrays live on a GPU; copy them to NumPy to compute on the CPU"
 
 
-def tiles_of(problem) -> tuple:
-    """Rows and columns of the score tiles of each pass."""
-    return ("forward", (BLOCK_M, BLOCK_N)), ("backward", (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N))
-
-
 def algorithm(problem) -> str:
     """How products and sums are computed: 16-bit floats become float32, exactly, before that."""
     if problem.dtype in ("float32", "float64"):
@@ -112,12 +107,12 @@ def takes_numpy() -> bool:
 
 def prepare_forward(problem, inputs, results) -> Prepared:
     """``run(inputs, results, rng)`` on arrays of 2 to 5 dimensions; `rng` is left out if there is no dropout."""
-    return Prepared(partial(_forward, problem))
+    return Prepared(partial(_forward, problem), tiles=(("forward", (BLOCK_M, BLOCK_N)),))
 
 
 def prepare_backward(problem, inputs, results, deterministic=True) -> Prepared:
     """``run(inputs, results, rng)`` likewise; always `deterministic`."""
-    return Prepared(partial(_backward, problem))
+    return Prepared(partial(_backward, problem), tiles=(("backward", (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N)),))
 
 
 def _forward(problem, inputs, results, rng=None):

@@ -180,6 +180,18 @@ class Launch:
     maps: tuple = ()
     shared_bytes: int = 0
 
+    @property
+    def scores(self) -> tuple[str, tuple[int, int]] | None:
+        """Name of a kernel that computes scores, and the rows and columns of its tiles: the last
+        that it is built with; None of another one.
+        """
+        *_, module, function = self.builder.split(".")
+        tile = self.config[-1]
+        if not hasattr(tile, "block_n"):
+            return None
+        name = function.removeprefix("build_") if "_" in function else module
+        return name, (tile.block_m, tile.block_n)
+
     def __post_init__(self):
         self._device = self.gpu.device
         self._submit = self._load_and_submit if self.grid else lambda *_: None

@@ -21,7 +21,7 @@ from numba_flash.cuda import driver as cuda_driver
 from numba_flash.cuda import launch, packing
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.tensor_maps import MOST, Described, TensorMaps
-from numba_flash.plan import tier
+from numba_flash.plan import choose, tier, tiles_of
 from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
 
@@ -438,6 +438,32 @@ def test_an_array_is_seen_with_more_axes_or_broadcast(shape, view, strided):
     np.testing.assert_array_equal(seen, expected)
     assert (*header, address) == (0, 0, expected.size, 8, 0)
     assert len(described) == 2 * ndim
+
+
+TRIANGLE = {"batch": 384, "hq": 4, "hk": 4, "nq": 384, "nk": 384, "d": 32}
+LONG = {"batch": 16, "hq": 64, "hk": 8, "nq": 1, "nk": 4096, "d": 128}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "with_bias", "expected"),
+    [
+        ("float16", TRIANGLE, True, ("sm90", "forward_kept", (192, 128))),
+        ("float32", TRIANGLE, True, ("sm80", "forward_head", (16, 32))),
+        ("float16", LONG, False, ("sm80", "forward_few", (16, 128))),
+        ("float32", LONG, False, ("simt", "few_lanes", (8, 64))),
+        ("float16", LONG | {"nq": 16}, False, ("sm90", "forward", (128, 128))),
+        ("float16", LONG | {"nq": 256, "d": 64}, True, ("sm90", "forward_options", (128, 128))),
+    ],
+)
+def test_a_plan_names_the_kernel_that_runs(dtype, sizes, with_bias, expected):
+    """Whatever a tier prepares for such arrays, be it chosen by their strides."""
+    n = SimpleNamespace(**sizes)
+    q, k = (np.empty((n.batch, heads, rows, n.d), dtype) for heads, rows in ((n.hq, n.nq), (n.hk, n.nk)))
+    bias = np.empty((1, n.hq, n.nq, n.nk), dtype) if with_bias else None
+    p, inputs = bind(q, k, k, bias=bias), ForwardInputs(q, k, k, bias=bias)
+    chosen = choose(p, inputs, None, gpu=HOPPER)
+    [(kernel, tile)] = tiles_of(chosen.backend, "forward", p, inputs, HOPPER)
+    assert (chosen.backend, kernel, tile) == expected
 
 
 def test_an_array_that_is_absent_is_described_by_zeros():

@@ -146,16 +146,6 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     return launch.why_not(inputs.q) if gpu is None else None
 
 
-def tiles_of(problem) -> tuple:
-    """Rows and columns of the score tiles of each kernel; the rows of dkdv are keys."""
-    kernels = ("forward", "dkdv", "dq")
-    d = max(problem.d, problem.dv)
-    tiles = {kernel: tile_for(kernel, problem.dtype, d) for kernel in kernels}
-    if prepare_few.serves(problem):
-        tiles["forward"] = prepare_few.few_tile(problem)
-    return tuple((kernel, (tile.block_m, tile.block_n)) for kernel, tile in tiles.items())
-
-
 def algorithm(problem) -> str:
     """How products and sums are computed: 16-bit floats become float32, exactly, before that."""
     if problem.dtype in ("float32", "float64"):

@@ -53,6 +53,10 @@ class HeadTile:
     def block_m(self) -> int:
         return ROWS * self.m_tiles
 
+    @property
+    def block_n(self) -> int:
+        return self.columns
+
     def layout(self, d: int, dv: int) -> HeadLayout:
         pitches = pitch(2 * padded(d)), pitch(2 * padded(dv))
         sizes = *(self.keys * each for each in pitches), 2 * 4 * MOST_COLUMNS, 2 * 8 * self.warps

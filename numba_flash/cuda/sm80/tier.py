@@ -5,7 +5,6 @@ import math
 from numba_flash.cuda import grid, launch, prepare_split
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
-from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.sm80 import float64_tiles
 from numba_flash.cuda.sm80 import prepare_backward as backward
 from numba_flash.cuda.sm80 import prepare_forward as forward
@@ -20,12 +19,6 @@ LEAST_SHARED_FLOAT32, MOST_FLOAT32_BACKWARD = 163 * 1024, 128
 def takes_numpy() -> bool:
     """False: kernels read arrays on a GPU."""
     return False
-
-
-def tiles_of(problem) -> tuple:
-    """Rows and columns of score tiles where there are many heads, with the most shared memory."""
-    _, tile = choose(problem, lambda p: forward.tile_of(p, hardware((9, 0))))
-    return (("forward", (tile.block_m, tile.block_n)),)
 
 
 def algorithm(problem) -> str:

@@ -15,7 +15,7 @@ from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
-from numba_flash.cuda.sm90.split_tiles import MOST, split_tile
+from numba_flash.cuda.sm90.split_tiles import MOST
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
 from numba_flash.problem import MAX_HEAD_DIM, ForwardResults, Prepared
@@ -59,14 +59,6 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> 
 def takes_numpy() -> bool:
     """False: kernels read arrays on a GPU."""
     return False
-
-
-def tiles_of(problem) -> tuple:
-    """Rows and columns of the score tiles."""
-    with_options = problem.options.modifies_beyond_softcap
-    tile_of = forward_options.options_tile if with_options else forward_tile
-    tile = split_tile(problem) if planes_of(problem) else tile_of(problem)
-    return (("forward", (tile.block_m, tile.block_n)),)
 
 
 def algorithm(problem) -> str:
