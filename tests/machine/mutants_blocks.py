@@ -5,7 +5,7 @@ from mutants import Mutant
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
 BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
-BEGIN, FORWARD = "cuda/sm90/begin_backward.py", "cuda/sm90/forward.py"
+FORWARD = "cuda/sm90/forward.py"
 BACKWARD, P_AND_DS, ROWS = "cuda/sm90/backward.py", "cuda/sm90/softmax_backward.py", "cuda/sm90/rows.py"
 TILE_LISTS, WALK = "cuda/tile_lists.py", "cuda/sm90/walk_backward.py"
 SLOTS, DQ_LISTED, LISTED = "cuda/sm90/ds_slots.py", "cuda/sm90/dq_listed.py", "cuda/sm90/backward_listed.py"
@@ -171,13 +171,6 @@ MUTANTS_BLOCKS = (
         "            ptx.bulk_wait_read()\n            if turn",
         "            if turn",
         "gradients, blocks, lengths",
-    ),
-    Mutant(
-        "zeros beyond the keys of another's dK",
-        BEGIN,
-        "own = 0 if tile.adds_dq else ROWS",
-        "own = 0",
-        "gradients, blocks, impossible lengths",
     ),
     Mutant(
         "an item that is claimed before any is known",

@@ -59,7 +59,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     @inline
     def finish(maps, smem, turn, me, dk_acc, dv_acc, scale):
         """Store dV and dK of a work item, by way of where dS^T and K were: of both this consumer
-        alone has read its part.
+        alone has read its part. (Of K it may be late to put zeros beyond the last key, also into
+        the other's part. There dK is 0, too.)
         """
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by

@@ -9,7 +9,7 @@ from numba_flash.cuda.lang import inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, softmax_backward, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.load_backward import WORD
-from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
+from numba_flash.cuda.sm90.softmax_backward import BOUND
 
 
 class Begin(NamedTuple):
@@ -33,9 +33,8 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     SMEM = tile.layout(head_dim, head_dim_v)
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     SCORES, AHEAD, SEQUENCES, NONE = BLOCK_M // 2, tile.ahead, options.sequences, 0
-    own = 0 if tile.adds_dq else ROWS  # of which alone a consumer's products are
-    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N, own)
-    clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N, own)
+    clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
+    clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     start_scores = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, bfloat16)
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     note_bounds, bound, wait_q = shared.note_bounds, shared.bound, shared.wait_q

@@ -210,14 +210,14 @@ def build_load_rows(ring, columns, rows, values, planes):
 
 
 @once
-def build_clear_tail(columns, rows, own=0):
+def build_clear_tail(columns, rows):
     """``clear_tail(smem, ring, n, keys, consumer)``: zeros beyond the first `keys` rows of the n-th
     tile, before it is used.
 
     What lies beyond the end may be NaN, and 0 * NaN is not 0. Every warp group clears for itself;
-    all write the same zeros, or each of its `own` rows, if there are such, alone.
+    all write the same zeros.
     """
-    OWN, ROWS, PANELS, PANEL_BYTES = own, rows, swizzle.panels(columns), swizzle.panel_bytes(rows)
+    ROWS, PANELS, PANEL_BYTES = rows, swizzle.panels(columns), swizzle.panel_bytes(rows)
     CHUNKS = swizzle.ROW_BYTES // 16
 
     @inline
@@ -225,13 +225,9 @@ def build_clear_tail(columns, rows, own=0):
         if keys < ROWS:
             wait_ready(smem, ring, n)
             first = max(keys, 0) * CHUNKS + cuda.threadIdx.x % WARP_GROUP
-            end = ROWS * CHUNKS
-            if OWN:
-                first = max(keys, consumer * OWN) * CHUNKS + cuda.threadIdx.x % WARP_GROUP
-                end = (consumer + 1) * OWN * CHUNKS
             for panel in range(PANELS):
                 to = u32(tile(smem, ring, n) + u32(panel * PANEL_BYTES))
-                for chunk in range(first, end, WARP_GROUP):
+                for chunk in range(first, ROWS * CHUNKS, WARP_GROUP):
                     ptx.store_shared_zero16(u32(to + u32(chunk * 16)))
             ptx.fence_proxy_async()
             meet_warp_group(
