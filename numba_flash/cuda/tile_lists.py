@@ -213,18 +213,6 @@ def build_order(share, threads):
     return order_of_blocks, signature, {"launch_bounds": (threads, 1)}
 
 
-class Lengths(NamedTuple):
-    """Of lists, as many as a lane asks for at once: its registers, the address of the first list of
-    a head and bytes from one to the next, the number of the lane's first, and how many there are.
-    """
-
-    lengths: Any
-    address: int
-    apart: int
-    first: int
-    blocks: int
-
-
 def build_queue(threads):
     """Kernel ``queue(tiles, queue, extras)``: which blocks are worked on first: those with the
     longest lists. One warp per list.
@@ -234,17 +222,7 @@ def build_queue(threads):
     """
     WARPS = threads // WARP
 
-    @inline
-    def fetch_length(n, x):
-        other = i32(x.first + n * WARP)
-        there = other < x.blocks
-        address = u64(x.address + u64(other if there else i32(0)) * x.apart)
-        x.lengths[n] = length(address) if there else i32(-1)  # none is shorter
-
-    fetch_lengths = ptx.repeated(BATCH, fetch_length)
-
     def queue_of_blocks(tiles, queue, extras):
-        lengths = cuda.local.array(BATCH, i32)  # registers
         warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
         number = u32(i32(cuda.blockIdx.x) * WARPS + warp)
         which = which_list(number, tiles.shape)
@@ -252,13 +230,12 @@ def build_queue(threads):
         if b0 < u32(tiles.shape[0]):
             of_head = tiles[index(b0), index(b1), index(head)]
             own, before, blocks = of_head[index(block), 0], i32(0), i32(tiles.shape[3])
-            address, apart = ptx.global_address(of_head), u64(of_head.strides[0])
-            for first in range(0, blocks, WARP * BATCH):
-                fetch_lengths(Lengths(lengths, address, apart, i32(first + lane), blocks))
-                for n in range(BATCH):
-                    other, count = i32(first + n * WARP + lane), lengths[n]
+            for first in range(0, blocks, WARP):
+                other, ahead = i32(first + lane), False
+                if other < blocks:
+                    count = of_head[index(other), 0]
                     ahead = count > own or (count == own and other < block)
-                    before = i32(before + i32(cuda.popc(i32(cuda.ballot_sync(ALL_LANES, ahead)))))
+                before = i32(before + i32(cuda.popc(i32(cuda.ballot_sync(ALL_LANES, ahead)))))
             if lane == 0:
                 queue[index(b0), index(b1), index(head), 0, index(before)] = block
                 if number == u32(0):

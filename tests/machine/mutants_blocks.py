@@ -33,8 +33,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "whole where the band hides",
         LISTS,
-        "i32(3 if clear else 1)",
-        "i32(3)",
+        "kind = kind if clear else min(kind, i32(1))",
+        "kind = i32(kind)",
         "mma, blocks that do not fit",
     ),
     Mutant("a tile in several blocks", MASK, "% queries == 0 and self", "% queries == 0 or self", "mma, blocks that do not fit"),
@@ -172,13 +172,6 @@ MUTANTS_BLOCKS = (
         "            if turn",
         "gradients, blocks, lengths",
     ),
-    Mutant(
-        "an item that is claimed before any is known",
-        LOAD_BACKWARD,
-        "tiles - CLAIMS_AHEAD), i32(0)",
-        "tiles - CLAIMS_AHEAD), i32(-1)",
-        "gradients, blocks, lengths",
-    ),
     Mutant("a slot before its tile's", WALK, "SHARE + listing.count - 1)", "SHARE + listing.count - 2)", "gradients, blocks"),
     Mutant("dS of another section", DQ_LISTED, "if sections > 1:", "if sections > 9:", "gradients, blocks, sections"),
     Mutant(
@@ -189,10 +182,6 @@ MUTANTS_BLOCKS = (
         "gradients, blocks, sections",
     ),
     Mutant("an item written over", FORWARD, "WARP_GROUP + looks_up_apart(options, PARTS)", "WARP_GROUP", "wgmma, blocks"),
-    Mutant("elements of 32 tiles for all", LISTS, "i32(x.first + n * WARP)", "i32(x.first)", "wgmma, blocks, a long list"),
-    Mutant(
-        "lengths of 32 lists for all", TILE_LISTS, "other = i32(x.first + n * WARP)", "other = i32(x.first)", "wgmma, blocks, many lists"
-    ),
     Mutant(
         "rows of smaller blocks",
         HOST_LISTED,

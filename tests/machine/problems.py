@@ -402,13 +402,6 @@ PROBLEMS |= {
     "kept bias of 16 bits": kept(nk=421, hq=1, options={"bias": OF_ALL[:1]}),
     "kept bias, hidden": kept(nk=136, dtype="bfloat16", made=beyond, options={"bias": HIDES_SOME.astype("bfloat16")}),
 }
-# Lists of more tiles than a warp has threads, and more lists than that.
-LONG_LIST = {"mask": numba_flash.BlockMask(np.random.default_rng(15).random((1, 34)) < 0.3, 128)}
-MANY_LISTS = {"mask": numba_flash.BlockMask(np.random.default_rng(16).random((34, 3)) < 0.5, 128)}
-PROBLEMS |= {
-    "wgmma, blocks, a long list": Problem(forward_pass, nq=70, nk=4300, options=LONG_LIST),
-    "wgmma, blocks, many lists": Problem(forward_pass, nq=4300, nk=300, multiprocessors=3, options=MANY_LISTS),
-}
 
 
 def run(problem: Problem, seed: int) -> None:

@@ -50,7 +50,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
         been claimed before, by a block at work, however few blocks the GPU has room for. It does so
         when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
-        claimed, too, because they differ; where nobody waits, some tiles before.
+        claimed, too, because they differ.
         """
         if CLAIMS:
             if turn != u32(0):
@@ -138,7 +138,6 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     note_tile = build_note_tile(layout) if OPTIONS else None
     walk = build_walk(BLOCK_N, layout.work, tile.share)
     listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
-    CLAIMS_AHEAD = tile.claims_ahead if IN_SLOTS else 0
     COPIES_BIAS = tile.copies_bias
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
@@ -158,9 +157,6 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             pipeline.wait_free(smem, K, turn)
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
             begin = n
-            if IN_SLOTS:
-                tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
-                claim_at = u32(n + u32(max(i32(tiles - CLAIMS_AHEAD), i32(0))))
             for g in range(group):
                 head = i32(kv_head * group + g)
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
@@ -176,8 +172,6 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                         here = listed(listing, t)
                         at, whole = here.at, here.whole
                     if IN_SLOTS:
-                        if n == claim_at:
-                            pipeline.commit(smem, FETCHED, turn)
                         slot = i32(last - t)
                         note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))
                     elif OPTIONS:
@@ -197,7 +191,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                         of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
                         load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
-            if CLAIMS and not IN_SLOTS:
+            if CLAIMS:
                 pipeline.commit(smem, FETCHED, turn)
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)

@@ -73,13 +73,10 @@ class StoringTile(BackwardTile):
     ----------
     k_stages, v_stages : int
         Slots of the rings of K and of V tiles: what the next work item needs comes meanwhile.
-    claims_ahead : int
-        How many tiles of a work item are still to be asked for when the next one is claimed.
     """
 
     k_stages: int
     v_stages: int
-    claims_ahead: int
     adds_dq: ClassVar[bool] = False
     in_slots: ClassVar[bool] = True
     kernel: ClassVar[str] = "sm90.backward_listed.build"
@@ -173,7 +170,7 @@ LISTED_TILES = tuple(
 # that adds to dQ in memory, on an H200, N = 16384, 16 heads, random blocks of which 50, 20, 10 and
 # 5 % are visible: D = 128 1.08, 1.21, 1.25, 1.25. (With StoringTile(128, 2, 2, False, 2, 2) at D =
 # 64 0.87, 0.97, 0.99, 1.00.)
-STORING_TILE, LEAST_STORING = StoringTile(64, 3, 2, True, 2, 1, 4), 64
+STORING_TILE, LEAST_STORING = StoringTile(64, 3, 2, True, 2, 1), 64
 
 
 def crowded(options) -> bool:
