@@ -113,6 +113,8 @@ class Layout(NamedTuple):
         CUDA device number, -1 for host memory.
     offset : int
         Bytes from a multiple of 16 to the first element, on a GPU.
+    known : bool
+        The host knows the values of each, which may come as numbers (`numba_flash.cuda.prepare_lengths.Known`).
     """
 
     shape: tuple[int, ...]
@@ -120,13 +122,14 @@ class Layout(NamedTuple):
     dtype: Any
     device: int = -1
     offset: int = 0
+    known: bool = False
 
     @classmethod
     def of(cls, x) -> "Layout | None":
-        """That of an array, or of a `Place`; None for None."""
+        """That of an array, or of what has a layout as a `Place` has; None for None."""
         if x is None:
             return None
-        if isinstance(x, Place):
+        if hasattr(x, "layout"):
             return x.layout
         device = device_id(x)
         return cls(tuple(x.shape), tuple(x.strides), x.dtype, device, 0 if device < 0 else x.data.ptr % 16)
@@ -263,6 +266,7 @@ class Scratch:
 
     def __init__(self, layouts, names):
         self._layouts, self._names, self._places, self._bytes = layouts, names, [], 0
+        self._named = partial(tuple.__new__, type(layouts))
         for x in layouts:
             self._places.append(x and (self._bytes, x))
             size = 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
@@ -270,15 +274,14 @@ class Scratch:
 
     def beside(self, like):
         """The named tuple of new ones beside `like`: arrays of NumPy, or a `Place` of each on CuPy's current device."""
-        layouts = self._layouts
         if isinstance(like, np.ndarray):
-            named = zip(self._names, layouts, strict=True)
-            return layouts._make(x and compact(name, like, x.shape, x.dtype) for name, x in named)
+            named = zip(self._names, self._layouts, strict=True)
+            return self._named(x and compact(name, like, x.shape, x.dtype) for name, x in named)
         try:
             memory = cupy().cuda.alloc(self._bytes)
         except MemoryError as error:
             raise memory_error(", ".join(self._names), (self._bytes,), "uint8") from error
-        return layouts._make([x and Place(memory + x[0], x[1]) for x in self._places])
+        return self._named([x and Place(memory + x[0], x[1]) for x in self._places])
 
 
 class Place:

@@ -190,14 +190,14 @@ class _Call:
         if self._current is not None and self._current() != self._device:
             with inputs.q.device:  # where results and what is kept between kernels have to be
                 return self(inputs, outs, rng)
-        if self._on_host:
-            check_values(self.problem, inputs)
         if self._outs:
             self._check_outs(inputs, outs)
         if self._sends:
             if self._send is None:
                 self._send = self._sender(inputs)
             inputs = self._send(inputs)
+        elif self._on_host:
+            check_values(self.problem, inputs)
         results, number = [*outs], 0
         try:
             for number, new in self._new:
@@ -212,10 +212,10 @@ class _Call:
         return results
 
     def _sender(self, inputs):
-        """What brings lengths and a table from the host to the GPU, which is current."""
+        """What checks lengths and a table and brings them from the host to the GPU, which is current."""
         from numba_flash.cuda import prepare_lengths
 
-        return prepare_lengths.sender(inputs, self._on_host, self._device)
+        return prepare_lengths.sender(self.problem, inputs, self._on_host, self._device)
 
     def _no_room(self, number: int, inputs) -> MemoryError:
         """For that result."""

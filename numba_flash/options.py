@@ -11,6 +11,7 @@ from numba_flash.pages import Pages
 from numba_flash.scoremod import ScoreMod
 
 FEW = 64  # values, which are checked faster as Python's numbers
+AS_NUMBERS = "numbers"  # in the place of a dtype: lengths are numbers among a kernel's arguments
 SHARING = 8  # neighbouring keys that share a counter of Philox, which has 128 bits
 CHANCES = 2**16  # values of the random bits of a score
 # Of the dropout's state, exclusive: the key has two words, the offset is one of the counter's, positions are below `problem.MAX_LENGTH`.
@@ -66,10 +67,13 @@ class Options:
         True if there is a boolean mask.
     blocks : BlockSize or None
         That of its blocks; None if it has an element for each pair.
+    relative : ScoreMod or bool
+        In the place of `score_mod` where kernels find in an array what it adds to scores, by head and distance
+        (`numba_flash.cuda.relative`).
     listed : bool
         In the place of `mask` for kernels each of whose tiles lies within one block: they go through lists of tiles, and need no mask.
     q_lengths, kv_lengths : str or None
-        Dtype of the arrays of lengths (of offsets, if `packed`).
+        Dtype of the arrays of lengths (of offsets, if `packed`), or of those of keys `AS_NUMBERS`.
     packed : bool
         Sequences lie one after the other in arrays without a batch axis.
     follows : bool
@@ -84,6 +88,7 @@ class Options:
 
     softcap: float = 0.0
     score_mod: ScoreMod | None = None
+    relative: ScoreMod | bool = False
     bias: str | None = None
     mask: bool = False
     blocks: BlockSize | None = None
@@ -155,12 +160,13 @@ class Options:
     def structure(self) -> "Options":
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
         blocks = None if self.listed else self.blocks
-        return replace(self, softcap=float(self.softcap > 0), dropout=0.5 if self.dropout else 0.0, generator=SEEDLESS, blocks=blocks)
+        relative, softcap, dropout = bool(self.relative), float(self.softcap > 0), 0.5 if self.dropout else 0.0
+        return replace(self, relative=relative, softcap=softcap, dropout=dropout, generator=SEEDLESS, blocks=blocks)
 
     @property
     def arrays(self) -> "Options":
         """What says which optional arrays there are, alone: for kernels that compute no score."""
-        return replace(self.structure, softcap=0.0, score_mod=None, dropout=0.0)
+        return replace(self.structure, softcap=0.0, score_mod=None, relative=False, dropout=0.0)
 
     @property
     def unlisted(self) -> "Options":

@@ -39,16 +39,19 @@ class ScoreMod:
         Hash of the bytecode and of everything that it refers to.
     adds : bool
         The derivative is that of the functions below, which only add to a score.
+    relative : _RowPerHead or None
+        The function, if all that it does is to add a number for each head and distance.
     rows : dict
         The compiled functions that change a row of scores on the CPU, by the type of a score (`numba_flash.cpu.scores`).
     prepared : dict
         Calls with this function that were prepared (`numba_flash.call`).
     """
 
-    def __init__(self, fingerprint: str, function: Capture, gradient: Capture | None):
+    def __init__(self, fingerprint: str, function: Capture, gradient: Capture | None, relative: "_RowPerHead | None" = None):
         self.fingerprint, self.function = fingerprint, function.function
         self.gradient = None if gradient is None else gradient.function
         self.adds = gradient is not None and gradient.fingerprint == _capture("score_mod_grad", _one).fingerprint
+        self.relative = relative if self.adds else None
         self.rows, self.prepared, self._checked = {}, {}, set()
 
     @classmethod
@@ -102,9 +105,10 @@ def find(function, gradient) -> ScoreMod | None:
         gradient = getattr(function, "score_mod_grad", None)
     own, brought = _capture("score_mod", function), None if gradient is None else _capture("score_mod_grad", gradient)
     fingerprint = own.fingerprint if brought is None else f"{own.fingerprint}-{brought.fingerprint}"
-    if isinstance(function, _RowPerHead):  # a prepared call of the same code by the user has not checked that
+    relative = function if isinstance(function, _RowPerHead) else None
+    if relative is not None:  # a prepared call of the same code by the user has not checked that
         fingerprint = f"{fingerprint}-{function.heads}"
-    found = _kept.get(fingerprint) or _kept.setdefault(fingerprint, ScoreMod(fingerprint, own, brought))
+    found = _kept.get(fingerprint) or _kept.setdefault(fingerprint, ScoreMod(fingerprint, own, brought, relative))
     with suppress(KeyError):  # another thread has just forgotten it; a lock would be held for ever in a child forked meanwhile
         _kept.move_to_end(fingerprint)
     if len(_kept) > KEPT:
@@ -162,7 +166,9 @@ def _one(score, b, h, i, j):
 
 
 class _RowPerHead:
-    """A score function made of an array with a row for each query head; equal to another one that is made of equal parts."""
+    """A score function made of an array with a row for each query head, which adds a number for each distance j - i; equal to another one
+    that is made of equal parts.
+    """
 
     row = ""  # what a row is called
     score_mod_grad = staticmethod(_one)
@@ -180,6 +186,10 @@ class _RowPerHead:
     def heads(self) -> int:
         """Number of query heads that it is for."""
         return len(self._parts[0])
+
+    def greatest(self, distance: int) -> float:
+        """An upper bound of the absolute number that is added up to that distance; NaN if one is."""
+        return float(np.abs(self._parts[0].astype(np.float64)).max(initial=0.0))
 
     def check_heads(self, heads: int) -> None:
         """Raise unless there is a row for each of so many query heads."""
@@ -252,6 +262,9 @@ class alibi(_RowPerHead):
             return score - number(slopes[h]) * abs(number(index(i + q_start - j)))
 
         super().__init__(slopes, q_start, alibi)
+
+    def greatest(self, distance: int) -> float:
+        return super().greatest(distance) * (distance + abs(self.q_start))
 
     @property
     def slopes(self) -> np.ndarray:

@@ -203,6 +203,12 @@ PAGES |= {
 OTHERS = {
     "forward": Case("forward", "bfloat16", 64, 64),
     "forward 128": Case("forward", "bfloat16", 128, 128, options={"causal": True}),
+    **{
+        f"forward {d} numbers of distances{of}": Case("forward", "float16", d, d, capability, OPTIONS["alibi"], 4096, nk=4096)
+        for d, of, capability in ((64, "", AMPERE), (64, " for 7.5", TURING), (64, " for 9.0", HOPPER), (256, " for 9.0", HOPPER))
+    },
+    "forward 64 small softcap for 9.0": Case("forward", "bfloat16", 64, 64, HOPPER, OPTIONS["softcap"]),
+    "backward 64 small softcap for 9.0": Case("backward", "bfloat16", 64, 64, HOPPER, OPTIONS["softcap"]),
     "forward 72, 40": Case("forward", "float16", 72, 40, options={"window": (100, 50)}),
     "forward 13, 7": Case("forward", "bfloat16", 13, 7),
     "forward 192, 128": Case("forward", "bfloat16", 192, 128),

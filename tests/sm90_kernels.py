@@ -1,6 +1,6 @@
 """The `sm90` kernels that are compiled to machine code without a GPU, by name."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 from compiled import Kernel
@@ -8,7 +8,7 @@ from compiled import Kernel
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
-from numba_flash.cuda.sm90.dbias_tiles import CROWDED
+from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
@@ -18,12 +18,24 @@ from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
-from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, DQ_PART, FORWARD_TILES, PART_TILES, BackwardTile, Row, Tile, WideTile
+from numba_flash.cuda.sm90.tiles import (
+    BACKWARD_TILES,
+    DQ_PART,
+    FORWARD_TILES,
+    PART_TILES,
+    BackwardTile,
+    RelativeBackwardTile,
+    RelativeTile,
+    Row,
+    Tile,
+    WideTile,
+    relative_tile,
+)
 from numba_flash.options import PLAIN, Options
 
 LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
 PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=True)
-SOFTCAP = Options(softcap=1.0)
+SOFTCAP, RELATIVE = Options(softcap=1.0), Options(relative=True)
 LISTED = Options(listed=True)
 LISTED_LENGTHS, LISTED_PACKED, LISTED_SOFTCAP = (replace(options, listed=True) for options in (LENGTHS, PACKED, SOFTCAP))
 
@@ -61,6 +73,20 @@ FORWARD = {
     "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
     "softcap, 64": ("float16", 64, 64, True, "above", "map", SOFTCAP, tile_of(64, 64)),
 }
+# The same without a tile, where sums begin with what a score_mod adds.
+OF_DISTANCES = {
+    "64 relative": ("bfloat16", 64, 64, True, "none", "map", RELATIVE),
+    "128 relative, causal": ("float16", 128, 128, True, "above", "map", RELATIVE),
+    "256 relative": ("bfloat16", 256, 256, True, "none", "map", RELATIVE),
+    "64 relative, lengths, parts": ("float16", 64, 64, True, "above", "parts", replace(LENGTHS, relative=True)),
+}
+
+
+def relative_tile_of(d: int, dv: int, band: str, store: str) -> RelativeTile:
+    return relative_tile(SimpleNamespace(d=d, dv=dv, nk=2**20, band=band), store == "parts")
+
+
+FORWARD |= {name: (*config, relative_tile_of(*config[1:3], *config[4:6])) for name, config in OF_DISTANCES.items()}
 # dtype, head dimensions, lse, band, store, options
 LISTS = {
     "64 lists": ("bfloat16", 64, 64, True, "none", "map", LISTED),
@@ -164,6 +190,13 @@ BACKWARD_LISTS = {
 }
 BACKWARD |= {name: (*config, first(LISTED_TILES, *config[1:3])) for name, config in BACKWARD_LISTS.items()}
 
+BACKWARD_RELATIVE = {
+    "backward 64 relative": ("bfloat16", 64, 64, False, True, True, RELATIVE),
+    "backward 128 relative": ("float16", 128, 128, True, True, False, RELATIVE),
+    "backward 128 relative, packed": ("bfloat16", 128, 128, False, False, True, replace(PACKED, relative=True)),
+}
+BACKWARD |= {name: (*config, RelativeBackwardTile(**asdict(backward_tile(*config[1:3])))) for name, config in BACKWARD_RELATIVE.items()}
+
 # What stores dS, of which another makes dQ.
 BACKWARD_STORED = {
     "backward 128 stored": ("float16", 128, 128, False, True, False, LISTED),
@@ -228,6 +261,14 @@ DBIAS = {
 }
 DBIAS = {name: (*config[:-1], first(config[-1], *config[1:3])) for name, config in DBIAS.items()}
 
+# dtype, head dimensions, summed, options, what is written, batch elements
+DBIAS_ROWS = {
+    "dbias sm90 64 rows": ("bfloat16", 64, 64, OF_BATCH, BIAS, "bfloat16", 4),
+    "dbias sm90 64 rows of three": ("float16", 64, 64, OF_BATCH, BIAS_16, "float16", 3),
+    "dbias sm90 40, 64 rows of each": ("float16", 40, 64, (False,) * 5, BIAS, "bfloat16", 1),
+}
+DBIAS_ROWS = {name: (*config, ROWS_TILES[elements]) for name, (*config, elements) in DBIAS_ROWS.items()}
+
 
 def around(name: str, options: Options) -> dict[str, Kernel]:
     """What is done once per query before and after the backward loop."""
@@ -286,6 +327,7 @@ KERNELS = {
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_OPTIONS.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},
     **{name: Kernel("sm90.dbias.build", config) for name, config in DBIAS.items()},
+    **{name: Kernel("sm90.dbias_rows.build", config) for name, config in DBIAS_ROWS.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
     **COMBINE,

@@ -5,15 +5,17 @@ Plain attention has neither, and its kernels nothing more than if there were no 
 """
 
 from collections import namedtuple
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.options import dropout_threshold
+from numba_flash.options import AS_NUMBERS, dropout_threshold
 
 VECTOR_BYTES = 16  # the most that one load brings
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
+MOST_LENGTHS = 64  # that are numbers among the arguments of a kernel
 SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where float32 is split
 FACTORS = SPLIT[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
@@ -180,19 +182,30 @@ def _extras(names: tuple[str, ...]):
 def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
     that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.tile_lists`),
-    "places", "ranks" (`numba_flash.cuda.sm90.ds_slots`); and with `more`.
+    "places", "ranks" (`numba_flash.cuda.sm90.ds_slots`); with "added" (`numba_flash.cuda.relative`)
+    where a number for each distance is; and with `more`. Behind them lengths of keys that are
+    numbers.
     """
-    names = tuple(name for name in EXTRAS if getattr(options, name))
-    names += ("page_table",) if options.paged else ()
-    return _extras((*names, *(of_mask if options.tiled else ()), *more))
+    names = arrays_of(options) + (("added",) if options.relative else ())
+    names += (of_mask if options.tiled else ()) + more
+    return _extras(names + (("kv_lengths",) if options.kv_lengths == AS_NUMBERS else ()))
+
+
+def arrays_of(options) -> tuple[str, ...]:
+    """Names of the optional arrays that there are among the inputs of a call."""
+    names = tuple(x for x in EXTRAS if getattr(options, x) not in (None, False, AS_NUMBERS))
+    return names + (("page_table",) if options.paged else ())
 
 
 def build_extras(options):
     """``extras_of(inputs)``: the optional arrays that there are among the inputs of a call."""
-    cls = extras_class(options)
+    cls = _extras(arrays_of(options))
     if not cls._fields:
         return lambda inputs: ()
-    return lambda inputs: cls(*[getattr(inputs, name) for name in cls._fields])
+    values, named = attrgetter(*cls._fields), partial(tuple.__new__, cls)
+    if len(cls._fields) == 1:
+        return lambda inputs: named((values(inputs),))
+    return lambda inputs: named(values(inputs))
 
 
 def parameters_of(problem, rng=None) -> tuple:
@@ -213,12 +226,18 @@ def extras_type(options, of_mask=(), more=()):
     from numba_flash.cuda.number import array
 
     ndim = 1 if options.packed else 2
+    of_keys = options.kv_lengths
+    if of_keys == AS_NUMBERS:
+        of_keys = types.UniTuple(types.int32, MOST_LENGTHS)
+    elif of_keys:
+        of_keys = array(getattr(types, of_keys), ndim)
     kinds = {
         "bias": options.bias and array(options.bias, 5),
         "mask": array(types.boolean, 5),
         "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
-        "kv_lengths": options.kv_lengths and array(getattr(types, options.kv_lengths), ndim),
+        "kv_lengths": of_keys,
         "page_table": options.paged and array(getattr(types, options.paged.table), 3),
+        "added": array(types.float32, 2),
         "tiles": array(types.int32, 5),
         "order": array(types.int32, 5),
         "queue": array(types.int32, 5),

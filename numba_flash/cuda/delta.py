@@ -4,7 +4,7 @@ Algorithm 2, line 4).
 
 from numba_flash.cuda import schedule
 from numba_flash.cuda.arguments import FLAGS, extras_type
-from numba_flash.cuda.lang import cuda, types
+from numba_flash.cuda.lang import cuda, inline, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
 from numba_flash.options import PLAIN
 
@@ -16,20 +16,18 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
     do, o : (b0, b1, heads, n, head_dim_v).
     dlse, delta : (b0, b1, heads, n), in the accumulation dtype; dlse is not read unless the kernel
         `has_dlse`.
-    flagged : only of heads (b0, b1, head) whose ``extras.flags`` are not 0.
+    flagged : only of heads (b0, b1, head) whose ``extras.flags`` are not 0, a block for each head.
     """
     HEAD_DIM_V, LANES, ROWS, HAS_DLSE = head_dim_v, lanes, rows, has_dlse
-    FLAGGED = flagged
     ACC = ACCUMULATOR[dtype]
     load, _ = build_convert(dtype)
 
-    def delta_kernel(do, o, dlse, delta, extras):
+    @inline
+    def work(number, do, o, dlse, delta):
         sum_smem = cuda.shared.array((ROWS, LANES), ACC)  # each thread's part of its row's sum
         lane, row = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
         blocks = (o.shape[3] + ROWS - 1) // ROWS
-        b0, b1, h, block = schedule.row_block(cuda.blockIdx.x, blocks, o.shape[2], o.shape[1])
-        if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
-            return
+        b0, b1, h, block = schedule.row_block(number, blocks, o.shape[2], o.shape[1])
         do_head, o_head, delta_head = do[b0, b1, h], o[b0, b1, h], delta[b0, b1, h]
         i = block * ROWS + row
         partial = ACC(0)
@@ -46,6 +44,18 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
                 total -= dlse[index(b0), index(b1), index(h), index(i)]
             delta_head[index(i)] = total
 
+    def delta_kernel(do, o, dlse, delta, extras):
+        work(cuda.blockIdx.x, do, o, dlse, delta)
+
+    def delta_kernel_left(do, o, dlse, delta, extras):
+        at = schedule.row_block(cuda.blockIdx.x, 1, o.shape[2], o.shape[1])
+        if extras.flags[index(at.b0), index(at.b1), index(at.head)] != 0:
+            blocks = (o.shape[3] + ROWS - 1) // ROWS
+            for number in range(cuda.blockIdx.x * blocks, (cuda.blockIdx.x + 1) * blocks):
+                work(number, do, o, dlse, delta)
+                cuda.syncthreads()  # sums have been read
+
+    kernel = delta_kernel_left if flagged else delta_kernel
     extras = extras_type(PLAIN, more=FLAGS if flagged else ())
     signature = types.void(*[array(dtype, 5)] * 2, *[array(ACC, 4)] * 2, extras)
-    return delta_kernel, signature, {"launch_bounds": (lanes * rows, 1)}
+    return kernel, signature, {"launch_bounds": (lanes * rows, 1)}

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from numba_flash.cuda.arguments import arrays_of
+
 FEW, MANY = 16, 512  # queries of a head, and keys
 # Queries of all heads that share keys whose dQ a warp has registers for, by head dimension.
 MOST_GRADIENT_ROWS = {64: 32, 128: 16}
@@ -69,11 +71,9 @@ def extras_layouts(problem, inputs) -> tuple:
         "q_lengths": lengths_shape(p),
         "kv_lengths": lengths_shape(p),
     }
-    wanted = [name for name in views if getattr(p.options, name)]
     if p.options.paged:
         views["page_table"] = (*p.batch, p.nk // p.options.paged.size)
-        wanted.append("page_table")
-    return tuple((getattr(inputs, name), views[name]) for name in wanted)
+    return tuple((getattr(inputs, name), views[name]) for name in arrays_of(p.options))
 
 
 def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:

@@ -2,24 +2,9 @@
 among the arguments of a kernel, which the driver copies when it launches.
 """
 
-from numba_flash.cuda.lang import cuda, device, i64, once, types
+from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import array, index
-
-
-@once
-def build_pick(count):
-    """``pick(values, i)``: element i of `count` values, a power of two, without a branch."""
-    HALF = count // 2
-    if count == 1:
-        return device(lambda values, i: values[0])
-    pick_half = build_pick(HALF)
-
-    @device
-    def pick(values, i):
-        low, high = pick_half(values[:HALF], i), pick_half(values[HALF:], i)
-        return high if i & HALF else low
-
-    return pick
+from numba_flash.cuda.sequence import build_pick
 
 
 def build(of_q, of_kv, most):

@@ -76,7 +76,7 @@ class Bounds(NamedTuple):
 
 
 @once
-def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=False):
+def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=False, powers=False):
     """``modify(s, slope, registers, query, key, region, at, whole, parameters)``: raw products
     become scores, -inf where hidden: by the bias, the mask, the band, or the ends.
 
@@ -89,6 +89,7 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
     turing : the GPU has no minimum of pairs.
     ends_apart : of a function of the user's there is one copy for tiles that are cut off by an end,
         and one for the others, where the same number is the same to the compiler.
+    powers : as of `numba_flash.cuda.softcap.build_cap`.
     """
     COUNT, WIDTH, LAST_QUERY, LAST_KEY = runs.count, runs.width, runs.last_query, runs.last_key
     CHANGES, BIASED, MASKED = options.changes, bool(options.bias), options.mask
@@ -106,7 +107,8 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
     FIRST = CAPPED and not MODIFIED
     WITH = CAPPED and not FIRST
     OFTEN_FINITE = BIASED and not WITH and (FLOAT32 or not turing)
-    cap_all = build_cap(runs.count * runs.width, SLOPES, dtype == "float32", turing)
+    of_cap = SLOPES, dtype == "float32", turing, dtype == "bfloat16", powers
+    cap_all = build_cap(runs.count * runs.width, *of_cap)
     bend = score.build_bend(dtype, options, inline, CAPPED)
 
     @inline

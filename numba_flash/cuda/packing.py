@@ -13,7 +13,11 @@ from numba_flash import arrays
 from numba_flash.cuda import driver
 
 # Numbers as kernels read them, each in a word of its own.
-WORD, FORMATS = 8, {int: "q", np.uint64: "Q", float: "d", np.float64: "d", np.float32: "f4x"}
+WORD = 8
+FORMATS = {
+    **{int: "q", np.uint64: "Q", np.int32: "i4x"},
+    **{float: "d", np.float64: "d", np.float32: "f4x"},
+}
 # Of a CUlaunchConfig: grid, threads and shared memory; the stream; attributes and their number.
 SHAPE, CONFIG_WORDS, ATTRIBUTE_WORDS = "7I", 7, 2
 ADDRESS = 4  # its place in what `numba_array` says
@@ -34,10 +38,21 @@ def numba_array(x, view: int | tuple[int, ...]) -> list[int]:
 
 
 def flat(numbers) -> list:
-    """Numbers as the driver takes them: those of tuples one by one. Bytes are whole numbers."""
-    if isinstance(numbers, bytes):
-        return [*struct.unpack(f"{len(numbers) // WORD}q", numbers)]
+    """Numbers as the driver takes them: those of tuples one by one."""
     return [x for each in numbers for x in (each if isinstance(each, tuple) else (each,))]
+
+
+def packed(numbers) -> bytes:
+    """Numbers, each in a word of its own."""
+    numbers = flat(numbers)
+    return struct.pack("".join(FORMATS[type(x)] for x in numbers), *numbers)
+
+
+def unpacked(words: bytes, like) -> list:
+    """The numbers that `packed` made these words of, of the kinds that those of `like` have."""
+    like = flat(like)
+    values = struct.unpack("".join(FORMATS[type(x)] for x in like), words)
+    return [type(x)(value) for x, value in zip(like, values, strict=True)]
 
 
 class Block:

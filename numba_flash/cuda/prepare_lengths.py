@@ -3,6 +3,9 @@
 """
 
 import math
+from dataclasses import replace
+from functools import partial
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +13,12 @@ import numpy as np
 from numba_flash import arrays
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import launch
+from numba_flash.cuda.arguments import MOST_LENGTHS as MOST
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.packing import WORD, packed
+from numba_flash.options import AS_NUMBERS
+from numba_flash.problem import check_values
 
-MOST = 64  # values
 ABSENT = Layout.compact((0,), "int32")
 
 
@@ -23,46 +29,157 @@ class Lengths(NamedTuple):
     kv_lengths: Any
 
 
-def sender(inputs, names: list[str], device: int):
+def sender(problem, inputs, names: list[str], device: int):
     """``send(inputs)``: inputs like these, but those of `names`, which are on the host, on the GPU
-    of that number, which is current. Few lengths go as arguments of a kernel: nobody waits, and a
-    call that is captured into a graph keeps its own.
+    of that number, which is current; their values are checked first. Few lengths go as arguments of
+    a kernel: nobody waits, and a call that is captured into a graph keeps its own.
     """
     if {*names} <= {*Lengths._fields}:
         lengths = Lengths(*(getattr(inputs, x) if x in names else None for x in Lengths._fields))
         if 0 < sum(x.size for x in lengths if x is not None) <= MOST:
-            return _by_launch(type(inputs), lengths, device)
-    return lambda inputs: inputs._replace(
-        **{name: arrays.to_gpu(name, getattr(inputs, name)) for name in names}
-    )
+            by = _by_numbers if _may_be_numbers(problem, names) else _by_launch
+            return by(problem, type(inputs), lengths, device)
+
+    def copy(inputs):
+        check_values(problem, inputs)
+        there = {name: arrays.to_gpu(name, getattr(inputs, name)) for name in names}
+        return inputs._replace(**there)
+
+    return copy
 
 
-class _Span(NamedTuple):
-    """Some lengths: their place among the inputs, and that of their values among all."""
+class _Given(NamedTuple):
+    """Some lengths: their place among the inputs and among all lengths, and the greatest that one
+    may be.
+    """
 
     at: int
-    words: slice
+    number: int
+    most: int
 
 
-def _by_launch(cls, lengths: Lengths, device: int):
-    """The same of up to `MOST` lengths in all, for inputs of that class."""
+def _by_launch(problem, cls, lengths: Lengths, device: int):
+    """The same of up to `MOST` lengths in all, for inputs of that class: a list of them is made
+    once in a call, checked and sent.
+    """
     there = Lengths(*(None if x is None else Layout.compact(x.shape, x.dtype) for x in lengths))
     flat = [x and Layout.compact((math.prod(x.shape),), x.dtype) for x in there]
-    scratch, send = Scratch(there, Lengths._fields), launch_of(flat, launch.gpu(device))
-    spans, first = [], 0
-    for name, x in zip(Lengths._fields, flat, strict=True):
-        if x is not None:
-            spans.append(_Span(cls._fields.index(name), slice(first, first + x.shape[0])))
-            first += x.shape[0]
+    count = sum(x.shape[0] for x in flat if x)
+    # what offsets have to be takes more to say
+    limits = (-1, -1) if problem.options.packed else (problem.nq, problem.nk)
+    given = [
+        _Given(cls._fields.index(name), number, limits[number])
+        for number, name in enumerate(Lengths._fields)
+        if flat[number] is not None
+    ]
+    store, scratch = launch_of(flat, launch.gpu(device)).on, Scratch(there, Lengths._fields).beside
+    pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
 
     def run(inputs):
-        words, there, sent = np.zeros(MOST, np.int64), scratch.beside(inputs.q), [*inputs]
-        for at, span in spans:
-            words[span] = inputs[at].ravel()
-        send.on(there, numbers=words.tobytes())
-        for (at, _), x in zip(spans, filter(None, there), strict=True):
-            sent[at] = x
-        return cls._make(sent)
+        words, sent = [], [*inputs]
+        for at, _, most in given:
+            values = inputs[at].ravel().tolist()
+            if min(values) < 0 or max(values) > most:
+                check_values(problem, inputs)
+            words += values
+        there = scratch(inputs.q)
+        store(there, (), pack(*words))
+        for at, number, _ in given:
+            sent[at] = there[number]
+        return sent_of(sent)
+
+    return run
+
+
+class Known:
+    """Lengths of keys that the host has, of a call.
+
+    Attributes
+    ----------
+    words : bytes
+        In which kernels take them as numbers, `MOST`.
+    layout : Layout
+        Of the array.
+    data
+        Where it is on the GPU, beside `like`; it is stored there once a kernel asks for it.
+    """
+
+    __slots__ = ("_data", "_like", "_store", "layout", "words")
+
+    def __init__(self, words: bytes, layout: Layout, store, like):
+        self.words, self.layout, self._store, self._like, self._data = (
+            words,
+            layout,
+            store,
+            like,
+            None,
+        )
+
+    @property
+    def data(self):
+        if self._data is None:
+            self._data = self._store(self.words, self._like)
+        return self._data
+
+
+def with_numbers(problem, inputs):
+    """The problem of a kernel that takes lengths of keys as numbers, where the host knows them."""
+    if problem.options.kv_lengths is None or not inputs.kv_lengths.known:
+        return problem
+    return replace(problem, options=replace(problem.options, kv_lengths=AS_NUMBERS))
+
+
+class Numbers(NamedTuple):
+    """Of a kernel.
+
+    Attributes
+    ----------
+    prepared : tuple
+        As a `Launch` is made with them.
+    of : function or None
+        ``of(inputs)``: those of a call; None if they are always the prepared ones.
+    """
+
+    prepared: tuple
+    of: Any
+
+
+def numbers_of(problem, numbers: tuple) -> Numbers:
+    """`Numbers` of a kernel of such a problem, which are these but for lengths."""
+    if problem.options.kv_lengths != AS_NUMBERS:
+        return Numbers(numbers, None)
+    behind = packed(numbers)
+    none = (np.int32(0),) * MOST
+    return Numbers((none, *numbers), lambda inputs: inputs.kv_lengths.words + behind)
+
+
+def _may_be_numbers(problem, names: list[str]) -> bool:
+    """Whether kernels may take lengths as numbers: those of keys, of one leading axis."""
+    return names == ["kv_lengths"] and problem.batch[0] == 1 and not problem.options.packed
+
+
+def _by_numbers(problem, cls, lengths: Lengths, device: int):
+    """As `_by_launch`, but kernels that take the lengths as numbers find them as such."""
+    layout = Layout.compact(lengths.kv_lengths.shape, lengths.kv_lengths.dtype)
+    count, at, most = math.prod(layout.shape), cls._fields.index("kv_lengths"), problem.nk
+    store = launch_of((None, Layout.compact((count,), layout.dtype)), launch.gpu(device)).on
+    scratch = Scratch(Lengths(None, layout), Lengths._fields).beside
+    pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
+    known, in_line = layout._replace(known=True), layout.ndim == 1
+
+    def stored(words, like):
+        there = scratch(like)
+        store(there, (), words)
+        return there.kv_lengths.data
+
+    def run(inputs):
+        x = inputs[at]
+        values = (x if in_line else x.ravel()).tolist()
+        if min(values) < 0 or max(values) > most:
+            check_values(problem, inputs)
+        sent = [*inputs]
+        sent[at] = Known(pack(*values), known, stored, inputs.q)
+        return sent_of(sent)
 
     return run
 

@@ -1,11 +1,13 @@
 """Where the sequence of a batch element lies: lengths (padded batches) and offsets (packed ones),
-read on the device.
+read on the device, or lengths that are numbers among a kernel's arguments.
 """
 
 from typing import NamedTuple
 
+from numba_flash.cuda.arguments import MOST_LENGTHS
 from numba_flash.cuda.lang import device, i64, once
 from numba_flash.cuda.number import index
+from numba_flash.options import AS_NUMBERS
 
 
 class Sequence(NamedTuple):
@@ -30,12 +32,29 @@ class Sequence(NamedTuple):
 
 
 @once
+def build_pick(count):
+    """``pick(values, i)``: element i of `count` values, a power of two, without a branch."""
+    HALF = count // 2
+    if count == 1:
+        return device(lambda values, i: values[0])
+    pick_half = build_pick(HALF)
+
+    @device
+    def pick(values, i):
+        low, high = pick_half(values[:HALF], i), pick_half(values[HALF:], i)
+        return high if i & HALF else low
+
+    return pick
+
+
+@once
 def build_sequence(options):
     """``sequence(extras, b0, b1, nq, nk)``: the `Sequence` of a batch element in arrays of `nq`
     queries and `nk` keys.
     """
     PACKED, FOLLOWS = options.packed, options.follows
     HAS_Q, HAS_KV = options.q_lengths is not None, options.kv_lengths is not None
+    NUMBERS, pick = options.kv_lengths == AS_NUMBERS, build_pick(MOST_LENGTHS)
 
     @device
     def sequence(extras, b0, b1, nq, nk):
@@ -49,7 +68,9 @@ def build_sequence(options):
         else:
             if HAS_Q:
                 queries = i64(extras.q_lengths[index(b0), index(b1)])
-            if HAS_KV:
+            if NUMBERS:  # of one leading axis
+                keys = i64(pick(extras.kv_lengths, b1))
+            elif HAS_KV:
                 keys = i64(extras.kv_lengths[index(b0), index(b1)])
         if q0 < 0 or k0 < 0 or queries < 0 or keys < 0 or q0 + queries > nq or k0 + keys > nk:
             q0, queries = i64(0), i64(0)

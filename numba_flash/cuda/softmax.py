@@ -311,21 +311,6 @@ def build_rescale(count):
 
 
 @once
-def build_cap(count):
-    """``cap(s, slope)``: tanh of scores, ``slope = 2 log2(e) scale / softcap``; ``1 - 2 / (1 +
-    e^2x)`` loses nothing that a score needs.
-    """
-    COUNT, ONE, TWO = count, f32(1), f32(2)
-
-    @inline
-    def cap(s, slope):
-        for i in range(COUNT):
-            s[i] = ONE - TWO * ptx.rcp(ONE + ptx.ex2(s[i] * slope))
-
-    return cap
-
-
-@once
 def build_hide(count, starts, keys=False):
     """``hide_row(s, r, start, stop)``: -inf outside the columns ``[start, stop)`` of row r, or only
     from `stop` on without `starts`.

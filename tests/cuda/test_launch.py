@@ -340,12 +340,55 @@ def test_few_lengths_on_the_host_are_arguments_of_a_kernel(dtype, launched):
         assert len({*read}) == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "return_lse": True}])
+def test_few_queries_take_lengths_as_numbers(options, launched):
+    """Of each call, before the other numbers; nothing is launched that stores them."""
+    q, k = OnGpu((3, 4, 1, 64), "float16"), OnGpu((3, 2, 20000, 64), "float16")
+    for kv_lengths in ([7, 0, 20000], [1, 2, 3]):
+        launched.clear()
+        numba_flash.forward(q, k, k, kv_lengths=np.array(kv_lengths, np.uint8 if max(kv_lengths) < 256 else np.int64), **options)
+        (builder, _, extras, words), *others = launched
+        assert builder == "sm80.forward_few.build"
+        assert all(each[0] == "combine.build_many" for each in others)
+        assert extras == []
+        assert [*np.frombuffer(words[: 8 * 64], "int64")] == kv_lengths + [0] * 61
+        assert len(words) > 8 * 64
+
+
 def test_lengths_of_one_kind_or_of_one_sequence(launched):
     q = OnGpu((2, 100, 64), "float16")
-    numba_flash.forward(q, q, q, kv_lengths=np.array(33))
-    (_, (absent, stored), _, words), (_, _, read, _) = launched
+    numba_flash.forward(q, q, q, q_lengths=np.array(33))
+    (_, (stored, absent), _, words), (_, _, read, _) = launched
     assert (absent, [stored]) == (None, read)
     assert np.frombuffer(words, "int64")[0] == 33
+    launched.clear()
+    numba_flash.forward(q, q, q, kv_lengths=np.array(33))
+    ((builder, _, read, words),) = launched
+    assert builder == "sm90.forward.build"
+    assert read == []
+    assert np.frombuffer(words[: 8 * 64], "int64")[0] == 33
+
+
+@pytest.mark.parametrize(("heads", "kernels"), [(4 * 132 // 3, 1), (4 * 132 // 3 + 1, 2)])
+def test_kernels_with_few_work_items_take_numbers(heads, kernels, launched):
+    """On Hopper up to four for each of 132 multiprocessors, here one for each head; of more, all read an array."""
+    q = OnGpu((3, heads, 100, 64), "float16")
+    numba_flash.forward(q, q, q, kv_lengths=np.array([7, 0, 100]))
+    assert [builder for builder, *_ in launched] == ["lengths.build", "sm90.forward.build"][-kernels:]
+
+
+def test_kernels_that_take_no_numbers_read_lengths_of_keys_where_they_are_stored_once(launched):
+    """Those of a backward pass, or with a bias."""
+    q, lse = OnGpu((3, 2, 100, 64), "float16"), OnGpu((3, 2, 100), "float32")
+    numba_flash.backward(q, q, q, q, q, lse, kv_lengths=np.array([7, 0, 100]))
+    stores = [each for each in launched if each[0] == "lengths.build"]
+    assert len(stores) == 1
+    (_, (absent, stored), _, words) = stores[0]
+    assert absent is None
+    assert [*np.frombuffer(words, "int64")] == [7, 0, 100] + [0] * 61
+    readers = [extras for _, _, extras, _ in launched if extras]
+    assert len(readers) > 1
+    assert all(extras == [stored] for extras in readers)
 
 
 @pytest.mark.parametrize("count", [0, 65])

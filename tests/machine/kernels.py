@@ -33,7 +33,14 @@ def ptx(builder: str, config: tuple, capability: tuple[int, int]) -> str:
         gc.enable()
 
 
-KINDS = {int: "u64", np.uint64: "u64", float: "f64", np.float64: "f64", np.float32: "f32"}  # of numbers, as `packing.FORMATS`
+KINDS = {
+    int: "u64",
+    np.uint64: "u64",
+    np.int32: "u32",
+    float: "f64",
+    np.float64: "f64",
+    np.float32: "f32",
+}  # of numbers, as `packing.FORMATS`
 
 
 class Executed:
@@ -64,6 +71,8 @@ class Executed:
             if x is not None:
                 described[4] = machine.memory.place(prepared.builder, x)
             arguments += described
+        if isinstance(numbers, bytes):
+            numbers = packing.unpacked(numbers, prepared.numbers)
         numbers = packing.flat(prepared.numbers if numbers is None else numbers)
         for number, parameter in zip(numbers, machine.kernel.parameters[len(arguments) :], strict=True):
             if KINDS[type(number)] != parameter.kind:  # the driver copies what it is given
@@ -135,6 +144,14 @@ def machine(
             *((tier(name), "takes_numpy", lambda: True) for name in BACKENDS if name != "cpu"),
         ):
             stack.enter_context(mock.patch.object(module, name, instead))
+        yield
+
+
+@contextmanager
+def lengths_as_numbers():
+    """Let lengths of keys come to kernels of few queries as those do which are on the host beside queries on a GPU."""
+    always = lambda value: property(lambda self: value, lambda self, given: None)
+    with mock.patch.multiple(call._Call, create=True, _on_host=always(["kv_lengths"]), _sends=always(True)):
         yield
 
 

@@ -67,7 +67,7 @@ MUTANTS = (
     # ---- the forward loop
     Mutant("no wait for K", FORWARD, "of all\n        pipeline.wait_ready(smem, K, n)\n", "of all\n", "plain"),
     Mutant("Q is released a tile early", FORWARD, "if t == item.count - 1:", "if t == 1:", "D136"),
-    Mutant("a tile free when one consumer has left", FORWARD, "K, 1, CONSUMERS)", "K, 1, 1)", "long items"),
+    Mutant("a tile free when one consumer has left", FORWARD, "K, 1, CONSUMERS * RELEASES_OF_K)", "K, 1, 1)", "long items"),
     Mutant("K overwritten", LOAD, "                    pipeline.wait_free(smem, K, u32(n + t))\n", "", "long items"),
     Mutant("work items overwritten", LOAD, "        pipeline.wait_free(smem, WORK, turn)\n", "", "many items"),
     Mutant("the head within its group", LOAD, "u32(item.head) // u32(sizes.group)", "u32(item.head) % u32(sizes.group)", "heads"),
@@ -224,8 +224,8 @@ MUTANTS = (
     Mutant(
         "K is released before its product",
         FORWARD,
-        "wait_scores(s)\n        pipeline.release_group(smem, K, n)",
-        "pipeline.release_group(smem, K, n)\n        wait_scores(s)",
+        "wait_scores(s)\n        release_k(smem, K, n)",
+        "release_k(smem, K, n)\n        wait_scores(s)",
         "long items",
     ),
     Mutant(

@@ -6,6 +6,7 @@ FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward_few.py", "
 GRADIENTS, SCHEDULE = "cuda/sm80/backward_few.py", "cuda/schedule.py"
 JOIN, LOAD = "cuda/sm80/few_join.py", "cuda/sm80/load.py"
 LANES, LANES_ROWS, FEW_LANES = "cuda/simt/lanes.py", "cuda/simt/lanes_rows.py", "cuda/simt/few_lanes.py"
+PRODUCTS, MMA, SEQUENCE = "cuda/sm80/products.py", "cuda/ptx/mma.py", "cuda/sequence.py"
 FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
 
 MUTANTS_FEW = (
@@ -55,6 +56,18 @@ MUTANTS_FEW = (
         "i32(first + n)\n            if True:\n",
         "few, six parts",
     ),
+    # ---- lines of shared memory
+    Mutant("chunks of a line in their order", LOAD, "            chunk = i32(chunk ^ (row & 7))\n", "            pass\n", "few, D128"),
+    Mutant("rows below turned as the first", LOAD, "u32(address ^ u32((rows & 7) * (2 * CHUNK)))", "address", "few, D128"),
+    Mutant("chunks of keys in their order", PRODUCTS, "(lane // 8 % 2 ^ lane % 8) * 16", "lane // 8 % 2 * 16", "few, D128"),
+    Mutant("chunks of values in their order", PRODUCTS, "(lane // 16 ^ lane % 8) * 16", "lane // 16 * 16", "few, D128"),
+    Mutant("steps that are not turned", MMA, "builder.xor(address, ir.Constant(I32, turned))", "address", "few, D128"),
+    Mutant("columns beyond a line in the first", MMA, "* (tile if operand.transposed else step) % LINE", "* step % LINE", "few, D128"),
+    # ---- lengths that are numbers
+    Mutant(
+        "the length of the first sequence for all", SEQUENCE, "pick(extras.kv_lengths, b1)", "pick(extras.kv_lengths, 0)", "few, lengths"
+    ),
+    Mutant("the other half of all lengths", SEQUENCE, "high if i & HALF else low", "low if i & HALF else high", "few, lengths"),
     # ---- rows, queries and heads
     Mutant("queries of the first head for all", FEW, "own = x[index(head_of(i32(first + row)))]", "own = x[index(0)]", "few"),
     Mutant("the group's number for its first head", BLOCK, "h = i32(kv_head * GROUP)", "h = i32(kv_head)", "few"),

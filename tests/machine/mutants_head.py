@@ -4,6 +4,7 @@ from mutants import Mutant
 
 PLANES, FORWARD, LOAD, STORE = (f"cuda/sm80/{name}.py" for name in ("head_planes", "forward_head", "load_head", "store_pairs"))
 DQ_DBIAS, DK_DV, TILES = (f"cuda/sm80/{name}.py" for name in ("dq_dbias_split", "dk_dv_split", "head_tiles"))
+SPLIT_HEADS, WRITE, MMA = "cuda/sm80/split_heads.py", "cuda/sm80/write_planes.py", "cuda/ptx/mma.py"
 SHORT, PLAIN, GRADIENTS = "short heads", "short heads, plain", "short heads, gradients"
 
 MUTANTS_HEAD = (
@@ -14,7 +15,7 @@ MUTANTS_HEAD = (
     Mutant(
         "low planes of queries that are 0",
         PLANES,
-        "ptx.pack_float16(x * f32(LOW), y * f32(LOW))\n\n    return load",
+        "ptx.pack_float16(x, y)\n\n    return load",
         "u32(0)\n\n    return load",
         PLAIN,
     ),
@@ -67,7 +68,7 @@ MUTANTS_HEAD = (
         "",
         GRADIENTS,
     ),
-    Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "power_of_two(exponent) * vdo", "power_of_two(exponent)", GRADIENTS),
+    Mutant("the gradient of the bias in units of planes", DQ_DBIAS, "delta * w.up[r], down * vdo", "delta * w.up[r], down", GRADIENTS),
     Mutant("the bias of a half for both, of short heads", LOAD, "+ number % 2 * 4)", ")", GRADIENTS),
     Mutant(
         "keys beyond the last one, in dQ",
@@ -87,5 +88,31 @@ MUTANTS_HEAD = (
     Mutant(
         "the bias of the queries before", DK_DV, "i32(row0 + query), key, nq, nk)", "i32(row0 - COLUMNS + query), key, nq, nk)", GRADIENTS
     ),
+    # ---- planes of gradients
+    Mutant("no low plane of A", MMA, "            add(step, planes.a, high[step])\n", "", GRADIENTS),
+    Mutant("joined columns of the tile before", MMA, "(2 * (m * n_tiles + first) + rest)", "(2 * m * n_tiles + rest)", GRADIENTS),
+    Mutant(
+        "K in the place of V that is read",
+        SPLIT_HEADS,
+        "        cuda.syncthreads()  # V has been read\n        hear_most",
+        "        hear_most",
+        GRADIENTS,
+    ),
+    Mutant(
+        "Q in the place of dO that is read",
+        SPLIT_HEADS,
+        "        cuda.syncthreads()  # and dO\n        copy_q",
+        "        copy_q",
+        GRADIENTS,
+    ),
+    Mutant(
+        "delta of half a row",
+        WRITE,
+        "STEPS, FOLDS, BOUNDS = -(-rows // STEP), (CHUNKS - 1)",
+        "STEPS, FOLDS, BOUNDS = -(-rows // STEP), (CHUNKS // 2 - 1)",
+        GRADIENTS,
+    ),
+    Mutant("numbers of dS that are too large", SPLIT_HEADS, "- (14 - MARGIN)", "- (30 - MARGIN)", GRADIENTS),
+    Mutant("a weight that is not raised", DK_DV, "* f32(LOG2E)) * f32(HIGHER)", "* f32(LOG2E))", GRADIENTS),
     Mutant("rows of lse in the place of delta", LOAD, "which, chunk = i32(u32(n) // u32(COPIES))", "which, chunk = i32(0)", GRADIENTS),
 )

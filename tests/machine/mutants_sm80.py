@@ -87,7 +87,7 @@ MUTANTS_SM80 = (
     Mutant("random words of other keys", MODIFY, "u32(j) >> u32(3)", "u32(j)", "mma, mask and dropout"),
     Mutant("the lower half for both keys", MODIFY, "ptx.add_upper(word, w.less)", "ptx.add_lower(word, w.less)", "mma, mask and dropout"),
     Mutant("words of a counter in another order", MODIFY, "words.w1, n, 2)", "words.w2, n, 2)", "mma, mask and dropout"),
-    Mutant("dropped weights that count", FORWARD, "tile, BEGIN, DROPOUT)", "tile, BEGIN, False)", "mma, mask and dropout"),
+    Mutant("dropped weights that count", FORWARD, "BEGIN, DROPOUT, not", "BEGIN, False, not", "mma, mask and dropout"),
     Mutant(
         "weights that do not make up for the others", FORWARD, "inverse[r] *= f32(parameters.keep_scale)", "pass", "mma, mask and dropout"
     ),
@@ -191,8 +191,8 @@ MUTANTS_SM80 = (
     Mutant(
         "gradients of heads that are not flagged",
         "cuda/simt/backward.py",
-        "index(b1), index(h)] == 0",
-        "index(b1), index(h)] != 0",
+        "index(at.head)] != 0",
+        "index(at.head)] == 0",
         "split, gradients, a NaN",
     ),
     # ---- warps that share rows

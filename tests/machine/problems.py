@@ -25,7 +25,7 @@ from support import random_inputs
 
 import numba_flash
 from numba_flash import call, reference
-from numba_flash.cuda import compile
+from numba_flash.cuda import compile, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
@@ -63,6 +63,8 @@ class Problem(NamedTuple):
         Of the arrays.
     made : function
         What is made of N(0, 1) for q, k, v and do.
+    relative : bool
+        What a function of the score adds for each distance is read from an array, of few scores, too.
     """
 
     run: Callable
@@ -82,6 +84,7 @@ class Problem(NamedTuple):
     capability: tuple[int, int] = kernels.HOPPER
     dtype: str = "float16"
     made: Callable = lambda *arrays: arrays
+    relative: bool = False
 
 
 class Watched(Machine):
@@ -126,6 +129,12 @@ def paged_pass(backend, arrays, seed, multiprocessors, resident, capability, *, 
         if missing is not None:
             ref[missing[0]] = np.nan
         np.testing.assert_allclose(x.astype(np.float64), ref, atol=unit, rtol=unit)
+
+
+def known_pass(*arguments, **options):
+    """`kernels.forward_pass` with lengths that are numbers."""
+    with kernels.lengths_as_numbers():
+        forward_pass(*arguments, **options)
 
 
 STEEP = {"scale": 1.0}  # scores so far apart that the largest so far grows from tile to tile
@@ -303,8 +312,18 @@ PROBLEMS |= {
 DRAW = np.random.default_rng(11)
 learned_bias = lambda *shape: {"bias": DRAW.standard_normal(shape).astype(np.float16), "bias_grad": True}
 dbias = partial(Problem, backward_pass, nq=130, nk=200, batch=2)
+
+
+def unaligned(options):
+    """The same with rows of the bias that begin at no multiple of 16 bytes, which the copy engine does not bring."""
+    bias = options["bias"]
+    rows = np.empty((*bias.shape[:-1], bias.shape[-1] + 2), bias.dtype)[..., :-2]
+    rows[...] = bias
+    return options | {"bias": rows}
+
+
 PROBLEMS |= {
-    "bias gradient": dbias(options=learned_bias(130, 200)),
+    "bias gradient": dbias(options=unaligned(learned_bias(130, 200))),
     "bias gradient, heads": dbias(nq=40, nk=60, hq=4, hk=2, batch=1, options=learned_bias(40, 60)),
     "bias gradient, D128": dbias(d=128, nk=70, batch=1, options=learned_bias(130, 70)),
     "bias gradient, keys": dbias(nq=40, nk=400, batch=1, options=learned_bias(400)),
@@ -383,7 +402,7 @@ short = partial(Problem, nq=70, nk=72, hq=2, tier="sm80", dtype="float32", capab
 PROBLEMS |= {
     "short heads": short(forward_pass, d=32, hk=2, made=offset, options={"bias": SHORT}),
     "short heads, plain": short(forward_pass, d=12, hk=1, made=units),
-    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, nq=40, options={"bias": SHORT[0, :40] - 100, "bias_grad": True}),
+    "short heads, gradients": short(backward_pass, d=32, batch=8, hq=1, options={"bias": SHORT[0] - 100, "bias_grad": True}),
 }
 of_blocks = partial(Problem, backward_pass, d=72, nq=300, nk=300, hq=2, hk=2, multiprocessors=2)
 PROBLEMS |= {
@@ -415,6 +434,7 @@ def run(problem: Problem, seed: int) -> None:
                 x[b, :, length:] = np.nan
     prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
     prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
+    prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
     prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 
@@ -480,4 +500,32 @@ PROBLEMS |= {
     "copied bias": Problem(forward_pass, nq=300, nk=424, multiprocessors=2, options={"bias": of_a_bias(300, 424)["bias"]}),
     "copied mask": Problem(forward_pass, nq=150, nk=560, options={"mask": np.random.default_rng(13).random((150, 560)) < 0.7}),
     "alibi": Problem(forward_pass, nq=150, nk=300, hq=2, hk=1, options={"score_mod": numba_flash.alibi([0.5, 0.25])}),
+}
+PROBLEMS["few, lengths"] = Problem(
+    known_pass, nq=2, hq=4, nk=200, batch=3, tier="sm80", capability=(8, 0), options={"kv_lengths": np.array([200, 0, 70])}
+)
+
+
+rows_of_bias = partial(Problem, backward_pass, hq=2, nq=150, nk=200, multiprocessors=2)
+PROBLEMS |= {
+    "bias gradient, rows": rows_of_bias(d=64, batch=4, options=learned_bias(1, 2, 150, 200)),
+    "bias gradient, rows of each": rows_of_bias(batch=2, options=learned_bias(2, 2, 150, 200)),
+    "bias gradient, rows, hidden": rows_of_bias(
+        nq=70,
+        nk=136,
+        hq=1,
+        batch=2,
+        dtype="bfloat16",
+        made=beyond,
+        options={"bias": HIDES[None, None].astype("bfloat16"), "bias_grad": True},
+    ),
+}
+OF_DISTANCES = {"score_mod": numba_flash.relative_position(np.random.default_rng(14).standard_normal((2, 801)))}
+PROBLEMS |= {
+    "relative": Problem(forward_pass, nq=200, nk=400, hq=2, options=OF_DISTANCES, relative=True),
+    "gradients, relative": Problem(backward_pass, nq=200, nk=300, hq=2, options=OF_DISTANCES, relative=True),
+    "mma, relative": mma(nk=300, hq=2, options=OF_DISTANCES, relative=True),
+    "mma, softcap": mma(nk=300, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
+    "mma, gradients, softcap": mma_gradients(dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
+    "softcap of bfloat16": Problem(forward_pass, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
 }

@@ -12,9 +12,10 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import HOPPER, SM80, machine
+from kernels import HOPPER, SM80, lengths_as_numbers, machine
 from memory import Fault
 from naive import compare
+from pages import paged
 from test_contract import ALIBI, AMPERE, DROPOUT, ONE, SMALL, TURING, Group, Shape, also, bias, forward, inputs_of, lengths, mask, tilt
 
 from numba_flash.arrays import Layout
@@ -104,6 +105,25 @@ def test_out_of_float32_and_no_lse():
             o = SM80.forward(q, k, v)
         assert same_bits(o, out.astype(o.dtype))
         assert (out != o).any()
+
+
+KNOWN = {"all keys": (1, 3, 100), "parts": (MANY, 2, 300), "many parts": (60, 2, 3000)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "parts" else pytest.mark.full) for name in KNOWN])
+@pytest.mark.parametrize("size", [None, pytest.param(16, marks=pytest.mark.full)])
+def test_lengths_of_the_host_are_numbers(name, size):
+    """Of keys, beside a dtype that nobody reads; nothing else is launched for them."""
+    multiprocessors, batch, nk = KNOWN[name]
+    arrays = random_inputs(batch=(batch,), hq=4, hk=2, nq=2, nk=nk, d=64, dtype="bfloat16")
+    lengths = {"kv_lengths": np.array([nk, 7, 0][:batch], np.int16), "causal": True}
+    with machine(multiprocessors=multiprocessors, capability=AMPERE), lengths_as_numbers():
+        if size is None:
+            o, lse = SM80.forward(*arrays[:3], return_lse=True, **lengths)
+        else:
+            given = paged(*arrays[:3], lengths["kv_lengths"], size)
+            o, lse = SM80.forward_paged(*given[:5], return_lse=True, causal=True)
+    compare({"o": o, "lse": lse}, *arrays, **lengths)
 
 
 @pytest.mark.parametrize(("parts", "dv"), [(1, 7), (9, 64), (40, 40)])

@@ -2,18 +2,23 @@
 
 import numpy as np
 import pytest
-from support import SIMULATED
+from support import SIMULATED, random_inputs
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 import compiled
-from kernels import HOPPER, machine
+from kernels import HOPPER, forward_pass, lengths_as_numbers, machine
 
 from numba_flash.arrays import Layout
+from numba_flash.cuda import compile
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_lengths import MOST, launch_of
+from numba_flash.cuda.sm90 import prepare_forward
+from numba_flash.cuda.sm90.tiles import forward_tile
+from numba_flash.options import AS_NUMBERS, Options
+from numba_flash.problem import Problem
 
 pytestmark = pytest.mark.machine
 
@@ -46,3 +51,28 @@ def test_it_compiles_to_selections_in_registers(capability):
     assert ".local" not in text
     assert text.count("bra") <= 4
     assert compiled.linked(kernel).cubin
+
+
+SHAPES = {"blocks": (130, 4, 4, 2), "parts": (70, 2, 2, 16), "heads as rows": (17, 8, 2, 2)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "heads as rows" else pytest.mark.full) for name in SHAPES])
+def test_kernels_for_hopper_take_lengths_of_keys_as_numbers(name, monkeypatch):
+    monkeypatch.setattr(prepare_forward, "FEW_ITEMS", 1000)
+    nq, hq, hk, multiprocessors = SHAPES[name]
+    arrays = random_inputs(batch=(3,), hq=hq, hk=hk, nq=nq, nk=2200 if name == "parts" else 300, d=64, dtype="bfloat16")
+    lengths = np.array([arrays[1].shape[-2], 0, 77], np.int16)
+    with lengths_as_numbers():
+        forward_pass("sm90", arrays, 0, multiprocessors, causal=True, kv_lengths=lengths)
+
+
+@pytest.mark.full
+def test_a_kernel_for_hopper_has_registers_for_lengths_that_are_numbers():
+    """None goes to memory, as none does where lengths are in an array."""
+    used = []
+    for kv_lengths in ("int32", AS_NUMBERS):
+        options = Options(kv_lengths=kv_lengths, follows=True)
+        tile = forward_tile(Problem((1, 3), 8, 8, 4096, 4096, 128, 128, "bfloat16", 1.0, -4096, 0, options, "float32"))
+        kernel = compiled.Kernel("sm90.forward.build", ("bfloat16", 128, 128, False, "above", "map", options.structure, tile))
+        used.append(compile._resources(compiled.linked(kernel).log))
+    assert [each["spill_bytes"] for each in used] == [0, 0]

@@ -248,6 +248,17 @@ def test_large_scores_in_16_bits_share_inverses(softcap):
     np.testing.assert_allclose(slope, 1 - np.square(unit), atol=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [2.0, *(pytest.param(each, marks=pytest.mark.full) for each in (2.0**-10, 4.0, 4.5))])
+def test_small_caps_of_bfloat16(softcap):
+    """By the instruction for tanh, of any size and of NaN; not beyond."""
+    raw = sizes(2.0**-20, 2.0**20)
+    raw[:, 3] = np.nan
+    s, slope, _, _ = executed(SHAPES[0], raw, 16, 32, 0, 0, dtype="bfloat16", softcap=softcap, scale=0.5)
+    unit = np.tanh(0.5 * raw.astype(np.float64) / softcap)
+    np.testing.assert_allclose(s, softcap * unit, rtol=2.0**-11)
+    np.testing.assert_allclose(slope, 1 - np.square(unit), atol=2.0**-10)
+
+
 @DTYPES
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
 def test_a_number_beyond_a_cap_is_alone(odd, dtype):

@@ -16,10 +16,12 @@ from mutants import MUTANTS
 from mutants_bias import MUTANTS_BIAS
 from mutants_blocks import MUTANTS_BLOCKS
 from mutants_dbias import MUTANTS_DBIAS
+from mutants_dbias_rows import MUTANTS_DBIAS_ROWS
 from mutants_few import MUTANTS_FEW
 from mutants_head import MUTANTS_HEAD
 from mutants_kept import MUTANTS_KEPT
 from mutants_pages import MUTANTS_PAGES
+from mutants_relative import MUTANTS_RELATIVE
 from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from problems import CAUGHT, PROBLEMS
@@ -32,9 +34,11 @@ ALL = (
     *MUTANTS_PAGES,
     *MUTANTS_BLOCKS,
     *MUTANTS_DBIAS,
+    *MUTANTS_DBIAS_ROWS,
     *MUTANTS_BIAS,
     *MUTANTS_HEAD,
     *MUTANTS_KEPT,
+    *MUTANTS_RELATIVE,
 )
 
 

@@ -132,6 +132,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared as load_shared,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_float as load_shared_float,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_float64s as load_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -190,6 +193,9 @@ from numba_flash.cuda.ptx.mma import (
 )
 from numba_flash.cuda.ptx.mma import (
     begun_product as begun_product,
+)
+from numba_flash.cuda.ptx.mma import (
+    joined_product as joined_product,
 )
 from numba_flash.cuda.ptx.mma import (
     load_matrices as load_matrices,
@@ -271,6 +277,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     rcp as rcp,
+)
+from numba_flash.cuda.ptx.scalar import (
+    tanh as tanh,
 )
 from numba_flash.cuda.ptx.scalar import (
     thread_here as thread_here,

@@ -12,6 +12,7 @@ _void = types.void
 
 load_global_one = instruction("load_global_one", "ld.global.b32 $0, [$1];", f32, u64)
 load_shared = instruction("load_shared", "ld.shared.b32 $0, [$1];", i32, u32)
+load_shared_float = instruction("load_shared_float", "ld.shared.f32 $0, [$1];", f32, u32)
 load_shared_half = instruction("load_shared_half", "ld.shared.u16 $0, [$1];", u32, u32)
 store_shared = instruction("store_shared", "st.shared.b32 [$0], $1;", _void, u32, i32)
 store_shared_zero16 = instruction(

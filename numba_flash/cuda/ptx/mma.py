@@ -15,6 +15,7 @@ from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
 
 # Low ones of split float32 are so many times larger: those of small numbers, too, are normal.
 LOW = 2.0**11
+LINE = 128  # bytes, of shared memory
 
 
 class Matrices(NamedTuple):
@@ -27,11 +28,24 @@ class Matrices(NamedTuple):
         the sum to the next.
     transposed : bool
         Its rows in memory run along the sum (of A: do not), so that ldmatrix has to transpose.
+    swizzled : bool
+        Rows are whole lines of 128 bytes, in which the 16-byte chunk c of row r lies in the place
+        ``c ^ (r % 8)``: see `numba_flash.cuda.swizzle`.
     """
 
     tile: int
     step: int
     transposed: bool
+    swizzled: bool = False
+
+
+def _load_tile(builder, address, operand, tile, step):
+    """That of 16 rows or columns, and of a step; a lane's own chunk is in its address."""
+    offset = tile * operand.tile + step * operand.step
+    if operand.swizzled:
+        turned = 32 * (tile if operand.transposed else step) % LINE
+        address, offset = builder.xor(address, ir.Constant(I32, turned)), offset - turned
+    return _load(builder, address, offset, operand.transposed)
 
 
 def _load(builder, address, offset, transposed):
@@ -84,7 +98,7 @@ def begun_product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False, 
 
     def one_step(builder, sums, fragments, address, step):
         for n in range(n_tiles):
-            right = _load(builder, address, n * b.tile + step * b.step, b.transposed)
+            right = _load_tile(builder, address, b, n, step)
             for m in range(m_tiles):
                 for half in range(2):
                     i = (m * n_tiles + n) * 2 + half
@@ -257,5 +271,76 @@ def split_product(
             return context.get_dummy_value()
 
         return types.void(acc, left, right, factors), codegen
+
+    return multiply
+
+
+def joined_product(
+    m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, scaled=False, last=False
+):
+    """Function ``multiply(acc, left, right, factor)`` of kernels: as `split_product` of A in
+    registers, but of planes of A and B that are ``high + low``. So products with low ones need no
+    sum of their own: what they make is where the sum of the high ones begins, small beside it, so
+    that little is cut off before the high ones come.
+
+    If it is `scaled`, the product is multiplied by the first element of the array `factor`. Low
+    ones of A come first, or `last`, so that A B and its transpose B^T A^T can be the same bits.
+    """
+
+    def sums_of(builder, held, right, first):
+        """Of `at_once` tiles of columns from the `first` on, in the order of registers of acc."""
+        count = 2 * m_tiles * at_once
+        sums = [[ir.Constant(F32, 0)] * 4 for _ in range(count)]
+
+        def left(m, step, plane):
+            return held[4 * (m * steps + step) + plane :][:4]
+
+        def add(step, plane, fragments):
+            for i in range(count):
+                m, (n, half) = i // (2 * at_once), divmod(i % (2 * at_once), 2)
+                pair = fragments[n][2 * half :][:2]
+                sums[i] = _mma(builder, "f16", 1, sums[i], left(m, step, plane), pair)
+
+        def load(step, plane):
+            at = [(first + n) * b.tile + step * b.step + plane for n in range(at_once)]
+            return [_load(builder, right, x, b.transposed) for x in at]
+
+        high = []
+        for step in range(steps):
+            high.append(load(step, 0))
+            low = load(step, planes.b)
+            if last:
+                add(step, 0, low)
+            add(step, planes.a, high[step])
+            if not last:
+                add(step, 0, low)
+        for step in range(steps):
+            add(step, 0, high[step])
+        return sums
+
+    @intrinsic
+    def multiply(context, acc, left, right, factor):
+        def codegen(context, builder, signature, values):
+            registers = pointers(context, builder, acc, values[0], 8 * m_tiles * n_tiles)
+            words = pointers(context, builder, left, values[1], 8 * m_tiles * steps)
+            held = [builder.load(x) for x in words]
+            if scaled:
+                (given,) = pointers(context, builder, factor, values[3], 1)
+                power = builder.load(given)
+            for first in range(0, n_tiles, at_once):
+                for i, own in enumerate(sums_of(builder, held, values[2], first)):
+                    m, rest = divmod(i, 2 * at_once)
+                    for e in range(4):
+                        at = 4 * (2 * (m * n_tiles + first) + rest) + e
+                        pointer, total = registers[at], own[e]
+                        old = None if fresh else builder.load(pointer)
+                        if scaled:
+                            total = builder.fma(total, power, old)
+                        elif not fresh:
+                            total = builder.fadd(old, total)
+                        builder.store(total, pointer)
+            return context.get_dummy_value()
+
+        return types.void(acc, left, right, factor), codegen
 
     return multiply

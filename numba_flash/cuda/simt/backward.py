@@ -12,18 +12,29 @@ called sT, pT, dpT, dsT is the transpose of S, P, dP, dS.
 """
 
 import math
+from typing import Any, NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import score
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, i64, types
+from numba_flash.cuda.lang import cuda, device, i32, i64, inline, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
 from numba_flash.cuda.schedule import build_row_block
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import tiles
+from numba_flash.cuda.simt.left import build_any_left
 from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
+
+
+class Numbers(NamedTuple):
+    """Arguments that are numbers, as kernels take them."""
+
+    scale: float
+    low: int
+    high: int
+    parameters: Any
 
 
 def _signature(dtype, tensors, options, flagged):
@@ -31,6 +42,7 @@ def _signature(dtype, tensors, options, flagged):
     ACC = ACCUMULATOR[dtype]
     numbers = types.float64, i64, i64
     more = extras_type(options, more=FLAGS if flagged else ()), *numbers, parameters_type(options)
+    more += (i64,) if flagged else ()
     return types.void(*[array(dtype, 5)] * tensors, array(ACC, 4), array(ACC, 4), *more)
 
 
@@ -39,7 +51,7 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     its signature and compile options.
 
     Arguments are those of `numba_flash.cuda.simt.forward.build`'s kernel; low and high bound query
-    - key.
+    - key. If it is `flagged`, there is one more, how many work items there are.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     COLS_K, COLS_V = tile.head_cols(head_dim), tile.head_cols(head_dim_v)
@@ -50,7 +62,6 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
     SEQUENCES, PACKED, DROPOUT = options.sequences, options.packed, bool(options.dropout)
-    FLAGGED = flagged
     absent_p, absent_ds = "band", "band"
     if MODIFIED:
         absent_p, absent_ds = "negative" if DROPOUT else "zero", "zero"
@@ -67,7 +78,8 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     seen = build_seen(options, tile, True)
     clear_k, clear_v = build_clear(dtype, tile, COLS_K), build_clear(dtype, tile, COLS_V)
 
-    def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
+    @inline
+    def work(number, do, q, k, v, dk, dv, lse, delta, extras, numbers):
         # shared by the block
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of K^T or V^T
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of Q^T or dO^T
@@ -77,24 +89,18 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         sT = cuda.local.array(SCORES, ACC)  # its part of S^T, then of dP^T
         dk_acc = cuda.local.array(OUTPUTS_K, ACC)  # its part of dK
         dv_acc = cuda.local.array(OUTPUTS_V, ACC)  # its part of dV
-        slope = sT
+        dpT, slope, (scale, low, high, parameters), invalid = sT, sT, numbers, False
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
-
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
-        b0, b1, kv_head, block = row_block_of(cuda.blockIdx.x, extras, nk, k.shape[2], k.shape[1])
-        batch, batch1, invalid = b0 * k.shape[1] + b1, b1, False
+        b0, b1, kv_head, block = row_block_of(number, extras, nk, k.shape[2], k.shape[1])
+        batch, batch1 = b0 * k.shape[1] + b1, b1
         if PACKED:
             b1 = 0
-        first = kv_head * (heads // k.shape[2])  # of q; all of them have the same flag
-        if FLAGGED and extras.flags[index(b0), index(b1), index(first)] == 0:
-            return
-        k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
-        row0 = block * BLOCK_M
+        row0, k_head, v_head = block * BLOCK_M, k[b0, b1, kv_head], v[b0, b1, kv_head]
         if SEQUENCES:
             sequence = sequence_of(extras, b0, batch1, nq, nk)
-            q0, nq = sequence.q0, sequence.queries
-            k0, nk = sequence.k0, sequence.keys
+            q0, k0, nq, nk = sequence.q0, sequence.k0, sequence.queries, sequence.keys
             k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
             low, high = low - sequence.shift, high - sequence.shift
             invalid = sequence.invalid
@@ -102,7 +108,6 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             dk_acc[i] = ACC(0)
         for i in range(OUTPUTS_V):
             dv_acc[i] = ACC(0)
-
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nk), nq, low, high)
         if SEQUENCES and row0 >= nk:
             stop = start
@@ -130,7 +135,6 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
                 # (3) dV = dV + P^T dO
                 outer_do(dv_acc, w_smem, do_head, region, x_smem, edge)
                 # (4) dP^T = V dO^T
-                dpT = sT
                 inner_v(dpT, v_head, do_head, region, a_smem, b_smem)
                 # (5) dS^T = P^T * (dP^T - delta), in the place of P^T
                 differentiate(dpT, slope, w_smem, delta_head, region, parameters)
@@ -143,19 +147,42 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         dk_head, dv_head = dk[b0, b1, kv_head], dv[b0, b1, kv_head]
         if PACKED:
             dk_head, dv_head = dk_head[k0 : k0 + nk], dv_head[k0 : k0 + nk]
-        keep_scale = 1.0
-        if DROPOUT:
-            keep_scale = parameters.keep_scale
+        keep_scale = parameters.keep_scale if DROPOUT else 1.0
         write_dk(dk_head, row0, dk_acc, NAN if invalid else scale)
         write_dv(dv_head, row0, dv_acc, NAN if invalid else keep_scale)
 
+    @device
+    def is_left(number, q, k, extras):
+        at = row_block_of(number, extras, k.shape[3], k.shape[2], k.shape[1])
+        first = at.head * (q.shape[2] // k.shape[2])  # of q; all of them have the same flag
+        return extras.flags[index(at.b0), index(0 if PACKED else at.b1), index(first)] != 0
+
+    any_left = build_any_left(is_left, tile.threads)
+
+    def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
+        numbers = Numbers(scale, low, high, parameters)
+        work(cuda.blockIdx.x, do, q, k, v, dk, dv, lse, delta, extras, numbers)
+
+    def dkdv_simt_left(
+        do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters, items
+    ):
+        numbers = Numbers(scale, low, high, parameters)
+        if any_left(i32(items), q, k, extras):
+            for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
+                if is_left(number, q, k, extras):
+                    work(number, do, q, k, v, dk, dv, lse, delta, extras, numbers)
+                    cuda.syncthreads()  # what is shared has been read
+
+    signature = _signature(dtype, 6, options, flagged)
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return dkdv_simt, _signature(dtype, 6, options, flagged), options_of_compiler
+    if flagged:
+        return dkdv_simt_left, signature, options_of_compiler
+    return dkdv_simt, signature, options_of_compiler
 
 
 def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     """Kernel ``dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters)``, its
-    signature and compile options.
+    signature and compile options; likewise if it is `flagged`.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     COLS_K = tile.head_cols(head_dim)
@@ -164,7 +191,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     DEPTH, DEPTH_OUTER = tile.depth, tile.depth_outer
     ACC, NAN = ACCUMULATOR[dtype], math.nan
     MODIFIED, HIDES, BENDS = options.modifies, score.hides(options), options.bends
-    SEQUENCES, PACKED, FLAGGED = options.sequences, options.packed, flagged
+    SEQUENCES, PACKED = options.sequences, options.packed
     row_block_of = build_row_block(options, False, BLOCK_M)
     sequence_of = build_sequence(options)
     inner_q = tiles.build_inner(dtype, tile, head_dim)
@@ -175,7 +202,8 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
     write_dq = tiles.build_write(dtype, tile, head_dim)
     seen, clear = build_seen(options, tile, False), build_clear(dtype, tile, COLS_K)
 
-    def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
+    @inline
+    def work(number, do, q, k, v, dq, lse, delta, extras, numbers):
         # shared by the block
         a_smem = cuda.shared.array((DEPTH, PITCH_M), ACC, ALIGNMENT)  # some columns of Q^T or dO^T
         b_smem = cuda.shared.array((DEPTH, PITCH_N), ACC, ALIGNMENT)  # the same of K^T or V^T
@@ -184,17 +212,15 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         # registers of each thread
         s = cuda.local.array(SCORES, ACC)  # its part of S, then of dP
         dq_acc = cuda.local.array(OUTPUTS, ACC)  # its part of dQ
-        slope = s
+        slope, (scale, low, high, parameters) = s, numbers
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
 
         nq, nk, heads = q.shape[3], k.shape[3], q.shape[2]
-        b0, b1, h, block = row_block_of(cuda.blockIdx.x, extras, nq, heads, q.shape[1])
+        b0, b1, h, block = row_block_of(number, extras, nq, heads, q.shape[1])
         at, invalid = Head(b0, b1, b0 * q.shape[1] + b1, h, heads), False
         if PACKED:
             b1 = 0
-        if FLAGGED and extras.flags[index(b0), index(b1), index(h)] == 0:
-            return
         kv_head = h // (heads // k.shape[2])
         q_head, do_head = q[b0, b1, h], do[b0, b1, h]
         k_head, v_head = k[b0, b1, kv_head], v[b0, b1, kv_head]
@@ -241,5 +267,27 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             dq_head = dq_head[q0 : q0 + nq]
         write_dq(dq_head, row0, dq_acc, NAN if invalid else scale)
 
+    @device
+    def is_left(number, q, k, extras):
+        at = row_block_of(number, extras, q.shape[3], q.shape[2], q.shape[1])
+        return extras.flags[index(at.b0), index(0 if PACKED else at.b1), index(at.head)] != 0
+
+    any_left = build_any_left(is_left, tile.threads)
+
+    def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
+        numbers = Numbers(scale, low, high, parameters)
+        work(cuda.blockIdx.x, do, q, k, v, dq, lse, delta, extras, numbers)
+
+    def dq_simt_left(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters, items):
+        numbers = Numbers(scale, low, high, parameters)
+        if any_left(i32(items), q, k, extras):
+            for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
+                if is_left(number, q, k, extras):
+                    work(number, do, q, k, v, dq, lse, delta, extras, numbers)
+                    cuda.syncthreads()  # what is shared has been read
+
+    signature = _signature(dtype, 5, options, flagged)
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
-    return dq_simt, _signature(dtype, 5, options, flagged), options_of_compiler
+    if flagged:
+        return dq_simt_left, signature, options_of_compiler
+    return dq_simt, signature, options_of_compiler

@@ -11,6 +11,7 @@ from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.simt import prepare_few
+from numba_flash.cuda.simt.items import Items
 from numba_flash.options import PLAIN
 from numba_flash.problem import Prepared
 
@@ -208,39 +209,42 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged, of_delta = (), ()
+    flagged, of_delta, blocks = (), (), -(-inputs.lse.shape[-1] // DELTA_ROWS)
     if left is not None:
-        flagged, of_delta = (True,), ((left, 3),)
+        flagged, of_delta, blocks = (True,), ((left, 3),), 1
     with_flags = extras + of_delta
     preprocess = Launch(
         "delta.build",
         (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *flagged),
         gpu,
-        grid=-(-inputs.lse.shape[-1] // DELTA_ROWS) * math.prod(inputs.lse.shape[:-1]),
+        grid=blocks * math.prod(inputs.lse.shape[:-1]),
         threads=DELTA_LANES * DELTA_ROWS,
         operands=((x.do, 5), (x.o, 5), (x.dlse, 4), (delta, 4)),
         extras=of_delta,
     )
     tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
-    numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng))
-    numbers_dq = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
     tile = tile_for("dkdv", p.dtype, max(p.d, p.dv), gpu.capability)
+    items = Items.of(grid.items(p, p.nk, p.hk, tile.block_m), gpu, left)
+    numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng), *items.number)
     dkdv_launch = Launch(
         "simt.backward.build_dkdv",
         (*config, tile, *flagged),
         gpu,
-        grid=grid.items(p, p.nk, p.hk, tile.block_m),
+        grid=items.grid,
         threads=tile.threads,
         operands=(*tensors, (dk, 5), (dv, 5), *rows),
         extras=with_flags,
         numbers=numbers_dkdv(),
     )
     tile = tile_for("dq", p.dtype, max(p.d, p.dv), gpu.capability)
+    of_dq = Items.of(grid.items(p, p.nq, p.hq, tile.block_m), gpu, left)
+    numbers_dbias = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
+    numbers_dq = lambda rng=None: (*numbers_dbias(rng), *of_dq.number)
     dq_launch = Launch(
         "simt.backward.build_dq",
         (*config, tile, *flagged),
         gpu,
-        grid=grid.items(p, p.nq, p.hq, tile.block_m),
+        grid=of_dq.grid,
         threads=tile.threads,
         operands=(*tensors, (dq, 5), *rows),
         extras=with_flags,
@@ -248,7 +252,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     dbias = None
     if results.dbias is not None:
-        dbias = _Dbias(p, gpu, tensors, rows, with_flags, numbers_dq, results.dbias, flagged)
+        dbias = _Dbias(p, gpu, tensors, rows, with_flags, numbers_dbias, results.dbias, flagged)
 
     extras_of, class_with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
     flags_alone = extras_class(PLAIN, more=FLAGS)
@@ -264,6 +268,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         others = {} if rng is None else {"numbers": numbers_dq(rng)}
         dq_launch(x.do, x.q, x.k, x.v, dq, x.lse, delta, extras=own, **others)
         if dbias is not None:
+            others = {} if rng is None else {"numbers": numbers_dbias(rng)}
             dbias.run(x, delta, results.dbias, own, others)
 
     return Prepared(

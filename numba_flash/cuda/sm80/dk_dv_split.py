@@ -2,8 +2,8 @@
 is all that changes scores: one block of threads per head has planes of all of its Q and dO in
 shared memory, and each warp goes through keys, and all queries, without waiting for others.
 
-Numbers of dS that a warp has at a time get a power of two of their own, which the length of their
-rows of dO tells before there are any.
+Numbers of dS that a warp has at a time get a power of two of their own, which is known before
+there are any.
 """
 
 import math
@@ -15,15 +15,14 @@ from numba_flash.cuda.broadcast import split as divide
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
-from numba_flash.cuda.score import LOG2E, Head
+from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products
-from numba_flash.cuda.sm80.head_planes import SHRUNK, build_pack, exponent_of_row
+from numba_flash.cuda.sm80.head_planes import RAISED, build_pack, inverse_power
 from numba_flash.cuda.sm80.load import in_order
-from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
-from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_rows
+from numba_flash.cuda.sm80.load_dq_dbias import plus
+from numba_flash.cuda.sm80.load_head import FLOAT, build_copy_planes, build_copy_rows
 from numba_flash.cuda.sm80.store_pairs import Pairs, build_store_pairs
 from numba_flash.cuda.sm80.tiles import padded, pitch
-from numba_flash.cuda.split import power_of_two
 
 
 class Keys(NamedTuple):
@@ -121,28 +120,21 @@ def build_powers(columns, tile, shape):
     undoes it, side by side in shared memory, and with it their delta there.
     """
     COLUMNS, FOLDS, QUERIES = columns, (columns - 1).bit_length(), tile.queries
-    SMEM, WORDS, THREADS = tile.layout(shape), padded(shape.head_dim_v) // 2, tile.threads
-    DO, DELTA, POWERS = SMEM.do, SMEM.rows + FLOAT * tile.queries, SMEM.powers
-    PITCH_V = pitch(2 * padded(shape.head_dim_v))
+    SMEM, THREADS, LOWERED = tile.layout(shape), tile.threads, 2.0**-RAISED
+    DELTA, OWN = SMEM.rows + FLOAT * tile.queries, SMEM.rows + 2 * FLOAT * tile.queries
+    POWERS = SMEM.powers
 
     @inline
     def powers(smem):
         thread = i32(cuda.threadIdx.x)
         for row0 in range(i32(thread // 32 * 32), QUERIES, THREADS):
-            row, squares, delta = i32(row0 + thread % 32), f32(0), f32(0)
+            row, down, delta = i32(row0 + thread % 32), f32(0), f32(0)
             if row < QUERIES:
-                for n in range(0, WORDS, 4):
-                    at = u32(smem + u32(DO + row * PITCH_V + 4 * n))
-                    words = ptx.load_shared_words(at)
-                    for e in range(4):
-                        x, y = ptx.unpack_float16(words[e]), ptx.unpack_float16_high(words[e])
-                        squares += x * x + y * y
                 delta = ptx.as_float32(u32(ptx.load_shared(u32(smem + u32(DELTA + row * FLOAT)))))
-            exponent = exponent_of_row(squares, delta)
+                down = ptx.as_float32(u32(ptx.load_shared(u32(smem + u32(OWN + row * FLOAT)))))
             for fold in range(FOLDS):
-                exponent = max(exponent, cuda.shfl_xor_sync(ALL_LANES, exponent, 1 << fold))
-            exponent = i32(exponent + SHRUNK)
-            up, down = power_of_two(i32(-exponent)), power_of_two(exponent)
+                down = max(down, cuda.shfl_xor_sync(ALL_LANES, down, 1 << fold))
+            up = inverse_power(down) * f32(LOWERED)
             if row < QUERIES:
                 ptx.store_shared_vector(u32(smem + u32(DELTA + row * FLOAT)), (delta * up,))
                 if row % COLUMNS == 0:
@@ -156,6 +148,7 @@ def build_powers(columns, tile, shape):
 def build_weigh(m_tiles, columns, queries):
     """``weigh(scores)``: S^T becomes P^T, and dP^T dS^T."""
     COUNT, WIDTH, DELTA = columns // 2, 2 * m_tiles, FLOAT * queries
+    HIGHER = 2.0**RAISED
 
     @inline
     def weigh_pair(j, t):
@@ -168,7 +161,7 @@ def build_weigh(m_tiles, columns, queries):
                 bias = ptx.as_float32(t.bias[(2 * j + c) * WIDTH + r])
                 score = t.s[e] * t.factor + bias
                 # (2) P^T = exp(S^T - lse)
-                t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E))
+                t.s[e] = ptx.ex2((score - lse[c]) * f32(LOG2E)) * f32(HIGHER)
                 # (5) dS^T = P^T * (dP^T - delta)
                 t.dp[e] = t.s[e] * (t.dp[e] * t.up - delta[c])
 
@@ -182,7 +175,7 @@ def build(shape, options, tile):
     do, q, k, v : planes, with as many heads of q as of k; heads that the flags among the `extras`
         name are left out.
     dk, dv : float32 (b0, b1, heads, n, head_dim), rows at multiples of 8 bytes.
-    rows : as `numba_flash.cuda.preprocess` writes them for such planes.
+    rows : as `numba_flash.cuda.sm80.split_heads` writes them.
     """
     M_TILES, COLUMNS, QUERIES, WARPS = tile.m_tiles, tile.columns, tile.queries, tile.warps
     HEAD_DIM, HEAD_DIM_V = shape.head_dim, shape.head_dim_v
@@ -192,18 +185,21 @@ def build(shape, options, tile):
     SCORES, PAIRS = M_TILES * COLUMNS // 2, M_TILES * COLUMNS // 4
     K_WORDS, V_WORDS = M_TILES * D // 2, M_TILES * DV // 2
     OUTPUTS_K, OUTPUTS_V = M_TILES * D // 2, M_TILES * DV // 2
-    copy_q, copy_do = (build_copy(QUERIES, 2 * x, tile.threads, in_order) for x in (D, DV))
+    copies = (build_copy_planes(QUERIES, x, tile.threads, in_order) for x in (D, DV))
+    copy_q, copy_do = copies
     copy_rows = build_copy_rows(QUERIES, tile.threads)
     hold_k, hold_v = build_hold(M_TILES, HEAD_DIM), build_hold(M_TILES, HEAD_DIM_V)
     fetch = build_fetch(M_TILES, COLUMNS)
     weigh = build_weigh(M_TILES, COLUMNS, QUERIES)
     planes_k, planes_v = ptx.Planes(K_WORDS // 2, 2 * D), ptx.Planes(V_WORDS // 2, 2 * DV)
-    k_qt = products.build_split_nt(M_TILES, COLUMNS, D, None, PITCH_K, planes_k, True)
-    v_dot = products.build_split_nt(M_TILES, COLUMNS, DV, None, PITCH_V, planes_v, True)
+    # whose bits are those of the forward pass: what a large score is off, its lse is off, too
+    k_qt = products.build_joined_nt(M_TILES, COLUMNS, D, PITCH_K, planes_k, last=True)
+    v_dot = products.build_joined_nt(M_TILES, COLUMNS, DV, PITCH_V, planes_v)
     planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
-    p_do, _ = products.build_split_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
-    _, ds_q = products.build_split_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
-    pack, powers, POWERS = build_pack(PAIRS), build_powers(COLUMNS, tile, shape), SMEM.powers
+    p_do, _ = products.build_joined_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
+    _, ds_q = products.build_joined_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
+    pack, powers, POWERS = build_pack(PAIRS, 1.0), build_powers(COLUMNS, tile, shape), SMEM.powers
+    LOWERED = 2.0**-RAISED
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     store_dk = build_store_pairs(M_TILES, HEAD_DIM, neighbours=True)
@@ -225,13 +221,13 @@ def build(shape, options, tile):
         nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
         head, number = divide(i32(cuda.blockIdx.x), heads, True)
         b1, b0 = divide(number, i32(q.shape[1]), True)
-        at, zero = Head(b0, b1, number, head, heads), i32(0)
+        head_here, zero = i32(cuda.blockIdx.x), i32(0)
         of_head = extras.factors[b0, b1, head]
         q_factor, k_factor, v_factor, do_factor = of_head[0], of_head[1], of_head[2], of_head[3]
         left_out = extras.flags[b0, b1, head] != 0
-        copy_q(u32(smem + u32(Q)), q, at, head, zero, nq, zero, i32(2 * D))
-        copy_do(u32(smem + u32(DO)), do, at, head, zero, nq, zero, i32(2 * DV))
-        copy_rows(u32(smem + u32(ROWS)), rows, at, zero)
+        copy_q(u32(smem + u32(Q)), q, head_here, zero, nq)
+        copy_do(u32(smem + u32(DO)), do, head_here, zero, nq)
+        copy_rows(u32(smem + u32(ROWS)), rows, head_here, zero)
         k_head, v_head = k[b0, b1, head], v[b0, b1, head]
         dk_head, dv_head = dk[b0, b1, head], dv[b0, b1, head]
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
@@ -271,7 +267,7 @@ def build(shape, options, tile):
                 factor[r] = scale * q_factor * v_factor * do_factor
             store_dk(Pairs(dk_head, dk_acc, factor, key, nk, smem))
             for r in range(KEY_ROWS):
-                factor[r] = do_factor
+                factor[r] = f32(LOWERED) * do_factor
             store_dv(Pairs(dv_head, dv_acc, factor, key, nk, smem))
             key0 = i32(key0 + WARPS * WARP_KEYS)
 

@@ -10,8 +10,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from numba_flash.cuda.sm80.tiles import CHUNK, KB, ROWS, WARP, Hardware, Tile, padded, pitch
+from numba_flash.cuda.sm80.tiles import (
+    CHUNK,
+    KB,
+    ROWS,
+    WARP,
+    Hardware,
+    KeyRows,
+    Tile,
+    padded,
+    pitch,
+)
 
+LINE = 64  # columns, 128 bytes of shared memory
 RESERVED = KB  # of the shared memory of each block, by the driver
 # Parts of the keys whose results the last of their blocks makes one; of more, a second kernel. If
 # so many parts have no more tiles each than that, there are no more. Keys of 8 heads, D = 128, in a
@@ -62,12 +73,24 @@ class FewTile(Tile):
         """Keys of a tile that are a warp's."""
         return self.block_n // self.warps
 
-    def shared_bytes(self, d: int, dv: int) -> int:
-        """As of others; in the end, in the place of all, each warp's O, m and l, and then weights
-        of parts of the keys.
+    def key_rows(self, head_dim: int) -> KeyRows:
+        """Lines, if they are whole: what a copy brings of a line of memory then comes to one of
+        shared memory, and is asked for at once.
         """
+        lines = head_dim % LINE == 0
+        return KeyRows(2 * head_dim if lines else pitch(head_dim), lines)
+
+    def q_bytes(self, d: int, dv: int) -> int:
+        """Of Q, before the first tile of keys."""
+        return self.block_m * max(pitch(d), pitch(dv))
+
+    def shared_bytes(self, d: int, dv: int) -> int:
+        """Q, K and V; in the end, in the place of all, each warp's O, m and l, and then weights of
+        parts of the keys.
+        """
+        of_keys = self.stages * self.block_n * (self.key_rows(d).bytes + self.key_rows(dv).bytes)
         of_rows = self.warps * self.block_m * (float_pitch(dv) + 8)
-        return max(super().shared_bytes(d, dv), of_rows, 4 * self.block_m * MOST_JOINED)
+        return max(self.q_bytes(d, dv) + of_keys, of_rows, 4 * self.block_m * MOST_JOINED)
 
     def resident(self, d: int, dv: int, hardware: Hardware) -> int:
         """Blocks that a multiprocessor has at the same time."""
@@ -86,20 +109,24 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, us beside other tiles (warps, keys, stages), and a copy of as many bytes.
-# D = 128, group of 8: 16 x 32k keys, of which a multiprocessor has one block, 498.5; (8, 256, 1)
-# 498.8, (4, 128, 3) 499.5; two of (4, 128, 1) 506.8, of (2, 64, 2) 509.8; copy 512. 1 x 131k keys
-# in 16 parts 133.5, 132.7, 134.0; in 32 of (4, 128, 1), and a second kernel, 138.0; copy 128.5.
-# 1 x 8k in a graph 12.3, 12.4, 12.4; (4, 128, 1) 12.8. D = 64, 64 x 4k: 507, with one stage 515,
-# with three 509, copy 510; with 128 bytes around each copy 501, none 518. Rows for less memory and
-# of 32 queries were not compared.
+# On an H200, bfloat16, us of graphs in two processes, which differ by as much as where memory lies.
+# D = 128, group of 8: 16 x 32k keys, of which a multiprocessor has one block, 483.0 and 474.5 (Q
+# not in registers 483.4, 475.3; 8 warps, 256 keys, 1 stage 482.7, 473.9; 4, 128, 1 475.4 in the
+# second; rows that are no lines 508.4 in the first), cuDNN 478.6, 486.1, a kernel that only reads
+# 479.9, 469.6. 1 x 131k in 16 parts 128.4, 127.1 (128.7, 127.3; 127.9, 126.9; 126.9; 134.3), cuDNN
+# 129.8, 132.9. 1 x 8k 10.8, 10.7 (10.9, 10.8; 11.0, 10.6; 12.7), cuDNN 11.5, 11.4; 1 x 1k 7.3, 7.4
+# (7.4, 7.5; 8.1, 8.1; 7.4), cuDNN 6.4, 6.8. Warps that wait for each other: as fast at 16 x 32k,
+# 1 x 8k 11.1. D = 64, 64 x 4k: 485.7, 473.4 (3 stages of 2 blocks 481.3, 477.7; 1 of 4 482.6 in
+# the second; no lines 498.7 in the first), cuDNN 479.1, 488.5. Nothing around each copy: as fast
+# where rows are lines, else 518 instead of 501. Rows for less memory and of 32 queries were not
+# compared.
 FEW_TILES = (
     FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),
     FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
     FewRow(64, 32, 227 * KB, FewTile(4, 2, 128, 2, False, 2)),
     FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2, apart=False)),
-    FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 2, False, 1)),
+    FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 1)),
     FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
     FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2, apart=False)),
     FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),

@@ -28,9 +28,11 @@ from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.load import build_load, build_store_floats
+from numba_flash.cuda.sm80.load_added import build_added
 from numba_flash.cuda.sm80.load_pages import build_load_keys
 from numba_flash.cuda.sm80.share import build_share
 from numba_flash.cuda.sm80.tiles import padded, pitch
+from numba_flash.cuda.softcap import build_is_rough, build_powers
 from numba_flash.cuda.softmax import NEG_INF, RAISED_P
 
 NAN, LN2 = math.nan, math.log(2.0)
@@ -94,13 +96,22 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
     of_v = BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options
     load_v = build_load_keys(*of_v, ALL_V)
-    scores, more_scores, pack, values = products.build_products(dtype, shape, tile, BEGIN, DROPOUT)
+    RELATIVE, A_SMEM, A_BYTES = (
+        options.relative,
+        tile.shared_bytes(*shape.columns),
+        tile.added_bytes,
+    )
+    of_products = dtype, shape, tile, BEGIN, DROPOUT, not RELATIVE
+    scores, more_scores, pack, values = products.build_products(*of_products)
+    load_added, begin_sums = build_added(tile, ASYNCHRONOUS)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
-    modify = build_modify(dtype, options, runs, False, shape.turing)
+    POWERS = bool(options.softcap) and dtype == "bfloat16" and not FAR and WAYS == 1
+    modify = build_modify(dtype, options, runs, False, shape.turing, powers=POWERS)
+    is_rough, powers = build_is_rough(POWERS), build_powers(SCORES, M_TILES)
     list_of, listed = tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
@@ -136,6 +147,12 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     @inline
     def load_values(smem, slot, v_head, col0, keys):
         load_v(u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)), v_head, col0, keys)
+
+    @inline
+    def load_numbers(smem, slot, extras, head, row0, col0, there):
+        if RELATIVE:  # what a score_mod adds
+            to = u32(smem + u32(A_SMEM) + slot * u32(A_BYTES))
+            load_added(to, extras.added, head, row0, col0, there)
 
     @inline
     def tiles_of(row0, nq, nk, low, high, part, parts, seen):
@@ -215,9 +232,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             scale_log2 = scale_log2 if CHANGES else scale_log2 * factor
         zero(acc)
         reset(m_i, l_i)
+        rough = POWERS and is_rough(f32(parameters.softcap))  # the cap is the shift
+        for r in range(ROWS if POWERS else 0):
+            m_i[r] = f32(parameters.softcap) if rough else m_i[r]
         if count > 0:
             load_q(smem, x.q, row0, nq)
             load_keys(smem, u32(0), x.k, col0, nk)
+            load_numbers(smem, u32(0), extras, at.head, row0, col0, True)
             if STAGES > 1:
                 load_values(smem, u32(0), x.v, col0, nk)
             if MODIFIED:
@@ -234,6 +255,9 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             cuda.syncthreads()  # this tile is there; the one before has been read
             # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
             k_tile = u32(smem + u32(K_SMEM) + slot * u32(K_BYTES) + u32(key0 * PITCH_K))
+            if RELATIVE:
+                numbers = u32(smem + u32(A_SMEM) + slot * u32(A_BYTES))
+                begin_sums(s, numbers, i32(row - row0), key0)
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
             count, next0 = i32(count - 1), i32(col0 - BLOCK_N)
             if MASKED:
@@ -248,8 +272,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                     ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
                 load_keys(smem, slot, x.k, next0, keys)
+                load_numbers(smem, slot, extras, at.head, row0, next0, count > 0)
             else:
                 load_keys(smem, slot ^ u32(1), x.k, next0, keys)
+                load_numbers(smem, slot ^ u32(1), extras, at.head, row0, next0, count > 0)
                 load_values(smem, slot ^ u32(1), x.v, next0, keys)
             if SPLIT and CHANGES:
                 times(s, factor)
@@ -261,10 +287,13 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                 fetch(bias_mask, row, key, region, at, next_whole, extras)  # of the next tile
             else:
                 hide(s, row, i32(col0 + key0), clear, unclear, nk, low, high)
-            # (2) m_i, O = alpha O
-            raise_shifts(s, acc, m_i, l_i, scale_log2, smem)
-            # (3) P, (4) l_i
-            exponentials(s, m_i, l_i, scale_log2)
+            if POWERS and rough:
+                powers(s, l_i)  # (3) P, (4) l_i
+            else:
+                # (2) m_i, O = alpha O
+                raise_shifts(s, acc, m_i, l_i, scale_log2, smem)
+                # (3) P, (4) l_i
+                exponentials(s, m_i, l_i, scale_log2)
             if DROPOUT:
                 drop(s, row, column, at, parameters)
             # (5) O += P V

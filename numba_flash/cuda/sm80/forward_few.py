@@ -68,8 +68,8 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     WARP_N, GROUP, M_TILES, Q_REGISTERS = tile.warp_n, tile.group, tile.m_tiles, tile.q_registers
     ROWS, BLOCK_M = 2 * tile.m_tiles, tile.block_m
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
-    PITCH_K, PITCH_V = pitch(D), pitch(DV)
-    K_SMEM = BLOCK_M * max(PITCH_K, PITCH_V)
+    PITCH_K, PITCH_V = (tile.key_rows(x).bytes for x in shape[:2])
+    K_SMEM = tile.q_bytes(shape.head_dim, shape.head_dim_v)
     V_SMEM = K_SMEM + STAGES * BLOCK_N * PITCH_K
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     SCORES, OUTPUTS = WARP_N // 2, DV // 2  # registers of a tile of 16 rows
@@ -91,7 +91,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     load_q, gather, store_rows = few.build_rows(tile, shape, FLOATS, parts, dtype == "bfloat16")
     find, load_k, load_v, FOUND = build_load_few(tile, shape, place_of_key, options)
     scores, _, pack, values = products.build_products(dtype, shape, tile, D, DROPOUT)
-    hold_q = products.build_hold(M_TILES, D, PITCH_K)
+    hold_q = products.build_hold(M_TILES, D, pitch(D))
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY).all
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR)
@@ -164,7 +164,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
         q, k, v, o, lse, whole_o, whole_lse, arrivals, extras, scale_log2, low, high, parts,
         parameters,
     ):  # fmt: skip
-        smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
+        smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         # registers of each thread
         s = cuda.local.array(ALL_SCORES, f32)  # fragment of S, then of P
         p = cuda.local.array(P_WORDS, u32)  # of P, two elements of 16 bits each

@@ -19,18 +19,20 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.head_planes import (
+    MOST_SCORE,
     WORD,
     build_head,
     build_meet,
     build_pack,
     build_rows,
+    exponent_of,
 )
 from numba_flash.cuda.sm80.head_tiles import MOST_COLUMNS
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, plus
 from numba_flash.cuda.sm80.store_pairs import Pairs, build_store_pairs
 from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.softmax import NEG_INF
-from numba_flash.cuda.split import power_of_two
+from numba_flash.cuda.split import TOP, power_of_two
 
 LN2 = math.log(2.0)
 
@@ -54,7 +56,8 @@ def build_keys(shape, tile):
     K, V, CENTRES, EXTREMES = SMEM.k, SMEM.v, SMEM.centres, SMEM.extremes
     copies = (build_copy(KEYS, 2 * padded(x), THREADS, place_of_key) for x in (D, DV))
     copy_k, copy_v = copies
-    planes_k, planes_v = (build_head(KEYS, x, THREADS, place_of_key) for x in (D, DV))
+    planes_k = build_head(KEYS, D, THREADS, place_of_key, low=1.0)
+    planes_v = build_head(KEYS, DV, THREADS, place_of_key)
     extremes_k, centre_k, split_k = planes_k
     extremes_v, centre_v, split_v = planes_v
     (tell, hear), (COLUMNS_K, COLUMNS_V) = build_meet(tile.warps), map(padded, (D, DV))
@@ -187,7 +190,7 @@ def build(shape, write_lse, options, tile):
     load_q, power_of, split_q = build_rows(M_TILES, D)
     shifts, store = build_shifts(M_TILES, D), build_store_pairs(M_TILES, DV, centred=True)
     planes = ptx.Planes(Q_WORDS // 2, 2 * padded(D))
-    scores = products.build_split_nt(M_TILES, COLUMNS, padded(D), None, PITCH_K, planes, True)
+    scores = products.build_joined_nt(M_TILES, COLUMNS, padded(D), PITCH_K, planes)
     planes = ptx.Planes(PAIRS, 2 * padded(DV))
     values, _ = products.build_split_nn(M_TILES, padded(DV), COLUMNS, PITCH_V, planes)
     pack = build_pack(PAIRS)
@@ -239,10 +242,10 @@ def build(shape, write_lse, options, tile):
         cuda.syncthreads()  # K and V are there
         of = make_keys(smem, nk)
         k_tile, v_tile, centres = u32(smem + u32(K)), u32(smem + u32(V)), u32(smem + u32(CENTRES))
-        flagged = of.flagged
+        flagged, most = of.flagged, i32(MOST_SCORE - TOP - exponent_of(of.k_factor * scale))
         while row0 < nq:
             row = i32(row0 + lane // 4)
-            flagged |= power_of(raw, up, factor)
+            flagged |= power_of(raw, up, factor, most)
             split_q(q_words, raw, up)
             for r in range(ROWS):
                 shift[r] = f32(0)

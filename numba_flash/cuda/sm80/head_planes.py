@@ -25,6 +25,10 @@ from numba_flash.cuda.split import (
 )
 
 CHUNK = 4  # of float32, that a thread has at a time
+# Exponents of the largest numbers of q and k and of the scale, together, that joined planes are
+# made of (`numba_flash.cuda.ptx.joined_product`): no digit of theirs is worth less than 2^-24,
+# 2^-38 of the largest number, which must not make of a score more than IEEE sums are off.
+MOST_SCORE = 13
 WORD = 4  # bytes
 
 
@@ -52,18 +56,19 @@ def magnitude(x):
 
 
 @once
-def build_head(rows, columns, threads, place):
+def build_head(rows, columns, threads, place, low=ptx.LOW):
     """`HeadPlanes` of a tile of so many rows, zeros where there is none, each where `place` says:
 
     ``extremes(tile)``: the `Extremes` of this thread's rows.
     ``centre(tile, to, count, column)``: the median of `column`'s samples of `count` rows, if all
     are on one side of 0, else 0, for one thread to store at `to`.
     ``split(tile, centres, moved, power)``: float32 numbers, without the centres that lie at that
-    address if they were `moved`, and times a power of two, become planes, high ones first.
+    address if they were `moved`, and times a power of two, become planes, high ones first; low ones
+    are `low` times larger.
     """
     COLUMNS = padded(columns)
     PITCH, CHUNKS, PLANE, PLACE = pitch(2 * COLUMNS), COLUMNS // CHUNK, 2 * COLUMNS, place
-    STEP, FOLDS, LOW = threads // CHUNKS, (CHUNKS - 1).bit_length(), ptx.LOW
+    STEP, FOLDS, LOW = threads // CHUNKS, (CHUNKS - 1).bit_length(), low
     STEPS, ROWS = -(-rows // STEP), rows
     assert CHUNKS == 1 << FOLDS
     assert CHUNKS <= 8
@@ -186,10 +191,11 @@ class Rows(NamedTuple):
 def build_rows(m_tiles, head_dim):
     """``load(raw, x, row, stop)``: this lane's numbers of rows of x (n, head_dim), the first of
     which is `row`, in the order of A's fragments, zeros from row `stop` on; ``power_of(raw, up,
-    down)``: for each of its rows powers of two that bring it near the end of float16, and back, and
-    whether one cannot be promised; ``split(words, raw, up)``: planes, high ones first.
+    down, most)``: for each of its rows powers of two that bring it near the end of float16, and
+    back, and whether one cannot be promised, as if its exponent is more than `most`; ``split(words,
+    raw, up)``: planes to be joined, high ones first.
     """
-    STEPS, LOW, HEAD_DIM = padded(head_dim) // 16, ptx.LOW, head_dim
+    STEPS, HEAD_DIM = padded(head_dim) // 16, head_dim
     WORDS, ROWS_OF_LANE = 4 * m_tiles * STEPS, 2 * m_tiles
     fetch = ptx.fetch(2)
 
@@ -209,7 +215,7 @@ def build_rows(m_tiles, head_dim):
         load_all(Rows(raw, ptx.global_address(x), x.strides[0], row, stop))
 
     @inline
-    def power_of(raw, up, down):
+    def power_of(raw, up, down, most):
         flagged = i32(0)
         for r in range(ROWS_OF_LANE):
             largest = i32(0)
@@ -223,7 +229,7 @@ def build_rows(m_tiles, head_dim):
             far = largest >= INFINITE or exponent > FARTHEST or exponent < -FARTHEST
             if largest == 0 or far:
                 exponent = i32(TOP)
-            flagged |= i32(1) if largest > 0 and far else i32(0)
+            flagged |= i32(1) if largest > 0 and (far or exponent > most) else i32(0)
             up[r], down[r] = power_of_two(i32(TOP - exponent)), power_of_two(i32(exponent - TOP))
         return flagged
 
@@ -236,31 +242,30 @@ def build_rows(m_tiles, head_dim):
             high = ptx.pack_float16(x, y)
             x, y = x - ptx.unpack_float16(high), y - ptx.unpack_float16_high(high)
             words[number] = high
-            words[WORDS + number] = ptx.pack_float16(x * f32(LOW), y * f32(LOW))
+            words[WORDS + number] = ptx.pack_float16(x, y)
 
     return load, power_of, split
 
 
-# Of a row of dS = P (dP - delta): numbers of planes of V are less than 2^15, so |dP| is less than
-# 2^17.5 |dO|, and dS times 2^-(e + SHRUNK), with |dO| < 2^e, a float16. Rows of dO that are shorter
-# than 2^SHORTEST count as long; delta, which may be another's, is less than 2^(e + DELTA + 1).
-SHRUNK, SHORTEST, DELTA = 4, -10, 17
-
-
 @inline
-def exponent_of_row(squares, delta):
-    """The exponent e of a row of dS, from the sum of squares of its dO, and its delta."""
-    of_squares = i32(ptx.as_uint32(squares) >> u32(23)) - 127
-    of_delta = i32(u32(ptx.as_uint32(delta) & u32(SIGN - 1)) >> u32(23)) - 127
-    return max(max(i32(of_squares + 2) >> 1, i32(SHORTEST)), i32(of_delta - DELTA))
+def inverse_power(x):
+    """Of a power of two."""
+    return ptx.as_float32(u32(u32(254 << 23) - ptx.as_uint32(x)))
+
+
+# P is 2^RAISED larger where its planes are joined (`numba_flash.cuda.ptx.joined_product`), so that
+# low ones of weights of one in thousands have all their digits; one of 2^5 would still be a number.
+# The exponent is not where to do that: that of a weight near 1 is near 0, and would be rounded.
+RAISED = 10
 
 
 @once
-def build_pack(pairs):
+def build_pack(pairs, low=ptx.LOW):
     """``pack(p, s)``: numbers no larger than a float16 can be, in two planes, high ones first. What
-    the high one is off, the low one has, also of numbers that are too small for its digits.
+    the high one is off, the low one has, also of numbers that are too small for its digits; it is
+    `low` times larger.
     """
-    PAIRS, LOW = pairs, ptx.LOW
+    PAIRS, LOW = pairs, low
 
     @inline
     def pack(p, s):
@@ -271,3 +276,9 @@ def build_pack(pairs):
             p[j], p[PAIRS + j] = high, ptx.pack_float16(x * f32(LOW), y * f32(LOW))
 
     return pack
+
+
+@inline
+def exponent_of(x):
+    """Of a float32, so that ``2^e <= |x|``; of a product of powers of two their sum."""
+    return i32(u32(ptx.as_uint32(x) & u32(SIGN - 1)) >> u32(23)) - 127

@@ -63,16 +63,65 @@ class HeadTile:
         return HeadLayout(*accumulate(sizes, initial=0))
 
 
+class SplitHeadsLayout(NamedTuple):
+    """Where a block that makes planes of a head keeps what in shared memory, in bytes: a tile of
+    keys at first, then one of queries; centres of columns; what warps tell each other of largest
+    numbers; delta of queries and bounds of their dP, and what their lse is too small by; and what
+    there is in all.
+    """
+
+    second: int
+    centres: int
+    told: int
+    delta: int
+    shift: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SplitHeadsTile:
+    """Shape of a block that makes planes of a head.
+
+    Attributes
+    ----------
+    keys, queries : int
+        There is room for so many.
+    columns : int
+        Of their rows.
+    """
+
+    keys: int
+    queries: int
+    columns: int
+    warps: ClassVar[int] = 8
+    min_blocks: ClassVar[int] = 2
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    @property
+    def layout(self) -> SplitHeadsLayout:
+        row = pitch(2 * padded(self.columns))
+        sizes = (
+            *(self.keys * row, self.queries * row),
+            *(4 * MOST_COLUMNS, 4 * 8 * self.warps, 8 * self.queries),
+            max(4 * self.queries, 4 * self.warps * padded(self.columns)),
+        )
+        return SplitHeadsLayout(*accumulate(sizes))
+
+
 class DqDbiasLayout(NamedTuple):
     """Where a block of dQ and the gradient of the bias keeps what in shared memory, in bytes: Q,
-    dO, the lse and delta of queries; of the first slot of a ring, K and V of a chunk of keys, and
-    bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and what there is
-    in all.
+    dO, what is known of queries and of their head; of the first slot of a ring, K and V of a chunk
+    of keys, and bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and
+    what there is in all.
     """
 
     q: int
     do: int
     rows: int
+    head: int
     k: int
     v: int
     slot: int
@@ -89,11 +138,14 @@ class DqDbiasSplitTile:
     ----------
     chunks : int
         Of 64 keys each, so many.
+    part : int
+        Keys of which a warp has scores in registers at a time.
     slots : int
         Of the ring: there is room for so many chunks, no more than there are.
     """
 
     chunks: int
+    part: int
     slots: int = 5
     warps: ClassVar[int] = 8
     chunk: ClassVar[int] = 64  # keys
@@ -113,16 +165,17 @@ class DqDbiasSplitTile:
         pitch_k, pitch_v = pitch(2 * d), pitch(2 * dv)
         do = self.block_m * pitch_k
         rows = do + self.block_m * pitch_v
-        k = rows + 8 * self.block_m
+        head = rows + 4 * KINDS * self.block_m
+        k = head + 32
         v, slot = k + self.chunk * pitch_k, self.chunk * (pitch_k + pitch_v)
         bias = k + self.slots * slot
         dq = bias + 4 * self.block_m * self.block_n
-        return DqDbiasLayout(0, do, rows, k, v, slot, bias, dq, dq + 2 * 4 * self.block_m * d)
+        return DqDbiasLayout(0, do, rows, head, k, v, slot, bias, dq, dq + 2 * 4 * self.block_m * d)
 
 
 class DkDvLayout(NamedTuple):
-    """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, the lse
-    and delta of queries, powers of two; and what there is in all.
+    """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, what is
+    known of queries, powers of two of groups of them; and what there is in all.
     """
 
     q: int
@@ -161,12 +214,13 @@ class DkDvSplitTile:
     def layout(self, shape) -> DkDvLayout:
         pitches = (pitch(2 * padded(x)) for x in (shape.head_dim, shape.head_dim_v))
         of_powers = 8 * self.queries // self.columns
-        sizes = *(self.queries * each for each in pitches), 8 * self.queries, of_powers
+        sizes = *(self.queries * each for each in pitches), 4 * KINDS * self.queries, of_powers
         return DkDvLayout(*accumulate(sizes, initial=0))
 
 
 # Planes of so many keys leave room for a second block; each head's fill so many chunks of a row.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED = 384, 32, 227 * KB
+KINDS = 3  # of numbers that are known of a query: its lse and delta, a power of two for its dS
 FEWEST_ROWS = 64  # what is made of keys is worth it for so many queries
 # B = 384, H = 4, N = 384, D = 32 with a bias on an H200, speed over torch's memory-efficient kernel
 # in the same process: 4.05; (8, 1, 32, 2) 4.04, (4, 2, 32, 2) 3.81, (8, 1, 64, 1) 3.81; a pre-pass
@@ -177,6 +231,7 @@ FORWARD_HEAD = 6, 1, 32, 2
 # The same with the gradient of the bias: 2.32; (4, 2, 16, 2) 2.34, (6, 1, 16, 2) 2.32, (6, 1, 32,
 # 2) 2.31, (8, 1, 16, 2) 2.30; the kernels of others 1.82.
 DK_DV = 4, 1, 32, 2
+PART = 32  # 16 would take a fiftieth more instructions. Not timed.
 CHUNK, FEWEST_STEPS = 64, 8
 LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited for before them
 
@@ -211,8 +266,9 @@ def forward_head_tile(problem, hardware: Hardware) -> HeadTile | None:
 
 
 class GradientTiles(NamedTuple):
-    """Of the two kernels of a backward pass."""
+    """Of the kernels of a backward pass."""
 
+    split: SplitHeadsTile
     dq_dbias: DqDbiasSplitTile
     dk_dv: DkDvSplitTile
 
@@ -229,7 +285,13 @@ def gradient_tiles(problem, hardware: Hardware, steps: int) -> GradientTiles | N
     warps, m_tiles, columns, min_blocks = DK_DV
     queries = _rows(p, warps, columns, p.nq)
     dk_dv = DkDvSplitTile(warps, m_tiles, columns, queries, min_blocks)
-    return GradientTiles(DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK))), dk_dv)
+    split = SplitHeadsTile(
+        keys=_rows(p, SplitHeadsTile.warps, 1, p.nk),
+        queries=_rows(p, SplitHeadsTile.warps, 1, p.nq),
+        columns=max(p.d, p.dv),
+    )
+    dq_dbias = DqDbiasSplitTile(max(LEAST_CHUNKS, -(-p.nk // CHUNK)), PART)
+    return GradientTiles(split, dq_dbias, dk_dv)
 
 
 def many_heads(problem, multiprocessors: int) -> bool:

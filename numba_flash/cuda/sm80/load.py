@@ -49,6 +49,29 @@ def build_chunk(head_dim, columns, asynchronous, around=0):
     return chunk_of
 
 
+@once
+def build_places(pitch, lines):
+    """``place_chunk(tile, row, chunk)``: where a chunk of a row of a tile lies in shared memory;
+    ``below(address, rows)``: where that one lies which is so many rows below another, whose row's
+    number has none of the same bits.
+    """
+    PITCH, LINES = pitch, lines
+
+    @inline
+    def place_chunk(tile, row, chunk):
+        if LINES:
+            chunk = i32(chunk ^ (row & 7))
+        return u32(tile + u32(row * PITCH + chunk * (2 * CHUNK)))
+
+    @inline
+    def below(address, rows):
+        if LINES:
+            address = u32(address ^ u32((rows & 7) * (2 * CHUNK)))
+        return u32(address + u32(rows * PITCH))
+
+    return place_chunk, below
+
+
 def chunks_across(chunks, threads):
     """Of the chunks of a row, how many are loaded at the same time: all, or a line of memory."""
     return LINE if threads % chunks and chunks % LINE == 0 else chunks
@@ -56,8 +79,9 @@ def chunks_across(chunks, threads):
 
 @once
 def build_load(
-    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False, around=0
-):
+    rows, head_dim, threads, place, asynchronous, columns=None, compact=False, again=False,
+    around=0, lines=False,
+):  # fmt: skip
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on, into shared memory.
 
@@ -67,18 +91,20 @@ def build_load(
     compact : rows follow each other; nothing is computed from their stride, which takes registers.
     again : in every call a thread computes anew which rows are its own, for registers.
     around : bytes that the cache may fetch around each copy.
+    lines : rows of the tile are lines, swizzled (`numba_flash.cuda.sm80.tiles.KeyRows`).
 
     The `threads` of a warp load a tile of its own.
     """
     columns = columns or padded(head_dim)
     ROWS, THREADS, AGAIN, OF_WARP = rows, threads, again, threads == WARP
-    PITCH, COMPACT, ROW_BYTES = pitch(columns), compact, 2 * head_dim
+    PITCH, COMPACT, ROW_BYTES = 2 * columns if lines else pitch(columns), compact, 2 * head_dim
     CHUNKS = columns // CHUNK
     TOTAL = rows * CHUNKS
     ACROSS = chunks_across(CHUNKS, threads)
     STEP = threads // ACROSS  # rows that are loaded at the same time
     REGULAR = threads % ACROSS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
     place, one = place or in_order, build_chunk(head_dim, columns, asynchronous, around)
+    place_chunk, below = build_places(PITCH, lines)
 
     @inline
     def load(tile, x, first, stop):
@@ -91,10 +117,10 @@ def build_load(
         if REGULAR:
             row0, chunk = i32(thread // ACROSS), i32(thread % ACROSS)
             source = u64(base + u64(i64(row0) * stride + i64(chunk * (2 * CHUNK))))
-            target = u32(tile + u32(place(row0) * PITCH + chunk * (2 * CHUNK)))
+            target = place_chunk(tile, place(row0), chunk)
             rest = i32(rest - row0)
             for step in range(ROWS // STEP):
-                at = u32(target + u32(place(i32(step * STEP)) * PITCH))
+                at = below(target, place(i32(step * STEP)))
                 i = i32(first + row0 + step * STEP)
                 one(at, x, source, i, chunk, rest > i32(step * STEP))
                 for c in range(ACROSS, CHUNKS, ACROSS):
@@ -105,7 +131,7 @@ def build_load(
             for number in range(thread, TOTAL, THREADS):
                 row, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
                 source = u64(base + u64(i64(row) * stride + i64(chunk * (2 * CHUNK))))
-                target = u32(tile + u32(place(row) * PITCH + chunk * (2 * CHUNK)))
+                target = place_chunk(tile, place(row), chunk)
                 one(target, x, source, i32(first + row), chunk, rest > row)
 
     return load

@@ -6,18 +6,19 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.lang import f32, i32, inline, once, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32, u64
+from numba_flash.cuda.sm80.head_tiles import KINDS
 from numba_flash.cuda.sm80.load import in_order
-from numba_flash.cuda.sm80.load_dq_dbias import build_copy, head_address, plus
-from numba_flash.cuda.sm80.tiles import KEYS, padded
+from numba_flash.cuda.sm80.load_dq_dbias import plus
+from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 
 FLOAT, VECTOR = 4, 16  # bytes of a number, and of a copy
 WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 
 
 class Tensors(NamedTuple):
-    """Planes of dO, Q, K and V, and what is known of rows: the lse and delta of each query, as
-    `numba_flash.cuda.preprocess` writes them.
+    """Planes of dO, Q, K and V, what is known of each query, as `numba_flash.cuda.sm80.split_heads`
+    writes it, and factors and flags of heads: of all, one head lies behind the other.
     """
 
     do: Any
@@ -25,22 +26,61 @@ class Tensors(NamedTuple):
     k: Any
     v: Any
     rows: Any
+    factors: Any
+    flags: Any
+
+
+@inline
+def head_number(at):
+    """Of a `Head` among all."""
+    return i32(at.batch * at.heads + at.head)
+
+
+@once
+def build_copy_planes(rows, columns, threads, place):
+    """``copy(tile, x, number, first, stop)``: rows [first, first + rows) of the head of that number
+    of planes x into shared memory, where `place` says; zeros from row `stop` on.
+    """
+    ROW_BYTES, PITCH, PLACE = FLOAT * padded(columns), pitch(2 * padded(columns)), place
+    CHUNKS = ROW_BYTES // VECTOR
+    # rows that are copied at the same time: a power of two, as places are made of a row's bits
+    STEP = min(rows, 1 << (threads // CHUNKS).bit_length() - 1)
+    STEPS, ALL = rows // STEP, STEP * CHUNKS == threads
+    assert rows % STEP == 0
+
+    @inline
+    def copy(tile, x, number, first, stop):
+        thread = ptx.bounded_thread_here()
+        row = i32(thread // CHUNKS)
+        if ALL or row < STEP:
+            source = plus(ptx.global_address(x), number, x.strides[2])
+            source = u64(source + u64(u32(first * ROW_BYTES + thread * VECTOR)))
+            target = u32(tile + u32(PLACE(row) * PITCH + thread % CHUNKS * VECTOR))
+            rest = i32(stop - first - row)
+            for step in range(STEPS):
+                to = u32(target + u32(PLACE(i32(step * STEP)) * PITCH))
+                there = u32(1) if rest > i32(step * STEP) else u32(0)
+                ptx.copy16(to, u64(source + u64(step * STEP * ROW_BYTES)), there)
+
+    return copy
 
 
 @once
 def build_copy_rows(count, threads):
-    """``copy(smem, rows, at, row0)``: the lse, then delta, of so many queries from row0 on, which
-    `rows` (2, b0, b1, heads, at least as many) has.
+    """``copy(smem, rows, number, row0)``: the lse, then delta, then powers of two, of so many
+    queries from row0 on of the head of that number, which `rows` (3, b0, b1, heads, at least as
+    many) has.
     """
     COPIES, THREADS = count * FLOAT // VECTOR, threads
     assert count * FLOAT % VECTOR == 0
 
     @inline
-    def copy(smem, rows, at, row0):
-        for n in range(ptx.bounded_thread_here(), 2 * COPIES, THREADS):
+    def copy(smem, rows, number, row0):
+        for n in range(ptx.bounded_thread_here(), KINDS * COPIES, THREADS):
             which, chunk = i32(u32(n) // u32(COPIES)), i32(u32(n) % u32(COPIES))
             row = i32(row0 + chunk * (VECTOR // FLOAT))
-            source = u64(head_address(rows[which], at, at.head) + u64(u32(row * FLOAT)))
+            source = plus(ptx.global_address(rows[which]), number, rows.strides[3])
+            source = u64(source + u64(u32(row * FLOAT)))
             there = u32(1) if row < i32(rows.shape[4]) else u32(0)
             ptx.copy16(u32(smem + u32(n * VECTOR)), source, there)
 
@@ -49,30 +89,35 @@ def build_copy_rows(count, threads):
 
 @once
 def build_loads(shape, tile):
-    """``load_queries(smem, tensors, place)``: Q, dO and their rows; ``load_keys(smem, slot,
-    tensors, place, chunk)``: a chunk of K and V, to a slot of the ring.
+    """``load_queries(smem, tensors, number, row0, queries)``: Q and dO of the head of that number,
+    and what is known of its rows and of it; ``load_keys(smem, slot, tensors, number, chunk,
+    keys)``: a chunk of K and V, to a slot of the ring.
     """
     BLOCK_M, CHUNK, THREADS = tile.block_m, tile.chunk, tile.threads
-    (D, DV), SMEM = (2 * padded(x) for x in (shape.head_dim, shape.head_dim_v)), tile.layout(shape)
+    (D, DV), SMEM = (padded(x) for x in (shape.head_dim, shape.head_dim_v)), tile.layout(shape)
     Q, DO, ROWS, K, V, SLOT = SMEM.q, SMEM.do, SMEM.rows, SMEM.k, SMEM.v, SMEM.slot
-    copy_q, copy_do = (build_copy(BLOCK_M, x, THREADS, in_order) for x in (D, DV))
+    HEAD, LAST = SMEM.head, tile.threads - 1
+    copy_q, copy_do = (build_copy_planes(BLOCK_M, x, THREADS, in_order) for x in (D, DV))
     place = fragment.place_of_key
-    copy_k, copy_v = (build_copy(CHUNK, x, THREADS, place) for x in (D, DV))
+    copy_k, copy_v = (build_copy_planes(CHUNK, x, THREADS, place) for x in (D, DV))
     copy_rows = build_copy_rows(BLOCK_M, THREADS)
 
     @inline
-    def load_queries(smem, x, place):
-        at, r = place.at, place.region
-        copy_q(u32(smem + u32(Q)), x.q, at, at.head, r.row0, r.rows, i32(0), i32(D))
-        copy_do(u32(smem + u32(DO)), x.do, at, at.head, r.row0, r.rows, i32(0), i32(DV))
-        copy_rows(u32(smem + u32(ROWS)), x.rows, at, r.row0)
+    def load_queries(smem, x, number, row0, queries):
+        copy_q(u32(smem + u32(Q)), x.q, number, row0, queries)
+        copy_do(u32(smem + u32(DO)), x.do, number, row0, queries)
+        copy_rows(u32(smem + u32(ROWS)), x.rows, number, row0)
+        if cuda.threadIdx.x == LAST:
+            head, one = u32(smem + u32(HEAD)), u32(1)
+            ptx.copy16(head, plus(ptx.global_address(x.factors), number, VECTOR), one)
+            flag = plus(ptx.global_address(x.flags), number, FLOAT)
+            ptx.copy4(u32(head + u32(VECTOR)), flag, one)
 
     @inline
-    def load_keys(smem, slot, x, place, chunk):
-        at, kv_head, stop, first = place.at, place.kv_head, place.region.cols, i32(chunk * CHUNK)
+    def load_keys(smem, slot, x, number, chunk, keys):
         k, v = u32(smem + u32(K) + slot * u32(SLOT)), u32(smem + u32(V) + slot * u32(SLOT))
-        copy_k(k, x.k, at, kv_head, first, stop, i32(0), i32(D))
-        copy_v(v, x.v, at, kv_head, first, stop, i32(0), i32(DV))
+        copy_k(k, x.k, number, i32(chunk * CHUNK), keys)
+        copy_v(v, x.v, number, i32(chunk * CHUNK), keys)
 
     return load_queries, load_keys
 

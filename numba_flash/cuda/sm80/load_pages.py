@@ -9,7 +9,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.pages import build_place
-from numba_flash.cuda.sm80.load import build_chunk, build_load
+from numba_flash.cuda.sm80.load import build_chunk, build_load, build_places
 from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
 
 MOST_WORDS = 4  # of the table that a thread waits for at the same time
@@ -67,10 +67,12 @@ class Pages(NamedTuple):
 
 
 @once
-def build_pages(rows, head_dim, threads, place, asynchronous, size, columns=None, around=0):
+def build_pages(
+    rows, head_dim, threads, place, asynchronous, size, columns=None, around=0, lines=False
+):
     """`Pages` of so many keys, for `rows` keys of a tile whose first one is a multiple of that."""
     columns = columns or padded(head_dim)
-    THREADS, PITCH, CHUNKS = threads, pitch(columns), columns // CHUNK
+    THREADS, CHUNKS = threads, columns // CHUNK
     TOTAL, OF_WARP = rows * CHUNKS, threads == WARP
     STEP = threads // CHUNKS  # rows that are loaded at the same time
     regular = threads % CHUNKS == 0 and STEP & (STEP - 1) == 0 and rows % STEP == 0
@@ -80,6 +82,7 @@ def build_pages(rows, head_dim, threads, place, asynchronous, size, columns=None
     OF_PAGE, AT_ONCE = lookups.rows, lookups.at_once
     one = build_chunk(head_dim, columns, asynchronous, around)
     place_of, fetch = build_place(size), ptx.fetch(1)
+    place_chunk, below = build_places(2 * columns if lines else pitch(columns), lines)
 
     @inline
     def thread_of():
@@ -108,13 +111,13 @@ def build_pages(rows, head_dim, threads, place, asynchronous, size, columns=None
     @inline
     def copy(tile, words, turn, x, first, stop):
         row0, chunk = i32(thread_of() // CHUNKS), i32(thread_of() % CHUNKS)
-        target = u32(tile + u32(place(row0) * PITCH + chunk * (2 * CHUNK)))
+        target = place_chunk(tile, place(row0), chunk)
         i0 = i32(first + row0)
         for w in range(AT_ONCE):
             step = (turn * AT_ONCE + w) * OF_PAGE
             row = place_of(i32(i0 + step * STEP)).row
             for n in range(OF_PAGE):
-                at = u32(target + u32(place(i32((step + n) * STEP)) * PITCH))
+                at = below(target, place(i32((step + n) * STEP)))
                 there = i32(i0 + (step + n) * STEP) < stop
                 copy_chunk(x, words[w], u32(row + u32(n * STEP)), chunk, at, there)
 
@@ -125,22 +128,25 @@ def build_pages(rows, head_dim, threads, place, asynchronous, size, columns=None
             r, chunk = i32(number // CHUNKS), i32(number % CHUNKS)
             i = i32(first + r)
             look_up(words, 0, x, i, stop)
-            at = u32(tile + u32(place(r) * PITCH + chunk * (2 * CHUNK)))
+            at = place_chunk(tile, place(r), chunk)
             copy_chunk(x, words[0], place_of(i).row, chunk, at, i < stop)
 
     return Pages(regular, lookups, find, copy, copy_each)
 
 
 @once
-def build_load_keys(rows, head_dim, threads, place, asynchronous, options, columns=None, around=0):
+def build_load_keys(
+    rows, head_dim, threads, place, asynchronous, options, columns=None, around=0, lines=False
+):
     """``load(tile, x, first, stop)``: as `numba_flash.cuda.sm80.load.build_load` makes it, if there
     are no pages. Else x is a `numba_flash.cuda.pages.Cache`, `first` a multiple of `rows`, and
     where a page does not exist, there are zeros.
     """
     if options.paged is None:
-        return build_load(rows, head_dim, threads, place, asynchronous, columns, around=around)
+        of_rows = rows, head_dim, threads, place, asynchronous, columns
+        return build_load(*of_rows, around=around, lines=lines)
     REGULAR, lookups, find, copy, copy_each = build_pages(
-        rows, head_dim, threads, place, asynchronous, options.paged.size, columns, around
+        rows, head_dim, threads, place, asynchronous, options.paged.size, columns, around, lines
     )
     AT_ONCE, TURNS = lookups.at_once, lookups.words // lookups.at_once
 
@@ -182,16 +188,16 @@ def build_load_few(tile, shape, place, options):
     """
     d, dv, rows = shape.head_dim, shape.head_dim_v, tile.warp_n
     common = WARP, place, shape.asynchronous
+    more_of = lambda x: {"around": tile.around, "lines": tile.key_rows(x).lines}
     if options.paged and padded(d) == padded(dv):
         size = options.paged.size
-        pages = [build_pages(rows, x, *common, size, around=tile.around) for x in (d, dv)]
+        pages = [build_pages(rows, x, *common, size, **more_of(x)) for x in (d, dv)]
         words = pages[0].lookups.words
         if pages[0].regular and words == pages[0].lookups.at_once:
             load_k, load_v = (_load_found(x.copy) for x in pages)
             return FewLoads(_find_once(pages[0].find), load_k, load_v, words)
     load_k, load_v = (
-        _load_unfound(build_load_keys(rows, x, *common, options, around=tile.around))
-        for x in (d, dv)
+        _load_unfound(build_load_keys(rows, x, *common, options, **more_of(x))) for x in (d, dv)
     )
     return FewLoads(_find_nothing, load_k, load_v, 1)
 

@@ -136,7 +136,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     bias_tile = prepare_dq_dbias.tile_of(p, shape, x, y, there)
     if bias_tile is not None:
         return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)
-    tiles = prepare_dq_dbias_split.tiles_of(p, shape, x, y, there)
+    tiles = prepare_dq_dbias_split.tiles_of(p, shape, x, y, gpu)
     if tiles is not None:
         return prepare_dq_dbias_split.prepare(p, gpu, shape, inputs, y, tiles)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1

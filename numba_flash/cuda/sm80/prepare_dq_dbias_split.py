@@ -11,7 +11,6 @@ from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import (
     OF_DBIAS,
-    SPLIT,
     build_extras,
     chunked,
     extras_class,
@@ -20,60 +19,83 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
-from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.sm80.head_tiles import GradientTiles, gradient_tiles
+from numba_flash.cuda.sm80.head_tiles import (
+    FEWEST_ROWS,
+    KINDS,
+    GradientTiles,
+    gradient_tiles,
+    many_heads,
+)
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
 from numba_flash.cuda.sm80.prepare_dq_dbias import MOST_STRIDE
-from numba_flash.cuda.sm80.tiles import padded
+from numba_flash.cuda.sm80.tiles import hardware, padded
 from numba_flash.problem import Prepared
-
-ROW_THREADS = 256  # of the kernel before the main ones
 
 
 class Made(NamedTuple):
-    """What the first kernel hands to the others: float32 (2, b0, b1, heads, rows), the lse and
-    delta.
+    """What the first kernel hands to the others.
+
+    Attributes
+    ----------
+    do, q, k, v : uint32 (b0, b1, heads, n, columns)
+        Planes.
+    rows : float32 (3, b0, b1, heads, rows)
+        The lse, delta, and powers of two.
+    factors, flags
+        As in `numba_flash.cuda.split`.
     """
 
+    do: Layout
+    q: Layout
+    k: Layout
+    v: Layout
     rows: Layout
+    factors: Layout
+    flags: Layout
 
 
-def tiles_of(problem, shape, inputs, results, hardware) -> GradientTiles | None:
+NAMES = ("planes of do", "planes of q", "planes of k", "planes of v", "rows", "factors", "flags")
+
+
+def tiles_of(problem, shape, inputs, results, gpu) -> GradientTiles | None:
     """The tiles of a problem that has some, and arrays that are read and written by whole chunks,
-    else None.
+    else None. Its forward pass is that of short heads, so that scores are the same bits.
     """
     x, dbias = inputs, results.dbias
     if dbias is None or x.dlse is not None or not shape.wide:
         return None
+    if not many_heads(problem, gpu.multiprocessors) or problem.nq < FEWEST_ROWS:
+        return None
     if not vectors_of(problem, x, KEYS_OF_RUN).bias or dbias.dtype.name != "float32":
         return None
-    written = results.dq, results.dk, results.dv, x.bias
-    if not all(0 <= stride < MOST_STRIDE for each in written for stride in each.strides):
+    read = x.do, x.o, x.q, x.k, x.v
+    touched = *read, results.dq, results.dk, results.dv, x.bias
+    if not all(0 <= stride < MOST_STRIDE for each in touched for stride in each.strides):
+        return None
+    if not chunked(*read):
         return None
     *shared, rows, columns = grid.summed_axes(problem, dbias)
     if rows or columns:
         return None
     sizes = (*problem.batch, problem.hq)
     steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
-    return gradient_tiles(problem, hardware, steps)
+    return gradient_tiles(problem, hardware(gpu.capability), steps)
 
 
 def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepared:
     """As `numba_flash.cuda.sm80.prepare_backward.prepare` says, of `results` with heads first."""
     p, x, y = problem, inputs, results
-    splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
-    planes, extras = splitter.made, grid.extras_layouts(p, x)
+    extras = grid.extras_layouts(p, x)
     block_m = tiles.dq_dbias.block_m
-    blocks = grid.blocks(p, p.nq, block_m)
-    made = Made(Layout.compact((2, *p.batch, p.hq, blocks * block_m), "float32"))
+    made = _made(p, grid.blocks(p, p.nq, block_m) * block_m)
     shares = Shares(p, gpu, y.dbias, tiles.dq_dbias, gpu.multiprocessors)
     shape = shape._replace(wide=in_vectors(p, shares.out, KEYS_OF_RUN))
-    preprocess = _preprocess(p, gpu, x, made, splitter, block_m)
+    split = _split(p, gpu, shape, x, made, tiles.split)
     of_main = dict(
-        extras=(*extras, (planes.factors, 4), (planes.flags, 3)),
+        extras=(*extras, (made.factors, 4), (made.flags, 3)),
         numbers=(np.float32(p.scale),),
     )
-    read = ((planes.do, 5), (planes.q, 5), (planes.k, 5), (planes.v, 5))
+    read = ((made.do, 5), (made.q, 5), (made.k, 5), (made.v, 5))
     dq_dbias = Launch(
         "sm80.dq_dbias_split.build",
         (shape, p.options.structure, shares.summed, tiles.dq_dbias),
@@ -94,40 +116,47 @@ def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepa
         operands=(*read, (y.dk, 5), (y.dv, 5), (made.rows, 5)),
         **of_main,
     )
-    scratch, extras_of = Scratch(made, ("rows",)), build_extras(p.options)
-    with_split = extras_class(p.options, more=SPLIT)
+    scratch, extras_of = Scratch(made, NAMES), build_extras(p.options)
     with_flags = extras_class(p.options, more=OF_DBIAS)
 
     def run(x, y, rng=None):
-        made, (rows,), extras = splitter.of(x), scratch.beside(x.q), extras_of(x)
-        preprocess(
-            x.do, x.o, x.lse, None, rows, None, None, extras=with_split(*extras, *made.extras)
-        )
-        extras, planes = with_flags(*extras, made.factors, made.flags), (made.do, made.q, made.k)
-        dk_dv(*planes, made.v, y.dk, y.dv, rows, extras=extras)
-        shares.run(y.dbias, lambda out: dq_dbias(*planes, made.v, y.dq, rows, out, extras=extras))
+        made = scratch.beside(x.q)
+        split(x.do, x.q, x.k, x.v, x.o, x.lse, *made)
+        extras, planes = with_flags(*extras_of(x), made.factors, made.flags), made[:4]
+        dk_dv(*planes, y.dk, y.dv, made.rows, extras=extras)
+        shares.run(y.dbias, lambda out: dq_dbias(*planes, y.dq, made.rows, out, extras=extras))
         return made.flags
 
-    launches = *splitter.launches, preprocess, dk_dv, dq_dbias, *shares.launches
-    return Prepared(run, launches, planes.flags)
+    return Prepared(run, (split, dk_dv, dq_dbias, *shares.launches), made.flags)
 
 
-def _preprocess(p, gpu, x, made: Made, splitter, block_m: int) -> Launch:
-    """The lse and delta, of planes."""
-    y, rows = splitter.made, made.rows
+def _made(p, rows: int) -> Made:
+    """Layouts."""
+    of = lambda n, columns: Layout.compact((*p.batch, p.hq, n, padded(columns)), "uint32")
+    return Made(
+        do=of(p.nq, p.dv),
+        q=of(p.nq, p.d),
+        k=of(p.nk, p.d),
+        v=of(p.nk, p.dv),
+        rows=Layout.compact((KINDS, *p.batch, p.hq, rows), "float32"),
+        factors=Layout.compact((*p.batch, p.hq, 4), "float32"),
+        flags=Layout.compact((*p.batch, p.hq), "int32"),
+    )
+
+
+def _split(p, gpu, shape, x, made: Made, tile) -> Launch:
+    """The kernel before the main ones, a block for each head."""
     return Launch(
-        "preprocess.build",
-        (
-            *(p.dtype, p.dv, False, block_m, 0, False, chunked(x.do, x.o), False),
-            *(p.options.arrays, ROW_THREADS),
-        ),
+        "sm80.split_heads.build",
+        (shape, tile),
         gpu,
-        grid=math.prod(rows.shape[1:]) // block_m,
-        threads=ROW_THREADS,
-        operands=((x.do, 5), (x.o, 5), (x.lse, 4), (None, 4), (rows, 5), (None, 5), (None, 1)),
-        extras=(
-            *grid.extras_layouts(p, x),
-            *((y.factors, 4), (y.shifts, 4), (y.centres, 5)),
+        grid=math.prod(made.flags.shape),
+        threads=tile.threads,
+        shared_bytes=tile.layout.bytes,
+        operands=(
+            *((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5), (x.o, 5), (x.lse, 4)),
+            *((made.do, 5), (made.q, 5), (made.k, 5), (made.v, 5)),
+            *((made.rows, 5), (made.factors, 4), (made.flags, 3)),
         ),
-        numbers=(p.nk,),
+        numbers=(np.float32(p.scale),),
     )

@@ -7,8 +7,14 @@ import math
 import numpy as np
 
 from numba_flash.cuda import grid, prepare_parts
-from numba_flash.cuda.arguments import build_extras, chunked, parameters_of, vectors_of
+from numba_flash.cuda.arguments import (
+    build_extras,
+    chunked,
+    parameters_of,
+    vectors_of,
+)
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import (
     ENOUGH_BLOCKS,
@@ -28,6 +34,7 @@ def prepare(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
     dropout.
     """
+    p = p if p.options.dropout else with_numbers(p, inputs)
     there = hardware(gpu.capability)
     blocks = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, there))
     parts = grid.few_parts(p, tile, gpu.multiprocessors * blocks)
@@ -46,9 +53,8 @@ def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     extras_of = build_extras(p.options)
 
     def run(inputs, results, rng=None):
-        given = None if rng is None else numbers(rng)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward.on((q, k, v, *results, None, None, None), extras, given)
+        forward.on((q, k, v, *results, None, None, None), extras, numbers(inputs, rng))
 
     return Prepared(run, (forward,))
 
@@ -63,9 +69,8 @@ def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepa
     def run(inputs, results, rng=None):
         o, lse = scratch.beside(inputs.q)
         arrivals = prepare_parts.arrivals(inputs.q, count)
-        given = None if rng is None else numbers(rng)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward.on((q, k, v, o, lse, *results, arrivals), extras, given)
+        forward.on((q, k, v, o, lse, *results, arrivals), extras, numbers(inputs, rng))
 
     return Prepared(run, (forward,))
 
@@ -79,9 +84,8 @@ def _prepare_parts(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepar
 
     def run(inputs, results, rng=None):
         o, lse = scratch.beside(inputs.q)
-        given = None if rng is None else numbers(rng)
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
-        forward(q, k, v, o, lse, None, None, None, extras=extras, numbers=given)
+        forward.on((q, k, v, o, lse, None, None, None), extras, numbers(inputs, rng))
         combine(o, lse, *results)
 
     return Prepared(run, (forward, combine))
@@ -89,7 +93,7 @@ def _prepare_parts(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepar
 
 def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
     """The kernel, on results of the problem, or on float32 parts of them, which it joins if there
-    are `whole` ones; and its numbers as a function of the generator's state.
+    are `whole` ones; and ``numbers(inputs, rng)`` of a call.
     """
     joined = whole is not None
     whole_o, whole_lse = whole if joined else (None, None)
@@ -103,13 +107,14 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
         wide=False,
         vectors=vectors_of(p, inputs, KEYS_OF_RUN),
     )
-    numbers = lambda rng=None: (
+    drawn = lambda rng=None: (
         np.float32(LOG2E if p.options.changes else p.scale * LOG2E),
         p.low,
         p.high,
         parts,
         parameters_of(p, rng),
     )
+    known = numbers_of(p, drawn())
     operands = (inputs.q, 5), (inputs.k, 5), (inputs.v, 5), (into.o, 5), (into.lse, 4)
     config = (
         p.dtype,
@@ -133,6 +138,12 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
             (prepare_parts.arrivals_layout(items) if joined else None, 1),
         ),
         extras=grid.extras_layouts(p, inputs),
-        numbers=numbers(),
+        numbers=known.prepared,
     )
+
+    def numbers(inputs, rng):
+        if known.of:
+            return known.of(inputs)
+        return None if rng is None else drawn(rng)
+
     return forward, numbers

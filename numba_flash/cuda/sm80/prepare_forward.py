@@ -15,8 +15,9 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_relative import Added, alone
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
+from numba_flash.cuda.prepare_tile_lists import Chosen, Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, prepare_few, prepare_head, tiles
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.few_tiles import few_tile
@@ -35,7 +36,9 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     head = prepare_head.tile_of(problem, inputs, results, gpu)
     if head is not None:
         return prepare_head.prepare(problem, inputs, results, gpu, head)
-    p, tile = choose(problem, lambda p: _tile(p, gpu), lambda p: _within_blocks(p, gpu))
+    p, tile = _relative(problem, gpu) or choose(
+        problem, lambda p: _tile(p, gpu), lambda p: _within_blocks(p, gpu)
+    )
     if tile.group:
         return prepare_few.prepare(p, inputs, results, gpu, tile)
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
@@ -88,7 +91,11 @@ class Operands:
         self._p, self._splitter = p, None
         self.vectors = vectors_of(p, inputs, KEYS_OF_RUN)
         listed = Tiles(tile.block_m, tile.block_n)
-        self._extras = extras = Extras(p, gpu, inputs, listed)
+        if p.options.relative:
+            extras = Added(p, gpu, inputs, tile.block_m, tile.block_n)
+        else:
+            extras = Extras(p, gpu, inputs, listed)
+        self._extras = extras
         self.launches = extras.launches
         if p.dtype != "float32":
             x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
@@ -117,6 +124,24 @@ def _tile(p, gpu) -> Tile:
         return tile
     few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
     return of.small_tile(p, there, few) or tile
+
+
+def _relative(problem, gpu) -> Chosen | None:
+    """Its tile and the problem, if numbers that a `score_mod` adds for each distance are read from
+    an array, and there is room for them in shared memory.
+    """
+    p = alone(problem)
+    tile = None if p is None else _tile(p, gpu)
+    if tile is None or tile.group:
+        return None
+    there = _shared_bytes(p, tile, (p.d, p.dv)) <= hardware(gpu.capability).shared_limit
+    return Chosen(p, tile) if there else None
+
+
+def _shared_bytes(p, tile: Tile, columns) -> int:
+    """Of rows of so many columns, with numbers for each distance, if there are any."""
+    more = tile.stages * tile.added_bytes if p.options.relative else 0
+    return tile.shared_bytes(*columns) + more
 
 
 def _within_blocks(p, gpu) -> Tile | None:
@@ -194,7 +219,7 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,
-        shared_bytes=tile.shared_bytes(*shape.columns),
+        shared_bytes=_shared_bytes(p, tile, shape.columns),
         operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),
         extras=x.extras,
         numbers=numbers(),

@@ -14,6 +14,7 @@ from numba_flash.cuda.ptx import Matrices, Planes
 from numba_flash.cuda.sm80.tiles import padded, pitch
 
 MORE = 32  # registers of a lane for sums of products with low planes
+AT_ONCE = 16  # registers of a lane for sums of joined planes
 
 
 class Kind(NamedTuple):
@@ -53,6 +54,25 @@ def build_lane(pitch):
 
 
 @once
+def build_lane_of_lines(row_bytes):
+    """The same where rows are swizzled lines, as `numba_flash.cuda.ptx.Matrices` has them."""
+    ROW_BYTES = row_bytes
+
+    @inline
+    def beside(tile):
+        lane = i32(cuda.threadIdx.x % 32)
+        return u32(tile + u32(lane % 16 * ROW_BYTES + (lane // 16 ^ lane % 8) * 16))
+
+    @inline
+    def below(tile):
+        lane = i32(cuda.threadIdx.x % 32)
+        row = lane // 16 * 8 + lane % 8
+        return u32(tile + u32(row * ROW_BYTES + (lane // 8 % 2 ^ lane % 8) * 16))
+
+    return beside, below
+
+
+@once
 def build_hold(m_tiles, depth, pitch):
     """``hold(fragments, a)``: rows of A, stored row by row, into registers."""
     load = ptx.load_matrices(m_tiles, depth // 16, Matrices(16 * pitch, 32, False))
@@ -66,16 +86,16 @@ def build_hold(m_tiles, depth, pitch):
 
 
 @once
-def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True):
+def build_nt(kind, m_tiles, columns, depth, a_pitch, b_pitch, held, fresh=True, lines=False):
     """``product(acc, a, b)``: acc = A B^T, or acc += A B^T unless `fresh`; A is in registers if
-    `held`.
+    `held`, rows of B are swizzled `lines`.
     """
     HELD = held
     a = None if held else Matrices(16 * a_pitch, 32, False)
-    b = Matrices(16 * b_pitch, 32, False)
+    b = Matrices(16 * b_pitch, 32, False, lines)
     multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     beside, _ = build_lane(a_pitch)
-    _, below = build_lane(b_pitch)
+    _, below = build_lane_of_lines(b_pitch) if lines else build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
@@ -111,16 +131,16 @@ def build_nt_from(kind, m_tiles, columns, depth, a_pitch, b_pitch, held=False, b
 
 
 @once
-def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False):
+def build_nn(kind, m_tiles, columns, depth, b_pitch, a_pitch=None, fresh=False, lines=False):
     """``product(acc, a, b)``: acc += A B, or acc = A B if `fresh`, with A in registers unless it
-    has a pitch.
+    has a pitch; rows of B are swizzled `lines`.
     """
     HELD = a_pitch is None
     a = None if HELD else Matrices(16 * a_pitch, 32, False)
-    b = Matrices(32, 16 * b_pitch, True)
+    b = Matrices(32, 16 * b_pitch, True, lines)
     multiply = ptx.product(m_tiles, columns // 16, depth // 16, a, b, *kind, fresh)
     beside_a, _ = build_lane(a_pitch or 0)
-    beside, _ = build_lane(b_pitch)
+    beside, _ = build_lane_of_lines(b_pitch) if lines else build_lane(b_pitch)
 
     @inline
     def product(acc, a, b):
@@ -182,6 +202,47 @@ def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
     sizes = m_tiles, columns // 16, depth // 16
     multiply = ptx.split_product(*sizes, None, b, planes, 1)
     multiply_times = ptx.split_product(*sizes, None, b, planes, 1, scaled=True)
+    beside, _ = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, beside(b), u32(0))
+
+    @inline
+    def times(acc, a, b, factor):
+        multiply_times(acc, a, beside(b), factor)
+
+    return product, times
+
+
+@once
+def build_joined_nt(m_tiles, columns, depth, b_pitch, planes, last=False):
+    """``product(acc, a, b)``: acc = A B^T of float32 numbers, each the sum of its two `planes`
+    (`numba_flash.cuda.ptx.joined_product`), with A in registers.
+    """
+    b, n_tiles = Matrices(16 * b_pitch, 32, False), columns // 16
+    at_once = math.gcd(n_tiles, max(1, AT_ONCE // (8 * m_tiles)))
+    sizes = m_tiles, n_tiles, depth // 16
+    multiply = ptx.joined_product(*sizes, b, planes, at_once, fresh=True, last=last)
+    _, below = build_lane(b_pitch)
+
+    @inline
+    def product(acc, a, b):
+        multiply(acc, a, below(b), u32(0))
+
+    return product
+
+
+@once
+def build_joined_nn(m_tiles, columns, depth, b_pitch, planes):
+    """``product(acc, a, b)``: acc += A B likewise; ``times(acc, a, b, factor)``: acc += factor A B,
+    where `factor` is an array.
+    """
+    b, n_tiles = Matrices(32, 16 * b_pitch, True), columns // 16
+    at_once = math.gcd(n_tiles, max(1, AT_ONCE // (8 * m_tiles)))
+    sizes = m_tiles, n_tiles, depth // 16
+    multiply = ptx.joined_product(*sizes, b, planes, at_once)
+    multiply_times = ptx.joined_product(*sizes, b, planes, at_once, scaled=True)
     beside, _ = build_lane(b_pitch)
 
     @inline
@@ -274,8 +335,10 @@ class Products(NamedTuple):
     values: Any
 
 
-def build_products(dtype, shape, tile, begin, positive):
-    """`Products` of a warp; of `begin` columns first. Of P, if only `positive` weights count."""
+def build_products(dtype, shape, tile, begin, positive, fresh=True):
+    """`Products` of a warp; of `begin` columns first, which are added to what is there unless
+    `fresh`. Of P, if only `positive` weights count.
+    """
     m_tiles, block_n, (d, dv) = tile.m_tiles, tile.warp_n, map(padded, shape[:2])
     pitch_k, pitch_v = map(pitch, shape.columns)
     pairs = m_tiles * block_n // 4
@@ -286,10 +349,10 @@ def build_products(dtype, shape, tile, begin, positive):
         values, _ = build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
         pack, _ = build_split(pairs, shape.split, positive)
         return Products(scores, None, pack, values)
-    kind = Kind(dtype == "bfloat16", shape.turing)
-    scores_of = partial(build_nt, kind, m_tiles, block_n)
-    scores = scores_of(begin, pitch_k, pitch_k, tile.q_registers)
-    more_scores = scores_of(d - begin, pitch_k, pitch_k, False, fresh=False)
-    values = build_nn(kind, m_tiles, dv, block_n, pitch_v)
+    kind, (k, v) = Kind(dtype == "bfloat16", shape.turing), map(tile.key_rows, shape.columns)
+    scores_of = partial(build_nt, kind, m_tiles, block_n, lines=k.lines)
+    scores = scores_of(begin, pitch_k, k.bytes, tile.q_registers, fresh)
+    more_scores = scores_of(d - begin, pitch_k, k.bytes, False, fresh=False)
+    values = build_nn(kind, m_tiles, dv, block_n, v.bytes, lines=v.lines)
     pack, _ = build_pack(pairs, *kind, positive)
     return Products(scores, more_scores, pack, values)

@@ -22,6 +22,21 @@ def pitch(head_dim: int) -> int:
     return 2 * (padded(head_dim) + CHUNK)
 
 
+class KeyRows(NamedTuple):
+    """How rows of a tile of keys or values lie in shared memory.
+
+    Attributes
+    ----------
+    bytes : int
+        From one row to the next.
+    lines : bool
+        They are whole lines of 128 bytes, swizzled as `numba_flash.cuda.ptx.Matrices` says.
+    """
+
+    bytes: int
+    lines: bool = False
+
+
 class SharedRows(NamedTuple):
     """Where warps that share rows keep in shared memory what they tell each other, in bytes: P, and
     a number for each row of a warp; what there is in all; and the pitch of V.
@@ -79,6 +94,14 @@ class Tile:
     @property
     def threads(self) -> int:
         return WARP * self.warps
+
+    @property
+    def added_bytes(self) -> int:
+        """Of a number for each diagonal of a tile (`numba_flash.cuda.relative`)."""
+        return 4 * (self.block_m + self.block_n)
+
+    def key_rows(self, head_dim: int) -> KeyRows:
+        return KeyRows(pitch(head_dim))
 
     def columns(self, dv: int) -> int:
         """Of a tile of V or O: whole steps of a product for each of the warps that share them."""

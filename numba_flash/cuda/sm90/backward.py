@@ -66,7 +66,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     ds_of, put_ds_at = store.build_put_ds(BLOCK_M, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     next_row0 = shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
@@ -147,7 +147,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
                     wait_q(smem, turn, me, n, row0)
-                    start_scores(sT, k_rows, wgmma.descriptor(q_rows, u32(0)))
+                    start_scores(smem, me, n, sT, k_rows)
                 wait_do(smem, turn, me, n, row0)
                 if KEEPS_DS and not AHEAD:  # dK is complete: the registers of dS are free for dP
                     ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)

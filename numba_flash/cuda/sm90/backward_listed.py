@@ -48,7 +48,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     put_ds = store.build_put_chunks(BLOCK_M, 0, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate, factors = shared.differentiate, shared.factors
     put_dk = store.build_put_rows(head_dim, BFLOAT16, BLOCK_N)
@@ -143,7 +143,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
                     wait_q(smem, turn, me, n, row0)
-                    start_scores(sT, k_rows, wgmma.descriptor(q_rows, u32(0)))
+                    start_scores(smem, me, n, sT, k_rows)
                 wait_do(smem, turn, me, n, row0)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))

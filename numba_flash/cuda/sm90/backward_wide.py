@@ -38,9 +38,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     # what is left of a consumer's columns
     LEFT_K, LEFT_V = panels(HALF_K) * Q_PANEL, panels(HALF_V) * Q_PANEL
     OUTPUTS_K, OUTPUTS_V, SCORES = HALF_K // 2, HALF_V // 2, 32
-    TO_MAP, SEQUENCES, BFLOAT16 = to_map, options.sequences, dtype == "bfloat16"
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    TO_MAP, SEQUENCES, BFLOAT16 = to_map, options.sequences, dtype == "bfloat16"
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate

@@ -4,12 +4,13 @@ head dimension 128 without options, with sums of dQ in memory and without.
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import inline, once, u32
+from numba_flash.cuda import fragment, ptx
+from numba_flash.cuda.lang import i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, softmax_backward, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.load_backward import WORD
 from numba_flash.cuda.sm90.softmax_backward import BOUND
+from numba_flash.cuda.sm90.tiles import KEYS
 
 
 class Begin(NamedTuple):
@@ -22,12 +23,38 @@ class Begin(NamedTuple):
 
 
 @once
+def build_begin_sums(tile, q, added):
+    """``begin_sums(sT, smem, me, n)``: a thread's scores of the n-th tile of queries, in the ring
+    `q`, become what a function of the score adds to them (`numba_flash.cuda.relative`), which lies
+    from `added` on. Its second row, 8 keys below, has, but for two, numbers of the first one.
+    """
+    Q, ADDED, BYTES, BLOCK_M = one_type(q), added, tile.added_bytes, tile.block_m
+    GROUPS = tile.columns // 8
+
+    @inline
+    def begin_sums(sT, smem, me, n):
+        key = i32(me * KEYS + wgmma.first_row())
+        of_tile = u32(smem + u32(ADDED) + n % u32(Q.slots) * u32(BYTES))
+        at = u32(of_tile + u32(4 * i32(BLOCK_M - fragment.first_column() + key)))
+        for c in range(2):
+            sT[2 + c] = ptx.load_shared_float(u32(at + u32(32) - u32(4 * c)))
+        for j in range(GROUPS):
+            for c in range(2):
+                sT[4 * j + c] = ptx.load_shared_float(u32(at - u32(32 * j + 4 * c)))
+                if j + 1 < GROUPS:
+                    sT[4 * j + 6 + c] = sT[4 * j + c]
+
+    return begin_sums
+
+
+@once
 def build(head_dim, head_dim_v, options, tile, bfloat16):
     """``release_before(smem, n)``: all products with the Q tile before the n-th are complete.
     ``begin_item(smem, turn, me, n, sT, k_rows)``: wait for K and V of a work item, and, if the tile
-    says ahead, for (1) S^T = K Q^T of its first tile; returns row0. ``start_scores(sT, k_rows,
-    q_rows)``: (1). ``start_next(smem, turn, me, n, end, row0, sT, k_rows)``: start (1) of the tile
-    after the n-th; after an item's last, of the same again, for nothing.
+    says ahead, for (1) S^T = K Q^T of its first tile; returns row0. ``start_scores(smem, me, n, sT,
+    k_rows)``: (1) of the n-th tile, beginning with what a score_mod adds, if sums do.
+    ``start_next(smem, turn, me, n, end, row0, sT, k_rows)``: start (1) of the tile after the n-th;
+    after an item's last, of the same again, for nothing.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
@@ -35,9 +62,17 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     SCORES, AHEAD, SEQUENCES, NONE = BLOCK_M // 2, tile.ahead, options.sequences, 0
     clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
     clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    start_scores = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, bfloat16)
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
+    RELATIVE = options.relative
+    multiply = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, bfloat16, add=RELATIVE)
+    begin_sums = build_begin_sums(tile, SMEM.q, SMEM.added) if RELATIVE else None
+    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, bfloat16)
     note_bounds, bound, wait_q = shared.note_bounds, shared.bound, shared.wait_q
+
+    @inline
+    def start_scores(smem, me, n, sT, k_rows):
+        if RELATIVE:
+            begin_sums(sT, smem, me, n)
+        multiply(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
 
     @inline
     def release_before(smem, n):
@@ -55,7 +90,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
             clear_k(smem, K, turn, keys, me)
         if AHEAD:
             wait_q(smem, turn, me, n, row0)
-            start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
+            start_scores(smem, me, n, sT, k_rows)
         pipeline.wait_ready(smem, V, turn)
         if SEQUENCES:
             clear_v(smem, V, turn, keys, me)
@@ -70,6 +105,6 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
             following = n
         else:
             wait_q(smem, turn, me, following, row0)
-        start_scores(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, following), u32(0)))
+        start_scores(smem, me, following, sT, k_rows)
 
     return Begin(release_before, begin_item, start_scores, start_next)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from numba_flash.cuda.sm90.options_tiles import MOST
 from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.sm90.tiles import ANY, Row, WarpGroups
-from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes, panels
+from numba_flash.cuda.swizzle import ALIGNMENT, PANEL, panel_bytes, panels
 
 WARPS = 4  # of a consumer
 LOADERS = 3  # threads that read what is written down of a step, and have its tiles fetched
@@ -64,6 +64,46 @@ class DbiasTile(WarpGroups):
         return lay_out(rings, slots, values=0, sums=values)
 
 
+@dataclass(frozen=True)
+class DbiasRowsTile(WarpGroups):
+    """Shape of a block of the gradient of the bias whose queries stay in shared memory.
+
+    Attributes
+    ----------
+    elements : int
+        Batch elements that are summed; Q and dO of all of them stay.
+    key_stages, pair_stages : int
+        Slots of the ring of tiles of K with V, and of that of tiles of the bias, from which the
+        gradient of the tile before is stored.
+    """
+
+    elements: int
+    key_stages: int
+    pair_stages: int
+    consumers: ClassVar[int] = 2
+    block_m: ClassVar[int] = 128
+    block_n: ClassVar[int] = PANEL
+    pair_panels: ClassVar[int] = 1
+    pair_bytes: ClassVar[int] = panel_bytes(128)
+
+    @property
+    def row_stages(self) -> int:
+        """Slots of the ring of Q and dO tiles; of the next element while this one's are in use."""
+        return 2 * max(2, self.elements)
+
+    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
+        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them; the lse or delta
+        (`values`) of each tile of `rows`; the `bytes` of all.
+        """
+        rings = {
+            "rows": (panel_bytes(self.block_m), self.row_stages),
+            "keys": (2 * panel_bytes(self.block_n), self.key_stages),
+            "pairs": (self.pair_bytes, self.pair_stages),
+        }
+        values = 4 * self.block_m * self.row_stages
+        return lay_out(rings, -(-values // ALIGNMENT) * ALIGNMENT, values=0)
+
+
 # Of 128 queries by 128 keys; and where registers have to hold more than a bias of 16 bits and one
 # other option. By 192 keys, which lack registers, gradients took longer (H200, bfloat16, a bias of
 # 16 heads, N = 2048, 4 in a batch): 1.09 ms at D = 64 and 1.60 at 128; with these 1.05 and 1.56.
@@ -83,3 +123,17 @@ def dbias_tile(problem) -> DbiasTile:
     several = bool(o.mask) + bool(o.score_mod) + bool(o.sequences) > 1
     rows = CROWDED if o.bias == "float32" or o.dropout or several else TILES
     return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
+
+
+# By batch elements that are summed. Not timed.
+ROWS_TILES = {
+    1: DbiasRowsTile(1, 4, 2),
+    2: DbiasRowsTile(2, 4, 2),
+    3: DbiasRowsTile(3, 4, 2),
+    4: DbiasRowsTile(4, 4, 1),
+}
+
+
+def dbias_rows_tile(problem, elements: int) -> DbiasRowsTile | None:
+    """The one whose queries stay in shared memory, if there is room for them."""
+    return ROWS_TILES.get(elements) if max(problem.d, problem.dv) <= PANEL else None

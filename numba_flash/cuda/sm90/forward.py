@@ -17,8 +17,9 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.load_forward import build_move, lists_of, looks_up_apart
-from numba_flash.cuda.sm90.rows import build_begin, build_follow, build_hide
+from numba_flash.cuda.sm90.rows import build_begin, build_begin_sums, build_follow, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.softcap import build_tanh
 from numba_flash.cuda.swizzle import panel_bytes
 
 
@@ -49,13 +50,17 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     move = build_move(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
-    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
+    RELATIVE = options.relative
+    start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
+    begin_sums = build_begin_sums(tile, SMEM.k, SMEM.added) if RELATIVE else None
+    release_k = pipeline.release_warps if RELATIVE else pipeline.release_group
+    RELEASES_OF_K = WARP_GROUP // pipeline.WARP if RELATIVE else 1
     start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM)
     online, rescale = softmax.build_online(SCORES), softmax.build_rescale(OUTPUTS)
-    cap, hide = softmax.build_cap(SCORES), build_hide(BLOCK_N, band == "both")
+    tanh, hide = build_tanh(SCORES, BFLOAT16), build_hide(BLOCK_N, band == "both")
     begin_item = build_begin(BLOCK_N, SMEM.q, SMEM.work)
     lists_among, last_of, column, begin_at = build_follow(options, BLOCK_M, BLOCK_N, SMEM.work)
 
@@ -63,7 +68,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     def first_softmax(s, m_i, l_i, alpha, item, scales):
         """Softcap and mask, then (2) m_i, (3) P, (4) l_i, of a work item's first tile."""
         if CAPPED:
-            cap(s, scales.slope)
+            tanh(s, scales.slope, scales.scale_log2)
         hide(s, item.row, item.col, item)
         online(s, m_i, l_i, alpha, scales.scale_log2)
 
@@ -83,6 +88,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         for S alone.
         """
         pipeline.wait_ready(smem, K, n)
+        if RELATIVE:
+            begin_sums(s, smem, me, n)
         if PING_PONG:
             pipeline.await_turn(me)
         start_scores(s, q_tile, k_tile(smem, n))
@@ -91,7 +98,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         if PING_PONG:
             pipeline.pass_turn((me + 1) % CONSUMERS)
         wait_scores(s)
-        pipeline.release_group(smem, K, n)
+        release_k(smem, K, n)
 
     @inline
     def consume(maps, smem, me, o, lse, lists, batches, scales):
@@ -116,9 +123,11 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         softmax.reset(m_i, l_i)
         # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
+        if RELATIVE:
+            begin_sums(s, smem, me, n)
         start_scores(s, item.q_tile, k_tile(smem, n))
         wait_all(acc, s)
-        pipeline.release_group(smem, K, n)
+        release_k(smem, K, n)
         first_softmax(s, m_i, l_i, alpha, item, scales)
         pack(p, s)
         while True:
@@ -134,7 +143,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
                     pipeline.release_group(smem, Q, turn)
                 # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
                 if CAPPED:
-                    cap(s, scales.slope)
+                    tanh(s, scales.slope, scales.scale_log2)
                 if BANDED:
                     hide(s, item.row, col, item)
                 online(s, m_i, l_i, alpha, scales.scale_log2)
@@ -175,7 +184,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         if cuda.threadIdx.x == 0:
             pipeline.initialise(smem, WORK, 1, WORK_READERS)
             pipeline.initialise(smem, Q, 1, CONSUMERS)
-            pipeline.initialise(smem, K, 1, CONSUMERS)
+            pipeline.initialise(smem, K, 1, CONSUMERS * RELEASES_OF_K)
             pipeline.initialise(smem, V, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised

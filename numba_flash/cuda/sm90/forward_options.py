@@ -44,6 +44,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     runs = fragment.runs_of_columns(BLOCK_N)
     HELD = max(1, held(options, runs).words)
     COPIES, PAIR_TILES = tile.pair_stages > 0, one_type(SMEM.pairs)
+    AHEAD = tile.pairs_ahead
     load_pairs = build_load_pairs(options, tile, SMEM.pairs) if COPIES else load_nothing
     take_pairs = build_take_pairs(options, tile, SMEM.pairs) if COPIES else None
     banded, pairs_map = band != "none", 4 if TO_MAP else 3
@@ -63,9 +64,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, CHANGES)
 
     @inline
-    def weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters):
-        """The options, then (2) m_i, (3) P, (4) l_i, and dropout."""
+    def weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more):
+        """The options of tile n, then (2) m_i, (3) P, (4) l_i, and dropout; if there are `more`
+        tiles in this work item, what belongs to the next one's scores may be read meanwhile.
+        """
         modify(s, s, bias_mask, x.query, x.key, x.region, x.at, x.whole, parameters)
+        if AHEAD and more:
+            take_pairs(bias_mask, smem, me, u32(n + 1))
         online(s, m_i, l_i, alpha, scale_log2)
         if DROPOUT:
             drop(s, x.query, x.key, x.at, parameters)
@@ -89,9 +94,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
 
     @inline
-    def overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras):
+    def overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, first):
         """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight, read
-        what belongs to these scores, and wait for S alone.
+        what belongs to these scores, unless that was done ahead, as of all tiles of a work item
+        but the `first`, and wait for S alone.
         """
         pipeline.wait_ready(smem, K, n)
         if PING_PONG:
@@ -101,7 +107,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         start_values(acc, p, v_tile(smem, u32(n - 1)))
         if PING_PONG:
             pipeline.pass_turn((me + 1) % CONSUMERS)
-        read_pairs(bias_mask, smem, me, n, x, extras)
+        if first or not AHEAD:
+            read_pairs(bias_mask, smem, me, n, x, extras)
         wait_scores(s)
         pipeline.release_group(smem, K, n)
 
@@ -130,18 +137,20 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         read_pairs(bias_mask, smem, me, n, x, extras)
         wait_all(acc, s)
         pipeline.release_group(smem, K, n)
-        weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
+        more = x.count > 1
+        weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
         pack(p, s)
         while True:
             if SEQUENCES:
                 clear_tail(smem, V, n, x.region.cols - x.region.col0, me)
             for t in range(1, x.count):
                 n, x = u32(n + 1), next_scores(x)
-                overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras)
+                overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, False)
                 if t == x.count - 1:
                     pipeline.release_group(smem, Q, turn)
                 # the options, (2) m_i, (3) P, (4) l_i, and dropout, while O += P V runs
-                weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
+                more = t < x.count - 1
+                weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
                 wait_all(acc, s)
                 pipeline.release_group(smem, V, u32(n - 1))
                 # O = alpha O
@@ -154,9 +163,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
             x = begin_scores(smem, me, turn, o, extras)
             if x.count == END:
                 break
-            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras)
+            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, True)
             softmax.hand_over(m_i, l_i, m_done, l_done)
-            weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters)
+            more = x.count > 1
+            weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
             done = u32(turn - 1)

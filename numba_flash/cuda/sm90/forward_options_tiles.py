@@ -21,10 +21,17 @@ class OptionsTile(Tile):
         mask; 0 if threads read it from memory.
     keys_of_element : int
         Keys of an element of 16 bits: 1 of a bias, 2 of a mask.
+    pairs_ahead : bool
+        What belongs to the pairs of a tile is read as soon as that of the tile before has been
+        used.
+    together : bool
+        Heads of batch elements that share a bias come one after the other.
     """
 
     pair_stages: int = 0
     keys_of_element: int = 1
+    pairs_ahead: bool = False
+    together: bool = False
 
     @property
     def pair_panels(self) -> int:

@@ -2,7 +2,7 @@
 fetched, and, where dQ is added up in memory, two do that in turns.
 """
 
-from numba_flash.cuda import ptx, schedule, tile_lists
+from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
@@ -130,7 +130,12 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     K, V = one_type(layout.k), one_type(layout.v)
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
-    load_q = pipeline.build_load_rows(layout.q, width, BLOCK_M, layout.lse, tile.planes)
+    RELATIVE, ADDED_BYTES = options.relative, tile.added_bytes if options.relative else 0
+    of_q = layout.q, width, BLOCK_M, layout.lse, tile.planes
+    load_q = pipeline.build_load_rows(*of_q, ADDED_BYTES)
+    added = layout.added if options.relative else 0
+    load_added = pipeline.build_load_numbers(layout.q, added, ADDED_BYTES)
+    address_of = relative.build_address(BLOCK_M)
     load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
@@ -181,6 +186,10 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                     place = Place(0, row, head, b1, b0)
                     if not DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
+                    if RELATIVE:
+                        col0 = pipeline.read(smem, WORK, turn, WORD.row0)
+                        address = address_of(extras.added, head, i32(at * BLOCK_M), col0)
+                        load_added(smem, n, address)
                     if n == begin if MASKED else g == 0 and t == 0:
                         pipeline.wait_free(smem, V, turn)
                         load_v(maps[3], smem, turn, Place(0, key, kv_head, b1, b0))

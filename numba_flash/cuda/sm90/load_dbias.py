@@ -18,7 +18,7 @@ NOTE = words(DbiasNote)
 CHUNK = 64  # rows of queries, of which memory has whole ones
 
 
-def _build_load_rows(columns, tile, layout):
+def build_load_rows(columns, tile, layout):
     """``load_rows(tensor_map, smem, n, place, values)``: have the n-th tile of Q or dO fetched, and
     its rows' lse or delta; instead of those beyond the last any others.
     """
@@ -127,8 +127,8 @@ def build_loads(head_dim, head_dim_v, tile):
     """
     layout = tile.layout(head_dim, head_dim_v)
     NOTES, KIND = one_type(layout.notes), one_type(DbiasKind())
-    load_q = _build_load_rows(head_dim, tile, layout)
-    load_do = _build_load_rows(head_dim_v, tile, layout)
+    load_q = build_load_rows(head_dim, tile, layout)
+    load_do = build_load_rows(head_dim_v, tile, layout)
 
     @inline
     def read(smem, turn, word):

@@ -4,7 +4,7 @@ has the copy engine fetch their tiles. Where tiles are listed, another one write
 
 from typing import NamedTuple
 
-from numba_flash.cuda import schedule, tile_lists
+from numba_flash.cuda import relative, schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import END, SCORES_B1, ForwardWork, one_type, words
@@ -63,7 +63,7 @@ def build_write_work(banded, in_parts, options, tile, layout):
     WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.tiled
     OPTIONS, QUEUED = options.modifies_or_lists, options.listed
     item_of = schedule.build_item(
-        options, banded, in_parts, tile.block_m, tile.block_n, queued=QUEUED
+        options, banded, in_parts, tile.block_m, tile.block_n, False, QUEUED, tile.together
     )
     listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 
@@ -133,7 +133,11 @@ def build_produce(
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     write_work = build_write_work(banded, in_parts, options, tile, SMEM)
     load_q = pipeline.build_load(Q, head_dim, tile.block_m, planes=tile.planes)
-    load_k = pipeline.build_load(K, head_dim, BLOCK_N, planes=tile.planes)
+    RELATIVE, ADDED_BYTES = options.relative, tile.added_bytes if options.relative else 0
+    ADDED = SMEM.added if options.relative else 0
+    load_k = pipeline.build_load(K, head_dim, BLOCK_N, ADDED_BYTES, tile.planes)
+    load_added = pipeline.build_load_numbers(K, ADDED, ADDED_BYTES)
+    address_of = relative.build_address(tile.block_m)
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
     BLOCK_M, MASKED = tile.block_m, options.tiled
     COPIES_PAIRS, PAIRS_MAP = load_pairs is not load_nothing, pairs_map
@@ -185,6 +189,11 @@ def build_produce(
                         key_k = i32(k0 + listed_column(seen, last - t, keys))
                     pipeline.wait_free(smem, K, u32(n + t))
                     load_k(maps[1], smem, u32(n + t), Place(0, key_k, kv_head, b1, b0))
+                    if RELATIVE:
+                        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+                        head = pipeline.read(smem, WORK, turn, WORD.head)
+                        address = address_of(extras.added, head, row0, i32(key_k - k0))
+                        load_added(smem, u32(n + t), address)
                     if COPIES_PAIRS:
                         pair = Place(i32(key_k - k0), row0, head, scores_b1, b0)
                         load_pairs(maps[PAIRS_MAP], smem, u32(n + t), pair, extras)

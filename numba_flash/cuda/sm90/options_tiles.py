@@ -122,6 +122,8 @@ class OptionsBackwardTile(NotedTile):
         Queries of a fragment: a consumer goes through a tile in parts, for registers.
     copies_bias : bool
         The copy engine brings the tile of the bias, which has 16 bits, to where dS will be.
+    bias_ahead : bool
+        Consumers read it there as soon as they have used that of the part before.
     """
 
     block_m: int
@@ -129,6 +131,7 @@ class OptionsBackwardTile(NotedTile):
     do_stages: int
     part: int
     copies_bias: bool = False
+    bias_ahead: bool = False
     kernel: ClassVar[str] = "sm90.backward_options.build"
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)

@@ -56,10 +56,12 @@ def build_load_pairs(options, tile, ring):
 
 
 @once
-def build_take_pairs(options, tile, ring):
+def build_take_pairs(options, tile, ring, releases=True):
     """``take_pairs(words, smem, me, n)``: a thread's part of the n-th tile, as
-    `numba_flash.cuda.fetch` has it of `numba_flash.cuda.fragment.runs_of_columns`.
+    `numba_flash.cuda.fetch` has it of `numba_flash.cuda.fragment.runs_of_columns`. The warp
+    `releases` its part of the slot, or the caller does.
     """
+    RELEASES_SLOT = releases
     PAIRS, BIASED, PANELS = one_type(ring), bool(options.bias), tile.pair_panels
     PANEL_BYTES, MINE, STEPS = panel_bytes(tile.block_m), ROWS * ROW_BYTES, PANEL // 16
     STEP_BYTES, OF_PANEL, RUNS = 2 * CHUNK, PANEL // 4, tile.block_n // 4
@@ -99,7 +101,7 @@ def build_take_pairs(options, tile, ring):
         else:
             take_mask(words, rows)
         cuda.syncwarp()  # all of it has been read
-        if cuda.threadIdx.x % WARP == 0:
+        if RELEASES_SLOT and cuda.threadIdx.x % WARP == 0:
             pipeline.release(smem, PAIRS, n)
 
     return take_pairs

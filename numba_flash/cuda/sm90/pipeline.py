@@ -28,6 +28,7 @@ class Barrier(IntEnum):
     CONSUMERS = 7  # all threads of all consumers
 
 
+WARP = 32
 TURN, GROUP, CONSUMERS = int(Barrier.TURN), int(Barrier.WARP_GROUP), int(Barrier.CONSUMERS)
 
 
@@ -107,6 +108,14 @@ def release_group(smem, ring, n):
     them).
     """
     if cuda.threadIdx.x % WARP_GROUP == 0:
+        ptx.mbarrier_arrive(mbarrier(smem, ring, ring.free, n))
+
+
+@inline
+def release_warps(smem, ring, n):
+    """One arrival of each warp of this group: its lanes have read the slot, too."""
+    cuda.syncwarp()
+    if cuda.threadIdx.x % WARP == 0:
         ptx.mbarrier_arrive(mbarrier(smem, ring, ring.free, n))
 
 
@@ -192,19 +201,34 @@ def build_load(ring, columns, rows, more=0, planes=1):
 
 
 @once
-def build_load_rows(ring, columns, rows, values, planes):
-    """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
-    for each of its rows from an address.
+def build_load_numbers(ring, numbers, size):
+    """``load_numbers(smem, n, address)``: have `size` bytes that belong to the n-th tile of a ring
+    fetched, into as many for each slot from `numbers` on; the slot waits for them, too.
     """
-    RING, VALUES, BYTES = one_type(ring), values, 4 * rows
-    load = build_load(ring, columns, rows, BYTES, planes)
+    RING, NUMBERS, BYTES = one_type(ring), numbers, size
+
+    @inline
+    def load_numbers(smem, n, address):
+        to = u32(smem + u32(NUMBERS) + n % u32(RING.slots) * u32(BYTES))
+        ptx.bulk_load(to, address, u32(BYTES), mbarrier(smem, RING, RING.ready, n))
+
+    return load_numbers
+
+
+@once
+def build_load_rows(ring, columns, rows, values, planes, more=0):
+    """``load_rows(tensor_map, smem, n, place, address)``: have the n-th tile fetched, and a float32
+    for each of its rows from an address; bytes `more` are sent for by the caller.
+    """
+    RING, BYTES = one_type(ring), 4 * rows
+    load = build_load(ring, columns, rows, BYTES + more, planes)
+    load_numbers = build_load_numbers(ring, values, BYTES)
 
     @inline
     def load_rows(tensor_map, smem, n, place, address):
         wait_free(smem, RING, n)
         load(tensor_map, smem, n, place)
-        to = u32(smem + u32(VALUES) + n % u32(RING.slots) * u32(BYTES))
-        ptx.bulk_load(to, address, u32(BYTES), mbarrier(smem, RING, RING.ready, n))
+        load_numbers(smem, n, address)
 
     return load_rows
 

@@ -9,6 +9,7 @@ from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
@@ -76,6 +77,7 @@ class Pass(NamedTuple):
     results: BackwardResults
     row_blocks: RowBlocks
     temporaries: Temporaries
+    added: Added | None = None
 
     @property
     def extras(self) -> tuple:
@@ -108,11 +110,13 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         results=BackwardResults(dq, dk, dv),
         row_blocks=row_blocks,
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
+        added=Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None,
     )
     preprocess = preprocess_launch(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
 
-    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
+    extras_of, scratch = build_extras(p.options.arrays), this.temporaries.scratch()
+    added_to = this.added.of if p.options.relative else extras_of
 
     def run(inputs, results):
         extras = extras_of(inputs)
@@ -120,9 +124,10 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         sums = there.dq_sum if tile.adds_dq else None
         x = inputs
         preprocess.on((x.do, x.o, x.lse, x.dlse, there.rows, sums, there.flags), extras)
-        main.run(inputs, results, there, extras)
+        main.run(inputs, results, there, extras, added_to(inputs))
 
-    return Prepared(run, (preprocess, *main.launches))
+    launches = this.added.launches if p.options.relative else ()
+    return Prepared(run, (*launches, preprocess, *main.launches))
 
 
 def row_blocks_of(p, tile) -> RowBlocks:
@@ -236,7 +241,7 @@ def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
             *((results.dk.words(), 5), (results.dv.words(), 5)),
             *((rows, 4), (rows, 4), (sums, 5), (this.temporaries.flags, 1)),
         ),
-        extras=this.extras,
+        extras=this.extras if this.added is None else this.added.layouts,
         numbers=(sizes, scales(p)),
         maps=boxes(this),
     )
@@ -260,7 +265,9 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
 
 
 def _prepare_sums(this: Pass) -> Prepared:
-    """``run(inputs, results, temporaries, extras)`` of a tile that adds up dQ in memory."""
+    """``run(inputs, results, temporaries, extras, those of the main kernel)`` of a tile that adds
+    up dQ in memory.
+    """
     p, tile, there = this.p, this.tile, this.temporaries
     main = _main(this, there.dq_sum)
     postprocess = Launch(
@@ -274,11 +281,11 @@ def _prepare_sums(this: Pass) -> Prepared:
         numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
     )
 
-    def run(inputs, results, there, extras):
+    def run(inputs, results, there, extras, of_main):
         stored = () if p.options.packed else (results.dk, results.dv)
         maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
         rows = there.rows[0], there.rows[1]
-        main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), extras)
+        main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), of_main)
         postprocess.on((there.dq_sum, results.dq), extras)
 
     return Prepared(run, (main, postprocess))
@@ -322,7 +329,7 @@ def _prepare_parts(this: Pass) -> Prepared:
         for first in range(0, parts * blocks, blocks)
     ]
 
-    def run(inputs, results, there, extras):
+    def run(inputs, results, there, extras, _):
         dq, dk, dv = results.dq, results.dk, results.dv
         stored, stored_dq = ((), ()) if p.options.packed else ((dk, dv), (dq,))
         maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)

@@ -23,6 +23,7 @@ from numba_flash.cuda.sm90.prepare_backward import (
     temporaries,
 )
 from numba_flash.cuda.sm90.prepare_dbias import Dbias
+from numba_flash.cuda.sm90.prepare_dbias_rows import DbiasRows, serves
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
@@ -69,7 +70,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
     dbias = None
     if results.dbias is not None:
-        dbias = Dbias(problem, gpu, this.inputs, results.dbias, this.temporaries.rows)
+        sums = DbiasRows if serves(problem, inputs, results.dbias) else Dbias
+        dbias = sums(problem, gpu, this.inputs, results.dbias, this.temporaries.rows)
 
     def run(inputs, results, rng=None):
         x, there, own = inputs, scratch.beside(inputs.q), lists.of(inputs)

@@ -3,15 +3,24 @@
 from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.fold import folded
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
 from numba_flash.problem import Prepared
 
+# Work items of a multiprocessor, up to which lengths are numbers. With each, threads choose one of
+# `MOST_LENGTHS`, which took longer on an H200 than to read it, as numbers of 64 bits (they have 32
+# now, which were not timed): of one item 14.2 us instead of 14.1, where another launch takes more;
+# of 15.5 items 207 instead of 200.
+FEW_ITEMS = 4
+
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    if grid.items(p, p.nq, p.hq, forward_tile(p).block_m) <= FEW_ITEMS * gpu.multiprocessors:
+        p = with_numbers(p, inputs)
     if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
         return tensor_maps.through_compact(
             lambda results: prepare(p, inputs, results, gpu), results
@@ -26,16 +35,18 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     if parts > 1:
         return _prepare_parts(p, inputs, results, gpu, tile, parts)
-    forward = _forward(p, inputs, results, gpu, forward_tile(p), 1)
+    forward, numbers = _forward(p, inputs, results, gpu, forward_tile(p), 1)
     extras_of = build_extras(p.options)
 
     def run(inputs, results):
         o, lse = results
-        forward.on((inputs.q, inputs.k, inputs.v, o, o, lse), extras_of(inputs))
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
+        forward.on((q, k, v, o, o, lse), extras, numbers and numbers(inputs))
 
     def run_without_map(inputs, results):  # o is not stored through one
         o, lse = results
-        forward(inputs.q, inputs.k, inputs.v, o, lse, extras=extras_of(inputs))
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
+        forward.on((q, k, v, o, lse), extras, numbers and numbers(inputs))
 
     return Prepared(run if len(forward.maps) == 4 else run_without_map, (forward,))
 
@@ -43,13 +54,14 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
 def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
     partial = prepare_parts.layouts(p, parts)
-    forward = _forward(p, inputs, partial, gpu, tile, parts)
+    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
     combine = prepare_parts.combine(partial, results, gpu, parts)
     extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
 
     def run(inputs, results):
         o_parts, lse_parts = scratch.beside(inputs.q)
-        forward(inputs.q, inputs.k, inputs.v, o_parts, lse_parts, extras=extras_of(inputs))
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
+        forward.on((q, k, v, o_parts, lse_parts), extras, numbers and numbers(inputs))
         combine(o_parts, lse_parts, results.o, results.lse)
 
     return Prepared(run, (forward, combine))
@@ -71,14 +83,17 @@ def sizes_of(p, gpu, tile, parts: int) -> Sizes:
     )
 
 
-def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
-    """The attention kernel, on results of the problem, or on float32 parts of them."""
+def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> tuple:
+    """The attention kernel, on results of the problem, or on float32 parts of them; and
+    ``numbers(inputs)`` of a call, None if they are always the same.
+    """
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
     in_float32 = o.dtype.name == "float32"
     store = "parts" if in_float32 else "words" if p.options.packed else "map"
     maps = ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
     sizes = sizes_of(p, gpu, tile, parts)
-    return Launch(
+    numbers = numbers_of(p, (sizes, scales(p)))
+    forward = Launch(
         "sm90.forward.build",
         (p.dtype, p.d, p.dv, results.lse is not None, p.band, store, p.options.structure, tile),
         gpu,
@@ -87,6 +102,7 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> Launch:
         shared_bytes=tile.layout(p.d, p.dv).bytes,
         operands=((o if in_float32 else o.words(), 5), (results.lse, 4)),
         extras=grid.extras_layouts(p, inputs),
-        numbers=(sizes, scales(p)),
+        numbers=numbers.prepared,
         maps=maps if store == "map" else maps[:3],
     )
+    return forward, numbers.of

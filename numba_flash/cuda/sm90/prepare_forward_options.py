@@ -2,6 +2,8 @@
 host: kernels and grids.
 """
 
+import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +11,13 @@ import numpy as np
 from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_relative import Added, alone
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
-from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask, together
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, relative_tile
 from numba_flash.problem import Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
@@ -22,6 +25,9 @@ KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
 def options_tile(problem) -> Tile:
     """Tile of the forward kernel, as far as the problem tells."""
+    relative = alone(problem)
+    if relative is not None:
+        return relative_tile(relative)
     return choose(problem, tile_of).tile
 
 
@@ -51,9 +57,15 @@ def copied_pairs(p, inputs) -> Copied | None:
 
 def choose_copying(problem, inputs) -> Chosen:
     """For inputs of such layouts."""
+    relative = alone(problem)
+    if relative is not None:
+        return Chosen(relative, relative_tile(relative), None)
     p, tile = choose(problem, tile_of)
     copied = copied_pairs(p, inputs)
-    return Chosen(p, tile if copied is None else copying_tile(p, copied.name), copied)
+    if copied is None:
+        return Chosen(p, tile, copied)
+    tile = copying_tile(p, copied.name)
+    return Chosen(p, replace(tile, together=together(p, copied.tiles)), copied)
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
@@ -65,8 +77,14 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
         return tensor_maps.through_compact(
             lambda results: prepare(problem, inputs, results, gpu), results
         )
-    extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
-    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    if p.options.relative:
+        split = relative_tile(p, split=True)
+        parts = grid.parts(p, split.block_m, split.block_n, gpu.multiprocessors)
+        tile = split if parts > 1 else tile
+        extras = Added(p, gpu, inputs, tile.block_m, tile.block_n)
+    else:
+        extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
+        parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts, copied)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
@@ -99,10 +117,12 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, co
         *(((copied.tiles, tile.block_m),) if copied is not None else ()),
     )
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
+    if tile.together and p.band == "none":
+        sizes = sizes._replace(section=math.prod(p.batch))
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
     builder, how_read = "sm90.forward_options.build", (vectors,)
-    if p.options.only_lists:
+    if p.options.only_lists or p.options.relative:
         builder, how_read = "sm90.forward.build", ()
         numbers = lambda: (sizes, scales(p))
     write_lse, structure = results.lse is not None, p.options.structure

@@ -5,7 +5,7 @@ hidden.
 from typing import Any, NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, softmax, tile_lists
+from numba_flash.cuda import fragment, ptx, softmax, tile_lists
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, SCORES_B1, one_type
@@ -113,6 +113,31 @@ def build_follow(options, block_m, block_n, work):
         return Begun(item.count, item.row, col, item.keys, item.low, item.high, item.q_tile)
 
     return Follow(lists_among, last_of, column, begin_at)
+
+
+@once
+def build_begin_sums(tile, k, added):
+    """``begin_sums(s, smem, me, n)``: a thread's scores of the n-th tile, in the ring `k`, become
+    what a function of the score adds to them (`numba_flash.cuda.relative`), which lies from `added`
+    on. Its second row has, but for two, numbers of the first one, which lies 8 above.
+    """
+    K, ADDED, BYTES, BLOCK_M = one_type(k), added, tile.added_bytes, tile.block_m
+    GROUPS = tile.block_n // 8
+
+    @inline
+    def begin_sums(s, smem, me, n):
+        row = i32(me * ROWS + wgmma.first_row())
+        of_tile = u32(smem + u32(ADDED) + n % u32(K.slots) * u32(BYTES))
+        at = u32(of_tile + u32(4 * i32(BLOCK_M - row + fragment.first_column())))
+        for c in range(2):
+            s[2 + c] = ptx.load_shared_float(u32(at + u32(4 * c) - u32(32)))
+        for j in range(GROUPS):
+            for c in range(2):
+                s[4 * j + c] = ptx.load_shared_float(u32(at + u32(32 * j + 4 * c)))
+                if j + 1 < GROUPS:
+                    s[4 * j + 6 + c] = s[4 * j + c]
+
+    return begin_sums
 
 
 @once

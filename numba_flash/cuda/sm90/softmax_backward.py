@@ -15,6 +15,7 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.softcap import build_tanh
 from numba_flash.cuda.swizzle import PANEL, panels
 
 ROWS = 64  # keys of a fragment
@@ -57,7 +58,7 @@ class SoftmaxBackward(NamedTuple):
 
 
 @once
-def build(head_dim, head_dim_v, options, tile):
+def build(head_dim, head_dim_v, options, tile, bfloat16=False):
     """`SoftmaxBackward` of a kernel; arguments as of `numba_flash.cuda.sm90.backward.build`."""
     SMEM = tile.layout(head_dim, head_dim_v)
     BLOCK_M, QUERIES_APART = tile.block_m, tile.queries_apart
@@ -65,7 +66,7 @@ def build(head_dim, head_dim_v, options, tile):
     Q, DO, WORK = map(one_type, (SMEM.q, SMEM.do, SMEM.work))
     LSE, DELTA, BOUNDS, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.bounds, 4 * BLOCK_M
     SEQUENCES, CAPPED, NAN = options.sequences, bool(options.softcap), math.nan
-    cap, hide_row = softmax.build_cap(SCORES), softmax.build_hide(SCORES, True)
+    tanh, hide_row = build_tanh(SCORES, bfloat16), softmax.build_hide(SCORES, True)
     clear_q = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim), BLOCK_M)
     clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
     LISTED, NOTES = options.listed, SMEM.notes if options.listed else 0
@@ -179,7 +180,7 @@ def build(head_dim, head_dim_v, options, tile):
             row0 = listed_row0(smem, n)
         row0 = i32(row0 + me * QUERIES_APART)
         if CAPPED:
-            cap(sT, scales.slope)
+            tanh(sT, scales.slope, scales.scale_log2)
         if row0 < bound(smem, me, BOUND.clear_from) or row0 > bound(smem, me, BOUND.clear_to):
             hide(sT, smem, turn, me, row0)
         exponentiate(sT, row_values(smem, me, LSE, Q.slots, n), scales.scale_log2)

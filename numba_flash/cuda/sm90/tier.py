@@ -5,6 +5,7 @@ import math
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.prepare_relative import alone
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.sm90 import fold
 from numba_flash.cuda.sm90 import prepare_backward as backward
@@ -51,6 +52,9 @@ def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
 
 def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """The same for gradients."""
+    relative = alone(problem)
+    if relative is not None and max(problem.d, problem.dv) <= MOST_WITH_OPTIONS:
+        return backward.prepare(relative, inputs, results, deterministic, gpu)
     with_options = backward_options if problem.options.modifies_beyond_softcap else backward
     of = backward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, deterministic, gpu)

@@ -28,17 +28,17 @@ def first_row():
 
 
 @once
-def build_scores(block_n, head_dim, block_m, bfloat16, k_rows=None):
-    """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group; a
-    tile of K may have more rows, `k_rows`.
+def build_scores(block_n, head_dim, block_m, bfloat16, k_rows=None, add=False):
+    """``scores(s, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group, or S
+    += Q K^T with `add`; a tile of K may have more rows, `k_rows`.
     """
-    BLOCK_N, STEPS, BFLOAT16, OVERWRITE = block_n, -(-head_dim // 16), int(bfloat16), 0
+    BLOCK_N, STEPS, BFLOAT16, ADD = block_n, -(-head_dim // 16), int(bfloat16), int(add)
     Q_PANEL, K_PANEL = panel_bytes(block_m) // UNIT, panel_bytes(k_rows or block_n) // UNIT
 
     @inline
     def scores(s, q_descriptor, k_descriptor):
         ptx.wgmma_shared(
-            s, q_descriptor, k_descriptor, BLOCK_N, STEPS, Q_PANEL, K_PANEL, OVERWRITE, BFLOAT16
+            s, q_descriptor, k_descriptor, BLOCK_N, STEPS, Q_PANEL, K_PANEL, ADD, BFLOAT16
         )
 
     return scores

@@ -360,8 +360,19 @@ def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
     """Their O, m and l."""
     rows = tile.warps * tile.block_m
     assert tile.shared_bytes(d, dv) >= rows * (float_pitch(dv) + 8)
-    both = pitch(d) + pitch(dv)
+    both = sum(tile.key_rows(x).bytes for x in (d, dv))
     assert tile.shared_bytes(d, dv) >= tile.block_m * max(pitch(d), pitch(dv)) + tile.stages * tile.block_n * both
+
+
+@pytest.mark.parametrize("tile", [row.tile for row in FEW_TILES], ids=str)
+@pytest.mark.parametrize(("d", "lines"), [(13, False), (64, True), (72, False), (128, True), (192, True), (256, True)])
+def test_keys_of_few_queries_lie_in_lines_where_these_are_whole(tile, d, lines):
+    """From a multiple of 128 bytes on, which what is turned within a line relies on; else rows are an odd number of chunks apart."""
+    rows = tile.key_rows(d)
+    assert rows.lines == lines
+    assert rows.bytes == (2 * d if lines else pitch(d))
+    if lines:
+        assert tile.q_bytes(d, d) % 128 == 0
 
 
 @pytest.mark.parametrize(
@@ -531,7 +542,8 @@ LOOPS_OF_FLOAT32 = {
     "short heads": ({}, {}, H200, True),
     "longer ones": ({"nk": 392}, {}, H200, False),
     "queries of longer ones": ({"nq": 400}, {}, H200, False),
-    "few that share it": ({"batch": (2,)}, {}, H200, False),
+    "few queries": ({"nq": 40}, {}, H200, False),
+    "few heads": ({"batch": (20,)}, {}, H200, False),
     "fewer heads of keys": ({"hk": 1}, {}, H200, False),
     "head dimension 64": ({"d": 64}, {}, H200, False),
     "less shared memory": ({}, {}, A100, False),
@@ -545,7 +557,7 @@ LOOPS_OF_FLOAT32 = {
 @pytest.mark.parametrize(("sizes", "options", "gpu", "short"), LOOPS_OF_FLOAT32.values(), ids=LOOPS_OF_FLOAT32)
 def test_loops_of_a_bias_alone_in_float32(sizes, options, gpu, short):
     """Short heads have all keys, or all queries, in shared memory."""
-    sizes = {"batch": (8,), "nq": 100, "nk": 384} | SHORT | sizes
+    sizes = {"batch": (100,), "nq": 100, "nk": 384} | SHORT | sizes
     bias = np.zeros((2, sizes["nq"], sizes["nk"]), np.float32)
     built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
     assert [each for each in built if each in SPLIT] == list(SPLIT if short else ())

@@ -21,6 +21,7 @@ from sm90_kernels import (
     BACKWARD_SPLIT,
     COMBINE,
     DBIAS,
+    DBIAS_ROWS,
     DQ,
     FORWARD,
     FORWARD_KEPT,
@@ -41,13 +42,14 @@ SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
+SPILLS |= {"backward 64 relative": 360, "backward 128 relative, packed": 80}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
     *(f"64-{2**31}-none", "forward sm90 64 bias", "kept bias", "backward 64, causal", "backward sm90 64 dropout"),
-    *("preprocess packed", "postprocess packed", "dq packed, 136", "combine", "dbias sm90 64"),
+    *("preprocess packed", "postprocess packed", "dq packed, 136", "combine", "dbias sm90 64", "dbias sm90 64 rows"),
 )
 
 
@@ -111,7 +113,7 @@ def check_resources(name, tile, shared_bytes):
     assert used["shared_bytes"] + shared_bytes <= SHARED_LIMIT
 
 
-@pytest.mark.parametrize("name", named(DBIAS, QUICK))
+@pytest.mark.parametrize("name", named([*DBIAS, *DBIAS_ROWS], QUICK))
 def test_resources_of_the_gradient_of_a_bias(name):
     """The same."""
     _, d, dv, *_, tile = KERNELS[name].config
@@ -128,6 +130,22 @@ def test_instructions_of_the_gradient_of_a_bias(name):
     assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"HMMA", "UTMASTG", "ATOMG", "REDG"}
     assert sum(each.startswith("HGMMA") for each in found) == tile.parts * (-(-d // 16) - (-dv // 16))
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(DBIAS_ROWS, QUICK))
+def test_instructions_where_queries_stay(name):
+    """S before the loop, then dP, and S of the next step while exponentials are made; bias and gradient by matrices of 8 x 8."""
+    _, d, dv, *_ = DBIAS_ROWS[name]
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    of_s, of_dp = -(-d // 16), -(-dv // 16)
+    products = [i for i, each in enumerate(found) if each.startswith("HGMMA")]
+    assert len(products) == 2 * of_s + of_dp
+    first, last = products[of_s + of_dp], products[-1]
+    assert found[first:last].count("MUFU.EX2") > 8
+    names = {each.split(".")[0] for each in found}
+    assert {"LDSM", "STSM", "UTMALDG", "UTMASTG", "UBLKCP", "USETMAXREG"} <= names
+    assert not names & {"HMMA", "LDG", "STG", "ATOMG", "REDG"}
 
 
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")

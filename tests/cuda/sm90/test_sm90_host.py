@@ -17,15 +17,17 @@ from on_host import on_host
 
 import numba_flash
 from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch, schedule, tensor_maps
-from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda import broadcast, grid, launch, schedule, tensor_maps
+from numba_flash.cuda.arguments import Extent, build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import (
+    load_dbias_rows,
     prepare_backward,
     prepare_backward_listed,
     prepare_backward_options,
+    prepare_dbias_rows,
     prepare_forward,
     prepare_forward_options,
     prepare_pairs,
@@ -33,7 +35,7 @@ from numba_flash.cuda.sm90 import (
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
-from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
+from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, dbias_tile
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
@@ -722,7 +724,7 @@ def test_shared_memory_of_the_gradient_of_a_bias(d, dv, options):
 
 def test_boxes_of_the_gradient_of_a_bias():
     """Fewer bytes than a part has would never complete it; blocks are no more than multiprocessors, and no more than there is work."""
-    bias = np.zeros((4, 1000, 2000), np.float16)
+    bias = np.zeros((4, 1000, 2002), np.float16)[..., :-2]  # rows that the copy engine does not bring
     p = problem(nq=1000, nk=2000, batch=(3,), hq=4, hk=2, bias=bias)
     q, k, v, o = layouts_of(p)
     sums, tile = dbias_launch(p, bias), dbias_tile(p)
@@ -733,6 +735,114 @@ def test_boxes_of_the_gradient_of_a_bias():
     assert sums.grid == 132
     few = problem(nq=100, nk=100, batch=(), bias=bias[0, :100, :100])
     assert dbias_launch(few, bias[0, :100, :100]).grid == 2, "a share for each head"
+
+
+@pytest.mark.parametrize(("elements", "tile"), ROWS_TILES.items())
+@pytest.mark.parametrize(("d", "dv"), [(8, 64), (64, 64)])
+def test_shared_memory_where_queries_stay(elements, tile, d, dv):
+    layout = tile.layout(d, dv)
+    assert tile.elements == elements
+    assert layout.bytes <= SHARED_LIMIT
+    pieces = [(layout.values, 4 * tile.block_m * tile.row_stages)]
+    for name in ("rows", "keys", "pairs"):
+        ring = getattr(layout, name)
+        pieces += [(ring.tiles, ring.slot_bytes * ring.slots), (ring.ready, 8 * ring.slots), (ring.free, 8 * ring.slots)]
+        assert ring.tiles % 1024 == ring.slot_bytes % 1024 == 0, "swizzled panels begin at multiples of 1024"
+    pieces.sort()
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
+    assert tile.row_stages >= 2 * elements, "Q and dO of all elements"
+    assert tile.row_stages >= 4, "Q of the next element is waited for before this one's is released"
+    assert tile.registers[0] + 2 * tile.registers[1] == 504
+
+
+def gradient_launches(p: Problem, bias, **arrays) -> list[str]:
+    """Names of the kernels of gradients with that of a bias of that layout."""
+    q, k, v, o = layouts_of(p)
+    lse, bias = Layout.compact((*p.batch, p.hq, p.nq), "float32"), Layout.of(bias)
+    given = {name: Layout.of(x) for name, x in arrays.items()}
+    inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias, **given), BackwardResults(q, k, v, bias)
+    return [each.builder for each in prepare_backward_options.prepare(p, inputs, results, True, H200).launches]
+
+
+SHARED_BIAS = np.zeros((1, 4, 136, 200), np.float16)
+OTHER_SUMS = {
+    "more elements than fit": ({"batch": (5,)}, SHARED_BIAS, {}),
+    "a wide head": ({"d": 72}, SHARED_BIAS, {}),
+    "heads": ({}, SHARED_BIAS[:, :1], {}),
+    "queries": ({}, SHARED_BIAS[:, :, :1], {}),
+    "a band": ({}, SHARED_BIAS, {"causal": True}),
+    "a softcap": ({}, SHARED_BIAS, {"softcap": 2.0}),
+    "dropout": ({}, SHARED_BIAS, {"dropout": 0.5, "rng": (1, 2)}),
+    "lengths": ({}, SHARED_BIAS, {"kv_lengths": np.array([3, 4])}),
+    "a mask": ({}, SHARED_BIAS, {"mask": np.ones((136, 200), bool)}),
+    "float32": ({}, SHARED_BIAS.astype(np.float32), {}),
+    "rows that the copy engine does not bring": ({}, np.zeros((1, 4, 136, 201), np.float16)[..., :-1], {}),
+}
+
+
+@pytest.mark.parametrize(("sizes", "bias", "options"), OTHER_SUMS.values(), ids=OTHER_SUMS)
+def test_gradients_of_a_bias_whose_queries_do_not_stay(sizes, bias, options):
+    p = problem(**{"nq": 136, "hq": 4, "hk": 2} | sizes, bias=bias, **options)
+    arrays = {name: x for name, x in options.items() if name in ("mask", "kv_lengths")}
+    assert "sm90.dbias.build" in gradient_launches(p, bias, **arrays)
+
+
+@pytest.mark.parametrize(("batch", "own", "elements"), [((4,), 1, 4), ((2, 2), 1, 4), ((3,), 3, 1), ((1,), 1, 1)])
+def test_gradients_of_a_bias_whose_queries_stay(batch, own, elements):
+    """A bias of one batch element for all, or of one for each."""
+    bias = np.broadcast_to(SHARED_BIAS, (own, *SHARED_BIAS.shape[1:])).copy()
+    bias = bias if len(batch) == 1 else bias[None]
+    p = problem(nq=136, hq=4, hk=2, batch=batch, bias=bias)
+    assert gradient_launches(p, bias)[-1] == "sm90.dbias_rows.build"
+    assert prepare_dbias_rows.elements_of(p, bias) == elements
+
+
+def test_boxes_where_queries_stay():
+    p = problem(nq=136, hq=4, hk=2, batch=(4,), bias=SHARED_BIAS)
+    q, k, v, o = layouts_of(p)
+    lse, bias = Layout.compact((4, 4, 136), "float32"), Layout.of(SHARED_BIAS)
+    inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias), BackwardResults(q, k, v, bias)
+    *_, sums = prepare_backward_options.prepare(p, inputs, results, True, H200).launches
+    tiles = prepare_pairs.tiles_of_bias(p, bias)
+    assert sums.maps == ((o, 128), (q, 128), (k, 64), (v, 64), (tiles, 128), (bias, 16))
+    extent, across, items, scale_log2 = sums.numbers
+    assert extent == (1, 4, 4, 2, 136, 200, p.low, p.high)
+    assert items == 4 * 2 * -(-4 // across)
+    assert sums.grid == min(132, items)
+    assert scale_log2 == np.float32(p.scale * math.log2(math.e))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "elements", "turns"), [(256, 32, 4, 132), (4, 9, 1, 132), (1, 1, 2, 3), (133, 7, 4, 132), (64, 5, 2, 3)]
+)
+def test_runs_of_tiles(rows, tiles, elements, turns):
+    """As many that the busiest block has least to do; a run that begins takes some time."""
+    across, items = prepare_dbias_rows.runs_of(rows, tiles, elements, turns)
+    assert 1 <= across <= tiles
+    assert items == rows * -(-tiles // across)
+    steps = lambda n: -(-rows * -(-tiles // n) // turns) * (n * elements + prepare_dbias_rows.BEGIN)
+    assert steps(across) == min(map(steps, range(1, tiles + 1)))
+
+
+@pytest.mark.parametrize("summed", [(False, True, False, False, False), (True, True, False, False, False), (False,) * 5])
+@pytest.mark.parametrize("across", [1, 2, 3])
+def test_runs_have_each_tile_of_the_gradient_once(summed, across):
+    """And each of its scores has one batch element there."""
+    tile, sizes = ROWS_TILES[4], (2, 2, 4)  # batch, heads
+    extent = Extent(*sizes, 2, 300, 200, 0, 0)
+    own = [1 if gone else n for n, gone in zip(sizes, summed, strict=False)]
+    with on_host(load_dbias_rows, broadcast):
+        run_of, element = load_dbias_rows.build_runs(summed, tile)
+        seen = []
+        for number in range(math.prod(own) * 3 * -(-4 // across)):
+            run = run_of(number, extent, across)
+            assert int(run.kv_head) == int(run.own.head) // 2
+            for t in range(int(run.count)):
+                for b in range(math.prod(sizes[:2]) // math.prod(own[:2])):
+                    at = element(run.own, b, extent)
+                    seen.append((int(at.b0), int(at.b1), int(run.own.head), int(run.row0), int(run.col0) + 64 * t))
+    everything = itertools.product(*map(range, sizes), (0, 128, 256), (0, 64, 128, 192))
+    assert sorted(seen) == sorted(everything)
 
 
 @pytest.mark.parametrize("size", [None, 128, (128, 256), 100, (128, 192)])

@@ -1,0 +1,52 @@
+"""Numbers that a `score_mod` adds for each distance, on their way to where sums of S begin with
+them (`numba_flash.cuda.relative`).
+"""
+
+from typing import Any, NamedTuple
+
+from numba_flash.cuda import fragment, ptx, relative
+from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
+
+
+class Added(NamedTuple):
+    """Functions; see `build_added`."""
+
+    load: Any
+    begin_sums: Any
+
+
+@once
+def build_added(tile, asynchronous):
+    """`Added` of a `numba_flash.cuda.sm80.tiles.Tile`, whose numbers go to shared memory:
+
+    ``load(to, added, head, row0, col0, there)``: those of a tile with this first row and column,
+    by copies that go on if they are `asynchronous`; none unless they are `there`.
+    ``begin_sums(s, numbers, row, key0)``: a lane's scores become these; its first row is so far
+    from the tile's, the warp's first key from the tile's, too.
+    """
+    BLOCK_M, CHUNKS, THREADS = tile.block_m, tile.added_bytes // 16, tile.threads
+    ASYNCHRONOUS, address_of = asynchronous, relative.build_address(tile.block_m)
+    runs = fragment.runs_of_queries(tile.m_tiles, tile.warp_n)
+    COUNT, WIDTH, register, query_of, key_of = *runs[:2], runs.register, runs.query, runs.key
+
+    @inline
+    def load(to, added, head, row0, col0, there):
+        address = address_of(added, head, row0, col0)
+        for step in range(0, CHUNKS, THREADS):
+            chunk = i32(cuda.threadIdx.x + step)
+            source, target = u64(address + u64(16 * chunk)), u32(to + u32(16 * chunk))
+            if ASYNCHRONOUS and chunk < CHUNKS:
+                ptx.copy16(target, source, u32(1) if there else u32(0))
+            elif there and chunk < CHUNKS:
+                ptx.store_shared_vector(target, ptx.load_global_words(source))
+
+    @inline
+    def begin_sums(s, numbers, row, key0):
+        first = i32(BLOCK_M - row + key0 + fragment.first_key())
+        at = u32(numbers + u32(4 * first))
+        for n in range(COUNT):
+            for x in range(WIDTH):
+                further = i32(key_of(n) + x - query_of(n))
+                s[register(n, x)] = ptx.load_shared_float(u32(at + u32(4 * further)))
+
+    return Added(load, begin_sums)
