@@ -131,6 +131,25 @@ def scaling(figure, results: dict) -> None:
     legend(figure, axes)
 
 
+def sparsity(figure, results: dict) -> None:
+    """Time against the share of blocks that a mask leaves, with what is promised: that share of the time without a mask."""
+    figure.set_size_inches(10, 3.4)
+    axes = figure.subplots(1, 2)
+    styles = {OURS: OURS, f"{OURS}, a mask of pairs": "naive", f"{OURS}, dense": "torch cuDNN", "FlexAttention": "torch Flex"}
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        rows = [row for row in results["rows"] if row["direction"] == direction and "ms" in row]
+        for name, like in styles.items():
+            points = sorted((100 * row["visible"], row["ms"]) for row in rows if row["contender"] == name)
+            if points:
+                axis.plot(*zip(*points, strict=True), **style(like) | {"label": name})
+        promised = sorted((100 * row["visible"], row["visible"] * row["ms"]) for row in rows if row["contender"] == f"{OURS}, dense")
+        axis.plot(*zip(*promised, strict=True), color="#999999", linewidth=0.8, label="the visible share of dense")
+        axis.set(xscale="log", yscale="log", xlabel="visible, %", ylabel=f"{direction}, ms")
+        axis.set_xticks([2, 5, 10, 20, 50], [2, 5, 10, 20, 50])
+        axis.minorticks_off()
+    legend(figure, axes)
+
+
 def tiles(figure, results: dict) -> None:
     """Time with each tile, fastest first; the chosen one has another colour, and says so."""
     kernels = {}
@@ -240,6 +259,7 @@ ALL = {
     "speed-all": Figure(speed, ("h200/bench",), "summary", "TFLOP/s against N for each head dimension, beside peers"),
     "scaling-h200": Figure(scaling, ("h200/scaling",), "scaling-h200", "time and memory against N on an H200"),
     "scaling-cpu": Figure(scaling, ("2-core-cpu/scaling",), "scaling-cpu", "time and memory against N on a CPU"),
+    "sparsity": Figure(sparsity, ("h200/sparsity",), "sparsity", "time against the share of blocks that a mask leaves"),
     "tiles": Figure(tiles, ("h200/tiles",), "tiles", "time with each tile"),
     "float32": Figure(float32, ("h200/float32",), "float32", "errors of float32 against time, and on data in kelvin"),
     "ring": Figure(timelines, ("h200/ring",), "ring-measured", "kernels and transfers of one process over time"),

@@ -241,6 +241,24 @@ def _three(x: float) -> str:
     return f"{x:,.0f}" if x >= 99.95 else f"{x:.{1 if x >= 9.995 else 2 if x >= 0.9995 else 3}f}"
 
 
+def sparsity(results: dict) -> str:
+    """Time by the share of blocks that a mask leaves, and what becomes of the time without a mask."""
+    rows = {(row["percent"], row["direction"], row["contender"]): row for row in results["rows"]}
+    others = [name for name in dict.fromkeys(row["contender"] for row in results["rows"]) if name != OURS]
+    dense, columns, lines = f"{OURS}, dense", ["", "visible", f"{OURS}, ms", "share of what is promised"], []
+    for percent, direction in dict.fromkeys((row["percent"], row["direction"]) for row in results["rows"]):
+        of = lambda name, at=(percent, direction): rows.get((*at, name), {}).get("ms")
+        visible = rows[percent, direction, OURS]["visible"]
+        line = [direction, f"{100 * visible:.1f} %", "" if of(OURS) is None else _three(of(OURS))]
+        line.append("" if None in (of(OURS), of(dense)) else f"{of(dense) * visible / of(OURS):.2f}")
+        lines.append(line + ["" if of(name) is None else _three(of(name)) for name in others])
+    size = (
+        f"{results['heads']} heads, N = {results['length']}, D = {results['head_dim']}, blocks of {results['block']} x {results['block']}"
+    )
+    promised = "Promised is a time that is the visible share of that without a mask."
+    return f"{results['device']}, {results['dtype']}, {size}. {promised}\n\n" + table([*columns, *(f"{x}, ms" for x in others)], lines)
+
+
 def traffic(results: dict) -> str:
     """The FlashAttention paper's table for one attention of GPT-2 medium."""
     giga = lambda *counts: "not counted" if None in counts else _three(sum(counts) / 1e9)
@@ -552,6 +570,7 @@ BLOCKS = {
     "summary": Block(summary, ("h200/bench",), BENCH),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
+    "sparsity": Block(sparsity, ("h200/sparsity",), _study("sparsity", "h200")),
     "traffic": Block(traffic, ("h200/traffic",), _study("traffic", "h200")),
     "tiles": Block(tiles, ("h200/tiles",), _study("tiles", "h200")),
     "accuracy": Block(accuracy, ("h200/accuracy", "2-core-cpu/accuracy"), _study("accuracy", "h200")),

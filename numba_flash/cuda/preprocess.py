@@ -4,17 +4,46 @@ line 4).
 
 import math
 import sys
+from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, schedule
 from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, types, u32, u64
+from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 LOG2E = math.log2(math.e)
 LEAST_FLOAT32 = -float.fromhex("0x1.fffffep127")
 CHUNK_BYTES = 16  # that a thread loads at a time
+MOST_AT_ONCE = 4  # rows whose chunks a thread has asked for before it looks at the first
+
+
+class Held(NamedTuple):
+    """What a thread has of some rows, which are as far apart as the strides say.
+
+    Attributes
+    ----------
+    words, total : array
+        Chunks of dO and O of each row, and the sum of the products of that whose number is the
+        lane's; registers.
+    lane : int
+        The thread's place among those of a row.
+    do, o, do_stride, o_stride : int
+        Address of its chunk of the first row, and bytes from one row to the next.
+    step, rows : int
+        The same distance in rows, and how many rows there are from the first one on.
+    """
+
+    words: Any
+    total: Any
+    lane: int
+    do: int
+    o: int
+    do_stride: int
+    o_stride: int
+    step: int
+    rows: int
 
 
 def build(
@@ -43,7 +72,7 @@ def build(
     without that of the values, and delta is in units of the products of planes.
 
     do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
-        A warp has a thread for each chunk.
+        A warp has a thread for each chunk, and asks for several rows at once.
         Float64 is read one by one.
     lse, dlse : float32 (b0, b1, heads, nq), of float64 that, as all that follows.
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
@@ -61,7 +90,11 @@ def build(
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
     SUM_BYTES, BYTES, UNIT = sum_bytes, ACC.bitwidth // 8, LOG2E if base_2 else 1.0
     ROWS_BYTES, LEAST = BYTES * block_m, -sys.float_info.max if DOUBLE else LEAST_FLOAT32
+    STEP = threads // LANES  # rows that a block has a thread for each chunk of
+    BATCHED = chunked and not SPLIT
+    AT_ONCE = max(1, min(MOST_AT_ONCE, LANES, block_m // STEP)) if BATCHED else 1
     rows_of = schedule.build_rows(options, block_m)
+    WORDS, fetch = 8 * AT_ONCE, ptx.fetch(4)
     load = ptx.load_global_four if SPLIT else ptx.load_global_words
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 
@@ -70,6 +103,23 @@ def build(
         """Sum of the products of two pairs of elements."""
         high_x, high_y = u32(x >> u32(16)), u32(y >> u32(16))
         return unpack(x) * unpack(y) + unpack(high_x) * unpack(high_y)
+
+    @inline
+    def fetch_row(n, x):
+        there = u32(1) if n * x.step < x.rows else u32(0)
+        fetch(x.words, i32(8 * n), u64(x.do + u64(n * x.do_stride)), there)
+        fetch(x.words, i32(8 * n + 4), u64(x.o + u64(n * x.o_stride)), there)
+
+    @inline
+    def add_row(n, x):
+        total = ACC(0)
+        for i in range(4):
+            total += product(x.words[8 * n + i], x.words[8 * n + 4 + i])
+        for fold in range(FOLDS):
+            total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
+        x.total[0] = total if x.lane == n else x.total[0]
+
+    fetch_rows, add_rows = ptx.repeated(AT_ONCE, fetch_row), ptx.repeated(AT_ONCE, add_row)
 
     def preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk):
         number = i64(cuda.blockIdx.x)
@@ -85,8 +135,22 @@ def build(
                 own_centre[e] = centre[index(d)] if d < HEAD_DIM_V else f32(0)
         lse2_address = ptx.global_address(rows)
         delta_address = u64(lse2_address + u64(i64(cuda.gridDim.x) * ROWS_BYTES))
-        for r in range(first, BLOCK_M, THREADS // LANES):
+        words = cuda.local.array(WORDS, u32)  # registers
+        own_total = cuda.local.array(1, ACC)
+        for r0 in range(first, BLOCK_M, STEP * AT_ONCE):
+            r = r0 + lane * STEP if BATCHED else r0  # a row of this thread
             there, total = at.row0 + r < at.queries, ACC(0)
+            if BATCHED:
+                left = i32(min(BLOCK_M, at.queries - at.row0) - r0) if lane < CHUNKS else i32(0)
+                own, mine = first_row + r0, u64(CHUNK_BYTES * lane)
+                do_at = u64(ptx.global_address(do[b0, b1, h, own]) + mine)
+                o_at = u64(ptx.global_address(o[b0, b1, h, own]) + mine)
+                apart = i64(do.strides[3] * STEP), i64(o.strides[3] * STEP)
+                held = Held(words, own_total, i32(lane), do_at, o_at, *apart, i32(STEP), left)
+                fetch_rows(held)
+                own_total[0] = ACC(0)
+                add_rows(held)
+                total = own_total[0]
             if there and not CHUNKED:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 if SPLIT:  # in the same order
@@ -100,16 +164,17 @@ def build(
                 else:
                     for d in range(lane, HEAD_DIM_V, LANES):
                         total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
-            if there and CHUNKED and lane < CHUNKS:
+            if there and CHUNKED and SPLIT and lane < CHUNKS:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 mine = u64(CHUNK_BYTES * lane)
                 x = load(u64(ptx.global_address(do_row) + mine))
                 y = load(u64(ptx.global_address(o_row) + mine))
                 for i in range(4):
-                    total += x[i] * (y[i] - own_centre[i]) if SPLIT else product(x[i], y[i])
-            for fold in range(FOLDS):
-                total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
-            if lane == 0:
+                    total += x[i] * (y[i] - own_centre[i])
+            if not BATCHED:
+                for fold in range(FOLDS):
+                    total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << fold)
+            if lane < AT_ONCE and r < BLOCK_M:
                 shift, delta = ACC(INF), ACC(0)
                 if there and lse[b0, b1, h, first_row + r] != ACC(-INF):
                     shift, delta = lse[b0, b1, h, first_row + r], total
@@ -152,4 +217,4 @@ def build(
         extras_type(options, more=SPLIT_EXTRAS if SPLIT else ()),
         i64,
     )
-    return preprocess, signature, {"launch_bounds": (threads, 2)}
+    return preprocess, signature, {"launch_bounds": (threads, 4 if BATCHED else 2)}

@@ -166,6 +166,27 @@ def test_a_captured_call_keeps_its_lengths(cp):
             assert cp.array_equal(out, expected)
 
 
+def test_gradients_under_blocks_in_a_graph(cp):
+    """Lists are made on a stream of their own, beside another kernel: a capture has them, too."""
+    q, k, v, do = (normal(cp, 1, 2, 700, 128, dtype="float16", seed=i) for i in range(4))
+    mask = numba_flash.BlockMask(cp.asarray(np.random.default_rng(0).random((6, 6)) < 0.5), 128)
+    o, lse = numba_flash.forward(q, k, v, mask=mask, return_lse=True)
+    expected = numba_flash.backward(do, q, k, v, o, lse, mask=mask)
+    cp.cuda.Device().synchronize()
+    out = tuple(map(cp.empty_like, (q, k, v)))
+    with cp.cuda.using_allocator(cp.cuda.MemoryPool().malloc), cp.cuda.Stream(non_blocking=True) as stream:
+        numba_flash.backward(do, q, k, v, o, lse, mask=mask, out=out)
+        stream.begin_capture()
+        numba_flash.backward(do, q, k, v, o, lse, mask=mask, out=out)
+        graph = stream.end_capture()
+        for _ in range(3):
+            for x in out:
+                x.fill(0)
+            graph.launch(stream)
+            stream.synchronize()
+            assert all(map(cp.array_equal, out, expected))
+
+
 def test_threads_on_their_own_streams(cp):
     q, k, v = (normal(cp, 4, 300, 64, seed=i) for i in range(3))
     expected = numba_flash.forward(q, k, v)

@@ -35,7 +35,7 @@ FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forwar
 BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
     f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave", "bias_tiles")
 )
-PAIR_TILES = "cuda/sm90/pair_tiles.py"
+PAIR_TILES, WALK = "cuda/sm90/pair_tiles.py", "cuda/sm90/walk_backward.py"
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
 
 MUTANTS = (
@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant("an lse of scaled scores", FINISH, "return m + ptx", "return m * scale_log2 + ptx", "bias"),
     Mutant("dropped weights that count on Hopper", OPTIONS, "BFLOAT16, positive=DROPOUT)", "BFLOAT16)", "dropout"),
     Mutant("lanes that share no counter", "cuda/fragment.py", "block_n - 7, 1, register", "block_n - 7, 4, register", "dropout"),
-    Mutant("V of another tile than K", LOAD, "seen, last - (t - 1), keys)", "seen, last - t, keys)", "tiles of a mask"),
+    Mutant("V of another tile than K", LOAD, "key_v = key_before", "key_v = key_k", "tiles of a mask"),
     Mutant("a list that nobody made", LOAD, "        if count == 0:\n", "        if count < 0:\n", "tiles of a mask"),
     Mutant("tiles after the first as whole", SCORES, "region, x.following.whole,", "region, True,", "tiles of a mask"),
     # ---- the host of the forward pass
@@ -190,9 +190,7 @@ MUTANTS = (
     Mutant("bits of the part before", P_AND_DS_OPTIONS, "NOTE.row0) + part * COLUMNS)", "NOTE.row0))", "gradients, dropout"),
     Mutant("dO of the part before", BACKWARD_OPTIONS, "(do_rows + behind, u32(0))", "(do_rows, u32(0))", "gradients, dropout"),
     Mutant("a slope of 1 under a cap", P_AND_DS_OPTIONS, "dpT[e] *= slope[e]", "dpT[e] *= f32(1)", "gradients, dropout, softcap"),
-    Mutant(
-        "notes overwritten", LOAD_BACKWARD, "        pipeline.wait_free(smem, Q, n)\n        to", "        to", "gradients, tiles of a mask"
-    ),
+    Mutant("notes overwritten", WALK, "        pipeline.wait_free(smem, Q, n)\n        to", "        to", "gradients, tiles of a mask"),
     Mutant("dQ of tiles that are not listed", LOAD_BACKWARD, "at = listed(listing, t).at", "at = i32(t)", "gradients, tiles of a mask"),
     Mutant("added before others, under a mask", LOAD_BACKWARD, "tile_lists.count_before(order)", "i32(0)", "gradients, tiles of a mask"),
     Mutant("V beside the first head alone", LOAD_BACKWARD, "if n == begin if MASKED else g", "if g", "gradients, tiles of a mask"),

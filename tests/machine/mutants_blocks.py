@@ -5,6 +5,7 @@ from mutants import Mutant
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
 BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
+FORWARD = "cuda/sm90/forward.py"
 BACKWARD, P_AND_DS, ROWS = "cuda/sm90/backward.py", "cuda/sm90/softmax_backward.py", "cuda/sm90/rows.py"
 TILE_LISTS, WALK = "cuda/tile_lists.py", "cuda/sm90/walk_backward.py"
 SLOTS, DQ_LISTED, LISTED = "cuda/sm90/ds_slots.py", "cuda/sm90/dq_listed.py", "cuda/sm90/backward_listed.py"
@@ -62,8 +63,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "tiles of queries that are hidden",
         LOAD_BACKWARD,
-        "Q = options.modifies_or_lists, options.tiled",
-        "Q = options.modifies_or_lists, options.mask",
+        "MASKED, OPTIONS = options.tiled",
+        "MASKED, OPTIONS = options.mask",
         "gradients, many blocks",
     ),
     Mutant(
@@ -152,8 +153,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "dS in the place of what is copied",
         LISTED,
-        "        if first:\n            ptx.bulk_wait_read()\n        pipeline",
-        "        pipeline",
+        "        if first:\n            ptx.bulk_wait_read()\n        pipeline.meet_warp_group(me)  # all of",
+        "        pipeline.meet_warp_group(me)  # all of",
         "gradients, blocks, D128",
     ),
     Mutant("V that is kept", LISTED, "if u32(n + u32(1)) == end:", "if n == end:", "gradients, blocks"),
@@ -164,6 +165,23 @@ MUTANTS_BLOCKS = (
         "entry.at * SHARE",
         "gradients, blocks, D128",
     ),
+    Mutant(
+        "K in the place of dK that is copied",
+        LISTED,
+        "            ptx.bulk_wait_read()\n            if turn",
+        "            if turn",
+        "gradients, blocks, lengths",
+    ),
+    Mutant("a slot before its tile's", WALK, "SHARE + listing.count - 1)", "SHARE + listing.count - 2)", "gradients, blocks"),
+    Mutant("dS of another section", DQ_LISTED, "if sections > 1:", "if sections > 9:", "gradients, blocks, sections"),
+    Mutant(
+        "the last section left out",
+        SLOTS,
+        "sections(places, sizes) > i32(sizes.first_block)",
+        "sections(places, sizes) > i32(sizes.first_block + 1)",
+        "gradients, blocks, sections",
+    ),
+    Mutant("an item written over", FORWARD, "WARP_GROUP + looks_up_apart(options, PARTS)", "WARP_GROUP", "wgmma, blocks"),
     Mutant(
         "rows of smaller blocks",
         HOST_LISTED,

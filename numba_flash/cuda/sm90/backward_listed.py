@@ -51,14 +51,18 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate, factors = shared.differentiate, shared.factors
-    stage_dk = store.build_stage(head_dim, 1, BFLOAT16)
-    stage_dv = store.build_stage(head_dim_v, 1, BFLOAT16)
+    put_dk = store.build_put_rows(head_dim, BFLOAT16, BLOCK_N)
+    put_dv = store.build_put_rows(head_dim_v, BFLOAT16, BLOCK_N)
+    send_dk = store.build_send(0, panels(head_dim), BLOCK_N)
+    send_dv = store.build_send(0, panels(head_dim_v), BLOCK_N)
 
     @inline
     def finish(maps, smem, turn, me, dk_acc, dv_acc, scale):
-        """Store dK and dV of a work item, by way of where dS^T was."""
+        """Store dV and dK of a work item, by way of where dS^T and K were: of both this consumer
+        alone has read its part. (Of K it may be late to put zeros beyond the last key, also into
+        the other's part. There dK is 0, too.)
+        """
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        pipeline.release_group(smem, K, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
         b0 = pipeline.read(smem, WORK, turn, WORD.b0)
@@ -67,12 +71,29 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
         factors(smem, turn, factor, scaled, scale)
         pipeline.release(smem, WORK, turn)
-        room = u32(smem + u32(DS + me * MINE))  # which this consumer alone has written and read
-        stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
-        stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
+        of_dv = u32(smem + u32(DS + me * MINE))
+        of_dk = u32(pipeline.tile(smem, K, turn) + u32(me * MINE))
+        put_dk(of_dk, dk_acc, scaled[0])
+        first = cuda.threadIdx.x % WARP_GROUP == 0
+        if first:
+            ptx.bulk_wait_read()
+        pipeline.meet_warp_group(me)  # dS^T has been read
+        put_dv(of_dv, dv_acc, factor[0])
+        ptx.fence_proxy_async()
+        pipeline.meet_warp_group(me)  # all rows are there
+        if first:
+            send_dv(maps[5], of_dv, Place(0, row0, h, b1, b0))
+            send_dk(maps[4], of_dk, Place(0, row0, h, b1, b0))
+            ptx.bulk_commit()
+
+    @inline
+    def make_room(smem, turn, me):
+        """dV and dK of the work item before have been read: there is room for dS^T and for K."""
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait_read()
-        pipeline.meet_warp_group(me)  # there is room for dS^T again
+            if turn != u32(0):
+                pipeline.release(smem, K, u32(turn - u32(1)))
+        pipeline.meet_warp_group(me)
 
     @inline
     def store_ds(smem, me, ds, n):
@@ -116,6 +137,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             zero_k(dk_acc)
             zero_v(dv_acc)
             row0 = begin_item(smem, turn, me, n, sT, k_rows)
+            make_room(smem, turn, me)
             end = u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)

@@ -54,10 +54,10 @@ def places_before(section, seen, count, extras, item, block, room):
 
 
 @inline
-def run_of(seen, count, extras, item, block, sizes):
-    """The `Run` of a list of so many tiles in this section."""
+def run_of(seen, count, extras, item, block, sections, sizes):
+    """The `Run` of a list of so many tiles in this section, of so many that there are."""
     start, stop, section, room = i32(0), i32(count), i32(sizes.first_block), i32(sizes.blocks)
-    if sizes.parts > 1:
+    if sections > 1:
         start = places_before(section, seen, count, extras, item, block, room)
         stop = places_before(i32(section + 1), seen, count, extras, item, block, room)
     return Run(start, stop, listed_at(seen, i32(stop - 1)) if stop > start else i32(0))
@@ -72,17 +72,18 @@ def build_write_work(banded, options, tile, layout):
 
     @inline
     def write_work(smem, dq, lse2, extras, sizes):
-        turn, there = u32(0), True
+        turn, sections = u32(0), ds_slots.sections(extras.places, sizes)
+        items, there = ds_slots.items(extras.places, sizes), True
         while there:
             pipeline.wait_free(smem, WORK, turn)
             at = ds_slots.claim(extras.places, sizes, 1)
-            there = at < sizes.items
+            there = at < items
             if there:
                 item = item_of(at, dq.shape, extras, sizes)
                 block = i32(item.row0 // BLOCK_M)
                 seen = list_of(extras, item.b0, item.b1, item.head, block)
                 count = tile_lists.length(seen)
-                run = run_of(seen, count, extras, item, block, sizes)
+                run = run_of(seen, count, extras, item, block, sections, sizes)
                 if run.start == run.stop and (count > 0 or sizes.first_block > 0):
                     continue  # others' tiles
                 base = first_block(item.b0, item.b1, item.head, item.rows_begin, lse2.shape)

@@ -10,7 +10,7 @@ there could be are launched, and those that are not there end at once.
 from typing import NamedTuple
 
 from numba_flash.cuda import ptx, tile_lists
-from numba_flash.cuda.lang import cuda, i32, inline, types, u32, u64
+from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
 
 WARP = 32
@@ -132,22 +132,31 @@ def build(threads):
 
 
 @inline
-def sections(places, sizes):
-    """How many there are, and, after that, counters: the address."""
+def after_first(places, sizes):
+    """Address of how many sections there are; counters are behind that."""
     words = places.shape[4] - 1 - 2 * sizes.parts
     return u64(ptx.global_address(places) + u64(4 * words))
 
 
 @inline
+def sections(places, sizes):
+    """How many there are."""
+    return i32(ptx.fetch_word(after_first(places, sizes)))
+
+
+@inline
+def items(places, sizes):
+    """How many work items there are to look at in this section."""
+    return i64(sizes.items) if sections(places, sizes) > i32(sizes.first_block) else i64(0)
+
+
+@inline
 def claim(places, sizes, kind):
-    """The number of the next work item of this section, of the main kernel (0) or that of dQ (1);
-    there is none if there is no such section.
+    """The number of the next work item of this section, of the main kernel (0) or that of dQ
+    (1).
     """
-    after = sections(places, sizes)
-    if i32(ptx.fetch_word(after)) <= i32(sizes.first_block):
-        return i32(sizes.items)
     counter = i32(1 + kind * i32(sizes.parts) + i32(sizes.first_block))
-    return ptx.next_number(u64(after + u64(4 * counter)))
+    return ptx.next_number(u64(after_first(places, sizes) + u64(4 * counter)))
 
 
 @inline

@@ -21,10 +21,9 @@ from numba_flash.cuda.sm90.arguments import (
     words,
 )
 from numba_flash.cuda.sm90.bias_tiles import build_load_bias
-from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import blocks_before, build_walk, lists_of
+from numba_flash.cuda.sm90.walk_backward import blocks_before, build_note_tile, build_walk, lists_of
 
 WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
@@ -69,11 +68,12 @@ def build_write_work(banded, ordered, options, tile, layout):
     @inline
     def write_work(smem, dk, lse2, flags, extras, sizes):
         turn, taken, there = u32(0), u32(0), True
+        items = ds_slots.items(extras.places, sizes) if IN_SLOTS else sizes.items
         while there:
             pipeline.wait_free(smem, WORK, turn)
             number = next_number(smem, turn, taken, flags, extras, sizes)
             taken = u32(taken + 1)
-            there = number < sizes.items
+            there = number < items
             if there:
                 item = item_of(number, dk.shape, extras, sizes)
                 if IN_PARTS:
@@ -139,19 +139,12 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
-    OPTIONS, MASKED, Q = options.modifies_or_lists, options.tiled, one_type(layout.q)
-    NOTES = layout.notes if OPTIONS else 0
+    MASKED, OPTIONS = options.tiled, options.modifies_or_lists
+    note_tile = build_note_tile(layout) if OPTIONS else None
     walk = build_walk(BLOCK_N, layout.work, tile.share)
-    listing_of, listed, slot_of = walk.listing_of, walk.listed, walk.slot_of
+    listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
     COPIES_BIAS = tile.copies_bias
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
-
-    @inline
-    def note_tile(smem, n, note):
-        pipeline.wait_free(smem, Q, n)
-        to = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
-        for word in range(len(note)):
-            ptx.store_shared(u32(to + u32(4 * word)), i32(note[word]))
 
     @inline
     def produce(maps, smem, lse2, delta, extras, group, sizes):
@@ -176,13 +169,15 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                 if MASKED:
                     listing = listing_of(smem, turn, head, extras)
                     tiles = listing.count
+                if IN_SLOTS:
+                    last = last_slot(smem, turn, head, listing, extras, sizes)
                 for t in range(tiles):
                     at = i32(first + count - i32(1) - t)
                     if MASKED:
                         here = listed(listing, t)
                         at, whole = here.at, here.whole
                     if IN_SLOTS:
-                        slot = slot_of(smem, turn, head, listing, t, extras, sizes)
+                        slot = i32(last - t)
                         note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))
                     elif OPTIONS:
                         note_tile(smem, n, TileNote(i32(at * BLOCK_M), head, i32(whole)))

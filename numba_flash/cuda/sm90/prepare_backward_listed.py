@@ -10,6 +10,7 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.side import side
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 from numba_flash.cuda.sm90.prepare_backward import (
@@ -50,6 +51,21 @@ class Numbered(NamedTuple):
     ranks: Any
 
 
+class Rooms(NamedTuple):
+    """Memory of lists, of blocks of keys and of queries, and of what is `Numbered`."""
+
+    of_keys: Any
+    of_queries: Any
+    numbered: Numbered
+
+
+class Listed(NamedTuple):
+    """What the main kernel and that of dQ get of a mask."""
+
+    main: Any
+    dq: Any
+
+
 def slots_of(p) -> Slots:
     """Those of a problem."""
     rows, columns = grid.blocks(p, p.nq, DQ_TILE.block_m), grid.blocks(p, p.nk, DQ_TILE.block_n)
@@ -85,13 +101,18 @@ def prepare(p, tile, inputs, results, gpu) -> Prepared:
 
     def run(inputs: BackwardInputs, results, rng=None):
         x, (dq, dk, dv), there = inputs, results[:3], scratch.beside(inputs.q)
-        of_main, of_dq = lists.of(inputs)
-        preprocess(x.do, x.o, x.lse, x.dlse, there.rows, None, None, extras=extras_of(inputs))
+        room, aside = lists.room(inputs), side(gpu.device, inputs.q)
+        try:
+            with aside.beside():
+                made = lists.of(inputs, room)
+            preprocess(x.do, x.o, x.lse, x.dlse, there.rows, None, None, extras=extras_of(inputs))
+        finally:
+            aside.join()
         rows = there.rows[0], there.rows[1]
         for now, then in sections:
             arrays = x.do, x.q, x.k, x.v, dk, dv, dk, dv, *rows, there.ds, None
-            main(*arrays, extras=of_main, numbers=now)
-            sum_dq(x.k, dq, dq, there.dq_sum, there.ds, rows[0], extras=of_dq, numbers=then)
+            main(*arrays, extras=made.main, numbers=now)
+            sum_dq(x.k, dq, dq, there.dq_sum, there.ds, rows[0], extras=made.dq, numbers=then)
 
     return Prepared(run, (*lists.launches, preprocess, main, sum_dq))
 
@@ -143,16 +164,20 @@ class Lists:
         self._number = number
         self._main_class = extras_class(p.options, ("tiles", "queue", "places"))
         self._dq_class = extras_class(p.options, ("tiles", "places", "ranks"))
-        self.launches = (*self._of_keys.launches, *self._of_queries.launches, number)
+        self.launches = (*self._of_keys.launches, number, *self._of_queries.launches)
 
-    def of(self, inputs) -> tuple:
+    def room(self, inputs) -> Rooms:
+        """Where the lists of a call will be."""
+        own = self._scratch.beside(inputs.q)
+        return Rooms(self._of_keys.room(inputs), self._of_queries.room(inputs), own)
+
+    def of(self, inputs, room: Rooms) -> Listed:
         """What both kernels get in a call; it is made."""
-        made = self._scratch.beside(inputs.q)
-        of_keys, of_queries = self._of_keys.of(inputs), self._of_queries.of(inputs)
-        self._number(of_keys.tiles, made.places, made.ranks)
-        return (
-            self._main_class(*of_keys, made.places),
-            self._dq_class(*of_queries, made.places, made.ranks),
+        of_keys, (places, ranks) = self._of_keys.of(inputs, room.of_keys), room.numbered
+        self._number(of_keys.tiles, places, ranks)
+        of_queries = self._of_queries.of(inputs, room.of_queries)
+        return Listed(
+            self._main_class(*of_keys, places), self._dq_class(*of_queries, places, ranks)
         )
 
 

@@ -87,6 +87,28 @@ def build_put(head_dim_v, first_panel, count, bfloat16, rows=64, interleaved=Fal
 
 
 @once
+def build_put_rows(columns, bfloat16, rows):
+    """``put_rows(tile, acc, factor)``: 64 rows of a fragment times a factor, which stays in its
+    registers, rounded, into a tile of panels of `rows` rows; of addresses a thread keeps one.
+    """
+    CHUNKS, PAIRS, ONES = columns // 8, columns // 16 * 2, (1.0, 1.0)
+    mine, put_pair = build_put_ds(columns, bfloat16, rows)
+    put_chunks = build_put_chunks(columns, 0, bfloat16, rows)
+
+    @inline
+    def put_rows(tile, acc, factor):
+        at = mine(tile)
+        for e in range(4 * CHUNKS):
+            acc[e] = acc[e] * factor
+        for j in range(0, PAIRS, 2):
+            put_pair(at, acc, j)
+        if PAIRS < CHUNKS:
+            put_chunks(tile, acc, ONES, PAIRS)
+
+    return put_rows
+
+
+@once
 def build_put_part(bfloat16, rows):
     """``put_part(tile, x, j, first)``: chunks of 8 columns j and j + 1 of a fragment, rounded, into
     a tile of panels of `rows` rows, in which its column 0 is that of chunk `first`.
@@ -206,12 +228,30 @@ def build_put_floats(head_dim_v, centred):
 
 
 @once
+def build_send(first_panel, count, rows=64):
+    """``send(tensor_map, tile, place)``: have the copy engine store 64 rows of `count` panels at a
+    `pipeline.Place`, from the first panel on, of a tile of panels of `rows` rows (by one thread).
+    """
+    FIRST, COUNT, PANEL_BYTES = first_panel, count, panel_bytes(rows)
+
+    @inline
+    def send(tensor_map, tile, place):
+        row, head, b1, b0 = i32(place.row), i32(place.head), i32(place.b1), i32(place.b0)
+        for panel in range(COUNT):
+            column = i32(place.column + (FIRST + panel) * PANEL)
+            source = u32(tile + u32(panel * PANEL_BYTES))
+            ptx.tensor_store(source, tensor_map, column, row, head, b1, b0)
+
+    return send
+
+
+@once
 def build_stage(head_dim_v, panels_at_a_time, bfloat16, interleaved=False):
     """``stage(tensor_map, tile, acc, inverse, me, place)``: store 64 rows of O at a
     `pipeline.Place` by way of shared memory, some panels at a time; rows and columns beyond the
     array's ends are not stored. Rows may be `interleaved` (`build_put`).
     """  # fmt: skip
-    PANELS, STEP, PANEL_BYTES = panels(head_dim_v), panels_at_a_time, panel_bytes(64)
+    PANELS, STEP = panels(head_dim_v), panels_at_a_time
     firsts = range(0, PANELS, STEP)
     puts = [
         build_put(head_dim_v, first, min(STEP, PANELS - first), bfloat16, 64, interleaved)
@@ -219,7 +259,7 @@ def build_stage(head_dim_v, panels_at_a_time, bfloat16, interleaved=False):
     ]
 
     def build_step(step, rest):
-        put, FIRST, COUNT = puts[step], step * STEP, min(STEP, PANELS - step * STEP)
+        put, send = puts[step], build_send(step * STEP, min(STEP, PANELS - step * STEP))
 
         @inline
         def one(tensor_map, tile, acc, inverse, me, place):
@@ -230,11 +270,7 @@ def build_stage(head_dim_v, panels_at_a_time, bfloat16, interleaved=False):
             ptx.fence_proxy_async()
             meet_warp_group(me)  # all rows are there
             if cuda.threadIdx.x % WARP_GROUP == 0:
-                row, head, b1, b0 = i32(place.row), i32(place.head), i32(place.b1), i32(place.b0)
-                for panel in range(COUNT):
-                    column = i32(place.column + (FIRST + panel) * PANEL)
-                    source = u32(tile + u32(panel * PANEL_BYTES))
-                    ptx.tensor_store(source, tensor_map, column, row, head, b1, b0)
+                send(tensor_map, tile, place)
                 ptx.bulk_commit()
             rest(tensor_map, tile, acc, inverse, me, place)
 

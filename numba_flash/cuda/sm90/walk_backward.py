@@ -4,8 +4,8 @@ those of a list (`numba_flash.cuda.tile_lists`), the last one first.
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import tile_lists
-from numba_flash.cuda.lang import i32, inline, once, u64
+from numba_flash.cuda import ptx, tile_lists
+from numba_flash.cuda.lang import i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import (
@@ -14,6 +14,7 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.tile_lists import Listed
 
 WORD = words(BackwardWork)
@@ -25,6 +26,22 @@ def blocks_before(row0, high, number, block_m, block_n):
     from the first that it sees on.
     """
     return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+
+def build_note_tile(layout):
+    """``note_tile(smem, n, note)``: write down what is noted about the n-th tile of queries, once
+    its slot is free.
+    """
+    Q, NOTES = one_type(layout.q), layout.notes
+
+    @inline
+    def note_tile(smem, n, note):
+        pipeline.wait_free(smem, Q, n)
+        to = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
+        for word in range(len(note)):
+            ptx.store_shared(u32(to + u32(4 * word)), i32(note[word]))
+
+    return note_tile
 
 
 class Listing(NamedTuple):
@@ -43,7 +60,7 @@ class Walk(NamedTuple):
     listing_of: Any
     listed: Any
     order_of: Any
-    slot_of: Any
+    last_slot: Any
 
 
 def lists_of(options, ordered, tile) -> tuple[str, ...]:
@@ -65,7 +82,8 @@ def build_walk(block_n, work, share=1):
     ``listed(listing, t)``: its t-th `Listed` tile.
     ``order_of(smem, turn, head, at, extras)``: what the lists say of who adds to dQ of a tile
         before.
-    ``slot_of(smem, turn, head, listing, t, extras, sizes)``: which part of a slot the t-th has.
+    ``last_slot(smem, turn, head, listing, extras, sizes)``: which part of a slot the tile number 0
+        has, the last of the list; the t-th has one so many before. Negative if there is none.
 
     share : tiles of an entry of a list, the last one first.
     """
@@ -111,7 +129,7 @@ def build_walk(block_n, work, share=1):
         return extras.order[index(b0), index(b1), index(head), index(block), index(at)]
 
     @inline
-    def slot_of(smem, turn, head, listing, t, extras, sizes):
+    def last_slot(smem, turn, head, listing, extras, sizes):
         if listing.seen == u64(0):
             return i32(-1)
         b0 = pipeline.read(smem, WORK, turn, WORD.b0)
@@ -119,6 +137,6 @@ def build_walk(block_n, work, share=1):
         block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
         place = i32(extras.places[index(b0), index(b1), index(head), 0, index(block)])
         first = i32(place - i32(sizes.first_block) * i32(sizes.blocks))
-        return i32(first * SHARE + listing.count - 1 - t)
+        return i32(first * SHARE + listing.count - 1)
 
-    return Walk(together, listing_of, listed, order_of, slot_of)
+    return Walk(together, listing_of, listed, order_of, last_slot)

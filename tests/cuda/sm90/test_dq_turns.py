@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -200,15 +201,19 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, tile):
     no_rows = SimpleNamespace(build_rows=lambda *_: lambda *_: Rows(0, 0, 0, 0, 0, 0, 0, 0, False))
     ptx = SimpleNamespace(
         **dict.fromkeys(("unpack_float16", "unpack_bfloat16", "load_global_words", "load_global_four")),
+        fetch=lambda words: None,
+        repeated=lambda count, function: lambda x: None,  # of rows, of which there are none
         global_address=lambda array: address if array == "flags" else 0,
         store_global=lambda *what: stored.append(what),
     )
     for number in range(blocks):
         cuda = SimpleNamespace(blockIdx=SimpleNamespace(x=number), gridDim=SimpleNamespace(x=blocks), threadIdx=SimpleNamespace(x=0))
         cuda.shfl_xor_sync = lambda lanes, value, lane: value
+        cuda.local = SimpleNamespace(array=lambda size, kind: [0] * size)
         with on_host(preprocess, cuda=cuda, ptx=ptx, schedule=no_rows):
             kernel, *_ = preprocess.build("float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, True, True, True, PLAIN, 256)
-            kernel(None, None, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)
+            x = mock.MagicMock(strides=[0] * 5)
+            kernel(x, x, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)
     stored = [(int(at - address), values) for at, values in stored if at >= address]
     assert sorted(stored) == [(4 * i, (0,)) for i in range(blocks + 1)]
 
