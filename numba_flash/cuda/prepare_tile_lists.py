@@ -163,16 +163,12 @@ class Extras:
         wanted = (getattr(made, name) for name in t.names)
         self.layouts += tuple((x, (*all_heads, *x.shape[3:])) for x in wanted)
 
-    def room(self, inputs):
-        """Where the lists of a call will be."""
-        return self._scratch.beside(inputs.q) if self.launches else None
-
-    def of(self, inputs, room=None):
-        """The arrays of a call; its lists are made, in a `room` that has been made before."""
+    def of(self, inputs):
+        """The arrays of a call; its lists are made."""
         extras = self._extras_of(inputs)
         if not self.launches:
             return extras
-        made = self.room(inputs) if room is None else room
+        made = self._scratch.beside(inputs.q)
         for launch, names in zip(self.launches, self._operands, strict=True):
             of_mask = self._extras_of_mask(inputs) if launch is self.launches[0] else ()
             launch(*[getattr(made, name) for name in names], extras=of_mask)

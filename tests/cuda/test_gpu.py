@@ -167,7 +167,7 @@ def test_a_captured_call_keeps_its_lengths(cp):
 
 
 def test_gradients_under_blocks_in_a_graph(cp):
-    """Lists are made on a stream of their own, beside another kernel: a capture has them, too."""
+    """Lists and slots are made in the graph, whatever they were before."""
     q, k, v, do = (normal(cp, 1, 2, 700, 128, dtype="float16", seed=i) for i in range(4))
     mask = numba_flash.BlockMask(cp.asarray(np.random.default_rng(0).random((6, 6)) < 0.5), 128)
     o, lse = numba_flash.forward(q, k, v, mask=mask, return_lse=True)

@@ -34,7 +34,7 @@ LAYERS = (
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
-    "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver cuda.side",
+    "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver",
     # kernels, and what only they have
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split", "lengths"))]),
     "cuda.split_rows cuda.kept_bias cuda.units",
@@ -47,7 +47,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
-    r"cuda\.(launch|packing|driver|side|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options)_)?tiles|(\w+\.)?prepare_\w+)"
+    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options)_)?tiles|(\w+\.)?prepare_\w+)"
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 

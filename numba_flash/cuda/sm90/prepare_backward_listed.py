@@ -10,7 +10,6 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
-from numba_flash.cuda.side import side
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 from numba_flash.cuda.sm90.prepare_backward import (
@@ -49,14 +48,6 @@ class Numbered(NamedTuple):
 
     places: Any
     ranks: Any
-
-
-class Rooms(NamedTuple):
-    """Memory of lists, of blocks of keys and of queries, and of what is `Numbered`."""
-
-    of_keys: Any
-    of_queries: Any
-    numbered: Numbered
 
 
 class Listed(NamedTuple):
@@ -101,13 +92,8 @@ def prepare(p, tile, inputs, results, gpu) -> Prepared:
 
     def run(inputs: BackwardInputs, results, rng=None):
         x, (dq, dk, dv), there = inputs, results[:3], scratch.beside(inputs.q)
-        room, aside = lists.room(inputs), side(gpu.device, inputs.q)
-        try:
-            with aside.beside():
-                made = lists.of(inputs, room)
-            preprocess(x.do, x.o, x.lse, x.dlse, there.rows, None, None, extras=extras_of(inputs))
-        finally:
-            aside.join()
+        made = lists.of(inputs)
+        preprocess(x.do, x.o, x.lse, x.dlse, there.rows, None, None, extras=extras_of(inputs))
         rows = there.rows[0], there.rows[1]
         for now, then in sections:
             arrays = x.do, x.q, x.k, x.v, dk, dv, dk, dv, *rows, there.ds, None
@@ -166,16 +152,11 @@ class Lists:
         self._dq_class = extras_class(p.options, ("tiles", "places", "ranks"))
         self.launches = (*self._of_keys.launches, number, *self._of_queries.launches)
 
-    def room(self, inputs) -> Rooms:
-        """Where the lists of a call will be."""
-        own = self._scratch.beside(inputs.q)
-        return Rooms(self._of_keys.room(inputs), self._of_queries.room(inputs), own)
-
-    def of(self, inputs, room: Rooms) -> Listed:
+    def of(self, inputs) -> Listed:
         """What both kernels get in a call; it is made."""
-        of_keys, (places, ranks) = self._of_keys.of(inputs, room.of_keys), room.numbered
+        of_keys, (places, ranks) = self._of_keys.of(inputs), self._scratch.beside(inputs.q)
         self._number(of_keys.tiles, places, ranks)
-        of_queries = self._of_queries.of(inputs, room.of_queries)
+        of_queries = self._of_queries.of(inputs)
         return Listed(
             self._main_class(*of_keys, places), self._dq_class(*of_queries, places, ranks)
         )
