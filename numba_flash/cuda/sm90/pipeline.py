@@ -111,6 +111,13 @@ def release_group(smem, ring, n):
 
 
 @inline
+def release_warp(smem, ring, n):
+    """One arrival of this warp, whose lanes, which have met after it, have read the slot."""
+    if cuda.threadIdx.x % 32 == 0:
+        ptx.mbarrier_arrive(mbarrier(smem, ring, ring.free, n))
+
+
+@inline
 def read(smem, ring, n, word):
     """Word (int32) of a slot that is ready."""
     return ptx.load_shared(u32(tile(smem, ring, n) + u32(4 * word)))
