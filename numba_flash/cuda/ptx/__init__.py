@@ -297,6 +297,9 @@ from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers_narrow as wgmma_registers_narrow,
 )
 from numba_flash.cuda.ptx.wgmma import (
+    wgmma_rows_narrow as wgmma_rows_narrow,
+)
+from numba_flash.cuda.ptx.wgmma import (
     wgmma_shared as wgmma_shared,
 )
 from numba_flash.cuda.ptx.wgmma import (

@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 # bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200: 150, 167, 169 us; 128 keys and float32 177;
 # sm80, which reads the bias from memory, 200, FlexAttention 168. To keep it does not pay there: 235
 # to 257.
-KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
+KINDS = (Kind(128, 96, True), Kind(192, 64, False), Kind(128, 96, False))
 
 
 @dataclass(frozen=True)
@@ -87,5 +87,5 @@ def kept_tile(problem) -> KeptTile | None:
 
 
 def _of_keys(kind: Kind, keys: int, stages: int) -> KeptTile:
-    tiles = -(-keys // kind.keys)
+    tiles = 2 * -(-keys // (2 * kind.keys))
     return KeptTile(kind.rows, -(-keys // (tiles * STEP)) * STEP, tiles, stages, kind.wide)

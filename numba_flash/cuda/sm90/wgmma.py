@@ -7,7 +7,7 @@ Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment o
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
-from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
+from numba_flash.cuda.swizzle import NARROW_ROW_BYTES, PANEL, panel_bytes, panels
 
 UNIT = 16  # bytes, of what descriptors count
 
@@ -74,6 +74,33 @@ def build_narrow(block_n, head_dim, head_dim_v, bfloat16):
         ptx.wgmma_registers_narrow(acc, p, v_descriptor, HEAD_DIM_V, KEY_STEPS, BFLOAT16)
 
     return scores, values
+
+
+@once
+def build_held(block_n, head_dim, bfloat16):
+    """Of a tile of Q in narrow panels: ``hold(words, rows)``: this thread's part of 64 rows, which
+    begin at an address, to registers; ``scores(s, words, k_descriptor, add)``, as of
+    `build_narrow`, of these.
+    """
+    BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
+
+    @inline
+    def hold(words, rows):
+        row, column = first_row(), i32(cuda.threadIdx.x % 4 * 4)
+        at = u32(rows + u32(row * NARROW_ROW_BYTES + column))
+        swizzle = i32(row // 2 % 4)  # of the row 8 below, too
+        for step in range(STEPS):
+            for right in range(2):
+                chunk = u32(at + u32(((2 * step + right) ^ swizzle) * UNIT))
+                for r in range(2):
+                    word = ptx.load_shared(u32(chunk + u32(8 * r * NARROW_ROW_BYTES)))
+                    words[4 * step + 2 * right + r] = u32(word)
+
+    @inline
+    def scores(s, words, k_descriptor, add):
+        ptx.wgmma_rows_narrow(s, words, k_descriptor, add, BLOCK_N, STEPS, BFLOAT16)
+
+    return hold, scores
 
 
 @once
