@@ -21,7 +21,9 @@ from sm90_kernels import (
     BACKWARD_SPLIT,
     COMBINE,
     DBIAS,
+    DK_DV_KEPT,
     DQ,
+    DQ_DBIAS_KEPT,
     FORWARD,
     FORWARD_KEPT,
     FORWARD_OPTIONS,
@@ -43,6 +45,7 @@ SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "ba
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
+SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 90)  # addresses, a few per head
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
@@ -86,18 +89,44 @@ def test_resources_of_float32(name):
     check_resources(name, tile, tile.layout(width(d), width(dv)).bytes)
 
 
+@pytest.mark.parametrize("name", named([*FORWARD_KEPT, *DQ_DBIAS_KEPT, *DK_DV_KEPT], QUICK))
+def test_resources_where_a_bias_is_kept(name):
+    """The same."""
+    tile = KERNELS[name].config[-1]
+    check_resources(name, tile, tile.layout().bytes)
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("name", named(FORWARD_KEPT, QUICK))
 def test_a_kept_bias(name):
-    """Nothing is spilled or serialised; between two products, scores are read four at a time, and nothing else is; of 16 bits, eight."""
-    tile = FORWARD_KEPT[name][-1]
-    check_resources(name, tile, tile.layout().bytes)
-    if disassembler() is not None:
-        found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-        of_scores = [i for i, each in enumerate(found) if each.startswith(f"HGMMA.64x{tile.block_n}x16")]
-        assert len(of_scores) == 2 * -(-FORWARD_KEPT[name][1] // 16)
-        before = found[: of_scores[len(of_scores) // 2]]  # the loop's
-        filled = max(i for i, each in enumerate(before) if each == "STS.128")
-        assert before[filled:].count("LDS.128") == tile.block_n // (8 if tile.wide else 16)
+    """Of two tiles in the loop and one before it, scores begin with what is read four at a time, of 16 bits eight, and with nothing else;
+    Q is in registers.
+    """
+    tile, d = FORWARD_KEPT[name][-1], FORWARD_KEPT[name][1]
+    text = compiled.machine_text(KERNELS[name])
+    products = re.findall(rf"HGMMA.64x{tile.block_n}x16.F32.B?F16 R\d+, R\d+, gdesc", text)
+    assert len(products) == 3 * -(-d // 16)
+    found = compiled.machine_instructions(text)
+    reads = found.count("LDS.128")
+    vectors = tile.block_n // (8 if tile.wide else 16)
+    assert reads == vectors * (3 + 2 + (3 * tile.tiles if tile.wide else 0))  # begun, or added; divided
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named([*DQ_DBIAS_KEPT, *DK_DV_KEPT], QUICK))
+def test_instructions_of_gradients_where_a_bias_is_kept(name):
+    """As many products as there are: of each chunk, and before the loop, S and dP, and in the loop what they are for; of dQ and dbias in
+    two loops. Nothing is added to in memory.
+    """
+    _, d, dv, *_, tile = KERNELS[name].config
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    names, steps = {each.split(".")[0] for each in found}, -(-d // 16) - (-dv // 16)
+    assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"HMMA", "ATOMG", "REDG", "RED"}
+    of_keys = name in DK_DV_KEPT
+    assert ("UBLKCP" in names) == of_keys
+    products = 2 * steps + 2 * 4 if of_keys else 2 * (steps * (tile.chunks + 1) + 4 * tile.chunks)
+    assert sum(each.startswith("HGMMA") for each in found) == products
 
 
 def check_resources(name, tile, shared_bytes):
