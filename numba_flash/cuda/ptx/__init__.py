@@ -288,9 +288,6 @@ from numba_flash.cuda.ptx.scalar import (
     unpack_float16_high as unpack_float16_high,
 )
 from numba_flash.cuda.ptx.wgmma import (
-    wgmma_add_narrow as wgmma_add_narrow,
-)
-from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers as wgmma_registers,
 )
 from numba_flash.cuda.ptx.wgmma import (
@@ -301,6 +298,9 @@ from numba_flash.cuda.ptx.wgmma import (
 )
 from numba_flash.cuda.ptx.wgmma import (
     wgmma_shared as wgmma_shared,
+)
+from numba_flash.cuda.ptx.wgmma import (
+    wgmma_shared_narrow as wgmma_shared_narrow,
 )
 from numba_flash.cuda.ptx.wgmma import (
     wgmma_split_registers as wgmma_split_registers,

@@ -107,9 +107,10 @@ def _times_rows(N, STEPS, BFLOAT16, acc, a, high, rows_16):
 
 
 @intrinsic
-def wgmma_add_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
-    """``acc += A B^T``, or ``acc = A B^T`` if `add` is 0, committed as one group: A is 64 x 16
-    STEPS, B is N x 16 STEPS, in narrow panels: one or two steps.
+def wgmma_shared_narrow(context, acc, a, b, N, STEPS, BFLOAT16):
+    """``acc = A B^T``, committed as one group: A is 64 x 16 STEPS, B is N x 16 STEPS, in narrow
+    panels: one or two steps. The registers stay those that `acc` had, though nothing in them
+    counts.
     """
     given = literals(N, STEPS, BFLOAT16)
     if given is None:
@@ -118,26 +119,22 @@ def wgmma_add_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
 
     def codegen(context, builder, signature, values):
         count = n // 2
-        lines = ["{ .reg .b32 low; .reg .b64 a, b; .reg .pred add;"]
-        lines.append(f"setp.ne.b32 add, ${2 * count + 2}, 0; wgmma.fence.sync.aligned;")
+        lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
         for step in range(steps):
             lines.append(_descriptor("a", 2 * count, 2 * step, NARROW_HIGH))
             lines.append(_descriptor("b", 2 * count + 1, 2 * step, NARROW_HIGH))
-            lines.append(
-                _mma(n, bfloat16, registers(0, count), "a", "b", 1 if step else "add", "0, 0")
-            )
+            lines.append(_mma(n, bfloat16, registers(0, count), "a", "b", int(step > 0), "0, 0"))
         lines.append("wgmma.commit_group.sync.aligned; }")
         updated = pointers(context, builder, acc, values[0], count)
-        _on_registers(builder, "\n".join(lines), updated, values[1:4])
+        _on_registers(builder, "\n".join(lines), updated, values[1:3])
         return context.get_dummy_value()
 
-    more = (N, STEPS, BFLOAT16)
-    return types.void(acc, types.uint32, types.uint32, types.uint32, *more), codegen
+    return types.void(acc, types.uint32, types.uint32, N, STEPS, BFLOAT16), codegen
 
 
 @intrinsic
 def wgmma_rows_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
-    """The same where A is in registers."""
+    """``acc += A B^T``, or ``acc = A B^T`` if `add` is 0, likewise, where A is in registers."""
     given = literals(N, STEPS, BFLOAT16)
     if given is None:
         return None

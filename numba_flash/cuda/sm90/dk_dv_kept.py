@@ -95,15 +95,15 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         head_dim // 2,
         head_dim_v // 2,
     )
-    BFLOAT16, NONE, TWO, FRESH, ZERO = dtype == "bfloat16", 0, 2, u32(0), u32(0)
+    BFLOAT16, NONE, TWO, ZERO = dtype == "bfloat16", 0, 2, u32(0)
     produce = build_produce_queries(tile)
     first_of, unit_of, after = build_units(tile.block_m)
     keep = keep_columns.build(options, vectors, tile)
     fill, bias_of = keep.fill, keep.bias_of
     of_bias = options.bias == "bfloat16", keep.away
     weigh, weigh_some = (build_weigh(*of_bias, hidden) for hidden in (False, True))
-    start_scores, start_dk = wgmma.build_narrow(QUERIES, head_dim, head_dim, BFLOAT16)
-    start_dp, start_dv = wgmma.build_narrow(QUERIES, head_dim_v, head_dim_v, BFLOAT16)
+    start_scores, start_dk = wgmma.build_narrow(QUERIES, head_dim, BFLOAT16)
+    start_dp, start_dv = wgmma.build_narrow(QUERIES, head_dim_v, BFLOAT16)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
@@ -131,9 +131,9 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         """(1) S^T = K Q^T, (4) dP^T = V dO^T of the n-th tile."""
         keys = u32(pipeline.tile(smem, KV, turn) + u32(me * MINE))
         queries = pipeline.tile(smem, Q, n)
-        start_scores(s, wgmma.descriptor(keys, ZERO), wgmma.descriptor(queries, ZERO), FRESH)
+        start_scores(s, wgmma.descriptor(keys, ZERO), wgmma.descriptor(queries, ZERO))
         values, do = u32(keys + u32(V)), u32(queries + u32(DO))
-        start_dp(dp, wgmma.descriptor(values, ZERO), wgmma.descriptor(do, ZERO), FRESH)
+        start_dp(dp, wgmma.descriptor(values, ZERO), wgmma.descriptor(do, ZERO))
 
     @inline
     def add(smem, n, dk_acc, dv_acc, ds, p):

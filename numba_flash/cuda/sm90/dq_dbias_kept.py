@@ -144,7 +144,8 @@ def build_keep(options, vectors, tile):
 
     @inline
     def put(n, k):
-        four = value(k, 2 * n, 0), value(k, 2 * n, 1), value(k, 2 * n + 1, 0), value(k, 2 * n + 1, 1)
+        one, other = i32(2 * n), i32(2 * n + 1)
+        four = value(k, one, 0), value(k, one, 1), value(k, other, 0), value(k, other, 1)
         ptx.store_shared_vector(u32(k.to + u32(n * STEP)), four)
 
     put_all = ptx.repeated(VECTORS, put)
@@ -175,8 +176,8 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     SCORES, OUTPUTS, NONE, ONE = CHUNK // 2, head_dim // 2, 0, 1
     BFLOAT16, ZERO, FOURS = dtype == "bfloat16", u32(0), head_dim // 8
     DQ_BYTES, DQ_AWAY, NOTE_BYTES = PART_BYTES, WARP_GROUP * VECTOR, ROW_BYTES
-    start_s, start_dq = wgmma.build_narrow(CHUNK, head_dim, head_dim, BFLOAT16)
-    start_dp, _ = wgmma.build_narrow(CHUNK, head_dim_v, head_dim_v, BFLOAT16)
+    start_s, start_dq = wgmma.build_narrow(CHUNK, head_dim, BFLOAT16)
+    start_dp, _ = wgmma.build_narrow(CHUNK, head_dim_v, BFLOAT16)
     pack, _ = fragment.build_pack(SCORES // 2, BFLOAT16)
     zero, _ = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim, False, BFLOAT16)
@@ -191,9 +192,9 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     def start(x, n, chunk):
         """(1) S = Q K^T, (4) dP = dO V^T of a chunk of the n-th tile."""
         queries, keys = pipeline.tile(x.smem, Q, n), keys_of(x, n, chunk)
-        start_s(x.work.s, wgmma.descriptor(queries, ZERO), wgmma.descriptor(keys, ZERO), ZERO)
+        start_s(x.work.s, wgmma.descriptor(queries, ZERO), wgmma.descriptor(keys, ZERO))
         do, values = u32(queries + u32(DO)), u32(keys + u32(V))
-        start_dp(x.work.dp, wgmma.descriptor(do, ZERO), wgmma.descriptor(values, ZERO), ZERO)
+        start_dp(x.work.dp, wgmma.descriptor(do, ZERO), wgmma.descriptor(values, ZERO))
 
     @inline
     def start_first(x, n):

@@ -83,7 +83,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     first_of, unit_of, after = build_units(tile.block_m)
     fill, begin, add = build_keep(options, vectors, *kept_by)
     hold_q, start_scores = wgmma.build_held(BLOCK_N, head_dim, BFLOAT16)
-    _, start_values = wgmma.build_narrow(BLOCK_N, head_dim, head_dim_v, BFLOAT16)
+    _, start_values = wgmma.build_narrow(BLOCK_N, head_dim_v, BFLOAT16)
     find = softmax.build_raise(SCORES, OUTPUTS, 1, MOST).find
     exponentials = softmax.build_exponentials(SCORES, 1, far=True)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
@@ -179,7 +179,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         if more:
             z = bring(r, s_next, z)
         start(r, s_next, z if more else y)
-        # (2) m_i, (3) P, (4) l_i, while O += P V of the tile before, and S of the next one, are made
+        # (2) m_i, (3) P, (4) l_i, while O += P V of the last tile and S of the next one are made
         scale_log2 = r.scales.scale_log2 if y.begins != u32(0) else f32(LOG2E)
         find(r.best, s, r.m_i, scale_log2)
         outgrown = raise_shifts(r, scale_log2)

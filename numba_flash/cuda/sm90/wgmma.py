@@ -57,30 +57,30 @@ def build_values(block_n, head_dim_v, bfloat16):
 
 
 @once
-def build_narrow(block_n, head_dim, head_dim_v, bfloat16):
-    """Of tiles in narrow panels: ``scores(s, q_descriptor, k_descriptor, add)``: start S += Q K^T
-    for 64 rows of a warp group, or S = Q K^T if `add` is 0; ``values(acc, p, v_descriptor)``: start
-    O += P V.
+def build_narrow(rows, columns, bfloat16):
+    """Of tiles in narrow panels, B of so many rows and columns: ``start(s, a_descriptor,
+    b_descriptor)``: start S = A B^T for 64 rows of A; ``add(acc, p, b_descriptor)``: start acc += P
+    B.
     """
-    BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
-    HEAD_DIM_V, KEY_STEPS = head_dim_v, block_n // 16
+    ROWS, COLUMNS, BFLOAT16 = rows, columns, int(bfloat16)
+    STEPS, ROW_STEPS = -(-columns // 16), rows // 16
 
     @inline
-    def scores(s, q_descriptor, k_descriptor, add):
-        ptx.wgmma_add_narrow(s, q_descriptor, k_descriptor, add, BLOCK_N, STEPS, BFLOAT16)
+    def start(s, a_descriptor, b_descriptor):
+        ptx.wgmma_shared_narrow(s, a_descriptor, b_descriptor, ROWS, STEPS, BFLOAT16)
 
     @inline
-    def values(acc, p, v_descriptor):
-        ptx.wgmma_registers_narrow(acc, p, v_descriptor, HEAD_DIM_V, KEY_STEPS, BFLOAT16)
+    def add(acc, p, b_descriptor):
+        ptx.wgmma_registers_narrow(acc, p, b_descriptor, COLUMNS, ROW_STEPS, BFLOAT16)
 
-    return scores, values
+    return start, add
 
 
 @once
 def build_held(block_n, head_dim, bfloat16):
     """Of a tile of Q in narrow panels: ``hold(words, rows)``: this thread's part of 64 rows, which
-    begin at an address, to registers; ``scores(s, words, k_descriptor, add)``, as of
-    `build_narrow`, of these.
+    begin at an address, to registers; ``scores(s, words, k_descriptor, add)``: start S += Q K^T of
+    these, or S = Q K^T if `add` is 0.
     """
     BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
 
