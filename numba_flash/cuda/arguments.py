@@ -92,11 +92,14 @@ class UnitSizes(NamedTuple):
 
 
 class KeptScales(NamedTuple):
-    """The scale, its inverse, and what leads from raw products to base 2."""
+    """The scale is ``factor * unit``, of which the unit is a power of two, and the factor below 1;
+    the unit's inverse, and what leads from what is in units of it to base 2.
+    """
 
-    scale: float
+    factor: float
+    unit: float
     inverse: float
-    scale_log2: float
+    unit_log2: float
 
 
 def planes_of(problem) -> int:

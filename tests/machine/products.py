@@ -73,6 +73,8 @@ def _wgmma(machine, each):
         late = warp.unfenced.intersection(touched)
         if late:
             raise Fault(f"{min(late)} was written after the last wgmma.fence")
+        if any(name in warp.awaits for name in touched):  # of mma.sync, before they are added to
+            warp.late.settle(warp)
         access = warp.block.order.by_async(warp, _products_of(warp), warp.committed + 1)
 
         def reader_of(where):

@@ -192,6 +192,9 @@ from numba_flash.cuda.ptx.mma import (
     begun_product as begun_product,
 )
 from numba_flash.cuda.ptx.mma import (
+    fresh_product as fresh_product,
+)
+from numba_flash.cuda.ptx.mma import (
     load_matrices as load_matrices,
 )
 from numba_flash.cuda.ptx.mma import (

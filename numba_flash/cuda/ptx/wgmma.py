@@ -133,31 +133,33 @@ def wgmma_shared_narrow(context, acc, a, b, N, STEPS, BFLOAT16):
 
 
 @intrinsic
-def wgmma_rows_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
-    """``acc += A B^T``, or ``acc = A B^T`` if `add` is 0, likewise, where A is in registers."""
-    given = literals(N, STEPS, BFLOAT16)
+def wgmma_rows_narrow(context, acc, a, b, add, N, STEPS, PLANES, BFLOAT16):
+    """``acc += (A0 + A1 + ...) B^T``, or ``acc = ...`` if `add` is 0, likewise, with so many PLANES
+    of A, 64 x 16 STEPS each, in registers.
+    """
+    given = literals(N, STEPS, PLANES, BFLOAT16)
     if given is None:
         return None
-    n, steps, bfloat16 = given
+    n, steps, planes, bfloat16 = given
 
     def codegen(context, builder, signature, values):
-        count = n // 2
+        count, all_steps = n // 2, planes * steps
         at = 2 * count  # results, and the inputs tied to them, come first
         lines = ["{ .reg .b32 low; .reg .b64 b; .reg .pred add;"]
-        lines.append(f"setp.ne.b32 add, ${at + 4 * steps + 1}, 0; wgmma.fence.sync.aligned;")
-        for step in range(steps):
+        lines.append(f"setp.ne.b32 add, ${at + 4 * all_steps + 1}, 0; wgmma.fence.sync.aligned;")
+        for step in range(all_steps):
             a_at = f"{{{registers(at + 4 * step, 4)}}}"
-            lines.append(_descriptor("b", at + 4 * steps, 2 * step, NARROW_HIGH))
+            lines.append(_descriptor("b", at + 4 * all_steps, 2 * (step % steps), NARROW_HIGH))
             added = 1 if step else "add"
             lines.append(_mma(n, bfloat16, registers(0, count), a_at, "b", added, "0"))
         lines.append("wgmma.commit_group.sync.aligned; }")
         updated = pointers(context, builder, acc, values[0], count)
-        fragments = pointers(context, builder, a, values[1], 4 * steps)
+        fragments = pointers(context, builder, a, values[1], 4 * all_steps)
         read = [builder.load(pointer) for pointer in fragments]
         _on_registers(builder, "\n".join(lines), updated, [*read, *values[2:4]])
         return context.get_dummy_value()
 
-    more = (N, STEPS, BFLOAT16)
+    more = (N, STEPS, PLANES, BFLOAT16)
     return types.void(acc, a, types.uint32, types.uint32, *more), codegen
 
 

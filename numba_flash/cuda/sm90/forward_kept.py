@@ -3,13 +3,15 @@ blocks keep the bias of their queries in shared memory, and go through the batch
 
 Of so few columns, products take less time than exponentials, and what is read for a score more than
 either. Here nothing is read for one but its bias, from shared memory, four at a time, into the
-registers that the product is added to (`numba_flash.cuda.kept_bias`). A consumer brings the next
-tile's bias and starts its Q K^T before it has the softmax of this one, and O += P V of this one is
-added up while it brings that of another.
+registers that the product is added to (`numba_flash.cuda.kept_bias`). A consumer starts O += P V of
+a tile, brings the next one's bias, starts Q K^T of that, and waits for both: the other consumers
+have their softmax then.
+
+The scale is a power of two times a factor that Q is multiplied by, once for a unit: in registers,
+as the sum of two, so that no digits are lost that a score would miss.
 """
 
 import math
-from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import KeptScales, UnitSizes, extras_type
@@ -21,45 +23,10 @@ from numba_flash.cuda.sm90.arguments import LOG2E, one_type
 from numba_flash.cuda.sm90.load_kept import build_produce
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
-from numba_flash.cuda.units import Unit, build_units
+from numba_flash.cuda.units import build_units
 
 NEG_INF, LN2 = -math.inf, math.log(2.0)
 ROWS = 64  # of a consumer
-
-
-class At(NamedTuple):
-    """A tile of scores: its unit, the number of that among all and among the block's, its own among
-    the block's and among the unit's; and of its bias, whether products begin with it, and what
-    leads from scores to base e.
-    """
-
-    x: Unit
-    number: int
-    turn: int
-    n: int
-    t: int
-    begins: int
-    unit: float
-
-
-class Rows(NamedTuple):
-    """Registers of a consumer, and what it reads and writes."""
-
-    q: Any
-    p: Any
-    acc: Any
-    m_i: Any
-    l_i: Any
-    best: Any
-    alpha: Any
-    smem: int
-    me: int
-    stop: int
-    o: Any
-    lse: Any
-    extras: Any
-    sizes: Any
-    scales: Any
 
 
 def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
@@ -74,26 +41,28 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     """
     BLOCK_N, TILES, CONSUMERS, SMEM = tile.block_n, tile.tiles, tile.consumers, tile.layout()
     Q, K, V, (FEWEST, REGISTERS) = *map(one_type, (SMEM.q, SMEM.k, SMEM.v)), tile.registers
-    ALIGNMENT, Q_ROWS, ON, OFF, NONE = SMEM.ALIGNMENT, ROWS * NARROW_ROW_BYTES, 1, 0, 0
+    ALIGNMENT, Q_ROWS, ON, OFF = SMEM.ALIGNMENT, ROWS * NARROW_ROW_BYTES, 1, 0
+    Q_WORDS, WARPS = 8 * -(-head_dim // 16), 4 * CONSUMERS
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
-    Q_WORDS, WARPS = 4 * -(-head_dim // 16), 4 * tile.consumers
     WRITE_LSE, BFLOAT16, MOST = write_lse, dtype == "bfloat16", softmax.LAZIER
-    produce = build_produce(tile)
-    kept_by = tile, SMEM.kept, WARP_GROUP, pipeline.any_of_warp_group
-    first_of, unit_of, after = build_units(tile.block_m)
-    fill, begin, add = build_keep(options, vectors, *kept_by)
+    load_q_and_k, load_v = build_produce(tile)
+    kept_by = tile, (SMEM.kept, SMEM.unit), WARP_GROUP, pipeline.any_of_warp_group
+    first_of, unit_of_number, after = build_units(tile.block_m)
+    put_unit, fill, begin, add, hide = build_keep(options, vectors, *kept_by)
     hold_q, start_scores = wgmma.build_held(BLOCK_N, head_dim, BFLOAT16)
     _, start_values = wgmma.build_narrow(BLOCK_N, head_dim_v, BFLOAT16)
-    find = softmax.build_raise(SCORES, OUTPUTS, 1, MOST).find
+    _, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
+    raising = softmax.build_raise(SCORES, OUTPUTS, 1, MOST)
+    find, rescale_rows = raising.find, raising.rescale
     exponentials = softmax.build_exponentials(SCORES, 1, far=True)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     zero, zero_rows = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim_v, False, BFLOAT16)
 
     @inline
-    def row_of(x, me):
-        """A thread's first row of a unit."""
-        return i32(x.row0 + me * ROWS + wgmma.first_row())
+    def row0_of(x, me):
+        """A consumer's first row of a unit."""
+        return i32(x.row0 + me * ROWS)
 
     @inline
     def finish(me, x, acc, m_i, l_i, o, lse, unit):
@@ -101,7 +70,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         `unit` leads from scores to base e.
         """
         inverse = cuda.local.array(2, f32)  # registers: 1 / l of the thread's rows
-        row = row_of(x, me)
+        row = i32(row0_of(x, me) + wgmma.first_row())
         for r in range(2):
             l, i = fragment.row_sum(l_i[r]), i32(row + 8 * r)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
@@ -117,119 +86,100 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 put_row(ptx.global_address(o_row), acc, inverse, r)
 
     @inline
-    def raise_shifts(r, scale_log2):
-        """(2) m_i, and what l_i and O have to be multiplied by, where scores have outgrown their
-        shift; whether some of the warp's have.
-        """
+    def raise_shifts(best, acc, m_i, l_i, scale_log2):
+        """(2) m_i, O = alpha O, where scores have outgrown their shift."""
         outgrown = False
-        for i in range(2):
-            outgrown = outgrown or (r.best[i] - r.m_i[i]) * scale_log2 > f32(MOST)
-        outgrown = cuda.any_sync(fragment.ALL_LANES, outgrown)
-        if outgrown:
-            for i in range(2):
-                best, r.alpha[i] = fragment.row_maximum(r.best[i]), f32(1)
-                if (best - r.m_i[i]) * scale_log2 > f32(MOST):
-                    r.alpha[i] = ptx.ex2((r.m_i[i] - best) * scale_log2)
-                    r.m_i[i] = best
-                r.l_i[i] *= r.alpha[i]
-        return outgrown
+        for r in range(2):
+            outgrown = outgrown or (best[r] - m_i[r]) * scale_log2 > f32(MOST)
+        if cuda.any_sync(fragment.ALL_LANES, outgrown):
+            for r in range(2):
+                best[r] = fragment.row_maximum(best[r])
+            rescale_rows(best, acc, m_i, l_i, scale_log2)
 
     @inline
-    def bring(r, s, y):
-        """What the scores of a tile begin with."""
-        begins, unit = y.begins, y.unit
-        if y.t == 0:
-            if y.x.b1 == 0 or y.n == u32(0):
-                keys, inverse = i32(r.sizes.keys), r.scales.inverse
-                row = row_of(y.x, r.me)
-                begins = fill(r.smem, r.me, row, y.x, r.extras, keys, inverse)
-                unit = r.scales.scale if begins != u32(0) else f32(1)
-            pipeline.wait_ready(r.smem, Q, y.turn)
-            hold_q(r.q, u32(pipeline.tile(r.smem, Q, y.turn) + u32(r.me * Q_ROWS)))
-            cuda.syncwarp()
-            pipeline.release_warp(r.smem, Q, y.turn)
-        begin(s, r.smem, r.me, y.t, r.scales.inverse)
-        pipeline.wait_ready(r.smem, K, y.n)
-        return At(y.x, y.number, y.turn, y.n, y.t, begins, unit)
+    def bring_q(q, smem, me, turn, factor):
+        """A consumer's rows of Q, times a factor, to registers."""
+        pipeline.wait_ready(smem, Q, turn)
+        hold_q(q, u32(pipeline.tile(smem, Q, turn) + u32(me * Q_ROWS)), factor)
+        cuda.syncwarp()
+        pipeline.release_warp(smem, Q, turn)
 
     @inline
-    def start(r, s, y):
-        """(1) S = bias / scale + Q K^T of a tile."""
-        keys = pipeline.tile(r.smem, K, y.n)
-        start_scores(s, r.q, wgmma.descriptor(keys, u32(0)), y.begins)
+    def k_tile(smem, n):
+        """Descriptor of a tile of K."""
+        return wgmma.descriptor(pipeline.tile(smem, K, n), u32(0))
 
     @inline
-    def following(y, sizes):
-        """The tile after one."""
-        n, t = u32(y.n + u32(1)), i32(y.t + 1)
-        if t < TILES:
-            return At(y.x, y.number, y.turn, n, t, y.begins, y.unit)
-        number, turn = i32(y.number + 1), u32(y.turn + u32(1))
-        return At(after(y.x, number, sizes), number, turn, n, i32(0), y.begins, y.unit)
-
-    @inline
-    def step(r, s, s_next, y):
-        """(2) to (5) of a tile; returns the next one, whose scores are there; after the last of
-        all, they are of nothing.
-        """
-        if y.begins == u32(0):
-            add(s, r.smem, r.me, y.t, r.scales.scale)
-        z = following(y, r.sizes)
-        more = z.number < r.stop
-        if more:
-            z = bring(r, s_next, z)
-        start(r, s_next, z if more else y)
-        # (2) m_i, (3) P, (4) l_i, while O += P V of the last tile and S of the next one are made
-        scale_log2 = r.scales.scale_log2 if y.begins != u32(0) else f32(LOG2E)
-        find(r.best, s, r.m_i, scale_log2)
-        outgrown = raise_shifts(r, scale_log2)
-        exponentials(s, r.m_i, r.l_i, scale_log2)
-        ptx.wgmma_wait(r.acc, s_next, NONE, OUTPUTS, SCORES)
-        if more:
-            pipeline.release_group(r.smem, K, z.n)
-        if y.t > 0:
-            pipeline.release_group(r.smem, V, u32(y.n - u32(1)))
-        if outgrown:  # O = alpha O
-            for j in range(OUTPUTS // 4):
-                for i in range(2):
-                    r.acc[4 * j + 2 * i] *= r.alpha[i]
-                    r.acc[4 * j + 2 * i + 1] *= r.alpha[i]
-        pack(r.p, s)
-        # (5) O += P V
-        pipeline.wait_ready(r.smem, V, y.n)
-        start_values(r.acc, r.p, wgmma.descriptor(pipeline.tile(r.smem, V, y.n), u32(0)))
-        return z
+    def v_tile(smem, n):
+        """Descriptor of a tile of V."""
+        return wgmma.descriptor(pipeline.tile(smem, V, n), u32(0))
 
     @inline
     def consume(smem, me, o, lse, extras, sizes, scales):
         """Equations (1) to (6) for 64 rows of each unit and all its tiles of keys."""
         # registers of each thread
-        s = cuda.local.array(SCORES, f32)  # fragment of S, then of P, of every other tile
-        s_next = cuda.local.array(SCORES, f32)  # of the others
+        s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
         q = cuda.local.array(Q_WORDS, u32)  # of Q, two elements of 16 bits each
-        p = cuda.local.array(PAIRS, u32)  # of P, two elements of 16 bits each
+        p = cuda.local.array(PAIRS, u32)  # of P, likewise
         acc = cuda.local.array(OUTPUTS, f32)  # of O
         m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows
         l_i = cuda.local.array(2, f32)  # its part of their sums
         best = cuda.local.array(2, f32)  # its largest scores of the tile
-        alpha = cuda.local.array(2, f32)  # what O has to be multiplied by
         number = first_of(cuda.blockIdx.x, sizes)
         stop = first_of(cuda.blockIdx.x + 1, sizes)
-        r = Rows(q, p, acc, m_i, l_i, best, alpha, smem, me, stop, o, lse, extras, sizes, scales)
-        y = At(unit_of(number, sizes), number, u32(0), u32(0), i32(0), u32(0), f32(1))
-        y = bring(r, s, y)
-        start(r, s, y)
-        ptx.wgmma_wait(s, s, NONE, SCORES, NONE)
-        pipeline.release_group(smem, K, y.n)
-        while y.number < stop:
-            x, number, unit = y.x, y.number, y.unit
-            zero(acc)
-            softmax.reset(m_i, l_i)
-            while y.number == number:
-                y = step(r, s_next, s, step(r, s, s_next, y))
-            ptx.wgmma_wait(acc, acc, NONE, OUTPUTS, NONE)
-            pipeline.release_group(smem, V, u32(y.n - u32(1)))
-            finish(me, x, acc, m_i, l_i, o, lse, unit)
+        keys, inverse = i32(sizes.keys), scales.inverse
+        x, n, turn, t = unit_of_number(number, sizes), u32(0), u32(0), i32(0)
+        before, begins = x, fill(smem, me, row0_of(x, me), x, extras, keys, inverse)
+        unit = scales.unit if begins != u32(0) else f32(1)
+        unit_before = unit
+        zero(acc)
+        softmax.reset(m_i, l_i)
+        # (1) S = bias / unit + Q K^T of the first tile of all
+        bring_q(q, smem, me, turn, scales.factor)
+        begin(s, smem, me, t)
+        pipeline.wait_ready(smem, K, n)
+        start_scores(s, q, k_tile(smem, n), begins)
+        wait_all(acc, s)
+        while True:
+            pipeline.release_group(smem, K, n)
+            if n > u32(0):
+                pipeline.release_group(smem, V, u32(n - 1))
+            if t == 0 and n > u32(0):
+                finish(me, before, acc, m_i, l_i, o, lse, unit_before)
+                zero(acc)
+                softmax.reset(m_i, l_i)
+            if begins == u32(0):
+                add(s, smem, me, t, scales.unit)
+            if t == TILES - 1 and keys < TILES * BLOCK_N:
+                hide(s, i32(keys - t * BLOCK_N))
+            # (2) m_i, O = alpha O, (3) P, (4) l_i
+            scale_log2 = scales.unit_log2 if begins != u32(0) else f32(LOG2E)
+            find(best, s, m_i, scale_log2)
+            raise_shifts(best, acc, m_i, l_i, scale_log2)
+            exponentials(s, m_i, l_i, scale_log2)
+            pack(p, s)
+            n, t = u32(n + 1), i32(t + 1)
+            if t == TILES:
+                before, number, turn, t = x, i32(number + 1), u32(turn + 1), i32(0)
+                x, unit_before = after(x, number, sizes), unit
+                if number == stop:
+                    break
+                if x.b1 == 0:
+                    begins = fill(smem, me, row0_of(x, me), x, extras, keys, inverse)
+                    unit = scales.unit if begins != u32(0) else f32(1)
+                bring_q(q, smem, me, turn, scales.factor)
+            # (5) O += P V, and (1) S of the next tile, both in flight
+            pipeline.wait_ready(smem, V, u32(n - 1))
+            start_values(acc, p, v_tile(smem, u32(n - 1)))
+            begin(s, smem, me, t)
+            pipeline.wait_ready(smem, K, n)
+            start_scores(s, q, k_tile(smem, n), begins)
+            wait_all(acc, s)
+        # (5) O += P V of the last tile of all
+        pipeline.wait_ready(smem, V, u32(n - 1))
+        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        wait_all(acc, s)
+        finish(me, before, acc, m_i, l_i, o, lse, unit_before)
 
     def forward_kept_sm90(maps, o, lse, extras, sizes, scales):
         smem = pipeline.shared_base(ALIGNMENT)
@@ -239,12 +189,15 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
             pipeline.initialise(smem, K, 1, CONSUMERS)
             pipeline.initialise(smem, V, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
+        put_unit(smem, scales.inverse)
         cuda.syncthreads()  # everyone sees the barriers initialised
 
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
             if cuda.threadIdx.x == 0:
-                produce(maps, smem, sizes)
+                load_q_and_k(maps, smem, sizes)
+            elif cuda.threadIdx.x == 32:
+                load_v(maps, smem, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(smem, group - 1, o, lse, extras, sizes, scales)

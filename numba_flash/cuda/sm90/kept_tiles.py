@@ -10,8 +10,9 @@ from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, Consumers
 from numba_flash.cuda.swizzle import NARROW, NARROW_ROW_BYTES
 
-STEP, MOST_STAGES = 16, 2  # keys of a product; stages that help
+STEP, MOST_STAGES = 16, 4  # keys of a product; stages that help
 MOST = NARROW  # columns of a tile
+UNIT_BYTES = 512  # of what products of the bias begin with
 
 
 class Kind(NamedTuple):
@@ -26,7 +27,7 @@ class Kind(NamedTuple):
 # bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200: 150, 167, 169 us; 128 keys and float32 177;
 # sm80, which reads the bias from memory, 200, FlexAttention 168. To keep it does not pay there: 235
 # to 257.
-KINDS = (Kind(128, 96, True), Kind(192, 64, False), Kind(128, 96, False))
+KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class KeptTile(Consumers):
             "k": (self.block_n * NARROW_ROW_BYTES, self.stages),
             "v": (self.block_n * NARROW_ROW_BYTES, self.stages),
         }
-        return lay_out(rings, self.kept_bytes, kept=0)
+        return lay_out(rings, self.kept_bytes + UNIT_BYTES, kept=0, unit=self.kept_bytes)
 
 
 def kept_tile(problem) -> KeptTile | None:
@@ -74,7 +75,7 @@ def kept_tile(problem) -> KeptTile | None:
     fewer for each score than in 16 bits.
     """
     p = problem
-    kinds = [kind for kind in KINDS if kind.wide or p.options.bias != "float32"]
+    kinds = [kind for kind in KINDS if kind.wide == (p.options.bias == "float32")]
     rows_of = lambda kind: kind.rows * -(-p.nq // kind.rows)
     fewest = min(map(rows_of, kinds))
     wanted = (
@@ -87,5 +88,5 @@ def kept_tile(problem) -> KeptTile | None:
 
 
 def _of_keys(kind: Kind, keys: int, stages: int) -> KeptTile:
-    tiles = 2 * -(-keys // (2 * kind.keys))
+    tiles = -(-keys // kind.keys)
     return KeptTile(kind.rows, -(-keys // (tiles * STEP)) * STEP, tiles, stages, kind.wide)

@@ -6,6 +6,7 @@ Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment o
 """
 
 from numba_flash.cuda import ptx
+from numba_flash.cuda.fragment import build_pack, build_unpack
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES, PANEL, panel_bytes, panels
 
@@ -78,27 +79,29 @@ def build_narrow(rows, columns, bfloat16):
 
 @once
 def build_held(block_n, head_dim, bfloat16):
-    """Of a tile of Q in narrow panels: ``hold(words, rows)``: this thread's part of 64 rows, which
-    begin at an address, to registers; ``scores(s, words, k_descriptor, add)``: start S += Q K^T of
-    these, or S = Q K^T if `add` is 0.
+    """Of a tile of Q in narrow panels: ``hold(words, rows, factor)``: this thread's part of 64
+    rows, which begin at an address, times a factor, to registers: rounded, and what that lost;
+    ``scores(s, words, k_descriptor, add)``: start S += Q K^T of these, or S = Q K^T if `add` is 0.
     """
     BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
+    WORDS, PLANES = 4 * STEPS, 2
+    element, (_, pack2) = build_unpack(bfloat16), build_pack(0, bfloat16)
 
     @inline
-    def hold(words, rows):
+    def hold(words, rows, factor):
         row, column = first_row(), i32(cuda.threadIdx.x % 4 * 4)
         at = u32(rows + u32(row * NARROW_ROW_BYTES + column))
         swizzle = i32(row // 2 % 4)  # of the row 8 below, too
-        for step in range(STEPS):
-            for right in range(2):
-                chunk = u32(at + u32(((2 * step + right) ^ swizzle) * UNIT))
-                for r in range(2):
-                    word = ptx.load_shared(u32(chunk + u32(8 * r * NARROW_ROW_BYTES)))
-                    words[4 * step + 2 * right + r] = u32(word)
+        for w in range(WORDS):
+            chunk = u32(at + u32((w // 2 ^ swizzle) * UNIT))
+            word = u32(ptx.load_shared(u32(chunk + u32(w % 2 * 8 * NARROW_ROW_BYTES))))
+            x, y = element(word, 0) * factor, element(word, 1) * factor
+            words[w] = pack2(x, y)
+            words[WORDS + w] = pack2(x - element(words[w], 0), y - element(words[w], 1))
 
     @inline
     def scores(s, words, k_descriptor, add):
-        ptx.wgmma_rows_narrow(s, words, k_descriptor, add, BLOCK_N, STEPS, BFLOAT16)
+        ptx.wgmma_rows_narrow(s, words, k_descriptor, add, BLOCK_N, STEPS, PLANES, BFLOAT16)
 
     return hold, scores
 
