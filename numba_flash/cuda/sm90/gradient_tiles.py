@@ -104,7 +104,7 @@ CONSUMERS = 2  # of `QueriesTile`
 
 def keys_tile(problem) -> KeysTile | None:
     """That of dK and dV, if the bias of its keys can be kept."""
-    tile = KeysTile(KEYS, -(-problem.nq // QUERIES), STAGES, KV_STAGES)
+    tile = KeysTile(KEYS, 2 * -(-problem.nq // (2 * QUERIES)), STAGES, KV_STAGES)
     return tile if tile.layout().bytes <= SHARED_LIMIT else None
 
 

@@ -18,6 +18,7 @@ from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queri
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
 
+KEYS_KERNEL = "sm90.dk_dv_kept.build"
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
 
@@ -110,7 +111,7 @@ def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
         units=math.prod(p.batch) * p.hk * blocks, blocks=blocks, queries=p.nk, keys=p.nq
     )
     return Launch(
-        "sm90.dk_dv_kept.build",
+        KEYS_KERNEL,
         (p.dtype, p.d, p.dv, vectors_of(p, x, 1), p.options.structure, tile),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),
