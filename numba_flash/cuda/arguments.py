@@ -102,6 +102,16 @@ class KeptScales(NamedTuple):
     unit_log2: float
 
 
+class KeptGradientScales(NamedTuple):
+    """The same, and the scale itself."""
+
+    factor: float
+    unit: float
+    inverse: float
+    unit_log2: float
+    scale: float
+
+
 def planes_of(problem) -> int:
     """Float16 numbers for each of a problem's arrays that the kernels read; 0 if these are not
     float32. One has 11 bits, as TF32 has.

@@ -33,14 +33,11 @@ class Filled(NamedTuple):
         Not 0 if there was a bias that is treated apart.
     at : uint32
         Where the thread keeps it.
-    keys : int32
-        How many there are from the thread's first one on.
     """
 
     words: Any
     strange: Any
     at: int
-    keys: int
 
 
 class Begun(NamedTuple):
@@ -74,7 +71,7 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
     """
     BLOCK_N, TILES, THREADS, (KEPT, UNIT) = tile.block_n, tile.tiles, threads, kept
     FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
-    HIDDEN, KIND = 0xFF80 if BFLOAT16 else 0xFC00, int(BFLOAT16)  # -inf in 16 bits
+    KIND = int(BFLOAT16)
     VECTORS = BLOCK_N // 8 if FLOAT32 else BLOCK_N // 16  # of a thread and tile
     AWAY, TILE_BYTES, KEYS = threads * VECTOR, VECTORS * threads * VECTOR, math.gcd(BLOCK_N, PART)
     PARTS, PART_BYTES = BLOCK_N // KEYS, TILE_BYTES // (BLOCK_N // KEYS)
@@ -100,33 +97,21 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
         return bias
 
     @inline
-    def number(f, n, x):
-        """Element x of run n, in float32; -inf beyond the last key."""
-        if i32(n // 2 * 8 + x) >= f.keys:
-            return f32(NEG_INF)
-        return note(f, ptx.as_float32(f.words[2 * n + x]))
+    def number(f, w):
+        return note(f, ptx.as_float32(f.words[w]))
 
     @inline
     def put_numbers(j, f):
         """Of two rows, two keys each."""
-        one, other = i32(2 * j), i32(2 * j + 1)
-        four = number(f, one, 0), number(f, one, 1), number(f, other, 0), number(f, other, 1)
+        w = i32(4 * j)
+        four = number(f, w), number(f, i32(w + 1)), number(f, i32(w + 2)), number(f, i32(w + 3))
         ptx.store_shared_vector(u32(f.at + u32(j * AWAY)), four)
 
     @inline
-    def word(f, n):
-        """Two keys of run n in 16 bits; -inf beyond the last key."""
-        two = f.words[n]
-        if i32(n // 2 * 8 + 1) >= f.keys:
-            two = u32((two & u32(0xFFFF)) | u32(HIDDEN << 16))
-        if i32(n // 2 * 8) >= f.keys:
-            two = u32(HIDDEN << 16 | HIDDEN)
-        return two
-
-    @inline
     def put_words(j, f):
-        n = i32(4 * j)
-        four = word(f, n), word(f, i32(n + 1)), word(f, i32(n + 2)), word(f, i32(n + 3))
+        """Of four rows, two keys each."""
+        w = i32(4 * j)
+        four = f.words[w], f.words[w + 1], f.words[w + 2], f.words[w + 3]
         ptx.store_shared_vector(u32(f.at + u32(j * AWAY)), four)
 
     @inline
@@ -170,14 +155,14 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
                 to = u32(place(smem, me, i32(0)) + u32(part * PART_BYTES))
                 key, query = i32(part * KEYS + lane // 4), i32(row + lane % 4 * 2)
                 fetch_operand(words, query, key, region, at, False, extras)
-                put_operands(Filled(words, strange, to, i32(keys - key)))
+                put_operands(Filled(words, strange, to))
             if not any_of(me, strange[0]):
                 return u32(1)
         for part in range(TILES * PARTS):
             to = u32(place(smem, me, i32(0)) + u32(part * PART_BYTES))
             key, query = i32(part * KEYS + fragment.first_column()), i32(row + lane // 4)
             fetch_scores(words, query, key, region, at, False, extras)
-            put(Filled(words, strange, to, i32(keys - key)))
+            put(Filled(words, strange, to))
         if not FLOAT32:
             return u32(0)
         if any_of(me, strange[0]):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
 
+from numba_flash.cuda.sm90.kept_tiles import UNIT_BYTES
 from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, Consumers, WarpGroups
 from numba_flash.cuda.swizzle import NARROW, NARROW_ROW_BYTES
@@ -51,7 +52,8 @@ class KeysTile(Consumers):
             "q": (2 * of_tile + QUERIES * ROW_BYTES, self.stages),
             "kv": (2 * of_keys, self.kv_stages),
         }
-        return lay_out(rings, self.kept_bytes, kept=0, do=of_tile, rows=2 * of_tile, v=of_keys)
+        places = {"do": of_tile, "rows": 2 * of_tile, "v": of_keys}
+        return lay_out(rings, self.kept_bytes + UNIT_BYTES, kept=0, unit=self.kept_bytes, **places)
 
 
 @dataclass(frozen=True)
