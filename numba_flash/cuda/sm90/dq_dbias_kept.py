@@ -81,27 +81,42 @@ class Weighed(NamedTuple):
 
 @once
 def build_weigh(hidden):
-    """``weigh(n, weighed)``: P in the place of S, dS in that of dP, added to dbias, of 8 keys.
-    Scores may be `hidden` by the bias, whatever they are.
+    """Of a chunk, of 8 keys: ``raise_two(n, weighed)``: P in the place of S; ``differentiate(n,
+    weighed)``: dS in the place of dP; ``add(n, weighed)``: that to dbias. Scores may be `hidden` by
+    the bias, whatever they are.
     """
     HIDDEN, NEG_INF, SCORES, BYTES = hidden, -math.inf, CHUNK // 2, AWAY
 
     @inline
-    def weigh_vector(n, t):
+    def raise_two(n, t):
+        """(2) P = exp(S - lse)."""
         w = t.work
         bias = ptx.load_shared_four(u32(t.bias + u32(n * BYTES)))
         for r in range(2):
             for c in range(2):
                 e = 4 * n + 2 * r + c
-                # (2) P = exp(S - lse)
                 score = w.s[e] * w.scale_log2 + bias[2 * r + c] - w.shift[r]
                 if HIDDEN:
                     score = f32(NEG_INF) if bias[2 * r + c] == f32(NEG_INF) else score
-                # (5) dbias = dbias + dS, where dS = P * (dP - delta)
-                w.dp[e] = (w.dp[e] - w.delta[r]) * ptx.ex2(score)
-                w.acc[t.chunk * SCORES + e] += w.dp[e]
+                w.s[e] = ptx.ex2(score)
 
-    return ptx.repeated(VECTORS, weigh_vector)
+    @inline
+    def differentiate(n, t):
+        """(5) dS = P * (dP - delta)."""
+        w = t.work
+        for r in range(2):
+            for c in range(2):
+                e = 4 * n + 2 * r + c
+                w.dp[e] = (w.dp[e] - w.delta[r]) * w.s[e]
+
+    @inline
+    def add(n, t):
+        """dbias = dbias + dS."""
+        for e in range(4):
+            t.work.acc[t.chunk * SCORES + 4 * n + e] += t.work.dp[4 * n + e]
+
+    of_all = ptx.repeated
+    return of_all(VECTORS, raise_two), of_all(VECTORS, differentiate), of_all(VECTORS, add)
 
 
 class Kept(NamedTuple):
@@ -173,7 +188,7 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     SMEM, CHUNKS, CONSUMERS = tile.layout(), tile.chunks, tile.consumers
     Q, KV, DQ, NOTES = map(one_type, (SMEM.q, SMEM.kv, SMEM.dq, SMEM.rows))
     DO, V, MINE, PART = SMEM.do, SMEM.v, tile.keys * NARROW_ROW_BYTES, CHUNK * NARROW_ROW_BYTES
-    SCORES, OUTPUTS, NONE, ONE = CHUNK // 2, head_dim // 2, 0, 1
+    SCORES, OUTPUTS, NONE, ONE, TWO = CHUNK // 2, head_dim // 2, 0, 1, 2
     BFLOAT16, ZERO, FOURS = dtype == "bfloat16", u32(0), head_dim // 8
     DQ_BYTES, DQ_AWAY, NOTE_BYTES = PART_BYTES, WARP_GROUP * VECTOR, ROW_BYTES
     start_s, start_dq = wgmma.build_narrow(CHUNK, head_dim, BFLOAT16)
@@ -181,7 +196,7 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     pack, _ = fragment.build_pack(SCORES // 2, BFLOAT16)
     zero, _ = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim, False, BFLOAT16)
-    weigh, (_, place_of, proceed) = build_weigh(hidden), walks
+    (raise_two, differentiate, add), (_, place_of, proceed) = build_weigh(hidden), walks
 
     @inline
     def keys_of(x, n, chunk):
@@ -189,18 +204,22 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
         return u32(pipeline.tile(x.smem, KV, n) + u32(x.me * MINE) + u32(chunk * PART))
 
     @inline
-    def start(x, n, chunk):
-        """(1) S = Q K^T, (4) dP = dO V^T of a chunk of the n-th tile."""
+    def start_scores(x, n, chunk):
+        """(1) S = Q K^T of a chunk of the n-th tile."""
         queries, keys = pipeline.tile(x.smem, Q, n), keys_of(x, n, chunk)
         start_s(x.work.s, wgmma.descriptor(queries, ZERO), wgmma.descriptor(keys, ZERO))
-        do, values = u32(queries + u32(DO)), u32(keys + u32(V))
+
+    @inline
+    def start_gradients(x, n, chunk):
+        """(4) dP = dO V^T."""
+        do = u32(pipeline.tile(x.smem, Q, n) + u32(DO))
+        values = u32(keys_of(x, n, chunk) + u32(V))
         start_dp(x.work.dp, wgmma.descriptor(do, ZERO), wgmma.descriptor(values, ZERO))
 
     @inline
-    def start_first(x, n):
+    def wait_tile(x, n):
         pipeline.wait_ready(x.smem, Q, n)
         pipeline.wait_ready(x.smem, KV, n)
-        start(x, n, i32(0))
 
     @inline
     def parts(x):
@@ -256,24 +275,35 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
 
     @inline
     def step(chunk, t):
+        """A chunk, whose S is there, and dP on its way, as is dQ of the one before."""
         x, w = t.way, t.way.work
-        weigh(Weighed(w, chunk, bias_of(x.smem, x.me, chunk)))
-        ptx.wgmma_wait(w.dq_acc, w.dq_acc, NONE, OUTPUTS, NONE)
+        weighed = Weighed(w, chunk, bias_of(x.smem, x.me, chunk))
+        raise_two(weighed)
+        ptx.wgmma_wait(w.dp, w.dp, ONE, SCORES, NONE)
+        differentiate(weighed)
+        # the next chunk's; after the last of all, of nothing
+        ends = chunk == CHUNKS - 1
+        n = u32(t.n + u32(1)) if ends and t.more else t.n
+        next_chunk = i32(0) if ends else i32(chunk + 1)
+        if ends and t.more:
+            wait_tile(x, n)
+        start_scores(x, n, next_chunk)
+        add(weighed)
+        ptx.wgmma_wait(w.dq_acc, w.dq_acc, ONE, OUTPUTS, NONE)
         pack(w.ds, w.dp)
-        if chunk < CHUNKS - 1:
-            start(x, t.n, i32(chunk + 1))
-        elif t.more:
-            start_first(x, u32(t.n + u32(1)))
+        start_gradients(x, n, next_chunk)
         # (7) dQ = dQ + dS K
         start_dq(w.dq_acc, w.ds, wgmma.descriptor(keys_of(x, t.n, chunk), ZERO))
-        ptx.wgmma_wait(w.s, w.dp, ONE, SCORES, SCORES)
+        ptx.wgmma_wait(w.s, w.s, TWO, SCORES, NONE)
 
     all_steps = ptx.repeated(CHUNKS, step)
 
     @inline
     def go(x):
         t, n, w = x.step, u32(0), x.work
-        start_first(x, n)
+        wait_tile(x, n)
+        start_scores(x, n, i32(0))
+        start_gradients(x, n, i32(0))
         ptx.wgmma_wait(w.s, w.dp, NONE, SCORES, SCORES)
         while t.number < x.space.stop:
             at = place_of(t.walk, x.space, x.extras).at

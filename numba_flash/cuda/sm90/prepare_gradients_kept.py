@@ -18,7 +18,7 @@ from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queri
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
 
-KEYS_KERNEL = "sm90.dk_dv_kept.build"
+KEYS_KERNEL, QUERIES_KERNEL = "sm90.dk_dv_kept.build", "sm90.dq_dbias_kept.build"
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
 
@@ -80,7 +80,7 @@ def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
     vectors, wide = vectors_of(p, x, KEYS_OF_RUN), in_vectors(p, out, KEYS_OF_RUN)
     box = lambda x, rows: (x, rows, NARROW)
     return Launch(
-        "sm90.dq_dbias_kept.build",
+        QUERIES_KERNEL,
         (
             *(p.dtype, p.d, p.dv, vectors, p.options.structure, x.dlse is not None),
             *(out.dtype.name, wide, shares.summed, tile),
