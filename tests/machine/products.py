@@ -132,8 +132,8 @@ def _wgmma_wait(machine, each):
             return
         finish(group, wanted)
         agent = _products_of(warp)
-        warp.clocks.seen[agent] = max(warp.clocks.seen[agent], wanted)
-        running = (product for products in warp.groups[max(wanted, 0) :] for product in products)
+        done = warp.clocks.seen[agent] = max(warp.clocks.seen[agent], wanted)
+        running = (product for products in warp.groups[int(done) :] for product in products)
         warp.in_flight = dict.fromkeys(name for product in running for name in (*product.accumulators, *product.reads))
 
     return run
