@@ -12,56 +12,69 @@ GRADIENTS, HIDDEN = "kept bias, gradients", "kept bias, hidden, gradients"
 
 MUTANTS_KEPT = (
     # ---- who may touch which shared memory when
-    Mutant("keys that are there too early", FORWARD, "        pipeline.wait_ready(r.smem, K, y.n)\n", "", KEPT),
-    Mutant("values that are there too early", FORWARD, "        pipeline.wait_ready(r.smem, V, y.n)\n", "", KEPT),
-    Mutant("queries that are there too early", FORWARD, "            pipeline.wait_ready(r.smem, Q, y.turn)\n", "", KEPT),
     Mutant(
-        "queries that are free before all lanes have read them",
+        "keys that are there too early",
         FORWARD,
-        "            hold_q(r.q,",
-        "            pipeline.release_warp(r.smem, Q, y.turn)\n            hold_q(r.q,",
+        "            pipeline.wait_ready(smem, K, n)\n            start_scores",
+        "            start_scores",
         KEPT,
     ),
-    Mutant("values that are never free", FORWARD, "        if y.t > 0:\n", "        if y.t > 1:\n", KEPT),
+    Mutant(
+        "values that are there too early",
+        FORWARD,
+        "            pipeline.wait_ready(smem, V, u32(n - 1))\n            start_values",
+        "            start_values",
+        KEPT,
+    ),
+    Mutant("queries that are there too early", FORWARD, "        pipeline.wait_ready(smem, Q, turn)\n", "", KEPT),
+    Mutant(
+        "queries that are free before they have been read",
+        FORWARD,
+        "        hold_q(q,",
+        "        pipeline.release_warp(smem, Q, turn)\n        hold_q(q,",
+        KEPT,
+    ),
+    Mutant(
+        "values that are never free", FORWARD, "if n > u32(0):\n                pipeline", "if n > u32(1):\n                pipeline", KEPT
+    ),
     Mutant("tiles that nobody waits for", LOAD, "        pipeline.wait_free(smem, RING, n)\n", "", KEPT),
     Mutant("bytes of a wide panel", LOAD, "one_type(ring), rows * NARROW_ROW_BYTES", "one_type(ring), rows * 128", KEPT),
-    # ---- which numbers
     Mutant(
-        "the bias of the first head for all",
-        FORWARD,
-        "            if y.x.b1 == 0 or y.n == u32(0):\n",
-        "            if y.n == u32(0):\n",
+        "values of the tile before",
+        LOAD,
+        "fetch_v(maps[2], smem, u32(turn * u32(TILES) + u32(t))",
+        "fetch_v(maps[2], smem, u32(turn)",
         KEPT,
     ),
+    # ---- which numbers
+    Mutant("the bias of the first head for all", FORWARD, "                if x.b1 == 0:\n", "                if x.b1 < 0:\n", KEPT),
     Mutant(
         "o of the unit that follows",
         FORWARD,
-        "            finish(me, x, acc, m_i, l_i, o, lse, unit)\n",
-        "            finish(me, y.x, acc, m_i, l_i, o, lse, unit)\n",
+        "finish(me, before, acc, m_i, l_i, o, lse, unit_before)\n                zero",
+        "finish(me, x, acc, m_i, l_i, o, lse, unit_before)\n                zero",
         KEPT,
     ),
-    Mutant("sums that are never emptied", FORWARD, "            softmax.reset(m_i, l_i)\n", "", KEPT),
-    Mutant("o that is never emptied", FORWARD, "            zero(acc)\n", "", KEPT),
-    Mutant("o that keeps an old shift", FORWARD, "        if outgrown:  # O", "        if more and outgrown and y.t > 9:  # O", KEPT),
-    Mutant("the first consumer's queries for both", FORWARD, "u32(r.me * Q_ROWS)", "u32(0 * Q_ROWS)", KEPT),
-    Mutant("a bias that is not divided", BIAS, "            divide(smem, me, inverse)\n", "            pass\n", KEPT),
-    Mutant("the first consumer's bias for both", BIAS, "u32((me * TILES + t) * TILE_BYTES)", "u32(t * TILE_BYTES)", KEPT),
-    Mutant("the bias of the first keys for all", BIAS, "i32(t * BLOCK_N + fragment.first_column())", "fragment.first_column()", KEPT),
-    Mutant("keys beyond the last one have a bias", BIAS, "return bias if there else f32(NEG_INF)", "return bias", KEPT),
+    Mutant("sums that are never emptied", FORWARD, "                softmax.reset(m_i, l_i)\n            if", "            if", KEPT),
+    Mutant("the first consumer's queries for all", FORWARD, "u32(me * Q_ROWS)", "u32(0 * Q_ROWS)", KEPT),
+    Mutant("keys beyond the last one are seen", FORWARD, "if t == TILES - 1 and keys < TILES * BLOCK_N:", "if False:", HALVES),
     Mutant(
-        "keys beyond the last one are seen, in 16 bits", BIAS, "        if i32(n // 2 * 8) >= filled.keys:\n", "        if False:\n", HALVES
+        "keys of the next tile are hidden", FORWARD, "hide(s, i32(keys - t * BLOCK_N))", "hide(s, i32(keys - (t + 1) * BLOCK_N))", HALVES
     ),
+    Mutant("a bias that is not divided", BIAS, "        divide(smem, me, inverse)\n", "        pass\n", KEPT),
+    Mutant("the first consumer's bias for all", BIAS, "u32((me * TILES + t) * TILE_BYTES)", "u32(t * TILE_BYTES)", KEPT),
+    Mutant("the bias of the first keys for all", BIAS, "i32(part * KEYS + fragment.first_column())", "fragment.first_column()", KEPT),
+    Mutant("the bias of the first keys for all, in 16 bits", BIAS, "i32(part * KEYS + lane // 4)", "i32(lane // 4)", HALVES),
+    Mutant("halves of a word the wrong way round", BIAS, "one | other << u32(16)", "other | one << u32(16)", HALVES),
+    Mutant("a bias in units of 1", BIAS, "pack2(inverse, f32(0))", "pack2(f32(1), f32(0))", HALVES),
+    Mutant("a matrix with a gap", BIAS, "(word, zero, zero, word)", "(word, zero, zero, zero)", HALVES),
     Mutant(
-        "an odd key beyond the last one is seen", BIAS, "        if i32(n // 2 * 8 + 1) >= filled.keys:\n", "        if False:\n", HALVES
-    ),
-    Mutant(
-        "halves of a word the wrong way round",
+        "products that begin with a bias that is added",
         BIAS,
-        "element(words[e // 2], e) * begun.factor",
-        "element(words[e // 2], e + 1) * begun.factor",
-        HALVES,
+        "            return u32(0)\n        if any_of",
+        "            return u32(1)\n        if any_of",
+        STRANGE,
     ),
-    Mutant("products that begin with a bias that is added", BIAS, "            return u32(0)\n", "            return u32(1)\n", STRANGE),
     Mutant("a bias that is added to raw products", BIAS, "s[e] * scale + bias", "s[e] + bias", STRANGE),
     Mutant(
         "hidden scores that overflow", BIAS, "f32(NEG_INF) if bias == f32(NEG_INF) else s[e] * scale + bias", "s[e] * scale + bias", STRANGE
@@ -69,13 +82,16 @@ MUTANTS_KEPT = (
     Mutant(
         "scores in base e as if they were raw",
         FORWARD,
-        "        scale_log2 = r.scales.scale_log2 if y.begins != u32(0) else f32(LOG2E)\n",
-        "        scale_log2 = r.scales.scale_log2\n",
+        "            scale_log2 = scales.unit_log2 if begins != u32(0) else f32(LOG2E)\n",
+        "            scale_log2 = scales.unit_log2\n",
         STRANGE,
     ),
     Mutant("a product that always adds", WGMMA, '            added = 1 if step else "add"\n', "            added = 1\n", STRANGE),
-    Mutant("the next 8 columns of Q in the place of these", VERBS, "((2 * step + right) ^ swizzle)", "((2 * step) ^ swizzle)", KEPT),
+    Mutant("the first columns of Q for all", VERBS, "(w // 2 ^ swizzle)", "(0 ^ swizzle)", KEPT),
     Mutant("queries of another row's swizzle", VERBS, "        swizzle = i32(row // 2 % 4)", "        swizzle = i32(row % 4)", KEPT),
+    Mutant(
+        "what rounding Q lost is lost", VERBS, "pack2(x - element(words[w], 0), y - element(words[w], 1))", "pack2(f32(0), f32(0))", HALVES
+    ),
     Mutant("rows of V as wide as others", WGMMA, "acc, a, NARROW_HIGH, NARROW_ROWS_16)", "acc, a, NARROW_HIGH, ROWS_16)", KEPT),
     Mutant(
         "batch elements of a bias that is another's",

@@ -39,6 +39,8 @@ def serves(problem, inputs, dbias) -> bool:
         return False
     if max(p.d, p.dv) > MOST or not shared_alone(p, inputs):
         return False
+    if tuple(inputs.bias.shape[-2:]) != (p.nq, p.nk):  # a sum over queries or keys is another's
+        return False
     return queries_tile(p) is not None and keys_tile(p) is not None
 
 
