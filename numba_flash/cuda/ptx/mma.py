@@ -62,8 +62,9 @@ def fresh_product(context, a, one, other, BFLOAT16):
         return None
     kind = "bf16" if given[0] else "f16"
     text = (
-        f"{{ .reg .f32 z; mov.f32 z, 0f00000000; mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}"
-        ".f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {z, z, z, z}; }"
+        "{ .reg .f32 z; mov.f32 z, 0f00000000;"
+        f" mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {z, z, z, z}; }"
     )
 
     def codegen(context, builder, signature, values):
