@@ -115,6 +115,7 @@ FORWARD_OPTIONS |= {
 # dtype, head dimensions, lse, how the bias is read, options, queries and keys
 FORWARD_KEPT = {
     "kept bias": ("bfloat16", 32, 32, True, PAIRS, BIAS, 128, 384),
+    "kept bias of 192 queries": ("bfloat16", 32, 32, True, PAIRS, BIAS, 384, 384),
     "kept bias of 16 bits": ("float16", 24, 16, False, ONES, Options(bias="float16"), 128, 700),
     "kept bias of float32": ("float16", 32, 32, True, ONES, BIAS_32, 128, 256),
 }

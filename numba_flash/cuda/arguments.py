@@ -92,24 +92,11 @@ class UnitSizes(NamedTuple):
 
 
 class KeptScales(NamedTuple):
-    """The scale is ``factor * unit``, of which the unit is a power of two, and the factor below 1;
-    the unit's inverse, and what leads from what is in units of it to base 2.
-    """
+    """The scale, its inverse, and what leads from raw products to base 2."""
 
-    factor: float
-    unit: float
-    inverse: float
-    unit_log2: float
-
-
-class KeptGradientScales(NamedTuple):
-    """The same, and the scale itself."""
-
-    factor: float
-    unit: float
-    inverse: float
-    unit_log2: float
     scale: float
+    inverse: float
+    scale_log2: float
 
 
 def planes_of(problem) -> int:

@@ -247,49 +247,6 @@ def runs_of_rows(columns):
     return Runs(columns // 2, 1, columns - 7, 8, 0, register, query, key)
 
 
-def runs_of_operand(columns):
-    """`Runs` of what is multiplied from the left by 16 rows of a warp's own, and has 16 rows and so
-    many columns, which are keys: words have two rows, a run is an element.
-
-    Lane l's first query is the warp's ``row0 + 2 (l % 4)``, its first key ``col0 + l // 4``.
-    """
-
-    @inline
-    def register(n, x):
-        return i32(n)
-
-    @inline
-    def query(n):
-        return i32(n % 4 // 2 * 8 + n % 2)
-
-    @inline
-    def key(n):
-        return i32(n // 4 * 8)
-
-    return Runs(columns // 2, 1, 9, columns - 8, 0, register, query, key)
-
-
-def runs_of_operand_of_keys(columns):
-    """The same for rows that are keys, and columns that are queries: a run has two keys, a word.
-
-    Lane l's first query is ``q0 + l // 4``, its first key the warp's ``key0 + 2 (l % 4)``.
-    """
-
-    @inline
-    def register(n, x):
-        return i32(2 * n + x)
-
-    @inline
-    def query(n):
-        return i32(n // 2 * 8)
-
-    @inline
-    def key(n):
-        return i32(n % 2 * 8)
-
-    return Runs(columns // 4, 2, columns - 8, 9, 0, register, query, key)
-
-
 @once
 def build_pack(count, bfloat16, turing=False, positive=False):
     """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;

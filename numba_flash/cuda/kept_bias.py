@@ -1,29 +1,26 @@
 """A bias that batch elements share, in shared memory: each thread keeps what belongs to its own
 scores, and reads sixteen bytes at a time, beside those of its neighbours.
 
-Scores are sums of products that begin with ``bias / unit``, where the unit is a power of two: then
-a bias of 16 bits takes no arithmetic but a product with a multiple of the unit matrix, for which a
-thread keeps words of the operand; one of float32 is read where it is added to. A group of threads,
-to whom a product belongs, in whose bias there is Inf, NaN, or a number so large that this might
-overflow keeps it as scores lie, and adds it to scaled products.
+Scores are raw products, and begin with ``bias / scale``: then the bias takes no arithmetic. A
+group of threads, to whom a product belongs, in whose bias there is Inf, NaN, or a number so large
+that this might overflow keeps it as it is, and adds it to scaled products.
 """
 
 import math
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.score import Head, Region
 
 VECTOR = 16  # bytes that a thread reads at a time
 NEG_INF = -math.inf
-FAR = 1e30  # biases up to there can be divided by the unit
-PART = 64  # keys that are brought at a time, at most
+FAR = 1e30  # biases up to there can be divided by the scale
 
 
 class Filled(NamedTuple):
-    """A part of the bias on its way to shared memory.
+    """A tile of the bias on its way to shared memory.
 
     Attributes
     ----------
@@ -33,55 +30,52 @@ class Filled(NamedTuple):
         Not 0 if there was a bias that is treated apart.
     at : uint32
         Where the thread keeps it.
+    keys : int32
+        How many there are from the thread's first one on.
     """
 
     words: Any
     strange: Any
     at: int
+    keys: int
 
 
 class Begun(NamedTuple):
-    """Registers of scores, where their bias is kept, and a factor; see `build_keep`."""
+    """Registers of scores, and where their bias is kept; see `build_keep`."""
 
     s: Any
     at: int
-    factor: Any
+    factor: float
 
 
 class Keep(NamedTuple):
     """Functions of a thread; see `build_keep`."""
 
-    put_unit: Any
     fill: Any
     begin: Any
     add: Any
-    hide: Any
 
 
 @once
 def build_keep(options, vectors, tile, kept, threads, any_of):
-    """``fill(smem, me, row0, x, extras, keys, inverse)``: keep what belongs to a thread of a group
-    whose first query is row0, of a unit x; 1 if products begin with it, 0 if it is added to scaled
-    ones. ``put_unit(smem, inverse)``: what `begin` multiplies by. ``begin(s, smem, me, t)``: what
-    products of the t-th tile begin with. ``add(s, smem, me, t, scale)``: scores,
-    of products without it, in base e. ``hide(s, keys)``: those beyond so many keys.
+    """``fill(smem, me, query, x, extras, keys, inverse)``: keep what belongs to a thread's rows,
+    whose first is `query`, of a unit x;
+    1 if raw products begin with it, 0 if it is added to scaled ones. ``begin(s, smem, me, t,
+    inverse)``: what raw products of the t-th tile begin with. ``add(s, smem, me, t, scale)``:
+    scores, of products without it, in base e.
 
     threads : of a group, of which `me` is the number.
     any_of : ``any_of(me, word)``: a thread of the group has a word that is not 0.
     """
-    BLOCK_N, TILES, THREADS, (KEPT, UNIT) = tile.block_n, tile.tiles, threads, kept
+    BLOCK_N, TILES, WIDE, KEPT = tile.block_n, tile.tiles, tile.wide, kept
+    THREADS = threads
+    VECTORS = BLOCK_N // 8 if WIDE else BLOCK_N // 16  # of a thread and tile
+    AWAY, TILE_BYTES = THREADS * VECTOR, VECTORS * THREADS * VECTOR
     FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
-    KIND = int(BFLOAT16)
-    VECTORS = BLOCK_N // 8 if FLOAT32 else BLOCK_N // 16  # of a thread and tile
-    AWAY, TILE_BYTES, KEYS = threads * VECTOR, VECTORS * threads * VECTOR, math.gcd(BLOCK_N, PART)
-    PARTS, PART_BYTES = BLOCK_N // KEYS, TILE_BYTES // (BLOCK_N // KEYS)
-    as_scores, as_operand = fragment.runs_of_columns(KEYS), fragment.runs_of_operand(KEYS)
-    HELD = max(held(options, as_scores).words, held(options, as_operand).words)
-    fetch_scores, fetch_operand = (
-        build_fetch(options, runs, vectors) for runs in (as_scores, as_operand)
-    )
-    element, (_, pack2) = fragment.build_unpack(BFLOAT16), fragment.build_pack(0, BFLOAT16)
-    hide_row = softmax.build_hide(BLOCK_N // 2, False)
+    HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
+    runs = fragment.runs_of_columns(BLOCK_N)
+    HELD = held(options, runs).words
+    fetch, element = build_fetch(options, runs, vectors), fragment.build_unpack(BFLOAT16)
 
     @inline
     def place(smem, me, t):
@@ -90,47 +84,48 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
         return u32(smem + u32(KEPT) + u32((me * TILES + t) * TILE_BYTES) + mine)
 
     @inline
-    def note(f, bias):
-        """Whether it can be divided is kept in mind."""
-        if not abs(bias) < f32(FAR):
-            f.strange[0] = u32(1)
-        return bias
+    def value(words, n, x):
+        """Element x of run n."""
+        return ptx.as_float32(words[2 * n + x]) if FLOAT32 else element(words[n], x)
 
     @inline
-    def number(f, w):
-        return note(f, ptx.as_float32(f.words[w]))
+    def look(filled, n, x):
+        """The same; -inf beyond the last key. Whether it can be divided is kept in mind."""
+        there, bias = i32(n // 2 * 8 + x) < filled.keys, value(filled.words, n, x)
+        if there and not abs(bias) < f32(FAR):
+            filled.strange[0] = u32(1)
+        return bias if there else f32(NEG_INF)
 
     @inline
-    def put_numbers(j, f):
+    def put_wide(j, filled):
         """Of two rows, two keys each."""
-        w = i32(4 * j)
-        four = number(f, w), number(f, i32(w + 1)), number(f, i32(w + 2)), number(f, i32(w + 3))
-        ptx.store_shared_vector(u32(f.at + u32(j * AWAY)), four)
+        four = (
+            look(filled, 2 * j, 0), look(filled, 2 * j, 1),
+            look(filled, 2 * j + 1, 0), look(filled, 2 * j + 1, 1),
+        )  # fmt: skip
+        ptx.store_shared_vector(u32(filled.at + u32(j * AWAY)), four)
 
     @inline
-    def put_words(j, f):
-        """Of four rows, two keys each."""
-        w = i32(4 * j)
-        four = f.words[w], f.words[w + 1], f.words[w + 2], f.words[w + 3]
-        ptx.store_shared_vector(u32(f.at + u32(j * AWAY)), four)
+    def word(filled, n):
+        """Two keys of run n in 16 bits."""
+        two = filled.words[n]
+        for x in range(2):
+            look(filled, n, x)
+        if i32(n // 2 * 8 + 1) >= filled.keys:
+            two = u32((two & u32(0xFFFF)) | u32(HIDDEN << 16))
+        if i32(n // 2 * 8) >= filled.keys:
+            two = u32(HIDDEN << 16 | HIDDEN)
+        return two
 
     @inline
-    def operand(f, n):
-        """Two queries of a key."""
-        one, other = f.words[2 * n], f.words[2 * n + 1]
-        note(f, element(one, 0))
-        note(f, element(other, 0))
-        return u32(one | other << u32(16))
+    def put_words(j, filled):
+        four = (
+            word(filled, 4 * j), word(filled, 4 * j + 1),
+            word(filled, 4 * j + 2), word(filled, 4 * j + 3),
+        )  # fmt: skip
+        ptx.store_shared_vector(u32(filled.at + u32(j * AWAY)), four)
 
-    @inline
-    def put_operand(j, f):
-        n = i32(4 * j)
-        four = operand(f, n), operand(f, i32(n + 1)), operand(f, i32(n + 2)), operand(f, i32(n + 3))
-        ptx.store_shared_vector(u32(f.at + u32(j * AWAY)), four)
-
-    OF_PART = VECTORS // PARTS
-    put = ptx.repeated(OF_PART, put_numbers if FLOAT32 else put_words)
-    put_operands = ptx.repeated(OF_PART, put_operand)
+    put = ptx.repeated(VECTORS, put_wide if WIDE else put_words)
 
     @inline
     def divide(smem, me, inverse):
@@ -142,69 +137,40 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
                 ptx.store_shared_vector(u32(at + u32(j * AWAY)), four)
 
     @inline
-    def fill(smem, me, row0, x, extras, keys, inverse):
+    def fill(smem, me, query, x, extras, keys, inverse):
         words = cuda.local.array(HELD, u32)
         strange = cuda.local.array(1, u32)
         strange[0] = u32(0)
         at = Head(x.b0, x.b1, i32(0), x.head, i32(0))
         region = Region(x.row0, i32(0), x.rows, keys, i32(0), i32(0))
-        thread = i32(cuda.threadIdx.x % THREADS)
-        row, lane = i32(row0 + thread // 32 * 16), i32(thread % 32)
-        if not FLOAT32:
-            for part in range(TILES * PARTS):
-                to = u32(place(smem, me, i32(0)) + u32(part * PART_BYTES))
-                key, query = i32(part * KEYS + lane // 4), i32(row + lane % 4 * 2)
-                fetch_operand(words, query, key, region, at, False, extras)
-                put_operands(Filled(words, strange, to))
-            if not any_of(me, strange[0]):
-                return u32(1)
-        for part in range(TILES * PARTS):
-            to = u32(place(smem, me, i32(0)) + u32(part * PART_BYTES))
-            key, query = i32(part * KEYS + fragment.first_column()), i32(row + lane // 4)
-            fetch_scores(words, query, key, region, at, False, extras)
-            put(Filled(words, strange, to))
-        if not FLOAT32:
-            return u32(0)
+        for t in range(TILES):
+            key = i32(t * BLOCK_N + fragment.first_column())
+            fetch(words, query, key, region, at, False, extras)
+            put(Filled(words, strange, place(smem, me, t), i32(keys - key)))
         if any_of(me, strange[0]):
             return u32(0)
-        divide(smem, me, inverse)
+        if WIDE:
+            divide(smem, me, inverse)
         return u32(1)
 
     @inline
-    def put_unit(smem, inverse):
-        """By a warp, before anyone begins."""
-        lane = i32(cuda.threadIdx.x)
-        if not FLOAT32 and lane < 32:
-            one, zero = pack2(inverse, f32(0)), u32(0)
-            row, column = i32(lane // 4), fragment.first_column()
-            word = one if row == column else u32(one << u32(16)) if row == column + 1 else zero
-            at = u32(smem + u32(UNIT) + u32(lane * VECTOR))
-            ptx.store_shared_vector(at, (word, zero, zero, word))
-
-    @inline
-    def begin_numbers(j, begun):
+    def begin_wide(j, begun):
         s = begun.s
         s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = ptx.load_shared_four(
             u32(begun.at + u32(j * AWAY))
         )
 
     @inline
-    def begin_products(j, begun):
+    def begin_words(j, begun):
         words = ptx.load_shared_words(u32(begun.at + u32(j * AWAY)))
-        for half in range(2):
-            four = ptx.fresh_product(begun.factor, words[2 * half], words[2 * half + 1], KIND)
-            for e in range(4):
-                begun.s[8 * j + 4 * half + e] = four[e]
+        for e in range(8):
+            begun.s[8 * j + e] = element(words[e // 2], e) * begun.factor
 
-    begin_all = ptx.repeated(VECTORS, begin_numbers if FLOAT32 else begin_products)
+    begin_all = ptx.repeated(VECTORS, begin_wide if WIDE else begin_words)
 
     @inline
-    def begin(s, smem, me, t):
-        if FLOAT32:
-            begin_all(Begun(s, place(smem, me, t), f32(0)))
-        else:
-            unit = u32(smem + u32(UNIT) + u32(cuda.threadIdx.x % 32 * VECTOR))
-            begin_all(Begun(s, place(smem, me, t), ptx.load_shared_words(unit)))
+    def begin(s, smem, me, t, inverse):
+        begin_all(Begun(s, place(smem, me, t), inverse))
 
     @inline
     def plus(s, e, bias, scale):
@@ -212,7 +178,7 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
         s[e] = f32(NEG_INF) if bias == f32(NEG_INF) else s[e] * scale + bias
 
     @inline
-    def add_numbers(j, begun):
+    def add_wide(j, begun):
         four = ptx.load_shared_four(u32(begun.at + u32(j * AWAY)))
         for e in range(4):
             plus(begun.s, 4 * j + e, four[e], begun.factor)
@@ -223,15 +189,10 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
         for e in range(8):
             plus(begun.s, 8 * j + e, element(words[e // 2], e), begun.factor)
 
-    add_all = ptx.repeated(VECTORS, add_numbers if FLOAT32 else add_words)
+    add_all = ptx.repeated(VECTORS, add_wide if WIDE else add_words)
 
     @inline
     def add(s, smem, me, t, scale):
         add_all(Begun(s, place(smem, me, t), scale))
 
-    @inline
-    def hide(s, keys):
-        for r in range(2):
-            hide_row(s, r, i32(0), i32(keys - fragment.first_column()))
-
-    return Keep(put_unit, fill, begin, add, hide)
+    return Keep(fill, begin, add)

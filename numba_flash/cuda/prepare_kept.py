@@ -11,7 +11,7 @@ from numba_flash.cuda.arguments import KeptScales, UnitSizes
 
 LOG2E = math.log2(math.e)
 ALONE = ("bias",)  # the options that there may be
-SCALES = 2.0**-13, 2.0**13  # whose powers of two are numbers of 16 bits
+SCALES = 2.0**-20, 2.0**20  # what a bias may be divided by
 # The fewest batch elements that share a bias for which it is kept: to read it takes a block as long
 # as two or three of them. Not timed.
 FEWEST = 8
@@ -49,6 +49,4 @@ def sizes_of(p, block_m: int) -> UnitSizes:
 
 def scales_of(p) -> KeptScales:
     """Those of a problem."""
-    factor, exponent = math.frexp(p.scale)
-    unit = 2.0**exponent
-    return KeptScales(*map(np.float32, (factor, unit, 1 / unit, unit * LOG2E)))
+    return KeptScales(*map(np.float32, (p.scale, 1 / p.scale, p.scale * LOG2E)))

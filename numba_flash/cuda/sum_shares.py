@@ -4,9 +4,6 @@ from numba_flash.cuda.lang import cuda, types, u32
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
 
 
-AHEAD = 8  # shares that a thread waits for at a time
-
-
 def build(dtype, out_dtype, threads):
     """Kernel ``sum_shares(shares, dbias, extras)``: one thread adds the shares of one element, in
     their order. Fewer than 2^31 elements are ever split into shares.
@@ -24,16 +21,10 @@ def build(dtype, out_dtype, threads):
             i, number = number % u32(dbias.shape[3]), number // u32(dbias.shape[3])
             h, number = number % u32(dbias.shape[2]), number // u32(dbias.shape[2])
             b0, b1 = number // u32(dbias.shape[1]), number % u32(dbias.shape[1])
-            total, x = ACC(0), cuda.local.array(AHEAD, ACC)
-            for first in range(0, shares.shape[0], AHEAD):
-                # all are asked for before the first is added
-                for n in range(AHEAD):
-                    if first + n < shares.shape[0]:
-                        share = index(first + n)
-                        x[n] = shares[share, index(b0), index(b1), index(h), index(i), index(j)]
-                for n in range(AHEAD):
-                    if first + n < shares.shape[0]:
-                        total += x[n]
+            total = ACC(0)
+            for share in range(shares.shape[0]):
+                x = shares[index(share), index(b0), index(b1), index(h), index(i), index(j)]
+                total += x
             dbias[index(b0), index(b1), index(h), index(i), index(j)] = store(total)
 
     signature = types.void(array(ACC, 6), array(out_dtype, 5), types.Tuple(()))

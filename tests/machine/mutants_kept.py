@@ -3,10 +3,10 @@
 from mutants import Mutant
 
 FORWARD, LOAD, BIAS, UNITS = (f"cuda/{name}.py" for name in ("sm90/forward_kept", "sm90/load_kept", "kept_bias", "units"))
-DQ, DK_DV, COLUMNS, GIVEN, BEGIN = (
-    f"cuda/sm90/{name}.py" for name in ("dq_dbias_kept", "dk_dv_kept", "keep_columns", "load_gradients", "begin_rows")
+DQ, DK_DV, ROWS, COLUMNS, GIVEN, BEGIN = (
+    f"cuda/sm90/{name}.py" for name in ("dq_dbias_kept", "dk_dv_kept", "keep_rows", "keep_columns", "load_gradients", "begin_rows")
 )
-WGMMA, VERBS = "cuda/ptx/wgmma.py", "cuda/sm90/wgmma.py"
+WGMMA = "cuda/ptx/wgmma.py"
 KEPT, HALVES, STRANGE = "kept bias", "kept bias of 16 bits", "kept bias, hidden"
 GRADIENTS, HIDDEN = "kept bias, gradients", "kept bias, hidden, gradients"
 
@@ -26,26 +26,19 @@ MUTANTS_KEPT = (
         "            start_values",
         KEPT,
     ),
-    Mutant("queries that are there too early", FORWARD, "        pipeline.wait_ready(smem, Q, turn)\n", "", KEPT),
     Mutant(
-        "queries that are free before they have been read",
+        "queries that are there too early",
         FORWARD,
-        "        hold_q(q,",
-        "        pipeline.release_warp(smem, Q, turn)\n        hold_q(q,",
+        "                pipeline.wait_ready(smem, Q, turn)\n            # (1)",
+        "            # (1)",
         KEPT,
     ),
+    Mutant("queries that are free a tile too early", FORWARD, "if t == TILES - 1:", "if t == 0:", KEPT),
     Mutant(
         "values that are never free", FORWARD, "if n > u32(0):\n                pipeline", "if n > u32(1):\n                pipeline", KEPT
     ),
     Mutant("tiles that nobody waits for", LOAD, "        pipeline.wait_free(smem, RING, n)\n", "", KEPT),
     Mutant("bytes of a wide panel", LOAD, "one_type(ring), rows * NARROW_ROW_BYTES", "one_type(ring), rows * 128", KEPT),
-    Mutant(
-        "values of the tile before",
-        LOAD,
-        "fetch_v(maps[2], smem, u32(turn * u32(TILES) + u32(t))",
-        "fetch_v(maps[2], smem, u32(turn)",
-        KEPT,
-    ),
     # ---- which numbers
     Mutant("the bias of the first head for all", FORWARD, "                if x.b1 == 0:\n", "                if x.b1 < 0:\n", KEPT),
     Mutant(
@@ -56,25 +49,24 @@ MUTANTS_KEPT = (
         KEPT,
     ),
     Mutant("sums that are never emptied", FORWARD, "                softmax.reset(m_i, l_i)\n            if", "            if", KEPT),
-    Mutant("the first consumer's queries for all", FORWARD, "u32(me * Q_ROWS)", "u32(0 * Q_ROWS)", KEPT),
-    Mutant("keys beyond the last one are seen", FORWARD, "if t == TILES - 1 and keys < TILES * BLOCK_N:", "if False:", HALVES),
+    Mutant("a bias that is not divided", BIAS, "            divide(smem, me, inverse)\n", "            pass\n", KEPT),
+    Mutant("the first consumer's bias for both", BIAS, "u32((me * TILES + t) * TILE_BYTES)", "u32(t * TILE_BYTES)", KEPT),
+    Mutant("the bias of the first keys for all", BIAS, "i32(t * BLOCK_N + fragment.first_column())", "fragment.first_column()", KEPT),
+    Mutant("keys beyond the last one have a bias", BIAS, "return bias if there else f32(NEG_INF)", "return bias", KEPT),
     Mutant(
-        "keys of the next tile are hidden", FORWARD, "hide(s, i32(keys - t * BLOCK_N))", "hide(s, i32(keys - (t + 1) * BLOCK_N))", HALVES
+        "keys beyond the last one are seen, in 16 bits", BIAS, "        if i32(n // 2 * 8) >= filled.keys:\n", "        if False:\n", HALVES
     ),
-    Mutant("a bias that is not divided", BIAS, "        divide(smem, me, inverse)\n", "        pass\n", KEPT),
-    Mutant("the first consumer's bias for all", BIAS, "u32((me * TILES + t) * TILE_BYTES)", "u32(t * TILE_BYTES)", KEPT),
-    Mutant("the bias of the first keys for all", BIAS, "i32(part * KEYS + fragment.first_column())", "fragment.first_column()", KEPT),
-    Mutant("the bias of the first keys for all, in 16 bits", BIAS, "i32(part * KEYS + lane // 4)", "i32(lane // 4)", HALVES),
-    Mutant("halves of a word the wrong way round", BIAS, "one | other << u32(16)", "other | one << u32(16)", HALVES),
-    Mutant("a bias in units of 1", BIAS, "pack2(inverse, f32(0))", "pack2(f32(1), f32(0))", HALVES),
-    Mutant("a matrix with a gap", BIAS, "(word, zero, zero, word)", "(word, zero, zero, zero)", HALVES),
     Mutant(
-        "products that begin with a bias that is added",
+        "an odd key beyond the last one is seen", BIAS, "        if i32(n // 2 * 8 + 1) >= filled.keys:\n", "        if False:\n", HALVES
+    ),
+    Mutant(
+        "halves of a word the wrong way round",
         BIAS,
-        "            return u32(0)\n        if any_of",
-        "            return u32(1)\n        if any_of",
-        STRANGE,
+        "element(words[e // 2], e) * begun.factor",
+        "element(words[e // 2], e + 1) * begun.factor",
+        HALVES,
     ),
+    Mutant("products that begin with a bias that is added", BIAS, "            return u32(0)\n", "            return u32(1)\n", STRANGE),
     Mutant("a bias that is added to raw products", BIAS, "s[e] * scale + bias", "s[e] + bias", STRANGE),
     Mutant(
         "hidden scores that overflow", BIAS, "f32(NEG_INF) if bias == f32(NEG_INF) else s[e] * scale + bias", "s[e] * scale + bias", STRANGE
@@ -82,15 +74,17 @@ MUTANTS_KEPT = (
     Mutant(
         "scores in base e as if they were raw",
         FORWARD,
-        "            scale_log2 = scales.unit_log2 if begins != u32(0) else f32(LOG2E)\n",
-        "            scale_log2 = scales.unit_log2\n",
+        "            scale_log2 = scales.scale_log2 if begins != u32(0) else f32(LOG2E)\n",
+        "            scale_log2 = scales.scale_log2\n",
         STRANGE,
     ),
-    Mutant("a product that always adds", WGMMA, '            added = 1 if step else "add"\n', "            added = 1\n", STRANGE),
-    Mutant("the first columns of Q for all", VERBS, "(w // 2 ^ swizzle)", "(0 ^ swizzle)", KEPT),
-    Mutant("queries of another row's swizzle", VERBS, "        swizzle = i32(row // 2 % 4)", "        swizzle = i32(row % 4)", KEPT),
+    Mutant("a product that always adds", WGMMA, 'first = "add" if add else 0', "first = 1", STRANGE),
     Mutant(
-        "what rounding Q lost is lost", VERBS, "pack2(x - element(words[w], 0), y - element(words[w], 1))", "pack2(f32(0), f32(0))", HALVES
+        "the next 16 columns of Q in the place of 32",
+        WGMMA,
+        '_descriptor("a", 2 * count, 2 * step, NARROW_HIGH)',
+        '_descriptor("a", 2 * count, 0, NARROW_HIGH)',
+        KEPT,
     ),
     Mutant("rows of V as wide as others", WGMMA, "acc, a, NARROW_HIGH, NARROW_ROWS_16)", "acc, a, NARROW_HIGH, ROWS_16)", KEPT),
     Mutant(
@@ -149,11 +143,11 @@ MUTANTS_KEPT = (
     Mutant("nobody says that the bias of a key hides", COLUMNS, "            f.hides[0] = u32(1)\n", "            pass\n", HIDDEN),
     Mutant("dQ of the first consumer's keys alone", DQ, "dq[4 * j + e] += part[e]", "dq[4 * j + e] += f32(0)", GRADIENTS),
     Mutant("dQ of a head in that of the next", DQ, "            zero(w.dq_acc)\n", "", GRADIENTS),
-    Mutant("a bias in base e", DQ, "        return bias * f32(LOG2E)\n", "        return bias\n", GRADIENTS),
-    Mutant("keys beyond the last one have a gradient", DQ, "        if i32(n // 2 * 8 + x) >= k.keys:\n", "        if False:\n", HIDDEN),
-    Mutant("the first consumer's keys for both", DQ, "i32(me * KEYS + chunk * CHUNK", "i32(chunk * CHUNK", GRADIENTS),
+    Mutant("a bias in base e", ROWS, "        return bias * f32(LOG2E)\n", "        return bias\n", GRADIENTS),
+    Mutant("keys beyond the last one have a gradient", ROWS, "        if i32(n // 2 * 8 + x) >= k.keys:\n", "        if False:\n", HIDDEN),
+    Mutant("the first consumer's keys for both", ROWS, "i32(me * KEYS + chunk * CHUNK", "i32(chunk * CHUNK", GRADIENTS),
     Mutant("the first chunk of keys for all", DQ, "u32(chunk * PART))", "u32(0 * PART))", GRADIENTS),
-    Mutant("nobody says that the bias of a query hides", DQ, "            k.hides[0] = u32(1)\n", "            pass\n", HIDDEN),
+    Mutant("nobody says that the bias of a query hides", ROWS, "            k.hides[0] = u32(1)\n", "            pass\n", HIDDEN),
     Mutant("gradients of the lse with the other sign", BEGIN, "total - more", "total + more", HIDDEN),
     Mutant("the lse in base e", BEGIN, "value * f32(LOG2E)", "value", GRADIENTS),
     Mutant("chunks of a row that lie elsewhere", BEGIN, "(c ^ swizzle) * CHUNK_BYTES", "(c ^ swizzle ^ c % 2) * CHUNK_BYTES", GRADIENTS),

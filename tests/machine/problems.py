@@ -398,7 +398,7 @@ HIDES_SOME = np.where(np.random.default_rng(14).random((2, 70, 136)) < 0.2, -np.
 HIDES_SOME[..., 5] = -np.inf
 kept = partial(Problem, forward_pass, d=32, nq=70, hq=2, batch=8, multiprocessors=3)
 PROBLEMS |= {
-    "kept bias": kept(nk=250, options={"bias": OF_ALL[..., :250].astype(np.float32)}),
+    "kept bias": kept(nk=250, options={"bias": OF_ALL[..., :250]}),
     "kept bias of 16 bits": kept(nk=421, hq=1, options={"bias": OF_ALL[:1]}),
     "kept bias, hidden": kept(nk=136, dtype="bfloat16", made=beyond, options={"bias": HIDES_SOME.astype("bfloat16")}),
 }

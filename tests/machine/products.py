@@ -73,8 +73,6 @@ def _wgmma(machine, each):
         late = warp.unfenced.intersection(touched)
         if late:
             raise Fault(f"{min(late)} was written after the last wgmma.fence")
-        if any(name in warp.awaits for name in touched):  # of mma.sync, before they are added to
-            warp.late.settle(warp)
         access = warp.block.order.by_async(warp, _products_of(warp), warp.committed + 1)
 
         def reader_of(where):
@@ -132,8 +130,8 @@ def _wgmma_wait(machine, each):
             return
         finish(group, wanted)
         agent = _products_of(warp)
-        done = warp.clocks.seen[agent] = max(warp.clocks.seen[agent], wanted)
-        running = (product for products in warp.groups[int(done) :] for product in products)
+        warp.clocks.seen[agent] = max(warp.clocks.seen[agent], wanted)
+        running = (product for products in warp.groups[max(wanted, 0) :] for product in products)
         warp.in_flight = dict.fromkeys(name for product in running for name in (*product.accumulators, *product.reads))
 
     return run

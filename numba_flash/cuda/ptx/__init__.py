@@ -192,9 +192,6 @@ from numba_flash.cuda.ptx.mma import (
     begun_product as begun_product,
 )
 from numba_flash.cuda.ptx.mma import (
-    fresh_product as fresh_product,
-)
-from numba_flash.cuda.ptx.mma import (
     load_matrices as load_matrices,
 )
 from numba_flash.cuda.ptx.mma import (
@@ -291,13 +288,13 @@ from numba_flash.cuda.ptx.scalar import (
     unpack_float16_high as unpack_float16_high,
 )
 from numba_flash.cuda.ptx.wgmma import (
+    wgmma_add_narrow as wgmma_add_narrow,
+)
+from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers as wgmma_registers,
 )
 from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers_narrow as wgmma_registers_narrow,
-)
-from numba_flash.cuda.ptx.wgmma import (
-    wgmma_rows_narrow as wgmma_rows_narrow,
 )
 from numba_flash.cuda.ptx.wgmma import (
     wgmma_shared as wgmma_shared,

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
 from numba_flash.cuda.lang import types, u32
-from numba_flash.cuda.ptx.emit import F32, I32, emit, literals, pointers
+from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
 
 # Low ones of split float32 are so many times larger: those of small numbers, too, are normal.
 LOW = 2.0**11
@@ -52,27 +52,6 @@ def _mma(builder, kind, steps, c, a, b):
         text = f"mma.sync.aligned.m16n8k{16 // steps}.row.col.f32.{kind}.{kind}.f32 {operands};"
         c = emit(builder, text, [*left, *right, *c], [F32] * 4, memory=False)
     return c
-
-
-@intrinsic
-def fresh_product(context, a, one, other, BFLOAT16):
-    """``A B``, a tuple of four registers: A is 16 x 16, a tuple of four words, B 16 x 8, two."""
-    given = literals(BFLOAT16)
-    if given is None:
-        return None
-    kind = "bf16" if given[0] else "f16"
-    text = (
-        "{ .reg .f32 z; mov.f32 z, 0f00000000;"
-        f" mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {z, z, z, z}; }"
-    )
-
-    def codegen(context, builder, signature, values):
-        words = [builder.extract_value(values[0], i) for i in range(4)]
-        sums = emit(builder, text, [*words, *values[1:3]], [F32] * 4, memory=False)
-        return context.make_tuple(builder, signature.return_type, sums)
-
-    return types.UniTuple(types.float32, 4)(types.UniTuple(u32, 4), u32, u32, BFLOAT16), codegen
 
 
 class Begun(NamedTuple):

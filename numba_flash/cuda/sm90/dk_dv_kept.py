@@ -22,37 +22,9 @@ from numba_flash.cuda.sm90.gradient_tiles import QUERIES, ROW_BYTES
 from numba_flash.cuda.sm90.load_gradients import build_produce_queries
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
-from numba_flash.cuda.units import Unit, build_units
+from numba_flash.cuda.units import build_units
 
 ROWS, WARPS = 64, 4  # keys of a consumer, and its warps
-
-
-class At(NamedTuple):
-    """A tile of queries: its unit, the number of that among all and among the block's, its own
-    among the block's and among the unit's; and whether its bias hides some scores.
-    """
-
-    x: Unit
-    number: int
-    turn: int
-    n: int
-    t: int
-    some_hidden: bool
-
-
-class Work(NamedTuple):
-    """Registers of a consumer, and what it reads."""
-
-    p: Any
-    ds: Any
-    dk_acc: Any
-    dv_acc: Any
-    smem: int
-    me: int
-    stop: int
-    extras: Any
-    sizes: Any
-    scale_log2: float
 
 
 class Weighed(NamedTuple):
@@ -123,15 +95,15 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         head_dim // 2,
         head_dim_v // 2,
     )
-    BFLOAT16, NONE, ZERO = dtype == "bfloat16", 0, u32(0)
+    BFLOAT16, NONE, TWO, ZERO = dtype == "bfloat16", 0, 2, u32(0)
     produce = build_produce_queries(tile)
     first_of, unit_of, after = build_units(tile.block_m)
     keep = keep_columns.build(options, vectors, tile)
     fill, bias_of = keep.fill, keep.bias_of
     of_bias = options.bias == "bfloat16", keep.away
     weigh, weigh_some = (build_weigh(*of_bias, hidden) for hidden in (False, True))
-    start_scores, start_dk = wgmma.build_narrow(QUERIES, head_dim, BFLOAT16)
-    start_dp, start_dv = wgmma.build_narrow(QUERIES, head_dim_v, BFLOAT16)
+    start_scores, start_dk = wgmma.build_narrow_gradients(QUERIES, head_dim, BFLOAT16)
+    start_dp, start_dv = wgmma.build_narrow_gradients(QUERIES, head_dim_v, BFLOAT16)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
@@ -155,104 +127,76 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
                 put_dv(ptx.global_address(dv_row), dv_acc, one, r)
 
     @inline
-    def start(w, s, dp, y):
-        """(1) S^T = K Q^T, (4) dP^T = V dO^T of a tile."""
-        keys = u32(pipeline.tile(w.smem, KV, y.turn) + u32(w.me * MINE))
-        queries = pipeline.tile(w.smem, Q, y.n)
+    def start(smem, me, turn, n, s, dp):
+        """(1) S^T = K Q^T, (4) dP^T = V dO^T of the n-th tile."""
+        keys = u32(pipeline.tile(smem, KV, turn) + u32(me * MINE))
+        queries = pipeline.tile(smem, Q, n)
         start_scores(s, wgmma.descriptor(keys, ZERO), wgmma.descriptor(queries, ZERO))
         values, do = u32(keys + u32(V)), u32(queries + u32(DO))
         start_dp(dp, wgmma.descriptor(values, ZERO), wgmma.descriptor(do, ZERO))
 
     @inline
-    def wait_tile(w, y):
-        """For what products of a tile need."""
-        if y.t == 0:
-            pipeline.wait_ready(w.smem, KV, y.turn)
-        pipeline.wait_ready(w.smem, Q, y.n)
-
-    @inline
-    def with_bias(w, y):
-        """A tile, the first of its unit; whose bias is brought, if it is another."""
-        some_hidden = y.some_hidden
-        if y.x.b1 == 0 or y.n == u32(0):
-            some_hidden = fill(w.smem, w.me, y.x, w.extras, w.sizes)
-        return At(y.x, y.number, y.turn, y.n, y.t, some_hidden)
-
-    @inline
-    def following(y, sizes):
-        """The tile after one."""
-        n, t = u32(y.n + u32(1)), i32(y.t + 1)
-        if t < TILES:
-            return At(y.x, y.number, y.turn, n, t, y.some_hidden)
-        number, turn = i32(y.number + 1), u32(y.turn + u32(1))
-        return At(after(y.x, number, sizes), number, turn, n, i32(0), y.some_hidden)
-
-    @inline
-    def weigh_tile(w, s, dp, y):
-        """(2) P^T, (5) dS^T."""
-        rows = u32(pipeline.tile(w.smem, Q, y.n) + u32(ROWS_AT))
-        rows = u32(rows + u32(fragment.first_column() * ROW_BYTES))
-        weighed = Weighed(s, dp, bias_of(w.smem, w.me, y.t), rows, w.scale_log2)
-        if y.some_hidden:
-            weigh_some(weighed)
-        else:
-            weigh(weighed)
-
-    @inline
-    def step(w, s, dp, s_next, dp_next, y):
-        """What a tile adds to dK and dV; returns the next one, whose S^T and dP^T are there; after
-        the last of all, they are of nothing.
-        """
-        z = following(y, w.sizes)
-        more = z.number < w.stop
-        if more:
-            wait_tile(w, z)
-        start(w, s_next, dp_next, z if more else y)
-        weigh_tile(w, s, dp, y)
-        # (3), (6) of the tile before
-        ptx.wgmma_wait(w.dk_acc, w.dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        ptx.wgmma_wait(s_next, dp_next, NONE, SCORES, SCORES)
-        if y.t > 0:
-            pipeline.release_warp(w.smem, Q, u32(y.n - u32(1)))
-        if more and z.t == TILES - 1:
-            pipeline.release_group(w.smem, KV, z.turn)
-        pack(w.p, s)
-        pack(w.ds, dp)
-        # (3) dV = dV + P^T dO, (6) dK = dK + dS^T Q
-        queries = pipeline.tile(w.smem, Q, y.n)
-        start_dv(w.dv_acc, w.p, wgmma.descriptor(u32(queries + u32(DO)), ZERO))
-        start_dk(w.dk_acc, w.ds, wgmma.descriptor(queries, ZERO))
-        return with_bias(w, z) if more and z.t == 0 else z
+    def add(smem, n, dk_acc, dv_acc, ds, p):
+        """(3) dV = dV + P^T dO, (6) dK = dK + dS^T Q of the n-th tile."""
+        queries = pipeline.tile(smem, Q, n)
+        start_dv(dv_acc, p, wgmma.descriptor(u32(queries + u32(DO)), ZERO))
+        start_dk(dk_acc, ds, wgmma.descriptor(queries, ZERO))
 
     @inline
     def consume(smem, me, dk, dv, extras, sizes, scales):
         """Equations (1) to (6) for 64 keys of each unit and all its tiles of queries."""
         # registers of each thread
-        s = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T, of every other tile
+        s = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dp = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
-        s_next = cuda.local.array(SCORES, f32)  # the same of the others
-        dp_next = cuda.local.array(SCORES, f32)
         p = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
         ds = cuda.local.array(PAIRS, u32)  # of dS^T, likewise
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         number = first_of(cuda.blockIdx.x, sizes)
         stop = first_of(cuda.blockIdx.x + 1, sizes)
-        w = Work(p, ds, dk_acc, dv_acc, smem, me, stop, extras, sizes, scales.scale_log2)
-        y = At(unit_of(number, sizes), number, u32(0), u32(0), i32(0), False)
-        y = with_bias(w, y)
-        wait_tile(w, y)
-        start(w, s, dp, y)
+        x, n, turn = unit_of(number, sizes), u32(0), u32(0)
+        some_hidden, more = fill(smem, me, x, extras, sizes), True
+        zero_k(dk_acc)
+        zero_v(dv_acc)
+        pipeline.wait_ready(smem, KV, turn)
+        pipeline.wait_ready(smem, Q, n)
+        start(smem, me, turn, n, s, dp)
         ptx.wgmma_wait(s, dp, NONE, SCORES, SCORES)
-        while y.number < stop:
-            x, number = y.x, y.number
+        while more:
+            before, t = x, i32(0)
+            while t < TILES:
+                if t == TILES - 1:
+                    pipeline.release_group(smem, KV, turn)
+                rows = u32(pipeline.tile(smem, Q, n) + u32(ROWS_AT))
+                rows = u32(rows + u32(fragment.first_column() * ROW_BYTES))
+                weighed = Weighed(s, dp, bias_of(smem, me, t), rows, scales.scale_log2)
+                if some_hidden:
+                    weigh_some(weighed)
+                else:
+                    weigh(weighed)
+                ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
+                if t > 0:
+                    pipeline.release_warp(smem, Q, u32(n - 1))
+                pack(p, s)
+                pack(ds, dp)
+                n, t = u32(n + 1), i32(t + 1)
+                if t == TILES:
+                    number, turn = i32(number + 1), u32(turn + 1)
+                    x, more = after(x, number, sizes), number < stop
+                    if more and x.b1 == 0:
+                        some_hidden = fill(smem, me, x, extras, sizes)
+                    if more:
+                        pipeline.wait_ready(smem, KV, turn)
+                if more:
+                    pipeline.wait_ready(smem, Q, n)
+                    start(smem, me, turn, n, s, dp)
+                add(smem, u32(n - 1), dk_acc, dv_acc, ds, p)
+                ptx.wgmma_wait(s, dp, TWO, SCORES, SCORES)
+            ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
+            pipeline.release_warp(smem, Q, u32(n - 1))
+            finish(me, before, dk_acc, dv_acc, dk, dv, scales.scale)
             zero_k(dk_acc)
             zero_v(dv_acc)
-            while y.number == number:
-                y = step(w, s_next, dp_next, s, dp, step(w, s, dp, s_next, dp_next, y))
-            ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-            pipeline.release_warp(smem, Q, u32(y.n - u32(1)))
-            finish(me, x, dk_acc, dv_acc, dk, dv, scales.scale)
 
     def dk_dv_kept_sm90(maps, dk, dv, rows, extras, sizes, scales):
         smem = pipeline.shared_base(ALIGNMENT)

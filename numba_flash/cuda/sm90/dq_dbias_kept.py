@@ -15,22 +15,19 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import Extent, extras_type
-from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.kept_bias import VECTOR
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.score import LOG2E, Head, Region
-from numba_flash.cuda.sm90 import begin_rows, pipeline, store, wgmma
+from numba_flash.cuda.sm90 import begin_rows, keep_rows, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.gradient_tiles import CHUNK, QUERIES, ROW_BYTES
+from numba_flash.cuda.sm90.keep_rows import AWAY, VECTORS
 from numba_flash.cuda.sm90.load_gradients import Walks, build_produce_keys
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
 from numba_flash.cuda.walk_dbias import Space, Step, build_begin, build_places
 
-VECTORS = CHUNK // 8  # of a thread and chunk, of four float32 each
-AWAY, CHUNK_BYTES = WARP_GROUP * VECTOR, VECTORS * WARP_GROUP * VECTOR
 PART_BYTES = 4 * 16 * WARP_GROUP  # of a consumer's dQ: 64 x 32
 
 
@@ -81,105 +78,27 @@ class Weighed(NamedTuple):
 
 @once
 def build_weigh(hidden):
-    """Of a chunk, of 8 keys: ``raise_two(n, weighed)``: P in the place of S; ``differentiate(n,
-    weighed)``: dS in the place of dP; ``add(n, weighed)``: that to dbias. Scores may be `hidden` by
-    the bias, whatever they are.
+    """``weigh(n, weighed)``: P in the place of S, dS in that of dP, added to dbias, of 8 keys.
+    Scores may be `hidden` by the bias, whatever they are.
     """
     HIDDEN, NEG_INF, SCORES, BYTES = hidden, -math.inf, CHUNK // 2, AWAY
 
     @inline
-    def raise_two(n, t):
-        """(2) P = exp(S - lse)."""
+    def weigh_vector(n, t):
         w = t.work
         bias = ptx.load_shared_four(u32(t.bias + u32(n * BYTES)))
         for r in range(2):
             for c in range(2):
                 e = 4 * n + 2 * r + c
+                # (2) P = exp(S - lse)
                 score = w.s[e] * w.scale_log2 + bias[2 * r + c] - w.shift[r]
                 if HIDDEN:
                     score = f32(NEG_INF) if bias[2 * r + c] == f32(NEG_INF) else score
-                w.s[e] = ptx.ex2(score)
+                # (5) dbias = dbias + dS, where dS = P * (dP - delta)
+                w.dp[e] = (w.dp[e] - w.delta[r]) * ptx.ex2(score)
+                w.acc[t.chunk * SCORES + e] += w.dp[e]
 
-    @inline
-    def differentiate(n, t):
-        """(5) dS = P * (dP - delta)."""
-        w = t.work
-        for r in range(2):
-            for c in range(2):
-                e = 4 * n + 2 * r + c
-                w.dp[e] = (w.dp[e] - w.delta[r]) * w.s[e]
-
-    @inline
-    def add(n, t):
-        """dbias = dbias + dS."""
-        for e in range(4):
-            t.work.acc[t.chunk * SCORES + 4 * n + e] += t.work.dp[4 * n + e]
-
-    of_all = ptx.repeated
-    return of_all(VECTORS, raise_two), of_all(VECTORS, differentiate), of_all(VECTORS, add)
-
-
-class Kept(NamedTuple):
-    """A chunk of the bias on its way to shared memory: its words, as
-    `numba_flash.cuda.fetch` brings them, where they go to, how many keys there are from the
-    thread's first one on, and in its only word whether one is -inf.
-    """
-
-    words: Any
-    to: int
-    keys: int
-    hides: Any
-
-
-@once
-def build_keep(options, vectors, tile):
-    """``fill(smem, me, own, space, extras)``: keep what belongs to a thread's scores; whether some
-    of it is -inf. ``bias_of(smem, me, chunk)``: where it is.
-    """
-    CHUNKS, KEPT, NEG_INF = tile.chunks, tile.layout().kept, -math.inf
-    runs, KEYS = fragment.runs_of_columns(CHUNK), tile.keys
-    HELD, BYTES, STEP = held(options, runs).words, CHUNK_BYTES, AWAY
-    fetch = build_fetch(options, runs, vectors)
-    element = fragment.build_unpack(options.bias == "bfloat16")
-
-    @inline
-    def bias_of(smem, me, chunk):
-        mine = u32(cuda.threadIdx.x % WARP_GROUP * VECTOR)
-        return u32(smem + u32(KEPT) + u32((me * CHUNKS + chunk) * BYTES) + mine)
-
-    @inline
-    def value(k, n, x):
-        """Element x of run n, in base 2."""
-        bias = element(k.words[n], x)
-        if i32(n // 2 * 8 + x) >= k.keys:
-            return f32(NEG_INF)
-        if bias == f32(NEG_INF):
-            k.hides[0] = u32(1)
-        return bias * f32(LOG2E)
-
-    @inline
-    def put(n, k):
-        one, other = i32(2 * n), i32(2 * n + 1)
-        four = value(k, one, 0), value(k, one, 1), value(k, other, 0), value(k, other, 1)
-        ptx.store_shared_vector(u32(k.to + u32(n * STEP)), four)
-
-    put_all = ptx.repeated(VECTORS, put)
-
-    @inline
-    def fill(smem, me, row0, own, space, extras):
-        words = cuda.local.array(HELD, u32)
-        hides = cuda.local.array(1, u32)
-        hides[0] = u32(0)
-        at = Head(own.b0, own.b1, i32(0), own.head, i32(0))
-        region = Region(row0, i32(0), space.queries, space.keys, i32(0), i32(0))
-        query = i32(row0 + wgmma.first_row())
-        for chunk in range(CHUNKS):
-            key = i32(me * KEYS + chunk * CHUNK + fragment.first_column())
-            fetch(words, query, key, region, at, False, extras)
-            put_all(Kept(words, bias_of(smem, me, chunk), i32(space.keys - key), hides))
-        return pipeline.any_of_warp_group(me, hides[0])
-
-    return fill, bias_of
+    return ptx.repeated(VECTORS, weigh_vector)
 
 
 @once
@@ -188,15 +107,15 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     SMEM, CHUNKS, CONSUMERS = tile.layout(), tile.chunks, tile.consumers
     Q, KV, DQ, NOTES = map(one_type, (SMEM.q, SMEM.kv, SMEM.dq, SMEM.rows))
     DO, V, MINE, PART = SMEM.do, SMEM.v, tile.keys * NARROW_ROW_BYTES, CHUNK * NARROW_ROW_BYTES
-    SCORES, OUTPUTS, NONE, ONE, TWO = CHUNK // 2, head_dim // 2, 0, 1, 2
+    SCORES, OUTPUTS, NONE, ONE = CHUNK // 2, head_dim // 2, 0, 1
     BFLOAT16, ZERO, FOURS = dtype == "bfloat16", u32(0), head_dim // 8
     DQ_BYTES, DQ_AWAY, NOTE_BYTES = PART_BYTES, WARP_GROUP * VECTOR, ROW_BYTES
-    start_s, start_dq = wgmma.build_narrow(CHUNK, head_dim, BFLOAT16)
-    start_dp, _ = wgmma.build_narrow(CHUNK, head_dim_v, BFLOAT16)
+    start_s, start_dq = wgmma.build_narrow_gradients(CHUNK, head_dim, BFLOAT16)
+    start_dp, _ = wgmma.build_narrow_gradients(CHUNK, head_dim_v, BFLOAT16)
     pack, _ = fragment.build_pack(SCORES // 2, BFLOAT16)
     zero, _ = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim, False, BFLOAT16)
-    (raise_two, differentiate, add), (_, place_of, proceed) = build_weigh(hidden), walks
+    weigh, (_, place_of, proceed) = build_weigh(hidden), walks
 
     @inline
     def keys_of(x, n, chunk):
@@ -204,22 +123,18 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
         return u32(pipeline.tile(x.smem, KV, n) + u32(x.me * MINE) + u32(chunk * PART))
 
     @inline
-    def start_scores(x, n, chunk):
-        """(1) S = Q K^T of a chunk of the n-th tile."""
+    def start(x, n, chunk):
+        """(1) S = Q K^T, (4) dP = dO V^T of a chunk of the n-th tile."""
         queries, keys = pipeline.tile(x.smem, Q, n), keys_of(x, n, chunk)
         start_s(x.work.s, wgmma.descriptor(queries, ZERO), wgmma.descriptor(keys, ZERO))
-
-    @inline
-    def start_gradients(x, n, chunk):
-        """(4) dP = dO V^T."""
-        do = u32(pipeline.tile(x.smem, Q, n) + u32(DO))
-        values = u32(keys_of(x, n, chunk) + u32(V))
+        do, values = u32(queries + u32(DO)), u32(keys + u32(V))
         start_dp(x.work.dp, wgmma.descriptor(do, ZERO), wgmma.descriptor(values, ZERO))
 
     @inline
-    def wait_tile(x, n):
+    def start_first(x, n):
         pipeline.wait_ready(x.smem, Q, n)
         pipeline.wait_ready(x.smem, KV, n)
+        start(x, n, i32(0))
 
     @inline
     def parts(x):
@@ -275,35 +190,24 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
 
     @inline
     def step(chunk, t):
-        """A chunk, whose S is there, and dP on its way, as is dQ of the one before."""
         x, w = t.way, t.way.work
-        weighed = Weighed(w, chunk, bias_of(x.smem, x.me, chunk))
-        raise_two(weighed)
-        ptx.wgmma_wait(w.dp, w.dp, ONE, SCORES, NONE)
-        differentiate(weighed)
-        # the next chunk's; after the last of all, of nothing
-        ends = chunk == CHUNKS - 1
-        n = u32(t.n + u32(1)) if ends and t.more else t.n
-        next_chunk = i32(0) if ends else i32(chunk + 1)
-        if ends and t.more:
-            wait_tile(x, n)
-        start_scores(x, n, next_chunk)
-        add(weighed)
-        ptx.wgmma_wait(w.dq_acc, w.dq_acc, ONE, OUTPUTS, NONE)
+        weigh(Weighed(w, chunk, bias_of(x.smem, x.me, chunk)))
+        ptx.wgmma_wait(w.dq_acc, w.dq_acc, NONE, OUTPUTS, NONE)
         pack(w.ds, w.dp)
-        start_gradients(x, n, next_chunk)
+        if chunk < CHUNKS - 1:
+            start(x, t.n, i32(chunk + 1))
+        elif t.more:
+            start_first(x, u32(t.n + u32(1)))
         # (7) dQ = dQ + dS K
         start_dq(w.dq_acc, w.ds, wgmma.descriptor(keys_of(x, t.n, chunk), ZERO))
-        ptx.wgmma_wait(w.s, w.s, TWO, SCORES, NONE)
+        ptx.wgmma_wait(w.s, w.dp, ONE, SCORES, SCORES)
 
     all_steps = ptx.repeated(CHUNKS, step)
 
     @inline
     def go(x):
         t, n, w = x.step, u32(0), x.work
-        wait_tile(x, n)
-        start_scores(x, n, i32(0))
-        start_gradients(x, n, i32(0))
+        start_first(x, n)
         ptx.wgmma_wait(w.s, w.dp, NONE, SCORES, SCORES)
         while t.number < x.space.stop:
             at = place_of(t.walk, x.space, x.extras).at
@@ -342,7 +246,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, has_dlse, out_dtype, wi
     walks = Walks(begin, place_of, proceed)
     produce = build_produce_keys(tile, walks)
     make_rows = begin_rows.build(dtype, has_dlse, tile, walks)
-    fill, bias_of = build_keep(options, vectors, tile)
+    fill, bias_of = keep_rows.build(options, vectors, tile)
     of_go = dtype, head_dim, head_dim_v, tile, bias_of, walks
     go, go_where_some_are_hidden = (build_go(*of_go, hidden) for hidden in (False, True))
     zero, _ = softmax.build_zero(ALL_SCORES)

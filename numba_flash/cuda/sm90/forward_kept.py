@@ -3,12 +3,9 @@ blocks keep the bias of their queries in shared memory, and go through the batch
 
 Of so few columns, products take less time than exponentials, and what is read for a score more than
 either. Here nothing is read for one but its bias, from shared memory, four at a time, into the
-registers that the product is added to (`numba_flash.cuda.kept_bias`). A consumer starts O += P V of
-a tile, brings the next one's bias, starts Q K^T of that, and waits for both: the other consumers
-have their softmax then.
-
-The scale is a power of two times a factor that Q is multiplied by, once for a unit: in registers,
-as the sum of two, so that no digits are lost that a score would miss.
+registers that the product is added to (`numba_flash.cuda.kept_bias`). A consumer brings the
+next tile's bias, starts Q K^T of that and O += P V of this one, and waits for both: the other
+consumer has its softmax then.
 """
 
 import math
@@ -42,27 +39,25 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     BLOCK_N, TILES, CONSUMERS, SMEM = tile.block_n, tile.tiles, tile.consumers, tile.layout()
     Q, K, V, (FEWEST, REGISTERS) = *map(one_type, (SMEM.q, SMEM.k, SMEM.v)), tile.registers
     ALIGNMENT, Q_ROWS, ON, OFF = SMEM.ALIGNMENT, ROWS * NARROW_ROW_BYTES, 1, 0
-    Q_WORDS, WARPS = 8 * -(-head_dim // 16), 4 * CONSUMERS
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     WRITE_LSE, BFLOAT16, MOST = write_lse, dtype == "bfloat16", softmax.LAZIER
-    load_q_and_k, load_v = build_produce(tile)
-    kept_by = tile, (SMEM.kept, SMEM.unit), WARP_GROUP, pipeline.any_of_warp_group
-    first_of, unit_of_number, after = build_units(tile.block_m)
-    put_unit, fill, begin, add, hide = build_keep(options, vectors, *kept_by)
-    hold_q, start_scores = wgmma.build_held(BLOCK_N, head_dim, BFLOAT16)
-    _, start_values = wgmma.build_narrow(BLOCK_N, head_dim_v, BFLOAT16)
+    produce = build_produce(tile)
+    kept_by = tile, SMEM.kept, WARP_GROUP, pipeline.any_of_warp_group
+    first_of, unit_of, after = build_units(tile.block_m)
+    fill, begin, add = build_keep(options, vectors, *kept_by)
+    start_scores, start_values = wgmma.build_narrow(BLOCK_N, head_dim, head_dim_v, BFLOAT16)
     _, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     raising = softmax.build_raise(SCORES, OUTPUTS, 1, MOST)
     find, rescale_rows = raising.find, raising.rescale
-    exponentials = softmax.build_exponentials(SCORES, 1, far=True)
+    exponentials = softmax.build_exponentials(SCORES, 1, True)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     zero, zero_rows = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim_v, False, BFLOAT16)
 
     @inline
-    def row0_of(x, me):
-        """A consumer's first row of a unit."""
-        return i32(x.row0 + me * ROWS)
+    def row_of(x, me):
+        """A thread's first row of a unit."""
+        return i32(x.row0 + me * ROWS + wgmma.first_row())
 
     @inline
     def finish(me, x, acc, m_i, l_i, o, lse, unit):
@@ -70,7 +65,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         `unit` leads from scores to base e.
         """
         inverse = cuda.local.array(2, f32)  # registers: 1 / l of the thread's rows
-        row = i32(row0_of(x, me) + wgmma.first_row())
+        row = row_of(x, me)
         for r in range(2):
             l, i = fragment.row_sum(l_i[r]), i32(row + 8 * r)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
@@ -97,12 +92,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
             rescale_rows(best, acc, m_i, l_i, scale_log2)
 
     @inline
-    def bring_q(q, smem, me, turn, factor):
-        """A consumer's rows of Q, times a factor, to registers."""
-        pipeline.wait_ready(smem, Q, turn)
-        hold_q(q, u32(pipeline.tile(smem, Q, turn) + u32(me * Q_ROWS)), factor)
-        cuda.syncwarp()
-        pipeline.release_warp(smem, Q, turn)
+    def q_tile(smem, me, turn):
+        """Descriptor of a consumer's rows of Q."""
+        rows = pipeline.tile(smem, Q, turn) + u32(me * Q_ROWS)
+        return wgmma.descriptor(rows, u32(0))
 
     @inline
     def k_tile(smem, n):
@@ -119,8 +112,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         """Equations (1) to (6) for 64 rows of each unit and all its tiles of keys."""
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
-        q = cuda.local.array(Q_WORDS, u32)  # of Q, two elements of 16 bits each
-        p = cuda.local.array(PAIRS, u32)  # of P, likewise
+        p = cuda.local.array(PAIRS, u32)  # of P, two elements of 16 bits each
         acc = cuda.local.array(OUTPUTS, f32)  # of O
         m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows
         l_i = cuda.local.array(2, f32)  # its part of their sums
@@ -128,20 +120,22 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         number = first_of(cuda.blockIdx.x, sizes)
         stop = first_of(cuda.blockIdx.x + 1, sizes)
         keys, inverse = i32(sizes.keys), scales.inverse
-        x, n, turn, t = unit_of_number(number, sizes), u32(0), u32(0), i32(0)
-        before, begins = x, fill(smem, me, row0_of(x, me), x, extras, keys, inverse)
-        unit = scales.unit if begins != u32(0) else f32(1)
+        x, n, turn, t = unit_of(number, sizes), u32(0), u32(0), i32(0)
+        before, begins = x, fill(smem, me, row_of(x, me), x, extras, keys, inverse)
+        unit = scales.scale if begins != u32(0) else f32(1)
         unit_before = unit
         zero(acc)
         softmax.reset(m_i, l_i)
-        # (1) S = bias / unit + Q K^T of the first tile of all
-        bring_q(q, smem, me, turn, scales.factor)
-        begin(s, smem, me, t)
+        # (1) S = bias / scale + Q K^T of the first tile of all
+        begin(s, smem, me, t, inverse)
+        pipeline.wait_ready(smem, Q, turn)
         pipeline.wait_ready(smem, K, n)
-        start_scores(s, q, k_tile(smem, n), begins)
+        start_scores(s, q_tile(smem, me, turn), k_tile(smem, n), begins)
         wait_all(acc, s)
         while True:
             pipeline.release_group(smem, K, n)
+            if t == TILES - 1:
+                pipeline.release_group(smem, Q, turn)
             if n > u32(0):
                 pipeline.release_group(smem, V, u32(n - 1))
             if t == 0 and n > u32(0):
@@ -149,11 +143,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 zero(acc)
                 softmax.reset(m_i, l_i)
             if begins == u32(0):
-                add(s, smem, me, t, scales.unit)
-            if t == TILES - 1 and keys < TILES * BLOCK_N:
-                hide(s, i32(keys - t * BLOCK_N))
+                add(s, smem, me, t, scales.scale)
             # (2) m_i, O = alpha O, (3) P, (4) l_i
-            scale_log2 = scales.unit_log2 if begins != u32(0) else f32(LOG2E)
+            scale_log2 = scales.scale_log2 if begins != u32(0) else f32(LOG2E)
             find(best, s, m_i, scale_log2)
             raise_shifts(best, acc, m_i, l_i, scale_log2)
             exponentials(s, m_i, l_i, scale_log2)
@@ -165,15 +157,15 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 if number == stop:
                     break
                 if x.b1 == 0:
-                    begins = fill(smem, me, row0_of(x, me), x, extras, keys, inverse)
-                    unit = scales.unit if begins != u32(0) else f32(1)
-                bring_q(q, smem, me, turn, scales.factor)
-            # (5) O += P V, and (1) S of the next tile, both in flight
+                    begins = fill(smem, me, row_of(x, me), x, extras, keys, inverse)
+                    unit = scales.scale if begins != u32(0) else f32(1)
+                pipeline.wait_ready(smem, Q, turn)
+            # (1) S of the next tile, (5) O += P V, both in flight
+            begin(s, smem, me, t, inverse)
+            pipeline.wait_ready(smem, K, n)
+            start_scores(s, q_tile(smem, me, turn), k_tile(smem, n), begins)
             pipeline.wait_ready(smem, V, u32(n - 1))
             start_values(acc, p, v_tile(smem, u32(n - 1)))
-            begin(s, smem, me, t)
-            pipeline.wait_ready(smem, K, n)
-            start_scores(s, q, k_tile(smem, n), begins)
             wait_all(acc, s)
         # (5) O += P V of the last tile of all
         pipeline.wait_ready(smem, V, u32(n - 1))
@@ -185,19 +177,16 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
         smem = pipeline.shared_base(ALIGNMENT)
         group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, Q, 1, WARPS)
+            pipeline.initialise(smem, Q, 1, CONSUMERS)
             pipeline.initialise(smem, K, 1, CONSUMERS)
             pipeline.initialise(smem, V, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
-        put_unit(smem, scales.inverse)
         cuda.syncthreads()  # everyone sees the barriers initialised
 
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
             if cuda.threadIdx.x == 0:
-                load_q_and_k(maps, smem, sizes)
-            elif cuda.threadIdx.x == 32:
-                load_v(maps, smem, sizes)
+                produce(maps, smem, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(smem, group - 1, o, lse, extras, sizes, scales)

@@ -10,9 +10,8 @@ from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, Consumers
 from numba_flash.cuda.swizzle import NARROW, NARROW_ROW_BYTES
 
-STEP, MOST_STAGES = 16, 4  # keys of a product; stages that help
+STEP, MOST_STAGES = 16, 2  # keys of a product; stages that help
 MOST = NARROW  # columns of a tile
-UNIT_BYTES = 512  # of what products of the bias begin with
 
 
 class Kind(NamedTuple):
@@ -26,7 +25,9 @@ class Kind(NamedTuple):
 # The first whose bias fits, and that has not more rows than the next, serves. Triangle attention,
 # bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200: 150, 167, 169 us; 128 keys and float32 177;
 # sm80, which reads the bias from memory, 200, FlexAttention 168. To keep it does not pay there: 235
-# to 257.
+# to 257. With -inf in the bias 191, FlexAttention 158 to 165. With S of the next tile, and the sums
+# of O, beside the softmax 183 to 225; with the bias by products of mma.sync and Q as the sum of two,
+# which takes three quarters of the instructions, 161 to 171: they are not what it waits for.
 KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
 
 
@@ -67,7 +68,7 @@ class KeptTile(Consumers):
             "k": (self.block_n * NARROW_ROW_BYTES, self.stages),
             "v": (self.block_n * NARROW_ROW_BYTES, self.stages),
         }
-        return lay_out(rings, self.kept_bytes + UNIT_BYTES, kept=0, unit=self.kept_bytes)
+        return lay_out(rings, self.kept_bytes, kept=0)
 
 
 def kept_tile(problem) -> KeptTile | None:
@@ -75,7 +76,7 @@ def kept_tile(problem) -> KeptTile | None:
     fewer for each score than in 16 bits.
     """
     p = problem
-    kinds = [kind for kind in KINDS if kind.wide == (p.options.bias == "float32")]
+    kinds = [kind for kind in KINDS if kind.wide or p.options.bias != "float32"]
     rows_of = lambda kind: kind.rows * -(-p.nq // kind.rows)
     fewest = min(map(rows_of, kinds))
     wanted = (

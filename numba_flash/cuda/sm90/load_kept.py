@@ -1,4 +1,4 @@
-"""The threads that move data in the forward pass that keeps its part of a bias."""
+"""The thread that moves data in the forward pass that keeps its part of a bias."""
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
@@ -29,40 +29,29 @@ def build_load(ring, rows):
 
 @once
 def build_produce(tile):
-    """``load_q_and_k(maps, smem, sizes)`` and ``load_v(maps, smem, sizes)``: have the copy engine
-    fetch what each unit of this block needs; by a thread each, as V is free later than K.
+    """``produce(maps, smem, sizes)``: have the copy engine fetch what each unit of this block
+    needs.
     """
     SMEM, TILES, BLOCK_N = tile.layout(), tile.tiles, tile.block_n
+    load_q = build_load(SMEM.q, tile.block_m)
+    load_k, load_v = build_load(SMEM.k, BLOCK_N), build_load(SMEM.v, BLOCK_N)
     first_of, unit_of, after = build_units(tile.block_m)
-    fetch_q, fetch_k, fetch_v = (
-        build_load(ring, rows)
-        for ring, rows in ((SMEM.q, tile.block_m), (SMEM.k, BLOCK_N), (SMEM.v, BLOCK_N))
-    )
-
-    def build_walk(load_unit):
-        @inline
-        def walk(maps, smem, sizes):
-            number = first_of(cuda.blockIdx.x, sizes)
-            stop = first_of(cuda.blockIdx.x + 1, sizes)
-            x, turn = unit_of(number, sizes), u32(0)
-            while number < stop:
-                load_unit(maps, smem, turn, x, i32(u32(x.head) // u32(sizes.group)))
-                number, turn = i32(number + 1), u32(turn + 1)
-                x = after(x, number, sizes)
-
-        return walk
 
     @inline
-    def load_q_and_k(maps, smem, turn, x, kv_head):
-        fetch_q(maps[0], smem, turn, Place(0, x.row0, x.head, x.b1, x.b0))
-        for t in range(TILES):
-            place = Place(0, i32(t * BLOCK_N), kv_head, x.b1, x.b0)
-            fetch_k(maps[1], smem, u32(turn * u32(TILES) + u32(t)), place)
+    def produce(maps, smem, sizes):
+        number = first_of(cuda.blockIdx.x, sizes)
+        stop = first_of(cuda.blockIdx.x + 1, sizes)
+        x, n, turn = unit_of(number, sizes), u32(0), u32(0)
+        while number < stop:
+            kv_head = i32(u32(x.head) // u32(sizes.group))
+            for t in range(TILES):
+                keys = Place(0, i32(t * BLOCK_N), kv_head, x.b1, x.b0)
+                load_k(maps[1], smem, n, keys)
+                if t == 0:
+                    load_q(maps[0], smem, turn, Place(0, x.row0, x.head, x.b1, x.b0))
+                load_v(maps[2], smem, n, keys)
+                n = u32(n + 1)
+            number, turn = i32(number + 1), u32(turn + 1)
+            x = after(x, number, sizes)
 
-    @inline
-    def load_v(maps, smem, turn, x, kv_head):
-        for t in range(TILES):
-            place = Place(0, i32(t * BLOCK_N), kv_head, x.b1, x.b0)
-            fetch_v(maps[2], smem, u32(turn * u32(TILES) + u32(t)), place)
-
-    return build_walk(load_q_and_k), build_walk(load_v)
+    return produce

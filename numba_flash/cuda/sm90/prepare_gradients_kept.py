@@ -9,16 +9,15 @@ import numpy as np
 
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import Extent, KeptGradientScales, build_extras, in_vectors, vectors_of
+from numba_flash.cuda.arguments import Extent, build_extras, in_vectors, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
-from numba_flash.cuda.prepare_kept import scales_of, shared_alone, sizes_of
+from numba_flash.cuda.prepare_kept import shared_alone, sizes_of
 from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
 from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queries_tile
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
 
-KEYS_KERNEL, QUERIES_KERNEL = "sm90.dk_dv_kept.build", "sm90.dq_dbias_kept.build"
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
 
@@ -82,7 +81,7 @@ def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
     vectors, wide = vectors_of(p, x, KEYS_OF_RUN), in_vectors(p, out, KEYS_OF_RUN)
     box = lambda x, rows: (x, rows, NARROW)
     return Launch(
-        QUERIES_KERNEL,
+        "sm90.dq_dbias_kept.build",
         (
             *(p.dtype, p.d, p.dv, vectors, p.options.structure, x.dlse is not None),
             *(out.dtype.name, wide, shares.summed, tile),
@@ -112,19 +111,16 @@ def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
     sizes = sizes_of(p, tile.block_m)._replace(
         units=math.prod(p.batch) * p.hk * blocks, blocks=blocks, queries=p.nk, keys=p.nq
     )
-    vectors, numbers = (vectors_of(p, x, 1),), (sizes, _scales(p))
-    if KEYS_KERNEL == "sm90.dk_dv_unit.build":
-        vectors, numbers = (*vectors, vectors_of(p, x, 2)), (sizes, KeptGradientScales(*scales_of(p), np.float32(p.scale)))
     return Launch(
-        KEYS_KERNEL,
-        (p.dtype, p.d, p.dv, *vectors, p.options.structure, tile),
+        "sm90.dk_dv_kept.build",
+        (p.dtype, p.d, p.dv, vectors_of(p, x, 1), p.options.structure, tile),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.layout().bytes,
         operands=((results.dk.words(), 5), (results.dv.words(), 5), (rows, 5)),
         extras=grid.extras_layouts(p, x),
-        numbers=numbers,
+        numbers=(sizes, _scales(p)),
         maps=(
             *((each, QUERIES, NARROW) for each in (x.do, x.q)),
             *((each, tile.block_m, NARROW) for each in (x.k, x.v)),

@@ -6,9 +6,8 @@ Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment o
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import build_pack, build_unpack
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
-from numba_flash.cuda.swizzle import NARROW_ROW_BYTES, PANEL, panel_bytes, panels
+from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
 
 UNIT = 16  # bytes, of what descriptors count
 
@@ -58,7 +57,27 @@ def build_values(block_n, head_dim_v, bfloat16):
 
 
 @once
-def build_narrow(rows, columns, bfloat16):
+def build_narrow(block_n, head_dim, head_dim_v, bfloat16):
+    """Of tiles in narrow panels: ``scores(s, q_descriptor, k_descriptor, add)``: start S += Q K^T
+    for 64 rows of a warp group, or S = Q K^T if `add` is 0; ``values(acc, p, v_descriptor)``: start
+    O += P V.
+    """
+    BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
+    HEAD_DIM_V, KEY_STEPS = head_dim_v, block_n // 16
+
+    @inline
+    def scores(s, q_descriptor, k_descriptor, add):
+        ptx.wgmma_add_narrow(s, q_descriptor, k_descriptor, add, BLOCK_N, STEPS, BFLOAT16)
+
+    @inline
+    def values(acc, p, v_descriptor):
+        ptx.wgmma_registers_narrow(acc, p, v_descriptor, HEAD_DIM_V, KEY_STEPS, BFLOAT16)
+
+    return scores, values
+
+
+@once
+def build_narrow_gradients(rows, columns, bfloat16):
     """Of tiles in narrow panels, B of so many rows and columns: ``start(s, a_descriptor,
     b_descriptor)``: start S = A B^T for 64 rows of A; ``add(acc, p, b_descriptor)``: start acc += P
     B.
@@ -75,35 +94,6 @@ def build_narrow(rows, columns, bfloat16):
         ptx.wgmma_registers_narrow(acc, p, b_descriptor, COLUMNS, ROW_STEPS, BFLOAT16)
 
     return start, add
-
-
-@once
-def build_held(block_n, head_dim, bfloat16):
-    """Of a tile of Q in narrow panels: ``hold(words, rows, factor)``: this thread's part of 64
-    rows, which begin at an address, times a factor, to registers: rounded, and what that lost;
-    ``scores(s, words, k_descriptor, add)``: start S += Q K^T of these, or S = Q K^T if `add` is 0.
-    """
-    BLOCK_N, STEPS, BFLOAT16 = block_n, -(-head_dim // 16), int(bfloat16)
-    WORDS, PLANES = 4 * STEPS, 2
-    element, (_, pack2) = build_unpack(bfloat16), build_pack(0, bfloat16)
-
-    @inline
-    def hold(words, rows, factor):
-        row, column = first_row(), i32(cuda.threadIdx.x % 4 * 4)
-        at = u32(rows + u32(row * NARROW_ROW_BYTES + column))
-        swizzle = i32(row // 2 % 4)  # of the row 8 below, too
-        for w in range(WORDS):
-            chunk = u32(at + u32((w // 2 ^ swizzle) * UNIT))
-            word = u32(ptx.load_shared(u32(chunk + u32(w % 2 * 8 * NARROW_ROW_BYTES))))
-            x, y = element(word, 0) * factor, element(word, 1) * factor
-            words[w] = pack2(x, y)
-            words[WORDS + w] = pack2(x - element(words[w], 0), y - element(words[w], 1))
-
-    @inline
-    def scores(s, words, k_descriptor, add):
-        ptx.wgmma_rows_narrow(s, words, k_descriptor, add, BLOCK_N, STEPS, PLANES, BFLOAT16)
-
-    return hold, scores
 
 
 @once

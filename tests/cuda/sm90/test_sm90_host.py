@@ -867,13 +867,16 @@ def test_a_bias_that_batch_elements_share_is_kept(given, options, kept):
         assert (forward.builder == "sm90.forward_kept.build") == (kept and dtype == "float16")
 
 
-def test_tiles_of_a_bias_that_is_kept():
-    """With as many slots as there is room for; in the end it is not kept. By three consumers in 16 bits, where they take no more rows."""
-    assert kept_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(192, 128, 3, 4, False)
+def test_a_bias_is_kept_as_float32_if_there_is_room():
+    """Else in 16 bits, with as many slots as there is room for; in the end it is not kept. By three consumers in 16 bits, where they take
+    no more rows.
+    """
+    assert kept_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(192, 128, 3, 2, False)
     assert kept_tile(problem(nq=150, nk=384, bias=np.zeros(384, np.float32))) == KeptTile(128, 192, 2, 1, True)
-    assert kept_tile(problem(nq=256, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(128, 192, 2, 4, False)
+    assert kept_tile(problem(nq=256, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(128, 192, 2, 1, True)
     of = lambda nk, kind: kept_tile(problem(nk=nk, bias=np.zeros(nk, kind)))
-    assert of(256, "float32") == KeptTile(128, 128, 2, 4, True)
+    assert of(384, "float16") == KeptTile(128, 192, 2, 1, True)
+    assert of(256, "float32") == KeptTile(128, 128, 2, 2, True)
     assert of(400, "float32") is None
     assert of(768, "float16") == KeptTile(128, 192, 4, 1, False)
     assert of(800, "float16") is None
