@@ -12,6 +12,7 @@ from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
+from numba_flash.cuda.sm90.gradient_tiles import KeysTile, QueriesTile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
@@ -151,6 +152,16 @@ def kept_tile_of(options: Options, nq: int, nk: int) -> KeptTile:
 
 
 FORWARD_KEPT = {name: (*config, kept_tile_of(config[-1], nq, nk)) for name, (*config, nq, nk) in FORWARD_KEPT.items()}
+
+ALL_BATCHES = (False, True, False, False, False)  # what dbias is summed over
+DQ_DBIAS_KEPT = {  # dtype, head dimensions, how the bias is read, options, dlse, out and how it is written, tile
+    "dq and dbias, kept": ("bfloat16", 32, 32, PAIRS, BIAS, False, "float32", True, ALL_BATCHES, QueriesTile(2, 3)),
+    "dq and dbias 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, True, "float16", False, ALL_BATCHES, QueriesTile(2, 1)),
+}
+DK_DV_KEPT = {  # dtype, head dimensions, how the bias is read, options, tile
+    "dk and dv, kept": ("bfloat16", 32, 32, PAIRS, BIAS, KeysTile(128, 6, 6, 2)),
+    "dk and dv 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, KeysTile(128, 2, 6, 2)),
+}
 
 # Head dimensions, lse, band, parts, options, tile.
 SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
@@ -322,6 +333,8 @@ KERNELS = {
     **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
     **{name: Kernel("sm90.forward_options.build", config) for name, config in FORWARD_OPTIONS.items()},
     **{name: Kernel("sm90.forward_kept.build", config) for name, config in FORWARD_KEPT.items()},
+    **{name: Kernel("sm90.dq_dbias_kept.build", config) for name, config in DQ_DBIAS_KEPT.items()},
+    **{name: Kernel("sm90.dk_dv_kept.build", config) for name, config in DK_DV_KEPT.items()},
     **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
     **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_OPTIONS.items()},

@@ -225,6 +225,28 @@ def runs_of_columns(block_n):
     return Runs(block_n // 4, 2, 8, block_n - 7, 1, register, query, key)
 
 
+def runs_of_rows(columns):
+    """`Runs` of S^T, with 16 rows of a warp, which are keys in their order, and so many columns.
+
+    Lane l's first query is ``q0 + 2 (l % 4)``, its first key the warp's ``key0 + l // 4``; a run is
+    an element.
+    """
+
+    @inline
+    def register(n, x):
+        return i32(n)
+
+    @inline
+    def query(n):
+        return i32(n // 4 * 8 + n % 2)
+
+    @inline
+    def key(n):
+        return i32(n % 4 // 2 * 8)
+
+    return Runs(columns // 2, 1, columns - 7, 8, 0, register, query, key)
+
+
 @once
 def build_pack(count, bfloat16, turing=False, positive=False):
     """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;

@@ -421,6 +421,14 @@ PROBLEMS |= {
     "kept bias of 16 bits": kept(nk=421, hq=1, options={"bias": OF_ALL[:1]}),
     "kept bias, hidden": kept(nk=136, dtype="bfloat16", made=beyond, options={"bias": HIDES_SOME.astype("bfloat16")}),
 }
+EVERY_OTHER_OF_8 = np.random.default_rng(15).standard_normal((8, 1, 140)).astype(np.float32)[..., ::2]
+kept_gradients = partial(Problem, backward_pass, d=32, nq=70, nk=136, hk=1, batch=8, multiprocessors=2)
+PROBLEMS |= {
+    "kept bias, gradients": kept_gradients(hq=2, hk=2, options={"bias": OF_ALL[..., :136], "bias_grad": True}),
+    "kept bias, hidden, gradients": kept_gradients(
+        dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True, "dlse": EVERY_OTHER_OF_8}
+    ),
+}
 
 
 def run(problem: Problem, seed: int) -> None:

@@ -316,8 +316,15 @@ KEPT_ON_HOPPER = {
     "float16 24, 16 kept bias of 16 bits": hopper("float16", 24, 16, (also(SHORT, **bias(SHORT, "float16", 0)),)),
     "float16 32, 8 kept bias of float32": hopper("float16", 32, 8, (also(NARROW, **finite(NARROW, "float32")),)),
 }
+SAME_HEADS, LONGER = Shape((8, 2, 2), 130, 200), Shape((9, 1, 1), 70, 330)
+KEPT_GRADIENTS = {
+    "bfloat16 32 gradients of a kept bias": hopper(
+        "bfloat16", 32, 32, (also(SAME_HEADS, **bias(SAME_HEADS, "bfloat16", 0)), also(LONGER, **bias(LONGER, "bfloat16", 0)))
+    ),
+    "float16 24, 16 gradients of a kept bias": hopper("float16", 24, 16, (also(LONGER, **bias(LONGER, "float16", 0)),)),
+}
 TIERS = {
-    "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER | KEPT_ON_HOPPER,
+    "sm90": ON_HOPPER | FLOAT32_ON_HOPPER | OPTIONS_ON_HOPPER | BLOCKS_ON_HOPPER | KEPT_ON_HOPPER | KEPT_GRADIENTS,
     "sm80": SINCE_TURING | FLOAT32 | DOUBLE,
     "simt": FLOAT64,
 }
@@ -328,6 +335,7 @@ AGAIN = {
     *(f"sm90 {name}" for name in ("bfloat16 64 causal", "bfloat16 128", "float16 72, 40", "float16 256 causal")),
     "sm90 bfloat16 64 bias",
     "sm90 bfloat16 32 kept bias",
+    "sm90 bfloat16 32 gradients of a kept bias",
     *(f"sm90 {name}" for name in ("float32 64 causal", "float32 128", "bfloat16 64 tiles of a mask, causal", "float16 128 dropout")),
     *(f"sm80 {name}" for name in ("bfloat16 64 causal", "float16 128", "bfloat16 192, 128 on Hopper", "float16 64 on Turing")),
     *(f"{tier} bfloat16 64 blocks" for tier in ("sm80", "sm90")),

@@ -309,6 +309,9 @@ from numba_flash.cuda.ptx.wgmma import (
     wgmma_shared as wgmma_shared,
 )
 from numba_flash.cuda.ptx.wgmma import (
+    wgmma_shared_narrow as wgmma_shared_narrow,
+)
+from numba_flash.cuda.ptx.wgmma import (
     wgmma_split_registers as wgmma_split_registers,
 )
 from numba_flash.cuda.ptx.wgmma import (

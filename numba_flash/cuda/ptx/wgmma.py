@@ -106,11 +106,8 @@ def _times_rows(N, STEPS, BFLOAT16, acc, a, high, rows_16):
     return types.void(acc, a, types.uint32, N, STEPS, BFLOAT16), codegen
 
 
-@intrinsic
-def wgmma_add_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
-    """``acc += A B^T``, or ``acc = A B^T`` if `add` is 0, committed as one group: A is 64 x 16
-    STEPS, B is N x 16 STEPS, in narrow panels: one or two steps.
-    """
+def _narrow(N, STEPS, BFLOAT16, acc, a, b, add=()):
+    """Of products of narrow panels, which begin with `acc` unless `add`, if it is given, is 0."""
     given = literals(N, STEPS, BFLOAT16)
     if given is None:
         return None
@@ -118,21 +115,42 @@ def wgmma_add_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
 
     def codegen(context, builder, signature, values):
         count = n // 2
-        lines = ["{ .reg .b32 low; .reg .b64 a, b; .reg .pred add;"]
-        lines.append(f"setp.ne.b32 add, ${2 * count + 2}, 0; wgmma.fence.sync.aligned;")
+        lines = (
+            ["{ .reg .b32 low; .reg .b64 a, b; .reg .pred add;"]
+            if add
+            else ["{ .reg .b32 low; .reg .b64 a, b;"]
+        )
+        if add:
+            lines.append(f"setp.ne.b32 add, ${2 * count + 2}, 0;")
+        lines.append("wgmma.fence.sync.aligned;")
+        first = "add" if add else 0
         for step in range(steps):
             lines.append(_descriptor("a", 2 * count, 2 * step, NARROW_HIGH))
             lines.append(_descriptor("b", 2 * count + 1, 2 * step, NARROW_HIGH))
             lines.append(
-                _mma(n, bfloat16, registers(0, count), "a", "b", 1 if step else "add", "0, 0")
+                _mma(n, bfloat16, registers(0, count), "a", "b", 1 if step else first, "0, 0")
             )
         lines.append("wgmma.commit_group.sync.aligned; }")
         updated = pointers(context, builder, acc, values[0], count)
-        _on_registers(builder, "\n".join(lines), updated, values[1:4])
+        _on_registers(builder, "\n".join(lines), updated, values[1 : 3 + len(add)])
         return context.get_dummy_value()
 
-    more = (N, STEPS, BFLOAT16)
-    return types.void(acc, types.uint32, types.uint32, types.uint32, *more), codegen
+    return types.void(acc, a, b, *add, N, STEPS, BFLOAT16), codegen
+
+
+@intrinsic
+def wgmma_add_narrow(context, acc, a, b, add, N, STEPS, BFLOAT16):
+    """``acc += A B^T``, or ``acc = A B^T`` if `add` is 0, committed as one group: A is 64 x 16
+    STEPS, B is N x 16 STEPS, in narrow panels: one or two steps.
+    """
+    word = types.uint32
+    return _narrow(N, STEPS, BFLOAT16, acc, word, word, (word,))
+
+
+@intrinsic
+def wgmma_shared_narrow(context, acc, a, b, N, STEPS, BFLOAT16):
+    """``acc = A B^T`` likewise. The registers stay those that `acc` had."""
+    return _narrow(N, STEPS, BFLOAT16, acc, types.uint32, types.uint32)
 
 
 @intrinsic

@@ -72,6 +72,13 @@ def scales(problem) -> Scales:
     return Scales(*map(np.float32, (slope, log2, scale)))
 
 
+class GradientScales(NamedTuple):
+    """What leads from raw products to base 2, and the scale itself, of dQ and dK."""
+
+    scale_log2: float
+    scale: float
+
+
 # ---- a work item, as it is written down in shared memory: one int32 each
 
 

@@ -15,6 +15,7 @@ from numba_flash.cuda.sm90 import prepare_forward as forward
 from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
+from numba_flash.cuda.sm90 import prepare_gradients_kept as gradients_kept
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST
 from numba_flash.cuda.sm90.tiles import forward_tile
@@ -55,6 +56,8 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> 
     relative = alone(problem)
     if relative is not None and max(problem.d, problem.dv) <= MOST_WITH_OPTIONS:
         return backward.prepare(relative, inputs, results, deterministic, gpu)
+    if gradients_kept.serves(problem, inputs, results.dbias is not None):
+        return gradients_kept.prepare(problem, inputs, results, gpu)
     with_options = backward_options if problem.options.modifies_beyond_softcap else backward
     of = backward_split if planes_of(problem) else with_options
     return of.prepare(problem, inputs, results, deterministic, gpu)
@@ -86,7 +89,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return None
     if not demanded and _few(kind, problem, inputs):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
-    most = 0 if demanded else _most_waiting(kind, problem, inputs)
+    most = 0 if demanded else _most_waiting(kind, problem, inputs, dbias)
     if max(problem.d, problem.dv) <= most:
         return (
             f"serves such a bias or mask of each pair up to head dimension {most} on demand only"
@@ -112,11 +115,13 @@ def _few(kind: str, p, inputs) -> bool:
     return fold.folded(p, layouts, ForwardResults(None, None), forward_tile(p).block_m) is None
 
 
-def _most_waiting(kind: str, p, inputs) -> int:
+def _most_waiting(kind: str, p, inputs, dbias: bool) -> int:
     """The head dimension up to which a warp waits for what it reads of each pair for longer than
     its products take; 0 if it reads nothing of each.
     """
     if kind == "forward" and forward_kept.serves(p, inputs):
+        return 0
+    if kind == "backward" and gradients_kept.serves(p, inputs, dbias):
         return 0
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]

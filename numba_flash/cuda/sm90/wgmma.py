@@ -77,6 +77,26 @@ def build_narrow(block_n, head_dim, head_dim_v, bfloat16):
 
 
 @once
+def build_narrow_gradients(rows, columns, bfloat16):
+    """Of tiles in narrow panels, B of so many rows and columns: ``start(s, a_descriptor,
+    b_descriptor)``: start S = A B^T for 64 rows of A; ``add(acc, p, b_descriptor)``: start acc += P
+    B.
+    """
+    ROWS, COLUMNS, BFLOAT16 = rows, columns, int(bfloat16)
+    STEPS, ROW_STEPS = -(-columns // 16), rows // 16
+
+    @inline
+    def start(s, a_descriptor, b_descriptor):
+        ptx.wgmma_shared_narrow(s, a_descriptor, b_descriptor, ROWS, STEPS, BFLOAT16)
+
+    @inline
+    def add(acc, p, b_descriptor):
+        ptx.wgmma_registers_narrow(acc, p, b_descriptor, COLUMNS, ROW_STEPS, BFLOAT16)
+
+    return start, add
+
+
+@once
 def build_sum(count, steps, a_panel, b_panel, bfloat16, add):
     """``sum(acc, a_descriptor, b_descriptor)``: start ``acc = A B``, or ``acc += A B`` with `add`,
     both in shared memory, B as its rows.

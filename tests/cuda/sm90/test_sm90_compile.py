@@ -22,7 +22,9 @@ from sm90_kernels import (
     COMBINE,
     DBIAS,
     DBIAS_ROWS,
+    DK_DV_KEPT,
     DQ,
+    DQ_DBIAS_KEPT,
     FORWARD,
     FORWARD_KEPT,
     FORWARD_OPTIONS,
@@ -45,6 +47,7 @@ SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("
 SPILLS |= {"backward 64 relative": 360, "backward 128 relative, packed": 80}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
+SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 90)  # addresses, a few per head
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
@@ -100,6 +103,30 @@ def test_a_kept_bias(name):
         before = found[: of_scores[len(of_scores) // 2]]  # the loop's
         filled = max(i for i, each in enumerate(before) if each == "STS.128")
         assert before[filled:].count("LDS.128") == tile.block_n // (8 if tile.wide else 16)
+
+
+@pytest.mark.parametrize("name", named([*DQ_DBIAS_KEPT, *DK_DV_KEPT], QUICK))
+def test_resources_of_gradients_where_a_bias_is_kept(name):
+    """The same."""
+    tile = KERNELS[name].config[-1]
+    check_resources(name, tile, tile.layout().bytes)
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named([*DQ_DBIAS_KEPT, *DK_DV_KEPT], QUICK))
+def test_instructions_of_gradients_where_a_bias_is_kept(name):
+    """As many products as there are: of each chunk, and before the loop, S and dP, and in the loop what they are for; of dQ and dbias in
+    two loops. Nothing is added to in memory.
+    """
+    _, d, dv, *_, tile = KERNELS[name].config
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    names, steps = {each.split(".")[0] for each in found}, -(-d // 16) - (-dv // 16)
+    assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"HMMA", "ATOMG", "REDG", "RED"}
+    of_keys = name in DK_DV_KEPT
+    assert ("UBLKCP" in names) == of_keys
+    products = 2 * steps + 2 * 4 if of_keys else 2 * (steps * (tile.chunks + 1) + 4 * tile.chunks)
+    assert sum(each.startswith("HGMMA") for each in found) == products
 
 
 def check_resources(name, tile, shared_bytes):

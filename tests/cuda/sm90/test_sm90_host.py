@@ -37,6 +37,7 @@ from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, Ti
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, dbias_tile
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
+from numba_flash.cuda.sm90.gradient_tiles import QUERIES, keys_tile, queries_tile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile
@@ -994,3 +995,47 @@ def test_a_bias_is_kept_as_float32_if_there_is_room():
         if tile is not None:
             assert tile.block_n * tile.tiles >= nk > tile.block_n * (tile.tiles - 1)
             assert tile.layout().bytes <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "heads_kv", "kept"),
+    [
+        ((16, 4, 300, 32), bias_of(4, 300, 300), 4, True),
+        ((16, 4, 300, 24), bias_of(300, 300), 4, True),
+        ((16, 4, 300, 32), bias_of(4, 300, 300).astype(np.float32), 4, False),
+        ((16, 4, 300, 32), bias_of(4, 300, 300), 2, False),  # heads share keys
+        ((16, 4, 300, 32), bias_of(4, 1, 300), 4, False),  # a sum over queries
+        ((16, 4, 300, 40), bias_of(4, 300, 300), 4, False),
+        ((16, 4, 400, 32), bias_of(4, 400, 400), 4, False),  # more keys than registers of the gradient
+        ((4, 4, 300, 32), bias_of(4, 300, 300), 4, False),
+    ],
+)
+def test_gradients_of_a_bias_that_batch_elements_share(shape, given, heads_kv, kept):
+    """Two kernels keep it, if its gradient is wanted; then the tier need not be demanded, either. Else others serve."""
+    q, k = np.empty(shape, np.float16), np.empty((shape[0], heads_kv, *shape[2:]), np.float16)
+    p, lse = bind(q, k, k, bias=given), np.empty(shape[:-1], np.float32)
+    inputs = BackwardInputs(q, q, k, k, q, lse, bias=given)
+    anyway = shape[-1] > 32 or given.shape[-2] == 1  # by kernels that do not wait for a bias
+    assert (tier.why_not("backward", p, inputs, False, gpu=H200, dbias=True) is None) == (kept or anyway)
+    assert (tier.why_not("backward", p, inputs, False, gpu=H200) is None) == anyway
+    layouts = BackwardInputs(*(each if each is None else Layout.of(each) for each in inputs))
+    results = BackwardResults(layouts.q, layouts.k, layouts.v, layouts.bias)
+    builders = [each.builder for each in tier.prepare_backward(p, layouts, results, gpu=H200).launches]
+    assert ("sm90.dq_dbias_kept.build" in builders and "sm90.dk_dv_kept.build" in builders) == kept
+    again = [each.builder for each in tier.prepare_backward(p, layouts, results._replace(dbias=None), gpu=H200).launches]
+    assert "sm90.dq_dbias_kept.build" not in again
+
+
+def test_tiles_of_gradients_of_a_bias_that_is_kept():
+    """All keys have a place, and shared memory is enough."""
+    for n in range(1, 400):
+        p = problem(nq=n, nk=n, bias=np.zeros(n, np.float16))
+        of_queries, of_keys = queries_tile(p), keys_tile(p)
+        assert (of_queries is None) == (n > 384)
+        for tile in filter(None, (of_queries, of_keys)):
+            assert tile.layout().bytes <= SHARED_LIMIT
+        if of_queries is not None:
+            assert of_queries.block_n >= n
+        if of_keys is not None:
+            assert of_keys.tiles * QUERIES >= n
+    assert keys_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) is not None

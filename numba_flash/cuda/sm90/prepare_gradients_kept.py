@@ -1,0 +1,128 @@
+"""The backward pass of the `sm90` tier of narrow heads with a bias that batch elements share, from
+the host: dQ and dbias, then dK and dV, each by a kernel that keeps its part of the bias.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from numba_flash.arrays import Layout, Scratch
+from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda.arguments import Extent, build_extras, in_vectors, vectors_of
+from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.prepare_kept import shared_alone, sizes_of
+from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
+from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queries_tile
+from numba_flash.cuda.swizzle import NARROW
+from numba_flash.problem import Prepared
+
+KEYS_OF_RUN = 2  # neighbours among a lane's scores
+
+
+class Known(NamedTuple):
+    """What the first kernel hands to the second: of each row of queries, as
+    `numba_flash.cuda.sm90.begin_rows` says.
+    """
+
+    rows: Layout
+
+
+def serves(problem, inputs, dbias) -> bool:
+    """True if there is a bias of 16 bits that can be kept, whose gradient is wanted, and nothing
+    else; of as many heads of keys as of queries.
+    """
+    p = problem
+    if not dbias or p.hq != p.hk or p.options.bias not in ("float16", "bfloat16"):
+        return False
+    if max(p.d, p.dv) > MOST or not shared_alone(p, inputs):
+        return False
+    if tuple(inputs.bias.shape[-2:]) != (p.nq, p.nk):  # a sum over queries or keys is another's
+        return False
+    return queries_tile(p) is not None and keys_tile(p) is not None
+
+
+def prepare(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts."""
+    gpu = gpu or launch.gpu(inputs.q.device)
+    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
+        # only arrays of the user's are like that
+        again = lambda results: prepare(problem, inputs, results, gpu)
+        return tensor_maps.through_compact(again, results)
+    p, blocks = problem, grid.blocks(problem, problem.nq, QUERIES)
+    rows = Layout.compact((*p.batch, p.hq, blocks * QUERIES, 2), "float32")
+    scratch, extras_of = Scratch(Known(rows), Known._fields), build_extras(p.options)
+    shares = Shares(p, gpu, results.dbias, queries_tile(p), gpu.multiprocessors)
+    dq_dbias = _dq_dbias(p, inputs, results, gpu, shares, rows)
+    dk_dv = _dk_dv(p, inputs, results, gpu, rows)
+
+    def run(inputs, results, rng=None):
+        x, extras = inputs, extras_of(inputs)
+        (rows,) = scratch.beside(x.q)
+
+        def sum_to(out):
+            read = x.do, x.q, x.k, x.v, x.o
+            dq_dbias(*read, results.dq, x.lse, x.dlse, rows, out, extras=extras)
+
+        shares.run(results.dbias, sum_to)
+        dk_dv(x.do, x.q, x.k, x.v, results.dk, results.dv, rows, extras=extras)
+
+    return Prepared(run, (dq_dbias, *shares.launches, dk_dv))
+
+
+def _scales(p) -> GradientScales:
+    return GradientScales(np.float32(p.scale * LOG2E), np.float32(p.scale))
+
+
+def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
+    """The kernel that makes dQ, dbias or shares of it, and what there is to know of rows."""
+    x, tile, out = inputs, queries_tile(p), shares.out
+    vectors, wide = vectors_of(p, x, KEYS_OF_RUN), in_vectors(p, out, KEYS_OF_RUN)
+    box = lambda x, rows: (x, rows, NARROW)
+    return Launch(
+        "sm90.dq_dbias_kept.build",
+        (
+            *(p.dtype, p.d, p.dv, vectors, p.options.structure, x.dlse is not None),
+            *(out.dtype.name, wide, shares.summed, tile),
+        ),
+        gpu,
+        grid=shares.items,
+        threads=tile.threads,
+        shared_bytes=tile.layout().bytes,
+        operands=(
+            *((results.dq.words(), 5), (x.lse, 4), (x.dlse, 4)),
+            *((rows, 5), (out, 6)),
+        ),
+        extras=grid.extras_layouts(p, x),
+        numbers=(Extent(*p.batch, p.hq, p.hk, p.nq, p.nk, -p.nq, p.nk), _scales(p)),
+        maps=(
+            *(box(each, QUERIES) for each in (x.do, x.q)),
+            *(box(each, tile.keys) for each in (x.k, x.v)),
+            box(x.o, QUERIES),
+        ),
+    )
+
+
+def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
+    """The kernel that makes dK and dV."""
+    x, tile = inputs, keys_tile(p)
+    blocks = -(-p.nk // tile.block_m)
+    sizes = sizes_of(p, tile.block_m)._replace(
+        units=math.prod(p.batch) * p.hk * blocks, blocks=blocks, queries=p.nk, keys=p.nq
+    )
+    return Launch(
+        "sm90.dk_dv_kept.build",
+        (p.dtype, p.d, p.dv, vectors_of(p, x, 1), p.options.structure, tile),
+        gpu,
+        grid=min(sizes.units, gpu.multiprocessors),
+        threads=tile.threads,
+        shared_bytes=tile.layout().bytes,
+        operands=((results.dk.words(), 5), (results.dv.words(), 5), (rows, 5)),
+        extras=grid.extras_layouts(p, x),
+        numbers=(sizes, _scales(p)),
+        maps=(
+            *((each, QUERIES, NARROW) for each in (x.do, x.q)),
+            *((each, tile.block_m, NARROW) for each in (x.k, x.v)),
+        ),
+    )
