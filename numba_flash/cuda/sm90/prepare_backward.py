@@ -11,6 +11,7 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -93,7 +94,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts; the same bits in every run if
     `deterministic`.
     """
-    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), backward_tile(problem)
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    tile = relative_backward_tile(p) if p.options.relative else backward_tile(p)
     if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
         # only arrays of the user's are like that
         again = lambda results: prepare(p, inputs, results, deterministic, gpu)

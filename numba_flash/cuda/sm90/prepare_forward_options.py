@@ -17,7 +17,8 @@ from numba_flash.cuda.sm90.arguments import LOG2E, scales
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask, together
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, relative_tile
+from numba_flash.cuda.sm90.relative_tiles import relative_tile
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
 from numba_flash.problem import Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
