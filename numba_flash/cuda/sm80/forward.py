@@ -89,8 +89,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
     key_bytes = 2 * (D + DV * WAYS) * max(1, shape.split)
     block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
-    missing = build_missing(options)
-    runs = fragment.runs_of_queries(M_TILES, WARP_N)
+    missing, runs = build_missing(options), fragment.runs_of_queries(M_TILES, WARP_N)
     HELD = max(1, held(options, runs).words)
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)

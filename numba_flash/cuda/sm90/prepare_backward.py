@@ -118,7 +118,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
 
     extras_of, scratch = build_extras(p.options.arrays), this.temporaries.scratch()
-    added_to = this.added.of if p.options.relative else extras_of
+    added_to = this.added and this.added.of
 
     def run(inputs, results):
         extras = extras_of(inputs)
@@ -126,7 +126,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         sums = there.dq_sum if tile.adds_dq else None
         x = inputs
         preprocess.on((x.do, x.o, x.lse, x.dlse, there.rows, sums, there.flags), extras)
-        main.run(inputs, results, there, extras, added_to(inputs))
+        main.run(inputs, results, there, extras, added_to(inputs) if added_to else extras)
 
     launches = this.added.launches if p.options.relative else ()
     return Prepared(run, (*launches, preprocess, *main.launches))
