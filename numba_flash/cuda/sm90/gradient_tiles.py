@@ -98,7 +98,7 @@ class QueriesTile(WarpGroups):
 
 
 # Triangle attention, bfloat16, B = 384, H = 4, N = 384, D = 32, with the gradient of the bias:
-# predicted 260 to 350 us, timed on an H200 400 to 410, sm80 598, FlexAttention 596; with -inf in the
+# predicted 260 to 350 us, on an H200 400 to 410, sm80 598, FlexAttention 596; with -inf in the
 # bias 422. dQ and dbias are 189 of them (sm80 330), 3.0 TB/s from the L2 cache; with S of the next
 # chunk beside the sums of this one 291. dK and dV are 221 (sm80 266), predicted 140; but with
 # products of the next tile beside the exponentials of this one 225, with the bias by products with
