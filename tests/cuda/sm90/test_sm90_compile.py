@@ -45,7 +45,7 @@ SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "ba
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
-SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 90)  # addresses, a few per head
+SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 130)  # addresses, a few per head
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
