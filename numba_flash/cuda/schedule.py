@@ -134,25 +134,7 @@ def zigzag(turn, blocks):
 
 
 @once
-def build_element_of(together):
-    """``element_of(pair, heads, batches)``: batch element and head of a number; neighbours are
-    heads of an element, or, if these go `together`, elements of a head.
-    """
-    TOGETHER = together
-
-    @inline
-    def element_of(pair, heads, batches):
-        if TOGETHER:
-            return u32(pair % batches), u32(pair // batches)
-        return u32(pair // heads), u32(pair % heads)
-
-    return element_of
-
-
-@once
-def build_item(
-    options, banded, split, block_m, block_n, transposed=False, queued=False, together=False
-):
+def build_item(options, banded, split, block_m, block_n, transposed=False, queued=False):
     """``item(index, shape, extras, sizes)``: the work `Item` of a number.
 
     `shape` is (_, b1, heads, rows); `sizes` has the fields low, high, columns, parts, section and
@@ -163,13 +145,9 @@ def build_item(
     if only one in which all is hidden. If `transposed`, queries and keys change places, and the
     band too, and the first blocks come first, always in sections. If `queued`, blocks of a head
     come as its queue says (`numba_flash.cuda.tile_lists`), of a group as that of its first head.
-    If batch elements go `together`, each head of all of them comes before the next one, always in
-    sections.
     """
-    element_of = build_element_of(together)
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES = block_m, block_n, options.packed, options.sequences
-    IN_SECTIONS, SPLIT = banded or transposed or together, split
-    TRANSPOSED, QUEUED = transposed, queued
+    IN_SECTIONS, SPLIT, TRANSPOSED, QUEUED = banded or transposed, split, transposed, queued
     sequence_of = build_sequence(options)
 
     @inline
@@ -196,7 +174,7 @@ def build_item(
                     block = blocks - u32(1) - block
             else:
                 block, pair = u32(index % blocks), u32(index // blocks)
-            b, head = element_of(pair, heads, u32(u32(sizes.b0) * u32(shape[1])))
+            b, head = u32(pair // heads), u32(pair % heads)
             b0, b1 = u32(b // u32(shape[1])), u32(b % u32(shape[1]))
         if QUEUED:
             of_head = u32(head * u32(sizes.group if TRANSPOSED else 1))

@@ -43,7 +43,6 @@ class Consumers(WarpGroups):
     """Of a tile of the forward pass, whose consumers have 64 rows each."""
 
     block_m: int
-    together: ClassVar[bool] = False  # heads of batch elements come one after the other
 
     @property
     def consumers(self) -> int:
