@@ -18,6 +18,7 @@ from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_T
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
+from numba_flash.cuda.sm90.relative_tiles import RelativeBackwardTile, RelativeTile, relative_tile
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
 from numba_flash.cuda.sm90.tiles import (
     BACKWARD_TILES,
@@ -25,12 +26,9 @@ from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
     PART_TILES,
     BackwardTile,
-    RelativeBackwardTile,
-    RelativeTile,
     Row,
     Tile,
     WideTile,
-    relative_tile,
 )
 from numba_flash.options import PLAIN, Options
 

@@ -2,7 +2,7 @@
 Algorithm 2, line 4).
 """
 
-from numba_flash.cuda import schedule
+from numba_flash.cuda import row_blocks
 from numba_flash.cuda.arguments import FLAGS, extras_type
 from numba_flash.cuda.lang import cuda, inline, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
@@ -27,7 +27,7 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
         sum_smem = cuda.shared.array((ROWS, LANES), ACC)  # each thread's part of its row's sum
         lane, row = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
         blocks = (o.shape[3] + ROWS - 1) // ROWS
-        b0, b1, h, block = schedule.row_block(number, blocks, o.shape[2], o.shape[1])
+        b0, b1, h, block = row_blocks.row_block(number, blocks, o.shape[2], o.shape[1])
         do_head, o_head, delta_head = do[b0, b1, h], o[b0, b1, h], delta[b0, b1, h]
         i = block * ROWS + row
         partial = ACC(0)
@@ -48,7 +48,7 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
         work(cuda.blockIdx.x, do, o, dlse, delta)
 
     def delta_kernel_left(do, o, dlse, delta, extras):
-        at = schedule.row_block(cuda.blockIdx.x, 1, o.shape[2], o.shape[1])
+        at = row_blocks.row_block(cuda.blockIdx.x, 1, o.shape[2], o.shape[1])
         if extras.flags[index(at.b0), index(at.b1), index(at.head)] != 0:
             blocks = (o.shape[3] + ROWS - 1) // ROWS
             for number in range(cuda.blockIdx.x * blocks, (cuda.blockIdx.x + 1) * blocks):

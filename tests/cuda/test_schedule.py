@@ -25,12 +25,12 @@ small = st.integers(1, 4)
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.tuples(small, small), heads=small, nq=st.integers(1, 300), nk=st.integers(1, 300), low=st.integers(-300, 300),
-    width=st.integers(-50, 600), banded=st.booleans(), parts=st.integers(1, 5), section=st.integers(1, 40), together=st.booleans(),
+    width=st.integers(-50, 600), banded=st.booleans(), parts=st.integers(1, 5), section=st.integers(1, 40),
 )  # fmt: skip
-def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, parts, section, together):
+def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, parts, section):
     block_m, block_n = 64, 32
     low, high = (low, low + width) if banded else (-nq, nk)
-    item = schedule.build_item(PLAIN, banded, parts > 1, block_m, block_n, together=together).py_func
+    item = schedule.build_item(PLAIN, banded, parts > 1, block_m, block_n).py_func
     blocks = -(-nq // block_m)
     items = batch[0] * batch[1] * heads * blocks * parts
     shape = (batch[0] * parts, batch[1], heads, nq)  # that of results in parts, one after the other
@@ -51,15 +51,6 @@ def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, 
         start, stop = mask.kv_range.py_func(row0, min(row0 + block_m, nq), nk, low, high)
         needed = list(range(start // block_n, -(-stop // block_n))) if start < stop else []
         assert sorted(tiles.get((b0, b1, head, row0), [])) == needed
-
-
-def test_batch_elements_together():
-    """Those of a row block and head come one after the other."""
-    item = schedule.build_item(PLAIN, False, False, 64, 64, together=True).py_func
-    sizes = Sizes(items=36, low=-192, high=192, columns=192, parts=1, group=1, section=6, b0=2)
-    order = [item(i, (2, 3, 2, 192), (), sizes) for i in range(36)]
-    found = [(int(it.head), int(it.row0), int(it.b0), int(it.b1)) for it in order]
-    assert found == [(head, row, b0, b1) for head in range(2) for row in (128, 64, 0) for b0 in range(2) for b1 in range(3)]
 
 
 def test_sections_take_the_last_row_blocks_first():

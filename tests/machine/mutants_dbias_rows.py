@@ -3,6 +3,7 @@
 from mutants import Mutant
 
 ROWS, LOAD = "cuda/sm90/dbias_rows.py", "cuda/sm90/load_dbias_rows.py"
+FORWARD, BACKWARD = "cuda/sm90/forward_options.py", "cuda/sm90/backward_options.py"
 
 MUTANTS_DBIAS_ROWS = (
     # ---- who may touch which shared memory when
@@ -58,4 +59,17 @@ MUTANTS_DBIAS_ROWS = (
     ),
     Mutant("keys of the first tile for all", LOAD, "i32(x.col0 + tile * BLOCK_N)", "x.col0", "bias gradient, rows"),
     Mutant("queries of the first element for all", LOAD, "i32(own.b1 + walk.b1)", "walk.b1", "bias gradient, rows of each"),
+    # ---- a bias that is read ahead, also where it has no gradient
+    Mutant("pairs of the next item ahead", FORWARD, "        if AHEAD and more:\n", "        if AHEAD:\n", "copied bias"),
+    Mutant(
+        "pairs of the first tile of an item for all", FORWARD, "me, u32(n + 1))\n        online", "me, n)\n        online", "copied bias"
+    ),
+    Mutant(
+        "a bias of the next item ahead",
+        BACKWARD,
+        "        if COPIES_BIAS and n != end:\n",
+        "        if COPIES_BIAS:\n",
+        "gradients, copied bias",
+    ),
+    Mutant("the bias of a tile's first part again", BACKWARD, "me, n, u32(part + 1))", "me, n, part)", "gradients, copied bias"),
 )

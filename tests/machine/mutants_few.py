@@ -3,7 +3,7 @@
 from mutants import Mutant
 
 FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward_few.py", "cuda/sm80/block.py", "cuda/combine.py"
-GRADIENTS, SCHEDULE = "cuda/sm80/backward_few.py", "cuda/schedule.py"
+GRADIENTS, SCHEDULE = "cuda/sm80/backward_few.py", "cuda/row_blocks.py"
 JOIN, LOAD = "cuda/sm80/few_join.py", "cuda/sm80/load.py"
 LANES, LANES_ROWS, FEW_LANES = "cuda/simt/lanes.py", "cuda/simt/lanes_rows.py", "cuda/simt/few_lanes.py"
 PRODUCTS, MMA, SEQUENCE = "cuda/sm80/products.py", "cuda/ptx/mma.py", "cuda/sequence.py"

@@ -10,7 +10,7 @@ from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
 from numba_flash.cuda.pages import build_keys, build_missing
-from numba_flash.cuda.schedule import build_row_block
+from numba_flash.cuda.row_blocks import build_row_block
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt import modify as options_of_tile

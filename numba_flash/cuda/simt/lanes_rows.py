@@ -10,7 +10,7 @@ from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.number import ACCUMULATOR, index
-from numba_flash.cuda.schedule import row_block_of_few
+from numba_flash.cuda.row_blocks import row_block_of_few
 from numba_flash.cuda.score import build_exponential
 from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.simt.lanes import build_over_keys

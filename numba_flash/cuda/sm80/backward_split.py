@@ -14,7 +14,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
+from numba_flash.cuda.sm80 import load_backward, products, products_split, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.load import build_store_floats
 from numba_flash.cuda.softmax import RAISED_BACKWARD as RAISED
@@ -49,12 +49,12 @@ def build(dtype, shape, ordered, options, tile):
     LOW, planes_k, planes_v = shape.split > 1, None, None
     if LOW:
         planes_k, planes_v = ptx.Planes(2 * D, 2 * D), ptx.Planes(2 * DV, 2 * DV)
-    k_qt = products.build_split_nt(M_TILES, COLUMNS, D, PITCH_K, PITCH_K, planes_k)
-    v_dot = products.build_split_nt(M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, planes_v)
+    k_qt = products_split.build_split_nt(M_TILES, COLUMNS, D, PITCH_K, PITCH_K, planes_k)
+    v_dot = products_split.build_split_nt(M_TILES, COLUMNS, DV, PITCH_V, PITCH_V, planes_v)
     if LOW:
         planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
-    p_do, _ = products.build_split_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
-    _, ds_q = products.build_split_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
+    p_do, _ = products_split.build_split_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
+    _, ds_q = products_split.build_split_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     kind = products.Kind(False, False)

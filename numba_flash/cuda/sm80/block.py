@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.pages import Cache
-from numba_flash.cuda.schedule import build_query_block, row_block_of_few
+from numba_flash.cuda.row_blocks import build_query_block, row_block_of_few
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.sequence import build_sequence
 

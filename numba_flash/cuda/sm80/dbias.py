@@ -23,7 +23,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
-from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80 import products, products_split
 from numba_flash.cuda.sm80.load_dbias import Tensors, build_loads
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.store_dbias import Fragments, build_store
@@ -75,7 +75,7 @@ def build_products(dtype, shape, m_tiles, depths, pitches):
         if not shape.split:
             return products.build_nt(kind, m_tiles, KEYS, depth, bytes_, bytes_, False)
         planes = ptx.Planes(2 * depth, 2 * depth) if shape.split > 1 else None
-        return products.build_split_nt(m_tiles, KEYS, depth, bytes_, bytes_, planes)
+        return products_split.build_split_nt(m_tiles, KEYS, depth, bytes_, bytes_, planes)
 
     return tuple(map(product, depths, pitches))
 

@@ -16,7 +16,7 @@ from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E
-from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80 import products_split
 from numba_flash.cuda.sm80.head_planes import RAISED, build_pack, inverse_power
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import plus
@@ -193,11 +193,11 @@ def build(shape, options, tile):
     weigh = build_weigh(M_TILES, COLUMNS, QUERIES)
     planes_k, planes_v = ptx.Planes(K_WORDS // 2, 2 * D), ptx.Planes(V_WORDS // 2, 2 * DV)
     # whose bits are those of the forward pass: what a large score is off, its lse is off, too
-    k_qt = products.build_joined_nt(M_TILES, COLUMNS, D, PITCH_K, planes_k, last=True)
-    v_dot = products.build_joined_nt(M_TILES, COLUMNS, DV, PITCH_V, planes_v)
+    k_qt = products_split.build_joined_nt(M_TILES, COLUMNS, D, PITCH_K, planes_k, last=True)
+    v_dot = products_split.build_joined_nt(M_TILES, COLUMNS, DV, PITCH_V, planes_v)
     planes_k, planes_v = ptx.Planes(PAIRS, 2 * D), ptx.Planes(PAIRS, 2 * DV)
-    p_do, _ = products.build_joined_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
-    _, ds_q = products.build_joined_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
+    p_do, _ = products_split.build_joined_nn(M_TILES, DV, COLUMNS, PITCH_V, planes_v)
+    _, ds_q = products_split.build_joined_nn(M_TILES, D, COLUMNS, PITCH_K, planes_k)
     pack, powers, POWERS = build_pack(PAIRS, 1.0), build_powers(COLUMNS, tile, shape), SMEM.powers
     LOWERED = 2.0**-RAISED
     zero_k, _ = softmax.build_zero(OUTPUTS_K)

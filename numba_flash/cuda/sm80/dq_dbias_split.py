@@ -15,7 +15,7 @@ from numba_flash.cuda.broadcast import Walk, build_coordinates
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head
-from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80 import products, products_split
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.head_planes import build_pack, inverse_power
 from numba_flash.cuda.sm80.load_dq_dbias import head_address
@@ -108,9 +108,9 @@ def build_part(shape, tile):
     SIXTEENS = PART // 16
     planes_k, planes_v = ptx.Planes(D // 4, 2 * D), ptx.Planes(DV // 4, 2 * DV)
     # whose bits are those of the forward pass: what a large score is off, its lse is off, too
-    q_kt = products.build_joined_nt(1, PART, D, PITCH_K, planes_k)
-    do_vt = products.build_joined_nt(1, PART, DV, PITCH_V, planes_v)
-    ds_k, _ = products.build_joined_nn(1, D, PART, PITCH_K, ptx.Planes(PART // 4, 2 * D))
+    q_kt = products_split.build_joined_nt(1, PART, D, PITCH_K, planes_k)
+    do_vt = products_split.build_joined_nt(1, PART, DV, PITCH_V, planes_v)
+    ds_k, _ = products_split.build_joined_nn(1, D, PART, PITCH_K, ptx.Planes(PART // 4, 2 * D))
     pack = build_pack(PART // 4, 1.0)
 
     @inline

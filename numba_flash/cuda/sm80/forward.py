@@ -89,21 +89,15 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
     key_bytes = 2 * (D + DV * WAYS) * max(1, shape.split)
     block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
-    missing = build_missing(options)
-    runs = fragment.runs_of_queries(M_TILES, WARP_N)
+    missing, runs = build_missing(options), fragment.runs_of_queries(M_TILES, WARP_N)
     HELD = max(1, held(options, runs).words)
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
     load_k = build_load_keys(BLOCK_N, COLUMNS_K, THREADS, place_of_key, ASYNCHRONOUS, options)
     of_v = BLOCK_N, COLUMNS_V, THREADS, place_of_key, ASYNCHRONOUS, options
     load_v = build_load_keys(*of_v, ALL_V)
-    RELATIVE, A_SMEM, A_BYTES = (
-        options.relative,
-        tile.shared_bytes(*shape.columns),
-        tile.added_bytes,
-    )
-    of_products = dtype, shape, tile, BEGIN, DROPOUT, not RELATIVE
+    of_products = dtype, shape, tile, BEGIN, DROPOUT, not options.relative
     scores, more_scores, pack, values = products.build_products(*of_products)
-    load_added, begin_sums = build_added(tile, ASYNCHRONOUS)
+    load_added, begin_sums = build_added(tile, shape, options.relative)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
@@ -147,12 +141,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     @inline
     def load_values(smem, slot, v_head, col0, keys):
         load_v(u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)), v_head, col0, keys)
-
-    @inline
-    def load_numbers(smem, slot, extras, head, row0, col0, there):
-        if RELATIVE:  # what a score_mod adds
-            to = u32(smem + u32(A_SMEM) + slot * u32(A_BYTES))
-            load_added(to, extras.added, head, row0, col0, there)
 
     @inline
     def tiles_of(row0, nq, nk, low, high, part, parts, seen):
@@ -238,7 +226,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
         if count > 0:
             load_q(smem, x.q, row0, nq)
             load_keys(smem, u32(0), x.k, col0, nk)
-            load_numbers(smem, u32(0), extras, at.head, row0, col0, True)
+            load_added(smem, u32(0), extras, at.head, row0, col0, True)
             if STAGES > 1:
                 load_values(smem, u32(0), x.v, col0, nk)
             if MODIFIED:
@@ -255,9 +243,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
             cuda.syncthreads()  # this tile is there; the one before has been read
             # (1) S = Q K^T; what is loaded meanwhile does not keep it from starting
             k_tile = u32(smem + u32(K_SMEM) + slot * u32(K_BYTES) + u32(key0 * PITCH_K))
-            if RELATIVE:
-                numbers = u32(smem + u32(A_SMEM) + slot * u32(A_BYTES))
-                begin_sums(s, numbers, i32(row - row0), key0)
+            begin_sums(s, smem, slot, i32(row - row0), key0)
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
             count, next0 = i32(count - 1), i32(col0 - BLOCK_N)
             if MASKED:
@@ -272,10 +258,10 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                     ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
                 load_keys(smem, slot, x.k, next0, keys)
-                load_numbers(smem, slot, extras, at.head, row0, next0, count > 0)
+                load_added(smem, slot, extras, at.head, row0, next0, count > 0)
             else:
                 load_keys(smem, slot ^ u32(1), x.k, next0, keys)
-                load_numbers(smem, slot ^ u32(1), extras, at.head, row0, next0, count > 0)
+                load_added(smem, slot ^ u32(1), extras, at.head, row0, next0, count > 0)
                 load_values(smem, slot ^ u32(1), x.v, next0, keys)
             if SPLIT and CHANGES:
                 times(s, factor)

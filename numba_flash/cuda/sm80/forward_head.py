@@ -17,7 +17,7 @@ from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head
-from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80 import products_split
 from numba_flash.cuda.sm80.head_planes import (
     MOST_SCORE,
     WORD,
@@ -190,9 +190,9 @@ def build(shape, write_lse, options, tile):
     load_q, power_of, split_q = build_rows(M_TILES, D)
     shifts, store = build_shifts(M_TILES, D), build_store_pairs(M_TILES, DV, centred=True)
     planes = ptx.Planes(Q_WORDS // 2, 2 * padded(D))
-    scores = products.build_joined_nt(M_TILES, COLUMNS, padded(D), PITCH_K, planes)
+    scores = products_split.build_joined_nt(M_TILES, COLUMNS, padded(D), PITCH_K, planes)
     planes = ptx.Planes(PAIRS, 2 * padded(DV))
-    values, _ = products.build_split_nn(M_TILES, padded(DV), COLUMNS, PITCH_V, planes)
+    values, _ = products_split.build_split_nn(M_TILES, padded(DV), COLUMNS, PITCH_V, planes)
     pack = build_pack(PAIRS)
     runs = fragment.runs_of_queries(M_TILES, COLUMNS)
     HELD = ALL_SCORES if BIASED else 1

@@ -11,7 +11,7 @@ from numba_flash.cuda import ptx, schedule, softmax, tile_lists
 from numba_flash.cuda.arguments import FACTORS, OF_DLSE, extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.sm80 import products
+from numba_flash.cuda.sm80 import products, products_split
 from numba_flash.cuda.sm80.arguments import finds_again
 from numba_flash.cuda.sm80.load import build_store, build_store_floats
 from numba_flash.cuda.sm80.tiles import pitch
@@ -182,7 +182,7 @@ def build(kind, shape, ordered, options, tile):
     product = products.build_tn(kind, *sizes) if not SPLIT else None
     if SPLIT:
         planes = ptx.Planes(2 * BLOCK_M, 2 * D) if shape.split > 1 else None
-        product_times = products.build_split_tn(*sizes, planes, WARPS)
+        product_times = products_split.build_split_tn(*sizes, planes, WARPS)
     place = build_place(tile, FOURS)
 
     @inline

@@ -49,7 +49,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
-    AHEAD = tile.bias_ahead
     FETCHES = options.mask or (bool(options.bias) and not COPIES_BIAS)
     interleave_k = build_interleave(head_dim, BLOCK_N)
     interleave_v = build_interleave(head_dim_v, BLOCK_N)
@@ -66,7 +65,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
     row0_of, part_of, fetch = own.row0_of, own.part_of, own.fetch
-    read_lse, recompute_p, read_delta, differentiate, SLOPES, ROW_VALUES, WORDS = own[3:]
+    recompute_p, differentiate, SLOPES, WORDS = own[3:]
     take_bias = build_take_bias(tile, SMEM.bias)
     commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
@@ -142,7 +141,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     @inline
     def take_first(bias_mask, box, smem, me, n, end):
         """The bias of the n-th tile's first part, if it is of this item."""
-        if AHEAD and n != end:
+        if COPIES_BIAS and n != end:
             take_bias(bias_mask, box, smem, me, n, u32(0))
 
     @inline
@@ -162,8 +161,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T, of a part of a tile
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
         pT = cuda.local.array(PAIRS, u32)  # of P^T, two elements of 16 bits each
-        lse = cuda.local.array(ROW_VALUES, f32)  # of the queries of a part
-        delta = cuda.local.array(ROW_VALUES, f32)
         slope = cuda.local.array(SLOPES, f32)  # derivatives of scores, where options bend them
         bias_mask = cuda.local.array(WORDS, u32)  # of the part
         box = cuda.local.array(KEPT, u32)  # bias of this part and the next, if it is copied
@@ -197,25 +194,19 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                 begin_tile(smem, turn, me, n)
                 for number in range(PARTS):
                     part = u32(number)
-                    if AHEAD:
-                        x = part_of(smem, turn, me, n, part, heads, batch1)
-                        read_lse(lse, x)
                     # (1) S^T = K Q^T, (4) dP^T = V dO^T
                     behind = u32(part * u32(PART_BYTES))
                     start_scores(sT, k_rows, wgmma.descriptor(q_rows + behind, u32(0)))
                     start_dp(dpT, v_rows, wgmma.descriptor(do_rows + behind, u32(0)))
                     if FETCHES and part == 0 and n != begin:  # (7) of the tile before
                         commit_dq(smem, u32(n - u32(1)))
-                    if not AHEAD:
-                        x = part_of(smem, turn, me, n, part, heads, batch1)
-                    if COPIES_BIAS and not AHEAD:
-                        take_bias(bias_mask, box, smem, me, n, part)
+                    x = part_of(smem, turn, me, n, part, heads, batch1)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     if part == 0 and n != begin:
                         release_before(smem, n)
                     # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
-                    recompute_p(sT, slope, bias_mask, x, lse, scale_log2, parameters)
-                    if AHEAD and part != u32(PARTS - 1):
+                    recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)
+                    if COPIES_BIAS and part != u32(PARTS - 1):
                         take_bias(bias_mask, box, smem, me, n, u32(part + 1))
                     # A branch here keeps the assembler from waiting for dP before P, and one above
                     # from waiting for a bias before S.
@@ -224,12 +215,11 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
                     if FETCHES and part != u32(PARTS - 1):
                         following = part_of(smem, turn, me, n, u32(part + 1), heads, batch1)
                         fetch(bias_mask, following, extras)
-                    read_delta(delta, x)
                     ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                     # (5) dS^T = P^T * (dP^T - delta)
                     first = u32(part * (COLUMNS // 8))
                     for chunk in range(0, SCORES // 4, 2):
-                        differentiate(dpT, sT, slope, x, delta, chunk, parameters)
+                        differentiate(dpT, sT, slope, x, chunk, parameters)
                         put_ds(u32(ds + mine), dpT, chunk, first)
                     # (3) dV = dV + P^T dO
                     pack(pT, sT)

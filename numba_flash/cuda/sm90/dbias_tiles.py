@@ -125,7 +125,10 @@ def dbias_tile(problem) -> DbiasTile:
     return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
 
 
-# By batch elements that are summed. Not timed.
+# By batch elements that are summed. Gradients of 16 heads, N = 2048, 4 in a batch, bfloat16, with
+# that of the bias, on an H200: 0.732 ms, with the kernel of `DbiasTile` 0.852. Its own part of that
+# is 0.21 instead of 0.33 (predicted: 0.17); 0.25 where K and V had slots of their own, and S of the
+# next step began behind the exponentials. Of one to three elements nothing was timed.
 ROWS_TILES = {
     1: DbiasRowsTile(1, 4, 2),
     2: DbiasRowsTile(2, 4, 2),

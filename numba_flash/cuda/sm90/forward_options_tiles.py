@@ -24,14 +24,11 @@ class OptionsTile(Tile):
     pairs_ahead : bool
         What belongs to the pairs of a tile is read as soon as that of the tile before has been
         used.
-    together : bool
-        Heads of batch elements that share a bias come one after the other.
     """
 
     pair_stages: int = 0
     keys_of_element: int = 1
     pairs_ahead: bool = False
-    together: bool = False
 
     @property
     def pair_panels(self) -> int:
@@ -79,11 +76,13 @@ TILES = {
 
 
 # Where the copy engine brings the bias, or the mask, D = 64, on an H200. A bias, bfloat16, N =
-# 2048, that batch elements share: 0.249 ms; 64 keys 0.301, read by threads 0.335; sm80 0.283, cuDNN
-# 0.290. A mask, float16, N = 4096: 0.896 ms; with three slots of K, V and mask 0.906, read by
-# threads 1.144; sm80 1.068, cuDNN 1.161.
+# 2048, that batch elements share, with consumers that take turns: 0.249 ms; 64 keys 0.301, read by
+# threads 0.335; sm80 0.283, cuDNN 0.290. In another process 0.242, with pairs read ahead 0.245
+# (predicted: 0.230), without turns then 0.236; heads of batch elements one after the other, so that
+# the bias is read from memory once, 0.238 with turns. A mask, float16, N = 4096: 0.896 ms; with
+# three slots of K, V and mask 0.906, read by threads 1.144; sm80 1.068, cuDNN 1.161.
 COPYING = {
-    "bias": (Row(ANY, 64, 64, OptionsTile(128, 128, 2, 3, 1, True, 2, 1)),),
+    "bias": (Row(ANY, 64, 64, OptionsTile(128, 128, 2, 3, 1, False, 2, 1, True)),),
     "mask": (Row(ANY, 64, 64, OptionsTile(128, 128, 2, 4, 1, True, 2, 2)),),
 }
 

@@ -97,13 +97,12 @@ class QueriesTile(WarpGroups):
         return lay_out(rings, self.kept_bytes, kept=0, do=of_tile, o=2 * of_tile, v=of_keys)
 
 
-# Triangle attention, bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200, with the gradient of
-# the bias: predicted 260 to 350 us, timed 400 to 410, sm80 598, FlexAttention 596; with -inf in
-# the bias 422. dQ and dbias 189 of them (sm80 330), which is 3.0 TB/s from the L2 cache; with S of
-# the next chunk beside the sums of this one 291. dK and dV 221 (sm80 266): predicted 140, as
-# products were meant to take what is left over; but with those of the next tile beside the
-# exponentials of this one 225, with the bias by products with the unit matrix 237, by three
-# consumers 225. N = 256, B = 256: 148, sm80 199.
+# Triangle attention, bfloat16, B = 384, H = 4, N = 384, D = 32, with the gradient of the bias:
+# predicted 260 to 350 us, on an H200 400 to 410, sm80 598, FlexAttention 596; with -inf in the
+# bias 422. dQ and dbias are 189 of them (sm80 330), 3.0 TB/s from the L2 cache; with S of the next
+# chunk beside the sums of this one 291. dK and dV are 221 (sm80 266), predicted 140; but with
+# products of the next tile beside the exponentials of this one 225, with the bias by products with
+# the unit matrix 237, by three consumers 225. N = 256, B = 256: 148, sm80 199.
 STAGES, KV_STAGES = 6, 2  # of `KeysTile`
 KEYS = 128  # of its block
 CONSUMERS = 2  # of `QueriesTile`

@@ -23,12 +23,11 @@ class Kind(NamedTuple):
 
 
 # The first whose bias fits, and that has not more rows than the next, serves. Triangle attention,
-# bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200: 150, 167, 169 us; 128 keys and float32
-# 177; sm80, which reads the bias from memory, 200, FlexAttention 168. To keep it does not pay
-# there: 235 to 257. With -inf in the bias 191, FlexAttention 158 to 165. With S of the next tile,
-# and the sums of O, beside the softmax 183 to 225; with the bias by products of mma.sync and Q as
-# the sum of two, which takes three quarters of the instructions, 161 to 171: they are not what it
-# waits for.
+# bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200: 150, 167, 169 us; 128 keys and float32 177;
+# sm80, which reads the bias from memory, 200, FlexAttention 168. To keep it does not pay there: 235
+# to 257. With -inf in the bias 191, FlexAttention 158 to 165. With S of the next tile and sums of O
+# beside the softmax 183 to 225; with the bias by products of mma.sync and Q as the sum of two, in
+# three quarters of the instructions, 161 to 171: these are not what it waits for.
 KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
 
 

@@ -56,7 +56,7 @@ def build_write_work(banded, in_parts, options, tile, layout):
     WORK, PACKED, MASKED = one_type(layout.work), options.packed, options.tiled
     OPTIONS, QUEUED = options.modifies_or_lists, options.listed
     item_of = schedule.build_item(
-        options, banded, in_parts, tile.block_m, tile.block_n, False, QUEUED, tile.together
+        options, banded, in_parts, tile.block_m, tile.block_n, queued=QUEUED
     )
     listed_tiles = build_listed_tiles(in_parts, tile.block_m)
 

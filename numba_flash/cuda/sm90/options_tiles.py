@@ -121,9 +121,8 @@ class OptionsBackwardTile(NotedTile):
     part : int
         Queries of a fragment: a consumer goes through a tile in parts, for registers.
     copies_bias : bool
-        The copy engine brings the tile of the bias, which has 16 bits, to where dS will be.
-    bias_ahead : bool
-        Consumers read it there as soon as they have used that of the part before.
+        The copy engine brings the tile of the bias, which has 16 bits, to where dS will be. Threads
+        read that of a part before they start its products, after which it would come after these.
     """
 
     block_m: int
@@ -131,7 +130,6 @@ class OptionsBackwardTile(NotedTile):
     do_stages: int
     part: int
     copies_bias: bool = False
-    bias_ahead: bool = False
     kernel: ClassVar[str] = "sm90.backward_options.build"
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)
@@ -154,9 +152,11 @@ SMALL, LARGE = OptionsBackwardTile(128, 2, 2, part=64), OptionsBackwardTile(64, 
 # By whether options are `crowded`. Chosen by registers. Gradients, that of a bias among them, which
 # batch elements share, bfloat16, N = 2048, 64 heads in all, on an H200: at D = 64 0.848 ms where
 # the copy engine brings the bias, 0.954 where threads read it a part ahead, 1.044 where they wait
-# for it at once; at D = 128 1.256, 1.475 and 1.633. Of a mask of pairs read a part ahead, fp16, N =
-# 4096: 2.22 ms, else 2.51. With a function of the score, that P is made before dP is waited for
-# costs 2 %: 1.71 ms, else 1.67.
+# for it at once; at D = 128 1.256, 1.475 and 1.633. Where they read what the engine brought behind
+# the products of its part, 0.523 ms without the gradient of the bias at D = 64; before them 0.500
+# (predicted: 0.507); not timed at D = 128. Of a mask of pairs read a part ahead, fp16, N = 4096:
+# 2.22 ms, else 2.51. With a function of the score, that P is made before dP is waited for costs 2
+# %: 1.71 ms, else 1.67.
 TILES = {
     False: (Row(ANY, 64, 64, SMALL), Row(ANY, MOST, MOST, LARGE)),
     True: (

@@ -11,6 +11,7 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -93,7 +94,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts; the same bits in every run if
     `deterministic`.
     """
-    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), backward_tile(problem)
+    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
+    tile = relative_backward_tile(p) if p.options.relative else backward_tile(p)
     if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
         # only arrays of the user's are like that
         again = lambda results: prepare(p, inputs, results, deterministic, gpu)
@@ -116,7 +118,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
 
     extras_of, scratch = build_extras(p.options.arrays), this.temporaries.scratch()
-    added_to = this.added.of if p.options.relative else extras_of
+    added_to = this.added and this.added.of
 
     def run(inputs, results):
         extras = extras_of(inputs)
@@ -124,7 +126,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         sums = there.dq_sum if tile.adds_dq else None
         x = inputs
         preprocess.on((x.do, x.o, x.lse, x.dlse, there.rows, sums, there.flags), extras)
-        main.run(inputs, results, there, extras, added_to(inputs))
+        main.run(inputs, results, there, extras, added_to(inputs) if added_to else extras)
 
     launches = this.added.launches if p.options.relative else ()
     return Prepared(run, (*launches, preprocess, *main.launches))

@@ -2,8 +2,6 @@
 host: kernels and grids.
 """
 
-import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +14,9 @@ from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.prepare_forward import sizes_of
-from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask, together
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, relative_tile
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask
+from numba_flash.cuda.sm90.relative_tiles import relative_tile
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
 from numba_flash.problem import Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
@@ -62,10 +61,7 @@ def choose_copying(problem, inputs) -> Chosen:
         return Chosen(relative, relative_tile(relative), None)
     p, tile = choose(problem, tile_of)
     copied = copied_pairs(p, inputs)
-    if copied is None:
-        return Chosen(p, tile, copied)
-    tile = copying_tile(p, copied.name)
-    return Chosen(p, replace(tile, together=together(p, copied.tiles)), copied)
+    return Chosen(p, tile if copied is None else copying_tile(p, copied.name), copied)
 
 
 def prepare(problem, inputs, results, gpu=None) -> Prepared:
@@ -117,8 +113,6 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, co
         *(((copied.tiles, tile.block_m),) if copied is not None else ()),
     )
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
-    if tile.together and p.band == "none":
-        sizes = sizes._replace(section=math.prod(p.batch))
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
     builder, how_read = "sm90.forward_options.build", (vectors,)

@@ -2,8 +2,6 @@
 tiles. Numba is not imported here.
 """
 
-import math
-
 import numpy as np
 
 from numba_flash import arrays
@@ -24,13 +22,6 @@ def tiles_of_mask(problem, mask):
     p = problem
     of_pairs = p.options.mask and p.options.blocks is None and p.nk % 2 == 0
     return _tiles_of(p, mask, 2) if of_pairs else None
-
-
-def together(problem, tiles) -> bool:
-    """True if batch elements share an array whose tiles the copy engine brings, so that it is read
-    from memory once if their heads come one after the other.
-    """
-    return tiles.shape[:2] == (1, 1) and math.prod(problem.batch) > 1 and not problem.options.packed
 
 
 def _tiles_of(p, x, neighbours: int):

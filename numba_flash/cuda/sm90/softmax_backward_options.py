@@ -52,19 +52,14 @@ class Part(NamedTuple):
 
 
 class SoftmaxBackwardOptions(NamedTuple):
-    """Functions of a consumer, and its registers for slopes, the lse or delta, and bias and mask;
-    see `build`.
-    """
+    """Functions of a consumer, and its registers for slopes, and for bias and mask; see `build`."""
 
     row0_of: Any
     part_of: Any
     fetch: Any
-    read_lse: Any
     recompute_p: Any
-    read_delta: Any
     differentiate: Any
     slopes: int
-    row_values: int
     words: int
 
 
@@ -85,12 +80,10 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     ``row0_of(smem, n)``: first query of the n-th tile, whose Q is there.
     ``part_of(smem, turn, me, n, part, heads, batch1)``: a `Part` of it.
     ``fetch(bias_mask, x, extras)``: what options need from memory, and nobody else brings.
-    ``read_lse(lse, x)``, ``read_delta(delta, x)``: those of all columns, if the tile wants them
-        before a product.
-    ``recompute_p(sT, slope, bias_mask, x, lse, scale_log2, parameters)``: the options, on S^T, then
-        (2) P^T, in its place; negative where dropout drops it.
-    ``differentiate(dpT, pT, slope, x, delta, chunk, parameters)``: (5) dS^T, in the place of dP^T,
-        of 16 columns: a chunk of 8 and the next.
+    ``recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)``: the options, on S^T, then (2)
+        P^T, in its place; negative where dropout drops it.
+    ``differentiate(dpT, pT, slope, x, chunk, parameters)``: (5) dS^T, in the place of dP^T, of 16
+        columns: a chunk of 8 and the next.
     """
     SMEM, BLOCK_M, COLUMNS, SCORES = (
         tile.layout(head_dim, head_dim_v),
@@ -100,7 +93,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     )
     Q, DO, WORK = map(one_type, (SMEM.q, SMEM.do, SMEM.work))
     LSE, DELTA, NOTES, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.notes, 4 * BLOCK_M
-    DROPOUT, SLOPED, AHEAD = bool(options.dropout), options.sloped, tile.bias_ahead
+    DROPOUT, SLOPED = bool(options.dropout), options.sloped
     runs = fragment.runs_of_keys(1, COLUMNS)
     wanted = ("mask",) if tile.copies_bias else EVERYTHING
     read, drop = build_fetch(options, runs, vectors, wanted), build_drop(options, runs)
@@ -146,31 +139,10 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         read(bias_mask, x.query, x.key, x.region, x.at, x.whole, extras)
 
     @inline
-    def read_pairs(values, at):
-        if AHEAD:
-            for j in range(SCORES // 4):
-                values[2 * j], values[2 * j + 1] = ptx.load_shared_pair(u32(at + u32(32 * j)))
-
-    @inline
-    def read_lse(lse, x):
-        read_pairs(lse, x.lse)
-
-    @inline
-    def read_delta(delta, x):
-        read_pairs(delta, x.delta)
-
-    @inline
-    def pair_of(values, at, j):
-        """Of columns 2 j and 2 j + 1 of this thread."""
-        if AHEAD:
-            return values[2 * j], values[2 * j + 1]
-        return ptx.load_shared_pair(u32(at + u32(32 * j)))
-
-    @inline
-    def recompute_p(sT, slope, bias_mask, x, lse, scale_log2, parameters):
+    def recompute_p(sT, slope, bias_mask, x, scale_log2, parameters):
         modify(sT, slope, bias_mask, x.query, x.key, x.region, x.at, x.whole, parameters)
         for j in range(SCORES // 4):
-            shift = pair_of(lse, x.lse, j)
+            shift = ptx.load_shared_pair(u32(x.lse + u32(32 * j)))
             for i in range(4):
                 sT[4 * j + i] = ptx.ex2(sT[4 * j + i] * scale_log2 - shift[i % 2])
         if DROPOUT:
@@ -184,12 +156,12 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         return w * (dp - delta)
 
     @inline
-    def differentiate(dpT, pT, slope, x, delta, chunk, parameters):
+    def differentiate(dpT, pT, slope, x, chunk, parameters):
         for j in range(chunk, chunk + 2):
-            pair = pair_of(delta, x.delta, j)
+            delta = ptx.load_shared_pair(u32(x.delta + u32(32 * j)))
             for i in range(4):
                 e = 4 * j + i
-                dpT[e] = ds_of(pT[e], dpT[e], pair[i % 2], parameters)
+                dpT[e] = ds_of(pT[e], dpT[e], delta[i % 2], parameters)
                 if SLOPED:
                     dpT[e] *= slope[e]
 
@@ -197,11 +169,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         row0_of,
         part_of,
         fetch,
-        read_lse,
         recompute_p,
-        read_delta,
         differentiate,
         SCORES if SLOPED else 1,
-        SCORES // 2 if AHEAD else 1,
         max(1, held(options, runs).words),
     )

@@ -2,7 +2,7 @@
 Numba is not imported here.
 """
 
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,7 +43,6 @@ class Consumers(WarpGroups):
     """Of a tile of the forward pass, whose consumers have 64 rows each."""
 
     block_m: int
-    together: ClassVar[bool] = False  # heads of batch elements come one after the other
 
     @property
     def consumers(self) -> int:
@@ -87,29 +86,6 @@ class Tile(Consumers):
         }
         o_panels = min(self.o_panels, panels(head_dim_v))
         return lay_out(rings, o_panels * self.block_m * ROW_BYTES, o=0, o_panels=o_panels)
-
-
-class WithNumbers:
-    """Of a tile where sums begin with what a `score_mod` adds for each distance
-    (`numba_flash.cuda.relative`): with each tile of K, or of Q in the backward pass, comes a number
-    for each of its diagonals.
-    """
-
-    @property
-    def added_bytes(self) -> int:
-        return 4 * (self.block_m + self.block_n)
-
-    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory, as without, and `added`."""
-        layout = super().layout(head_dim, head_dim_v)
-        layout.added = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
-        layout.bytes = layout.added + self.stages * self.added_bytes + ALIGNMENT
-        return layout
-
-
-@dataclass(frozen=True)
-class RelativeTile(WithNumbers, Tile):
-    """Shape of a block's work with these numbers."""
 
 
 class AddingTile(WarpGroups):
@@ -206,11 +182,6 @@ class BackwardTile(AddingTile):
     def columns(self) -> int:
         """Queries of a consumer's fragment."""
         return self.block_m
-
-
-@dataclass(frozen=True)
-class RelativeBackwardTile(WithNumbers, BackwardTile):
-    """The same with a number for each diagonal of a tile of scores."""
 
 
 @dataclass(frozen=True)
@@ -352,18 +323,6 @@ def part_tile(problem) -> Tile:
     return _first(PART_TILES, problem)
 
 
-def relative_tile(problem, split=False) -> RelativeTile:
-    """That of both where sums begin with what a `score_mod` adds; where there is no room for these
-    numbers, O is stored by single panels, or tiles have 16 keys less.
-    """
-    p = problem
-    tile = RelativeTile(*astuple(part_tile(p) if split else forward_tile(p)))
-    fewer = replace(tile, o_panels=1)
-    tiles = (tile, fewer, replace(fewer, block_n=tile.block_n - 16))
-    return next(each for each in tiles if each.layout(p.d, p.dv).bytes <= SHARED_LIMIT)
-
-
 def backward_tile(problem) -> BackwardTile | WideTile:
     """Tile of the main kernel of the backward pass."""
-    tile = _first(BACKWARD_TILES, problem)
-    return RelativeBackwardTile(**asdict(tile)) if problem.options.relative else tile
+    return _first(BACKWARD_TILES, problem)

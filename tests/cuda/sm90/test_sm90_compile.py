@@ -47,7 +47,7 @@ SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("
 SPILLS |= {"backward 64 relative": 360, "backward 128 relative, packed": 80}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
-SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 90)  # addresses, a few per head
+SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 130)  # addresses, a few per head
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
