@@ -16,7 +16,9 @@ from numba_flash.cuda.number import array, index
 LOG2E = math.log2(math.e)
 LEAST_FLOAT32 = -float.fromhex("0x1.fffffep127")
 CHUNK_BYTES = 16  # that a thread loads at a time
-MOST_AT_ONCE = 4  # rows whose chunks a thread has asked for before it looks at the first
+# Rows whose chunks a thread has asked for before it looks at the first. On an H200, D = 128, 16
+# heads, N = 16k: 43.5 us; one after the other 55.8.
+MOST_AT_ONCE = 4
 
 
 class Held(NamedTuple):

@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant("an lse of scaled scores", FINISH, "return m + ptx", "return m * scale_log2 + ptx", "bias"),
     Mutant("dropped weights that count on Hopper", OPTIONS, "BFLOAT16, positive=DROPOUT)", "BFLOAT16)", "dropout"),
     Mutant("lanes that share no counter", "cuda/fragment.py", "block_n - 7, 1, register", "block_n - 7, 4, register", "dropout"),
-    Mutant("V of another tile than K", LOAD, "key_v = key_before", "key_v = key_k", "tiles of a mask"),
+    Mutant("V of another tile than K", LOAD, "seen, last - (t - 1), keys)", "seen, last - t, keys)", "tiles of a mask"),
     Mutant("a list that nobody made", LOAD, "        if count == 0:\n", "        if count < 0:\n", "tiles of a mask"),
     Mutant("tiles after the first as whole", SCORES, "region, x.following.whole,", "region, True,", "tiles of a mask"),
     # ---- the host of the forward pass

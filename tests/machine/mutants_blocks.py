@@ -5,7 +5,6 @@ from mutants import Mutant
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
 BACKWARD_OPTIONS, HOST = "cuda/sm90/backward_options.py", "cuda/sm90/prepare_backward_options.py"
-FORWARD = "cuda/sm90/forward.py"
 BACKWARD, P_AND_DS, ROWS = "cuda/sm90/backward.py", "cuda/sm90/softmax_backward.py", "cuda/sm90/rows.py"
 TILE_LISTS, WALK = "cuda/tile_lists.py", "cuda/sm90/walk_backward.py"
 SLOTS, DQ_LISTED, LISTED = "cuda/sm90/ds_slots.py", "cuda/sm90/dq_listed.py", "cuda/sm90/backward_listed.py"
@@ -181,7 +180,6 @@ MUTANTS_BLOCKS = (
         "sections(places, sizes) > i32(sizes.first_block + 1)",
         "gradients, blocks, sections",
     ),
-    Mutant("an item written over", FORWARD, "WARP_GROUP + looks_up_apart(options, PARTS)", "WARP_GROUP", "wgmma, blocks"),
     Mutant(
         "rows of smaller blocks",
         HOST_LISTED,

@@ -16,7 +16,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_move, lists_of, looks_up_apart
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
 from numba_flash.cuda.sm90.rows import build_begin, build_begin_sums, build_follow, build_hide
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.softcap import build_tanh
@@ -46,8 +46,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     BANDED, CAPPED = band != "none", bool(options.softcap)
     TO_MAP, PARTS, LISTED = store_by == "map", store_by == "parts", options.listed
     SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
-    WORK_READERS = CONSUMERS * WARP_GROUP + looks_up_apart(options, PARTS)
-    move = build_move(head_dim, head_dim_v, BANDED, PARTS, options, tile)
+    produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     RELATIVE = options.relative
@@ -182,7 +181,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         smem = pipeline.shared_base(ALIGNMENT)
         group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, WORK_READERS)
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
             pipeline.initialise(smem, Q, 1, CONSUMERS)
             pipeline.initialise(smem, K, 1, CONSUMERS * RELEASES_OF_K)
             pipeline.initialise(smem, V, 1, CONSUMERS)
@@ -191,7 +190,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
 
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
-            move(maps, smem, o, extras, sizes)
+            if cuda.threadIdx.x == 0:
+                produce(maps, smem, o, extras, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             me = group - 1

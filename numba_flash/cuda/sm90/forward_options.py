@@ -16,7 +16,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_move, lists_of, load_nothing, looks_up_apart
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, build_load_pairs, build_take_pairs
 from numba_flash.cuda.sm90.rows_options import build_rows
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -48,8 +48,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     load_pairs = build_load_pairs(options, tile, SMEM.pairs) if COPIES else load_nothing
     take_pairs = build_take_pairs(options, tile, SMEM.pairs) if COPIES else None
     banded, pairs_map = band != "none", 4 if TO_MAP else 3
-    WORK_READERS = CONSUMERS * WARP_GROUP + looks_up_apart(options, PARTS)
-    move = build_move(head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs)
+    produce = build_produce(
+        head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs
+    )
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
@@ -186,7 +187,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         smem = pipeline.shared_base(ALIGNMENT)
         group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
         if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, WORK_READERS)
+            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
             pipeline.initialise(smem, Q, 1, CONSUMERS)
             pipeline.initialise(smem, K, 1, CONSUMERS)
             pipeline.initialise(smem, V, 1, CONSUMERS)
@@ -197,7 +198,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
 
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
-            move(maps, smem, o, extras, sizes)
+            if cuda.threadIdx.x == 0:
+                produce(maps, smem, o, extras, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             me = group - 1

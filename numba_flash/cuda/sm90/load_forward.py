@@ -1,5 +1,5 @@
 """The thread that moves data in the forward pass: it writes down work items for the consumers, and
-has the copy engine fetch their tiles. Where tiles are listed, another one writes down the items.
+has the copy engine fetch their tiles.
 """
 
 from typing import NamedTuple
@@ -26,13 +26,6 @@ class Tiles(NamedTuple):
 def lists_of(options) -> tuple[str, ...]:
     """What the kernels want of a mask."""
     return ("tiles", "queue") if options.listed else ("tiles",)
-
-
-def looks_up_apart(options, in_parts):
-    """Whether a thread of its own looks up work items: of lists, unless there are parts of keys,
-    when there are few items for a block, and more to look up than registers can hold.
-    """
-    return options.listed and not in_parts
 
 
 @once
@@ -123,8 +116,7 @@ def build_produce(
     head_dim, head_dim_v, banded, in_parts, options, tile, pairs_map=0, load_pairs=load_nothing
 ):
     """``produce(maps, smem, o, extras, sizes)``: have the copy engine fetch what each work item
-    needs, K one tile ahead of V, and write down the next item in the meantime, unless another
-    thread does.
+    needs, K one tile ahead of V, and write down the next item in the meantime.
 
     pairs_map, load_pairs : the number of the map of what belongs to pairs, and what has a tile of
         it fetched, see `numba_flash.cuda.sm90.pair_tiles`.
@@ -141,7 +133,6 @@ def build_produce(
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
     BLOCK_M, MASKED = tile.block_m, options.tiled
     COPIES_PAIRS, PAIRS_MAP = load_pairs is not load_nothing, pairs_map
-    APART = looks_up_apart(options, in_parts)
     list_of, listed = tile_lists.build_access(MASKED)
 
     @inline
@@ -160,11 +151,8 @@ def build_produce(
 
     @inline
     def produce(maps, smem, o, extras, sizes):
-        turn, n, key_before = u32(0), u32(0), i32(0)
-        if APART:
-            pipeline.wait_ready(smem, WORK, turn)
-        else:
-            write_work(smem, turn, o, extras, sizes)
+        turn, n = u32(0), u32(0)
+        write_work(smem, turn, o, extras, sizes)
         count = pipeline.read(smem, WORK, turn, WORD.count)
         while count != END:
             b0 = pipeline.read(smem, WORK, turn, WORD.b0)
@@ -204,54 +192,12 @@ def build_produce(
                 else:
                     key_v = key - (t - 1) * BLOCK_N
                     if MASKED:
-                        key_v = key_before
+                        key_v = i32(k0 + listed_column(seen, last - (t - 1), keys))
                     pipeline.wait_free(smem, V, u32(n + t - 1))
                     load_v(maps[2], smem, u32(n + t - 1), Place(0, key_v, kv_head, b1, b0))
-                if MASKED:
-                    key_before = key_k
-                if not APART:
-                    if t == 1:
-                        write_work(smem, u32(turn + 1), o, extras, sizes)
-            if APART:
-                pipeline.release(smem, WORK, turn)
+                if t == 1:
+                    write_work(smem, u32(turn + 1), o, extras, sizes)
             n, turn = u32(n + count), u32(turn + 1)
-            if APART:
-                pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.read(smem, WORK, turn, WORD.count)
 
     return produce
-
-
-@once
-def build_move(
-    head_dim, head_dim_v, banded, in_parts, options, tile, pairs_map=0, load_pairs=load_nothing
-):
-    """``move(maps, smem, o, extras, sizes)`` of the warp group that moves data: `build_produce`'s
-    by one thread; where another one looks up work items (`looks_up_apart`), it writes one down as
-    soon as the consumers have ended that two before.
-    """
-    layout, APART = tile.layout(head_dim, head_dim_v), looks_up_apart(options, in_parts)
-    produce = build_produce(
-        head_dim, head_dim_v, banded, in_parts, options, tile, pairs_map, load_pairs
-    )
-    WORK = one_type(layout.work)
-    write_work = build_write_work(banded, in_parts, options, tile, layout)
-
-    @inline
-    def write_items(smem, o, extras, sizes):
-        turn, count = u32(0), i32(0)
-        while count != END:
-            pipeline.wait_free(smem, WORK, u32(turn + u32(WORK.slots - 2)))
-            write_work(smem, turn, o, extras, sizes)
-            count = pipeline.read(smem, WORK, turn, WORD.count)
-            turn = u32(turn + 1)
-
-    @inline
-    def move(maps, smem, o, extras, sizes):
-        if cuda.threadIdx.x == 0:
-            produce(maps, smem, o, extras, sizes)
-        if APART:
-            if cuda.threadIdx.x == 32:
-                write_items(smem, o, extras, sizes)
-
-    return move
