@@ -99,13 +99,6 @@ MUTANTS_HEAD = (
         GRADIENTS,
     ),
     Mutant(
-        "Q in the place of dO that is read",
-        SPLIT_HEADS,
-        "        cuda.syncthreads()  # and dO\n        copy_q",
-        "        copy_q",
-        GRADIENTS,
-    ),
-    Mutant(
         "delta of half a row",
         WRITE,
         "STEPS, FOLDS, BOUNDS = -(-rows // STEP), (CHUNKS - 1)",

@@ -212,7 +212,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         # registers of each thread
         s = cuda.local.array(SCORES, ACC)  # its part of S, then of dP
         dq_acc = cuda.local.array(OUTPUTS, ACC)  # its part of dQ
-        slope, (scale, low, high, parameters) = s, numbers
+        dp, slope, (scale, low, high, parameters) = s, s, numbers
         if BENDS:
             slope = cuda.local.array(SCORES, ACC)  # derivatives of its scores
 
@@ -228,8 +228,7 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         row0 = block * BLOCK_M
         if SEQUENCES:
             sequence = sequence_of(extras, at.b0, at.b1, nq, nk)
-            q0, nq = sequence.q0, sequence.queries
-            k0, nk = sequence.k0, sequence.keys
+            q0, k0, nq, nk = sequence.q0, sequence.k0, sequence.queries, sequence.keys
             q_head, do_head = q_head[q0 : q0 + nq], do_head[q0 : q0 + nq]
             k_head, v_head = k_head[k0 : k0 + nk], v_head[k0 : k0 + nk]
             lse_head, delta_head = lse_head[q0 : q0 + nq], delta_head[q0 : q0 + nq]
@@ -237,7 +236,6 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             invalid = sequence.invalid
         for i in range(OUTPUTS):
             dq_acc[i] = ACC(0)
-
         start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, nq), nk, low, high)
         if SEQUENCES and row0 >= nq:
             stop = start
@@ -253,7 +251,6 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
             # (2) P = exp(S - lse), kept in shared memory
             recompute_p(s, slope, w_smem, lse_head, region, edge, scale, at, extras, parameters)
             # (4) dP = dO V^T
-            dp = s
             inner_do(dp, do_head, v_head, region, a_smem, b_smem)
             # (5) dS = P * (dP - delta), in the place of P
             differentiate(dp, slope, w_smem, delta_head, region, parameters)
