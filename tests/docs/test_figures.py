@@ -44,6 +44,10 @@ def situation(what: str, direction: str, ratios: dict, heads: int = 4, causal: b
     return {"situation": what, "dtype": "float16", "direction": direction, **shape, "ms": 1.0, "tflops": 2.0, "peers": peers}
 
 
+def share(direction: str, contender: str, ms: float, visible: float = 0.1) -> dict:
+    return {"percent": round(100 * visible), "visible": visible, "direction": direction, "contender": contender, "ms": ms}
+
+
 PACKAGES = {"torch": "2", "flash-attn-4": "4"}
 RESULTS = {
     "h200/bench": {
@@ -76,6 +80,14 @@ RESULTS = {
             {"contender": "CuPy", "mask": "full", "forward_ms": 10.0, "backward_ms": 20.0, "flop": 825e9, "dram_bytes": None}
             | {"tensor_flop": None, "scalar_flop": None},
         ]
+    },
+    "h200/sparsity": {
+        **{"device": "H", "dtype": "float16", "heads": 16, "length": 4096, "head_dim": 128, "block": 128},
+        "rows": [
+            share(direction, name, ms)
+            for direction in ("forward", "backward")
+            for name, ms in (("numba_flash", 2.0), ("numba_flash, dense", 10.0), ("FlexAttention", 5.0))
+        ],
     },
     "h200/tiles": {"rows": [tile(128, 0.5, True), tile(64, 1.0, False), tile(96, 0.8, False, 3)]},
     "h200/accuracy": {
@@ -187,6 +199,7 @@ EXPECTED = {
     ],
     "scaling-h200": ["| 1024 | 3.50 | 5.00 | 30.0 | 5,000 |", "| 2048 | 14.0 | 10.0 | backward: OutOfMemoryError |  |"],
     "scaling-cpu": ["Not measured yet: `python asv_bench/studies/scaling.py --json asv_bench/studies/results/2-core-cpu/scaling.json`."],
+    "sparsity": ["| forward | 10.0 % | 2.00 | 0.50 | 10.0 | 5.00 |"],
     "traffic": [
         "| numba_flash, full | 1.00 | 2.00 | 3.00 | 962 | 962 | 4.40 |",
         "| standard (CuPy), full | 10.0 | 20.0 | 30.0 | 825 | not counted |",

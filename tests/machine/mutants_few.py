@@ -4,7 +4,7 @@ from mutants import Mutant
 
 FEW, FORWARD, BLOCK, COMBINE = "cuda/sm80/few.py", "cuda/sm80/forward_few.py", "cuda/sm80/block.py", "cuda/combine.py"
 GRADIENTS, SCHEDULE = "cuda/sm80/backward_few.py", "cuda/row_blocks.py"
-JOIN, LOAD = "cuda/sm80/few_join.py", "cuda/sm80/load.py"
+JOIN, LOAD, LANE = "cuda/sm80/few_join.py", "cuda/sm80/load.py", "cuda/sm80/lane.py"
 LANES, LANES_ROWS, FEW_LANES = "cuda/simt/lanes.py", "cuda/simt/lanes_rows.py", "cuda/simt/few_lanes.py"
 PRODUCTS, MMA, SEQUENCE = "cuda/sm80/products.py", "cuda/ptx/mma.py", "cuda/sequence.py"
 FRAGMENT, MODIFY, FETCH = "cuda/fragment.py", "cuda/modify.py", "cuda/fetch.py"
@@ -59,8 +59,8 @@ MUTANTS_FEW = (
     # ---- lines of shared memory
     Mutant("chunks of a line in their order", LOAD, "            chunk = i32(chunk ^ (row & 7))\n", "            pass\n", "few, D128"),
     Mutant("rows below turned as the first", LOAD, "u32(address ^ u32((rows & 7) * (2 * CHUNK)))", "address", "few, D128"),
-    Mutant("chunks of keys in their order", PRODUCTS, "(lane // 8 % 2 ^ lane % 8) * 16", "lane // 8 % 2 * 16", "few, D128"),
-    Mutant("chunks of values in their order", PRODUCTS, "(lane // 16 ^ lane % 8) * 16", "lane // 16 * 16", "few, D128"),
+    Mutant("chunks of keys in their order", LANE, "(lane // 8 % 2 ^ lane % 8) * 16", "lane // 8 % 2 * 16", "few, D128"),
+    Mutant("chunks of values in their order", LANE, "(lane // 16 ^ lane % 8) * 16", "lane // 16 * 16", "few, D128"),
     Mutant("steps that are not turned", MMA, "builder.xor(address, ir.Constant(I32, turned))", "address", "few, D128"),
     Mutant("columns beyond a line in the first", MMA, "* (tile if operand.transposed else step) % LINE", "* step % LINE", "few, D128"),
     # ---- lengths that are numbers

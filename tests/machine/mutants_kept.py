@@ -143,7 +143,7 @@ MUTANTS_KEPT = (
     Mutant("nobody says that the bias of a key hides", COLUMNS, "            f.hides[0] = u32(1)\n", "            pass\n", HIDDEN),
     Mutant("dQ of the first consumer's keys alone", DQ, "dq[4 * j + e] += part[e]", "dq[4 * j + e] += f32(0)", GRADIENTS),
     Mutant("dQ of a head in that of the next", DQ, "            zero(w.dq_acc)\n", "", GRADIENTS),
-    Mutant("a bias in base e", ROWS, "        return bias * f32(LOG2E)\n", "        return bias\n", GRADIENTS),
+    Mutant("a bias of gradients in base e", ROWS, "        return bias * f32(LOG2E)\n", "        return bias\n", GRADIENTS),
     Mutant("keys beyond the last one have a gradient", ROWS, "        if i32(n // 2 * 8 + x) >= k.keys:\n", "        if False:\n", HIDDEN),
     Mutant("the first consumer's keys for both", ROWS, "i32(me * KEYS + chunk * CHUNK", "i32(chunk * CHUNK", GRADIENTS),
     Mutant("the first chunk of keys for all", DQ, "u32(chunk * PART))", "u32(0 * PART))", GRADIENTS),

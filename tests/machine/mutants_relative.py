@@ -24,7 +24,7 @@ MUTANTS_RELATIVE = (
         "numbers of another tile of queries", LOAD_BACKWARD, "head, i32(at * BLOCK_M), col0)", "head, i32(0), col0)", "gradients, relative"
     ),
     Mutant("a row's numbers for all rows", ADDED, "key_of(n) + x - query_of(n)", "key_of(n) + x", "mma, relative"),
-    Mutant("sums that begin with nothing", FORWARD_80, "BEGIN, DROPOUT, not RELATIVE", "BEGIN, DROPOUT, True", "mma, relative"),
+    Mutant("sums that begin with nothing", FORWARD_80, "BEGIN, DROPOUT, not options.relative", "BEGIN, DROPOUT, True", "mma, relative"),
     Mutant("numbers in the slot of these", FORWARD_80, "load_added(smem, slot ^ u32(1),", "load_added(smem, slot,", "mma, relative"),
     Mutant("tanh of raw products", SOFTCAP, "ptx.tanh(t.s[e] * t.share)", "ptx.tanh(t.s[e])", "mma, softcap"),
     Mutant("powers that are not lowered", SOFTCAP, "unit * factor - factor if POWERS", "unit * factor if POWERS", "mma, softcap"),

@@ -178,6 +178,7 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group,
     pipeline = SimpleNamespace(
         **dict.fromkeys(("wait_ready", "wait_free", "release"), lambda *_: None),
         **dict.fromkeys(("build_load", "build_load_rows"), lambda *_, planes=1: lambda tensor_map, *_: events.append(tensor_map)),
+        build_load_numbers=lambda *_: None,
         read=lambda smem, ring, turn, word: items[int(turn)][int(word)],
         commit=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
     )
