@@ -46,6 +46,13 @@ def build_split_nn(m_tiles, columns, depth, b_pitch, planes):
     sizes = m_tiles, columns // 16, depth // 16
     multiply = ptx.split_product(*sizes, None, b, planes, 1)
     multiply_times = ptx.split_product(*sizes, None, b, planes, 1, scaled=True)
+    return _beside(multiply, multiply_times, b_pitch)
+
+
+def _beside(multiply, multiply_times, b_pitch):
+    """``product(acc, a, b)`` and ``times(acc, a, b, factor)``: these, with B where a lane reads it
+    whose columns lie beside each other.
+    """
     beside, _ = build_lane(b_pitch)
 
     @inline
@@ -87,17 +94,7 @@ def build_joined_nn(m_tiles, columns, depth, b_pitch, planes):
     sizes = m_tiles, n_tiles, depth // 16
     multiply = ptx.joined_product(*sizes, b, planes, at_once)
     multiply_times = ptx.joined_product(*sizes, b, planes, at_once, scaled=True)
-    beside, _ = build_lane(b_pitch)
-
-    @inline
-    def product(acc, a, b):
-        multiply(acc, a, beside(b), u32(0))
-
-    @inline
-    def times(acc, a, b, factor):
-        multiply_times(acc, a, beside(b), factor)
-
-    return product, times
+    return _beside(multiply, multiply_times, b_pitch)
 
 
 @once
