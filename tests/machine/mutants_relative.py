@@ -35,6 +35,7 @@ MUTANTS_RELATIVE = (
         "unit = ptx.tanh(t.s[e] * t.share) * f32(0.9)\n",
         "mma, gradients, softcap",
     ),
+    Mutant("sums of the last tile alone", SOFTCAP, "l_i[r] += l", "l_i[r] = l", "mma, softcap, hidden"),
     Mutant("tanh of half the product", SOFTCAP, "f32(0.5 / LOG2E)", "f32(0.25 / LOG2E)", "softcap of bfloat16"),
     Mutant("an lse without the cap", FORWARD_80, "m_i[r] = f32(parameters.softcap) if rough", "m_i[r] = f32(0) if rough", "mma, softcap"),
 )

@@ -534,6 +534,13 @@ PROBLEMS |= {
     "gradients, relative": Problem(backward_pass, nq=200, nk=300, hq=2, options=OF_DISTANCES, relative=True),
     "mma, relative": mma(nk=300, hq=2, options=OF_DISTANCES, relative=True),
     "mma, softcap": mma(nk=300, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
+    "mma, softcap, hidden": mma(
+        nq=100,
+        nk=150,
+        batch=2,
+        dtype="bfloat16",
+        options={"softcap": 2.0, "scale": 0.5, "causal": True, "q_start": -30, "kv_lengths": np.array([150, 0])},
+    ),
     "mma, gradients, softcap": mma_gradients(dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
     "softcap of bfloat16": Problem(forward_pass, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
 }
