@@ -59,14 +59,18 @@ def of_few_scores(monkeypatch):
     monkeypatch.setattr(prepare_relative, "FEWEST", 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
-def test_forward(name):
-    group = GROUPS[name]
+def check(run, group):
+    """All shapes of a group, on a machine of four multiprocessors."""
     for number, shape in enumerate(group.shapes):
         arrays = inputs_of(group, shape)
         with machine(seed=number, multiprocessors=4, capability=group.capability):
-            results = forward(group, arrays, **shape.options)
+            results = run(group, arrays, **shape.options)
         compare(results, *arrays, **shape.options)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
+def test_forward(name):
+    check(forward, GROUPS[name])
 
 
 BACKWARD = {
@@ -79,12 +83,7 @@ BACKWARD = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BACKWARD])
 def test_backward(name):
-    group = BACKWARD[name]
-    for number, shape in enumerate(group.shapes):
-        arrays = inputs_of(group, shape)
-        with machine(seed=number, multiprocessors=4, capability=group.capability):
-            results = backward(group, arrays, **shape.options)
-        compare(results, *arrays, **shape.options)
+    check(backward, BACKWARD[name])
 
 
 def test_what_else_changes_scores_keeps_the_function():
