@@ -58,6 +58,11 @@ class _Given(NamedTuple):
     most: int
 
 
+def _pack_of(count: int):
+    """``pack(*values)``: so many lengths as the words of `MOST`."""
+    return Struct(f"{count}q{WORD * (MOST - count)}x").pack
+
+
 def _by_launch(problem, cls, lengths: Lengths, device: int):
     """The same of up to `MOST` lengths in all, for inputs of that class: a list of them is made
     once in a call, checked and sent.
@@ -73,7 +78,7 @@ def _by_launch(problem, cls, lengths: Lengths, device: int):
         if flat[number] is not None
     ]
     store, scratch = launch_of(flat, launch.gpu(device)).on, Scratch(there, Lengths._fields).beside
-    pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
+    pack, sent_of = _pack_of(count), partial(tuple.__new__, cls)
 
     def run(inputs):
         words, sent = [], [*inputs]
@@ -159,7 +164,7 @@ def _by_numbers(problem, cls, lengths: Lengths, device: int):
     count, at, most = math.prod(layout.shape), cls._fields.index("kv_lengths"), problem.nk
     store = launch_of((None, Layout.compact((count,), layout.dtype)), launch.gpu(device)).on
     scratch = Scratch(Lengths(None, layout), Lengths._fields).beside
-    pack, sent_of = Struct(f"{count}q{WORD * (MOST - count)}x").pack, partial(tuple.__new__, cls)
+    pack, sent_of = _pack_of(count), partial(tuple.__new__, cls)
     known, in_line = layout._replace(known=True), layout.ndim == 1
 
     def stored(words, like):
