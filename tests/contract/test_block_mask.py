@@ -77,7 +77,7 @@ def test_leading_axes_broadcast(backend, lead):
     check(backend, *problem(), mask=drawn(SIZES[2], *lead), window=(60, 60))
 
 
-@simulator
+@simulator(full=True)
 def test_with_a_bias_and_its_gradient(backend):
     bias = np.random.default_rng(2).standard_normal((2, NQ, NK)).astype(np.float32)
     check(backend, *problem(), mask=drawn(SIZES[1], 2), bias=bias, bias_grad=True, causal=True)

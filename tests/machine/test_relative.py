@@ -28,6 +28,7 @@ ALIBI, LATER, RELATIVE = (
     mod(numba_flash.alibi(SLOPES, q_start=100)),
     mod(numba_flash.relative_position(TABLE, q_start=-3)),
 )
+SHORT = Shape((1, 2, 2), 70, 90)
 SOME, MANY, FEW = Shape(PAIR, 150, 330), Shape(PAIR, 300, 200), Shape((1, 2, 2), 64, 700)
 LENGTHS = Shape(PAIR, 130, 150, lengths([130, 3], [77, 150]))
 hopper, ampere = partial(Group, SM90), lambda *group: Group(SM80, *group) if len(group) > 4 else Group(SM80, *group, AMPERE)
@@ -39,13 +40,14 @@ GROUPS = {
     "sm90 float16 72, 40": hopper("float16", 72, 40, (also(SOME, **LATER),)),
     "sm90 bfloat16 256": hopper("bfloat16", 256, 256, (also(FEW, **ALIBI),)),
     "sm80 bfloat16 64": ampere("bfloat16", 64, 64, (also(SOME, **ALIBI), also(MANY, **RELATIVE))),
+    "sm80 bfloat16 64 short": ampere("bfloat16", 64, 64, (also(SHORT, **ALIBI),)),
     "sm80 float16 64 causal on Hopper": ampere("float16", 64, 64, (also(SOME, causal=True, **LATER),), HOPPER),
     "sm80 float16 128 window": ampere("float16", 128, 128, (also(SOME, window=(63, 17), **RELATIVE),)),
     "sm80 bfloat16 40, 72 lengths": ampere("bfloat16", 40, 72, (also(LENGTHS, **RELATIVE),)),
     "sm80 bfloat16 256 on Hopper": ampere("bfloat16", 256, 256, (also(FEW, **ALIBI),), HOPPER),
     "sm80 float16 64 on Turing": ampere("float16", 64, 64, (also(SOME, causal=True, **LATER),), TURING),
 }
-QUICK = ("sm90 bfloat16 64",)
+QUICK = ("sm80 bfloat16 64 short",)
 
 
 def half(score, b, h, i, j):
