@@ -66,7 +66,7 @@ def build(dtype, shape, tile):
     BLOCK_N, HALF, D = SLOT.block_n, SLOT.block_m, SLOT.padded(shape.head_dim)
     WARPS_N, ROWS, COLUMNS = tile.warps_n, BLOCK_M // tile.warps_m, D // tile.warps_n
     PITCH, PITCH_DS, DS = pitch(D), pitch(BLOCK_M), BLOCK_N * pitch(D)
-    STAGE, SLOT_BYTES = DS + BLOCK_N * PITCH_DS, 2 * HALF * BLOCK_N
+    STAGE = DS + BLOCK_N * PITCH_DS
     COUNT, HELD, AHEAD = ROWS * COLUMNS // 32, ROWS // 8, STAGES - 1
     WARP_ROWS = BLOCK_M // tile.warps
     kind = products.Kind(dtype == "bfloat16", False)
@@ -144,7 +144,5 @@ def build(dtype, shape, tile):
         dq_head = dq[index(b0), index(b1), index(head)]
         store(u32(smem + u32(mine * PITCH)), dq_head, i32(row0 + mine), nq)
 
-    signature = types.void(
-        array(f32, 5), *[array(types.uint16, 5)] * 2, i64, i64, f32
-    )
+    signature = types.void(array(f32, 5), *[array(types.uint16, 5)] * 2, i64, i64, f32)
     return dq_sm80, signature, {"launch_bounds": (THREADS, 1)}

@@ -154,7 +154,6 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     if results.dbias is not None:
         dbias = _dbias(this, problem)
     (main, numbers), postprocess = _main(this), _postprocess(this)
-    read = (lambda x: (x.k,)) if tile.slots else lambda x: ()
     extras_of, scratch = build_extras(p.options), there.scratch()
 
     def run(inputs, results, rng=None):
@@ -164,7 +163,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
         given = None if rng is None else numbers(rng)
         main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=own, numbers=given)
-        postprocess(dq_sum, *read(x), dq, extras=own)
+        postprocess(dq_sum, *((x.k,) if tile.slots else ()), dq, extras=own)
         if dbias is not None:
             dbias.run(x, rows, results, rng)
 
