@@ -17,8 +17,9 @@ def serves(p, shape, tile) -> bool:
     """True if dS of a problem without options goes to memory: where there are so many columns that
     warps share dK and dV, and if there is room.
     """
-    wide = tile.ways == 4 and shape.asynchronous and not shape.turing
-    if not wide or p.options.used or p.hq * p.nq * p.nk == 0:
+    if p.dtype not in ("float16", "bfloat16") or p.options.used or p.hq * p.nq * p.nk == 0:
+        return False
+    if tile.ways != 4 or not shape.asynchronous:
         return False
     return math.prod(slots(p, tile).shape) * 4 <= MOST_BYTES
 
