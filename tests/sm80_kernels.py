@@ -26,7 +26,7 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
-OF_A_BIAS = ("dbias", "dq_dbias", "dk_dv", "dq_dbias_split", "dk_dv_split", "split_heads")  # main loops of a backward pass, too
+OTHER_LOOPS = ("dq", "dbias", "dq_dbias", "dk_dv", "dq_dbias_split", "dk_dv_split", "split_heads")  # main loops of a backward pass, too
 AROUND = (
     "backward",
     "backward, any strides",
@@ -333,7 +333,7 @@ def kernels() -> dict[str, Launch]:
             kernel = Kernel(launch.builder, launch.config, case.capability)
             if launch.builder not in OF_OTHERS and kernel not in seen:
                 part = launch.builder.removeprefix("sm80.").removesuffix(".build").replace(".build_", " ")
-                if part not in OF_A_BIAS and not part.startswith(case.kind) and name not in AROUND:
+                if part not in OTHER_LOOPS and not part.startswith(case.kind) and name not in AROUND:
                     continue
                 seen.add(kernel)
                 found[f"sm80 {name}" if part.startswith(case.kind) else f"sm80 {name}: {part}"] = launch

@@ -509,6 +509,10 @@ PROBLEMS |= {
     "copied mask": Problem(forward_pass, nq=150, nk=560, options={"mask": np.random.default_rng(13).random((150, 560)) < 0.7}),
     "alibi": Problem(forward_pass, nq=150, nk=300, hq=2, hk=1, options={"score_mod": numba_flash.alibi([0.5, 0.25])}),
 }
+PROBLEMS |= {
+    "mma, gradients, wide": mma_gradients(d=136, nq=200, nk=200, hq=4, hk=2, options={"causal": True}),
+    "mma, gradients, wide, window": mma_gradients(d=136, nq=100, nk=330, options={"window": (40, 30)}),
+}
 PROBLEMS["few, lengths"] = Problem(
     known_pass, nq=2, hq=4, nk=200, batch=3, tier="sm80", capability=(8, 0), options={"kv_lengths": np.array([200, 0, 70])}
 )

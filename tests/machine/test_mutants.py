@@ -24,6 +24,7 @@ from mutants_pages import MUTANTS_PAGES
 from mutants_relative import MUTANTS_RELATIVE
 from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
+from mutants_wide import MUTANTS_WIDE
 from problems import CAUGHT, PROBLEMS
 
 ALL = (
@@ -39,6 +40,7 @@ ALL = (
     *MUTANTS_HEAD,
     *MUTANTS_KEPT,
     *MUTANTS_RELATIVE,
+    *MUTANTS_WIDE,
 )
 
 

@@ -11,7 +11,7 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, types, u32
-from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
+from numba_flash.cuda.sm80 import ds_slots, load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.backward import signature
 from numba_flash.cuda.sm80.load import build_store
 
@@ -51,7 +51,10 @@ def build(dtype, shape, ordered, options, tile):
     put_p = products.build_put_words(M_TILES, COLUMNS, PITCH_P)
     put_dk = products.build_put(M_TILES, COLUMNS_K, PITCH_K, *kind)
     put_dv = products.build_put(M_TILES, COLUMNS_V, PITCH_V, *kind)
-    sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
+    if tile.slots:
+        sum_of, wait, add_dq, release = ds_slots.build(shape, tile)
+    else:
+        sum_of, wait, add_dq, release = sum_dq.build(kind, shape, ordered, options, tile)
 
     @inline
     def v_dot(dpT, v, do, delta):

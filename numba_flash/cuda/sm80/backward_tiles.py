@@ -55,6 +55,8 @@ class BackwardTile:
         A warp makes so many parts of its columns of dQ one after the other.
     split : int
         Of float32, how many numbers of 16 bits each has in its place.
+    slots : bool
+        Tiles of dS go to memory, and another kernel makes dQ of them (`DqTile`).
     """
 
     warps: int
@@ -68,6 +70,7 @@ class BackwardTile:
     ways: int = 1
     dq_parts: int = 1
     split: int = 0
+    slots: bool = False
 
     @property
     def kernel(self) -> str:
@@ -103,6 +106,44 @@ class BackwardTile:
         )
         starts = accumulate(sizes, initial=0)
         return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
+
+
+@dataclass(frozen=True)
+class DqTile:
+    """Shape of a block of dQ, which is made of dS in memory.
+
+    Attributes
+    ----------
+    warps_m, warps_n : int
+        Warps along the rows and the columns of dQ.
+    stages : int
+        Tiles of K and dS that there is room for.
+    of_slots : BackwardTile
+        Of the kernel that dS is of: two of its row blocks are a block of this one, and its blocks
+        of keys are tiles.
+    """
+
+    warps_m: int
+    warps_n: int
+    stages: int
+    of_slots: BackwardTile
+
+    @property
+    def block_m(self) -> int:
+        return 2 * self.of_slots.block_m
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def shared_bytes(self, d: int) -> int:
+        """Tiles of K and dS, or dQ on its way out."""
+        row, rows = pitch(self.of_slots.padded(d)), self.block_m
+        return max(self.stages * self.of_slots.block_n * (row + pitch(rows)), rows * row)
 
 
 # In the deterministic order, over FlashAttention-2, N = 4096 and 16384: D = 64 1.13, 1.05, D = 128

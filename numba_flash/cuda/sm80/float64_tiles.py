@@ -120,7 +120,7 @@ class BackwardTile:
     share: int = 1
     terms: int = 16
 
-    kernel, split, m_tiles = "sm80.backward_float64.build", 0, 1
+    kernel, split, m_tiles, slots = "sm80.backward_float64.build", 0, 1, False
 
     @property
     def threads(self) -> int:

@@ -1,6 +1,7 @@
 """The backward pass of the `sm80` tier from the host: which kernels run with which grid."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from numba_flash.cuda.sm80 import (
     backward_tiles,
     float64_tiles,
     prepare_backward_few,
+    prepare_dq,
     prepare_dq_dbias,
     prepare_dq_dbias_split,
 )
@@ -140,6 +142,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     if tiles is not None:
         return prepare_dq_dbias_split.prepare(p, gpu, shape, inputs, y, tiles)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
+    if prepare_dq.serves(p, shape, tile):
+        tile, copies, deterministic = replace(tile, slots=True), 0, False
     share = tile.share if deterministic else 0
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)
@@ -159,7 +163,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=extras)
         given = None if rng is None else numbers(rng)
         main(x.do, x.q, x.k, x.v, dk, dv, rows, dq_sum, flags, extras=own, numbers=given)
-        postprocess(dq_sum, dq, extras=own)
+        postprocess(dq_sum, *((x.k,) if tile.slots else ()), dq, extras=own)
         if dbias is not None:
             dbias.run(x, rows, results, rng)
 
@@ -213,9 +217,14 @@ def _temporaries(p, tile, copies: int) -> Temporaries:
     batch = (1, 1) if p.options.packed else p.batch
     blocks = (*batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
     number = "float64" if p.dtype == "float64" else "float32"
+    if tile.slots:
+        dq_sum = prepare_dq.slots(p, tile)
+    else:
+        elements = copies * tile.block_m * tile.padded(p.d)
+        dq_sum = Layout.compact((*blocks, elements), number)
     return Temporaries(
         rows=Layout.compact((2, *blocks[:3], blocks[3] * tile.block_m), number),
-        dq_sum=Layout.compact((*blocks, copies * tile.block_m * tile.padded(p.d)), number),
+        dq_sum=dq_sum,
         flags=Layout.compact((math.prod(blocks) * copies + 1,), "int32"),
     )
 
@@ -257,7 +266,7 @@ def _main(this: Pass):
         group=p.hq // max(1, p.hk),
         section=section(p, tile, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
-        doublings=this.copies.bit_length() - 1,
+        doublings=max(0, this.copies.bit_length() - 1),
     )
     scale_log2 = this.number(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, this.number(p.scale), parameters_of(p, rng))
@@ -307,7 +316,9 @@ def _dbias(this: Pass, problem) -> Dbias:
 
 
 def _postprocess(this: Pass) -> Launch:
-    """dQ, rounded."""
+    """dQ, rounded, of its sums or of dS."""
+    if this.tile.slots:
+        return prepare_dq.launch(this)
     p, there = this.p, this.temporaries
     module = "sum_dq_float64" if this.shape.double else "sum_dq"
     return Launch(
