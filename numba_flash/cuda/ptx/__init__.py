@@ -228,6 +228,9 @@ from numba_flash.cuda.ptx.scalar import (
     as_float32 as as_float32,
 )
 from numba_flash.cuda.ptx.scalar import (
+    as_float64 as as_float64,
+)
+from numba_flash.cuda.ptx.scalar import (
     as_uint32 as as_uint32,
 )
 from numba_flash.cuda.ptx.scalar import (

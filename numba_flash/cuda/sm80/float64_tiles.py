@@ -120,7 +120,12 @@ class BackwardTile:
     share: int = 1
     terms: int = 16
 
-    kernel, split, m_tiles = "sm80.backward_float64.build", 0, 1
+    kernel, split = "sm80.backward_float64.build", 0
+
+    @property
+    def m_tiles(self) -> int:
+        """Times 16, the keys of a warp's scores."""
+        return self.block_n // self.scores // ROWS
 
     @property
     def threads(self) -> int:

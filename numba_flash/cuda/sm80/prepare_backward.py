@@ -229,7 +229,7 @@ def _preprocess(this: Pass) -> Launch:
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
-            not this.split,
+            not (this.split or (this.shape.double and p.options.changes)),
             *(p.options.arrays, ROW_THREADS, this.ordered),
         ),
         this.gpu,

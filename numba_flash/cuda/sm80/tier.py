@@ -51,7 +51,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
             " read a key but once"
         )
     if problem.dtype == "float64":
-        reason = _why_not_float64(kind, problem, gpu.capability)
+        reason = _why_not_float64(kind, problem, gpu.capability, dbias)
         if reason is not None:
             return reason
     if problem.dtype == "float32":
@@ -83,8 +83,8 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
     return prepare_split.why_not(problem, demanded, "sm80")
 
 
-def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | None:
-    """Scores and weights that options change are left to another tier."""
+def _why_not_float64(kind: str, problem, capability: tuple[int, int], dbias: bool) -> str | None:
+    """The gradient of a bias is left to another tier."""
     if capability not in float64_tiles.CAPABILITIES:
         major, minor = capability
         return (
@@ -97,6 +97,6 @@ def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | N
         return (
             "has no forward pass of float64 beyond head dimension 64 with 163 KB of shared memory"
         )
-    if problem.options.modifies:
-        return "serves float64 without options that change scores or weights"
+    if dbias:
+        return "has no gradient of a bias in float64"
     return None
