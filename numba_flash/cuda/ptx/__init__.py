@@ -135,6 +135,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared_float as load_shared_float,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_float64 as load_shared_float64,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_float64s as load_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (

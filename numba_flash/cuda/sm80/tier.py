@@ -51,7 +51,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
             " read a key but once"
         )
     if problem.dtype == "float64":
-        reason = _why_not_float64(kind, problem, gpu.capability, dbias)
+        reason = _why_not_float64(kind, problem, gpu.capability)
         if reason is not None:
             return reason
     if problem.dtype == "float32":
@@ -83,8 +83,8 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
     return prepare_split.why_not(problem, demanded, "sm80")
 
 
-def _why_not_float64(kind: str, problem, capability: tuple[int, int], dbias: bool) -> str | None:
-    """The gradient of a bias is left to another tier."""
+def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | None:
+    """Of GPUs whose tensor cores are fast at it, head dimensions that fit."""
     if capability not in float64_tiles.CAPABILITIES:
         major, minor = capability
         return (
@@ -97,6 +97,4 @@ def _why_not_float64(kind: str, problem, capability: tuple[int, int], dbias: boo
         return (
             "has no forward pass of float64 beyond head dimension 64 with 163 KB of shared memory"
         )
-    if dbias:
-        return "has no gradient of a bias in float64"
     return None
