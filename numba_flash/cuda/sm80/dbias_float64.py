@@ -24,6 +24,7 @@ from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.walk_dbias import build_begin, build_places
 
 ROWS_OF_LANE = 2
+UNROLLED = 4  # copies of a thread
 
 
 class Lane(NamedTuple):
@@ -43,7 +44,7 @@ def build_loads(shape, tile):
 
     def each(rows, head_dim, pitch):
         columns = pitch // products.BYTES
-        return build_load(rows, head_dim, columns, tile.threads, shape.asynchronous)
+        return build_load(rows, head_dim, columns, tile.threads, shape.asynchronous, UNROLLED)
 
     load_q = each(tile.block_m, shape.head_dim, SMEM.pitch_k)
     load_do = each(tile.block_m, shape.head_dim_v, SMEM.pitch_v)
