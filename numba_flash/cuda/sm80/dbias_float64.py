@@ -76,7 +76,7 @@ def build_softmax(options, keys):
     ``recompute_p(s, shift)``: scores become P = exp(S - lse); ``differentiate(acc, p, dp, delta,
     parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped.
     """
-    DROPOUT, GROUPS, INF = bool(options.dropout), keys // 8, math.inf
+    DROPOUT, GROUPS = bool(options.dropout), keys // 8
 
     @inline
     def read_rows(shift, delta, rows, row, place):
@@ -84,7 +84,7 @@ def build_softmax(options, keys):
         b0, b1, h = index(at.b0), index(at.b1), index(at.head)
         for r in range(ROWS_OF_LANE):
             i, there = i32(row + 8 * r), i32(row + 8 * r) < place.region.rows
-            shift[r] = rows[index(0), b0, b1, h, index(i)] if there else f64(INF)
+            shift[r] = rows[index(0), b0, b1, h, index(i)] if there else f64(0)
             delta[r] = rows[index(1), b0, b1, h, index(i)] if there else f64(0)
 
     @inline

@@ -214,6 +214,8 @@ FORWARD_TILES = (
 )
 # With fewer blocks of rows than multiprocessors.
 SMALL_TILES = (Row(128, 227 * KB, Tile(4, 1, 32, 1, 1)),)
+# With options that change scores or weights, where larger ones leave no registers; not timed.
+MODIFIED_BACKWARD_TILES = (Row(64, 227 * KB, BackwardTile(64, 32, 8, 4, 4, 2)),)
 BACKWARD_TILES = (
     Row(32, 227 * KB, BackwardTile(64, 64, 8, 2, 4, 4)),
     Row(64, 227 * KB, BackwardTile(128, 32, 8, 4, 4, 2)),
@@ -250,7 +252,8 @@ def small_tile(problem, hardware, few: bool) -> Tile | None:
 
 def backward_tile(problem, hardware) -> BackwardTile:
     """That of the backward pass."""
-    return _first(BACKWARD_TILES, problem, hardware)
+    modified = MODIFIED_BACKWARD_TILES if problem.options.modifies else ()
+    return _first((*modified, *BACKWARD_TILES), problem, hardware)
 
 
 def dbias_tile(problem, hardware, summed: bool) -> DbiasTile:
