@@ -442,13 +442,13 @@ double_gradients_options = partial(double_gradients, nq=40, hq=2, capability=ker
 PROBLEMS |= {
     "double, everything": double_options(options=CHANGED),
     "double, mask": double_options(options={"mask": SEEN}),
-    "double, dropout": double_options(options=DROPOUT | {"kv_lengths": np.array([77])}),
+    "double, dropout": double_options(options=DROPOUT | {"kv_lengths": np.array([77]), "bias": OF_DOUBLE[0].astype(np.float32)}),
     "double, gradients, everything": double_gradients_options(options=CHANGED | {"bias_grad": True}),
     "double, gradients, D72": double_gradients_options(d=72, options=CHANGED),
     "double, gradients, blocks": double_gradients_options(nq=130, options=FINE_BLOCKS),
     "double, bias gradient, queries": double_gradients_options(options={"bias": OF_DOUBLE[:, :, :1], "bias_grad": True}),
     "double, bias gradient, keys": double_gradients_options(
-        batch=3, capability=(8, 0), options={"bias": OF_DOUBLE[:1, 4:5].astype(np.float32), "bias_grad": True}
+        batch=3, capability=(8, 0), options={"bias": OF_DOUBLE[:1, 4:5], "bias_grad": True}
     ),
 }
 
