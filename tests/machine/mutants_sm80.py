@@ -368,7 +368,7 @@ MUTANTS_SM80 = (
         DOUBLE_SOFTMAX,
         "dropped |= u32(1 << e) if gone",
         "dropped |= u32(0) if gone",
-        "double, gradients, D72",
+        "double, gradients, everything",
     ),
     Mutant(
         "sums of float64 that nobody made",
@@ -385,6 +385,10 @@ MUTANTS_SM80 = (
         "double, bias gradient, queries",
     ),
     Mutant(
-        "rows that are not there, for dbias", DOUBLE_DBIAS, "if there else f64(INF)", "if there else f64(0)", "double, bias gradient, keys"
+        "the lse of the first row, for dbias",
+        DOUBLE_DBIAS,
+        "i, there = i32(row + 8 * r)",
+        "i, there = i32(row)",
+        "double, bias gradient, keys",
     ),
 )
