@@ -26,7 +26,16 @@ TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
 OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
-OTHER_LOOPS = ("dq", "dbias", "dq_dbias", "dk_dv", "dq_dbias_split", "dk_dv_split", "split_heads")  # main loops of a backward pass, too
+OTHER_LOOPS = (
+    "dq",
+    "dbias",
+    "dbias_float64",
+    "dq_dbias",
+    "dk_dv",
+    "dq_dbias_split",
+    "dk_dv_split",
+    "split_heads",
+)  # main loops of a backward pass, too
 AROUND = (
     "backward",
     "backward, any strides",
@@ -276,10 +285,22 @@ FLOAT32 |= {
     "forward float32 16, short heads for 9.0": Case("forward", "float32", 16, 16, HOPPER, nq=200, nk=200),
     "backward float32 32, short heads for 9.0": Case("backward", "float32", 32, 32, HOPPER, SHORT, 384, nk=384, hk=4),
 }
-# Float64, which other tiers serve under options.
+# Float64
 FLOAT64 = {f"{kind} float64 128 for 9.0": Case(kind, "float64", 128, 128, HOPPER) for kind in ("forward", "backward")}
 FLOAT64["forward float64 64 for 9.0"] = Case("forward", "float64", 64, 64, HOPPER)
 FLOAT64["backward float64 13, 7 lengths"] = Case("backward", "float64", 13, 7, options=OPTIONS["lengths"], aligned=False)
+OF_FLOAT64 = {"bias": {"bias": on_paper(SCORES, np.float64)}}
+OF_FLOAT64["everything"] = OPTIONS["everything"] | OF_FLOAT64["bias"]
+FLOAT64 |= {
+    f"{kind} float64 {d} {option} for {name_of(capability)}": Case(kind, "float64", d, d, capability, options=OF_FLOAT64[option])
+    for kind, d in (("forward", 64), ("backward", 64))
+    for option in OF_FLOAT64
+    for capability in (AMPERE, HOPPER)
+}
+FLOAT64 |= {
+    f"{kind} float64 128 everything for 9.0": Case(kind, "float64", 128, 128, HOPPER, options=OF_FLOAT64["everything"])
+    for kind in ("forward", "backward")
+}
 CASES = TILES | FEW | PAGES | OTHERS | FLOAT32 | FLOAT64
 
 

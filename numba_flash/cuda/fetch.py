@@ -11,6 +11,7 @@ from numba_flash.cuda.number import index
 from numba_flash.cuda.score import build_elements
 
 WORD = 4  # bytes
+BYTES = {"float32": 4, "float64": 8}  # of an element; others have 2
 EVERYTHING = ("bias", "mask")
 TRUE = 0x01010101
 
@@ -33,7 +34,7 @@ class Held(NamedTuple):
 
 def held(options, runs) -> Held:
     """What one lane keeps."""
-    size = {"float32": 4}.get(options.bias, 2) if options.bias else 0
+    size = BYTES.get(options.bias, 2) if options.bias else 0
     bias = -(-runs.width * size // WORD)
     seen = -(-runs.width // WORD) if options.mask else 0
     return Held(bias, seen, runs.count * (bias + seen))
@@ -93,9 +94,10 @@ def build_read(runs, first, words, size, vectors, blocks=None):
     """
     COUNT, WIDTH, FIRST, WORDS = runs.count, runs.width, first, words
     LAST_QUERY, LAST_KEY = runs.last_query, runs.last_key
-    SIZE, BITS, PER_WORD, AT_ONCE = size, 8 * size, WORD // size, min(words, 4)
+    SIZE, BITS, PER_WORD, AT_ONCE = size, 8 * size, max(1, WORD // size), min(words, 4)
     query_of, key_of = runs.query, runs.key
-    fetch, fetch_word = ptx.fetch(AT_ONCE), ptx.fetch(1)
+    fetch, fetch_word = ptx.fetch(AT_ONCE), ptx.fetch(max(1, size // WORD))
+    OF_ONE = max(1, size // WORD)  # words of an element
     fetch_small = ptx.fetch_byte if size == 1 else ptx.fetch_half
     HALF, PACKED = runs.width * size == 2, runs.group > 1
     query_of_row, head_of_row, _ = build_row(runs.group)
@@ -117,7 +119,7 @@ def build_read(runs, first, words, size, vectors, blocks=None):
         n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
         i, j = i32(x.query + query_of(n)), i32(x.key + key_of(n))
         there = u32(1) if i < x.rows and j < x.cols else u32(0)
-        at = address(x, i, i32(j + w * PER_WORD))
+        at = address(x, i, i32(j + w // OF_ONE * PER_WORD))
         if HALF:
             x.registers[FIRST + n * WORDS] = ptx.fetch_half(at, there)
         else:
@@ -128,8 +130,8 @@ def build_read(runs, first, words, size, vectors, blocks=None):
         n, place = number // WIDTH, number % WIDTH
         i, j = i32(x.query + query_of(n)), i32(x.key + key_of(n) + place)
         there = u32(1) if i < x.rows and j < x.cols else u32(0)
-        e = i32(FIRST + n * WORDS + place // PER_WORD)
-        if SIZE == WORD:
+        e = i32(FIRST + n * WORDS + place // PER_WORD * OF_ONE)
+        if SIZE >= WORD:
             fetch_word(x.registers, e, address(x, i, j), there)
         else:
             value = u32(fetch_small(address(x, i, j), there) << u32(place % PER_WORD * BITS))
@@ -147,7 +149,7 @@ def build_read(runs, first, words, size, vectors, blocks=None):
     @inline
     def read_run_inside(number, inside):
         n, w = number // (WORDS // AT_ONCE), number % (WORDS // AT_ONCE) * AT_ONCE
-        ahead = u64(SIZE * (key_of(n) + w * PER_WORD))
+        ahead = u64(SIZE * (key_of(n) + w // OF_ONE * PER_WORD))
         at = u64(inside.first + u64(query_of(n)) * inside.row + ahead)
         if HALF:
             inside.registers[FIRST + n * WORDS] = ptx.fetch_half(at, u32(1))
@@ -181,7 +183,7 @@ def build_fetch(options, runs, vectors, wanted=EVERYTHING):
     wanted : names of those that are read at this time.
     """
     BIASED, MASKED = "bias" in wanted and bool(options.bias), "mask" in wanted and options.mask
-    kept, size = held(options, runs), 4 if options.bias == "float32" else 2
+    kept, size = held(options, runs), BYTES.get(options.bias, 2)
     read_bias = build_read(runs, 0, kept.bias, size, vectors.bias) if BIASED else None
     first, stop = runs.count * kept.bias, kept.words
     of_mask = runs, first, kept.mask, 1, vectors.mask, options.blocks

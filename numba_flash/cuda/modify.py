@@ -9,9 +9,10 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, score
-from numba_flash.cuda.fetch import held
-from numba_flash.cuda.fragment import ALL_LANES, build_row
+from numba_flash.cuda.fetch import BYTES, held
+from numba_flash.cuda.fragment import ALL_LANES, build_row, build_unpack
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
+from numba_flash.cuda.number import ACCUMULATOR
 from numba_flash.cuda.philox import philox4x32
 from numba_flash.cuda.score import Head
 from numba_flash.cuda.softcap import build_cap, cap_any
@@ -95,35 +96,34 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
     CHANGES, BIASED, MASKED = options.changes, bool(options.bias), options.mask
     MODIFIED, SLOPES = options.score_mod is not None, slopes and options.sloped
     FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
+    SIZE, DOUBLE, ACC = BYTES.get(options.bias, 2), dtype == "float64", ACCUMULATOR[dtype]
     kept = held(options, runs)
     BIAS_WORDS, MASK_WORDS, FIRST_MASK = kept.bias, kept.mask, runs.count * kept.bias
     register, query_of, key_of = runs.register, runs.query, runs.key
-    CAPPED, PACKED = bool(options.softcap), runs.group > 1
+    CAPPED, PACKED = bool(options.softcap) and not DOUBLE, runs.group > 1
     query_of_row, head_of_row, stop_of = build_row(runs.group)
     BENT = MODIFIED or (CHANGES and not CAPPED)
     minima = ptx.minima_bfloat16 if BFLOAT16 else ptx.minima_float16
-    HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
+    element, HIDDEN = build_unpack(BFLOAT16), 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     # under a score_mod there are no registers for scores that are all capped before
     FIRST = CAPPED and not MODIFIED
     WITH = CAPPED and not FIRST
-    OFTEN_FINITE = BIASED and not WITH and (FLOAT32 or not turing)
+    OFTEN_FINITE = BIASED and not (WITH or DOUBLE) and (FLOAT32 or not turing)
     of_cap = SLOPES, dtype == "float32", turing, dtype == "bfloat16", powers
     cap_all = build_cap(runs.count * runs.width, *of_cap)
     bend = score.build_bend(dtype, options, inline, CAPPED)
 
     @inline
     def bias_of(registers, n, x):
-        if FLOAT32:
-            return ptx.as_float32(registers[n * BIAS_WORDS + x])
-        word = registers[n * BIAS_WORDS + x // 2]
-        if BFLOAT16:
-            return ptx.as_float32(u32(word & u32(0xFFFF0000)) if x % 2 else u32(word << u32(16)))
-        return ptx.unpack_float16_high(word) if x % 2 else ptx.unpack_float16(word)
+        at = n * BIAS_WORDS + x * SIZE // 4
+        if SIZE == 8:
+            return ptx.as_float64(registers[at], registers[at + 1])
+        return ACC(ptx.as_float32(registers[at])) if FLOAT32 else element(registers[at], x)
 
     @inline
     def plus_bias(value, bias):
         """A score that its bias hides is hidden, whatever it is."""
-        return f32(NEG_INF) if bias == f32(NEG_INF) else value + bias
+        return ACC(NEG_INF) if bias == ACC(NEG_INF) else value + bias
 
     @inline
     def add_bias(value, bias):
@@ -136,7 +136,7 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
         def change(number, t):
             n, x = number // WIDTH, number % WIDTH
             e = register(n, x)
-            value, derivative = t.s[e], f32(1)
+            value, derivative = t.s[e], ACC(1)
             if BENT:
                 i = i32(t.query + query_of(n))
                 j = i32(t.key + key_of(n) + x)
@@ -146,7 +146,7 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
                     i, j = min(i, i32(t.region.rows - 1)), min(j, i32(t.region.cols - 1))
                 if WITH:
                     value = cap_any(value * f32(t.parameters.scale), f32(t.parameters.softcap))
-                    unit = value * (f32(1) / f32(t.parameters.softcap))
+                    unit = value * (ACC(1) / f32(t.parameters.softcap))
                 if PACKED:
                     at = head_at(t.at, head_of_row(i))
                     value, derivative = bend(value, query_of_row(i), j, at, t.parameters)
@@ -157,14 +157,14 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
             if MASKED:
                 word = t.registers[FIRST_MASK + n * MASK_WORDS + x // 4]
                 seen = u32(word & u32(0xFF << (x % 4 * 8))) != u32(0)
-                value = value if seen else f32(NEG_INF)
+                value = value if seen else ACC(NEG_INF)
             t.s[e] = value
             if SLOPES and FIRST:
                 derivative *= t.slope[e]
             if SLOPES and WITH:
-                derivative *= f32(1) - unit * unit
+                derivative *= ACC(1) - unit * unit
             if SLOPES:
-                t.slope[e] = derivative if value != f32(NEG_INF) else f32(0)
+                t.slope[e] = derivative if value != ACC(NEG_INF) else ACC(0)
 
         return ptx.repeated(COUNT * WIDTH, change)
 
@@ -178,7 +178,7 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
             least = abs(some)
             for e in range(FIRST_MASK):
                 least = ptx.minimum(least, ptx.as_float32(t.registers[e]))
-            return least != f32(NEG_INF)
+            return least != ACC(NEG_INF)
         words = ptx.as_uint32(some) & u32(NO_SIGNS)
         for e in range(FIRST_MASK):
             words = minima(words, t.registers[e])
@@ -194,9 +194,9 @@ def build_modify(dtype, options, runs, slopes=False, turing=False, ends_apart=Fa
             i = i32(query_of_row(i32(t.first + row)) - query_of_row(t.first))
         start, stop = i32(i + t.low), min(i32(i + t.high), t.cols)
         hidden = row >= t.rows or j < start or j >= stop
-        t.s[e] = f32(NEG_INF) if hidden else t.s[e]
+        t.s[e] = ACC(NEG_INF) if hidden else t.s[e]
         if SLOPES:
-            t.slope[e] = f32(0) if hidden else t.slope[e]
+            t.slope[e] = ACC(0) if hidden else t.slope[e]
 
     change_all, change_all_finite = build_change(), build_change(add_bias)
     APART = MODIFIED and not BIASED and ends_apart
@@ -262,7 +262,7 @@ def exchange(x, y, distance):
 
 
 @once
-def build_drop(options, runs):
+def build_drop(options, runs, double=False):
     """``drop(p, query, key, at, parameters)``: weights that dropout drops change their sign;
     `query` and `key` are the lane's first ones.
 
@@ -271,7 +271,7 @@ def build_drop(options, runs):
     so that each has those of its own keys from all.
     """
     COUNT, WIDTH, SHARED = runs.count, runs.width, SHARING // runs.width
-    NEXT, AFTER_NEXT = runs.apart, 2 * runs.apart  # lanes
+    NEXT, AFTER_NEXT, DOUBLE = runs.apart, 2 * runs.apart, double  # lanes
     register, query_of, key_of = runs.register, runs.query, runs.key
     PACKED, (query_of_row, head_of_row, _) = runs.group > 1, build_row(runs.group)
     assert COUNT % SHARED == 0
@@ -286,13 +286,17 @@ def build_drop(options, runs):
         return philox4x32(u32(j) >> u32(3), u32(i), head, w.offset, w.k0, w.k1)
 
     @inline
+    def negate(p, e, sign):
+        if DOUBLE:
+            p[e] = -p[e] if sign != u32(0) else p[e]
+        else:
+            p[e] = ptx.as_float32(ptx.as_uint32(p[e]) ^ sign)
+
+    @inline
     def choose(w, word, n, x):
         """Of a word, two keys of run n from x on: the sign is that of the bits less threshold."""
-        lower, upper = register(n, x), register(n, x + 1)
-        sign = ptx.add_lower(word, w.less) & u32(SIGN)
-        w.p[lower] = ptx.as_float32(ptx.as_uint32(w.p[lower]) ^ sign)
-        sign = ptx.add_upper(word, w.less) & u32(SIGN)
-        w.p[upper] = ptx.as_float32(ptx.as_uint32(w.p[upper]) ^ sign)
+        negate(w.p, register(n, x), ptx.add_lower(word, w.less) & u32(SIGN))
+        negate(w.p, register(n, x + 1), ptx.add_upper(word, w.less) & u32(SIGN))
 
     @inline
     def eight(n, w):

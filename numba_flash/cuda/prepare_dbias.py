@@ -55,7 +55,9 @@ class Shares:
         this = grid.Broadcast.of(problem, dbias, tile.block_m, tile.block_n)
         shares = this.shares(turns, MOST_SHARES, SHARE_COST)
         of_gradient = (1,) * (5 - dbias.ndim) + dbias.shape
-        of_shares = Layout.compact((shares, *of_gradient), "float32")
+        of_shares = Layout.compact(
+            (shares, *of_gradient), "float64" if problem.dtype == "float64" else "float32"
+        )
         self.summed, self.items = this.summed, this.tiles * shares
         self.out, self.launches = dbias, ()
         if shares > 1:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.fragment import ALL_LANES, build_pack
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, f64, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import index
 
 WARP = 32  # threads
@@ -29,6 +29,8 @@ class Fragments(NamedTuple):
         A thread finds its place again, for registers.
     meet : function
         ``meet()`` waits for all that have some of it.
+    double : bool
+        Numbers are float64.
     """
 
     runs: Any
@@ -41,6 +43,7 @@ class Fragments(NamedTuple):
     first_warp: int
     again: bool
     meet: Any
+    double: bool = False
 
     @property
     def columns(self) -> int:
@@ -108,13 +111,13 @@ def build_store(out_dtype, wide, turing, summed, fragments):
 @once
 def build_element(out_dtype, turing):
     """``write(x, i, j, value)``: x[i, j] = value, if there is such an element."""
-    FLOAT32 = out_dtype == "float32"
+    DIRECT = out_dtype in ("float32", "float64")
     _, pack2 = build_pack(0, out_dtype == "bfloat16", turing)
 
     @inline
     def write(x, i, j, value):
         if i < x.shape[0] and j < x.shape[1]:
-            if FLOAT32:
+            if DIRECT:
                 x[index(i), index(j)] = value
             else:
                 x[index(i), index(j)] = types.uint16(pack2(value, f32(0)) & u32(0xFFFF))
@@ -211,6 +214,7 @@ def build_store_sums(out_dtype, turing, summed, fragments):
     LENGTH = {(True, False): f.block_n, (False, True): f.block_m}.get(summed, 1)
     WAYS = (f.warps_m if SUM_I else 1) * (f.warps_n if SUM_J else 1)
     write, FIRST_WARP, AGAIN = build_element(out_dtype, turing), f.first_warp, f.again
+    DOUBLE, NUMBER, BYTES = f.double, f64 if f.double else f32, 8 if f.double else 4
 
     @inline
     def add_run(number, t):
@@ -248,13 +252,23 @@ def build_store_sums(out_dtype, turing, summed, fragments):
 
     @inline
     def clear(n, t):
-        t.sums[n] = f32(0)
+        t.sums[n] = NUMBER(0)
 
     @inline
     def put(n, t):
         total, (at, way) = fold(t.sums[n]), place(n, t.warp, t.lane)
         if (not SUM_I or t.lane < 4) and (not SUM_J or t.lane % 4 == 0):
-            ptx.store_shared_vector(u32(t.smem + u32((way * LENGTH + at) * 4)), (total,))
+            to = u32(t.smem + u32((way * LENGTH + at) * BYTES))
+            if DOUBLE:
+                ptx.store_shared_float64(to, total)
+            else:
+                ptx.store_shared_vector(to, (total,))
+
+    @inline
+    def get(address):
+        if DOUBLE:
+            return ptx.load_shared_float64(address)
+        return ptx.as_float32(u32(ptx.load_shared(address)))
 
     clear_all, put_all = ptx.repeated(OWN, clear), ptx.repeated(OWN, put)
 
@@ -264,18 +278,16 @@ def build_store_sums(out_dtype, turing, summed, fragments):
         if AGAIN:
             warp, lane = i32(ptx.thread_here() // WARP), i32(ptx.thread_here() % WARP)
         warp = i32(warp - FIRST_WARP)
-        t = Sums(acc, cuda.local.array(OWN, f32), warp, lane, smem)
+        t = Sums(acc, cuda.local.array(OWN, NUMBER), warp, lane, smem)
         clear_all(t)
         add_all(t)
         meet()  # what was there has been read
         put_all(t)
         meet()  # all parts of all sums are there
         for at in range(i32(warp * WARP + lane), LENGTH, THREADS):
-            total = f32(0)
+            total = NUMBER(0)
             for way in range(WAYS):
-                total += ptx.as_float32(
-                    u32(ptx.load_shared(u32(smem + u32((way * LENGTH + at) * 4))))
-                )
+                total += get(u32(smem + u32((way * LENGTH + at) * BYTES)))
             i, j = (i32(0) if SUM_I else i32(row0 + at)), (i32(0) if SUM_J else i32(col0 + at))
             write(out, i, j, total)
 

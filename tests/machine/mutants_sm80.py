@@ -7,6 +7,8 @@ SHARE = "cuda/sm80/share.py"
 LOAD, LOAD_BACKWARD, SUM = "cuda/sm80/load.py", "cuda/sm80/load_backward.py", "cuda/sm80/sum_dq.py"
 DMMA = "cuda/ptx/mma_float64.py"
 DOUBLE_FORWARD, DOUBLE_BACKWARD = "cuda/sm80/forward_float64.py", "cuda/sm80/backward_float64.py"
+DOUBLE_SOFTMAX, DOUBLE_SUM = "cuda/sm80/softmax_backward_float64.py", "cuda/sm80/sum_dq_float64.py"
+DOUBLE_DBIAS = "cuda/sm80/dbias_float64.py"
 PRODUCTS, TILES, MMA = "cuda/sm80/products.py", "cuda/sm80/tiles.py", "cuda/ptx/mma.py"
 SOFTMAX, MODIFY, FETCH = "cuda/softmax.py", "cuda/modify.py", "cuda/fetch.py"
 DBIAS, STORE_DBIAS = "cuda/sm80/dbias.py", "cuda/store_dbias.py"
@@ -343,5 +345,50 @@ MUTANTS_SM80 = (
     Mutant("P before it is there", DOUBLE_BACKWARD, "cuda.syncthreads()  # P^T and dS^T are there\n", "pass\n", "double, gradients"),
     Mutant(
         "nobody waits for a turn", DOUBLE_BACKWARD, "                wait(flags, this)  #", "                pass  #", "double, gradients"
+    ),
+    Mutant("dropped weights of float64 count", DOUBLE_FORWARD, "f64(0) if p[e] < f64(0) else p[e]", "abs(p[e])", "double, dropout"),
+    Mutant("tiles of a list as if they were all", DOUBLE_FORWARD, "next0 = i32(following * BLOCK_N)", "pass", "double, mask"),
+    Mutant(
+        "one word of a bias of float64",
+        "cuda/modify.py",
+        "registers[at], registers[at + 1])",
+        "registers[at], registers[at])",
+        "double, everything",
+    ),
+    Mutant(
+        "keys of float64 in memory's order",
+        DOUBLE_BACKWARD,
+        "COLUMNS_K, shape.wide, key_of)",
+        "COLUMNS_K, shape.wide)",
+        "double, gradients, D72",
+    ),
+    Mutant("a derivative of float64 that is left out", DOUBLE_SOFTMAX, "p[e] *= slope[e]", "p[e] *= f64(1)", "double, gradients, D72"),
+    Mutant(
+        "dropped weights of float64 have gradients",
+        DOUBLE_SOFTMAX,
+        "dropped |= u32(1 << e) if gone",
+        "dropped |= u32(0) if gone",
+        "double, gradients, everything",
+    ),
+    Mutant(
+        "sums of float64 that nobody made",
+        DOUBLE_SUM,
+        "some = some and not tile_lists.is_first",
+        "some = some or tile_lists.is_first",
+        "double, gradients, blocks",
+    ),
+    Mutant(
+        "keys that are still read, for dbias",
+        DOUBLE_DBIAS,
+        "cuda.syncthreads()  # V and dO are there; Q and K have been read",
+        "pass",
+        "double, bias gradient, queries",
+    ),
+    Mutant(
+        "the lse of the first row, for dbias",
+        DOUBLE_DBIAS,
+        "i, there = i32(row + 8 * r)",
+        "i, there = i32(row)",
+        "double, bias gradient, keys",
     ),
 )

@@ -429,6 +429,28 @@ PROBLEMS |= {
         dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True, "dlse": EVERY_OTHER_OF_8}
     ),
 }
+# Of float64: columns that a mask hides are whole tiles; a bias hides a row and a key of another.
+OF_DOUBLE = np.random.default_rng(16).standard_normal((2, 40, 100))
+OF_DOUBLE[:, 3], OF_DOUBLE[1, 5, 7] = -np.inf, -np.inf
+SEEN = np.random.default_rng(17).random((40, 100)) < 0.7
+SEEN[:, 32:64] = SEEN[9] = False
+CHANGED = DROPOUT | {"bias": OF_DOUBLE, "mask": SEEN, "softcap": 0.7, "causal": True, "q_start": 60}
+# Queries 64 to 127 see nothing: no block of keys adds to their dQ.
+FINE_BLOCKS = {"mask": numba_flash.BlockMask(np.array([[1, 0, 1, 1], [0, 1, 0, 1], [0] * 4, [0] * 4, [1, 1, 0, 0]], bool), 32)}
+double_options = partial(double, hq=2, capability=kernels.HOPPER)
+double_gradients_options = partial(double_gradients, nq=40, hq=2, capability=kernels.HOPPER)
+PROBLEMS |= {
+    "double, everything": double_options(options=CHANGED),
+    "double, mask": double_options(options={"mask": SEEN}),
+    "double, dropout": double_options(options=DROPOUT | {"kv_lengths": np.array([77]), "bias": OF_DOUBLE[0].astype(np.float32)}),
+    "double, gradients, everything": double_gradients_options(options=CHANGED | {"bias_grad": True}),
+    "double, gradients, D72": double_gradients_options(d=72, options=CHANGED),
+    "double, gradients, blocks": double_gradients_options(nq=130, options=FINE_BLOCKS),
+    "double, bias gradient, queries": double_gradients_options(options={"bias": OF_DOUBLE[:, :, :1], "bias_grad": True}),
+    "double, bias gradient, keys": double_gradients_options(
+        batch=3, capability=(8, 0), options={"bias": OF_DOUBLE[:1, 4:5], "bias_grad": True}
+    ),
+}
 
 
 def run(problem: Problem, seed: int) -> None:

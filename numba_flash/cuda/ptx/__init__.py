@@ -135,6 +135,9 @@ from numba_flash.cuda.ptx.memory import (
     load_shared_float as load_shared_float,
 )
 from numba_flash.cuda.ptx.memory import (
+    load_shared_float64 as load_shared_float64,
+)
+from numba_flash.cuda.ptx.memory import (
     load_shared_float64s as load_shared_float64s,
 )
 from numba_flash.cuda.ptx.memory import (
@@ -226,6 +229,9 @@ from numba_flash.cuda.ptx.scalar import (
 )
 from numba_flash.cuda.ptx.scalar import (
     as_float32 as as_float32,
+)
+from numba_flash.cuda.ptx.scalar import (
+    as_float64 as as_float64,
 )
 from numba_flash.cuda.ptx.scalar import (
     as_uint32 as as_uint32,

@@ -63,6 +63,7 @@ store_global_float64s = instruction(
 store_shared_float64 = instruction(
     "store_shared_float64", "st.shared.f64 [$0], $1;", _void, u32, f64
 )
+load_shared_float64 = instruction("load_shared_float64", "ld.shared.f64 $0, [$1];", f64, u32)
 store_shared_float64s = instruction(
     "store_shared_float64s", "st.shared.v2.f64 [$0], {$1, $2};", _void, u32, f64, f64
 )

@@ -3,7 +3,7 @@
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, types, u32, u64
+from numba_flash.cuda.lang import f32, f64, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, emit, instruction
 
 MOST_THREADS = 1024  # of a block
@@ -64,6 +64,9 @@ thread_here = instruction("thread_here", "mov.u32 $0, %tid.x;", types.int32)
 unknown = instruction("unknown", "mov.b32 $0, $1;", types.int32, types.int32, memory=False)
 as_float32 = instruction("as_float32", "mov.b32 $0, $1;", f32, u32, memory=False)
 as_uint32 = instruction("as_uint32", "mov.b32 $0, $1;", u32, f32, memory=False)
+as_float64 = instruction(  # of the lower word and the upper one
+    "as_float64", "mov.b64 $0, {$1, $2};", f64, u32, u32, memory=False
+)
 add_lower = instruction(  # the lower 16 bits of $1 and $2
     "add_lower", "dp2a.lo.u32.u32 $0, $1, 1, $2;", u32, u32, u32, memory=False
 )

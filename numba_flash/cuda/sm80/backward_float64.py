@@ -1,5 +1,5 @@
 """Backward pass of float64 on tensor cores: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2,
-one block of threads per block of keys, without options that change scores or weights.
+one block of threads per block of keys.
 
 As in `numba_flash.cuda.sm80.backward_shared`, a warp has a part of the scores of some keys, and of
 the columns of some dK and dV; P^T and dS^T go through shared memory. A number takes two registers,
@@ -10,15 +10,15 @@ is shared out among the warps in its own way.
 import math
 from typing import NamedTuple
 
-from numba_flash import mask, numeric
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f64, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm80 import load_backward, sum_dq
+from numba_flash.cuda.sm80 import load_backward, softmax_backward_float64, sum_dq
 from numba_flash.cuda.sm80 import products_float64 as products
 from numba_flash.cuda.sm80.arguments import Sizes
 from numba_flash.cuda.sm80.float64_tiles import BYTES
+from numba_flash.cuda.sm80.softmax_backward import tile_of
 from numba_flash.cuda.sm80.sum_dq_float64 import build_add
 
 
@@ -57,10 +57,12 @@ def build(dtype, shape, ordered, options, tile):
     SHARES, PARTS = tile.warps // tile.scores, tile.warps // tile.outputs
     KEYS, COLUMNS = BLOCK_N // tile.scores, BLOCK_M // SHARES
     KEYS_OUT, COLUMNS_K, COLUMNS_V = BLOCK_N // tile.outputs, D // PARTS, DV // PARTS
-    SCORES, COUNT, KEY_ROWS = KEYS * COLUMNS // 32, COLUMNS // 2, KEYS // 8
+    SCORES, KEY_ROWS, MODIFIED = KEYS * COLUMNS // 32, KEYS // 8, options.modifies
+    MASKED, DROPOUT = options.tiled, bool(options.dropout)
+    place, key_of = fragment.build_key_rows(KEYS // 16) if MODIFIED else (None, None)
     OUTPUTS_K, OUTPUTS_V = KEYS_OUT * COLUMNS_K // 32, KEYS_OUT * COLUMNS_V // 32
     OUT_ROWS, PACKED, NAN = KEYS_OUT // 8, options.packed, math.nan
-    loads = load_backward.build(shape, ordered, options, tile, None)
+    loads = load_backward.build(shape, ordered, options, tile, place)
     begin, first_tile, next_tile, left, load_keys, load_tile = loads
     k_qt = products.build_nt(KEYS // 16, COLUMNS, D, PITCH_K, tile.terms)
     v_dot = products.build_nt(KEYS // 16, COLUMNS, DV, PITCH_V, tile.terms)
@@ -71,9 +73,10 @@ def build(dtype, shape, ordered, options, tile):
     put = products.build_put(KEYS // 16, COLUMNS, PITCH_P)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    hide_row = softmax.build_hide(COUNT, True)
-    store_dk = products.build_store(KEYS_OUT // 16, COLUMNS_K, shape.wide)
-    store_dv = products.build_store(KEYS_OUT // 16, COLUMNS_V, shape.wide)
+    softmax_of = softmax_backward_float64.build(options, shape.vectors, KEYS, COLUMNS, PITCH_P)
+    fetch, recompute_p, put_weights, differentiate, SLOPES, WORDS = softmax_of
+    store_dk = products.build_store(KEYS_OUT // 16, COLUMNS_K, shape.wide, key_of)
+    store_dv = products.build_store(KEYS_OUT // 16, COLUMNS_V, shape.wide, key_of)
     sum_of, wait, release = sum_dq.build_order(ordered, options, tile)
     add_dq = build_add(shape, ordered, tile)
 
@@ -81,42 +84,6 @@ def build(dtype, shape, ordered, options, tile):
     def own_of(warp):
         key, column = i32(warp // SHARES * KEYS), i32(warp % SHARES * COLUMNS)
         return Own(key, column, i32(warp // PARTS * KEYS_OUT), i32(warp % PARTS))
-
-    @inline
-    def hide(sT, first, row0, item):
-        """Scores that the mask or the end of the keys hides become -inf; most tiles have none.
-        The warp's are those of keys from `first` and queries from `row0` on.
-        """
-        low, high = item.low, item.high
-        clear = mask.all_visible(first, first + KEYS, row0, row0 + COLUMNS, low, high)
-        if not clear or first + KEYS > item.rows:
-            query = i32(row0 + fragment.first_column())
-            for r in range(KEY_ROWS):
-                key = i32(first + products.first_row() + 8 * r)
-                start, stop = mask.kv_range(key, key + 1, item.columns, low, high)
-                if key >= item.rows:
-                    stop = start
-                hide_row(sT, r, i32(start - query), i32(stop - query))
-
-    @inline
-    def recompute_p(sT, lse, scale_log2):
-        """(2) P = exp(S - lse), in the place of S."""
-        for j in range(COLUMNS // 8):
-            shift = ptx.load_shared_float64s(u32(lse + u32(64 * j)))
-            for r in range(KEY_ROWS):
-                for c in range(2):
-                    e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    sT[e] = numeric.exp2(sT[e] * scale_log2 - shift[c])
-
-    @inline
-    def differentiate(dpT, pT, delta):
-        """(5) dS = P * (dP - delta), in the place of dP."""
-        for j in range(COLUMNS // 8):
-            row_delta = ptx.load_shared_float64s(u32(delta + u32(64 * j)))
-            for r in range(KEY_ROWS):
-                for c in range(2):
-                    e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    dpT[e] = pT[e] * (dpT[e] - row_delta[c])
 
     def backward_sm80(
         do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2, scale, parameters
@@ -128,6 +95,8 @@ def build(dtype, shape, ordered, options, tile):
         dk_acc = cuda.local.array(OUTPUTS_K, f64)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f64)  # of dV
         factor = cuda.local.array(OUT_ROWS, f64)
+        slope = cuda.local.array(SLOPES, f64)  # derivatives of scores, where options bend them
+        bias_mask = cuda.local.array(WORDS, u32)  # of the scores
 
         item = begin(smem, flags, k.shape, extras, sizes)
         walk = first_tile(item, rows, extras, sizes)
@@ -149,10 +118,16 @@ def build(dtype, shape, ordered, options, tile):
             row0 = i32(walk.at * BLOCK_M + own.column)
             if n > 0:
                 release(flags, this)
+            key, first = i32(item.row0 + own.key), i32(item.row0 + own.key)
+            if MODIFIED:
+                key = i32(key + products.first_row() * KEY_ROWS)
+            tile = tile_of(row0, key, item, walk, q.shape[2], q.shape[1])
             here, walk = walk, next_tile(walk, item, rows, extras, sizes)
             this = sum_of(item, here, walk, sizes, extras)
             if warp == LAST:
                 wait(flags, this)  # by the next barrier everybody has
+            if MASKED:
+                tiles = i32(n + 1 + left(walk, item, sizes))
             if STAGES > 1:
                 if n + 1 < tiles:
                     load_tile(smem, u32(slot ^ u32(1)), do, q, rows, item, walk)
@@ -160,18 +135,20 @@ def build(dtype, shape, ordered, options, tile):
             do_tile = u32(smem + u32(DO) + slot * u32(DO_BYTES))
             lse = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
             lse += u32((own.column + fragment.first_column()) * BYTES)
+            fetch(bias_mask, tile, extras)
             # (1) S^T = K Q^T
             k_warp = u32(k_tile + u32(own.key * PITCH_K))
             k_qt(sT, k_warp, u32(q_tile + u32(own.column * PITCH_K)))
             # (2) P^T = exp(S^T - lse)
-            hide(sT, i32(item.row0 + own.key), row0, item)
-            recompute_p(sT, lse, scale_log2)
-            put(u32(p_tile + u32(own.key * PITCH_P)), own.column, sT)
+            of_tile = first, tile, item, parameters
+            recompute_p(sT, slope, bias_mask, lse, scale_log2, *of_tile)
+            p_warp = u32(p_tile + u32(own.key * PITCH_P))
+            dropped = put_weights(p_warp, own.column, sT, slope)
             # (4) dP^T = V dO^T
             v_warp = u32(smem + u32(V) + u32(own.key * PITCH_V))
             v_dot(dpT, v_warp, u32(do_tile + u32(own.column * PITCH_V)))
             # (5) dS^T = P^T * (dP^T - delta)
-            differentiate(dpT, sT, u32(lse + u32(LSE_BYTES)))
+            differentiate(dpT, sT, dropped, u32(lse + u32(LSE_BYTES)), parameters)
             put(u32(ds + u32(own.key * PITCH_P)), own.column, dpT)
             cuda.syncthreads()  # P^T and dS^T are there
             own = own_of(ptx.thread_here() // 32)
@@ -192,6 +169,9 @@ def build(dtype, shape, ordered, options, tile):
         if tiles > 0:
             release(flags, this)
         invalid, own = item.invalid != 0, own_of(ptx.thread_here() // 32)
+        keep_scale = f64(1)
+        if DROPOUT:
+            keep_scale = parameters.keep_scale
         begin_key, b1, stop = i32(0), item.b1, i32(dk.shape[3])
         if PACKED:
             begin_key, b1, stop = item.rows_begin, i32(0), item.rows
@@ -205,7 +185,7 @@ def build(dtype, shape, ordered, options, tile):
         column = i32(own.part * COLUMNS_K + pair)
         store_dk(products.Stored(dk_head, dk_acc, factor, first, column, stop))
         for r in range(OUT_ROWS):
-            factor[r] = f64(NAN) if invalid else f64(1)
+            factor[r] = f64(NAN) if invalid else keep_scale
         column = i32(own.part * COLUMNS_V + pair)
         store_dv(products.Stored(dv_head, dv_acc, factor, first, column, stop))
 

@@ -120,7 +120,12 @@ class BackwardTile:
     share: int = 1
     terms: int = 16
 
-    kernel, split, m_tiles, slots = "sm80.backward_float64.build", 0, 1, False
+    kernel, split, slots = "sm80.backward_float64.build", 0, False
+
+    @property
+    def m_tiles(self) -> int:
+        """Times 16, the keys of a warp's scores."""
+        return self.block_n // self.scores // ROWS
 
     @property
     def threads(self) -> int:
@@ -142,6 +147,60 @@ class BackwardTile:
         return BackwardLayout(*accumulate(sizes, initial=0), pitch_k, pitch_v, pitch_ds)
 
 
+class DbiasLayout(NamedTuple):
+    """Where a block of the gradient of the bias keeps what in shared memory, in bytes: Q, dO, K, V;
+    what there is in all; and pitches.
+    """
+
+    q: int
+    do: int
+    k: int
+    v: int
+    bytes: int
+    pitch_k: int
+    pitch_v: int
+
+
+@dataclass(frozen=True)
+class DbiasTile:
+    """Shape of a block of the gradient of the bias.
+
+    Attributes
+    ----------
+    warps_m, warps_n : int
+        Warps along queries, of which each has 16, and along keys.
+    keys : int
+        Of a warp.
+    terms : int
+        Of a sum, that tensor cores take at once.
+    """
+
+    warps_m: int
+    warps_n: int
+    keys: int
+    terms: int = 16
+
+    min_blocks = 1
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.warps_m
+
+    @property
+    def block_n(self) -> int:
+        return self.keys * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps_m * self.warps_n
+
+    def layout(self, d: int, dv: int) -> DbiasLayout:
+        pitch_k, pitch_v = BYTES * padded(d), BYTES * padded(dv)
+        of_queries, of_keys = self.block_m, self.block_n
+        sizes = of_queries * pitch_k, of_queries * pitch_v, of_keys * pitch_k, of_keys * pitch_v
+        return DbiasLayout(*accumulate(sizes, initial=0), pitch_k, pitch_v)
+
+
 # TFLOP/s of an H200 at N = 4096. Forward, D = 64: 35.1, 33.6 in sums of 8, 32.8 with tiles of 64
 # keys, 31.3 with 4 warps; in another run 34.4, 35.4 with 16 warps and 16 keys, 31.1 with the next
 # tile's scores among exponentials; D = 128: 40.5, 37.7 with 32 keys and one stage. Backward, D =
@@ -155,6 +214,10 @@ FORWARD_TILES = (
 )
 # With fewer blocks of rows than multiprocessors.
 SMALL_TILES = (Row(128, 227 * KB, Tile(4, 1, 32, 1, 1)),)
+# With options that change scores or weights, which need registers. N = 2048, D = 64, a bias: 2.54 ms
+# on an H200; tiles of 64 by 32 2.92, of 128 by 32, which are 0.87 to 0.95 of these with other
+# options, 2.56, with more registers in memory; torch with the whole matrix 3.67, simt 12.9.
+MODIFIED_BACKWARD_TILES = (Row(64, 227 * KB, BackwardTile(64, 64, 8, 2, 4, 4)),)
 BACKWARD_TILES = (
     Row(32, 227 * KB, BackwardTile(64, 64, 8, 2, 4, 4)),
     Row(64, 227 * KB, BackwardTile(128, 32, 8, 4, 4, 2)),
@@ -162,6 +225,13 @@ BACKWARD_TILES = (
     Row(32, 163 * KB, BackwardTile(64, 64, 8, 2, 4, 4, terms=4)),
     Row(64, 163 * KB, BackwardTile(64, 32, 8, 4, 2, 2, terms=4)),
     Row(128, 163 * KB, BackwardTile(32, 32, 8, 2, 2, 2, terms=4)),
+)
+# None of these has been timed.
+DBIAS_TILES = (
+    Row(64, 227 * KB, DbiasTile(4, 2, 32)),
+    Row(128, 227 * KB, DbiasTile(2, 4, 16)),
+    Row(64, 163 * KB, DbiasTile(4, 2, 32, 4)),
+    Row(128, 163 * KB, DbiasTile(2, 2, 16, 4)),
 )
 
 
@@ -184,4 +254,10 @@ def small_tile(problem, hardware, few: bool) -> Tile | None:
 
 def backward_tile(problem, hardware) -> BackwardTile:
     """That of the backward pass."""
-    return _first(BACKWARD_TILES, problem, hardware)
+    modified = MODIFIED_BACKWARD_TILES if problem.options.modifies else ()
+    return _first((*modified, *BACKWARD_TILES), problem, hardware)
+
+
+def dbias_tile(problem, hardware, summed: bool) -> DbiasTile:
+    """That of the gradient of a bias, whether or not it is `summed` over rows or columns."""
+    return _first(DBIAS_TILES, problem, hardware)

@@ -67,9 +67,8 @@ def build(shape, ordered, options, tile, place):
     build_kv = partial(build_load, BLOCK_N, threads=THREADS, place=place)
     build_q = partial(build_load, BLOCK_M, threads=THREADS, place=None, again=AGAIN)
     if shape.double:
-        build_kv, build_q = (
-            partial(load_float64.build_load, rows, threads=THREADS) for rows in (BLOCK_N, BLOCK_M)
-        )
+        build_kv = partial(load_float64.build_load, BLOCK_N, threads=THREADS, place=place)
+        build_q = partial(load_float64.build_load, BLOCK_M, threads=THREADS)
     load_k, load_q = (
         each(memory[0], columns=columns[0], asynchronous=shape.asynchronous)
         for each in (build_kv, build_q)

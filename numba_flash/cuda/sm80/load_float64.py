@@ -2,27 +2,33 @@
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
+from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.products_float64 import BYTES, swizzle
 
 
 @once
-def build_load(rows, head_dim, columns, threads, asynchronous, unrolled=8):
+def build_load(rows, head_dim, columns, threads, asynchronous, unrolled=8, place=None):
     """``load(tile, x, first, stop)``: rows [first, first + rows) of x (n, head_dim), zeros from
     `stop` on and beyond the head dimension, to `columns` columns in shared memory.
 
     asynchronous : by 16 bytes at a time; rows lie at multiples of that, and are as long. Else by 8,
         and x has any strides.
     unrolled : as many copies of a thread are; more are a loop, for registers.
+    place : which row of the tile a row is; all are in order if it is None.
     """
     SIZE = 2 if asynchronous else 1  # elements that are copied at a time
     COPIES, PITCH, HEAD_DIM, WIDE = columns // SIZE, BYTES * columns, head_dim, asynchronous
     TOTAL, THREADS, WHOLE = rows * columns // SIZE, threads, head_dim == columns
+    PLACED, place = place is not None, place or in_order
     TURNS, UNROLLED = TOTAL // threads, TOTAL % threads == 0 and TOTAL // threads <= unrolled
 
     @inline
     def one(tile, x, first, stop, number):
         row, column = i32(number // COPIES), i32(number % COPIES * SIZE)
-        i, chunk = i32(first + row), i32(column // 2 ^ swizzle(row))
+        i = i32(first + row)
+        if PLACED:
+            row = place(row)
+        chunk = i32(column // 2 ^ swizzle(row))
         there = i < stop
         if not WHOLE:
             there = there and column < HEAD_DIM

@@ -135,10 +135,10 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
         double=p.dtype == "float64",
     )
-    bias_tile = prepare_dq_dbias.tile_of(p, shape, x, y, there)
+    bias_tile = None if shape.double else prepare_dq_dbias.tile_of(p, shape, x, y, there)
     if bias_tile is not None:
         return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)
-    tiles = prepare_dq_dbias_split.tiles_of(p, shape, x, y, gpu)
+    tiles = None if shape.double else prepare_dq_dbias_split.tiles_of(p, shape, x, y, gpu)
     if tiles is not None:
         return prepare_dq_dbias_split.prepare(p, gpu, shape, inputs, y, tiles)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
@@ -238,7 +238,7 @@ def _preprocess(this: Pass) -> Launch:
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
-            not this.split,
+            not (this.split or (this.shape.double and p.options.changes)),
             *(p.options.arrays, ROW_THREADS, this.ordered),
         ),
         this.gpu,

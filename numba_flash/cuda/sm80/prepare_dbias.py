@@ -11,7 +11,7 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80.dbias_tiles import dbias_tile
+from numba_flash.cuda.sm80 import dbias_tiles, float64_tiles
 from numba_flash.cuda.sm80.tiles import hardware
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
@@ -38,7 +38,8 @@ class Dbias:
     def __init__(self, problem, gpu, shape, inputs, dbias, rows, planes=None):
         x, there = inputs, hardware(gpu.capability)
         sums = any(grid.summed_axes(problem, dbias))
-        p, tile = choose(problem, lambda p: dbias_tile(p, there, sums))
+        of = float64_tiles if shape.double else dbias_tiles
+        p, tile = choose(problem, lambda p: of.dbias_tile(p, there, sums))
         self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors * tile.min_blocks)
         out = self._shares.out
         shape = shape._replace(
@@ -51,7 +52,7 @@ class Dbias:
         self._with_planes = extras_class(p.options, ("bits",), OF_DBIAS)
         self._numbers = lambda rng=None: (p.low, p.high, parameters_of(p, rng))
         self._sum = Launch(
-            "sm80.dbias.build",
+            "sm80.dbias_float64.build" if shape.double else "sm80.dbias.build",
             (
                 *(p.dtype, shape, p.band != "none", p.options.structure),
                 *(out.dtype.name, self._shares.summed, tile),

@@ -149,8 +149,11 @@ def _within_blocks(p, gpu) -> Tile | None:
     does.
     """
     d, limit = max(p.d, p.dv), hardware(gpu.capability).shared_limit
-    split = p.dtype == "float32"
-    rows = tiles.SPLIT_TILES if split else (*tiles.MODIFIED_TILES, *tiles.SMALL_TILES)
+    rows = (*tiles.MODIFIED_TILES, *tiles.SMALL_TILES)
+    if p.dtype == "float32":
+        rows = tiles.SPLIT_TILES
+    if p.dtype == "float64":
+        rows = (*float64_tiles.FORWARD_TILES, *float64_tiles.SMALL_TILES)
     fit = (row.tile for row in rows if d <= row.d and row.shared <= limit)
     return next((t for t in fit if p.options.blocks.divided_by(t.block_m, t.block_n)), None)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.ptx import Rows
+from numba_flash.cuda.sm80.load import in_order
 
 BYTES = 8  # of an element
 
@@ -144,19 +145,23 @@ class Stored(NamedTuple):
 
 
 @once
-def build_store(m_tiles, columns, wide):
+def build_store(m_tiles, columns, wide, key_of=None):
     """``store(Stored(x, acc, factor, row, column, stop))``: this lane's part of a warp's fragment,
     each row times its factor, to x (n, head_dim), rows before `stop`; its first are `row` and
     `column`.
 
     wide : rows lie at multiples of 16 bytes, and are as long.
+    key_of : which row of x a row is; all are in order if it is None.
     """
+    PLACED, key_of = key_of is not None, key_of or in_order
     ROWS, GROUPS, WIDE = 2 * m_tiles, columns // 8, wide
 
     @inline
     def put(number, these):
         r, j = number % ROWS, number // ROWS
         i, column = i32(these.row + (r // 2 * 16 + r % 2 * 8)), i32(these.column + 8 * j)
+        if PLACED:
+            i = key_of(i)
         e, x = (r // 2 * GROUPS + j) * 4 + 2 * (r % 2), these.x
         first, second = these.acc[e] * these.factor[r], these.acc[e + 1] * these.factor[r]
         at = u64(i64(i) * x.strides[0] + i64(column) * x.strides[1])

@@ -39,6 +39,14 @@ class Tile(NamedTuple):
     whole: bool
 
 
+@inline
+def tile_of(row0, key, item, walk, heads, batch1):
+    """The `Tile` from query row0 on, of a work item on its walk."""
+    region = Region(row0, key, item.columns, item.rows, -item.high, -item.low)
+    at = Head(item.b0, item.b1, item.b0 * batch1 + item.b1, walk.head, heads)
+    return Tile(row0, i32(row0 + fragment.first_column()), key, region, at, walk.whole)
+
+
 class SoftmaxBackward(NamedTuple):
     """Functions of a warp, and its registers for slopes, and for bias and mask; see `build`."""
 
@@ -74,13 +82,6 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     else:
         pack_weights, _ = fragment.build_pack(PAIRS, *kind, DROPOUT)
     LARGEST, LOG2E = 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
-
-    @inline
-    def tile_of(row0, key, item, walk, heads, batch1):
-        """The `Tile` from query row0 on, of a work item on its walk."""
-        region = Region(row0, key, item.columns, item.rows, -item.high, -item.low)
-        at = Head(item.b0, item.b1, item.b0 * batch1 + item.b1, walk.head, heads)
-        return Tile(row0, i32(row0 + fragment.first_column()), key, region, at, walk.whole)
 
     @inline
     def fetch(bias_mask, tile, extras):

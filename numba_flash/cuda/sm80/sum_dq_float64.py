@@ -5,13 +5,14 @@
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import ptx, schedule, softmax
+from numba_flash.cuda import ptx, schedule, softmax, tile_lists
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import first_column
 from numba_flash.cuda.lang import cuda, f64, i32, i64, inline, once, types, u32, u64
-from numba_flash.cuda.number import array
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import products_float64 as products
 from numba_flash.cuda.sm80.float64_tiles import BYTES
+from numba_flash.cuda.sm80.sum_dq import lists_of
 
 
 @once
@@ -69,6 +70,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
     ROWS, COLUMNS = BLOCK_M // tile.dq, D // WARPS_N
     COUNT, ROWS_HELD = ROWS * COLUMNS // 32, ROWS // 8
     PACKED, NAN = options.packed, math.nan
+    IN_ORDER, SHARE = ordered and options.tiled, tile.share
     store = products.build_store(ROWS // 16, COLUMNS, shape.wide)
     zero, _ = softmax.build_zero(COUNT)
     place = build_place(tile)
@@ -83,9 +85,14 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
         start, stop = mask.kv_range(
             row0, min(row0 + BLOCK_M, queries), rows.keys, low + rows.shift, high + rows.shift
         )
+        some = row0 < queries and start < stop
+        if IN_ORDER:
+            of_head, at = extras.order[rows.b0, rows.b1, rows.head], i32(row0 // BLOCK_M)
+            after_all = of_head[index(of_head.shape[0] - 1), index(at // SHARE)]
+            some = some and not tile_lists.is_first(after_all, at % SHARE)
         copies, block = u32(dq_sum.shape[4]) // u32(BLOCK_M * D), u32(start) // u32(BLOCK_N)
         summed = u32(0)
-        if row0 < queries and start < stop:
+        if some:
             summed = min(copies, u32(u32(stop - 1) // u32(BLOCK_N) - block + u32(1)))
         sums = u64(ptx.global_address(dq_sum) + u64(number * DQ_BYTES) * u64(copies))
         for r in range(ROWS_HELD):
@@ -104,6 +111,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
         store(products.Stored(dq_head, acc, factor, first, column, last))
 
     signature = types.void(
-        array(f64, 5), array(f64, 5), extras_type(options), *(i64, i64, i64), f64
+        *(array(f64, 5), array(f64, 5), extras_type(options, lists_of(ordered))),
+        *(i64, i64, i64, f64),
     )
     return postprocess_sm80, signature, {"launch_bounds": (tile.threads, 1)}

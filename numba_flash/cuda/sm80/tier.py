@@ -84,7 +84,7 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
 
 
 def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | None:
-    """Scores and weights that options change are left to another tier."""
+    """Of GPUs whose tensor cores are fast at it, head dimensions that fit."""
     if capability not in float64_tiles.CAPABILITIES:
         major, minor = capability
         return (
@@ -97,6 +97,4 @@ def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | N
         return (
             "has no forward pass of float64 beyond head dimension 64 with 163 KB of shared memory"
         )
-    if problem.options.modifies:
-        return "serves float64 without options that change scores or weights"
     return None

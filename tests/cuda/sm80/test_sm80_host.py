@@ -45,7 +45,6 @@ B200, A10, L40, RTX5090 = (Gpu(0, capability, 100) for capability in ((10, 0), (
 KINDS = pytest.mark.parametrize("kind", ["forward", "backward"])
 REFUSED = {
     "wide float64": ({"dtype": "float64", "d": 129}, {}, "serves float64 up to head dimension 128"),
-    "float64, options": ({"dtype": "float64"}, {"softcap": 2.0}, "serves float64 without options that change scores or weights"),
     "IEEE products": ({"dtype": "float32"}, {"precision": "ieee"}, "computes no IEEE products (precision='ieee')"),
     "scale 0": ({}, {"scale": 0.0}, "needs a positive, finite scale; got 0.0"),
     "scale < 0": ({}, {"scale": -0.5}, "needs a positive, finite scale; got -0.5"),
@@ -55,6 +54,7 @@ SERVED = {
     "bfloat16": ({"dtype": "bfloat16"}, {"causal": True}),
     "lengths": ({}, {"kv_lengths": np.array([3, 4])}),
     "head dimensions": ({"d": 13, "dv": 7}, {"window": (3, 5)}),
+    "float64, options": ({"dtype": "float64"}, {"softcap": 2.0, "dropout": 0.1, "rng": (1, 2)}),
     "float64": ({"dtype": "float64", "d": 64, "dv": 7}, {"causal": True, "kv_lengths": np.array([3, 4])}),
     "largest head dimensions": ({"d": 256, "dv": 256}, {}),
     "five dimensions": ({"batch": (2, 3)}, {"scale": 1e-3}),
