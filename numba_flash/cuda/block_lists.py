@@ -65,7 +65,7 @@ def build_list(options, block_m, block_n, transposed):
 
 
 def build(options, block_m, block_n, transposed, warps):
-    """Kernel ``block_lists(tiles, bits, extras, nq, nk, low, high)``, as `tile_lists.build` says."""
+    """Kernel ``block_lists(tiles, bits, extras, nq, nk, low, high)``: as `tile_lists.build`'s."""
     WARPS = warps
     make_list = build_list(options, block_m, block_n, transposed)
 
@@ -79,8 +79,8 @@ def build(options, block_m, block_n, transposed, warps):
 
 
 def build_both(options, block_m, block_n, warps):
-    """Kernel ``both_lists(of_keys, of_queries, bits, extras, nq, nk, low, high)``: the same for each
-    block of keys, and behind that for each block of queries; `bits` are not there.
+    """Kernel ``both_lists(of_keys, of_queries, bits, extras, nq, nk, low, high)``: the same for
+    each block of keys, and behind that for each block of queries; `bits` are not there.
     """
     WARPS = warps
     list_of_keys = build_list(options, block_m, block_n, True)
