@@ -8,6 +8,7 @@ from compiled import Kernel
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.prepare_parts import ROWS
+from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
@@ -321,6 +322,10 @@ OF_MASK = first(BACKWARD_OPTION_TILES[False], 96, 96)
 AROUND["postprocess under a mask"] = Kernel("sm90.postprocess.build", ("bfloat16", 96, MASK, OF_MASK, ("tiles", "order")))
 
 AROUND["slots of dS"] = Kernel("sm90.ds_slots.build", (SLOT_THREADS,))
+OF_TILES = Options(mask=True, blocks=BlockSize(128, 128))
+OF_TILES_LENGTHS = replace(LENGTHS, mask=True, blocks=BlockSize(128, 128))
+AROUND["both lists"] = Kernel("block_lists.build_both", (OF_TILES, 128, 128, WARPS_OF_LISTS))
+AROUND["both lists, lengths"] = Kernel("block_lists.build_both", (OF_TILES_LENGTHS, 128, 128, WARPS_OF_LISTS))
 
 COMBINE = {
     "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, ROWS)),

@@ -11,11 +11,11 @@ from numba_flash.cuda.sequence import build_sequence
 from numba_flash.cuda.tile_lists import WARP, append, which_list
 
 
-def build(options, block_m, block_n, transposed, warps):
-    """Kernel ``block_lists(tiles, bits, extras, nq, nk, low, high)``, as `tile_lists.build` says;
-    a warp makes a list, each lane looks at a tile.
+def build_list(options, block_m, block_n, transposed):
+    """``make_list(number, tiles, bits, extras, nq, nk, low, high)``: a warp makes the list of that
+    number, each lane looks at a tile; nothing, if there are not so many.
     """
-    BLOCK_M, BLOCK_N, TRANSPOSED, WARPS = block_m, block_n, transposed, warps
+    BLOCK_M, BLOCK_N, TRANSPOSED = block_m, block_n, transposed
     WITHIN = options.blocks.divided_by(block_m, block_n)  # no tile lies in several blocks
     sequence_of = build_sequence(options)
     row_of, column_of = build_elements(options.blocks, inline)
@@ -34,9 +34,9 @@ def build(options, block_m, block_n, transposed, warps):
                 every = every if seen else i32(1)
         return i32(kind * every)
 
-    def block_lists(tiles, bits, extras, nq, nk, low, high):
-        warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
-        which = which_list(u32(i32(cuda.blockIdx.x) * WARPS + warp), tiles.shape)
+    @inline
+    def make_list(number, tiles, bits, extras, nq, nk, low, high):
+        lane, which = i32(cuda.threadIdx.x % WARP), which_list(number, tiles.shape)
         b0, b1, block = which.b0, which.b1, i32(which.block)
         if b0 < u32(tiles.shape[0]):
             sequence = sequence_of(extras, b0, b1, nq, nk)
@@ -61,6 +61,40 @@ def build(options, block_m, block_n, transposed, warps):
             if lane == 0:
                 tiles[index(b0), index(b1), index(which.head), index(block), 0] = count
 
+    return make_list
+
+
+def build(options, block_m, block_n, transposed, warps):
+    """Kernel ``block_lists(tiles, bits, extras, nq, nk, low, high)``: as `tile_lists.build`'s."""
+    WARPS = warps
+    make_list = build_list(options, block_m, block_n, transposed)
+
+    def block_lists(tiles, bits, extras, nq, nk, low, high):
+        number = u32(i32(cuda.blockIdx.x) * WARPS + i32(cuda.threadIdx.x // WARP))
+        make_list(number, tiles, bits, extras, nq, nk, low, high)
+
     lists, words = array(types.int32, 5), array(types.uint32, 5)
     signature = types.void(lists, words, extras_type(options), *[types.int64] * 4)
     return block_lists, signature, {"launch_bounds": (WARP * warps, 1)}
+
+
+def build_both(options, block_m, block_n, warps):
+    """Kernel ``both_lists(of_keys, of_queries, bits, extras, nq, nk, low, high)``: the same for
+    each block of keys, and behind that for each block of queries; `bits` are not there.
+    """
+    WARPS = warps
+    list_of_keys = build_list(options, block_m, block_n, True)
+    list_of_queries = build_list(options, block_m, block_n, False)
+
+    def both_lists(of_keys, of_queries, bits, extras, nq, nk, low, high):
+        number = u32(i32(cuda.blockIdx.x) * WARPS + i32(cuda.threadIdx.x // WARP))
+        first = of_keys.shape[0] * of_keys.shape[1] * of_keys.shape[2] * of_keys.shape[3]
+        if number < u32(first):
+            list_of_keys(number, of_keys, bits, extras, nq, nk, low, high)
+        else:
+            number = u32(number - u32(first))
+            list_of_queries(number, of_queries, bits, extras, nq, nk, low, high)
+
+    lists, words = array(types.int32, 5), array(types.uint32, 5)
+    signature = types.void(lists, lists, words, extras_type(options), *[types.int64] * 4)
+    return both_lists, signature, {"launch_bounds": (WARP * warps, 1)}

@@ -116,7 +116,7 @@ class Extras:
         self._extras_of_mask = build_extras(masked.options)
         rows, columns = -(-p.nq // t.block_m), -(-p.nk // t.block_n)
         blocks, across = (columns, rows) if t.transposed else (rows, columns)
-        own, all_heads = _own_axes(p, inputs.mask), (*p.batch, p.hq)
+        own, all_heads = own_axes(p, inputs.mask), (*p.batch, p.hq)
         words, groups = 2 * -(-across // WORD), -(-rows // t.share) if t.share else 0
         made = Made(
             tiles=Layout.compact((*own, blocks, 1 + across), "int32"),
@@ -183,7 +183,7 @@ def _builder(p, mask, tiles: Tiles) -> tuple[str, tuple, int]:
     return "tile_lists.build", (width, tiles.transposed), 1
 
 
-def _own_axes(p, mask) -> tuple[int, int, int]:
+def own_axes(p, mask) -> tuple[int, int, int]:
     """Batch and heads of lists: 1 where they are the same for all, as far as the host knows."""
     varies = [n if stride else 1 for n, stride in zip(mask.shape, mask.strides, strict=True)]
     b0, b1, heads, *_ = [1] * (5 - len(varies)) + varies

@@ -213,6 +213,26 @@ def build_order(share, threads):
     return order_of_blocks, signature, {"launch_bounds": (threads, 1)}
 
 
+@inline
+def put_in_queue(tiles, queue, number):
+    """A warp puts the block of the list of that number where it belongs in its head's queue."""
+    lane, which = i32(cuda.threadIdx.x % WARP), which_list(number, tiles.shape)
+    b0, b1, head, block = which.b0, which.b1, which.head, i32(which.block)
+    if b0 < u32(tiles.shape[0]):
+        of_head = tiles[index(b0), index(b1), index(head)]
+        own, before, blocks = of_head[index(block), 0], i32(0), i32(tiles.shape[3])
+        for first in range(0, blocks, WARP):
+            other, ahead = i32(first + lane), False
+            if other < blocks:
+                count = of_head[index(other), 0]
+                ahead = count > own or (count == own and other < block)
+            before = i32(before + i32(cuda.popc(i32(cuda.ballot_sync(ALL_LANES, ahead)))))
+        if lane == 0:
+            queue[index(b0), index(b1), index(head), 0, index(before)] = block
+            if number == u32(0):
+                queue[0, 0, 0, 0, index(blocks)] = i32(0)
+
+
 def build_queue(threads):
     """Kernel ``queue(tiles, queue, extras)``: which blocks are worked on first: those with the
     longest lists. One warp per list.
@@ -223,23 +243,8 @@ def build_queue(threads):
     WARPS = threads // WARP
 
     def queue_of_blocks(tiles, queue, extras):
-        warp, lane = i32(cuda.threadIdx.x // WARP), i32(cuda.threadIdx.x % WARP)
-        number = u32(i32(cuda.blockIdx.x) * WARPS + warp)
-        which = which_list(number, tiles.shape)
-        b0, b1, head, block = which.b0, which.b1, which.head, i32(which.block)
-        if b0 < u32(tiles.shape[0]):
-            of_head = tiles[index(b0), index(b1), index(head)]
-            own, before, blocks = of_head[index(block), 0], i32(0), i32(tiles.shape[3])
-            for first in range(0, blocks, WARP):
-                other, ahead = i32(first + lane), False
-                if other < blocks:
-                    count = of_head[index(other), 0]
-                    ahead = count > own or (count == own and other < block)
-                before = i32(before + i32(cuda.popc(i32(cuda.ballot_sync(ALL_LANES, ahead)))))
-            if lane == 0:
-                queue[index(b0), index(b1), index(head), 0, index(before)] = block
-                if number == u32(0):
-                    queue[0, 0, 0, 0, index(blocks)] = i32(0)
+        warp = i32(cuda.threadIdx.x // WARP)
+        put_in_queue(tiles, queue, u32(i32(cuda.blockIdx.x) * WARPS + warp))
 
     lists = array(types.int32, 5)
     signature = types.void(lists, lists, types.Tuple(()))

@@ -13,6 +13,15 @@ HOST_LISTED = "cuda/sm90/prepare_backward_listed.py"
 MUTANTS_BLOCKS = (
     Mutant("a list that nobody has", LISTS, "if b0 < u32(tiles.shape[0]):", "if True:", "mma, blocks"),
     Mutant(
+        "lists of queries that begin with the second",
+        LISTS,
+        "u32(number - u32(first))",
+        "u32(number - u32(first) + 1)",
+        "gradients, blocks",
+    ),
+    Mutant("lists of keys for blocks of queries", LISTS, "block_m, block_n, False)", "block_m, block_n, True)", "gradients, blocks"),
+    Mutant("a queue that nobody makes", SLOTS, "            tile_lists.put_in_queue(tiles, queue, number)\n", "", "gradients, blocks"),
+    Mutant(
         "the row of blocks of a column",
         LISTS,
         "i32(row_of(row0)), i32(column_of(col0))",

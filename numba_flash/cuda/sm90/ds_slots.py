@@ -37,8 +37,9 @@ class Numbers(NamedTuple):
 
 
 def build(threads):
-    """Kernel ``ds_slots(tiles, places, ranks, extras, numbers)``: the first block of threads makes
-    `places`, in each of the others a warp makes `ranks` of a list.
+    """Kernel ``ds_slots(tiles, queue, places, ranks, extras, numbers)``: the first block of
+    threads makes `places`, in each of the others a warp makes `ranks` of a list, and puts it into
+    the `queue` (`numba_flash.cuda.tile_lists.build_queue`).
 
     tiles : lists of tiles of queries for each block of keys; axes that the mask broadcasts may have
         the size 1.
@@ -87,7 +88,7 @@ def build(threads):
             slot = i32(slot + length_of(tiles, which.b0, which.b1, head, which.block))
         return i32(section + 1)
 
-    def ds_slots(tiles, places, ranks, extras, numbers):
+    def ds_slots(tiles, queue, places, ranks, extras, numbers):
         sums = cuda.shared.array(THREADS, i32)
         thread = i32(cuda.threadIdx.x)
         if cuda.blockIdx.x == 0:
@@ -117,6 +118,7 @@ def build(threads):
                 places[0, 0, 0, 0, index(blocks + 1 + counter)] = i32(0)
         else:
             number = u32(i32(cuda.blockIdx.x - 1) * (THREADS // WARP) + thread // WARP)
+            tile_lists.put_in_queue(tiles, queue, number)
             which = tile_lists.which_list(number, tiles.shape)
             if which.b0 < u32(tiles.shape[0]):
                 b0, b1, head = index(which.b0), index(which.b1), index(which.head)
@@ -127,7 +129,7 @@ def build(threads):
 
     lists = array(types.int32, 5)
     numbers = types.NamedUniTuple(types.int64, len(Numbers._fields), Numbers)
-    signature = types.void(lists, lists, lists, types.Tuple(()), numbers)
+    signature = types.void(lists, lists, lists, lists, types.Tuple(()), numbers)
     return ds_slots, signature, {"launch_bounds": (threads, 1)}
 
 

@@ -3,13 +3,14 @@ and grids.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, extras_class
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import LISTS, own_axes
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 from numba_flash.cuda.sm90.prepare_backward import (
@@ -44,8 +45,13 @@ class Slots(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """Arrays that `numba_flash.cuda.sm90.ds_slots` makes; what it does not is dS and sums of dQ."""
+    """Arrays that are made of a mask: lists for each block of keys and for each block of queries,
+    and what `numba_flash.cuda.sm90.ds_slots` makes of those.
+    """
 
+    of_keys: Any
+    of_queries: Any
+    queue: Any
     places: Any
     ranks: Any
 
@@ -124,41 +130,56 @@ class Lists:
     """
 
     def __init__(self, this: Pass, inputs, slots: Slots):
-        p, m, n = this.p, DQ_TILE.block_m, DQ_TILE.block_n
-        self._of_keys = Extras(p, this.gpu, inputs, Tiles(m, n, transposed=True, queue=True))
-        self._of_queries = Extras(p, this.gpu, inputs, Tiles(m, n))
-        tiles, all_heads = self._of_keys.made.tiles, (*p.batch, p.hq)
-        *own, columns, rows = (*tiles.shape[:4], tiles.shape[4] - 1)
-        counters = 2 * slots.sections
+        p, m, n, counters = this.p, DQ_TILE.block_m, DQ_TILE.block_n, 2 * slots.sections
+        rows, columns = -(-p.nq // m), -(-p.nk // n)
+        own, all_heads = own_axes(p, inputs.mask), (*p.batch, p.hq)
         made = Numbered(
+            of_keys=Layout.compact((*own, columns, 1 + rows), "int32"),
+            of_queries=Layout.compact((*own, rows, 1 + columns), "int32"),
+            queue=Layout.compact((*own, 1, columns + 1), "int32"),
             places=Layout.compact((*all_heads, 1, columns + 1 + counters), "int32"),
             ranks=Layout.compact((*own, rows, columns), "int32"),
         )
-        self._scratch = Scratch(made, ("places of dS", "ranks of tiles"))
+        names = ("of keys", "of queries", "queue", "places of dS", "ranks of tiles")
+        self._scratch = Scratch(made, [f"the mask's lists: {name}" for name in names])
+        masked = replace(p, options=p.options.unlisted)
+        lists = Launch(
+            "block_lists.build_both",
+            (masked.options.arrays, m, n, LISTS),
+            this.gpu,
+            grid=-(-math.prod(own) * (columns + rows) // LISTS),
+            threads=32 * LISTS,
+            operands=((made.of_keys, 5), (made.of_queries, 5), (None, 5)),
+            extras=grid.extras_layouts(masked, inputs),
+            numbers=(p.nq, p.nk, p.low, p.high),
+        )
         number = Launch(
             "sm90.ds_slots.build",
             (SLOT_THREADS,),
             this.gpu,
             grid=1 + -(-math.prod(own) * columns // (SLOT_THREADS // 32)),
             threads=SLOT_THREADS,
-            operands=((tiles, 5), (made.places, 5), (made.ranks, 5)),
+            operands=tuple((x, 5) for x in (made.of_keys, made.queue, made.places, made.ranks)),
             numbers=((p.hk, p.hq // p.hk, slots.whole, slots.room, counters),),
         )
-        places, ranks = ((x, (*all_heads, *x.shape[3:])) for x in made)
-        self.main = (*self._of_keys.layouts, places)
-        self.dq = (*self._of_queries.layouts, places, ranks)
-        self._number = number
+        of_keys, of_queries, *rest = ((x, (*all_heads, *x.shape[3:])) for x in made)
+        queue, places, ranks = rest
+        self.main = (*grid.extras_layouts(p, inputs), of_keys, queue, places)
+        self.dq = (*grid.extras_layouts(p, inputs), of_queries, places, ranks)
         self._main_class = extras_class(p.options, ("tiles", "queue", "places"))
         self._dq_class = extras_class(p.options, ("tiles", "places", "ranks"))
-        self.launches = (*self._of_keys.launches, number, *self._of_queries.launches)
+        self._extras_of, self._extras_of_mask = map(build_extras, (p.options, masked.options))
+        self.launches = (lists, number)
 
     def of(self, inputs) -> Listed:
         """What both kernels get in a call; it is made."""
-        of_keys, (places, ranks) = self._of_keys.of(inputs), self._scratch.beside(inputs.q)
-        self._number(of_keys.tiles, places, ranks)
-        of_queries = self._of_queries.of(inputs)
+        (lists, number), x = self.launches, self._scratch.beside(inputs.q)
+        lists(x.of_keys, x.of_queries, None, extras=self._extras_of_mask(inputs))
+        number(x.of_keys, x.queue, x.places, x.ranks)
+        extras = self._extras_of(inputs)
         return Listed(
-            self._main_class(*of_keys, places), self._dq_class(*of_queries, places, ranks)
+            self._main_class(*extras, x.of_keys, x.queue, x.places),
+            self._dq_class(*extras, x.of_queries, x.places, x.ranks),
         )
 
 

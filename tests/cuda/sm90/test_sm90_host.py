@@ -630,13 +630,9 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
     launches = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
-    _, queue, number, _, preprocess, main, sum_dq = launches
-    assert [each.builder for each in (launches[0], queue, launches[3])] == [
-        "block_lists.build",
-        "tile_lists.build_queue",
-        "block_lists.build",
-    ]
-    (places, _), (dq_sum, _), (ds, _) = number.operands[1], *sum_dq.operands[1:3]
+    lists, number, preprocess, main, sum_dq = launches
+    assert [each.builder for each in (lists, number)] == ["block_lists.build_both", "sm90.ds_slots.build"]
+    (places, _), (dq_sum, _), (ds, _) = number.operands[2], *sum_dq.operands[1:3]
     assert places.shape[4] == rows + 1 + 2 * sections
     assert ds.shape[3:] == (slots.room, 128 * 128 // 2)
     assert dq_sum.shape[4] == (128 * 128 if sections > 1 else 0)
