@@ -158,8 +158,8 @@ DQ_DBIAS_KEPT = {  # dtype, head dimensions, how the bias is read, options, dlse
     "dq and dbias 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, True, "float16", False, ALL_BATCHES, QueriesTile(2, 1)),
 }
 DK_DV_KEPT = {  # dtype, head dimensions, how the bias is read, options, tile
-    "dk and dv, kept": ("bfloat16", 32, 32, PAIRS, BIAS, KeysTile(128, 6, 6, 2)),
-    "dk and dv 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, KeysTile(128, 2, 6, 2)),
+    "dk and dv, kept": ("bfloat16", 32, 32, PAIRS, BIAS, KeysTile(128, 4, 4, 2, 96)),
+    "dk and dv 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, KeysTile(128, 2, 6, 2, 64)),
 }
 
 # Head dimensions, lse, band, parts, options, tile.

@@ -110,7 +110,7 @@ MUTANTS_KEPT = (
         GRADIENTS,
     ),
     Mutant("keys that are free while they are read", DK_DV, "if t == TILES - 1:", "if t == 0:", GRADIENTS),
-    Mutant("queries that are free while they are read", DK_DV, "                if t > 0:\n", "                if t > 5:\n", GRADIENTS),
+    Mutant("queries that are free while they are read", DK_DV, "                if t > 1:\n", "                if t > 6:\n", GRADIENTS),
     Mutant("rows of queries that are there too early", DQ, "        pipeline.wait_ready(x.smem, NOTES, n)\n", "", GRADIENTS),
     Mutant("parts of dQ that are there too early", DQ, "        pipeline.wait_ready(x.smem, DQ, n)\n", "", GRADIENTS),
     Mutant("parts of dQ in the place of those that are read", DQ, "        pipeline.wait_free(x.smem, DQ, n)\n", "", GRADIENTS),
@@ -153,5 +153,6 @@ MUTANTS_KEPT = (
     Mutant("chunks of a row that lie elsewhere", BEGIN, "(c ^ swizzle) * CHUNK_BYTES", "(c ^ swizzle ^ c % 2) * CHUNK_BYTES", GRADIENTS),
     Mutant("rows of the first queries for all", GIVEN, "index(x.head), index(row0)]", "index(x.head), index(i32(0))]", GRADIENTS),
     Mutant("the first keys for all consumers", GIVEN, "row, mine = i32(part * KEYS)", "row, mine = i32(0)", GRADIENTS),
+    Mutant("rows that shift what is swizzled", "cuda/sm90/gradient_tiles.py", "// PATTERN) * PATTERN", "// 1) * 1", GRADIENTS),
     Mutant("dO in the place of O", GIVEN, "load_box(u32(to + u32(O)), maps[4]", "load_box(u32(to + u32(O)), maps[0]", GRADIENTS),
 )

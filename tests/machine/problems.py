@@ -422,9 +422,10 @@ PROBLEMS |= {
     "kept bias, hidden": kept(nk=136, dtype="bfloat16", made=beyond, options={"bias": HIDES_SOME.astype("bfloat16")}),
 }
 EVERY_OTHER_OF_8 = np.random.default_rng(15).standard_normal((8, 1, 140)).astype(np.float32)[..., ::2]
+LONG_BIAS = np.random.default_rng(16).standard_normal((2, 150, 136)).astype(np.float16)
 kept_gradients = partial(Problem, backward_pass, d=32, nq=70, nk=136, hk=1, batch=8, multiprocessors=2)
 PROBLEMS |= {
-    "kept bias, gradients": kept_gradients(hq=2, hk=2, options={"bias": OF_ALL[..., :136], "bias_grad": True}),
+    "kept bias, gradients": kept_gradients(hq=2, hk=2, nq=150, options={"bias": LONG_BIAS, "bias_grad": True}),
     "kept bias, hidden, gradients": kept_gradients(
         dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True, "dlse": EVERY_OTHER_OF_8}
     ),

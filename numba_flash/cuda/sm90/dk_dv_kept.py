@@ -2,7 +2,7 @@
 blocks keep the bias of their keys in shared memory, and go through the batch elements
 (FlashAttention-2, Algorithm 2, but for dQ, which `numba_flash.cuda.sm90.dq_dbias_kept` makes).
 
-A consumer owns 64 keys, and walks over tiles of 64 queries. S^T and dP^T have keys along their
+A consumer owns 64 keys, and walks over tiles of queries. S^T and dP^T have keys along their
 rows, so that P^T and dS^T can be operands of dV and dK as they are. While those of a tile are made,
 the consumer has P and dS of the next one. Nothing in it knows of ends: what lies beyond the last
 query has an lse of +inf, what lies beyond the last key is rows of dK and dV that nobody stores.
@@ -18,7 +18,7 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm90 import keep_columns, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
-from numba_flash.cuda.sm90.gradient_tiles import QUERIES, ROW_BYTES
+from numba_flash.cuda.sm90.gradient_tiles import ROW_BYTES
 from numba_flash.cuda.sm90.load_gradients import build_produce_queries
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
@@ -40,7 +40,7 @@ class Weighed(NamedTuple):
 
 
 @once
-def build_weigh(bfloat16, away, hidden):
+def build_weigh(queries, bfloat16, away, hidden):
     """``weigh(weighed)``: P^T in the place of S^T, dS^T in that of dP^T. Scores may be `hidden` by
     the bias, whatever they are.
     """
@@ -67,7 +67,7 @@ def build_weigh(bfloat16, away, hidden):
                     # (5) dS^T = P^T * (dP^T - delta)
                     t.dp[e] = (t.dp[e] - delta) * t.s[e]
 
-    return ptx.repeated(QUERIES // 16, weigh_vector)
+    return ptx.repeated(queries // 16, weigh_vector)
 
 
 def build(dtype, head_dim, head_dim_v, vectors, options, tile):
@@ -90,8 +90,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     Q, KV, ALIGNMENT, ON, OFF = one_type(SMEM.q), one_type(SMEM.kv), SMEM.ALIGNMENT, 1, 0
     DO, ROWS_AT, V, MINE = SMEM.do, SMEM.rows, SMEM.v, ROWS * NARROW_ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = (
-        QUERIES // 2,
-        QUERIES // 4,
+        tile.queries // 2,
+        tile.queries // 4,
         head_dim // 2,
         head_dim_v // 2,
     )
@@ -100,10 +100,10 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     first_of, unit_of, after = build_units(tile.block_m)
     keep = keep_columns.build(options, vectors, tile)
     fill, bias_of = keep.fill, keep.bias_of
-    of_bias = options.bias == "bfloat16", keep.away
+    of_bias = tile.queries, options.bias == "bfloat16", keep.away
     weigh, weigh_some = (build_weigh(*of_bias, hidden) for hidden in (False, True))
-    start_scores, start_dk = wgmma.build_narrow_gradients(QUERIES, head_dim, BFLOAT16)
-    start_dp, start_dv = wgmma.build_narrow_gradients(QUERIES, head_dim_v, BFLOAT16)
+    start_scores, start_dk = wgmma.build_narrow_gradients(tile.queries, head_dim, BFLOAT16)
+    start_dp, start_dv = wgmma.build_narrow_gradients(tile.queries, head_dim_v, BFLOAT16)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
@@ -175,8 +175,6 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
                 else:
                     weigh(weighed)
                 ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-                if t > 0:
-                    pipeline.release_warps(smem, Q, u32(n - 1))
                 pack(p, s)
                 pack(ds, dp)
                 n, t = u32(n + 1), i32(t + 1)
@@ -191,6 +189,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
                     pipeline.wait_ready(smem, Q, n)
                     start(smem, me, turn, n, s, dp)
                 add(smem, u32(n - 1), dk_acc, dv_acc, ds, p)
+                if t > 1:
+                    pipeline.release_warps(smem, Q, u32(n - 2))
                 ptx.wgmma_wait(s, dp, TWO, SCORES, SCORES)
             ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
             pipeline.release_warps(smem, Q, u32(n - 1))

@@ -15,6 +15,7 @@ ROW_BYTES = 8  # of what is known of a row of queries: its lse in base 2, and de
 CHUNK = 64  # keys of which a consumer has scores in registers at a time
 MOST = NARROW  # columns
 MOST_KEYS = 384  # for whose dbias there are registers
+PATTERN = 8 * NARROW_ROW_BYTES  # bytes that the swizzle repeats after
 WIDE, HALF = 4, 2  # bytes of an element of the bias that is kept
 
 
@@ -27,28 +28,32 @@ class KeysTile(Consumers):
     block_m : int
         Keys, 64 of each consumer.
     tiles : int
-        Of 64 queries of a head.
+        Of queries of a head.
     stages, kv_stages : int
         Slots of tiles of queries, and of keys.
+    queries : int
+        Of a tile.
     """
 
     block_m: int
     tiles: int
     stages: int
     kv_stages: int
+    queries: int
 
     @property
     def kept_bytes(self) -> int:
         """Of the bias."""
-        return HALF * self.block_m * QUERIES * self.tiles
+        return HALF * self.block_m * self.queries * self.tiles
 
     def layout(self) -> SimpleNamespace:
         """Shared memory: rings ``q kv`` as `numba_flash.cuda.sm90.pipeline` wants them, after the
         bias, where dO, what is known of rows, and V are within their slots, and the `bytes` of all.
         """
-        of_tile, of_keys = QUERIES * NARROW_ROW_BYTES, self.block_m * NARROW_ROW_BYTES
+        of_tile, of_keys = self.queries * NARROW_ROW_BYTES, self.block_m * NARROW_ROW_BYTES
+        of_rows = -(-self.queries * ROW_BYTES // PATTERN) * PATTERN
         rings = {
-            "q": (2 * of_tile + QUERIES * ROW_BYTES, self.stages),
+            "q": (2 * of_tile + of_rows, self.stages),
             "kv": (2 * of_keys, self.kv_stages),
         }
         return lay_out(rings, self.kept_bytes, kept=0, do=of_tile, rows=2 * of_tile, v=of_keys)
@@ -102,15 +107,22 @@ class QueriesTile(WarpGroups):
 # bias 422. dQ and dbias are 189 of them (sm80 330), 3.0 TB/s from the L2 cache; with S of the next
 # chunk beside the sums of this one 291. dK and dV are 221 (sm80 266), predicted 140; but with
 # products of the next tile beside the exponentials of this one 225, with the bias by products with
-# the unit matrix 237, by three consumers 225. N = 256, B = 256: 148, sm80 199.
-STAGES, KV_STAGES = 6, 2  # of `KeysTile`
+# the unit matrix 237, by three consumers 225. N = 256, B = 256: 148, sm80 199. In another process dK
+# and dV are 190 with tiles of 96 queries that are given back one tile later, 197 with these tiles
+# alone, 204 with 64 queries, given back later or not; where consumers take turns, 191 to 240. All
+# is 378 then (FlexAttention 578), 392 with 64 queries; where consumers of dQ take turns 424, where
+# its S begins with the bias 422, with 5 shares 393.
+STAGES, KV_STAGES = {64: 6, 96: 4}, 2  # of `KeysTile`, for its queries
 KEYS = 128  # of its block
 CONSUMERS = 2  # of `QueriesTile`
 
 
 def keys_tile(problem) -> KeysTile | None:
     """That of dK and dV, if the bias of its keys can be kept."""
-    tile = KeysTile(KEYS, -(-problem.nq // QUERIES), STAGES, KV_STAGES)
+    blocks = lambda rows: -(-problem.nq // rows)
+    known = blocks(QUERIES) * QUERIES  # rows that the kernel of dQ tells of
+    rows = next(n for n in (96, 64) if blocks(n) * n <= known)
+    tile = KeysTile(KEYS, blocks(rows), STAGES[rows], KV_STAGES, rows)
     return tile if tile.layout().bytes <= SHARED_LIMIT else None
 
 

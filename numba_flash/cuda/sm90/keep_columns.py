@@ -11,11 +11,9 @@ from numba_flash.cuda.kept_bias import VECTOR
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline, wgmma
-from numba_flash.cuda.sm90.gradient_tiles import QUERIES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
-VECTORS = QUERIES // 16  # of a thread and tile
-AWAY, TILE_BYTES = WARP_GROUP * VECTOR, VECTORS * WARP_GROUP * VECTOR
+AWAY = WARP_GROUP * VECTOR
 
 
 class Columns(NamedTuple):
@@ -44,6 +42,8 @@ def build(options, vectors, tile):
     """`Columns` of a kernel."""
     TILES, KEPT, BFLOAT16 = tile.tiles, tile.layout().kept, options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
+    QUERIES, VECTORS = tile.queries, tile.queries // 16  # of a tile, and of a thread and tile
+    TILE_BYTES = VECTORS * AWAY
     runs = fragment.runs_of_rows(QUERIES)
     HELD, KEYS = held(options, runs).words, 64  # of a consumer
     fetch = build_fetch(options, runs, vectors)

@@ -25,7 +25,9 @@ def build_produce_queries(tile):
     """
     SMEM, TILES = tile.layout(), tile.tiles
     Q, KV, DO, ROWS, V = one_type(SMEM.q), one_type(SMEM.kv), SMEM.do, SMEM.rows, SMEM.v
-    ROWS_BYTES, SLOT, KEYS_SLOT = QUERIES * ROW_BYTES, SMEM.q.slot_bytes, SMEM.kv.slot_bytes
+    QUERIES, KEYS_SLOT = tile.queries, SMEM.kv.slot_bytes
+    ROWS_BYTES = QUERIES * ROW_BYTES
+    BYTES = 2 * QUERIES * NARROW_ROW_BYTES + ROWS_BYTES
     first_of, unit_of, after = build_units(tile.block_m)
 
     @inline
@@ -40,7 +42,7 @@ def build_produce_queries(tile):
     def load_queries(maps, smem, rows, n, x, row0):
         pipeline.wait_free(smem, Q, n)
         ready, to = pipeline.mbarrier(smem, Q, Q.ready, n), pipeline.tile(smem, Q, n)
-        ptx.mbarrier_expect(ready, u32(SLOT))
+        ptx.mbarrier_expect(ready, u32(BYTES))
         load_box(to, maps[1], x.head, row0, x.b1, x.b0, ready)
         load_box(u32(to + u32(DO)), maps[0], x.head, row0, x.b1, x.b0, ready)
         known = rows[index(x.b0), index(x.b1), index(x.head), index(row0)]

@@ -122,7 +122,7 @@ def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
         extras=grid.extras_layouts(p, x),
         numbers=(sizes, _scales(p)),
         maps=(
-            *((each, QUERIES, NARROW) for each in (x.do, x.q)),
+            *((each, tile.queries, NARROW) for each in (x.do, x.q)),
             *((each, tile.block_m, NARROW) for each in (x.k, x.v)),
         ),
     )
