@@ -147,7 +147,8 @@ class DqTile:
 
 
 # In the deterministic order, over FlashAttention-2, N = 4096 and 16384: D = 64 1.13, 1.05, D = 128
-# 1.07, 1.01, D = 256 0.98, 0.91. With a flag for each four row blocks D = 128 0.99, 0.94.
+# 1.07, 1.01, D = 256 0.98, 0.91, and 1.13, 1.10 with dS in memory (see `prepare_dq`). With a flag
+# for each four row blocks D = 128 0.99, 0.94.
 BACKWARD_TILES = (
     Row(64, 227 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 2, 2, 4)),
     Row(64, 99 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),

@@ -214,9 +214,9 @@ FORWARD_TILES = (
 )
 # With fewer blocks of rows than multiprocessors.
 SMALL_TILES = (Row(128, 227 * KB, Tile(4, 1, 32, 1, 1)),)
-# With options that change scores or weights, which need registers. N = 2048, D = 64, a bias: 2.54 ms
-# on an H200; tiles of 64 by 32 2.92, of 128 by 32, which are 0.87 to 0.95 of these with other
-# options, 2.56, with more registers in memory; torch with the whole matrix 3.67, simt 12.9.
+# With options that change scores or weights, which need registers. N = 2048, D = 64, a bias: 2.54
+# ms on an H200; tiles of 64 by 32 2.92, of 128 by 32 2.56, with more registers in memory; torch
+# with the whole matrix 3.67, simt 12.9.
 MODIFIED_BACKWARD_TILES = (Row(64, 227 * KB, BackwardTile(64, 64, 8, 2, 4, 4)),)
 BACKWARD_TILES = (
     Row(32, 227 * KB, BackwardTile(64, 64, 8, 2, 4, 4)),

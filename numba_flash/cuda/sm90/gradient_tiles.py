@@ -107,11 +107,11 @@ class QueriesTile(WarpGroups):
 # bias 422. dQ and dbias are 189 of them (sm80 330), 3.0 TB/s from the L2 cache; with S of the next
 # chunk beside the sums of this one 291. dK and dV are 221 (sm80 266), predicted 140; but with
 # products of the next tile beside the exponentials of this one 225, with the bias by products with
-# the unit matrix 237, by three consumers 225. N = 256, B = 256: 148, sm80 199. In another process dK
-# and dV are 190 with tiles of 96 queries that are given back one tile later, 197 with these tiles
-# alone, 204 with 64 queries, given back later or not; where consumers take turns, 191 to 240. All
-# is 378 then (FlexAttention 578), 392 with 64 queries; where consumers of dQ take turns 424, where
-# its S begins with the bias 422, with 5 shares 393.
+# the unit matrix 237, by three consumers 225. N = 256, B = 256: 148, sm80 199. In another
+# process dK and dV are 190 with tiles of 96 queries that are given back one tile later, 197 with
+# these tiles alone, 204 with 64 queries, given back later or not; where consumers take turns 191
+# to 240. All is 378 then (FlexAttention 578), 392 with 64 queries; where consumers of dQ take
+# turns 424, where its S begins with the bias 422, with 5 shares 393.
 STAGES, KV_STAGES = {64: 6, 96: 4}, 2  # of `KeysTile`, for its queries
 KEYS = 128  # of its block
 CONSUMERS = 2  # of `QueriesTile`
