@@ -49,6 +49,10 @@ def tile_of(d: int, dv: int) -> Tile:
     return first(FORWARD_TILES["full"], d, dv)
 
 
+def causal_tile_of(d: int) -> Tile:
+    return first(FORWARD_TILES["band"], d, d)
+
+
 def part_tile_of(d: int) -> Tile:
     return first(PART_TILES, d, d)
 
@@ -61,6 +65,7 @@ def backward_tile(d: int, dv: int) -> BackwardTile | WideTile:
 FORWARD = {
     **{f"{row.d}-{row.keys}-none": ("bfloat16", row.d, row.dv, True, "none", "map", PLAIN, row.tile) for row in FORWARD_TILES["full"]},
     **{f"{row.d}-{row.keys}-above": ("bfloat16", row.d, row.dv, True, "above", "map", PLAIN, row.tile) for row in FORWARD_TILES["band"]},
+    **{f"{d} held": ("bfloat16", d, d, True, "above", "map", PLAIN, replace(causal_tile_of(d), holds_p=True)) for d in (72, 128)},
     **{f"{d}-both": ("bfloat16", d, d, True, "both", "map", PLAIN, tile_of(d, d)) for d in (64, 128, 256)},
     **{f"{row.d}-parts": ("bfloat16", row.d, row.dv, True, "none", "parts", PLAIN, row.tile) for row in PART_TILES},
     "float16": ("float16", 128, 128, False, "none", "map", PLAIN, tile_of(128, 128)),
@@ -83,7 +88,7 @@ OF_DISTANCES = {
 
 
 def relative_tile_of(d: int, dv: int, band: str, store: str) -> RelativeTile:
-    return relative_tile(SimpleNamespace(d=d, dv=dv, nk=2**20, band=band), store == "parts")
+    return relative_tile(SimpleNamespace(d=d, dv=dv, nk=2**20, band=band, options=RELATIVE), store == "parts")
 
 
 FORWARD |= {name: (*config, relative_tile_of(*config[1:3], *config[4:6])) for name, config in OF_DISTANCES.items()}

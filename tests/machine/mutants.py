@@ -53,6 +53,7 @@ MUTANTS = (
     Mutant("accumulators before the wait", WGMMA, "0, 1, 0\n", "1, 1, 0\n", "plain"),
     Mutant("the transposed bit", "cuda/ptx/wgmma.py", "{int(not b_panel)}", "{int(bool(b_panel))}", "plain"),
     Mutant("matrices of stmatrix exchanged", "cuda/ptx/memory.py", "b16 [$0], {$1, $2, $3, $4};", "b16 [$0], {$1, $3, $2, $4};", "plain"),
+    Mutant("held numbers that are lost", "cuda/ptx/wgmma.py", "setp.ne.s32 p", "setp.eq.s32 p", "causal, D72"),
     # ---- softmax
     Mutant("a sum that is not rescaled", "cuda/softmax.py", "l_i[r] * alpha[r] + l", "l_i[r] + l", "steep"),
     Mutant("the state of the item before", "cuda/softmax.py", "l_i[r]\n    reset(m_i, l_i)", "l_i[r]", "many items"),

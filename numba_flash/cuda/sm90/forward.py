@@ -38,7 +38,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
-    CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
+    CONSUMERS, PING_PONG, HOLDS_P = tile.consumers, tile.ping_pong, tile.holds_p
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     ALIGNMENT, V_PANEL = SMEM.ALIGNMENT, panel_bytes(BLOCK_N)
@@ -146,6 +146,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
                 if BANDED:
                     hide(s, item.row, col, item)
                 online(s, m_i, l_i, alpha, scales.scale_log2)
+                if HOLDS_P:
+                    ptx.hold(s, batches, SCORES)
                 wait_all(acc, s)
                 pipeline.release_group(smem, V, u32(n - 1))
                 # O = alpha O

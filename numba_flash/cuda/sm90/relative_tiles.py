@@ -2,7 +2,7 @@
 (`numba_flash.cuda.relative`). Numba is not imported here.
 """
 
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 from numba_flash.cuda.sm90.tiles import (
@@ -49,7 +49,7 @@ def relative_tile(problem, split=False) -> RelativeTile:
     numbers, O is stored by single panels, or tiles have 16 keys less.
     """
     p = problem
-    tile = RelativeTile(*astuple(part_tile(p) if split else forward_tile(p)))
+    tile = RelativeTile(**asdict(part_tile(p) if split else forward_tile(p)))
     fewer = replace(tile, o_panels=1)
     tiles = (tile, fewer, replace(fewer, block_n=tile.block_n - 16))
     return next(each for each in tiles if each.layout(p.d, p.dv).bytes <= SHARED_LIMIT)

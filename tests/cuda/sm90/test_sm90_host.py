@@ -37,7 +37,7 @@ from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, Ti
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, dbias_tile
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
-from numba_flash.cuda.sm90.gradient_tiles import QUERIES, keys_tile, queries_tile
+from numba_flash.cuda.sm90.gradient_tiles import keys_tile, queries_tile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.prepare_forward_options import options_tile
@@ -1033,5 +1033,5 @@ def test_tiles_of_gradients_of_a_bias_that_is_kept():
         if of_queries is not None:
             assert of_queries.block_n >= n
         if of_keys is not None:
-            assert of_keys.tiles * QUERIES >= n
+            assert of_keys.tiles * of_keys.queries >= n
     assert keys_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) is not None
