@@ -36,7 +36,8 @@ GRAIN_FLOP = 2**22  # and operations: 2 heads of 64 x 64 take 0.21 instead of 0.
 
 
 SCORES = {forward_items: (BLOCK_M, BLOCK_N), **dict.fromkeys((backward_items, dbias_items), (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N))}
-NO_BIAS, NO_MASK = np.empty((0,) * 5, np.float32), np.empty((0,) * 5, np.uint8)
+# No bias has the dtype that one most likely would have: then the same compiled kernels serve both.
+NO_BIAS, NO_MASK = {dtype: np.empty((0,) * 5, dtype) for dtype in ("float32", "float64")}, np.empty((0,) * 5, np.uint8)
 
 _entries = {}
 
@@ -213,7 +214,7 @@ def _extras(piece, bias, mask) -> Extras | tuple[()]:
         mask_queries=_mask_size(problem).queries,
         mask_keys=_mask_size(problem).keys,
     )
-    bias = NO_BIAS if bias is None else _bits(piece.scores(bias))
+    bias = NO_BIAS["float64" if problem.dtype == "float64" else "float32"] if bias is None else _bits(piece.scores(bias))
     mask = NO_MASK if mask is None else mask[piece.batch].view(np.uint8)
     return Extras(bias, mask, parameters)
 

@@ -171,7 +171,7 @@ def losses(backend, inputs, weights, options):
     return np.sum(do * results["o"]) + np.sum(np.where(np.isinf(results["lse"]), 0, dlse * results["lse"]))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.simulator(full=name != "bias")) for name in ONE_BY_ONE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.simulator(full=True)) for name in ONE_BY_ONE])
 def test_gradients_equal_central_differences(backend, name):
     """The backend's gradients in float64 against differences of the oracle's loss, and of its own along a random direction."""
     rng = np.random.default_rng(3)

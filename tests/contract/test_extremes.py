@@ -40,7 +40,8 @@ def biases(dtype) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=simulator), "float64", pytest.param("float16", marks=pytest.mark.full), "bfloat16"]
+    "dtype",
+    [pytest.param("float32", marks=simulator), "float64", *(pytest.param(x, marks=pytest.mark.full) for x in ("float16", "bfloat16"))],
 )
 @pytest.mark.filterwarnings("ignore:overflow")  # from the simulator, whose floats are NumPy's
 def test_biases_at_the_ends_of_the_dtype(backend, dtype):

@@ -70,7 +70,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=simulator(full=x != "mask")) for x in OPTIONS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=simulator(full=True)) for x in OPTIONS])
 def test_options(backend, name):
     options = OPTIONS[name]()
     q, k, v, _ = inputs()
@@ -99,7 +99,7 @@ def test_a_value_that_a_row_does_not_see_does_not_reach_it(backend):
 
 
 @pytest.mark.skipif(not SIMULATED, reason="of simt's kernels in the simulator")
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=simulator), pytest.param("float64", marks=simulator(full=True))])
+@pytest.mark.parametrize("dtype", [pytest.param(x, marks=simulator(full=True)) for x in ("float32", "float64")])
 def test_parts_of_the_keys(backend, dtype):
     """On a GPU with room for many blocks the keys are split, and results over parts are combined; a row that sees nothing stays one."""
     q, k, v, _ = inputs(batch=(), dtype=dtype, nk=45)

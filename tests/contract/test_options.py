@@ -32,7 +32,7 @@ FULL = (2, 2, NQ, NK)
 SHAPES = [FULL, (1, 2, NQ, NK), (2, 1, NQ, NK), (2, 2, 1, NK), (2, 2, NQ, 1), (NQ, NK), (NK,), (NQ, 1), (2, 1, 1), (1, 1, 1, 1), ()]
 
 
-@pytest.mark.parametrize("shape", [pytest.param(s, marks=simulator(full=s != (NK,))) if s in ((NK,), (2, 2, NQ, 1)) else s for s in SHAPES])
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=simulator(full=True)) if s in ((NK,), (2, 2, NQ, 1)) else s for s in SHAPES])
 def test_bias_broadcasts_and_its_gradient_is_summed(backend, shape):
     results = check(backend, *problem(), bias=normal(*shape), bias_grad=True, causal=True)
     assert results["dbias"].shape == shape
@@ -337,7 +337,7 @@ def test_softcap(backend, dtype, softcap):
     check(backend, *problem(dtype=dtype), softcap=softcap, scale=1.0)
 
 
-@simulator
+@simulator(full=True)
 def test_dropout_keeps_the_same_bits_everywhere(backend):
     """With v the unit matrix, o is the matrix of probabilities: it is 0 exactly where `dropout_mask` says."""
     n = 8 if SIMULATED else 128
@@ -352,7 +352,7 @@ def test_dropout_keeps_the_same_bits_everywhere(backend):
 
 
 @simulator(full=True)
-@pytest.mark.parametrize("dtype", ["float32"] if SIMULATED else ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32"] if SIMULATED else ["float32", pytest.param("float16", marks=full_on_cpu)])
 def test_dropout_of_a_part_has_the_bits_of_the_whole(backend, dtype):
     """Results over parts of the keys, put together, are those over all of them; so are sums of gradients."""
     n, parts = (16, [(3, 8)]) if SIMULATED else (96, [(0, 64), (37, 0), (37, 64)])

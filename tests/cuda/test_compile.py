@@ -38,7 +38,7 @@ STATIC_SHARED_LIMIT = 48 * 1024
 SPILL_LIMIT = 1024  # bytes per thread: the largest that the measurements beside simt.TILES found to pay
 
 # Two accumulators; what is left are further kernels, tiles and dtypes.
-QUICK = ("forward-float32-64-64", "dq-float64-256-256", "delta-bfloat16-64-64", "delta-float64-64-64")
+QUICK = ("forward-float32-64-64", "delta-bfloat16-64-64", "delta-float64-64-64")
 
 
 def ptx(*chosen) -> str:

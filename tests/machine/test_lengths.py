@@ -56,7 +56,8 @@ def test_it_compiles_to_selections_in_registers(capability):
 SHAPES = {"blocks": (130, 4, 4, 2), "parts": (70, 2, 2, 16), "heads as rows": (17, 8, 2, 2)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "heads as rows" else pytest.mark.full) for name in SHAPES])
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHAPES)
 def test_kernels_for_hopper_take_lengths_of_keys_as_numbers(name, monkeypatch):
     monkeypatch.setattr(prepare_forward, "FEW_ITEMS", 1000)
     nq, hq, hk, multiprocessors = SHAPES[name]

@@ -171,7 +171,13 @@ def test_scores_under_all_options(fragments, vectors, kind):
         np.testing.assert_allclose(slope, wanted_slope, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize("bias", [{}, {"bias": DRAWN.standard_normal((50, 80)).astype(np.float16)}], ids=["alone", "bias"])
+@pytest.mark.parametrize(
+    "bias",
+    [
+        pytest.param({}, id="alone"),
+        pytest.param({"bias": DRAWN.standard_normal((50, 80)).astype(np.float16)}, id="bias", marks=pytest.mark.full),
+    ],
+)
 def test_of_a_whole_tile_no_mask_is_read(bias):
     """It is said to be visible, and so it is, whatever the mask says."""
     fragments, hidden = SHAPES[1], {"mask": np.zeros((HEADS, 50, 80), bool)}
@@ -193,7 +199,7 @@ def test_dropped_weights(fragments):
 
 
 @pytest.mark.parametrize("kind", [np.float16, pytest.param(np.float32, marks=pytest.mark.full)])
-@pytest.mark.parametrize("hidden", [0.0, 0.1])
+@pytest.mark.parametrize("hidden", [pytest.param(0.0, marks=pytest.mark.full), 0.1])
 def test_scores_that_a_bias_hides(hidden, kind):
     """Whatever they are; and where it hides none, a lane adds it alone."""
     fragments, nq, nk = SHAPES[1], 50, 80

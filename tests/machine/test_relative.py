@@ -47,7 +47,6 @@ GROUPS = {
     "sm80 bfloat16 256 on Hopper": ampere("bfloat16", 256, 256, (also(FEW, **ALIBI),), HOPPER),
     "sm80 float16 64 on Turing": ampere("float16", 64, 64, (also(SOME, causal=True, **LATER),), TURING),
 }
-QUICK = ("sm80 bfloat16 64 short",)
 
 
 def half(score, b, h, i, j):
@@ -70,7 +69,8 @@ def check(run, group):
         compare(results, *arrays, **shape.options)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", GROUPS)
 def test_forward(name):
     check(forward, GROUPS[name])
 
@@ -83,7 +83,8 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in BACKWARD])
+@pytest.mark.full
+@pytest.mark.parametrize("name", BACKWARD)
 def test_backward(name):
     check(backward, BACKWARD[name])
 

@@ -19,7 +19,6 @@ from numba_flash import reference
 pytestmark = pytest.mark.machine
 
 N, D = 128, 64
-QUICK = {("one sign", "Hopper")}
 # Of dq. With keys far from the origin the lse, of 30 and more, is rounded, which costs 1e-6 alone; o of 300 K costs 2e-6.
 OFFSET = {"one sign": 2e-6, "offset": 3e-6, "kelvin": 4e-6}
 
@@ -31,14 +30,9 @@ def problem(kind: str) -> tuple:
     return arrays, promised.ieee_of(*arrays), [x[0] for x in reference.backward(do, q, k, v)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "core"),
-    [
-        pytest.param(kind, core, marks=[] if (kind, core) in QUICK else pytest.mark.full)
-        for kind in promised.study.DISTRIBUTIONS
-        for core in CORES
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("kind", promised.study.DISTRIBUTIONS)
 def test_errors_of_gradients_are_at_most_those_of_ieee_sums(kind, core):
     """And dq of data far from the origin keeps the digits that IEEE sums lose."""
     (q, k, v, do), ieee, expected = problem(kind)

@@ -126,7 +126,7 @@ def test_a_table_of_pages_is_read_once_for_rows_of_one_page(page, words):
 LIST_LOADS = 6  # of a list: how long it is, the first tile, and the next
 
 
-@pytest.mark.parametrize("name", named(("sm80 forward 64 blocks", "sm80 forward 128 blocks"), ("sm80 forward 128 blocks",)))
+@pytest.mark.parametrize("name", named(("sm80 forward 64 blocks", "sm80 forward 128 blocks"), ()))
 def test_a_mask_of_blocks_is_lists_alone(name):
     """Where tiles lie within blocks, kernels are those of plain attention but for a list: no mask, no number of the options."""
     kernel = KERNELS[name]

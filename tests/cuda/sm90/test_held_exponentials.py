@@ -15,6 +15,7 @@ from sm90_kernels import FORWARD
 HELD = [name for name in FORWARD if name.endswith("held")]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("name", HELD)
 def test_exponentials_stand_before_the_wait(name):

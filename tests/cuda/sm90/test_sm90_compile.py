@@ -51,8 +51,11 @@ SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 130
 
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
-    *(f"64-{2**31}-none", "forward sm90 64 bias", "kept bias", "backward 64, causal", "backward sm90 64 dropout"),
-    *("preprocess packed", "postprocess packed", "dq packed, 136", "combine", "dbias sm90 64", "dbias sm90 64 rows"),
+    f"64-{2**31}-none",
+    "backward 64, causal",
+    "preprocess packed",
+    "postprocess packed",
+    "combine",
 )
 
 
