@@ -189,6 +189,7 @@ def test_gradients_that_are_large_or_no_numbers_do_no_harm(example):
 # ---- training ----------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_attention_is_that_of_the_blocks_in_the_dtype_that_was_asked_for(example, monkeypatch):
     calls = []
     for name in ("forward", "backward"):

@@ -20,7 +20,27 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-every_file = pytest.mark.parametrize("name", FILES)
+
+def each(names):
+    """Makes a test of one of these a test of all: thousands would take longer to be reported than they run."""
+
+    def of_all(test):
+        def together():
+            wrong = {}
+            for name in names:
+                try:
+                    test(name)
+                except AssertionError as error:
+                    wrong[name] = str(error)
+            assert wrong == {}
+
+        together.__doc__ = test.__doc__
+        return together
+
+    return of_all
+
+
+every_file = each(FILES)
 
 
 # ---- imports -------------------------------------------------------------------------------------------------------------------------
@@ -51,7 +71,7 @@ CUDA_HOSTS = re.compile(
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
-every_module = pytest.mark.parametrize("module", MODULES)
+every_module = each(MODULES)
 
 
 def imported(nodes) -> set[str]:
@@ -128,9 +148,7 @@ def test_tiers_are_recognised():
     }
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in MODULES if name in ("__init__", "__main__") or name.startswith("bench") or CUDA_HOSTS.fullmatch(name)]
-)
+@each([name for name in MODULES if name in ("__init__", "__main__") or name.startswith("bench") or CUDA_HOSTS.fullmatch(name)])
 def test_who_runs_cached_kernels_waits_for_no_compiler(module):
     """Nothing that is loaded with the package, its commands, and the hosts of cuda loads a compiler, or a library of others."""
     outside = {(each, name.split(".")[0]) for each in loaded(module) for name in imported(MODULES[each].body)}
@@ -250,7 +268,7 @@ def test_functions_have_few_parameters(name):
 
 # ---- names, not positions --------------------------------------------------------------------------------------------------------------
 
-OF_A_KERNEL = pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("cuda/", "cpu/"))])
+OF_A_KERNEL = each([name for name in FILES if name.startswith(("cuda/", "cpu/"))])
 MOST_IN_A_TUPLE = 3
 # Parameters whose elements have numbers, not names: arrays and tensor maps, axes of an array, one for each row, LLVM's values.
 NUMBERED = {"operands", "maps", "shape", "summed", "inverse", "alpha", "values", "results", "args"}

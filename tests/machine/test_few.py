@@ -111,8 +111,9 @@ def test_out_of_float32_and_no_lse():
 KNOWN = {"all keys": (1, 3, 100), "parts": (MANY, 2, 300), "many parts": (60, 2, 3000)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "parts" else pytest.mark.full) for name in KNOWN])
-@pytest.mark.parametrize("size", [None, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("size", [None, 16])
 def test_lengths_of_the_host_are_numbers(name, size):
     """Of keys, beside a dtype that nobody reads; nothing else is launched for them."""
     multiprocessors, batch, nk = KNOWN[name]
@@ -127,7 +128,7 @@ def test_lengths_of_the_host_are_numbers(name, size):
     compare({"o": o, "lse": lse}, *arrays, **lengths)
 
 
-@pytest.mark.parametrize(("parts", "dv"), [(1, 7), (9, 64), (40, 40)])
+@pytest.mark.parametrize(("parts", "dv"), [(1, 7), *(pytest.param(*each, marks=pytest.mark.full) for each in ((9, 64), (40, 40)))])
 def test_many_parts_are_combined(parts, dv):
     """Of rows that saw nothing in some, or in any; the weights are those of the union."""
     rng = np.random.default_rng(parts)
