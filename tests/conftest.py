@@ -65,7 +65,16 @@ def pytest_pycollect_makeitem(collector):
 
 # What takes longest comes first. One process compiles the kernels of the CPU, while others simulate a GPU or compile for one; all further
 # tests find the former on disk.
-FOR_THE_CPU = ("test_attention", "test_api", "test_combinations", "test_cpu", "test_options", "test_dask", "test_dask_gpu")
+FOR_THE_CPU = (
+    "test_attention",
+    "test_api",
+    "test_combinations",
+    "test_cpu",
+    "test_options",
+    "test_dask",
+    "test_dask_gpu",
+    "test_asv_bench",
+)
 FOR_A_GPU = ("test_sm90_compile", "test_sm80_compile", "test_compile")
 FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support import SIMULATED
+from support import SIMULATED, named
 
 import numba_flash
 from numba_flash import call
@@ -423,10 +423,11 @@ TIERS = {
     "sm90": ("float16", {}),
     "sm80": ("float16", {"dropout": 0.5, "rng": (1, 2)}),
     "simt": ("float32", {"dropout": 0.5, "rng": (1, 2), "causal": True}),
+    "simt, plain": ("float32", {}),
 }
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.full) for name in ("sm90", "sm80")), "simt"])
+@pytest.mark.parametrize("name", named(TIERS, ("simt, plain",)))
 @pytest.mark.skipif(SIMULATED, reason="the simulator has no parameters")
 @pytest.mark.usefixtures("maps_at_one_more")
 def test_arguments_lie_as_the_kernel_declares_them(name, request):
@@ -438,7 +439,7 @@ def test_arguments_lie_as_the_kernel_declares_them(name, request):
     q = np.empty((2, 4, 300, 64), dtype)
     x, lse = Layout.of(q), Layout.compact(q.shape[:-1], "float32")
     inputs, results = ForwardInputs(x, x, x), ForwardResults(x, lse)
-    (prepared,) = tier(name).prepare_forward(bind(q, q, q, **options), inputs, results, gpu=Gpu(0, (9, 0), 132)).launches
+    (prepared,) = tier(name.split(",")[0]).prepare_forward(bind(q, q, q, **options), inputs, results, gpu=Gpu(0, (9, 0), 132)).launches
     (declared,) = re.findall(r"\.entry \w+\((.*?)\)", text(prepared.builder, prepared.config, (9, 0)), re.DOTALL)
     mapped, driver = len(prepared.maps), request.getfixturevalue("driver")  # after the compiler has looked for its own
     driver.kinds = ["map" if "b8" in each else OF_PTX[re.search(r"\.([usf]\d+)", each)[1]] for each in declared.split(",")]

@@ -37,11 +37,11 @@ GROUPS = {
     "Turing": few("float16", 64, 64, Shape((1, 6, 2), 4, 520, {"causal": True}), capability=TURING),
     "little memory": few("float16", 128, 128, Shape((1, 6, 2), 4, 520, {"causal": True}), capability=SMALL),
 }
-QUICK = ("one query",)
 AGAIN = ("32 rows", "little memory")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", GROUPS)
 def test_gradients_of_few_queries(name):
     """Each problem, the first of some in two orders of warps, copies and blocks, which give the same bits."""
     group = GROUPS[name]

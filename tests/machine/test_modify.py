@@ -198,8 +198,9 @@ def test_dropped_weights(fragments):
     np.testing.assert_array_equal(kept, np.where(wanted, 1, -1))
 
 
-@pytest.mark.parametrize("kind", [np.float16, pytest.param(np.float32, marks=pytest.mark.full)])
-@pytest.mark.parametrize("hidden", [pytest.param(0.0, marks=pytest.mark.full), 0.1])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+@pytest.mark.parametrize("hidden", [0.0, 0.1])
 def test_scores_that_a_bias_hides(hidden, kind):
     """Whatever they are; and where it hides none, a lane adds it alone."""
     fragments, nq, nk = SHAPES[1], 50, 80

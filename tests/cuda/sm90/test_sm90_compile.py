@@ -52,7 +52,6 @@ SPILLS |= dict.fromkeys(["dq and dbias, kept", "dq and dbias 24, 16, kept"], 130
 # The main loops, and what is around them; what is left are further options, tiles, dtypes and stores.
 QUICK = (
     f"64-{2**31}-none",
-    "backward 64, causal",
     "preprocess packed",
     "postprocess packed",
     "combine",
