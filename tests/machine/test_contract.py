@@ -175,6 +175,7 @@ SCORE_MOD = {"score_mod": tilt, "score_mod_grad": tilt_grad}
 DROPOUT = {"dropout": 0.3, "rng": (7, 11)}
 LONE = Shape(ONE, 75, 90)
 LARGE = Shape((1, 4, 2), 200, 330)
+WIDE = Shape((1, 2, 1), 130, 200)  # of wide heads, which take long
 EVEN = Shape((2, 2, 2), 150, 264)  # rows of scores lie at multiples of 8 elements
 TILES = also(LARGE, **tiles_of_a_mask(LARGE))
 NO_BLOCK = {"mask": numba_flash.BlockMask(np.zeros((1, 1), bool), 128)}
@@ -228,6 +229,7 @@ SINCE_TURING = {
     "float16 64 everything": ampere("float16", 64, 64, (also(LONE, window=(30, 20), **lengths([70], [77]), **EVERYTHING),)),
     "float16 256 mask and dropout": ampere("float16", 256, 256, (also(LONE, **mask(LONE), **DROPOUT),)),
     "float16 64 everything on Turing": ampere("float16", 64, 64, (also(LONE, **EVERYTHING),), capability=TURING),
+    "float16 192 blocks on Hopper": ampere("float16", 192, 192, (also(WIDE, **blocks_of_a_mask(WIDE, 64)),), capability=HOPPER),
 }
 
 ALL_SEEN = Shape(ONE, 3, 40, EMPTY)

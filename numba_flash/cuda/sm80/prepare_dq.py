@@ -8,6 +8,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm80.backward_tiles import DqTile
+from numba_flash.options import PLAIN
 
 MOST_BYTES = 2**32  # of dS; beyond that dQ is added up in memory
 # Over FlashAttention-2, D = 256, bfloat16, an H200: N = 512 to 16384, full and causal, 1.24 as a
@@ -19,9 +20,9 @@ def serves(p, shape, tile) -> bool:
     """True if dS of a problem without options goes to memory: where there are so many columns that
     warps share dK and dV, and if there is room.
     """
-    if p.dtype not in ("float16", "bfloat16") or p.options.used or p.hq * p.nq * p.nk == 0:
+    if p.dtype not in ("float16", "bfloat16") or p.options.structure != PLAIN:
         return False
-    if tile.ways != 4 or not shape.asynchronous:
+    if tile.ways != 4 or not shape.asynchronous or p.hq * p.nq * p.nk == 0:
         return False
     return math.prod(slots(p, tile).shape) * 4 <= MOST_BYTES
 

@@ -13,7 +13,7 @@ from support import DTYPES, SIMULATED
 if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 
-from numba_flash import arrays
+from numba_flash import BlockMask, arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
@@ -489,6 +489,33 @@ def test_tiles_of_gradients_of_few_queries_fit(row, d, dv):
     assert ends == list(layout[1:6])
     assert layout.bytes >= max(layout.rows + 8 * tile.block_m, tile.warps * tile.block_m * float_pitch(d))
     assert tile.min_blocks * (layout.bytes + 1024) <= row.shared + 1024
+
+
+# ---- dS of wide heads --------------------------------------------------------------------------------------------------------------------
+
+IN_SLOTS = {
+    "wide heads": ({}, {}, H200, True),
+    "a band": ({}, {"causal": True}, H200, True),
+    "163 KB": ({}, {}, A100, True),
+    "99 KB": ({}, {}, A10, False),
+    "Turing": ({}, {}, T4, False),
+    "head dimension 128": ({"d": 128}, {}, H200, False),
+    "bits that nobody copies": ({"d": 250}, {}, H200, False),
+    "more than there is room for": ({"nq": 2**17, "nk": 2**17}, {}, H200, False),
+    "a softcap": ({}, {"softcap": 2.0}, H200, False),
+    "lengths": ({}, {"kv_lengths": np.array([500, 3])}, H200, False),
+    "blocks, whose lists have not all tiles": ({}, {"mask": BlockMask(np.ones((4, 4), bool), 128)}, H200, False),
+}
+
+
+@pytest.mark.parametrize(("sizes", "options", "gpu", "there"), IN_SLOTS.values(), ids=IN_SLOTS)
+def test_where_ds_goes_to_memory(sizes, options, gpu, there):
+    """And no sums of dQ are there then."""
+    sizes = {"nq": 512, "nk": 512, "d": 256} | sizes
+    masks = {name: x.blocks for name, x in options.items() if name == "mask"}
+    built = [each.builder for each in launches("backward", problem(options, **sizes), gpu, inputs_of(**sizes)._replace(**masks))]
+    assert ("sm80.dq.build" in built) == there
+    assert ("sm80.sum_dq.build_postprocess" in built) == (not there)
 
 
 # ---- a bias that is all that changes scores ----------------------------------------------------------------------------------------------
