@@ -17,7 +17,7 @@ import numpy as np
 from support import DTYPES
 
 import numba_flash
-from numba_flash import reference
+from numba_flash import BlockMask, reference
 
 BOUND = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}  # of the root mean square error
 MOST = 300  # queries or keys
@@ -52,7 +52,16 @@ STRUCTURES = (
     Structure("float32", 64, 64, ("causal", "bias", "bias_grad", "lengths")),
     Structure("float32", 128, 128, ("dropout", "mask", "dlse")),
     Structure("float32", 32, 48, ("softcap", "window", "q_start", "alibi")),
+    Structure("float16", 64, 64, ("blocks", "causal"), (True, False, False, False)),
+    Structure("bfloat16", 128, 128, ("blocks",), (True, True, False, False)),
+    Structure("float16", 256, 192, ("blocks", "lengths"), (False, False, False, False)),
+    Structure("bfloat16", 256, 256, ("blocks",), (True, True, False, False)),
+    Structure("bfloat16", 64, 128, ("blocks", "bias", "bias_grad"), (True, False, False, False)),
+    Structure("float64", 64, 64, ("causal", "bias", "bias_grad", "dlse"), (True, False, False, False)),
+    Structure("float64", 128, 40, ("mask", "softcap", "dropout", "lengths"), (True, True, False, False)),
+    Structure("float64", 24, 64, ("blocks", "alibi", "window"), (True, False, False, False)),
 )
+BLOCKS = 64, 128, (64, 128), (100, 33)
 MODS = {
     "alibi": numba_flash.alibi(np.linspace(0.1, 0.9, 4)),
     "relative": numba_flash.relative_position(np.linspace(-1, 1, 4 * 33).reshape(4, 33)),
@@ -80,8 +89,12 @@ def drawn(structure: Structure, rng) -> tuple[tuple, dict]:
     options |= one("q_start", lambda: int(rng.integers(-20, MOST)))
     options |= one("softcap", lambda: float(rng.uniform(0.5, 30)))
     options |= one("bias_grad", lambda: True)
-    options |= one("dlse", lambda: rng.standard_normal(scores[:-1]).astype(np.float32))
     options |= one("mask", lambda: rng.random(shape) < rng.choice([0.05, 0.5, 0.95]))
+    options |= one("dlse", lambda: rng.standard_normal(scores[:-1]).astype(np.float64 if s.dtype == "float64" else np.float32))
+    if "blocks" in s.options:
+        size = BLOCKS[rng.integers(len(BLOCKS))]
+        counts = BlockMask(np.ones((1, 1), bool), size).block_size.counts(nq, nk)
+        options["mask"] = BlockMask(rng.random((*shape[:-2], *counts)) < rng.choice([0.1, 0.5]), size)
     if "bias" in s.options:
         bias = rng.standard_normal(shape)
         bias[rng.random(shape) < rng.choice([0.0, 0.2])] = -np.inf
@@ -115,6 +128,8 @@ def errors(inputs, options, backend: str | None) -> dict:
 
     q, k, v, do = inputs
     there = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    if isinstance(options.get("mask"), BlockMask):
+        there["mask"] = BlockMask(cupy.asarray(options["mask"].blocks), options["mask"].block_size)
     of_forward = {name: x for name, x in there.items() if name not in ("bias_grad", "dlse")}
     arrays = [cupy.asarray(x) for x in inputs]
     o, lse = numba_flash.forward(*arrays[:3], return_lse=True, backend=backend, **of_forward)

@@ -126,10 +126,17 @@ def machine(
     capability : tuple of two ints
         What kernels are compiled for.
     """
+    with in_place_of_launches(lambda prepared: Executed(prepared, seed, resident, core), multiprocessors, capability):
+        yield
+
+
+@contextmanager
+def in_place_of_launches(run_of, multiprocessors: int, capability: tuple[int, int]):
+    """Let calls of the tiers for GPUs, on NumPy arrays, go to ``run_of(prepared)`` for each `Launch`, with a call's arguments."""
     gpu, allocator = launch.Gpu(0, capability, multiprocessors), arrays.allocator
 
     def load(self):
-        run = Executed(self, seed, resident, core)
+        run = run_of(self)
         self._submit = lambda operands, extras, numbers: run(*operands, extras=extras, numbers=numbers)
 
     with ExitStack() as stack:

@@ -226,7 +226,8 @@ BACKWARD_TILES = (
     Row(64, 163 * KB, BackwardTile(64, 32, 8, 4, 2, 2, terms=4)),
     Row(128, 163 * KB, BackwardTile(32, 32, 8, 2, 2, 2, terms=4)),
 )
-# None of these has been timed.
+# The first, N = 2048, D = 64, 16 heads, 2 in a batch, on an H200: all gradients 4.90 ms, torch with
+# the whole matrix 4.06. The others have not been timed.
 DBIAS_TILES = (
     Row(64, 227 * KB, DbiasTile(4, 2, 32)),
     Row(128, 227 * KB, DbiasTile(2, 4, 16)),
