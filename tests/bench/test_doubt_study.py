@@ -48,12 +48,14 @@ def test_parts_add_up_to_the_number(study, name):
 
 
 @pytest.mark.machine
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("instruction", "name"),
     [
         ("wgmma", "float16 x 3"),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in (("wgmma", "bfloat16 x 6"), ("mma.sync", "float16 x 3"))),
-        pytest.param("mma.sync", "TF32 x 3", marks=pytest.mark.full),
+        ("wgmma", "bfloat16 x 6"),
+        ("mma.sync", "float16 x 3"),
+        ("mma.sync", "TF32 x 3"),
     ],
 )
 def test_emptied_sums_of_positive_numbers_are_more_accurate(study, instruction, name):

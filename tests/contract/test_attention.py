@@ -284,8 +284,7 @@ def test_out_of_float32_is_what_o_is_rounded_from(backend, dtype, layout, nq, nk
     assert same_bits(backend.to_host(lse), backend.to_host(same_lse))
 
 
-@simulator
-@pytest.mark.parametrize("dtype", [in_simulator("float32"), "bfloat16"])
+@pytest.mark.parametrize("dtype", [in_simulator("float32"), pytest.param("bfloat16", marks=simulator(full=True))])
 def test_inputs_are_untouched(backend, dtype):
     host = random_inputs(nq=3, nk=5, dtype=dtype, seed=13) if SIMULATED else random_inputs(dtype=dtype, seed=13)
     q, k, v, do = map(backend.to_device, [x.copy() for x in host])
@@ -321,7 +320,7 @@ def test_two_runs_give_the_same_bits(backend, dtype, options):
         assert same_bits(first[name], second[name]), name
 
 
-@simulator
+@simulator(full=True)
 def test_lse_is_optional_and_changes_nothing(backend):
     q, k, v, _ = map(backend.to_device, random_inputs(seed=16))
     o, lse = backend.forward(q, k, v, return_lse=True, causal=True)

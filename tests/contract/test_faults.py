@@ -298,6 +298,7 @@ def cases() -> dict:
     }
 
 
+@pytest.mark.full
 def test_a_memory_error_names_the_array_whichever_it_is(monkeypatch):
     """Every allocation of every call fails once."""
     monkeypatch.setattr(cpu, "DQ_PARTIAL_BYTES", 1)

@@ -84,7 +84,7 @@ def test_options(backend, name):
     np.testing.assert_allclose(backend.to_host(lse), lse_ref, atol=2e-6)
 
 
-@simulator
+@simulator(full=True)
 def test_a_value_that_a_row_does_not_see_does_not_reach_it(backend):
     """Not even as zero times NaN, on the CPU and `simt`; and a row that sees nothing gives 0."""
     q, k, v, _ = inputs(batch=())

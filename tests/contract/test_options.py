@@ -38,8 +38,7 @@ def test_bias_broadcasts_and_its_gradient_is_summed(backend, shape):
     assert results["dbias"].shape == shape
 
 
-@simulator
-@pytest.mark.parametrize("shape", [(), (2, 1, 1)])
+@pytest.mark.parametrize("shape", [pytest.param((), marks=simulator), pytest.param((2, 1, 1), marks=simulator(full=True))])
 def test_gradient_of_a_bias_that_is_one_number_for_a_head(backend, shape):
     """Threads sum columns of a tile, and one of them what the others have summed."""
     sizes = {"nq": 3, "nk": 4, "d": 2} if SIMULATED else {}

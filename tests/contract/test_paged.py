@@ -166,8 +166,7 @@ def test_one_preparation_serves_all_tables_and_lengths(monkeypatch):
 
 
 @pytest.mark.gpu
-@simulator
-@pytest.mark.parametrize("page", [-1, 10**6])
+@pytest.mark.parametrize("page", [pytest.param(-1, marks=simulator(full=True)), pytest.param(10**6, marks=simulator)])
 def test_a_page_that_does_not_exist_on_a_gpu_gives_nan(monkeypatch, page):
     """Nothing of the sequence is read: the simulator raises where an index lies beyond an array."""
     if SIMULATED:

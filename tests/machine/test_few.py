@@ -53,11 +53,11 @@ GROUPS = {
     "alibi": few("bfloat16", 64, 64, Shape((1, 2, 1), 3, 200, {"score_mod": ALIBI, "score_mod_grad": ALIBI.score_mod_grad})),
     "nothing": few("float16", 64, 64, Shape(ONE, 5, 0), Shape((1, 0, 2), 5, 5), Shape((0, 1, 1), 5, 5)),
 }
-QUICK = ("one query",)
 AGAIN = ("one query, D128", "mask")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in GROUPS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", GROUPS)
 def test_few_queries(name):
     """Each problem, the first of some in two orders of warps, copies and blocks, which give the same bits."""
     group = GROUPS[name]

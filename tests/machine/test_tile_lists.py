@@ -111,7 +111,8 @@ def test_lists_and_their_order(name, transposed):
             np.testing.assert_array_equal(order[:, :, row // share] >> FIRST + row % share & 1, none[:, :, row] == 0)
 
 
-@pytest.mark.parametrize(("heads", "lengths"), [(1, False), pytest.param(HEADS, True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("heads", "lengths"), [(1, False), (HEADS, True)])
 def test_a_queue_begins_with_the_longest_lists(heads, lengths):
     """Each block has one place in it, of equals the first one the first; and nobody has taken any."""
     nq, nk = 1300, 160

@@ -74,9 +74,6 @@ def may_spill(name: str) -> int:
     return max((n for part, n in SPILLS.items() if matches(part)), default=0)
 
 
-QUICK = ("sm80 forward 128",)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_prepared(name):
     """Or left out, with the tier's sentence."""
@@ -86,7 +83,7 @@ def test_every_case_is_prepared(name):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", named(COUNTED, QUICK))
+@pytest.mark.parametrize("name", named(COUNTED, ()))
 def test_counts_of_ptx(name):
     kernel_counts.compare(name, kernel_counts.PTX, KERNELS[name])
 
@@ -97,7 +94,7 @@ def test_counts_of_machine_code(name):
     kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
 
 
-@pytest.mark.parametrize("name", named(KERNELS, QUICK))
+@pytest.mark.parametrize("name", named(KERNELS, ()))
 def test_resources(name):
     """Nothing is spilled, no array lies in local memory, and as many blocks have room as the tile says."""
     kernel, launch = KERNELS[name], LAUNCHES[name]
@@ -166,7 +163,7 @@ def test_instructions_of_float64(name):
         assert may_spill(name) or not machine & {"STL", "LDL"}
 
 
-@pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] != "float64"], QUICK))
+@pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] != "float64"], ()))
 def test_instructions(name):
     """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
     kernel = KERNELS[name]
