@@ -74,6 +74,7 @@ FOR_THE_CPU = (
     "test_dask",
     "test_dask_gpu",
     "test_asv_bench",
+    "test_bench",
 )
 FOR_A_GPU = ("test_sm90_compile", "test_sm80_compile", "test_compile")
 FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
