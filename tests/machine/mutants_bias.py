@@ -42,6 +42,8 @@ MUTANTS_BIAS = (
     Mutant("delta of some columns", ROWS, "range(FOLDS)", "range(1)", BOTH),
     Mutant("dlse of neighbours", ROWS, "x.dlse.strides[3])", "4)", DLSE),
     Mutant("no dlse", ROWS, "                        start += dlse\n", "                        start += f32(0)\n", DLSE),
+    Mutant("columns of dQ that no warp adds", STORE_DQ, "-(-VECTORS // WARPS_N)", "VECTORS // WARPS_N", BOTH),
+    Mutant("columns of dQ that there are not", STORE_DQ, "n >= VECTORS:", "n > VECTORS + 9:", BOTH),
     Mutant("dQ of the first warp's keys alone", STORE_DQ, "range(1, WARPS_N):", "range(1, 1):", BOTH),
     Mutant("dQ of every half from 0", DQ_DBIAS, "if number == 0:", "if number >= 0:", BOTH),
     Mutant("the bias of a half for both", KEEP_BIAS, "8 * m + number % 2 * 2", "8 * m", BOTH),

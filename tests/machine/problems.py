@@ -372,7 +372,7 @@ PROBLEMS |= {
 }
 EVERY_OTHER = np.random.default_rng(12).standard_normal((4, 2, 140)).astype(np.float32)[..., ::2]
 PROBLEMS |= {
-    "mma, dq and bias gradient, dlse": mma_gradients(d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136) | {"dlse": EVERY_OTHER})
+    "mma, dq and bias gradient, dlse": mma_gradients(d=32, nq=70, nk=200, batch=4, hq=2, options=of_a_bias(70, 200) | {"dlse": EVERY_OTHER})
 }
 PROBLEMS["few, heads"] = few(nq=1, nk=100, hq=4, hk=2, batch=2)
 PROBLEMS["few, parts, D128"] = few(d=128, nk=900, hq=2, multiprocessors=8, capability=kernels.HOPPER)

@@ -193,9 +193,9 @@ class DqDbiasTile(DbiasTile):
 
 
 # All keys have to fit: registers of dbias, and shared memory for K and V, end that. B = 384, H = 4,
-# N = 384, D = 32 on an H200: with the kernels of others 784 us.
+# N = 384, D = 32 on an H200, all of the backward pass: with the kernels of others 784 us, with 8
+# warps here 582, with 12, if they have no more keys to do, 555.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED, FEWEST_STEPS = 384, 32, 227 * KB, 8
-WARPS_OF_KEYS = 4
 # With delta made where dQ is, all together: (4, 2, 64, 3) 597 us, (4, 2, 32, 3) 610, (4, 1, 32, 4)
 # 632; without that 629.
 KEYS_TILE = KeysTile(4, 2, 64, 3)  # beside it
@@ -216,4 +216,7 @@ def dq_dbias_tile(problem, hardware: Hardware, steps: int) -> DqDbiasTile | None
         return None
     if p.nk > MOST_KEYS or hardware.shared_limit < LEAST_SHARED:
         return None
-    return DqDbiasTile(2, WARPS_OF_KEYS, 2, -(-p.nk // (WARPS_OF_KEYS * KEYS)), 2, 1)
+    parts_of_8, parts_of_12 = (-(-p.nk // (warps_n * KEYS)) for warps_n in (4, 3))
+    if 3 * parts_of_12 <= 4 * parts_of_8:
+        return DqDbiasTile(4, 3, 1, parts_of_12, 2, 1)
+    return DqDbiasTile(2, 4, 2, parts_of_8, 2, 1)

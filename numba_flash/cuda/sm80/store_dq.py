@@ -18,9 +18,8 @@ def build_add_dq(shape, kind, tile):
     M_TILES, WARPS_N, THREADS, HEAD_DIM = tile.m_tiles, tile.warps_n, tile.threads, shape.head_dim
     GROUPS = padded(HEAD_DIM) // 8
     VECTORS = M_TILES * GROUPS  # of a thread
-    MINE = VECTORS // WARPS_N
+    MINE, ALL = -(-VECTORS // WARPS_N), VECTORS % WARPS_N == 0
     _, pack2 = fragment.build_pack(0, *kind)
-    assert VECTORS % WARPS_N == 0
 
     @inline
     def put(smem, dq_acc):
@@ -36,6 +35,8 @@ def build_add_dq(shape, kind, tile):
         warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
         for turn in range(MINE):
             n = i32(warp_n * MINE + turn)
+            if not ALL and n >= VECTORS:
+                continue
             at = u32(smem + u32((n * THREADS + warp_m * (32 * WARPS_N) + lane) * VECTOR))
             total = ptx.load_shared_four(at)
             for w in range(1, WARPS_N):

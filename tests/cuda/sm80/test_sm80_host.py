@@ -20,7 +20,7 @@ from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import head_tiles, tier
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, WARPS_OF_KEYS, DqDbiasTile
+from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
 from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
@@ -634,10 +634,21 @@ def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:
     return launches("backward", problem({"bias": bias, **options}, **sizes), gpu, inputs)
 
 
+def tile_of_a_bias(nk: int):
+    bias = np.broadcast_to(np.float16(0), (100, nk))
+    return dq_dbias_tile(problem({"bias": bias}, nk=nk, d=32), hardware(H200.capability), FEWEST_STEPS)
+
+
 def test_shared_memory_of_a_bias_alone_fits():
     """Of every tile, at its largest head dimension."""
-    for parts in range(1, MOST_KEYS // (KEYS * WARPS_OF_KEYS) + 1):
-        tile = DqDbiasTile(2, WARPS_OF_KEYS, 2, parts, 2, 1)
-        assert tile.block_n <= MOST_KEYS
+    for nk in range(8, MOST_KEYS + 1, 8):
+        tile = tile_of_a_bias(nk)
+        assert nk <= tile.block_n <= MOST_KEYS
         assert tile.layout(MOST_COLUMNS, MOST_COLUMNS).bytes <= LEAST_SHARED
     assert KEYS_TILE.min_blocks * (KEYS_TILE.layout(MOST_COLUMNS, MOST_COLUMNS).bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(("nk", "warps", "block_n"), [(96, 12, 96), (128, 8, 128), (136, 12, 192), (200, 8, 256), (384, 12, 384)])
+def test_twelve_warps_of_a_bias_where_they_have_no_more_keys_to_do(nk, warps, block_n):
+    tile = tile_of_a_bias(nk)
+    assert (tile.threads // 32, tile.block_n, tile.block_m) == (warps, block_n, 64)
