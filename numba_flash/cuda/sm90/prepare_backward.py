@@ -24,11 +24,13 @@ WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
 # (50 MB on an H200). D = 64, N = 16k, full, TFLOP/s: all 32 heads (134 MB) 481, 32 MB 502, 16 MB
 # 503, 8 MB 497; at 4k, and at D = 128, no difference.
 SUMS_AT_WORK = 2**25
-# Blocks of keys of one head that are at work at the same time under a band, times the queries of a
-# tile: they wait for each other at its first tile, longer if they are more, or tiles larger.
-# Causal, TFLOP/s with 512, 256 and 169 at D = 64: 1k 291, 313, 302, 4k 431, 437, 410; with 256, 176
-# and 128 at D = 128: 1k 335, 334, 329, 4k 494, 487, 487.
-BLOCKS_TIMES_QUERIES = 256
+# Blocks of keys of one head that are at work at the same time under a band, by the queries of a
+# tile. They wait for each other at its first tile, longer if they are more, or tiles larger; if
+# they are fewer, more heads have their tiles and sums in the L2 cache. Causal, TFLOP/s at N = 1k,
+# 4k, 8k. D = 64 on an H200 with two 328, 451, 484, three 331, 452, 481, four 303, 447, 480; on an
+# H100 293, 394, 370; 305, 431, 480; 283, 444, 493. D = 128 on an H200 with four 352, 488, 526, six
+# 347, 484, 518; on an H100 311, 476, 529; 323, 482, 521.
+AT_WORK = {64: 4, 128: 3}
 
 
 class RowBlocks(NamedTuple):
@@ -259,7 +261,7 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
     """
     even = grid.even_section(key_blocks, multiprocessors)
     if p.band != "none" and ordered:
-        return -(-multiprocessors * tile.block_m // BLOCKS_TIMES_QUERIES)
+        return -(-multiprocessors // AT_WORK[tile.block_m])
     if p.band != "none" or not tile.adds_dq:
         return even
     sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)

@@ -326,7 +326,7 @@ def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expect
     assert causal == grid.even_section(key_blocks, 132), "work of different lengths has to be handed out evenly"
 
 
-@pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (2, 4), strict=True)])
+@pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (3, 4), strict=True)])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
 def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiprocessors):
     section = prepare_backward.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
