@@ -106,3 +106,11 @@ def test_the_section_makes_the_busiest_block_least_busy():
     least = work.sum() * 512 / 132
     assert grid.most_work(work, 512, 33, 132) > 1.02 * least
     assert grid.most_work(work, 512, section, 132) < 1.006 * least
+
+
+def test_a_small_section_may_leave_a_little_more_to_one():
+    """Causal N = 2048 with 128 heads: with sections of 33 heads the busiest block has 0.3 % more to do than with 66."""
+    problem = SimpleNamespace(nq=2048, nk=2048, batch=(1, 8), hq=16, low=-ANY, high=0, options=PLAIN)
+    work = np.arange(1, 17) + grid.ITEM_TILES
+    assert grid.most_work(work, 128, 66, 132) < grid.most_work(work, 128, 33, 132)
+    assert grid.section(problem, 128, 128, 132) == 33
