@@ -162,6 +162,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             pipeline.wait_free(smem, K, turn)
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
             begin = n
+            if IN_SLOTS:
+                pipeline.commit(smem, FETCHED, turn)
             for g in range(group):
                 head = i32(kv_head * group + g)
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
@@ -200,7 +202,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                         of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
                         load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
-            if CLAIMS:
+            if CLAIMS and not IN_SLOTS:
                 pipeline.commit(smem, FETCHED, turn)
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)
