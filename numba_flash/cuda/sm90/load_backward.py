@@ -50,7 +50,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
         been claimed before, by a block at work, however few blocks the GPU has room for. It does so
         when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
-        claimed, too, because they differ.
+        claimed, too, because they differ; if dS goes to memory, an item ahead.
         """
         if CLAIMS:
             if turn != u32(0):
@@ -126,9 +126,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
     IN_SLOTS, CLAIMS = tile.in_slots, ordered or options.listed
-    DO_FIRST = not tile.adds_dq and not IN_SLOTS
-    K, V = one_type(layout.k), one_type(layout.v)
-    WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
+    DO_FIRST, COPIES_BIAS = not tile.adds_dq and not IN_SLOTS, tile.copies_bias
+    K, V, WORK, FETCHED = map(one_type, (layout.k, layout.v, layout.work, layout.fetched))
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
     RELATIVE, ADDED_BYTES = options.relative, tile.added_bytes if options.relative else 0
     of_q = layout.q, width, BLOCK_M, layout.lse, tile.planes
@@ -143,8 +142,13 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     note_tile = build_note_tile(layout) if OPTIONS else None
     walk = build_walk(BLOCK_N, layout.work, tile.share)
     listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
-    COPIES_BIAS = tile.copies_bias
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
+
+    @inline
+    def let_claim(smem, turn, begins):
+        """The next work item may be claimed: as this one `begins`, where nobody waits for it."""
+        if CLAIMS and begins == IN_SLOTS:
+            pipeline.commit(smem, FETCHED, turn)
 
     @inline
     def produce(maps, smem, lse2, delta, extras, group, sizes):
@@ -162,8 +166,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
             pipeline.wait_free(smem, K, turn)
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
             begin = n
-            if IN_SLOTS:
-                pipeline.commit(smem, FETCHED, turn)
+            let_claim(smem, turn, True)
             for g in range(group):
                 head = i32(kv_head * group + g)
                 base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
@@ -202,8 +205,7 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
                         of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
                         load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
-            if CLAIMS and not IN_SLOTS:
-                pipeline.commit(smem, FETCHED, turn)
+            let_claim(smem, turn, False)
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)
             pipeline.wait_ready(smem, WORK, turn)
@@ -289,9 +291,7 @@ def build_add_dq(ordered, options, tile, layout):
 
 def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume):
     """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
-    moves data, every other one does
-
-    ``consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales)``.
+    moves data, every other one does what `consume` says, with the kernel's arguments.
     """
     SMEM, CONSUMERS = tile.layout(head_dim, head_dim_v), tile.consumers
     (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq

@@ -22,7 +22,7 @@ from numba_flash.cuda.sm80 import head_tiles, tier
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
-from numba_flash.cuda.sm80.tiles import KEYS, hardware, pitch
+from numba_flash.cuda.sm80.tiles import hardware, pitch
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 T4, A100, H200 = Gpu(0, (7, 5), 40), Gpu(0, (8, 0), 108), Gpu(0, (9, 0), 132)
