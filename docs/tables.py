@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "asv_bench" / "studies" / "results"
@@ -102,6 +102,23 @@ def _speed_entry(contenders: dict, peers: list[str]) -> str:
         return ""
     compared = (contenders.get(peer, {}).get("ratio") for peer in peers)
     return f"{ours['tflops']:.0f} ({', '.join('-' if ratio is None else f'{ratio:.2f}' for ratio in compared)})"
+
+
+def power(*benches: dict) -> str:
+    """What each of us and `PEERS` computes per watt, at which clock: over a pass and a head dimension, where power was told."""
+    rows = []
+    for bench, direction in product(benches, ("forward", "backward")):
+        told = [cell for cell in cells_of(bench, direction) if "watts" in cell["contenders"][OURS]]
+        for d in sorted({cell["head_dim"] for cell in told}):
+            cells = [cell["contenders"] for cell in told if cell["head_dim"] == d]
+            entries = [_power_entry([cell[who] for cell in cells]) for who in (OURS, *PEERS)]
+            rows.append([bench["device"], f"{direction}, D = {d}", *entries])
+    return table(["GPU", "GFLOP per joule, and MHz", *(NAMES.get(who, who) for who in (OURS, *PEERS))], rows)
+
+
+def _power_entry(cells: list[dict]) -> str:
+    per_joule = geometric_mean(cell["tflops_per_watt"] for cell in cells)
+    return f"{1e3 * per_joule:.0f}, {median(cell['mhz'] for cell in cells):.0f}"
 
 
 def summary(bench: dict) -> str:
@@ -552,7 +569,11 @@ def _study(name: str, machine: str) -> str:
     return f"python asv_bench/studies/{name}.py --json asv_bench/studies/results/{machine}/{name}.json"
 
 
-BENCH = "python -m numba_flash bench --direction both --json asv_bench/studies/results/h200/bench.json"
+BENCH = (
+    "python -m numba_flash bench --direction both --watts --repeats 12 --peers 'flash-attn-4,torch cuDNN'"
+    " --json asv_bench/studies/results/h200/bench.json"
+)
+BENCH_H100 = BENCH.replace("h200", "h100")
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 FIND_PATH = "python docs/examples/find_path.py --json asv_bench/studies/results/h200/path.json"
 KELVIN = "python docs/examples/kelvin.py --output docs/figures/kelvin.png --json asv_bench/studies/results/h200/kelvin.json"
@@ -568,6 +589,10 @@ BLOCKS = {
     "speed-forward": Block(lambda bench: speed(bench, "forward"), ("h200/bench",), BENCH),
     "speed-backward": Block(lambda bench: speed(bench, "backward"), ("h200/bench",), BENCH),
     "summary": Block(summary, ("h200/bench",), BENCH),
+    "summary-h100": Block(summary, ("h100/bench",), BENCH_H100),
+    "speed-forward-h100": Block(lambda bench: speed(bench, "forward"), ("h100/bench",), BENCH_H100),
+    "speed-backward-h100": Block(lambda bench: speed(bench, "backward"), ("h100/bench",), BENCH_H100),
+    "power": Block(power, ("h200/bench", "h100/bench"), BENCH),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
     "sparsity": Block(sparsity, ("h200/sparsity",), _study("sparsity", "h200")),
