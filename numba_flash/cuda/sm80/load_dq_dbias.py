@@ -44,11 +44,11 @@ def build_copy(rows, head_dim, threads, place):
     and from column `columns`.
     """
     ROWS, PITCH, PLACE, CHUNKS = rows, pitch(head_dim), place, padded(head_dim) // CHUNK
-    # rows that are copied at the same time: a power of two, as places are made of a row's bits
-    STEP = min(rows, 1 << (threads // CHUNKS).bit_length() - 1)
+    # rows that are copied at the same time: a power of two, as places are made of a row's bits, of
+    # which all rows are a multiple
+    STEP = min(rows & -rows, 1 << (threads // CHUNKS).bit_length() - 1)
     ALL = STEP * CHUNKS == threads
     assert threads % CHUNKS == 0
-    assert rows % STEP == 0
 
     @inline
     def copy(tile, x, at, head, first, stop, column, columns):

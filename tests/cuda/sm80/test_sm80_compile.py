@@ -55,6 +55,9 @@ SPILLS = {
     "sm80 backward 256 for": 40,
     "sm80 backward 128 for": 60,
     "sm80 backward 128, in any order": 40,
+    # bound by memory, with as many blocks as 64 registers leave room for; not timed without
+    "=sm80 backward: preprocess": 90,
+    "=sm80 backward 64 lengths: preprocess": 110,
     # outside the products; not timed without
     "sm80 backward 32, 384 keys, dq with bias gradient": 230,
     # 3 to 9 % faster than half the scores at a time

@@ -18,7 +18,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm80 import head_tiles, tier
+from numba_flash.cuda.sm80 import dq_dbias, head_tiles, tier
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
@@ -646,6 +646,18 @@ def test_shared_memory_of_a_bias_alone_fits():
         assert nk <= tile.block_n <= MOST_KEYS
         assert tile.layout(MOST_COLUMNS, MOST_COLUMNS).bytes <= LEAST_SHARED
     assert KEYS_TILE.min_blocks * (KEYS_TILE.layout(MOST_COLUMNS, MOST_COLUMNS).bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("d", [16, 32])
+@pytest.mark.parametrize("nk", range(32, MOST_KEYS + 1, 32))
+def test_there_is_a_loop_of_a_bias_alone_for_every_number_of_keys(nk, d):
+    """It can be built; its rows are copied by whole steps."""
+    bias = np.zeros((2, 100, nk), np.float16)
+    sizes = {"batch": (8,), "hq": 2, "hk": 2, "nk": nk, "d": d}
+    (launch,) = (each for each in gradients_of(bias, {}, H200, **sizes) if each.builder == JOINT[0])
+    _, _, options = dq_dbias.build(*launch.config)
+    assert options["launch_bounds"] == (launch.threads, 1)
+    assert launch.config[-1].block_n >= nk
 
 
 @pytest.mark.parametrize(("nk", "warps", "block_n"), [(96, 12, 96), (128, 8, 128), (136, 12, 192), (200, 8, 256), (384, 12, 384)])
