@@ -20,10 +20,10 @@ MOST_TURNS = 8  # parts that are tried where there are blocks for more than one 
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
-# Work that a section may leave to one more than the best does, if it is small: its keys stay in the
-# L2 cache. Causal, D = 128, N = 2k, sections of 33 and 66 heads: 503 and 494 TFLOP/s on an H200,
-# 500 and 487 on an H100; there at 4k 559 and 549. At D = 64, N = 512 and 1k, smaller sections that
-# leave 0.5 and 1.7 % to one lost 1 %.
+# Work that a section may leave to one more than the best does, if it is smaller. Causal, D = 128,
+# N = 2k, sections of 33 and 66 heads: 503 and 494 TFLOP/s on an H200, 500 and 487 on an H100; there
+# at 4k 559 and 549. At D = 64 smaller sections that leave 0.5 and 1.7 % more to one, at N = 512 and
+# 1k, gained -1 and -2 % on the H200, -2 and 2 % on the H100.
 UNEVEN = 1.004
 
 
@@ -153,7 +153,7 @@ def even_section(row_blocks: int, multiprocessors: int) -> int:
 
 def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets
-    much more work than another: the fewest that are even, or as many more as makes a difference.
+    much more work than another: an even section, if it is smaller than the best and as good.
     """
     p, turns = problem, multiprocessors
     row_blocks, pairs = blocks(p, p.nq, block_m), math.prod(p.batch) * p.hq
@@ -166,7 +166,7 @@ def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     work = np.maximum(last - first, 1) + ITEM_TILES
     most = lambda section: most_work(work, pairs, section, turns)
     best = min((even, *range(step, 2 * turns + 1, step)), key=most)
-    return even if most(even) <= UNEVEN * most(best) else best
+    return min(even, best) if most(even) <= UNEVEN * most(best) else best
 
 
 def most_work(work, pairs: int, section: int, turns: int) -> float:

@@ -114,3 +114,11 @@ def test_a_small_section_may_leave_a_little_more_to_one():
     work = np.arange(1, 17) + grid.ITEM_TILES
     assert grid.most_work(work, 128, 66, 132) < grid.most_work(work, 128, 33, 132)
     assert grid.section(problem, 128, 128, 132) == 33
+
+
+def test_an_even_section_that_is_larger_is_not_preferred(monkeypatch):
+    """Seven blocks of each of 200 heads: sections of 88 heads leave least to the busiest block, even ones have 264."""
+    monkeypatch.setattr(grid, "UNEVEN", 2.0)
+    problem = SimpleNamespace(nq=1344, nk=1344, batch=(1, 1), hq=200, low=-ANY, high=0, options=PLAIN)
+    assert grid.even_section(7, 132) == 264
+    assert grid.section(problem, 192, 128, 132) == 88

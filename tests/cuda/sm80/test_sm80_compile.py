@@ -55,7 +55,7 @@ SPILLS = {
     "sm80 backward 256 for": 40,
     "sm80 backward 128 for": 60,
     "sm80 backward 128, in any order": 40,
-    # bound by memory, with as many blocks as 64 registers leave room for; not timed without
+    # with as many blocks as 64 registers leave room for; not timed with fewer
     "=sm80 backward: preprocess": 90,
     "=sm80 backward 64 lengths: preprocess": 110,
     # outside the products; not timed without
