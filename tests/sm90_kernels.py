@@ -49,10 +49,6 @@ def tile_of(d: int, dv: int) -> Tile:
     return first(FORWARD_TILES["full"], d, dv)
 
 
-def causal_tile_of(d: int) -> Tile:
-    return first(FORWARD_TILES["band"], d, d)
-
-
 def part_tile_of(d: int) -> Tile:
     return first(PART_TILES, d, d)
 
@@ -65,7 +61,6 @@ def backward_tile(d: int, dv: int) -> BackwardTile | WideTile:
 FORWARD = {
     **{f"{row.d}-{row.keys}-none": ("bfloat16", row.d, row.dv, True, "none", "map", PLAIN, row.tile) for row in FORWARD_TILES["full"]},
     **{f"{row.d}-{row.keys}-above": ("bfloat16", row.d, row.dv, True, "above", "map", PLAIN, row.tile) for row in FORWARD_TILES["band"]},
-    **{f"{d} held": ("bfloat16", d, d, True, "above", "map", PLAIN, replace(causal_tile_of(d), holds_p=True)) for d in (72, 128)},
     **{f"{d}-both": ("bfloat16", d, d, True, "both", "map", PLAIN, tile_of(d, d)) for d in (64, 128, 256)},
     **{f"{row.d}-parts": ("bfloat16", row.d, row.dv, True, "none", "parts", PLAIN, row.tile) for row in PART_TILES},
     "float16": ("float16", 128, 128, False, "none", "map", PLAIN, tile_of(128, 128)),

@@ -149,7 +149,7 @@ PROBLEMS = {
     "D128": Problem(forward_pass, d=128),
     "D136": Problem(forward_pass, d=136, nk=150, hq=3),
     "causal": Problem(forward_pass, nq=200, options={"causal": True}),
-    "causal, D72": Problem(forward_pass, d=72, nq=200, options={"causal": True}),  # exponentials of P are held
+    "causal, later queries": Problem(forward_pass, nq=130, nk=300, options={"causal": True, "q_start": 100}),  # two tiles hide keys
     "window": Problem(forward_pass, nq=300, nk=300, options={"window": (200, 62)}),
     "lengths": Problem(forward_pass, options=LENGTHS),
     "softcap": Problem(forward_pass, options={"softcap": 0.5}),

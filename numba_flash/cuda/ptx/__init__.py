@@ -303,9 +303,6 @@ from numba_flash.cuda.ptx.scalar import (
     unpack_float16_high as unpack_float16_high,
 )
 from numba_flash.cuda.ptx.wgmma import (
-    hold as hold,
-)
-from numba_flash.cuda.ptx.wgmma import (
     wgmma_add_narrow as wgmma_add_narrow,
 )
 from numba_flash.cuda.ptx.wgmma import (

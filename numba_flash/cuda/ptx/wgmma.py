@@ -263,31 +263,3 @@ def wgmma_wait(context, acc, other, PENDING, COUNT, COUNT_OTHER):
         return context.get_dummy_value()
 
     return types.void(acc, other, PENDING, COUNT, COUNT_OTHER), codegen
-
-
-@intrinsic
-def hold(context, acc, nonzero, COUNT):
-    """COUNT registers `acc` have been computed before anything that follows; `nonzero` (int32) is
-    an argument that is never 0.
-
-    ptxas moves what the product under way does not need, exponentials most of all, behind the next
-    wait for products, so that these do not run at the same time. Of the forward pass it moves 46 of
-    66 exponentials of a tile, or all if causal (nvJitLink 13.5, sm_90a; in PTX they stand before
-    the wait). A branch alone does not keep them. So there is one that is always taken, which ptxas
-    cannot know, and on the other path these registers become 0: who uses them afterwards needs them
-    from both paths, and they have to be there before.
-    """
-    given = literals(COUNT)
-    if given is None:
-        return None
-    (count,) = given
-
-    def codegen(context, builder, signature, values):
-        lines = [f"{{ .reg .pred p; setp.ne.s32 p, ${2 * count}, 0; @p bra.uni held${{:uid}};"]
-        lines += [f"mov.b32 ${i}, 0;" for i in range(count)]
-        lines.append("held${:uid}: }")
-        updated = pointers(context, builder, acc, values[0], count)
-        _on_registers(builder, "\n".join(lines), updated, [values[1]])
-        return context.get_dummy_value()
-
-    return types.void(acc, types.int32, COUNT), codegen

@@ -158,3 +158,20 @@ def build_hide(block_n, starts):
                 hide_row(s, r, i32(start - column), i32(stop - column))
 
     return hide
+
+
+@once
+def build_masked(block_n):
+    """``masked(item)``: how many of a work item's tiles, the first ones, hide something from a row
+    of this consumer, where only keys above a diagonal are hidden; the first counts as one.
+    """
+    BLOCK_N = block_n
+
+    @inline
+    def masked(item):
+        first = item.row - item.row % ROWS
+        hidden = i32(item.col + BLOCK_N - (first + item.high + 1))  # columns, of the first row
+        tiles = i32((max(hidden, i32(0)) + BLOCK_N - 1) // BLOCK_N)
+        return pipeline.uniform(min(max(tiles, i32(1)), item.count))
+
+    return masked

@@ -2,13 +2,12 @@
 Numba is not imported here.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.swizzle import ALIGNMENT, PANEL, ROW_BYTES, panel_bytes, panels
-from numba_flash.options import PLAIN
 
 WARP_GROUP = 128
 KEYS = 64  # that a consumer owns in the backward pass
@@ -65,9 +64,6 @@ class Tile(Consumers):
         Panels of 64 columns of O that a consumer stages at a time.
     ping_pong : bool
         Consumers take turns at starting products.
-    holds_p : bool
-        In the loop the exponentials of P stay before the wait for O, see
-        `numba_flash.cuda.ptx.hold`.
     """
 
     block_m: int
@@ -76,7 +72,6 @@ class Tile(Consumers):
     stages: int
     o_panels: int
     ping_pong: bool
-    holds_p: bool = field(default=False, kw_only=True)
     planes: ClassVar[int] = 1  # of each of q, k and v
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
@@ -321,11 +316,7 @@ def _first(table: tuple[Row, ...], problem):
 def forward_tile(problem) -> Tile:
     """Tile of the forward kernel."""
     p = problem
-    tile = _first(FORWARD_TILES["full" if p.band == "none" else "band"], p)
-    # Over the same without, on an H200, causal: D = 128, 16k 1.05, 4k 1.01; D = 64 1.01, 1.01. Of
-    # what is full 0.98 to 0.99; of the backward pass, where dP is waited for, 0.82 to 0.97.
-    measured = p.band == "above" and PANEL < max(p.d, p.dv) <= 2 * PANEL
-    return replace(tile, holds_p=measured and p.options.structure == PLAIN)
+    return _first(FORWARD_TILES["full" if p.band == "none" else "band"], p)
 
 
 def part_tile(problem) -> Tile:
