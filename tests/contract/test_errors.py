@@ -724,7 +724,7 @@ class NoRoom:
     """An array library with no memory left."""
 
     class ndarray(FakeCupy.ndarray):
-        def __init__(self, shape, dtype):
+        def __new__(cls, shape, dtype):  # where CuPy allocates
             raise MemoryError
 
     @staticmethod
