@@ -58,13 +58,13 @@ def computed(prepare_call, names: tuple[str, ...], inputs, outs: tuple, given: G
     more : tuple
         Those that they do not.
     """
-    key, run = find(prepare_call, inputs, outs, given, more)
-    if run is None:
+    key, call = find(prepare_call, inputs, outs, given, more)
+    if call is None:
         inputs, outs = inputs._make(map(checks.adopt, names, inputs)), tuple(map(checks.adopt, labels(outs), outs))
-        key, run = find(prepare_call, inputs, outs, given, more)
-        if run is None:
-            run = remember(key, prepare_call(inputs, outs, given, *more))
-    return run(inputs, outs, given.rng)
+        key, call = find(prepare_call, inputs, outs, given, more)
+        if call is None:
+            call = remember(key, prepare_call(inputs, outs, given, *more))
+    return call.run(inputs, outs, given.rng)
 
 
 def labels(outs: tuple) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Found(NamedTuple):
     """Key of everything that a prepared call depends on but addresses and the generator's state, and that call, if there is one."""
 
     key: tuple | None
-    run: Any
+    call: Any
 
 
 NOTHING = Found(None, None)
@@ -102,7 +102,7 @@ def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple) -> Found:
         if last is not None and last.key == key:  # in half the time that it takes to look it up
             return last
         found = Found(key, prepared.get(key))
-        if found.run is not None and prepared is _prepared:
+        if found.call is not None and prepared is _prepared:
             prepared[prepare_call] = found
         return found
     except (AttributeError, TypeError):
@@ -186,18 +186,15 @@ class _Call:
         self._on_host = [name for name in values if arrays.library(getattr(inputs, name)) == "numpy"]
         self._sends, self._send = bool(self._on_host) and self._device >= 0, None
 
-    def __call__(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
+    def run(self, inputs, outs: tuple, rng: tuple[int, ...] | None):
+        """The results, as a named tuple; `rng` is the generator's state."""
         if self._current is not None and self._current() != self._device:
             with inputs.q.device:  # where results and what is kept between kernels have to be
-                return self(inputs, outs, rng)
+                return self.run(inputs, outs, rng)
         if self._outs:
             self._check_outs(inputs, outs)
-        if self._sends:
-            if self._send is None:
-                self._send = self._sender(inputs)
-            inputs = self._send(inputs)
-        elif self._on_host:
-            check_values(self.problem, inputs)
+        if self._on_host:
+            inputs = self._checked(inputs)
         results, number = [*outs], 0
         try:
             for number, new in self._new:
@@ -211,11 +208,16 @@ class _Call:
             self._execute(inputs, results)
         return results
 
-    def _sender(self, inputs):
-        """What checks lengths and a table and brings them from the host to the GPU, which is current."""
-        from numba_flash.cuda import prepare_lengths
+    def _checked(self, inputs):
+        """Inputs of which lengths and a table on the host have been looked at, and brought to the GPU that is current, if that is used."""
+        if not self._sends:
+            check_values(self.problem, inputs)
+            return inputs
+        if self._send is None:
+            from numba_flash.cuda import prepare_lengths
 
-        return prepare_lengths.sender(self.problem, inputs, self._on_host, self._device)
+            self._send = prepare_lengths.sender(self.problem, inputs, self._on_host, self._device)
+        return self._send(inputs)
 
     def _no_room(self, number: int, inputs) -> MemoryError:
         """For that result."""

@@ -758,9 +758,9 @@ def test_out_of_memory_on_the_way_back_from_a_gpu(monkeypatch):
         monkeypatch.setattr(arrays, name, replacement)
     inputs, wanted = ForwardInputs(q, q, q), ForwardResults(call.Wanted("q", q.shape), None)
     outs = (np.ones_like(q), None)
-    run = call._CallThroughGpu(lambda inputs, results: Prepared(lambda *_: None), bind(q, q, q), inputs, outs, wanted)
+    prepared = call._CallThroughGpu(lambda inputs, results: Prepared(lambda *_: None), bind(q, q, q), inputs, outs, wanted)
     with pytest.raises(MemoryError, match=r"^o: cannot allocate 24 bytes for shape \(2, 3\), dtype float32$"):
-        run(inputs, outs, None)
+        prepared.run(inputs, outs, None)
 
 
 def test_sizes_are_counted_in_the_dtype_of_each_result(monkeypatch):

@@ -33,13 +33,13 @@ def usual(monkeypatch):
 def ran(monkeypatch) -> list[str]:
     """The precision of each prepared call that runs, none of which was prepared before."""
     precisions_of_calls: list[str] = []
-    original = call._Call.__call__
+    original = call._Call.run
 
     def noted(self, *arguments):
         precisions_of_calls.append(self.problem.precision)
         return original(self, *arguments)
 
-    monkeypatch.setattr(call._Call, "__call__", noted)
+    monkeypatch.setattr(call._Call, "run", noted)
     monkeypatch.setattr(call, "_prepared", {})
     return precisions_of_calls
 
