@@ -179,7 +179,7 @@ class _Call:
             if what is not None and out is None
         ]
         self._outs = sum(out is not None for out in outs)
-        self._reaches, self._device = None, arrays.device_id(inputs.q)
+        self._meetings, self._device = None, arrays.device_id(inputs.q)
         self._current = None if self._device < 0 else arrays.cupy().cuda.runtime.getDevice
         self._draws = bool(problem.options.dropout)
         values = (name for name in ("q_lengths", "kv_lengths", "page_table") if hasattr(inputs, name))
@@ -229,15 +229,15 @@ class _Call:
         if self._sends:  # memory of the host, which no result shares
             inputs = inputs._replace(**dict.fromkeys(self._on_host))
         xs = [x for x in inputs + outs if x is not None]
-        if self._reaches is None:  # later calls have the same layouts
+        if self._meetings is None:  # later calls have the same layouts
             called = getattr(inputs, "CALLED", inputs._fields)
             others = {name: x for name, x in zip(called, inputs, strict=True) if x is not None}
             for label, what, out in zip(labels(outs), self._wanted, outs, strict=True):
                 if out is not None:
                     check_out_layout(label, out, what.dtype or getattr(inputs, what.like).dtype.name, what.shape, others)
                     others[label] = out
-            self._names, self._reaches = tuple(others), [arrays.Reach.of(x) for x in xs]
-        checks.outs_memory(self._names, xs, self._reaches, self._outs, self._device < 0)
+            self._names, self._meetings = tuple(others), checks.meetings(xs, self._outs)
+        checks.outs_memory(self._names, xs, self._meetings, self._outs, self._device < 0)
 
     def _execute_first(self, inputs, results, *state) -> None:
         """Prepare what runs from now on, and run it."""

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from typing import NamedTuple
 
 import numpy as np
 
@@ -97,19 +98,35 @@ def real(name: str, value) -> float:
     return number
 
 
-def outs_memory(names, xs, reaches, outs: int, on_host: bool) -> None:
+class Meeting(NamedTuple):
+    """Two arrays, by number, which may share memory where the second's address less the first's is between `low` and `high`."""
+
+    first: int
+    second: int
+    low: int
+    high: int
+
+
+def meetings(xs, outs: int) -> list[Meeting]:
+    """Of the last few arrays, `outs` of them, with each before them; the same for all arrays of these layouts."""
+    reaches = [arrays.Reach.of(x) for x in xs]
+    return [
+        Meeting(i, j, reaches[i].low - reaches[j].high, reaches[i].high - reaches[j].low)
+        for i in range(len(xs) - outs, len(xs))
+        for j in range(i)
+    ]
+
+
+def outs_memory(names, xs, meetings, outs: int, on_host: bool) -> None:
     """Check that the last few arrays, `outs` of them, may be written: not read-only, and disjoint from all before them.
 
-    `reaches` has the `Reach` of each, and `names` what errors call it.
+    `meetings` is what the function of that name says of arrays of these layouts, and `names` what errors call each.
     """
-    spans = []
-    for i, (x, (low, high)) in enumerate(zip(xs, reaches, strict=True)):
-        start = x.ctypes.data if on_host else x.data.ptr
-        low, high = start + low, start + high
-        if i >= len(xs) - outs:
-            if on_host and not x.flags.writeable:
-                raise ValueError(f"{names[i]} must be writeable; it is read-only")
-            for j, (bottom, top) in enumerate(spans):
-                if low < top and bottom < high and arrays.overlap(x, xs[j]):
-                    raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")
-        spans.append((low, high))
+    at = [x.ctypes.data if on_host else x.data.ptr for x in xs]
+    if on_host:
+        for name, x in zip(names[-outs:], xs[-outs:], strict=True):
+            if not x.flags.writeable:
+                raise ValueError(f"{name} must be writeable; it is read-only")
+    for i, j, low, high in meetings:
+        if low < at[j] - at[i] < high and arrays.overlap(xs[i], xs[j]):
+            raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")

@@ -218,7 +218,8 @@ class Array:
 
     streams: Streams
 
-    def __init__(self, memory: Memory | tuple[int, ...], x):
+    def __new__(cls, memory: Memory | tuple[int, ...], x):  # which does all, as in CuPy
+        self = super().__new__(cls)
         if isinstance(memory, tuple):  # a new one, of that shape and dtype `x`
             shape, dtype, memory = memory, x, Memory(int(np.prod(memory)) * np.dtype(x).itemsize)
             x = memory.raw.view(dtype).reshape(shape)
@@ -226,6 +227,7 @@ class Array:
         self.dtype, self.shape, self.strides, self.ndim, self.size, self.nbytes = x.dtype, x.shape, x.strides, x.ndim, x.size, x.nbytes
         self.flags, self.device = x.flags, memory.device
         self.data = SimpleNamespace(ptr=x.ctypes.data, device_id=memory.device.id)
+        return self
 
     def __len__(self) -> int:
         return len(self.x)
