@@ -96,8 +96,9 @@ def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple) -> Found:
             score_mod = scoremod.find(given.score_mod, given.score_mod_grad)
             given, prepared = given._replace(score_mod=score_mod, score_mod_grad=None), score_mod.prepared
         inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
+        settings = given + more
         # types first: what has those of a call that was prepared can be compared with its values
-        key = (prepare_call, *map(type, given + more), *inner, given, more, *arrays.layouts(inputs + outs))
+        key = (prepare_call, *map(type, settings), *inner, settings, *arrays.layouts(inputs + outs))
         last = prepared.get(prepare_call)
         if last is not None and last.key == key:  # in half the time that it takes to look it up
             return last
