@@ -116,8 +116,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         HIDES = hides
 
         @inline
-        def step(s, p, acc, m_i, l_i, alpha, smem, me, n, turn, t, col, item, scales):
-            """The n-th tile of all, the t-th of a work item, from column `col` on."""
+        def step(s, p, acc, m_i, l_i, smem, me, n, turn, t, item, scales):
+            """The n-th tile of all, the t-th of a work item, from column item.col on."""
+            alpha = cuda.local.array(2, f32)  # registers: what O has to be multiplied by
             overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
             if t == item.count - 1:
                 pipeline.release_group(smem, Q, turn)
@@ -125,7 +126,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             if CAPPED:
                 tanh(s, scales.slope, scales.scale_log2)
             if HIDES:
-                hide(s, item.row, col, item)
+                hide(s, item.row, item.col, item)
             online(s, m_i, l_i, alpha, scales.scale_log2)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
@@ -148,7 +149,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         acc = cuda.local.array(OUTPUTS, f32)  # of O
         m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows
         l_i = cuda.local.array(2, f32)  # its part of their sums
-        alpha = cuda.local.array(2, f32)  # what their O has to be multiplied by
+        alpha = cuda.local.array(2, f32)  # what O has to be multiplied by, of an item's first tile
         m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
         l_done = cuda.local.array(2, f32)  # the same of l_i
         turn, n, scale_log2 = u32(0), u32(0), scales.scale_log2
@@ -176,11 +177,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
                 n, col = u32(n + 1), i32(col - BLOCK_N)
                 if LISTED and BANDED:
                     col = column(last, t)
-                step(s, p, acc, m_i, l_i, alpha, smem, me, n, turn, t, col, item, scales)
+                here = begin_at(item, col)
+                step(s, p, acc, m_i, l_i, smem, me, n, turn, t, here, scales)
             if MASKS_FIRST:
                 for t in range(stop, item.count):
                     n = u32(n + 1)
-                    clear_step(s, p, acc, m_i, l_i, alpha, smem, me, n, turn, t, col, item, scales)
+                    clear_step(s, p, acc, m_i, l_i, smem, me, n, turn, t, item, scales)
             # the next tile is the first of the next work item
             if item.count == 1:
                 pipeline.release_group(smem, Q, turn)
