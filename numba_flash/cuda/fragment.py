@@ -78,10 +78,12 @@ def build_greatest(count):
 
     @inline
     def greatest(s, m_i, r):
-        m_new, other = m_i[r], f32(NEG_INF)  # two chains of maxima, each half as long
+        # two chains of maxima, each half as long
+        m_new, other = m_i[r], ptx.maximum(s[4 + 2 * r], s[5 + 2 * r])
         for j in range(0, GROUPS, 2):
             m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-            other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
+            if j > 0:
+                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
         return row_maximum(ptx.maximum(m_new, other))
 
     return greatest

@@ -120,7 +120,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             """The n-th tile of all, the t-th of a work item, from column item.col on."""
             alpha = cuda.local.array(2, f32)  # registers: what O has to be multiplied by
             overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
-            if t == item.count - 1:
+            if t == i32(item.count - 1):
                 pipeline.release_group(smem, Q, turn)
             # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
             if CAPPED:
@@ -173,7 +173,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             if SEQUENCES:
                 clear_tail(smem, V, n, item.keys - col, me)
             stop = masked(item) if MASKS_FIRST else item.count
-            for t in range(1, stop):
+            for t in range(i32(1), stop):  # 32 bits take fewer instructions
                 n, col = u32(n + 1), i32(col - BLOCK_N)
                 if LISTED and BANDED:
                     col = column(last, t)
