@@ -306,6 +306,9 @@ from numba_flash.cuda.ptx.wgmma import (
     wgmma_add_narrow as wgmma_add_narrow,
 )
 from numba_flash.cuda.ptx.wgmma import (
+    wgmma_add_registers as wgmma_add_registers,
+)
+from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers as wgmma_registers,
 )
 from numba_flash.cuda.ptx.wgmma import (

@@ -81,8 +81,10 @@ def wgmma_shared(context, acc, a, b, N, STEPS, A_PANEL, B_PANEL, ACCUMULATE, BFL
     return types.void(acc, types.uint32, types.uint32, *more), codegen
 
 
-def _times_rows(N, STEPS, BFLOAT16, acc, a, high, rows_16):
-    """Of `wgmma_registers`, by the high word of B's descriptor, and how far 16 of its rows go."""
+def _times_rows(N, STEPS, BFLOAT16, acc, a, high, rows_16, add=()):
+    """Of `wgmma_registers`, by the high word of B's descriptor, and how far 16 of its rows go; it
+    begins with `acc` unless `add`, if it is given, is 0.
+    """
     given = literals(N, STEPS, BFLOAT16)
     if given is None:
         return None
@@ -91,19 +93,23 @@ def _times_rows(N, STEPS, BFLOAT16, acc, a, high, rows_16):
     def codegen(context, builder, signature, values):
         count = n // 2
         at = 2 * count  # results, and the inputs tied to them, come first
-        lines = ["{ .reg .b32 low; .reg .b64 b; wgmma.fence.sync.aligned;"]
+        lines = ["{ .reg .b32 low; .reg .b64 b; .reg .pred add;"]
+        if add:
+            lines.append(f"setp.ne.b32 add, ${at + 4 * steps + 1}, 0;")
+        lines.append("wgmma.fence.sync.aligned;")
         for step in range(steps):
             a_at = f"{{{registers(at + 4 * step, 4)}}}"
             lines.append(_descriptor("b", at + 4 * steps, rows_16 * step, high))
-            lines.append(_mma(n, bfloat16, registers(0, count), a_at, "b", 1, "1"))
+            accumulate = "add" if add and step == 0 else 1
+            lines.append(_mma(n, bfloat16, registers(0, count), a_at, "b", accumulate, "1"))
         lines.append("wgmma.commit_group.sync.aligned; }")
         updated = pointers(context, builder, acc, values[0], count)
         fragments = pointers(context, builder, a, values[1], 4 * steps)
         read = [builder.load(pointer) for pointer in fragments]
-        _on_registers(builder, "\n".join(lines), updated, [*read, values[2]])
+        _on_registers(builder, "\n".join(lines), updated, [*read, *values[2 : 3 + len(add)]])
         return context.get_dummy_value()
 
-    return types.void(acc, a, types.uint32, N, STEPS, BFLOAT16), codegen
+    return types.void(acc, a, types.uint32, *add, N, STEPS, BFLOAT16), codegen
 
 
 def _narrow(N, STEPS, BFLOAT16, acc, a, b, add=()):
@@ -159,6 +165,13 @@ def wgmma_registers(context, acc, a, b, N, STEPS, BFLOAT16):
     shared memory.
     """
     return _times_rows(N, STEPS, BFLOAT16, acc, a, DESCRIPTOR_HIGH, ROWS_16)
+
+
+@intrinsic
+def wgmma_add_registers(context, acc, a, b, add, N, STEPS, BFLOAT16):
+    """``acc += A B``, or ``acc = A B`` if `add` is 0, likewise."""
+    add = (types.uint32,)
+    return _times_rows(N, STEPS, BFLOAT16, acc, a, DESCRIPTOR_HIGH, ROWS_16, add)
 
 
 @intrinsic

@@ -67,7 +67,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     begin_sums = build_begin_sums(tile, SMEM.k, SMEM.added) if RELATIVE else None
     release_k = pipeline.release_warps if RELATIVE else pipeline.release_group
     RELEASES_OF_K = WARP_GROUP // pipeline.WARP if RELATIVE else 1
-    start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
+    start_values = wgmma.build_new_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM)
@@ -95,9 +95,9 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
 
     @inline
-    def overlap_qk_pv(s, p, acc, smem, me, n, q_tile):
+    def overlap_qk_pv(s, p, acc, smem, me, n, q_tile, before):
         """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight; wait
-        for S alone.
+        for S alone. O has P V of so many tiles `before`; of none, it is what begins here.
         """
         pipeline.wait_ready(smem, K, n)
         if RELATIVE:
@@ -106,7 +106,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             pipeline.await_turn(me)
         start_scores(s, q_tile, k_tile(smem, n))
         pipeline.wait_ready(smem, V, u32(n - 1))
-        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         if PING_PONG:
             pipeline.pass_turn((me + 1) % CONSUMERS)
         wait_scores(s)
@@ -119,7 +119,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         def step(s, p, acc, m_i, l_i, smem, me, n, turn, t, item, scales):
             """The n-th tile of all, the t-th of a work item, from column item.col on."""
             alpha = cuda.local.array(2, f32)  # registers: what O has to be multiplied by
-            overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
+            overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile, u32(t - 1))
             if t == i32(item.count - 1):
                 pipeline.release_group(smem, Q, turn)
             # softcap and mask, then (2) m_i, (3) P, (4) l_i, while O += P V runs
@@ -186,25 +186,24 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             # the next tile is the first of the next work item
             if item.count == 1:
                 pipeline.release_group(smem, Q, turn)
-            turn, n = u32(turn + 1), u32(n + 1)
+            turn, n, before = u32(turn + 1), u32(n + 1), u32(item.count - 1)
             item = begin_item(smem, me, turn)
             if item.count == END:
                 break
             if LISTED:
                 last = last_of(smem, turn, item, lists)
                 item = begin_at(item, column(last, 0))
-            overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile)
+            overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile, before)
             softmax.hand_over(m_i, l_i, m_done, l_done)
             first_softmax(s, m_i, l_i, alpha, item, scales)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
             done = u32(turn - 1)
             finish(maps, smem, done, me, acc, m_done, l_done, o, lse, scale_log2, batches, ())
-            zero(acc)
             pack(p, s)
         # (5) O += P V of the last tile of all
         pipeline.wait_ready(smem, V, u32(n - 1))
-        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         wait_all(acc, s)
         done = u32(turn - 1)
         finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scale_log2, batches, ())

@@ -54,7 +54,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
-    start_values = wgmma.build_values(BLOCK_N, head_dim_v, BFLOAT16)
+    start_values = wgmma.build_new_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
     build_online = softmax_options.build_online if CHANGES else softmax.build_online
@@ -95,17 +95,18 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         return wgmma.descriptor(pipeline.tile(smem, V, n), u32(V_PANEL))
 
     @inline
-    def overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, first):
+    def overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, first, before):
         """Start (1) S = Q K^T of tile n and (5) O += P V of the one before, both in flight, read
         what belongs to these scores, unless that was done ahead, as of all tiles of a work item
-        but the `first`, and wait for S alone.
+        but the `first`, and wait for S alone. O has P V of so many tiles `before`; of none, it is
+        what begins here.
         """
         pipeline.wait_ready(smem, K, n)
         if PING_PONG:
             pipeline.await_turn(me)
         start_scores(s, x.q_tile, k_tile(smem, n))
         pipeline.wait_ready(smem, V, u32(n - 1))
-        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         if PING_PONG:
             pipeline.pass_turn((me + 1) % CONSUMERS)
         if first or not AHEAD:
@@ -146,7 +147,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
                 clear_tail(smem, V, n, x.region.cols - x.region.col0, me)
             for t in range(1, x.count):
                 n, x = u32(n + 1), next_scores(x)
-                overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, False)
+                overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, False, u32(t - 1))
                 if t == x.count - 1:
                     pipeline.release_group(smem, Q, turn)
                 # the options, (2) m_i, (3) P, (4) l_i, and dropout, while O += P V runs
@@ -160,11 +161,11 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
             # the next tile is the first of the next work item
             if x.count == 1:
                 pipeline.release_group(smem, Q, turn)
-            turn, n = u32(turn + 1), u32(n + 1)
+            turn, n, before = u32(turn + 1), u32(n + 1), u32(x.count - 1)
             x = begin_scores(smem, me, turn, o, extras)
             if x.count == END:
                 break
-            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, True)
+            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, True, before)
             softmax.hand_over(m_i, l_i, m_done, l_done)
             more = x.count > 1
             weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
@@ -174,11 +175,10 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
             finish(
                 maps, smem, done, me, acc, m_done, l_done, o, lse, scale_log2, batches, parameters
             )
-            zero(acc)
             pack(p, s)
         # (5) O += P V of the last tile of all
         pipeline.wait_ready(smem, V, u32(n - 1))
-        start_values(acc, p, v_tile(smem, u32(n - 1)))
+        start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         wait_all(acc, s)
         done = u32(turn - 1)
         finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scale_log2, batches, parameters)

@@ -4,7 +4,6 @@ hidden.
 
 from typing import Any, NamedTuple
 
-from numba_flash import mask
 from numba_flash.cuda import fragment, ptx, softmax, tile_lists
 from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.sm90 import pipeline, wgmma
@@ -143,19 +142,24 @@ def build_begin_sums(tile, k, added):
 @once
 def build_hide(block_n, starts):
     """``hide(s, row, col0, item)``; with `starts` keys below a diagonal are hidden, too."""
-    BLOCK_N = block_n
+    BLOCK_N, STARTS = block_n, starts
     hide_row = softmax.build_hide(block_n // 2, starts)
 
     @inline
     def hide(s, row, col0, item):
         """Scores that the mask hides become -inf; most tiles have none."""
-        first, col1 = row - row % ROWS, col0 + BLOCK_N  # from the warp group's first row on
         low, high, keys = item.low, item.high, item.keys
-        if col1 > keys or not mask.all_visible(first, first + ROWS, col0, col1, low, high):
+        # from the warp group's first row on; in 32 bits, which take fewer instructions
+        first, col1 = i32(row - row % ROWS), i32(col0 + BLOCK_N)
+        hides = col1 > keys or i32(col1 - first) > i32(high + 1)
+        if STARTS:
+            hides = hides or i32(col0 - first) < i32(low + ROWS - 1)
+        if hides:
             column = i32(col0 + fragment.first_column())
             for r in range(2):
-                start, stop = mask.kv_range(row + 8 * r, row + 8 * r + 1, keys, low, high)
-                hide_row(s, r, i32(start - column), i32(stop - column))
+                i = i32(row + 8 * r)
+                stop = min(i32(keys - column), i32(i32(high - column) + i32(i + 1)))
+                hide_row(s, r, i32(i32(low - column) + i), stop)
 
     return hide
 

@@ -57,6 +57,18 @@ def build_values(block_n, head_dim_v, bfloat16):
 
 
 @once
+def build_new_values(block_n, head_dim_v, bfloat16):
+    """``values(acc, p, v_descriptor, add)``: start O += P V, or O = P V if `add` (uint32) is 0."""
+    HEAD_DIM_V, STEPS, BFLOAT16 = head_dim_v, block_n // 16, int(bfloat16)
+
+    @inline
+    def values(acc, p, v_descriptor, add):
+        ptx.wgmma_add_registers(acc, p, v_descriptor, add, HEAD_DIM_V, STEPS, BFLOAT16)
+
+    return values
+
+
+@once
 def build_narrow(block_n, head_dim, head_dim_v, bfloat16):
     """Of tiles in narrow panels: ``scores(s, q_descriptor, k_descriptor, add)``: start S += Q K^T
     for 64 rows of a warp group, or S = Q K^T if `add` is 0; ``values(acc, p, v_descriptor)``: start
