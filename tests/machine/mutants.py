@@ -68,7 +68,11 @@ MUTANTS = (
     Mutant("causal and one more", ROWS, "+ i32(i + 1))", "+ i32(i + 2))", "causal"),
     # ---- the forward loop
     Mutant("no wait for K", FORWARD, "of all\n        pipeline.wait_ready(smem, K, n)\n", "of all\n", "plain"),
-    Mutant("Q is released a tile early", FORWARD, "if t == item.count - 1:", "if t == 1:", "D136"),
+    Mutant("Q is released a tile early", FORWARD, "if t == i32(item.count - 1):", "if t == 1:", "D136"),
+    Mutant("O of the item before", FORWARD, "item.q_tile, u32(t - 1))", "item.q_tile, u32(t))", "long items"),
+    Mutant("O of the item of one tile before", FORWARD, "u32(item.count - 1)", "u32(item.count)", "many items"),
+    Mutant("O of the item before, with options", OPTIONS, "False, u32(t - 1))", "False, u32(t))", "copied bias"),
+    Mutant("a sum of products that always goes on", "cuda/ptx/wgmma.py", "setp.ne.b32 add, ${at", "setp.eq.b32 add, ${at", "plain"),
     Mutant("a tile free when one consumer has left", FORWARD, "K, 1, CONSUMERS * RELEASES_OF_K)", "K, 1, 1)", "long items"),
     Mutant("K overwritten", LOAD, "                    pipeline.wait_free(smem, K, u32(n + t))\n", "", "long items"),
     Mutant("work items overwritten", LOAD, "        pipeline.wait_free(smem, WORK, turn)\n", "", "many items"),
@@ -243,7 +247,13 @@ MUTANTS = (
     Mutant("no fence behind mbarriers", FORWARD, "            ptx.fence_mbarrier_init()\n", "", "plain"),
     Mutant("no fence before dQ is added", STORE, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients"),
     Mutant("no fence between dS and its products", BACKWARD, "ptx.fence_proxy_async()\n                row0", "row0", "gradients"),
-    Mutant("no fence between registers and their product", "cuda/ptx/wgmma.py", "b64 b; wgmma.fence.sync.aligned;", "b64 b;", "plain"),
+    Mutant(
+        "no fence between registers and their product",
+        "cuda/ptx/wgmma.py",
+        '{at + 4 * steps + 1}, 0;")\n        lines.append("wgmma.fence.sync.aligned;")',
+        '{at + 4 * steps + 1}, 0;")',
+        "plain",
+    ),
     Mutant("a flag without release", "cuda/ptx/memory.py", "red.release.gpu", "red.relaxed.gpu", "gradients"),
     Mutant("a flag without acquire", "cuda/ptx/memory.py", "ld.acquire.gpu", "ld.relaxed.gpu", "gradients"),
     Mutant(
