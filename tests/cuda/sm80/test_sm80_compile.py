@@ -171,7 +171,8 @@ def test_instructions(name):
     """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
     kernel = KERNELS[name]
     found = compiled.ptx_instructions(compiled.ptx(kernel))
-    dtype, shape, *_ = kernel.config
+    config = kernel.config if isinstance(kernel.config[0], str) else ("float32", *kernel.config)  # of short heads
+    dtype, shape, *_ = config
     short, depth = "bf16" if dtype == "bfloat16" else "f16", 8 if kernel.capability < (8, 0) else 16
     products = {each for each in found if "mma" in each}
     count = sum("mma" in each for each in found)
