@@ -155,9 +155,7 @@ def forward(
            [0.27, 0.27, 0.45, 0.  ],
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
-    size = None
-    if mask is not None:
-        mask, size = taken(mask)
+    mask, size = (None, None) if mask is None else taken(mask)
     inputs = forward_inputs((q, k, v, bias, mask, q_lengths, kv_lengths))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
     o, lse = call.computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse, size))
@@ -266,9 +264,7 @@ def backward(
     Every sum has one fixed order, that of the parts of dq unless `deterministic` is False.
     """
     bias_grad = checks.flag("bias_grad", bias_grad)
-    size = None
-    if mask is not None:
-        mask, size = taken(mask)
+    mask, size = (None, None) if mask is None else taken(mask)
     inputs = backward_inputs((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     outs = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))

@@ -117,16 +117,16 @@ def meetings(xs, outs: int) -> list[Meeting]:
     ]
 
 
-def outs_memory(names, xs, meetings, outs: int, on_host: bool) -> None:
+def outs_memory(names, xs, meet, outs: int, on_host: bool) -> None:
     """Check that the last few arrays, `outs` of them, may be written: not read-only, and disjoint from all before them.
 
-    `meetings` is what the function of that name says of arrays of these layouts, and `names` what errors call each.
+    `meet` is what `meetings` says of arrays of these layouts, and `names` what errors call each.
     """
     at = [x.ctypes.data if on_host else x.data.ptr for x in xs]
     if on_host:
         for name, x in zip(names[-outs:], xs[-outs:], strict=True):
             if not x.flags.writeable:
                 raise ValueError(f"{name} must be writeable; it is read-only")
-    for i, j, low, high in meetings:
+    for i, j, low, high in meet:
         if low < at[j] - at[i] < high and arrays.overlap(xs[i], xs[j]):
             raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")
