@@ -73,18 +73,18 @@ def row_maximum(x):
 
 @once
 def build_greatest(count):
-    """``greatest(s, m_i, r)``: of row r's scores, in all of its lanes, and of m_i."""
+    """``greatest(s, r)``: of row r's scores, in all of its lanes."""
     GROUPS = count // 4
 
     @inline
-    def greatest(s, m_i, r):
+    def greatest(s, r):
         # two chains of maxima, each half as long
-        m_new, other = m_i[r], ptx.maximum(s[4 + 2 * r], s[5 + 2 * r])
-        for j in range(0, GROUPS, 2):
-            m_new = ptx.maximum(m_new, ptx.maximum(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]))
-            if j > 0:
-                other = ptx.maximum(other, ptx.maximum(s[4 * j + 4 + 2 * r], s[4 * j + 5 + 2 * r]))
-        return row_maximum(ptx.maximum(m_new, other))
+        one, other = ptx.maximum(s[2 * r], s[2 * r + 1]), ptx.maximum(s[4 + 2 * r], s[5 + 2 * r])
+        for j in range(2, GROUPS, 2):
+            e = 4 * j + 2 * r
+            one = ptx.maximum(one, ptx.maximum(s[e], s[e + 1]))
+            other = ptx.maximum(other, ptx.maximum(s[e + 4], s[e + 5]))
+        return row_maximum(ptx.maximum(one, other))
 
     return greatest
 

@@ -36,6 +36,8 @@ RAISED_P = 13
 # In the backward pass, where the largest is 1.
 RAISED_BACKWARD = 14
 NEG_INF = -math.inf
+# The shift, in base 2, of a row that has seen nothing, where a shift is never infinite.
+LEAST = -float.fromhex("0x1.fffffep127")
 
 
 class Arithmetic(NamedTuple):
@@ -52,14 +54,14 @@ FLOAT64 = Arithmetic(f64, max, numeric.exp2, row_maximum_float64)
 
 
 @once
-def build_reset(tiles):
-    """``reset(m_i, l_i)``: rows that have seen nothing."""
-    ROWS = 2 * tiles
+def build_reset(tiles, shift=NEG_INF):
+    """``reset(m_i, l_i)``: rows that have seen nothing, with that shift."""
+    ROWS, SHIFT = 2 * tiles, shift
 
     @inline
     def reset(m_i, l_i):
         for r in range(ROWS):
-            m_i[r] = f32(NEG_INF)
+            m_i[r] = f32(SHIFT)
             l_i[r] = f32(0)
 
     return reset
@@ -70,11 +72,10 @@ reset = build_reset(1)
 
 @inline
 def hand_over(m_i, l_i, m_done, l_done):
-    """Keep the state of finished rows, and begin new ones."""
+    """Keep the state of finished rows."""
     for r in range(2):
         m_done[r] = m_i[r]
         l_done[r] = l_i[r]
-    reset(m_i, l_i)
 
 
 @once
@@ -101,30 +102,26 @@ def build_zero(count):
 @once
 def build_online(count):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1.
+    alpha where it is not 1. Here m_i are shifts in base 2, and begin with LEAST.
+
+    Between the largest score and the first exponential nothing is computed that could be known
+    before, and nobody asks whether a row has seen something: all warps wait there, and at D = 64
+    the kernel ran at 0.98 of the speed with that question (H200, N = 16k).
     """
     GROUPS, ACC = count // 4, f32
     greatest = build_greatest(count)
 
     @inline
-    def power(x, shift, scale_log2):
-        return ptx.ex2(x * scale_log2 - shift)
-
-    @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            m_new = greatest(s, m_i, r)
-            if (m_new - m_i[r]) * scale_log2 <= ACC(LAZY):
-                m_new = m_i[r]
-            # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
-            shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
-            alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
-            m_i[r] = m_new
-            shift *= scale_log2
+            before, m_new = m_i[r], greatest(s, r) * scale_log2
+            shift = m_new if m_new > before + ACC(LAZY) else before
+            alpha[r] = ptx.ex2(before - shift)
+            m_i[r] = shift
             l = ACC(0)
             for j in range(GROUPS):
-                s[4 * j + 2 * r] = power(s[4 * j + 2 * r], shift, scale_log2)
-                s[4 * j + 2 * r + 1] = power(s[4 * j + 2 * r + 1], shift, scale_log2)
+                for e in range(4 * j + 2 * r, 4 * j + 2 * r + 2):
+                    s[e] = ptx.ex2(s[e] * scale_log2 - shift)
                 l += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1]
             l_i[r] = l_i[r] * alpha[r] + l
 

@@ -80,7 +80,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     @inline
     def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
-        commit_dq(smem, u32(n - u32(1)))
+        if not AHEAD:
+            commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)
@@ -153,9 +154,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))
-                if n != begin:  # (7) of the tile before
-                    commit_dq(smem, u32(n - u32(1)))
                 if not AHEAD:
+                    if n != begin:  # (7) of the tile before
+                        commit_dq(smem, u32(n - u32(1)))
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     release_before(smem, n)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
@@ -196,6 +197,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 ptx.wgmma_wait(dq, sT, ONE, 32, NEXT)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq, f32(1))
+                if AHEAD:  # sooner, for the product for dK runs while the fence waits
+                    commit_dq(smem, n)
                 n = u32(n + 1)
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)
             turn = u32(turn + 1)

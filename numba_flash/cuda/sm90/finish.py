@@ -16,11 +16,11 @@ from numba_flash.cuda.swizzle import panel_bytes
 
 
 def build_finish(head_dim_v, write_lse, store_by, bfloat16, options, layout, in_base_e=False):
-    """``finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, scale_log2, batches, parameters)``: the
+    """``finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, parameters)``: the
     work item of a turn, whose rows have these sums; `store_by` and arrays are those of
     `numba_flash.cuda.sm90.forward`, `layout` is that of shared memory.
 
-    in_base_e : m_i are scores of base e, scaled; else raw products.
+    in_base_e : m_i are shifts in base e, not in base 2.
     """
     WORK, O_STAGE, O_BYTES = one_type(layout.work), layout.o, layout.o_panels * panel_bytes(ROWS)
     WRITE_LSE, TO_MAP, PARTS = write_lse, store_by == "map", store_by == "parts"
@@ -32,13 +32,13 @@ def build_finish(head_dim_v, write_lse, store_by, bfloat16, options, layout, in_
     stage = store.build_stage(head_dim_v, layout.o_panels, bfloat16) if TO_MAP else None
 
     @inline
-    def log_sum(m, l, scale_log2):
+    def log_sum(m, l):
         if IN_BASE_E:
             return m + ptx.lg2(l) * f32(LN2)
-        return (m * scale_log2 + ptx.lg2(l)) * f32(LN2)
+        return (m + ptx.lg2(l)) * f32(LN2)
 
     @inline
-    def finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, scale_log2, batches, parameters):
+    def finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, parameters):
         """(6) O = O / l, lse = m + log l of a work item, stored; a row that saw nothing has O = 0,
         lse = -inf.
         """
@@ -62,7 +62,7 @@ def build_finish(head_dim_v, write_lse, store_by, bfloat16, options, layout, in_
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
             if DROPOUT:
                 inverse[r] *= f32(parameters.keep_scale)
-            value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
+            value = log_sum(m_i[r], l) if l != f32(0) else f32(NEG_INF)
             if SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0:
                 inverse[r] = f32(NAN)
                 value = f32(NAN)

@@ -57,11 +57,11 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     TO_MAP, PARTS, LISTED = store_by == "map", store_by == "parts", options.listed
     BANDED, MASKS_FIRST = band != "none", band == "above" and not LISTED
-    CAPPED = bool(options.softcap)
+    CAPPED, PACKS_EARLY = bool(options.softcap), tile.packs_early
     SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
     produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    zero, _ = softmax.build_zero(OUTPUTS)
+    (zero, _), reset = softmax.build_zero(OUTPUTS), softmax.build_reset(1, softmax.LEAST)
     RELATIVE = options.relative
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
     begin_sums = build_begin_sums(tile, SMEM.k, SMEM.added) if RELATIVE else None
@@ -130,9 +130,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             online(s, m_i, l_i, alpha, scales.scale_log2)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
+            if PACKS_EARLY:
+                pack(p, s)
             # O = alpha O
             rescale(acc, alpha)
-            pack(p, s)
+            if not PACKS_EARLY:
+                pack(p, s)
 
         return step
 
@@ -147,18 +150,18 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
         s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
         p = cuda.local.array(PAIRS, u32)  # of P, two elements of 16 bits each
         acc = cuda.local.array(OUTPUTS, f32)  # of O
-        m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows
+        m_i = cuda.local.array(2, f32)  # shifts of the thread's two rows, in base 2
         l_i = cuda.local.array(2, f32)  # its part of their sums
         alpha = cuda.local.array(2, f32)  # what O has to be multiplied by, of an item's first tile
         m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
         l_done = cuda.local.array(2, f32)  # the same of l_i
-        turn, n, scale_log2 = u32(0), u32(0), scales.scale_log2
+        turn, n = u32(0), u32(0)
         item = begin_item(smem, me, turn)
         if LISTED:
             last = last_of(smem, turn, item, lists)
             item = begin_at(item, column(last, 0))
         zero(acc)
-        softmax.reset(m_i, l_i)
+        reset(m_i, l_i)
         # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
         if RELATIVE:
@@ -195,18 +198,19 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
                 item = begin_at(item, column(last, 0))
             overlap_qk_pv(s, p, acc, smem, me, n, item.q_tile, before)
             softmax.hand_over(m_i, l_i, m_done, l_done)
+            reset(m_i, l_i)
             first_softmax(s, m_i, l_i, alpha, item, scales)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
             done = u32(turn - 1)
-            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, scale_log2, batches, ())
+            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, batches, ())
             pack(p, s)
         # (5) O += P V of the last tile of all
         pipeline.wait_ready(smem, V, u32(n - 1))
         start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         wait_all(acc, s)
         done = u32(turn - 1)
-        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scale_log2, batches, ())
+        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, batches, ())
 
     def forward_sm90(maps, o, lse, extras, sizes, scales):
         smem = pipeline.shared_base(ALIGNMENT)

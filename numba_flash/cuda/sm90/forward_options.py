@@ -52,7 +52,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs
     )
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    zero, _ = softmax.build_zero(OUTPUTS)
+    (zero, _), nothing = softmax.build_zero(OUTPUTS), softmax.NEG_INF if CHANGES else softmax.LEAST
+    reset = softmax.build_reset(1, nothing)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_values = wgmma.build_new_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
@@ -132,7 +133,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         turn, n = u32(0), u32(0)
         x = begin_scores(smem, me, turn, o, extras)
         zero(acc)
-        softmax.reset(m_i, l_i)
+        reset(m_i, l_i)
         # (1) S = Q K^T of the first tile of all
         pipeline.wait_ready(smem, K, n)
         start_scores(s, x.q_tile, k_tile(smem, n))
@@ -167,21 +168,20 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
                 break
             overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, True, before)
             softmax.hand_over(m_i, l_i, m_done, l_done)
+            reset(m_i, l_i)
             more = x.count > 1
             weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
             done = u32(turn - 1)
-            finish(
-                maps, smem, done, me, acc, m_done, l_done, o, lse, scale_log2, batches, parameters
-            )
+            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, batches, parameters)
             pack(p, s)
         # (5) O += P V of the last tile of all
         pipeline.wait_ready(smem, V, u32(n - 1))
         start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         wait_all(acc, s)
         done = u32(turn - 1)
-        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, scale_log2, batches, parameters)
+        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, batches, parameters)
 
     def forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters):
         smem = pipeline.shared_base(ALIGNMENT)

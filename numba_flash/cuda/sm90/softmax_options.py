@@ -17,7 +17,7 @@ def build_online(count):
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            m_new = greatest(s, m_i, r)
+            m_new = ptx.maximum(m_i[r], greatest(s, r))
             if (m_new - m_i[r]) * scale_log2 <= ACC(LAZIER):
                 m_new = m_i[r]
             shift = m_new if m_new != ACC(NEG_INF) else ACC(0)

@@ -64,6 +64,8 @@ class Tile(Consumers):
         Panels of 64 columns of O that a consumer stages at a time.
     ping_pong : bool
         Consumers take turns at starting products.
+    packs_early : bool
+        P is rounded while exponentials are computed, not after O has been rescaled.
     """
 
     block_m: int
@@ -72,6 +74,7 @@ class Tile(Consumers):
     stages: int
     o_panels: int
     ping_pong: bool
+    packs_early: bool = field(default=False, kw_only=True)
     planes: ClassVar[int] = 1  # of each of q, k and v
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
@@ -267,24 +270,29 @@ ANY = 2**31
 # runner-up; bfloat16, B N = 16384, 2048 / D heads, H200, each pair in one process.
 FORWARD_TILES = {
     "full": (
-        # 512 1.10, 4k 1.13, 16k 1.18; Tile(128, 128, 2, 4, 1, True) 1.02, 0.93, 0.93
-        Row(ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
-        # 512 1.08, 4k 1.11, 16k 1.10; Tile(128, 176, 1, 2, 1, True) 0.92, 1.07, 1.10
-        Row(ANY, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        # 512 1.14, 4k 1.17, 16k 1.17; the same with turns 1.14, 1.17, 1.18
-        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
+        # 512 1.16, 4k 1.17, 16k 1.22; with three slots 0.97, 0.96, 0.95 of it, packed late 0.98
+        Row(ANY, 64, 64, Tile(192, 128, 2, 4, 1, True, packs_early=True)),
+        # packed early 0.96 of it at 512, 0.99 at 1k
+        Row(1024, 128, 128, Tile(128, 128, 2, 2, 2, True)),
+        # 4k 1.11, 16k 1.12; packed late 0.99, 0.98 of it, Tile(128, 160, 1, 2, 1, True) 0.96, 0.99
+        Row(ANY, 128, 128, Tile(128, 128, 2, 2, 2, True, packs_early=True)),
+        # 512 1.16, 4k 1.17, 16k 1.18; packed late 1.00 of it, with turns 1.00
+        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False, packs_early=True)),
     ),
     "band": (
-        # 512 1.01, 1k 0.98; Tile(192, 128, 2, 3, 1, True) 0.94, 0.88
-        Row(1024, 64, 64, Tile(128, 128, 2, 4, 1, True)),
-        # 2k 1.04, 16k 1.16; Tile(128, 128, 2, 4, 1, True) 0.97, 0.94
-        Row(ANY, 64, 64, Tile(192, 128, 2, 3, 1, True)),
-        # 1k 1.16, 4k 1.19; Tile(128, 160, 1, 2, 1, True) 1.01, 1.17
-        Row(6144, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        # 8k 1.19, 16k 1.19; Tile(128, 128, 2, 2, 2, True) 1.18, 1.16
-        Row(ANY, 128, 128, Tile(128, 176, 1, 2, 1, True)),
-        # 512 1.04, 4k 1.27, 16k 1.28; the same with turns 1.04, 1.27, 1.27
-        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False)),
+        # packed late 0.99 of it at 512, 0.98 at 1k, 0.95 at 16k
+        Row(1024, 64, 64, Tile(128, 128, 2, 4, 1, True, packs_early=True)),
+        # packed late, with three slots, 0.96 of it at 4k and 16k, with Tile(192, 96, 2, 4, 1, True)
+        # 0.95, 0.94
+        Row(ANY, 64, 64, Tile(192, 128, 2, 4, 1, True, packs_early=True)),
+        # packed early 0.98 of it at 512, 0.99 at 1k
+        Row(1024, 128, 128, Tile(128, 128, 2, 2, 2, True)),
+        # packed late 0.99 of it at 4k; Tile(128, 176, 1, 2, 1, True) 0.98 at 8k
+        Row(12288, 128, 128, Tile(128, 128, 2, 2, 2, True, packs_early=True)),
+        # packed late 0.98 of it at 16k; Tile(128, 128, 2, 2, 2, True) 0.99 at 32k
+        Row(ANY, 128, 128, Tile(128, 176, 1, 2, 1, True, packs_early=True)),
+        # packed late 1.00 of it, with turns 1.00
+        Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False, packs_early=True)),
     ),
 }
 # Where the keys are split into parts: stores of float32 parts leave fewer registers for the tile.
@@ -302,7 +310,7 @@ BACKWARD_TILES = (
     Row(ANY, 64, 64, BackwardTile(128, 2, 2, False, keeps_ds=True)),
     # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it; dS kept 1.007, causal
     # 0.999 (16k)
-    Row(ANY, 128, 128, BackwardTile(64, 3, 2, True)),
+    Row(ANY, 128, 128, BackwardTile(64, 3, 2, True, keeps_ds=True)),
     # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
     Row(ANY, 256, 256, WideTile()),
 )
