@@ -142,6 +142,7 @@ LENGTHS = {"q_lengths": np.array([60]), "kv_lengths": np.array([127])}
 PROBLEMS = {
     "plain": Problem(forward_pass),
     "steep": Problem(forward_pass, nq=200, nk=500, options=STEEP),
+    "steeper": Problem(forward_pass, nq=130, nk=500, options={"scale": 8.0}),
     "one key missing": Problem(forward_pass, nk=255),
     "heads": Problem(forward_pass, nk=300, hq=4, hk=2, multiprocessors=2, options={"causal": True}),  # rows of heads stay apart
     "many items": Problem(forward_pass, nk=100, hq=7),
@@ -149,6 +150,7 @@ PROBLEMS = {
     "D128": Problem(forward_pass, d=128),
     "D136": Problem(forward_pass, d=136, nk=150, hq=3),
     "causal": Problem(forward_pass, nq=200, options={"causal": True}),
+    "causal, earlier queries": Problem(forward_pass, nq=130, nk=64, options={"causal": True}),  # some see nothing
     "causal, later queries": Problem(forward_pass, nq=130, nk=300, options={"causal": True, "q_start": 100}),  # two tiles hide keys
     "window": Problem(forward_pass, nq=300, nk=300, options={"window": (200, 62)}),
     "lengths": Problem(forward_pass, options=LENGTHS),
@@ -163,6 +165,7 @@ PROBLEMS = {
     "gradients, window": Problem(backward_pass, nq=300, nk=300, options={"window": (200, 62)}),
     "gradients, lengths": Problem(backward_pass, options=LENGTHS),
     "gradients, softcap": Problem(backward_pass, options={"softcap": 0.5}),
+    "gradients, D128": Problem(backward_pass, d=128, nq=130, nk=130),
     "gradients, D136": Problem(backward_pass, d=136, nq=200, nk=130),
     "gradients, items": Problem(backward_pass, nq=100, nk=300, hq=3, hk=3, options={"causal": True}),
     "gradients, D136, items": Problem(backward_pass, d=136, nq=200, nk=64, hq=4, hk=4),

@@ -44,7 +44,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     runs = fragment.runs_of_columns(BLOCK_N)
     HELD = max(1, held(options, runs).words)
     COPIES, PAIR_TILES = tile.pair_stages > 0, one_type(SMEM.pairs)
-    AHEAD = tile.pairs_ahead
+    AHEAD, PACKS_EARLY = tile.pairs_ahead, tile.packs_early
     load_pairs = build_load_pairs(options, tile, SMEM.pairs) if COPIES else load_nothing
     take_pairs = build_take_pairs(options, tile, SMEM.pairs) if COPIES else None
     banded, pairs_map = band != "none", 4 if TO_MAP else 3
@@ -156,9 +156,12 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
                 weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
                 wait_all(acc, s)
                 pipeline.release_group(smem, V, u32(n - 1))
+                if PACKS_EARLY:
+                    pack(p, s)
                 # O = alpha O
                 rescale(acc, alpha)
-                pack(p, s)
+                if not PACKS_EARLY:
+                    pack(p, s)
             # the next tile is the first of the next work item
             if x.count == 1:
                 pipeline.release_group(smem, Q, turn)
