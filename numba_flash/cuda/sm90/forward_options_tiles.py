@@ -50,9 +50,9 @@ class OptionsTile(Tile):
         return layout
 
 
-# By how many words a lane keeps of bias and mask for four of its scores. Chosen by registers. Packed
-# late, dropout ran at 0.97 of the speed at D = 128 (H200, N = 4096); elsewhere, with a bias or a
-# mask, too, it is all the same.
+# By how many words a lane keeps of bias and mask for four of its scores. Chosen by registers.
+# Packed late, dropout ran at 0.97 of the speed at D = 128 (H200, N = 4096); elsewhere, with a bias
+# or a mask, too, it is all the same.
 TILES = {
     0: (
         Row(ANY, 64, 64, OptionsTile(128, 128, 2, 4, 1, True)),

@@ -308,8 +308,8 @@ BACKWARD_TILES = (
     # dS kept is 1.03 times as fast (16k, causal). Without that 1.21, 1.20, 1.20, and
     # BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
     Row(ANY, 64, 64, BackwardTile(128, 2, 2, False, keeps_ds=True)),
-    # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it; dS not kept, and dQ let
-    # go a product later, 0.98, 0.98, causal 0.98, 0.98 (2k, 16k)
+    # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it; dS not kept, and dQ
+    # let go a product later, 0.98, 0.98, causal 0.98, 0.98 (2k, 16k)
     Row(ANY, 128, 128, BackwardTile(64, 3, 2, True, keeps_ds=True)),
     # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
     Row(ANY, 256, 256, WideTile()),
