@@ -30,6 +30,7 @@ from numba_flash.cuda.sm90.tiles import (
     Row,
     Tile,
     WideTile,
+    with_options,
 )
 from numba_flash.options import PLAIN, Options
 
@@ -189,7 +190,7 @@ BACKWARD = {
     "backward packed, 136, 256": ("bfloat16", 136, 256, True, False, False, PACKED),
     "backward softcap, 64": ("bfloat16", 64, 64, False, True, True, SOFTCAP),
 }
-BACKWARD = {name: (*config, backward_tile(*config[1:3])) for name, config in BACKWARD.items()}
+BACKWARD = {name: (*config, with_options(backward_tile(*config[1:3]), config[-1])) for name, config in BACKWARD.items()}
 BACKWARD_LISTS = {
     "backward 64 lists": ("bfloat16", 64, 64, False, True, True, LISTED),
     "backward 64 lists, lengths, in any order": ("float16", 64, 64, True, True, False, LISTED_LENGTHS),
@@ -205,7 +206,10 @@ BACKWARD_RELATIVE = {
     "backward 128 relative": ("float16", 128, 128, True, True, False, RELATIVE),
     "backward 128 relative, packed": ("bfloat16", 128, 128, False, False, True, replace(PACKED, relative=True)),
 }
-BACKWARD |= {name: (*config, RelativeBackwardTile(**asdict(backward_tile(*config[1:3])))) for name, config in BACKWARD_RELATIVE.items()}
+BACKWARD |= {
+    name: (*config, RelativeBackwardTile(**asdict(with_options(backward_tile(*config[1:3]), config[-1]))))
+    for name, config in BACKWARD_RELATIVE.items()
+}
 
 # What stores dS, of which another makes dQ.
 BACKWARD_STORED = {

@@ -135,7 +135,7 @@ MUTANTS = (
     Mutant(
         "a tile of dQ that leaves before it is there",
         BACKWARD,
-        "put_dq(smem, me, n, dq, f32(1))\n                if AHEAD",
+        "put_dq(smem, me, n, dq, f32(1))\n                if AT_ONCE",
         "commit_dq(smem, n)\n                put_dq(smem, me, n, dq, f32(1))\n                if False",
         "gradients, D128",
     ),

@@ -48,7 +48,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
     TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
-    KEEPS_DS = tile.keeps_ds
+    # the fence waits for what has been stored while a product runs: for dK, or that for dP
+    KEEPS_DS, AT_ONCE = tile.keeps_ds, tile.ahead and tile.keeps_ds
     NEXT = SCORES if AHEAD else 0
     BFLOAT16, LISTED = dtype == "bfloat16", options.listed
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
@@ -80,7 +81,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     @inline
     def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
-        if not AHEAD:
+        if not AT_ONCE:
             commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         pipeline.release_group(smem, K, turn)
@@ -154,9 +155,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))
+                if not AT_ONCE and n != begin:  # (7) of the tile before
+                    commit_dq(smem, u32(n - u32(1)))
                 if not AHEAD:
-                    if n != begin:  # (7) of the tile before
-                        commit_dq(smem, u32(n - u32(1)))
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     release_before(smem, n)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
@@ -197,7 +198,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 ptx.wgmma_wait(dq, sT, ONE, 32, NEXT)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq, f32(1))
-                if AHEAD:  # sooner, for the product for dK runs while the fence waits
+                if AT_ONCE:
                     commit_dq(smem, n)
                 n = u32(n + 1)
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)

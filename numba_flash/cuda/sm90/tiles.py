@@ -2,12 +2,13 @@
 Numba is not imported here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.swizzle import ALIGNMENT, PANEL, ROW_BYTES, panel_bytes, panels
+from numba_flash.options import PLAIN
 
 WARP_GROUP = 128
 KEYS = 64  # that a consumer owns in the backward pass
@@ -332,6 +333,14 @@ def part_tile(problem) -> Tile:
     return _first(PART_TILES, problem)
 
 
+def with_options(tile, options) -> BackwardTile | WideTile:
+    """A tile of the backward pass, but where consumers hold the next scores as well, dS is kept in
+    registers only if they need none for options.
+    """
+    crowded = isinstance(tile, BackwardTile) and tile.ahead and options.structure != PLAIN
+    return replace(tile, keeps_ds=False) if crowded else tile
+
+
 def backward_tile(problem) -> BackwardTile | WideTile:
     """Tile of the main kernel of the backward pass."""
-    return _first(BACKWARD_TILES, problem)
+    return with_options(_first(BACKWARD_TILES, problem), problem.options)

@@ -38,8 +38,9 @@ from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
 SPILLS = {"backward softcap": 60, "backward softcap, 64": 350, "backward packed": 280, "backward packed, 128": 50}
-# Threads that move data have fewer where others keep dS (D = 64), and need more for lists.
+# Threads that move data have fewer where others keep dS, and need more for lists.
 SPILLS |= dict.fromkeys(["backward 64", "backward 64, causal"], 220)
+SPILLS |= dict.fromkeys(["backward 128", "backward 128, in order", "backward 40, 72"], 150)
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
