@@ -267,32 +267,33 @@ class Row(NamedTuple):
 
 
 ANY = 2**31
-# Per kind of mask. With each row: cuDNN's time divided by its own at the lengths named, and the
-# runner-up; bfloat16, B N = 16384, 2048 / D heads, H200, each pair in one process.
+# Per kind of mask. With each row: cuDNN's time divided by its own at the lengths named, on an H100,
+# and others over its speed, on an H200; bfloat16, B N = 16384, 2048 / D heads, each pair in one
+# process.
 FORWARD_TILES = {
     "full": (
-        # 512 1.16, 4k 1.17, 16k 1.22; with three slots 0.97, 0.96, 0.95 of it, packed late 0.98
+        # 512 1.15, 4k 1.17, 16k 1.23; with three slots 0.97, 0.96, 0.95 of it, packed late 0.98
         Row(ANY, 64, 64, Tile(192, 128, 2, 4, 1, True, packs_early=True)),
-        # packed early 0.96 of it at 512, 0.99 at 1k
+        # 512 1.08, 1k 1.11; packed early 0.96, 0.99 of it
         Row(1024, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        # 4k 1.11, 16k 1.12; packed late 0.99, 0.98 of it, Tile(128, 160, 1, 2, 1, True) 0.96, 0.99
+        # 4k 1.12, 16k 1.12; packed late 0.99, 0.98 of it, Tile(128, 160, 1, 2, 1, True) 0.96, 0.99
         Row(ANY, 128, 128, Tile(128, 128, 2, 2, 2, True, packs_early=True)),
-        # 512 1.16, 4k 1.17, 16k 1.18; packed late 1.00 of it, with turns 1.00
+        # 512 1.13, 4k 1.16, 16k 1.18; packed late 1.00 of it, with turns 1.00
         Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False, packs_early=True)),
     ),
     "band": (
-        # packed late 0.99 of it at 512, 0.98 at 1k, 0.95 at 16k
+        # 512 1.09, 1k 1.01; packed late 0.99, 0.98 of it
         Row(1024, 64, 64, Tile(128, 128, 2, 4, 1, True, packs_early=True)),
-        # packed late, with three slots, 0.96 of it at 4k and 16k, with Tile(192, 96, 2, 4, 1, True)
-        # 0.95, 0.94
+        # 2k 1.14, 16k 1.24; packed late, with three slots, 0.96 of it at 4k and 16k,
+        # Tile(192, 96, 2, 4, 1, True), packed late, 0.95, 0.94
         Row(ANY, 64, 64, Tile(192, 128, 2, 4, 1, True, packs_early=True)),
-        # packed early 0.98 of it at 512, 0.99 at 1k
+        # 512 0.95, 1k 1.13; packed early 0.98, 0.99 of it
         Row(1024, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        # packed late 0.99 of it at 4k; Tile(128, 176, 1, 2, 1, True) 0.98 at 8k
+        # 4k 1.26, 8k 1.27; packed late 0.99 of it at 4k; Tile(128, 176, 1, 2, 1, True) 0.98 at 8k
         Row(12288, 128, 128, Tile(128, 128, 2, 2, 2, True, packs_early=True)),
-        # packed late 0.98 of it at 16k; Tile(128, 128, 2, 2, 2, True) 0.99 at 32k
+        # 16k 1.28; packed late 0.98 of it; Tile(128, 128, 2, 2, 2, True) 0.99 at 32k
         Row(ANY, 128, 128, Tile(128, 176, 1, 2, 1, True, packs_early=True)),
-        # packed late 1.00 of it, with turns 1.00
+        # 512 0.90, 4k 1.26, 16k 1.35; packed late 1.00 of it
         Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False, packs_early=True)),
     ),
 }
