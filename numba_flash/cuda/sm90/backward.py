@@ -48,8 +48,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
     TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
-    # the fence waits for what has been stored while a product runs: for dK, or that for dP
-    KEEPS_DS, AT_ONCE = tile.keeps_ds, tile.ahead and tile.keeps_ds
+    KEEPS_DS = tile.keeps_ds
+    # a tile of dQ is fenced and let go while the product for dK runs, or else the next one for dP
+    AT_ONCE = AHEAD and KEEPS_DS
     NEXT = SCORES if AHEAD else 0
     BFLOAT16, LISTED = dtype == "bfloat16", options.listed
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT

@@ -16,8 +16,8 @@ from numba_flash.cuda.swizzle import panel_bytes
 
 
 def build_finish(head_dim_v, write_lse, store_by, bfloat16, options, layout, in_base_e=False):
-    """``finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, parameters)``: the
-    work item of a turn, whose rows have these sums; `store_by` and arrays are those of
+    """``finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, parameters)``: the work item
+    of a turn, whose rows have these sums; `store_by` and arrays are those of
     `numba_flash.cuda.sm90.forward`, `layout` is that of shared memory.
 
     in_base_e : m_i are shifts in base e, not in base 2.

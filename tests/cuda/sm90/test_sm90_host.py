@@ -423,7 +423,13 @@ def test_a_bias_is_copied_in_tiles_where_a_tensor_map_can_describe_it(shape, dty
     assert main.maps[6:] == (((found, 64),) if described else ())
 
 
-@pytest.mark.parametrize("nk", [1, 2, 1024, 1025, 6144, 6145, 2**17, MAX_LENGTH])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}, {"kv_lengths": np.array([3, 4])}], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_ds_is_kept_in_registers_where_no_option_needs_them(d, options):
+    assert backward_tile(problem(d=d, **options)).keeps_ds == (d == 64 or not options or "causal" in options)
+
+
+@pytest.mark.parametrize("nk", [1, 2, 1024, 1025, 12288, 12289, 2**17, MAX_LENGTH])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_problem_has_a_tile_that_fits(nk, causal):
     base = problem(nq=nk, nk=nk, causal=causal)
