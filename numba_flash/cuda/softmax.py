@@ -36,8 +36,6 @@ RAISED_P = 13
 # In the backward pass, where the largest is 1.
 RAISED_BACKWARD = 14
 NEG_INF = -math.inf
-# The shift, in base 2, of a row that has seen nothing, where a shift is never infinite.
-LEAST = -float.fromhex("0x1.fffffep127")
 
 
 class Arithmetic(NamedTuple):
@@ -102,7 +100,7 @@ def build_zero(count):
 @once
 def build_online(count):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1. Here m_i are shifts in base 2, and begin with LEAST.
+    alpha where it is not 1. Here m_i are shifts in base 2, and begin with the least float32.
 
     Between the largest score and the first exponential nothing is computed that could be known
     before, and nobody asks whether a row has seen something: all warps wait there, and at D = 64

@@ -55,9 +55,9 @@ MUTANTS = (
     Mutant("matrices of stmatrix exchanged", "cuda/ptx/memory.py", "b16 [$0], {$1, $2, $3, $4};", "b16 [$0], {$1, $3, $2, $4};", "plain"),
     # ---- softmax
     Mutant("a sum that is not rescaled", "cuda/softmax.py", "l_i[r] * alpha[r] + l", "l_i[r] + l", "steep"),
-    Mutant("a shift that stays", "cuda/softmax.py", "if m_new > before + ACC(LAZY) else", "if before == ACC(LEAST) else", "steeper"),
+    Mutant("a shift that stays", "cuda/softmax.py", "if m_new > before + ACC(LAZY) else", "if before < ACC(-1e38) else", "steeper"),
     Mutant("the state of the item before", FORWARD, "m_done, l_done)\n            reset(m_i, l_i)", "m_done, l_done)", "many items"),
-    Mutant("an infinite shift of nothing", FORWARD, "build_reset(1, softmax.LEAST)", "build_reset(1)", "causal, earlier queries"),
+    Mutant("an infinite shift of nothing", FORWARD, "build_reset(1, LEAST_FLOAT32)", "build_reset(1)", "causal, earlier queries"),
     Mutant("a key after the last", "cuda/softmax.py", "if column >= stop:", "if column > stop:", "causal"),
     Mutant("the first key hidden", "cuda/softmax.py", "if column < start:", "if column <= start:", "window"),
     Mutant("a key beyond the end", ROWS, "hides = col1 > keys or", "hides = col1 > keys + 1 or", "one key missing"),

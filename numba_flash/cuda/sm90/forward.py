@@ -19,6 +19,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
+from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
@@ -61,7 +62,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
     produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    (zero, _), reset = softmax.build_zero(OUTPUTS), softmax.build_reset(1, softmax.LEAST)
+    (zero, _), reset = softmax.build_zero(OUTPUTS), softmax.build_reset(1, LEAST_FLOAT32)
     RELATIVE = options.relative
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
     begin_sums = build_begin_sums(tile, SMEM.k, SMEM.added) if RELATIVE else None

@@ -13,6 +13,7 @@ from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
+from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
@@ -52,8 +53,8 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs
     )
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    (zero, _), nothing = softmax.build_zero(OUTPUTS), softmax.NEG_INF if CHANGES else softmax.LEAST
-    reset = softmax.build_reset(1, nothing)
+    zero, _ = softmax.build_zero(OUTPUTS)
+    reset = softmax.reset if CHANGES else softmax.build_reset(1, LEAST_FLOAT32)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
     start_values = wgmma.build_new_values(BLOCK_N, head_dim_v, BFLOAT16)
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
