@@ -34,7 +34,7 @@ CLASSES = {
     PTX: (
         r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16",
         r"(wgmma|mbarrier|setmaxnreg|shfl\.sync|bar|barrier|membar)\.\w+(\.expect_tx)?",
-        r"(fence|cp|red|atom|vote|match|redux|elect)\.\S+",
+        r"(fence|cp|createpolicy|red|atom|vote|match|redux|elect)\.\S+",
         r"(stmatrix|ldmatrix)\b",
         r"(ld|st)\.(acquire|release|relaxed|volatile)\S*",
         r"(ld|st)(\.(param|shared|global|local|const))?(\.v\d)?",

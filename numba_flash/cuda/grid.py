@@ -20,11 +20,13 @@ MOST_TURNS = 8  # parts that are tried where there are blocks for more than one 
 FEWEST_TILES = 4  # of keys that are worth a part of their own
 ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
-# Work that a section may leave to one more than the best does, if it is smaller. Causal, D = 128,
-# N = 2k, sections of 33 and 66 heads: 503 and 494 TFLOP/s on an H200, 500 and 487 on an H100; there
-# at 4k 559 and 549. At D = 64 smaller sections that leave 0.5 and 1.7 % more to one, at N = 512 and
-# 1k, gained -1 and -2 % on the H200, -2 and 2 % on the H100.
-UNEVEN = 1.004
+# Work that a section may leave to one more than the best does, if it is smaller: more blocks at
+# work at the same time then read the same keys. Causal, speed of sections of 22, 33, 44, 66 heads
+# over that of the most even one (UNEVEN = 1), H100: D = 64, N = 1k 1.05, 1.05, 1.06, 1.06; D = 128,
+# N = 512 1.04, 1.02, 1.02, 1; N = 1k 1.05, 1.04, 1.04, 1; N = 2k 1.09, 1.09, 1.05, 1; D = 256, N =
+# 512 1.00, 1.01, 0.94, 1. On an H200 D = 128, N = 512 1.00, 1.00, 0.99, 1; N = 1k 0.99, 0.99, 0.99,
+# 1; N = 2k 1.01, 1.01, 1.00, 1. What the best leaves is 0.5 to 3 % more than the mean.
+UNEVEN = 1.007
 
 
 def heads_first(problem, *operands) -> tuple:
@@ -153,7 +155,7 @@ def even_section(row_blocks: int, multiprocessors: int) -> int:
 
 def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets
-    much more work than another: an even section, if it is smaller than the best and as good.
+    much more work than another: the smallest that is as good as the best.
     """
     p, turns = problem, multiprocessors
     row_blocks, pairs = blocks(p, p.nq, block_m), math.prod(p.batch) * p.hq
@@ -164,9 +166,9 @@ def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     first = np.maximum(p.low + rows, 0) // block_n
     last = -(-np.clip(p.high + rows + block_m, 0, p.nk) // block_n)
     work = np.maximum(last - first, 1) + ITEM_TILES
-    most = lambda section: most_work(work, pairs, section, turns)
-    best = min((even, *range(step, 2 * turns + 1, step)), key=most)
-    return min(even, best) if most(even) <= UNEVEN * most(best) else best
+    most = lambda size: most_work(work, pairs, size, turns)
+    works = {size: most(size) for size in (even, *range(step, 2 * turns + 1, step))}
+    return min(size for size, work in works.items() if work <= UNEVEN * min(works.values()))
 
 
 def most_work(work, pairs: int, section: int, turns: int) -> float:

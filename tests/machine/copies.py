@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from barriers import Mbarrier, mbarrier_of
 from memory import Fault
-from operands import one, readers
+from operands import LANES, one, readers
 
 
 class TensorMap(NamedTuple):
@@ -203,6 +203,44 @@ def _bulk_store(machine, each):
     return run
 
 
+# ---- what lines of the L2 cache are, which changes no result
+
+POLICIES = {"L2::evict_first": 1, "L2::evict_last": 2}  # any numbers
+
+
+def _create_policy(machine, each):
+    _, _, policy, kind = each.opcode.split(".")
+    to, share = each.operands
+    if kind != "b64" or float(share) != 1:
+        raise ValueError(f"{each.opcode} of {share}")
+    made = np.full(LANES, POLICIES[policy], np.uint64)
+
+    def run(warp):
+        warp.write(to, made)
+
+    return run
+
+
+def _by_policy(build):
+    """The same copy, also with a cache policy as its last operand, which has to be one."""
+
+    def build_either(machine, each):
+        if ".L2::cache_hint" not in each.opcode:
+            return build(machine, each)
+        *operands, policy = each.operands
+        act = build(machine, each._replace(opcode=each.opcode.replace(".L2::cache_hint", ""), operands=tuple(operands)))
+        (get_policy,) = readers(machine, [policy], np.uint64)
+
+        def run(warp):
+            if one(warp, get_policy) not in POLICIES.values():
+                raise Fault(f"line {each.line}: {policy} is no cache policy")
+            act(warp)
+
+        return run
+
+    return build_either
+
+
 def _bulk(warp, address: int, shared: int, count: int):
     """Region, and offset in it, of a bulk copy's part of global memory."""
     if any(x % 16 for x in (address, shared, count)):
@@ -252,11 +290,13 @@ def _bulk_wait(machine, each):
 
 
 COPIES = {
-    "cp.async.bulk.tensor.5d.shared": _tensor_load,
-    "cp.async.bulk.tensor.5d.global": _tensor_store,
+    "createpolicy.fractional": _create_policy,
+    "cp.async.bulk.tensor.5d.shared": _by_policy(_tensor_load),
+    "cp.async.bulk.tensor.5d.global": _by_policy(_tensor_store),
     "cp.async.bulk.shared": _bulk_load,
-    "cp.async.bulk.global": _bulk_store,
+    "cp.async.bulk.global": _by_policy(_bulk_store),
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": _bulk_store,
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32": _by_policy(_bulk_store),
     "cp.async.bulk.wait_group": _bulk_wait,
     "cp.async.bulk.commit_group": _bulk_commit,
 }

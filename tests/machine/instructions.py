@@ -17,7 +17,7 @@ from products import PRODUCTS
 SINCE = {
     r"cp\.async\.bulk|cp\.reduce|fence\.proxy|mbarrier\.(try_wait|arrive\.expect_tx)|setmaxnreg|stmatrix|wgmma": 90,
     r"red\.\S*\.v4\.f32": 90,
-    r"cp\.async|mbarrier|mma\.\S*(m16n8k16|bf16)|cvt\.\S*(x2|bf16)|min\.\S*x2": 80,
+    r"cp\.async|createpolicy|mbarrier|mma\.\S*(m16n8k16|bf16)|cvt\.\S*(x2|bf16)|min\.\S*x2": 80,
     r"ldmatrix|mma\.": 75,
 }
 

@@ -88,6 +88,20 @@ def test_a_copy_is_no_write_that_the_async_proxy_sees():
         copied(text.format(fence=""))
 
 
+def test_a_policy_of_the_cache_changes_no_result():
+    """But it has to be one, of a kind that is known."""
+    text = """cp.async.cg.shared.global [%r3], [%rd1], 16; cp.async.wait_all; fence.proxy.async; bar.warp.sync -1;
+    setp.eq.u32 %p1, %lane, 0; mov.u64 %rd2, 64; createpolicy.fractional.L2::evict_last.b64 %rd2, 1.0;
+    @%p1 cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%out], [%r1], 512, %rd2; @%p1 cp.async.bulk.commit_group;
+    @%p1 cp.async.bulk.wait_group 0;"""
+    np.testing.assert_array_equal(copied(text), WORDS)
+    with pytest.raises(Fault, match="%rd2 is no cache policy"):
+        copied(text.replace("createpolicy.fractional.L2::evict_last.b64 %rd2, 1.0;", ""))
+    for wrong in ("createpolicy.fractional.L2::evict_best.b64 %rd2, 1.0;", "createpolicy.fractional.L2::evict_last.b64 %rd2, 0.5;"):
+        with pytest.raises(NotImplementedError, match="createpolicy"):
+            copied(text.replace("createpolicy.fractional.L2::evict_last.b64 %rd2, 1.0;", wrong))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lanes_that_are_guarded_copy_nothing(seed):
     got = copied("setp.lt.u32 %p1, %lane, 10; @%p1 cp.async.cg.shared.global [%r3], [%rd1], 16; cp.async.wait_all;", seed)

@@ -109,6 +109,7 @@ def test_an_instruction_that_is_not_known_is_an_error(instruction):
     ("instruction", "least"),
     [
         ("cp.async.wait_all;", 80),
+        ("createpolicy.fractional.L2::evict_last.b64 %rd1, 1.0;", 80),
         ("cvt.rn.f16x2.f32 %r2, %f1, %f2;", 80),
         ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f1};", 80),
         ("cp.async.bulk.commit_group;", 90),

@@ -36,7 +36,13 @@ from numba_flash.cuda.ptx.barrier import (
     setmaxnreg as setmaxnreg,
 )
 from numba_flash.cuda.ptx.copy import (
-    bulk_add as bulk_add,
+    AGAIN as AGAIN,
+)
+from numba_flash.cuda.ptx.copy import (
+    ONCE as ONCE,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_add_of as bulk_add_of,
 )
 from numba_flash.cuda.ptx.copy import (
     bulk_commit as bulk_commit,
@@ -46,6 +52,9 @@ from numba_flash.cuda.ptx.copy import (
 )
 from numba_flash.cuda.ptx.copy import (
     bulk_store as bulk_store,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_store_of as bulk_store_of,
 )
 from numba_flash.cuda.ptx.copy import (
     bulk_wait as bulk_wait,
@@ -78,7 +87,13 @@ from numba_flash.cuda.ptx.copy import (
     tensor_load as tensor_load,
 )
 from numba_flash.cuda.ptx.copy import (
+    tensor_load_of as tensor_load_of,
+)
+from numba_flash.cuda.ptx.copy import (
     tensor_store as tensor_store,
+)
+from numba_flash.cuda.ptx.copy import (
+    tensor_store_of as tensor_store_of,
 )
 from numba_flash.cuda.ptx.emit import (
     repeated as repeated,

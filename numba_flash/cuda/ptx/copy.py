@@ -47,36 +47,69 @@ def copy_wait_but(groups):
     return instruction(f"copy_wait_but{groups}", f"cp.async.wait_group {groups};", _void)
 
 
-# Tensor copies (PTX ISA 9.7.9.27): a box of a tensor map of five dimensions.
-tensor_load = instruction(
-    "tensor_load",
-    "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    " [$0], [$1, {$2, $3, $4, $5, $6}], [$7];",
-    _void, u32, u64, *[i32] * 5, u32,
-)  # fmt: skip
-tensor_store = instruction(
-    "tensor_store",
-    "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [$1, {$2, $3, $4, $5, $6}], [$0];",
-    _void, u32, u64, *[i32] * 5,
-)  # fmt: skip
+# Which lines of the L2 cache go first, and which last: those that are read or written once, and those
+# that other blocks will read (PTX ISA 9.7.9.14, createpolicy).
+ONCE, AGAIN = "evict_first", "evict_last"
+_TO_SHARED, _TO_MEMORY = ".mbarrier::complete_tx::bytes", ".bulk_group"
 
-# Bulk copies (9.7.9.25): neighbouring bytes, a multiple of 16; or float32 added to memory.
+
+def _cached(name: str, text: str, uses, *arguments):
+    """A copy, and what its lines of the L2 cache are: `ONCE`, `AGAIN`, or None."""
+    if uses is None:
+        return instruction(name, text, _void, *arguments)
+    completion = _TO_SHARED if _TO_SHARED in text else _TO_MEMORY
+    hinted = text.replace(completion, f"{completion}.L2::cache_hint").replace(";", ", policy;")
+    return instruction(
+        f"{name}_{uses}",
+        "{ .reg .b64 policy;"
+        f" createpolicy.fractional.L2::{uses}.b64 policy, 1.0; {hinted} }}",
+        _void, *arguments,
+    )  # fmt: skip
+
+
+def tensor_load_of(uses=None):
+    """A box of a tensor map of five dimensions to shared memory (PTX ISA 9.7.9.27)."""
+    return _cached(
+        "tensor_load",
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [$0], [$1, {$2, $3, $4, $5, $6}], [$7];",
+        uses, u32, u64, *[i32] * 5, u32,
+    )  # fmt: skip
+
+
+def tensor_store_of(uses=None):
+    """A box of a tensor map of five dimensions from shared memory (PTX ISA 9.7.9.27)."""
+    return _cached(
+        "tensor_store",
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [$1, {$2, $3, $4, $5, $6}], [$0];",
+        uses, u32, u64, *[i32] * 5,
+    )  # fmt: skip
+
+
+def bulk_store_of(uses=None):
+    """Neighbouring bytes, a multiple of 16, from shared memory (PTX ISA 9.7.9.25)."""
+    return _cached(
+        "bulk_store",
+        "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+        uses, u64, u32, u32,
+    )  # fmt: skip
+
+
+def bulk_add_of(uses=None):
+    """The same, neighbouring float32 added to those in memory."""
+    return _cached(
+        "bulk_add",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+        uses, u64, u32, u32,
+    )  # fmt: skip
+
+
+tensor_load, tensor_store, bulk_store = tensor_load_of(), tensor_store_of(), bulk_store_of()
 bulk_load = instruction(
     "bulk_load",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
     _void, u32, u64, u32, u32,
 )  # fmt: skip
-bulk_store = instruction(
-    "bulk_store",
-    "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
-    _void, u64, u32, u32,
-)  # fmt: skip
-bulk_add = instruction(
-    "bulk_add",
-    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
-    _void, u64, u32, u32,
-)  # fmt: skip
-
 bulk_commit = instruction("bulk_commit", "cp.async.bulk.commit_group;", _void)
 bulk_wait_read = instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _void)
 bulk_wait = instruction("bulk_wait", "cp.async.bulk.wait_group 0;", _void)

@@ -136,8 +136,8 @@ def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
     load_added = pipeline.build_load_numbers(layout.q, added, ADDED_BYTES)
     address_of = relative.build_address(BLOCK_M)
     load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
-    load_k = pipeline.build_load(K, width, BLOCK_N, planes=tile.planes)
-    load_v = pipeline.build_load(V, width_v, BLOCK_N, planes=tile.planes)
+    load_k = pipeline.build_load(K, width, BLOCK_N, 0, tile.planes, ptx.ONCE)
+    load_v = pipeline.build_load(V, width_v, BLOCK_N, 0, tile.planes, ptx.ONCE)
     MASKED, OPTIONS = options.tiled, options.modifies_or_lists
     note_tile = build_note_tile(layout) if OPTIONS else None
     walk = build_walk(BLOCK_N, layout.work, tile.share)
@@ -224,6 +224,7 @@ def build_add_dq(ordered, options, tile, layout):
     DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
     MASKED, walk = options.tiled, build_walk(BLOCK_N, layout.work)
     listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
+    first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
 
     @inline
     def add_tile(smem, turn, n, at, number, order, sum_address, flag_address):
@@ -245,9 +246,9 @@ def build_add_dq(ordered, options, tile, layout):
         pipeline.wait_ready(smem, DQ, n)
         if seen:
             if before == 0:
-                ptx.bulk_store(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
+                first_sum(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
             else:
-                ptx.bulk_add(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
+                add_sum(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
             ptx.bulk_commit()
         ptx.bulk_wait_read()
         pipeline.release(smem, DQ, n)

@@ -4,7 +4,7 @@ has the copy engine fetch their tiles.
 
 from typing import NamedTuple
 
-from numba_flash.cuda import relative, schedule, tile_lists
+from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import END, SCORES_B1, ForwardWork, one_type, words
@@ -123,14 +123,16 @@ def build_produce(
     """
     BLOCK_N, SMEM = tile.block_n, tile.layout(head_dim, head_dim_v)
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    # other blocks of rows read the same keys, unless there are so few that keys are split
+    USES = None if in_parts else ptx.AGAIN
     write_work = build_write_work(banded, in_parts, options, tile, SMEM)
-    load_q = pipeline.build_load(Q, head_dim, tile.block_m, planes=tile.planes)
+    load_q = pipeline.build_load(Q, head_dim, tile.block_m, 0, tile.planes, ptx.ONCE)
     RELATIVE, ADDED_BYTES = options.relative, tile.added_bytes if options.relative else 0
     ADDED = SMEM.added if options.relative else 0
-    load_k = pipeline.build_load(K, head_dim, BLOCK_N, ADDED_BYTES, tile.planes)
+    load_k = pipeline.build_load(K, head_dim, BLOCK_N, ADDED_BYTES, tile.planes, USES)
     load_added = pipeline.build_load_numbers(K, ADDED, ADDED_BYTES)
     address_of = relative.build_address(tile.block_m)
-    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, planes=tile.planes)
+    load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, 0, tile.planes, USES)
     BLOCK_M, MASKED = tile.block_m, options.tiled
     COPIES_PAIRS, PAIRS_MAP = load_pairs is not load_nothing, pairs_map
     list_of, listed = tile_lists.build_access(MASKED)

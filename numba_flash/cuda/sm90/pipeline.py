@@ -173,17 +173,18 @@ def meet_consumers(consumers):
 
 
 @once
-def build_load(ring, columns, rows, more=0, planes=1):
+def build_load(ring, columns, rows, more=0, planes=1, uses=None):
     """``load(tensor_map, smem, n, place)``: have the n-th tile of a ring fetched into its slot,
     which is free (by one thread).
 
     A tile is `rows` rows in panels of 64 columns. What lies outside the array becomes 0. The slot
     is ready when as many bytes `more` have arrived, which the caller sends for. Of several planes,
-    which are so many columns of an array beside each other, a tile has the panels of all.
+    which are so many columns of an array beside each other, a tile has the panels of all. `uses` is
+    what its lines of the L2 cache are, see `numba_flash.cuda.ptx.copy`.
     """
     RING, PANELS, PANEL = one_type(ring), swizzle.panels(columns), swizzle.PANEL
     PANEL_BYTES, PLANES, COLUMNS = swizzle.panel_bytes(rows), planes, columns
-    BYTES = PLANES * PANELS * PANEL_BYTES + more
+    BYTES, tensor_load = PLANES * PANELS * PANEL_BYTES + more, ptx.tensor_load_of(uses)
 
     @inline
     def load(tensor_map, smem, n, place):
@@ -195,7 +196,7 @@ def build_load(ring, columns, rows, more=0, planes=1):
             plane, panel = number // PANELS, number % PANELS
             column = i32(place.column + plane * COLUMNS + panel * PANEL)
             panel_to = u32(to + u32(number * PANEL_BYTES))
-            ptx.tensor_load(panel_to, tensor_map, column, row, head, b1, b0, ready)
+            tensor_load(panel_to, tensor_map, column, row, head, b1, b0, ready)
 
     return load
 

@@ -233,6 +233,7 @@ def build_send(first_panel, count, rows=64):
     `pipeline.Place`, from the first panel on, of a tile of panels of `rows` rows (by one thread).
     """
     FIRST, COUNT, PANEL_BYTES = first_panel, count, panel_bytes(rows)
+    tensor_store = ptx.tensor_store_of(ptx.ONCE)
 
     @inline
     def send(tensor_map, tile, place):
@@ -240,7 +241,7 @@ def build_send(first_panel, count, rows=64):
         for panel in range(COUNT):
             column = i32(place.column + (FIRST + panel) * PANEL)
             source = u32(tile + u32(panel * PANEL_BYTES))
-            ptx.tensor_store(source, tensor_map, column, row, head, b1, b0)
+            tensor_store(source, tensor_map, column, row, head, b1, b0)
 
     return send
 

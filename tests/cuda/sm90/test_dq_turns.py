@@ -71,7 +71,9 @@ def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
         wait_ready=wait_ready, read=lambda smem, ring, turn, word: items[int(turn)][int(word)], tile=nothing, release=nothing
     )
     ptx = SimpleNamespace(
-        **dict.fromkeys(("bulk_store", "bulk_add", "bulk_commit", "bulk_wait_read", "bulk_wait", "add_flag"), nothing),
+        **dict.fromkeys(("bulk_store_of", "bulk_add_of"), lambda uses: nothing),
+        AGAIN=None,
+        **dict.fromkeys(("bulk_commit", "bulk_wait_read", "bulk_wait", "add_flag"), nothing),
         global_address=lambda array: 0,
         load_flag=lambda address: Flag(address, waited),
     )
