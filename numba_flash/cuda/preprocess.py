@@ -67,8 +67,8 @@ def build(
     lse2 = lse log2(e), or lse unless in `base_2`, but +inf for a row that saw nothing or does not
     exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
-    and flags = 0, one per row block, or as many for each with `copies`, and one more, if `ordered`,
-    else dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
+    and flags = 0, one per row block, or as many for each with `copies`, and one more, and unless
+    `ordered` dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
     Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, o is
     without that of the values, and delta is in units of the products of planes.
@@ -85,7 +85,7 @@ def build(
     ACC = f64 if DOUBLE else f32
     ELEMENT = ACC if SPLIT or DOUBLE else types.uint16
     CHUNKED = chunked = chunked and not DOUBLE
-    FLAGS, ZEROS, COPIES = ordered and sum_bytes > 0, sum_bytes > 0 and not ordered, copies
+    FLAGS, ZEROS, COPIES = sum_bytes > 0, sum_bytes > 0 and not ordered, copies
     CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
     CHUNKS = -(-head_dim_v // CHUNK)
     FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5

@@ -47,8 +47,8 @@ def copy_wait_but(groups):
     return instruction(f"copy_wait_but{groups}", f"cp.async.wait_group {groups};", _void)
 
 
-# Which lines of the L2 cache go first, and which last: those that are read or written once, and those
-# that other blocks will read (PTX ISA 9.7.9.14, createpolicy).
+# Lines of the L2 cache that make room first, and last: what is read or written once, and what other
+# blocks will read (PTX ISA 9.7.9.14, createpolicy).
 ONCE, AGAIN = "evict_first", "evict_last"
 _TO_SHARED, _TO_MEMORY = ".mbarrier::complete_tx::bytes", ".bulk_group"
 

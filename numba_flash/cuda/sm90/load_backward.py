@@ -6,7 +6,7 @@ from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm90 import ds_slots, pipeline
+from numba_flash.cuda.sm90 import ds_slots, pipeline, turns
 from numba_flash.cuda.sm90.arguments import (
     BACKWARD_SCORES_B1,
     BACKWARD_TILES,
@@ -37,8 +37,8 @@ def build_write_work(banded, ordered, options, tile, layout):
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
-    BANDED, PACKED, QUEUED = banded, options.packed, options.listed and not ordered
-    CLAIMS = ordered or QUEUED
+    PACKED, QUEUED = options.packed, options.listed and not ordered
+    BANDED, CLAIMS = banded, turns.claimed(banded, ordered, options, tile)
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_or_lists, options.tiled
@@ -47,10 +47,9 @@ def build_write_work(banded, ordered, options, tile, layout):
 
     @inline
     def next_number(smem, turn, taken, flags, extras, sizes):
-        """Number of the next work item. If ordered, a block CLAIMS it: whom an item waits for has
-        been claimed before, by a block at work, however few blocks the GPU has room for. It does so
-        when it has asked for all tiles of the last one, lest others wait longer. Items of lists are
-        claimed, too, because they differ; if dS goes to memory, an item ahead.
+        """Number of the next work item. If a block CLAIMS it, whom it waits for has been claimed
+        before, by a block at work, however few blocks the GPU has room for. It does so when it has
+        asked for all tiles of the last one, lest others wait longer; if dS goes to memory, before.
         """
         if CLAIMS:
             if turn != u32(0):
@@ -120,12 +119,12 @@ def build_write_work(banded, ordered, options, tile, layout):
     return write_work
 
 
-def build_produce(head_dim, head_dim_v, ordered, options, tile, layout):
+def build_produce(head_dim, head_dim_v, claimed, options, tile, layout):
     """``produce(maps, smem, lse2, delta, extras, group, sizes)``: have the copy engine fetch what
     each work item needs; with options, write down a note of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
-    IN_SLOTS, CLAIMS = tile.in_slots, ordered or options.listed
+    IN_SLOTS, CLAIMS = tile.in_slots, claimed
     DO_FIRST, COPIES_BIAS = not tile.adds_dq and not IN_SLOTS, tile.copies_bias
     K, V, WORK, FETCHED = map(one_type, (layout.k, layout.v, layout.work, layout.fetched))
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
@@ -231,8 +230,7 @@ def build_add_dq(ordered, options, tile, layout):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
         ORDERED after the blocks of keys before.
         """
-        flag = u64(flag_address + number * u64(4))
-        to = u64(sum_address + number * u64(DQ_BYTES))
+        flag, to = u64(flag_address + number * u64(4)), u64(sum_address + number * u64(DQ_BYTES))
         before = i32(1)
         seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
         if ORDERED and seen:
@@ -302,7 +300,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
     write_work = build_write_work(banded, ordered, options, tile, SMEM)
-    produce = build_produce(head_dim, head_dim_v, ordered, options, tile, SMEM)
+    claimed = turns.claimed(banded, ordered, options, tile)
+    produce = build_produce(head_dim, head_dim_v, claimed, options, tile, SMEM)
     add_dq = build_add_dq(ordered, options, tile, SMEM)
 
     def backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales):

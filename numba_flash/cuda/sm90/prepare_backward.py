@@ -10,6 +10,7 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
+from numba_flash.cuda.sm90 import turns
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
@@ -20,17 +21,6 @@ ROW_THREADS = 256  # of the kernel before the main one
 # but at least FEWEST_BLOCKS blocks of keys, so that dq, which is kept as float32 in between, is not
 # read and written for each of them.
 WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
-# Bytes of sums of dq that blocks at work at the same time add to, so that they stay in the L2 cache
-# (50 MB on an H200). D = 64, N = 16k, full, TFLOP/s: all 32 heads (134 MB) 481, 32 MB 502, 16 MB
-# 503, 8 MB 497; at 4k, and at D = 128, no difference.
-SUMS_AT_WORK = 2**25
-# Blocks of keys of one head that are at work at the same time under a band, by the queries of a
-# tile. They wait for each other at its first tile, longer if they are more, or tiles larger; if
-# they are fewer, more heads have their tiles and sums in the L2 cache. Causal, TFLOP/s at N = 1k,
-# 4k, 8k. D = 64 on an H200 with two 328, 451, 484, three 331, 452, 481, four 303, 447, 480; on an
-# H100 293, 394, 370; 305, 431, 480; 283, 444, 493. D = 128 on an H200 with four 352, 488, 526, six
-# 347, 484, 518; on an H100 311, 476, 529; 323, 482, 521.
-AT_WORK = {64: 4, 128: 3}
 
 
 class RowBlocks(NamedTuple):
@@ -109,7 +99,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         p=p,
         tile=tile,
         gpu=gpu,
-        ordered=deterministic and tile.adds_dq,  # else it is so anyway
+        ordered=turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
         results=BackwardResults(dq, dk, dv),
         row_blocks=row_blocks,
@@ -223,7 +213,7 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
         columns=p.nq,
         parts=1,
         group=p.hq // p.hk,
-        section=section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
+        section=turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
         blocks=blocks,
     )
@@ -249,23 +239,6 @@ def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
         numbers=(sizes, scales(p)),
         maps=boxes(this),
     )
-
-
-def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
-    """Heads of k whose blocks of keys are handed out together.
-
-    With a band, so many that few blocks of one head are at work at the same time, if they wait for
-    each other, else that everyone gets the same work. Without one, if the tile adds to sums of dq,
-    no more than have their sums in the cache: one each, since blocks at work at the same time walk
-    over the heads of a group together.
-    """
-    even = grid.even_section(key_blocks, multiprocessors)
-    if p.band != "none" and ordered:
-        return -(-multiprocessors // AT_WORK[tile.block_m])
-    if p.band != "none" or not tile.adds_dq:
-        return even
-    sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
-    return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
 
 
 def _prepare_sums(this: Pass) -> Prepared:

@@ -21,8 +21,9 @@ from test_ds_tiles import described, draw
 from numba_flash.cuda import grid, preprocess
 from numba_flash.cuda.schedule import Rows
 from numba_flash.cuda.sm90 import load_backward, prepare_backward
+from numba_flash.cuda.sm90 import turns as handed_out
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
-from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP
+from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem, bind
 
@@ -172,34 +173,35 @@ def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for
 
 @EACH_TILE
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(ordered, group, tile):
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(claimed, group, tile):
     """If it claims items at all."""
     layout, events = tile.layout(64, 64), []
     items = [BackwardWork(*[0] * 14)._replace(count=count) for count in (3, 1, 2, END)]
     pipeline = SimpleNamespace(
         **dict.fromkeys(("wait_ready", "wait_free", "release"), lambda *_: None),
-        **dict.fromkeys(("build_load", "build_load_rows"), lambda *_, planes=1: lambda tensor_map, *_: events.append(tensor_map)),
+        **dict.fromkeys(("build_load", "build_load_rows"), lambda *_: lambda tensor_map, *_: events.append(tensor_map)),
         build_load_numbers=lambda *_: None,
         read=lambda smem, ring, turn, word: items[int(turn)][int(word)],
         commit=lambda smem, ring, n: events.append((tuple(map(int, ring)), int(n))),
     )
-    ptx = SimpleNamespace(global_address=lambda array: 0)
+    ptx = SimpleNamespace(global_address=lambda array: 0, ONCE=None)
     rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
     with on_host(load_backward, pipeline=pipeline, ptx=ptx):
-        produce = load_backward.build_produce(64, 64, ordered, PLAIN, tile, layout)
+        produce = load_backward.build_produce(64, 64, claimed, PLAIN, tile, layout)
         produce(["do", "q", "k", "v"], 0, rows, rows, (), group, None)
     expected = []
     for turn, item in enumerate(items[:-1]):
         tiles = ["q", "do"] * (item.count * group)
-        expected += ["k", tiles[0], "v", *tiles[1:]] + ([(layout.fetched, turn)] if ordered else [])
+        expected += ["k", tiles[0], "v", *tiles[1:]] + ([(layout.fetched, turn)] if claimed else [])
     assert events == expected
 
 
 @EACH_TILE
 @pytest.mark.parametrize("blocks", [1, 5])
-def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, tile):
-    """Each flag by its own block of the kernel before; nothing else is written there."""
+@pytest.mark.parametrize("ordered", [True, False])
+def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, ordered, tile):
+    """Each flag by its own block of the kernel before; nothing else is written there. Without turns there is the number."""
     address, stored = 10_000_000, []
     no_rows = SimpleNamespace(build_rows=lambda *_: lambda *_: Rows(0, 0, 0, 0, 0, 0, 0, 0, False))
     ptx = SimpleNamespace(
@@ -214,7 +216,7 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, tile):
         cuda.shfl_xor_sync = lambda lanes, value, lane: value
         cuda.local = SimpleNamespace(array=lambda size, kind: [0] * size)
         with on_host(preprocess, cuda=cuda, ptx=ptx, schedule=no_rows):
-            kernel, *_ = preprocess.build("float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, True, True, True, PLAIN, 256)
+            kernel, *_ = preprocess.build("float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, ordered, True, True, PLAIN, 256)
             x = mock.MagicMock(strides=[0] * 5)
             kernel(x, x, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)
     stored = [(int(at - address), values) for at, values in stored if at >= address]
@@ -316,22 +318,45 @@ def problem(nq: int, hq: int, hk: int, causal: bool = False):
 
 @pytest.mark.parametrize(
     ("nq", "heads", "heads_kv", "expected"),
-    [(512, 32, 32, 66), (4096, 32, 32, 32), (16_384, 32, 32, 8), (16_384, 32, 4, 8), (2**20, 4, 4, 1)],
+    [(512, 32, 32, 66), (4096, 32, 32, 16), (16_384, 32, 32, 4), (16_384, 32, 4, 4), (2**20, 4, 4, 1)],
 )
 def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expected):
     tile, key_blocks = TILES[0], nq // TILES[0].block_n
     for ordered in (True, False):
-        section = prepare_backward.section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
+        section = handed_out.section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
         assert section == expected
-        assert section == 1 or section * nq * 64 * 4 <= prepare_backward.SUMS_AT_WORK
-    causal = prepare_backward.section(problem(nq, heads, heads_kv, True), tile, key_blocks, 132, False)
-    assert causal == grid.even_section(key_blocks, 132), "work of different lengths has to be handed out evenly"
+        assert section == 1 or section * nq * 64 * 4 <= handed_out.SUMS_AT_WORK
+
+
+@pytest.mark.parametrize(("nq", "expected"), [(512, 33), (4096, 4), (16_384, 1), (2**20, 1)])
+def test_all_causal_blocks_of_a_head_are_at_work_if_none_waits(nq, expected):
+    section = handed_out.section(problem(nq, 32, 32, True), TILES[0], nq // TILES[0].block_n, 132, False)
+    assert section == expected
+
+
+def test_additions_in_any_order_are_in_turns_where_that_is_as_fast():
+    """In any order those of a band with many blocks of keys; all of another tile are in one order without turns."""
+    for tile in TILES:
+        blocks = handed_out.MANY_BLOCKS * tile.block_n
+        assert handed_out.ordered(problem(blocks, 4, 4, True), tile, True)
+        assert not handed_out.ordered(problem(blocks, 4, 4, True), tile, False)
+        assert handed_out.ordered(problem(blocks - tile.block_n, 4, 4, True), tile, False)
+        assert handed_out.ordered(problem(blocks, 4, 4), tile, False)
+    assert not handed_out.ordered(problem(4096, 4, 4, True), WideTile(), True)
+
+
+def test_work_is_claimed_where_it_waits_or_differs_in_length():
+    for tile in TILES:
+        assert handed_out.claimed(False, True, PLAIN, tile)
+        assert handed_out.claimed(True, False, PLAIN, tile)
+        assert not handed_out.claimed(False, False, PLAIN, tile)
+    assert not handed_out.claimed(True, False, PLAIN, WideTile())
 
 
 @pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (3, 4), strict=True)])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
 def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiprocessors):
-    section = prepare_backward.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
+    section = handed_out.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
     assert section == -(-multiprocessors // blocks)
 
 
