@@ -1,4 +1,4 @@
-"""In which order the backward pass hands out blocks of keys, and whether they add to dQ in turns; on
+"""In which order the backward pass hands out blocks of keys, and whether they add to dQ in turns, on
 the host.
 """
 
