@@ -617,7 +617,7 @@ BLOCKS = {
     "simt-torch": Block(printed, ("h200/simt-torch",)),
     "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
     "examples": Block(examples, ("2-core-cpu/facts", "h200/facts")),
-    "once": Block(once, ("h200/facts", "2-core-cpu/facts")),
+    "once": Block(once, ("h200/facts", "h100/facts", "2-core-cpu/facts")),
 }
 
 

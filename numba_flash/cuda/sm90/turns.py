@@ -29,7 +29,7 @@ def ordered(p, tile, deterministic: bool) -> bool:
     A tile that does not add to dQ in memory needs no turns.
     """
     waits = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_BLOCKS
-    return tile.adds_dq and (deterministic or not (waits or p.options.listed))
+    return tile.adds_dq and (deterministic or not (waits or p.options.tiled))
 
 
 def claimed(banded: bool, ordered: bool, options, tile) -> bool:
