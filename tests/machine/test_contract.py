@@ -22,7 +22,7 @@ from naive import compare, run
 import numba_flash
 from numba_flash import reference
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, turns
+from numba_flash.cuda.sm90 import prepare_backward, prepare_turns
 
 pytestmark = pytest.mark.machine
 
@@ -451,7 +451,7 @@ def test_out_of_float32_is_what_o_is_rounded_from(backend):
 @every_tier
 def test_gradients_of_lse_in_any_order(backend, monkeypatch):
     """Sums of dq that are added as they come are right, if not repeatable."""
-    monkeypatch.setattr(turns, "MANY_BLOCKS", 1)
+    monkeypatch.setattr(prepare_turns, "MANY_BLOCKS", 1)
     arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=130, nk=300, d=64, dtype="bfloat16")
     options = {"causal": True, "dlse": np.random.default_rng(5).standard_normal((1, 2, 130)).astype(np.float32)}
     for deterministic in (False, True):

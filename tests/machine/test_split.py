@@ -19,7 +19,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm80.tiles import padded
-from numba_flash.cuda.sm90 import turns
+from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.problem import BackwardInputs, ForwardInputs, bind, bind_packed
 
 pytestmark = pytest.mark.machine
@@ -416,7 +416,7 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_gradients_of_packed_sequences_on_hopper(deterministic, monkeypatch):
     """Each as if it were alone, one of them empty; centres of keys and values are those of all together."""
-    monkeypatch.setattr(turns, "MANY_BLOCKS", 1)
+    monkeypatch.setattr(prepare_turns, "MANY_BLOCKS", 1)
     q_offsets, k_offsets = np.array([0, 70, 70, 150]), np.array([0, 50, 120, 121])
     draw = lambda rng, shape: 3 + rng.standard_normal(shape)
     q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=121, d=16, draw=draw)

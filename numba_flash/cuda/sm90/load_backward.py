@@ -6,7 +6,7 @@ from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm90 import ds_slots, pipeline, turns
+from numba_flash.cuda.sm90 import ds_slots, pipeline, walk_backward
 from numba_flash.cuda.sm90.arguments import (
     BACKWARD_SCORES_B1,
     BACKWARD_TILES,
@@ -38,7 +38,7 @@ def build_write_work(banded, ordered, options, tile, layout):
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     PACKED, QUEUED = options.packed, options.listed and not ordered
-    BANDED, CLAIMS = banded, turns.claimed(banded, ordered, options, tile)
+    BANDED, CLAIMS = banded, walk_backward.claims(banded, ordered, options, tile)
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_or_lists, options.tiled
@@ -119,12 +119,12 @@ def build_write_work(banded, ordered, options, tile, layout):
     return write_work
 
 
-def build_produce(head_dim, head_dim_v, claimed, options, tile, layout):
+def build_produce(head_dim, head_dim_v, claims, options, tile, layout):
     """``produce(maps, smem, lse2, delta, extras, group, sizes)``: have the copy engine fetch what
     each work item needs; with options, write down a note of each tile before its Q is fetched.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
-    IN_SLOTS, CLAIMS = tile.in_slots, claimed
+    IN_SLOTS, CLAIMS = tile.in_slots, claims
     DO_FIRST, COPIES_BIAS = not tile.adds_dq and not IN_SLOTS, tile.copies_bias
     K, V, WORK, FETCHED = map(one_type, (layout.k, layout.v, layout.work, layout.fetched))
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
@@ -300,8 +300,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
     write_work = build_write_work(banded, ordered, options, tile, SMEM)
-    claimed = turns.claimed(banded, ordered, options, tile)
-    produce = build_produce(head_dim, head_dim_v, claimed, options, tile, SMEM)
+    claims = walk_backward.claims(banded, ordered, options, tile)
+    produce = build_produce(head_dim, head_dim_v, claims, options, tile, SMEM)
     add_dq = build_add_dq(ordered, options, tile, SMEM)
 
     def backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales):

@@ -10,7 +10,7 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
-from numba_flash.cuda.sm90 import turns
+from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
@@ -99,7 +99,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         p=p,
         tile=tile,
         gpu=gpu,
-        ordered=turns.ordered(p, tile, deterministic),
+        ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
         results=BackwardResults(dq, dk, dv),
         row_blocks=row_blocks,
@@ -213,7 +213,7 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
         columns=p.nq,
         parts=1,
         group=p.hq // p.hk,
-        section=turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
+        section=prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
         blocks=blocks,
     )

@@ -11,7 +11,7 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm90 import prepare_backward_listed, turns
+from numba_flash.cuda.sm90 import prepare_backward_listed, prepare_turns
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_backward import (
@@ -57,7 +57,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         p=p,
         tile=tile,
         gpu=gpu,
-        ordered=turns.ordered(p, tile, deterministic),
+        ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
         results=BackwardResults(*grid.heads_first(p, *results[:3])),
         row_blocks=row_blocks,

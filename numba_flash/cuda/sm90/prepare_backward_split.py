@@ -8,7 +8,7 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import FACTORS, SPLIT, build_extras, chunked, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.sm90 import turns
+from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, row_blocks_of
 from numba_flash.cuda.sm90.prepare_backward import temporaries as temporaries_of
@@ -33,7 +33,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         p=p,
         tile=tile,
         gpu=gpu,
-        ordered=turns.ordered(p, tile, deterministic),
+        ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, o=o),
         results=BackwardResults(*grid.heads_first(p, *results[:3])),
         row_blocks=row_blocks,
@@ -97,7 +97,7 @@ def _main(this: Pass, made) -> Launch:
         columns=p.nq,
         parts=1,
         group=p.hq // p.hk,
-        section=turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
+        section=prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
         b0=p.batch[0],
     )
     boxes = (made.do, tile.block_m), (made.q, tile.block_m), (made.k, tile.block_n)

@@ -20,6 +20,13 @@ from numba_flash.cuda.tile_lists import Listed
 WORD = words(BackwardWork)
 
 
+def claims(banded, ordered, options, tile) -> bool:
+    """Whether blocks claim work items, one after the other, and do not share them out beforehand:
+    if one may wait for another, or they differ in length, and sums are in memory.
+    """
+    return ordered or options.listed or (banded and tile.adds_dq)
+
+
 @inline
 def blocks_before(row0, high, number, block_m, block_n):
     """How many blocks of keys before that from key row0 on add to a row block of that number: those

@@ -20,10 +20,10 @@ from test_ds_tiles import described, draw
 
 from numba_flash.cuda import grid, preprocess
 from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import load_backward, prepare_backward
-from numba_flash.cuda.sm90 import turns as handed_out
+from numba_flash.cuda.sm90 import load_backward, prepare_backward, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
+from numba_flash.cuda.sm90.walk_backward import claims
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem, bind
 
@@ -323,40 +323,41 @@ def problem(nq: int, hq: int, hk: int, causal: bool = False):
 def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expected):
     tile, key_blocks = TILES[0], nq // TILES[0].block_n
     for ordered in (True, False):
-        section = handed_out.section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
+        section = prepare_turns.section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
         assert section == expected
-        assert section == 1 or section * nq * 64 * 4 <= handed_out.SUMS_AT_WORK
+        assert section == 1 or section * nq * 64 * 4 <= prepare_turns.SUMS_AT_WORK
 
 
 @pytest.mark.parametrize(("nq", "expected"), [(512, 33), (4096, 4), (16_384, 1), (2**20, 1)])
 def test_all_causal_blocks_of_a_head_are_at_work_if_none_waits(nq, expected):
-    section = handed_out.section(problem(nq, 32, 32, True), TILES[0], nq // TILES[0].block_n, 132, False)
+    section = prepare_turns.section(problem(nq, 32, 32, True), TILES[0], nq // TILES[0].block_n, 132, False)
     assert section == expected
 
 
 def test_additions_in_any_order_are_in_turns_where_that_is_as_fast():
-    """In any order those of a band with many blocks of keys; all of another tile are in one order without turns."""
+    """In any order those of a mask, or of a band with many blocks of keys; all of another tile are in one order without turns."""
     for tile in TILES:
-        blocks = handed_out.MANY_BLOCKS * tile.block_n
-        assert handed_out.ordered(problem(blocks, 4, 4, True), tile, True)
-        assert not handed_out.ordered(problem(blocks, 4, 4, True), tile, False)
-        assert handed_out.ordered(problem(blocks - tile.block_n, 4, 4, True), tile, False)
-        assert handed_out.ordered(problem(blocks, 4, 4), tile, False)
-    assert not handed_out.ordered(problem(4096, 4, 4, True), WideTile(), True)
+        blocks = prepare_turns.MANY_BLOCKS * tile.block_n
+        assert prepare_turns.ordered(problem(blocks, 4, 4, True), tile, True)
+        assert not prepare_turns.ordered(problem(blocks, 4, 4, True), tile, False)
+        assert prepare_turns.ordered(problem(blocks - tile.block_n, 4, 4, True), tile, False)
+        assert prepare_turns.ordered(problem(blocks, 4, 4), tile, False)
+        assert not prepare_turns.ordered(replace(problem(128, 4, 4), options=replace(PLAIN, mask=True)), tile, False)
+    assert not prepare_turns.ordered(problem(4096, 4, 4, True), WideTile(), True)
 
 
 def test_work_is_claimed_where_it_waits_or_differs_in_length():
     for tile in TILES:
-        assert handed_out.claimed(False, True, PLAIN, tile)
-        assert handed_out.claimed(True, False, PLAIN, tile)
-        assert not handed_out.claimed(False, False, PLAIN, tile)
-    assert not handed_out.claimed(True, False, PLAIN, WideTile())
+        assert claims(False, True, PLAIN, tile)
+        assert claims(True, False, PLAIN, tile)
+        assert not claims(False, False, PLAIN, tile)
+    assert not claims(True, False, PLAIN, WideTile())
 
 
 @pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (3, 4), strict=True)])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
 def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiprocessors):
-    section = handed_out.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
+    section = prepare_turns.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
     assert section == -(-multiprocessors // blocks)
 
 

@@ -1,5 +1,5 @@
-"""In which order the backward pass hands out blocks of keys, and whether they add to dQ in turns, on
-the host.
+"""Whether blocks of keys of the backward pass add to dQ in turns, and of how many heads they are
+handed out together.
 """
 
 from numba_flash.cuda import grid
@@ -24,19 +24,11 @@ MANY_BLOCKS = 16
 
 
 def ordered(p, tile, deterministic: bool) -> bool:
-    """Whether blocks of keys add to dQ in turns: if it has to be deterministic, or is as fast so.
-
-    A tile that does not add to dQ in memory needs no turns.
+    """Whether blocks of keys add to dQ in turns: if that has to be deterministic, or is as fast so,
+    as it is without a mask, and a band of many blocks. What is not added in memory needs no turns.
     """
     waits = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_BLOCKS
     return tile.adds_dq and (deterministic or not (waits or p.options.tiled))
-
-
-def claimed(banded: bool, ordered: bool, options, tile) -> bool:
-    """Whether blocks claim work items, one after the other, and do not share them out beforehand:
-    if one may wait for another, or they differ in length.
-    """
-    return ordered or options.listed or (banded and tile.adds_dq)
 
 
 def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
