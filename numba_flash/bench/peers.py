@@ -67,12 +67,12 @@ def contenders(backend: str | None) -> list[Contender]:
     """This library, with `backend` demanded unless it is None, and every peer that is known."""
     gpu = partial(_why_not_torch, "gpu")
     return [
-        Contender(OURS, partial(_bind_ours, backend), lambda place, dtype: None, host_time=True),
+        Contender(OURS, partial(bind_ours, backend), lambda place, dtype: None, host_time=True),
         Contender("torch cuDNN", partial(_bind_torch, partial(_sdpa, "CUDNN_ATTENTION")), gpu, host_time=True),
         Contender("torch FA2", partial(_bind_torch, partial(_sdpa, "FLASH_ATTENTION")), gpu, host_time=True),
         Contender("torch efficient", partial(_bind_torch, partial(_sdpa, "EFFICIENT_ATTENTION")), _why_not_efficient),
         Contender("torch Flex", partial(_bind_torch, _flex), gpu),
-        Contender("flash-attn-4", partial(_bind_torch, _flash_attn_4, heads_last=True), _why_not_flash_attn_4),
+        Contender("flash-attn-4", bind_flash_attn_4, why_not_flash_attn_4),
         Contender("jax cuDNN", _bind_jax, _why_not_jax, own_stream=True),
         Contender("torch CPU", partial(_bind_torch, partial(_sdpa, None)), partial(_why_not_torch, "cpu"), host_time=True),
         Contender("CuPy", _bind_standard, _why_not_cupy),
@@ -116,13 +116,15 @@ def _to_host(x) -> np.ndarray:
     return np.asarray(x[-1].get() if hasattr(x, "get") else x[-1])
 
 
-def _bind_ours(backend: str | None, case: Case) -> Bound:
+def bind_ours(backend: str | None, case: Case, deterministic: bool = True) -> Bound:
+    """This library; whether gradients have to be the same in every run."""
     q, k, v = case.arrays
     given = {"causal": case.cell.causal, "backend": backend} | options.ours(case.cell.option, case.cell.heads)
     if case.cell.direction == "forward":
         return _bound(lambda _: (forward(q, k, v, **given),), None, _to_host)
     o, lse = forward(q, k, v, return_lse=True, **given)
-    return _bound(lambda do: backward(do, q, k, v, o, lse, **given), (case.do, case.sparse_do), _to_host)
+    gradients = lambda do: backward(do, q, k, v, o, lse, deterministic=deterministic, **given)
+    return _bound(gradients, (case.do, case.sparse_do), _to_host)
 
 
 def _only_plain(name: str, cell: Cell) -> None:
@@ -190,7 +192,8 @@ def _why_not_efficient(place: str, dtype: str) -> str | None:
     return _why_not_torch("gpu", place, dtype) or (None if dtype == "float32" else "compared in float32 only")
 
 
-def _why_not_flash_attn_4(place: str, dtype: str) -> str | None:
+def why_not_flash_attn_4(place: str, dtype: str) -> str | None:
+    """Reason why it cannot run here."""
     if reason := _why_not_torch("gpu", place, dtype):
         return reason
     try:
@@ -266,16 +269,21 @@ def _flex(cell: Cell):
     return partial(compiled, score_mod=score_mod, block_mask=block_mask, enable_gqa=cell.group > 1), nullcontext
 
 
-def _flash_attn_4(cell: Cell):
-    from flash_attn.cute import flash_attn_func
+def bind_flash_attn_4(case: Case, deterministic: bool = False) -> Bound:
+    """FlashAttention-4; whether gradients have to be the same in every run."""
 
-    _only_plain("flash_attn_func here", cell)
+    def attend(cell: Cell):
+        from flash_attn.cute import flash_attn_func
 
-    def attention(q, k, v):
-        o = flash_attn_func(q, k, v, causal=cell.causal)
-        return o[0] if isinstance(o, tuple) else o
+        _only_plain("flash_attn_func here", cell)
 
-    return attention, nullcontext
+        def attention(q, k, v):
+            o = flash_attn_func(q, k, v, causal=cell.causal, deterministic=deterministic)
+            return o[0] if isinstance(o, tuple) else o
+
+        return attention, nullcontext
+
+    return _bind_torch(attend, case, heads_last=True)
 
 
 # ---- JAX ---------------------------------------------------------------------------------------------------------------------------------

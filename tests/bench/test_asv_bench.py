@@ -29,7 +29,7 @@ WHAT = ("--machine", "tiny", "--commit", COMMIT, "--commit-date", str(DATE))
 @pytest.fixture(scope="module")
 def tiny():
     """Small problems, few repeats, kernels from the usual cache, and this library again as its own peer."""
-    twin = [Contender(f"twin on {b}", partial(peers._bind_ours, b), lambda place, dtype: None) for b in workloads.BACKENDS]
+    twin = [Contender(f"twin on {b}", partial(peers.bind_ours, b), lambda place, dtype: None) for b in workloads.BACKENDS]
     contenders = peers.contenders
     with pytest.MonkeyPatch.context() as patch:
         for name, cells in workloads.WORKLOADS.items():

@@ -22,7 +22,7 @@ def beside_standard() -> list[float]:
 
 def in_any_order() -> list[float]:
     """Greatest speed of `deterministic=False` over the default's."""
-    return [max(1 / row["ordered_over_this"] for row in tables.load("h200/any-order")["rows"])]
+    return [max(1 / row["ordered_over_this"] for row in tables.load("h200/any_order")["rows"])]
 
 
 CLAIMS = {  # what a sentence says, and the values of its numbers

@@ -48,7 +48,7 @@ def copy_wait_but(groups):
 
 
 # Lines of the L2 cache that make room first, and last: what is read or written once, and what other
-# blocks will read (PTX ISA 9.7.9.14, createpolicy).
+# blocks will read (PTX ISA 9.7.9.18, createpolicy).
 ONCE, AGAIN = "evict_first", "evict_last"
 _TO_SHARED, _TO_MEMORY = ".mbarrier::complete_tx::bytes", ".bulk_group"
 
@@ -105,6 +105,7 @@ def bulk_add_of(uses=None):
 
 
 tensor_load, tensor_store, bulk_store = tensor_load_of(), tensor_store_of(), bulk_store_of()
+# Neighbouring bytes, a multiple of 16, to shared memory (PTX ISA 9.7.9.25).
 bulk_load = instruction(
     "bulk_load",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
