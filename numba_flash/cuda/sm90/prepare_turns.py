@@ -7,7 +7,7 @@ from numba_flash.cuda.sm90.tiles import DQ_PART
 
 # Bytes of sums of dq that blocks at work at the same time add to. With their queries and gradients,
 # which are as many, they stay in the L2 cache (50 MB on an H100). Full, H100, speed over that with
-# twice as many: D = 64, N = 4k 1.02, D = 128, N = 2k 1.02, N = 4k and 8k 0.995, else 1.00.
+# twice as many: D = 64, N = 4k and 8k 1.02, 1.00; D = 128, N = 2k to 16k 1.02, 0.995, 0.995, 1.00.
 SUMS_AT_WORK = 2**24
 # Blocks of keys of one head that are at work at the same time under a band, by the queries of a
 # tile. They wait for each other at its first tile, longer if they are more, or tiles larger; if
@@ -19,7 +19,7 @@ AT_WORK = {64: 4, 128: 3}
 # Fewest blocks of keys of a head whose additions in any order are faster than in turns: those begin
 # with zeros, but nobody waits, so that all blocks of a head are at work. Causal, speed in any order
 # over that in turns, N = 512, 1k, 2k, 4k, 8k, 16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03;
-# D = 128 0.85, 0.98, 1.03, 1.03, 1.02, 1.01. Of full attention at most 1.00.
+# D = 128 0.85, 0.98, 1.03, 1.03, 1.02, 1.01. Of full attention at most 1.00, on an H200.
 MANY_BLOCKS = 16
 
 
