@@ -33,6 +33,7 @@ from sm90_kernels import (
 )
 
 from numba_flash.cuda import compile
+from numba_flash.cuda.sm90 import walk_backward
 from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 
@@ -239,15 +240,16 @@ def test_instructions_with_options(name):
 @pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("name", named(BACKWARD, QUICK))
 def test_instructions_of_the_backward_pass(name):
-    """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV through tensor maps or not; claims and flags if ordered.
+    """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV through tensor maps or not; flags if ordered.
 
-    Items of lists are claimed in any case.
+    Items of lists and bands are claimed in any order, too.
     """
-    *_, to_map, ordered, options, tile = BACKWARD[name]
+    *_, banded, to_map, ordered, options, tile = BACKWARD[name]
+    claimed = {"ATOMG"} if walk_backward.claims(banded, ordered, options, tile) else set()
     found = instructions(name)
     assert {"HGMMA", "UTMALDG", "UBLKRED" if tile.adds_dq else "UBLKCP", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == to_map
-    assert found & {"ATOMG", "REDG"} == ({"ATOMG", "REDG"} if ordered else {"ATOMG"} if options.listed else set())
+    assert found & {"ATOMG", "REDG"} == claimed | ({"REDG"} if ordered else set())
     assert not found & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
 
 
@@ -257,12 +259,13 @@ def test_instructions_of_the_backward_pass_with_options(name):
     """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK. P is made before dP is waited for, and what
     belongs to the next part is asked for between; keys in pairs.
     """
-    _, d, dv, _, to_map, ordered, vectors, options, tile = BACKWARD_OPTIONS[name]
+    _, d, dv, banded, to_map, ordered, vectors, options, tile = BACKWARD_OPTIONS[name]
+    claimed = {"ATOMG"} if walk_backward.claims(banded, ordered, options, tile) else set()
     found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
     names = {each.split(".")[0] for each in found}
     assert {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
     assert ("UTMASTG" in names) == to_map
-    assert names & {"ATOMG", "REDG"} == ({"ATOMG", "REDG"} if ordered else {"ATOMG"} if options.listed else set())
+    assert names & {"ATOMG", "REDG"} == claimed | ({"REDG"} if ordered else set())
     assert not names & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
     of_part = -(-d // 16) + -(-dv // 16) + tile.part // 16
     assert sum(each.startswith("HGMMA") for each in found) == of_part + (tile.block_n + tile.block_m) // 16
