@@ -63,8 +63,8 @@ def pytest_pycollect_makeitem(collector):
     return made
 
 
-# What takes longest comes first. One process compiles the kernels of the CPU, while others simulate a GPU or compile for one; all further
-# tests find the former on disk.
+# What takes longest comes first. One process compiles the kernels of the CPU, while others simulate a GPU or compile for one. Further tests
+# on the CPU come last: they find those kernels on disk.
 FOR_THE_CPU = (
     "test_attention",
     "test_api",
@@ -78,6 +78,7 @@ FOR_THE_CPU = (
 )
 FOR_A_GPU = ("test_sm90_compile", "test_sm80_compile", "test_compile")
 FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
+LAST = ("bench", "contract", "cpu")  # folders
 
 
 def scope(nodeid: str) -> str:
@@ -101,7 +102,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST) + (item.path.parent.name in LAST))
     for item in items:
         if item.get_closest_marker("full_on_cpu") and item.callspec.params["backend"].name == "cpu":
             item.add_marker("full")

@@ -42,7 +42,8 @@ def outliers(rng, shape):
 # ---- dtypes, options, shapes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(x, marks=simulator(full=x != "float32")) for x in DTYPES])
+@simulator(full=True)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(backend, dtype):
     check(backend, *random_inputs(dtype=dtype))
 
