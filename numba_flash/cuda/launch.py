@@ -166,6 +166,9 @@ class Launch:
         their boxes, with columns if these are not 64.
     shared_bytes : int
         Dynamic shared memory of a block.
+    early : bool
+        Whether it may begin while kernels before are still running; if so, it waits for them
+        itself (`numba_flash.cuda.early`).
     """
 
     builder: str
@@ -179,6 +182,7 @@ class Launch:
     numbers: tuple = ()
     maps: tuple = ()
     shared_bytes: int = 0
+    early: bool = False
 
     @property
     def scores(self) -> tuple[str, tuple[int, int]] | None:
@@ -221,7 +225,10 @@ class Launch:
             block = self._blocks.pop()
         except IndexError:  # the first call, or one beside another
             block = self._new_block()
-        block.write(self._stream().ptr, *addresses)
+        block.write(*addresses)
+        stream = self._stream().ptr
+        if stream != block.stream:
+            block.write_stream(stream)
         if numbers is None:
             numbers = self.numbers
         if numbers is not block.numbers:
@@ -253,7 +260,7 @@ class Launch:
         self._new_block = partial(
             Block,
             *(kernel, self.grid, self.threads, self.shared_bytes),
-            *(len(self.maps), views, flat(self.numbers)),
+            *(len(self.maps), views, flat(self.numbers), self.early),
         )
         self._maps, self._mapped = TensorMaps(self.maps), len(self.maps)
         self._blocks = []  # that no call is using

@@ -19,7 +19,9 @@ FORMATS = {
     **{float: "d", np.float64: "d", np.float32: "f4x"},
 }
 # Of a CUlaunchConfig: grid, threads and shared memory; the stream; attributes and their number.
-SHAPE, CONFIG_WORDS, ATTRIBUTE_WORDS = "7I", 7, 2
+SHAPE, CONFIG_WORDS, ATTRIBUTES = "7I", 7, 5
+# A CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION is allowed.
+EARLY = struct.pack("Q64s", 6, b"\1")
 ADDRESS = 4  # its place in what `numba_array` says
 
 
@@ -58,11 +60,12 @@ def unpacked(words: bytes, like) -> list:
 class Block:
     """Memory with all that one launch at a time hands to the driver, in words::
 
-        grid, threads, shared memory | stream | no attributes | addresses of arrays |
-        pointers to tensor maps, and to each other argument | other arguments
+        grid, threads, shared memory | stream | attributes and their number | addresses of arrays |
+        pointers to tensor maps, and to each other argument | other arguments | an attribute or none
 
     What changes with every call is written at once, and the pointers are those that the driver
-    takes, which has read everything when it returns.
+    takes, which has read everything when it returns. A stream stays there for the calls that
+    follow, as numbers do, and most calls have that of the one before.
 
     Parameters
     ----------
@@ -76,16 +79,19 @@ class Block:
         The arrays, as `numba_array` describes them.
     numbers : sequence
         The arguments after these.
+    early : bool
+        As in `Launch`.
     """
 
-    def __init__(self, kernel, grid, threads, shared_bytes, maps: int, views, numbers):
+    def __init__(self, kernel, grid, threads, shared_bytes, maps: int, views, numbers, early):
         fixed = [word for view in views for word in view]
         shape = struct.pack(SHAPE + "4x", grid, 1, 1, threads, 1, 1, shared_bytes)
         pointers = CONFIG_WORDS + len(views)  # the word where they begin
         first = pointers + maps + len(fixed) + len(numbers)
-        memory = ctypes.create_string_buffer(WORD * (first + len(fixed) + len(numbers)))
+        end = first + len(fixed) + len(numbers)
+        memory = ctypes.create_string_buffer(WORD * end + len(EARLY) * early)
         base = ctypes.addressof(memory)
-        places = [base + WORD * (first + i) for i in range(len(fixed) + len(numbers))]
+        places = [base + WORD * i for i in range(first, end)]
         at = 0
         for i, view in enumerate(views):
             places[at + ADDRESS] = base + WORD * (CONFIG_WORDS + i)
@@ -93,15 +99,24 @@ class Block:
         memory[: len(shape)] = shape
         struct.pack_into(f"{len(places)}Q", memory, WORD * (pointers + maps), *places)
         struct.pack_into(f"{len(fixed)}q", memory, WORD * first, *fixed)
-        changing = struct.Struct(f"Q{WORD * ATTRIBUTE_WORDS}x{len(views) + maps}Q")
-        self.write = partial(changing.pack_into, memory, len(shape))
+        if early:
+            struct.pack_into("QI", memory, WORD * ATTRIBUTES, base + WORD * end, 1)
+            memory[WORD * end :] = EARLY
+        changing = struct.Struct(f"{len(views) + maps}Q")
+        self.write = partial(changing.pack_into, memory, WORD * CONFIG_WORDS)
+        self._write_stream = partial(struct.pack_into, "Q", memory, len(shape))
         formats = struct.Struct("".join(FORMATS[type(x)] for x in numbers))
         self._write_numbers = partial(formats.pack_into, memory, WORD * (first + len(fixed)))
         as_bytes = struct.Struct(f"{formats.size}s")
         self._write_bytes = partial(as_bytes.pack_into, memory, WORD * (first + len(fixed)))
-        self.numbers = None  # that are there
+        self.stream = self.numbers = None  # that are there
         self._memory = memory  # of what the driver knows by address alone
         self.launch = driver.launcher(base, kernel, base + WORD * pointers)
+
+    def write_stream(self, stream: int) -> None:
+        """Put in the stream, which stays there for the calls that follow."""
+        self._write_stream(stream)
+        self.stream = stream
 
     def write_numbers(self, numbers) -> None:
         """Put in the numbers, which stay there for the calls that follow."""

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import ptx, schedule
+from numba_flash.cuda import early, ptx, schedule
 from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
@@ -60,6 +60,7 @@ def build(
     options,
     threads,
     copies=False,
+    begins_early=False,
 ):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
@@ -69,6 +70,9 @@ def build(
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
     and flags = 0, one per row block, or as many for each with `copies`, and one more, and unless
     `ordered` dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
+
+    With `begins_early`, which needs compute capability 9.0, it may be launched early
+    (`numba_flash.cuda.early`).
 
     Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, o is
     without that of the values, and delta is in units of the products of planes.
@@ -86,6 +90,7 @@ def build(
     ELEMENT = ACC if SPLIT or DOUBLE else types.uint16
     CHUNKED = chunked = chunked and not DOUBLE
     FLAGS, ZEROS, COPIES = sum_bytes > 0, sum_bytes > 0 and not ordered, copies
+    EARLY = begins_early
     CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
     CHUNKS = -(-head_dim_v // CHUNK)
     FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
@@ -124,6 +129,8 @@ def build(
     fetch_rows, add_rows = ptx.repeated(AT_ONCE, fetch_row), ptx.repeated(AT_ONCE, add_row)
 
     def preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk):
+        if EARLY:
+            early.begin()
         number = i64(cuda.blockIdx.x)
         at = rows_of(number, extras, lse.shape, nk)
         b0, b1, h, first_row = at.b0, at.b1, at.head, at.memory_row

@@ -107,7 +107,7 @@ def maps_at_one_more(monkeypatch):
 X, Y = Layout.compact((2, 3), "float32"), Layout.compact((5,), "float64")
 
 
-def small() -> Launch:
+def small(early: bool = False) -> Launch:
     """Of a kernel that gets a tensor map, two arrays, an optional one, and three numbers."""
     return Launch(
         *("module.build", (), Gpu(0, (9, 0), 132)),
@@ -118,6 +118,7 @@ def small() -> Launch:
         extras=((Y, 1),),
         numbers=((7, 8), 0.5),
         maps=((X, 64),),
+        early=early,
     )
 
 
@@ -139,6 +140,27 @@ def test_every_call_has_its_own_arrays_and_numbers(driver):
     assert driver.launched == 2 * [arguments(16, 32, 48, 1, 2, 0.25), arguments(160, 320, 480, 7, 8, 0.5)]
     assert len(prepared._blocks) == 1, "calls one after the other use the same memory"
     assert driver.configs == 4 * [(5, 1, 1, 1, 32, 1, 1, 4096, 3, 0, 0, 0)]
+
+
+@pytest.mark.usefixtures("maps_at_one_more")
+def test_every_call_has_the_current_stream(driver):
+    driver.kinds, prepared = KINDS, small()
+    for stream in (3, 0, 0, 4):
+        sys.modules["cupy"].cuda.get_current_stream().ptr = stream
+        prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
+    assert driver.configs == [(5, 1, 1, 1, 32, 1, 1, 4096, stream, 0, 0, 0) for stream in (3, 0, 0, 4)]
+
+
+@pytest.mark.usefixtures("maps_at_one_more")
+def test_an_early_launch_says_so_in_every_call(driver):
+    driver.kinds, prepared = KINDS, small(early=True)
+    for stream in (3, 4):
+        sys.modules["cupy"].cuda.get_current_stream().ptr = stream
+        prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
+    assert driver.launched == 2 * [arguments(16, 32, 48, 7, 8, 0.5)]
+    ((*_, of_first, attribute, count, _), (*_, of_second, again, _, _)) = driver.configs
+    assert (of_first, of_second, count, again) == (3, 4, 1, attribute)
+    assert ctypes.string_at(attribute, 72) == packing.EARLY
 
 
 @pytest.mark.usefixtures("maps_at_one_more")
@@ -227,17 +249,24 @@ def test_a_tensor_map_has_axes_from_the_last_on(driver):
         maps[(32,)]
 
 
-def test_words_of_a_launch_are_those_of_the_driver():
+@pytest.mark.parametrize("early", [False, True])
+def test_words_of_a_launch_are_those_of_the_driver(early):
     """As cuda.bindings reads them."""
     bindings, places = pytest.importorskip("cuda.bindings.driver"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_driver, "launcher", lambda *addresses: places.append(addresses))
-        block = packing.Block(5, 2, 32, 4096, 1, [packing.numba_array(Y, 1)], [7])
-    block.write(3, 16, 64)
+        block = packing.Block(5, 2, 32, 4096, 1, [packing.numba_array(Y, 1)], [7], early)
+    block.write(16, 64)
+    block.write_stream(3)
     ((config, kernel, _),) = places
     described = bindings.CUlaunchConfig(_ptr=config)
     names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes", "hStream", "numAttrs")
-    assert (kernel, [int(getattr(described, name)) for name in names]) == (5, [2, 1, 1, 32, 1, 1, 4096, 3, 0])
+    assert (kernel, [int(getattr(described, name)) for name in names]) == (5, [2, 1, 1, 32, 1, 1, 4096, 3, early])
+    if early:
+        (address,) = struct.unpack("40xQ", ctypes.string_at(config, 48))
+        attribute = bindings.CUlaunchAttribute(_ptr=address)
+        assert attribute.id == bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
 def test_cuda_bindings_has_what_is_asked_of_it():

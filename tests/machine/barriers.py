@@ -1,4 +1,4 @@
-"""mbarriers (PTX ISA 9.7.13.15), named barriers (9.7.13.1) and fences (9.7.13.4)."""
+"""mbarriers (PTX ISA 9.7.13.15), named barriers (9.7.13.1), fences (9.7.13.4), and what orders kernels (9.7.13.13)."""
 
 import numpy as np
 from memory import Fault
@@ -194,7 +194,25 @@ def _fence_proxy_async(machine, each):
     return run
 
 
+def _wait_for_kernels(machine, each):
+    def run(warp):
+        if (warp.lanes != warp.paths[0].lanes).any():
+            raise Fault("only some lanes of a warp wait for the kernels before")
+        warp.block.order.wait_for_kernels(warp)
+
+    return run
+
+
+def _let_next_begin(machine, each):
+    def run(warp):
+        warp.block.order.after_kernels(warp, "the next kernel may begin")
+
+    return run
+
+
 BARRIERS = {
+    "griddepcontrol.wait": _wait_for_kernels,
+    "griddepcontrol.launch_dependents": _let_next_begin,
     "mbarrier.init": _mbarrier_init,
     "mbarrier.arrive.expect_tx": _mbarrier_expect,
     "mbarrier.arrive": _mbarrier_arrive,

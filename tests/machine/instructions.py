@@ -15,7 +15,7 @@ from products import PRODUCTS
 
 # Architectures from which on there are instructions; the first that fits counts (PTX ISA, "Target ISA Notes").
 SINCE = {
-    r"cp\.async\.bulk|cp\.reduce|fence\.proxy|mbarrier\.(try_wait|arrive\.expect_tx)|setmaxnreg|stmatrix|wgmma": 90,
+    r"cp\.async\.bulk|cp\.reduce|fence\.proxy|mbarrier\.(try_wait|arrive\.expect_tx)|setmaxnreg|stmatrix|wgmma|griddepcontrol": 90,
     r"red\.\S*\.v4\.f32": 90,
     r"cp\.async|createpolicy|mbarrier|mma\.\S*(m16n8k16|bf16)|cvt\.\S*(x2|bf16)|min\.\S*x2": 80,
     r"ldmatrix|mma\.": 75,
@@ -33,6 +33,8 @@ def compile_instruction(machine, number: int):
     except (KeyError, ValueError, AttributeError) as error:
         message = f"line {each.line}: {each.opcode} {each.operands}: {error!r}"
         raise NotImplementedError(message) from error
+    if machine.early and _reaches_global(each):
+        action = _after_kernels(action)
     if each.guard is None or each.opcode.startswith("bra"):
         return action
     predicate, wanted = each.guard
@@ -52,6 +54,22 @@ def computes(each) -> bool:
     """Whether it does nothing but give a register a value, lane by lane."""
     name = each.opcode.split(".")[0]
     return name in ELEMENTWISE and name not in EXCHANGE
+
+
+def _reaches_global(each) -> bool:
+    """Whether it reads or writes global memory; so do loads and stores that name no memory."""
+    name, *parts = each.opcode.split(".")
+    return "global" in parts or (name in ("ld", "st") and not {"shared", "param"} & set(parts))
+
+
+def _after_kernels(action):
+    """The same, by a warp that has to know that the kernels before have ended."""
+
+    def run(warp):
+        warp.block.order.after_kernels(warp, "global memory is used")
+        action(warp)
+
+    return run
 
 
 def _action(machine, number: int, each):

@@ -82,7 +82,7 @@ class Executed:
 
     def machine(self, text: str) -> Machine:
         """What executes it."""
-        return Machine(text, self.seed, self.resident, self.core)
+        return Machine(text, self.seed, self.resident, self.core, self.prepared.early)
 
     @staticmethod
     def _as_described(x: np.ndarray, layout: Layout) -> np.ndarray:

@@ -235,7 +235,7 @@ class Block:
     def __init__(self, machine, number: int, threads: int, shared_bytes: int):
         self.machine, self.number = machine, number
         warps = -(-threads // LANES)
-        self.shared = Shared(machine.kernel.shared_bytes + shared_bytes, warps)
+        self.shared = Shared(machine.kernel.shared_bytes + shared_bytes, warps, machine.early)
         self.mbarriers, self.barriers, self.counts, self.product_agents = {}, {}, {}, {}
         self.warps = [Warp(self, w, threads, len(machine.kernel.instructions)) for w in range(warps)]
 
@@ -244,9 +244,13 @@ class Block:
         return self.shared.order
 
     def ended(self) -> bool:
-        """Whether all threads have; they must have waited for what copies do with shared memory."""
+        """Whether all threads have; they must have waited for what copies do with shared memory, and one of them for the kernels before:
+        who waits for this kernel takes it that those have ended, too.
+        """
         if any(warp.paths for warp in self.warps):
             return False
+        if not any(warp.clocks.seen[self.order.before] for warp in self.warps):
+            raise Fault(f"block {self.number} has ended, but has not waited for the kernels before")
         for mbarrier in self.mbarriers.values():
             if max(warp.clocks.seen[mbarrier.agent] for warp in self.warps) < mbarrier.fetched:
                 raise Fault(f"block {self.number} has ended, but nobody waited for the copies of the mbarrier at {mbarrier.address}")
@@ -272,12 +276,15 @@ class Machine:
         How many blocks there is room for; the next one begins when one has ended. All, by default.
     core : TensorCore, optional
         How tensor cores add; rounded to nearest, by default.
+    early : bool
+        Whether kernels before it may still run, as after an early `Launch`.
     """
 
     text: str
     seed: int = 0
     resident: int | None = None
     core: TensorCore | None = EXACT
+    early: bool = False
     memory: Global = field(default_factory=Global)
 
     def __post_init__(self):

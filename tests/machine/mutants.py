@@ -30,7 +30,7 @@ FORWARD_SPLIT = "cuda/sm90/forward_split.py"
 FORWARD, LOAD, ROWS = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py", "cuda/sm90/rows.py"
 BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
 WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
-BEFORE, AFTER = "cuda/preprocess.py", "cuda/sm90/postprocess.py"
+BEFORE, AFTER, EARLY = "cuda/preprocess.py", "cuda/sm90/postprocess.py", "cuda/early.py"
 FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forward_options", "rows_options"))
 BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
     f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave", "bias_tiles")
@@ -68,6 +68,26 @@ MUTANTS = (
     Mutant("half the slope of the softcap", ARGUMENTS, "2 * LOG2E * scale / cap", "LOG2E * scale / cap", "softcap"),
     Mutant("a scale of base e", ARGUMENTS, "else (0, scale * LOG2E)", "else (0, scale)", "plain"),
     Mutant("causal and one more", ROWS, "+ i32(i + 1))", "+ i32(i + 2))", "causal"),
+    # ---- kernels that begin early
+    Mutant("keys of a kernel that still runs", FORWARD, "        early.begin()\n", "", "plain"),
+    Mutant("dO of a kernel that still runs", BEFORE, "        if EARLY:\n            early.begin()\n", "", "gradients"),
+    Mutant("delta of a kernel that still runs", LOAD_BACKWARD, "        early.begin()\n", "", "gradients"),
+    Mutant("sums of dQ of a kernel that still runs", AFTER, "        early.begin()\n", "", "gradients"),
+    Mutant("a kernel that nothing waits for", EARLY, "    ptx.griddepcontrol_wait()\n", "", "plain"),
+    Mutant(
+        "the next kernel before the one before",
+        EARLY,
+        "    ptx.griddepcontrol_wait()\n    ptx.griddepcontrol_launch_dependents()\n",
+        "    ptx.griddepcontrol_launch_dependents()\n    ptx.griddepcontrol_wait()\n",
+        "plain",
+    ),
+    Mutant(
+        "lengths before the kernel before",
+        AFTER,
+        "        early.begin()\n        number = i64(cuda.blockIdx.x)\n        rows = rows_of(number, extras, dq.shape, nk)\n",
+        "        number = i64(cuda.blockIdx.x)\n        rows = rows_of(number, extras, dq.shape, nk)\n        early.begin()\n",
+        "gradients, lengths",
+    ),
     # ---- the forward loop
     Mutant("no wait for K", FORWARD, "of all\n        pipeline.wait_ready(smem, K, n)\n", "of all\n", "plain"),
     Mutant("Q is released a tile early", FORWARD, "if t == i32(item.count - 1):", "if t == 1:", "D136"),

@@ -1,6 +1,9 @@
 """Who may touch what when: accesses to shared memory that nothing has put in order are a `Race`, and so are those of stores to
 global memory that other blocks have to know of.
 
+A launch may be early: kernels before it may still run. Its warps must not touch global memory, nor let the next kernel begin, before they
+know that those have ended: from a griddepcontrol.wait of their own, or of a warp that they have waited for.
+
 Every agent counts: a warp its releases; the products of a warp group, the bulk stores of a thread and the copies that an mbarrier
 waits for their groups or phases. A location remembers who wrote and read it at which count. A warp knows how far each agent has come:
 from barriers, mbarriers and flags that it waited for, and from waits for products and stores of its own. An access is in order if the
@@ -15,7 +18,8 @@ from memory import Fault, Region
 
 GRANULE = 2  # bytes that are looked at together
 NEVER, MBARRIER = -1, -2  # in the place of who wrote: nobody, and that an mbarrier is there
-MORE_AGENTS = 160  # than warps, in a block: warp groups, threads that store, mbarriers
+MORE_AGENTS = 160  # than warps, in a block: the kernels before, warp groups, threads that store, mbarriers
+KERNELS_BEFORE = "the kernels before"  # an agent, which counts to 1: all have ended
 STREAMS = 2048  # of stores to global memory, in all blocks
 WHOLE_WARP = -1  # in the place of a lane: all of them together
 
@@ -83,10 +87,11 @@ class Access:
 class Order:
     """Of one block: its agents, and what happened to each location of its shared memory."""
 
-    def __init__(self, warps: int, size: int):
+    def __init__(self, warps: int, size: int, early: bool = False):
         self.warps, self.generic = warps, 2 * warps  # the first agents are warps, then what they copy by cp.async: the generic proxy
         self.names = [f"warp {w}" for w in range(warps)] + [f"a copy by warp {w}" for w in range(warps)]
-        self.most = self.generic + MORE_AGENTS
+        self.most, self.early = self.generic + MORE_AGENTS, early
+        self.before = self.agent(KERNELS_BEFORE)
         granules = -(-size // GRANULE)
         self.by, self.at = np.full(granules, NEVER, np.int16), np.zeros(granules, np.int32)
         self.line, self.lane = np.zeros(granules, np.int32), np.zeros(granules, np.int8)
@@ -96,9 +101,9 @@ class Order:
         self.agree, self.met = False, [0] * warps  # count of each warp at which its lanes have met
 
     def begin(self, warp: int) -> Clocks:
-        """What a warp knows at first: itself."""
+        """What a warp knows at first: itself, and that the kernels before have ended, unless the launch is early."""
         seen = np.zeros(self.most + STREAMS, np.int32)
-        seen[warp] = 1
+        seen[warp], seen[self.before] = 1, not self.early
         return Clocks(seen, np.zeros(self.generic, np.int32))
 
     def nothing(self) -> Clocks:
@@ -139,6 +144,15 @@ class Order:
         """The lanes of a warp have met: each knows what the others did."""
         self.met[warp.number] = int(warp.clocks.seen[warp.number])
         warp.clocks.seen[warp.number] += 1
+
+    def wait_for_kernels(self, warp) -> None:
+        """The kernels before have ended, as this warp knows from now on."""
+        warp.clocks.seen[self.before] = 1
+
+    def after_kernels(self, warp, what: str) -> None:
+        """Check that a warp which does that knows that the kernels before have ended."""
+        if not warp.clocks.seen[self.before]:
+            raise Race(f"{what}, but nothing says that the kernels before this one have ended")
 
     def read(self, granules: np.ndarray, access: Access) -> np.ndarray:
         """Check a read. Returns which locations were never written: their values must not be used."""
@@ -227,9 +241,9 @@ class Order:
 class Shared(Region):
     """Shared memory of a block, whose accesses have to be in order."""
 
-    def __init__(self, size: int, warps: int):
+    def __init__(self, size: int, warps: int, early: bool):
         super().__init__("shared memory", 0, np.full(size + size % GRANULE, 0xFF, np.uint8))
-        self.words, self.order = self.data.view(np.uint16), Order(warps, size)
+        self.words, self.order = self.data.view(np.uint16), Order(warps, size, early)
 
     def granules(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """(accesses, locations of each)."""

@@ -113,6 +113,7 @@ def test_an_instruction_that_is_not_known_is_an_error(instruction):
         ("cvt.rn.f16x2.f32 %r2, %f1, %f2;", 80),
         ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%r1}, {%r2}, {%f1};", 80),
         ("cp.async.bulk.commit_group;", 90),
+        ("griddepcontrol.wait;", 90),
     ],
     ids=lambda x: x.split()[0].rstrip(";") if isinstance(x, str) else None,
 )

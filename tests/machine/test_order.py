@@ -35,9 +35,10 @@ def wait(name: str, at: str, parity: int) -> str:
     return WAIT.format(name=name, at=at, parity=parity)
 
 
-def run(body: str, threads: int = 64, seed: int = 0, grid: int = 1, resident: int | None = None) -> np.ndarray:
+def run(body: str, threads: int = 64, seed: int = 0, grid: int = 1, resident: int | None = None, early: bool = False) -> np.ndarray:
     """1024 numbers that a kernel of that body writes to ``[out]``; they are 7 before. There is a flag, too, which is 0."""
-    machine, out, flag = Machine(HEAD + body + "ret; }", seed, resident), np.full(1024, 7, np.float32), np.zeros(1, np.int32)
+    machine = Machine(HEAD + body + "ret; }", seed, resident, early=early)
+    out, flag = np.full(1024, 7, np.float32), np.zeros(1, np.int32)
     machine.launch([machine.memory.place("out", out), machine.memory.place("flag", flag)], grid, threads)
     return out
 
@@ -218,6 +219,68 @@ def test_blocks_that_wait_for_one_for_which_there_is_no_room():
     with pytest.raises(Deadlock, match=r"block 0, warp 0 waits for ld\.acquire\.gpu\.global\.s32"):
         run(backwards, grid=4, resident=2)
     np.testing.assert_array_equal(run(IN_TURNS, grid=4, resident=1)[:64], np.full(64, 4, np.float32))
+
+
+# ---- kernels that begin while those before are still running
+
+BEFORE, NEXT = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+USES = {
+    "a load": "ld.global.u32 %r7, [%rd3];",
+    "a load that names no memory": "ld.u32 %r7, [%rd3];",
+    "a load that acquires": "ld.acquire.gpu.global.s32 %r7, [%rd4];",
+    "a store": "st.global.u32 [%rd3], %r1;",
+    "an addition": "red.relaxed.gpu.global.add.f32 [%rd3], 0f00000000;",
+    "an atomic operation": "@%p8 atom.relaxed.gpu.global.add.s32 %r7, [%rd4], 1;",
+    "a copy": "cp.async.ca.shared.global [%r3], [%rd3], 4; cp.async.wait_all;",
+    "a bulk copy": READY + LOAD,
+    "a bulk store": FILL + PROXY + "bar.sync 0;" + STORE + COMMIT + STORED,
+    "a bulk addition": ONES.removesuffix(ONLY_FIRST)
+    + STORE.replace("cp.async.bulk", "cp.reduce.async.bulk").replace("group [", "group.add.f32 [")
+    + COMMIT
+    + STORED,
+}
+UNKNOWN = r"block 0, warp \d, line \d+, .*: {what}, but nothing says that the kernels before this one have ended"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", USES)
+def test_global_memory_is_used_after_the_kernels_before(name, seed):
+    use = USES[name]
+    with pytest.raises(Race, match=UNKNOWN.format(what="global memory is used")):
+        run(use + BEFORE, seed=seed, early=True)
+    run(BEFORE + NEXT + use, seed=seed, early=True)
+    run(use, seed=seed)
+    run(NEXT + use + BEFORE, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_next_kernel_begins_after_those_before(seed):
+    """Whoever waits for this one takes it that those before it have ended, too: so a block may not end without having waited, either."""
+    with pytest.raises(Race, match=UNKNOWN.format(what="the next kernel may begin")):
+        run(NEXT + BEFORE, seed=seed, early=True)
+    with pytest.raises(Fault, match="block 1 has ended, but has not waited for the kernels before"):
+        run("setp.ne.u32 %p5, %r4, 0; @%p5 bra $end;" + BEFORE + "$end:", seed=seed, grid=2, early=True)
+
+
+ONE_WAITS = "setp.gt.u32 %p5, %r1, 31; @%p5 bra $on;" + BEFORE  # the first warp
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_warp_may_wait_for_one_that_has_waited(seed):
+    """At a barrier, or at an mbarrier; that the other has come there by chance says nothing."""
+    use = USES["a store"]
+    run(ONE_WAITS + "$on: bar.sync 0;" + use, seed=seed, early=True)
+    arrive = READY + ONE_WAITS + "@%p8 mbarrier.arrive.shared::cta.b64 _, [%r80]; $on:"
+    run(arrive + wait("come", "%r80", 0) + use, seed=seed, early=True)
+    for no_order in ("$on:", "$on: bar.warp.sync -1;", f"bar.sync 0; {use} bra $end; $on: {use} bar.sync 0; $end:"):
+        with pytest.raises(Race, match=UNKNOWN.replace("warp \\d", "warp 1").format(what="global memory is used")):
+            run(ONE_WAITS + no_order + use, seed=seed, early=True)
+
+
+def test_all_lanes_of_a_warp_wait_for_the_kernels_before():
+    """What some know, others would have to be told."""
+    with pytest.raises(Fault, match="only some lanes of a warp wait for the kernels before"):
+        run("@%p8 " + BEFORE, early=True)
 
 
 # ---- products

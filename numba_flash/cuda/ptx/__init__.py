@@ -1,8 +1,6 @@
 """One wrapper per PTX instruction that Numba lacks, named like it; no algorithm. Sections are those
-of NVIDIA's "PTX ISA".
-
-The text of an instruction, its result and its operands are data; `emit` is the one place that makes
-code of them.
+of NVIDIA's "PTX ISA". The text of an instruction, its result and its operands are data; `emit` is
+the one place that makes code of them.
 """
 
 from numba_flash.cuda.ptx.barrier import (
@@ -19,6 +17,12 @@ from numba_flash.cuda.ptx.barrier import (
 )
 from numba_flash.cuda.ptx.barrier import (
     fence_proxy_async as fence_proxy_async,
+)
+from numba_flash.cuda.ptx.barrier import (
+    griddepcontrol_launch_dependents as griddepcontrol_launch_dependents,
+)
+from numba_flash.cuda.ptx.barrier import (
+    griddepcontrol_wait as griddepcontrol_wait,
 )
 from numba_flash.cuda.ptx.barrier import (
     mbarrier_arrive as mbarrier_arrive,

@@ -1,5 +1,5 @@
 """Barriers of Hopper: mbarriers (PTX ISA 9.7.13.15), named barriers (9.7.13.1), the proxy fence
-(9.7.13.4), and registers (9.7.19.5).
+(9.7.13.4), registers (9.7.19.5), and those between kernels (9.7.13.13).
 """
 
 from numba.cuda.extending import intrinsic
@@ -27,6 +27,13 @@ mbarrier_try_wait = instruction(
 )  # fmt: skip
 fence_mbarrier_init = instruction(
     "fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", _void
+)
+
+# Until all kernels before have ended, and what they wrote can be read by this one.
+griddepcontrol_wait = instruction("griddepcontrol_wait", "griddepcontrol.wait;", _void)
+# The kernel after may begin when all blocks have said so, or ended.
+griddepcontrol_launch_dependents = instruction(
+    "griddepcontrol_launch_dependents", "griddepcontrol.launch_dependents;", _void
 )
 
 barrier_sync = instruction("barrier_sync", "bar.sync $0, $1;", _void, u32, u32)

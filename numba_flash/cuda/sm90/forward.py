@@ -15,7 +15,7 @@ at D = 64, at 0.98, 0.93 and 0.94 at D = 256; and at 0.96, 0.96 and 0.98 at D = 
 kept the exponentials before that wait (H200).
 """
 
-from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda import early, fragment, ptx, softmax
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
@@ -223,7 +223,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             pipeline.initialise(smem, V, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
-
+        early.begin()
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
             if cuda.threadIdx.x == 0:

@@ -2,7 +2,7 @@
 fetched, and, where dQ is added up in memory, two do that in turns.
 """
 
-from numba_flash.cuda import ptx, relative, schedule, tile_lists
+from numba_flash.cuda import early, ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
@@ -317,7 +317,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 pipeline.initialise(smem, BIAS, 1, CONSUMERS)
             ptx.fence_mbarrier_init()
         cuda.syncthreads()  # everyone sees the barriers initialised
-
+        early.begin()
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
             warp = cuda.threadIdx.x // 32

@@ -5,7 +5,7 @@ and put it in order.
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import ptx, schedule, tile_lists
+from numba_flash.cuda import early, ptx, schedule, tile_lists
 from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, types, u32, u64
 from numba_flash.cuda.number import array, index
@@ -32,6 +32,7 @@ def build(dtype, head_dim, options, tile, lists=()):
     rows_of = schedule.build_rows(options, tile.block_m)
 
     def postprocess(dq_sum, dq, extras, nk, low, high, scale):
+        early.begin()
         number = i64(cuda.blockIdx.x)
         rows = rows_of(number, extras, dq.shape, nk)
         row0, queries, keys = rows.row0, rows.queries, rows.keys

@@ -99,6 +99,11 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> tuple:
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,
+        # On an H200, bfloat16, 2048 / D heads, one batch element, 512, 1024, 2048, 4096 queries:
+        # 1.044, 1.025, 1.013, 1.005 times as fast at D = 128, causal; 1.041, 1.017, 1.005,
+        # 1.001 without a band; 1.050, 1.033, 1.011, 1.003 and 1.029, 1.012, 1.005, 1.002 at D = 64.
+        # With as many batch elements as have 16384 queries in all 0.999 to 1.035.
+        early=True,
         shared_bytes=tile.layout(p.d, p.dv).bytes,
         operands=((o if in_float32 else o.words(), 5), (results.lse, 4)),
         extras=grid.extras_layouts(p, inputs),
