@@ -284,13 +284,16 @@ DBIAS_ROWS = {
 DBIAS_ROWS = {name: (*config, ROWS_TILES[elements]) for name, (*config, elements) in DBIAS_ROWS.items()}
 
 
+EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early
+
+
 def around(name: str, options: Options) -> dict[str, Kernel]:
     """What is done once per query before and after the backward loop."""
     tile = backward_tile(96, 72)
     sizes = tile.block_m, 4 * DQ_PART * tile.consumers
     return {
-        f"preprocess{name}": Kernel("preprocess.build", ("bfloat16", 72, True, *sizes, True, True, True, options, ROW_THREADS)),
-        f"preprocess{name}, zeros": Kernel("preprocess.build", ("float16", 72, False, *sizes, False, True, True, options, ROW_THREADS)),
+        f"preprocess{name}": Kernel("preprocess.build", ("bfloat16", 72, True, *sizes, True, True, True, options, *EARLY)),
+        f"preprocess{name}, zeros": Kernel("preprocess.build", ("float16", 72, False, *sizes, False, True, True, options, *EARLY)),
         f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
     }
 

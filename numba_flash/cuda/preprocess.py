@@ -101,7 +101,7 @@ def build(
     BATCHED = chunked and not SPLIT
     AT_ONCE = max(1, min(MOST_AT_ONCE, LANES, block_m // STEP)) if BATCHED else 1
     rows_of = schedule.build_rows(options, block_m)
-    WORDS, fetch = 8 * AT_ONCE, ptx.fetch(4)
+    WORDS, fetch = 8 * AT_ONCE, ptx.fetch(4, begins_early)
     load = ptx.load_global_four if SPLIT else ptx.load_global_words
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 

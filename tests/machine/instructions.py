@@ -11,6 +11,7 @@ from exchange import EXCHANGE, MEETINGS
 from matrices import MATRICES
 from mma import MMA
 from operands import KINDS, LANES, Path, address, reader, readers, spread
+from order import Race
 from products import PRODUCTS
 
 # Architectures from which on there are instructions; the first that fits counts (PTX ISA, "Target ISA Notes").
@@ -34,7 +35,7 @@ def compile_instruction(machine, number: int):
         message = f"line {each.line}: {each.opcode} {each.operands}: {error!r}"
         raise NotImplementedError(message) from error
     if machine.early and _reaches_global(each):
-        action = _after_kernels(action)
+        action = _after_kernels(action, ".nc" in each.opcode)
     if each.guard is None or each.opcode.startswith("bra"):
         return action
     predicate, wanted = each.guard
@@ -62,11 +63,15 @@ def _reaches_global(each) -> bool:
     return "global" in parts or (name in ("ld", "st") and not {"shared", "param"} & set(parts))
 
 
-def _after_kernels(action):
-    """The same, by a warp that has to know that the kernels before have ended."""
+def _after_kernels(action, as_constant: bool):
+    """The same, by a warp that has to know that the kernels before have ended, and must not read their results `as_constant`: they may
+    write while it runs already.
+    """
 
     def run(warp):
         warp.block.order.after_kernels(warp, "global memory is used")
+        if as_constant:
+            raise Race("global memory is read as if nobody wrote it while this kernel runs, but the kernels before may")
         action(warp)
 
     return run

@@ -71,6 +71,7 @@ MUTANTS = (
     # ---- kernels that begin early
     Mutant("keys of a kernel that still runs", FORWARD, "        early.begin()\n", "", "plain"),
     Mutant("dO of a kernel that still runs", BEFORE, "        if EARLY:\n            early.begin()\n", "", "gradients"),
+    Mutant("dO as if it had always been there", BEFORE, "ptx.fetch(4, begins_early)", "ptx.fetch(4)", "gradients"),
     Mutant("delta of a kernel that still runs", LOAD_BACKWARD, "        early.begin()\n", "", "gradients"),
     Mutant("sums of dQ of a kernel that still runs", AFTER, "        early.begin()\n", "", "gradients"),
     Mutant("a kernel that nothing waits for", EARLY, "    ptx.griddepcontrol_wait()\n", "", "plain"),

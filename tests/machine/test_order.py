@@ -253,6 +253,13 @@ def test_global_memory_is_used_after_the_kernels_before(name, seed):
     run(NEXT + use + BEFORE, seed=seed)
 
 
+def test_what_kernels_before_may_write_is_no_constant():
+    load = "ld.global.nc.u32 %r7, [%rd3];"
+    with pytest.raises(Race, match=r"ld\.global\.nc\.u32 .*: global memory is read as if nobody wrote it while this kernel runs"):
+        run(BEFORE + load, early=True)
+    run(BEFORE + load)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_next_kernel_begins_after_those_before(seed):
     """Whoever waits for this one takes it that those before it have ended, too: so a block may not end without having waited, either."""

@@ -108,19 +108,24 @@ def _vector_store(name, space):
     return intrinsic(typing)
 
 
-def fetch(words):
+def fetch(words, early=False):
     """Function ``fetch(held, first, address, there)`` of kernels: one, two or four words of global
     memory that nobody writes meanwhile, or zeros unless they are `there`, to held[first] and so on.
+
+    While a kernel that begins `early` runs, those before it may still write, until it has waited
+    for them.
     """
+    load = "ld.global" if early else "ld.global.nc"
+    kind = f".v{words}.b32" if words > 1 else ".b32"
 
     @intrinsic
-    def load(context, held, first, address, there):
+    def fetch_words(context, held, first, address, there):
         def codegen(context, builder, signature, values):
             zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
             result = f"{{{registers(0, words)}}}" if words > 1 else "$0"
-            load = f"ld.global.nc{f'.v{words}' * (words > 1)}.b32 {result}, [${words}];"
-            text = f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros} @p {load} }}"
-            loaded = emit(builder, text, values[2:], [I32] * words, memory=False)
+            loads = f"{load}{kind} {result}, [${words}];"
+            text = f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros} @p {loads} }}"
+            loaded = emit(builder, text, values[2:], [I32] * words, memory=early)
             data = context.make_array(held)(context, builder, values[0]).data
             for i, value in enumerate(loaded):
                 at = builder.add(values[1], ir.Constant(I32, i))
@@ -129,7 +134,7 @@ def fetch(words):
 
         return _void(held, i32, u64, u32), codegen
 
-    return load
+    return fetch_words
 
 
 def _fetch_small(name, kind):

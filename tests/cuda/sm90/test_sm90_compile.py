@@ -134,6 +134,24 @@ def test_instructions_of_gradients_where_a_bias_is_kept(name):
     assert sum(each.startswith("HGMMA") for each in found) == products
 
 
+# Kernels that may be launched early; what in machine code reads or writes global memory.
+EARLY = [name for name in KERNELS if re.match(r"(pre|post)process($|,| lengths| packed)", name)]
+EARLY += [name for name in (*FORWARD, *BACKWARD) if "lists" not in name and "stored" not in name]
+REACHES_GLOBAL = re.compile(r"(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG)\b|UTMA(LD|ST|RED)G|UBLK")
+
+
+@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
+@pytest.mark.parametrize("name", named(EARLY, QUICK))
+def test_kernels_that_begin_early_wait_first(name):
+    """Neither compiler moves anything in front of the wait for the kernels before, nor the leave of the next one; and global memory is not
+    read as if it stayed the same all the time.
+    """
+    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
+    uses = [i for i, each in enumerate(found) if REACHES_GLOBAL.match(each)]
+    assert found.index("ACQBULK") < min(found.index("PREEXIT"), *uses)
+    assert not any("CONSTANT" in found[i] for i in uses)
+
+
 def check_resources(name, tile, shared_bytes):
     used = resources(name)
     print(used)
