@@ -562,6 +562,39 @@ def backward_launches(p: Problem) -> tuple[Launch, ...]:
     return prepare_backward.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
 
 
+def early(launches) -> list[bool]:
+    return [each.early for each in launches]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_kernels_of_a_small_backward_pass_are_launched_early(d):
+    """Up to 8 blocks of keys for each multiprocessor; what is compiled is the same."""
+    tile = backward_tile(problem(d=d))
+    most = 8 * H200.multiprocessors * tile.block_n
+    small, large = (backward_launches(problem(nk=n, nq=500, d=d, batch=(1, 1))) for n in (most, most + 1))
+    assert early(small) == [True] * 3
+    assert early(large) == [False] * 3
+    assert [(each.builder, each.config) for each in small] == [(each.builder, each.config) for each in large]
+
+
+def test_no_other_backward_pass_is_launched_early():
+    """Not beyond D = 128, where dQ is not added up in memory, and not with options."""
+    assert not any(early(backward_launches(problem(d=136))))
+    p = problem(mask=np.ones((100, 200), bool))
+    q, k, v, o = layouts_of(p)
+    inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((100, 200), "bool"))
+    assert not any(early(prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches))
+
+
+@pytest.mark.parametrize(("n", "expected"), [(100, [True]), (100000, [True, False])])
+def test_the_forward_kernel_is_launched_early(n, expected):
+    """But not what puts parts of the keys together."""
+    p = problem(nq=100, nk=n)
+    q, k, v, o = layouts_of(p)
+    launches = prepare_forward.prepare(p, ForwardInputs(q, k, v), ForwardResults(o, None), H200).launches
+    assert early(launches) == expected
+
+
 @pytest.mark.parametrize(
     ("d", "size", "fits"),
     [
