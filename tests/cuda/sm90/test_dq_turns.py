@@ -206,7 +206,7 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, ordered, ti
     no_rows = SimpleNamespace(build_rows=lambda *_: lambda *_: Rows(0, 0, 0, 0, 0, 0, 0, 0, False))
     ptx = SimpleNamespace(
         **dict.fromkeys(("unpack_float16", "unpack_bfloat16", "load_global_words", "load_global_four")),
-        fetch=lambda words: None,
+        fetch=lambda words, early: None,
         repeated=lambda count, function: lambda x: None,  # of rows, of which there are none
         global_address=lambda array: address if array == "flags" else 0,
         store_global=lambda *what: stored.append(what),
@@ -231,6 +231,7 @@ def test_every_ring_is_initialised(tile):
         **dict.fromkeys(("build_write_work", "build_produce", "build_add_dq"), lambda *_: lambda *_: None),
         "cuda": SimpleNamespace(threadIdx=SimpleNamespace(x=0), syncthreads=lambda: None),
         "ptx": SimpleNamespace(fence_mbarrier_init=lambda: None, setmaxnreg=lambda *_: None),
+        "early": SimpleNamespace(begin=lambda: None),
         "pipeline": SimpleNamespace(
             shared_base=lambda alignment: 0,
             uniform=lambda x: x,
