@@ -5,6 +5,8 @@ first kernel is loaded. What is current to CuPy is current here.
 import os
 from functools import cache, partial
 
+# Since when edges of a graph can tell that a kernel begins early: drivers of CUDA 12.3.
+EDGES_SINCE = 12030
 NAME = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
 
@@ -20,6 +22,14 @@ def check(error, what: str) -> None:
     """Raise if the driver's answer is an error: it says that `what` cannot be."""
     if error:
         raise RuntimeError(f"{what}: {error.name} ({int(error)})")
+
+
+@cache
+def launches_early() -> bool:
+    """Whether kernels may begin early: older drivers could not capture that into a graph."""
+    error, version = library().cuDriverGetVersion()
+    check(error, "the driver does not tell its version")
+    return version >= EDGES_SINCE
 
 
 def load(code: bytes, device: int, shared_bytes: int, what: str) -> int:

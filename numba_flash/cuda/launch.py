@@ -260,7 +260,7 @@ class Launch:
         self._new_block = partial(
             Block,
             *(kernel, self.grid, self.threads, self.shared_bytes),
-            *(len(self.maps), views, flat(self.numbers), self.early),
+            *(len(self.maps), views, flat(self.numbers), self.early and driver.launches_early()),
         )
         self._maps, self._mapped = TensorMaps(self.maps), len(self.maps)
         self._blocks = []  # that no call is using

@@ -51,7 +51,7 @@ class Driver:
 
     def __init__(self):
         self.launched, self.configs, self.kinds, self.meanwhile, self.errors = [], [], None, None, []
-        self.current, self.before, self.used = 0, [], []
+        self.current, self.before, self.used, self.version = 0, [], [], 12030
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):
         meanwhile, self.meanwhile = self.meanwhile, None
@@ -62,6 +62,9 @@ class Driver:
         self.launched.append(tuple(place if kind == "map" else read(kind, place) for kind, place in zip(self.kinds, places, strict=True)))
         self.configs.append((kernel, *struct.unpack("7I4xQQQ", ctypes.string_at(config, 56)), extra))
         return (Error(self.errors.pop(0) if self.errors else 0),)
+
+    def cuDriverGetVersion(self):
+        return Error(0), self.version
 
     def cuTensorMapEncodeTiled(self, kind, rank, address, *described):
         self.encoded = kind, rank, address, *described
@@ -93,6 +96,7 @@ def driver(monkeypatch):
     cupy = SimpleNamespace(runtime=runtime, Device=lambda number: Device(driver, number), get_current_stream=lambda: stream)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy))
     monkeypatch.setattr(cuda_driver, "library", lambda: driver)
+    cuda_driver.launches_early.cache_clear()
     monkeypatch.setattr(launch, "_kernel", lambda *_: 5)
     monkeypatch.setattr(launch, "_thread", threading.local())
     return driver
@@ -161,6 +165,13 @@ def test_an_early_launch_says_so_in_every_call(driver):
     ((*_, of_first, attribute, count, _), (*_, of_second, again, _, _)) = driver.configs
     assert (of_first, of_second, count, again) == (3, 4, 1, attribute)
     assert ctypes.string_at(attribute, 72) == packing.EARLY
+
+
+@pytest.mark.usefixtures("maps_at_one_more")
+def test_no_launch_is_early_if_the_driver_could_not_capture_it(driver):
+    driver.kinds, driver.version, prepared = KINDS, 12020, small(early=True)
+    prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
+    assert driver.configs == [(5, 1, 1, 1, 32, 1, 1, 4096, 3, 0, 0, 0)]
 
 
 @pytest.mark.usefixtures("maps_at_one_more")
