@@ -29,7 +29,7 @@ PIPELINE, WGMMA, STORE = "cuda/sm90/pipeline.py", "cuda/sm90/wgmma.py", "cuda/sm
 FORWARD_SPLIT = "cuda/sm90/forward_split.py"
 FORWARD, LOAD, ROWS = "cuda/sm90/forward.py", "cuda/sm90/load_forward.py", "cuda/sm90/rows.py"
 BACKWARD, LOAD_BACKWARD, P_AND_DS = "cuda/sm90/backward.py", "cuda/sm90/load_backward.py", "cuda/sm90/softmax_backward.py"
-WIDE, DQ = "cuda/sm90/backward_wide.py", "cuda/sm90/dq.py"
+WIDE, DQ, ADD_DQ = (f"cuda/sm90/{name}.py" for name in ("backward_wide", "dq", "add_dq"))
 BEFORE, AFTER, EARLY = "cuda/preprocess.py", "cuda/sm90/postprocess.py", "cuda/early.py"
 FINISH, OPTIONS, SCORES = (f"cuda/sm90/{name}.py" for name in ("finish", "forward_options", "rows_options"))
 BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
@@ -170,10 +170,8 @@ MUTANTS = (
     Mutant("a query too few", P_AND_DS, "j + i32(1) + high", "j + high", "gradients, window"),
     Mutant("bounds before they are written", P_AND_DS, "bounds[i])\n        pipeline.meet_warp_group(me)", "bounds[i])", "gradients"),
     # ---- who moves data in the backward pass
-    Mutant("stored, not added", LOAD_BACKWARD, "if before == 0:", "if before <= 1:", "gradients"),
-    Mutant(
-        "dQ released while it is read", LOAD_BACKWARD, "ptx.bulk_wait_read()\n        pipeline.release", "pipeline.release", "gradients"
-    ),
+    Mutant("stored, not added", ADD_DQ, "if before == 0:", "if before <= 1:", "gradients"),
+    Mutant("dQ released while it is read", ADD_DQ, "ptx.bulk_wait_read()\n        pipeline.release", "pipeline.release", "gradients"),
     Mutant(
         "claimed before the tiles are asked for",
         LOAD_BACKWARD,
@@ -227,8 +225,8 @@ MUTANTS = (
     Mutant("dO of the part before", BACKWARD_OPTIONS, "(do_rows + behind, u32(0))", "(do_rows, u32(0))", "gradients, dropout"),
     Mutant("a slope of 1 under a cap", P_AND_DS_OPTIONS, "dpT[e] *= slope[e]", "dpT[e] *= f32(1)", "gradients, dropout, softcap"),
     Mutant("notes overwritten", WALK, "        pipeline.wait_free(smem, Q, n)\n        to", "        to", "gradients, tiles of a mask"),
-    Mutant("dQ of tiles that are not listed", LOAD_BACKWARD, "at = listed(listing, t).at", "at = i32(t)", "gradients, tiles of a mask"),
-    Mutant("added before others, under a mask", LOAD_BACKWARD, "tile_lists.count_before(order)", "i32(0)", "gradients, tiles of a mask"),
+    Mutant("dQ of tiles that are not listed", ADD_DQ, "at = listed(listing, t).at", "at = i32(t)", "gradients, tiles of a mask"),
+    Mutant("added before others, under a mask", ADD_DQ, "tile_lists.count_before(order)", "i32(0)", "gradients, tiles of a mask"),
     Mutant("V beside the first head alone", LOAD_BACKWARD, "if n == begin if MASKED else g", "if g", "gradients, tiles of a mask"),
     Mutant("keys that nobody sees", LOAD_BACKWARD, "if tiles == 0:", "if tiles < 0:", "gradients, tiles of a mask"),
     Mutant("dQ of queries that see nothing", AFTER, "[after_all, at]) == 0", "[after_all, at]) < 0", "gradients, tiles of a mask"),
@@ -272,7 +270,7 @@ MUTANTS = (
         "gradients, D136",
     ),
     Mutant("dQ overwritten", STORE, "pipeline.wait_free(smem, DQ, u32(n + u32(1)))  # tile", "# tile", "gradients, long"),
-    Mutant("added before its turn", LOAD_BACKWARD, "load_flag(flag) != before", "load_flag(flag) > before", "gradients, long"),
+    Mutant("added before its turn", ADD_DQ, "load_flag(flag) != before", "load_flag(flag) > before", "gradients, long"),
     Mutant("dS overwritten while it is copied", WIDE, "await_store()\n                ptx", "ptx", "gradients, D136"),
     Mutant("no fence behind mbarriers", FORWARD, "            ptx.fence_mbarrier_init()\n", "", "plain"),
     Mutant("no fence before dQ is added", STORE, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients"),
@@ -288,7 +286,7 @@ MUTANTS = (
     Mutant("a flag without acquire", "cuda/ptx/memory.py", "ld.acquire.gpu", "ld.relaxed.gpu", "gradients"),
     Mutant(
         "a flag when the sum has been read",
-        LOAD_BACKWARD,
+        ADD_DQ,
         "ptx.bulk_wait()\n            ptx.add",
         "ptx.bulk_wait_read()\n            ptx.add",
         "gradients",

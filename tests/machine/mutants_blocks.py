@@ -1,6 +1,6 @@
 """Mistakes that one could make where a mask has an element for each block of pairs, as those of `mutants`."""
 
-from mutants import Mutant
+from mutants import ADD_DQ, Mutant
 
 LISTS, MASK, FETCH = "cuda/block_lists.py", "block_mask.py", "cuda/fetch.py"
 LOAD_FORWARD, LOAD_BACKWARD, SUM = "cuda/sm90/load_forward.py", "cuda/sm90/load_backward.py", "cuda/sm80/sum_dq.py"
@@ -77,7 +77,7 @@ MUTANTS_BLOCKS = (
     ),
     Mutant(
         "sums of tiles that are hidden",
-        LOAD_BACKWARD,
+        ADD_DQ,
         "MASKED, walk = options.tiled",
         "MASKED, walk = options.mask",
         "gradients, many blocks",

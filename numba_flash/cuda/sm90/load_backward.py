@@ -7,6 +7,7 @@ from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import ds_slots, pipeline, walk_backward
+from numba_flash.cuda.sm90.add_dq import build_add_dq
 from numba_flash.cuda.sm90.arguments import (
     BACKWARD_SCORES_B1,
     BACKWARD_TILES,
@@ -22,8 +23,8 @@ from numba_flash.cuda.sm90.arguments import (
 )
 from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import blocks_before, build_note_tile, build_walk, lists_of
+from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP
+from numba_flash.cuda.sm90.walk_backward import build_note_tile, build_walk, lists_of
 
 WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
@@ -211,81 +212,6 @@ def build_produce(head_dim, head_dim_v, claims, options, tile, layout):
             count = pipeline.read(smem, WORK, turn, WORD.count)
 
     return produce
-
-
-def build_add_dq(ordered, options, tile, layout):
-    """``add_dq(smem, me, lse2, dq_sum, flags, extras, group)`` for each of the ADDERS:
-
-    (7) dQ_i = dQ_i + dS_ij K_j: add to the sums in memory what the consumers have left of tiles me,
-    me + ADDERS, ...
-    """  # fmt: skip
-    BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
-    DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
-    MASKED, walk = options.tiled, build_walk(BLOCK_N, layout.work)
-    listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
-    first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
-
-    @inline
-    def add_tile(smem, turn, n, at, number, order, sum_address, flag_address):
-        """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
-        ORDERED after the blocks of keys before.
-        """
-        flag, to = u64(flag_address + number * u64(4)), u64(sum_address + number * u64(DQ_BYTES))
-        before = i32(1)
-        seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
-        if ORDERED and seen:
-            row0 = pipeline.read(smem, WORK, turn, WORD.row0)
-            high = pipeline.read(smem, WORK, turn, WORD.high)
-            before = blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
-            if MASKED:
-                before = tile_lists.count_before(order)
-            while ptx.load_flag(flag) != before:
-                pass
-        pipeline.wait_ready(smem, DQ, n)
-        if seen:
-            if before == 0:
-                first_sum(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
-            else:
-                add_sum(to, pipeline.tile(smem, DQ, n), u32(DQ_BYTES))
-            ptx.bulk_commit()
-        ptx.bulk_wait_read()
-        pipeline.release(smem, DQ, n)
-        if ORDERED and seen:
-            ptx.bulk_wait()
-            ptx.add_flag(flag, i32(1))  # whoever sees it finds the sum in memory
-
-    @inline
-    def add_dq(smem, me, lse2, dq_sum, flags, extras, group):
-        turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
-        pipeline.wait_ready(smem, WORK, turn)
-        count = pipeline.read(smem, WORK, turn, WORD.count)
-        while count != END:
-            first = pipeline.read(smem, WORK, turn, WORD.first)
-            for g in range(group):
-                base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
-                tiles, order = count, i32(0)
-                if MASKED:
-                    head = i32(pipeline.read(smem, WORK, turn, WORD.kv_head) * group + g)
-                    listing = listing_of(smem, turn, head, extras)
-                    tiles = listing.count
-                for t in range(tiles):
-                    if n % u32(ADDERS) == u32(me):
-                        at = i32(first + count - i32(1) - t)
-                        if MASKED:
-                            at = listed(listing, t).at
-                        if MASKED and ORDERED:
-                            order = order_of(smem, turn, head, at, extras)
-                        number = u64(u32(i32(base + at)))
-                        sums, counts = ptx.global_address(dq_sum), ptx.global_address(flags)
-                        add_tile(smem, turn, n, at, number, order, sums, counts)
-                    n = u32(n + u32(1))
-            pipeline.release(smem, WORK, turn)
-            turn = u32(turn + 1)
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.read(smem, WORK, turn, WORD.count)
-        ptx.bulk_wait()
-
-    return add_dq
 
 
 def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume):

@@ -20,10 +20,10 @@ from test_ds_tiles import described, draw
 
 from numba_flash.cuda import grid, preprocess
 from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import load_backward, prepare_backward, prepare_turns
+from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_backward, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
-from numba_flash.cuda.sm90.walk_backward import claims
+from numba_flash.cuda.sm90.walk_backward import blocks_before, claims
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem, bind
 
@@ -78,10 +78,10 @@ def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
         global_address=lambda array: 0,
         load_flag=lambda address: Flag(address, waited),
     )
-    with on_host(load_backward, pipeline=pipeline, ptx=ptx):
-        add_dq = load_backward.build_add_dq(True, PLAIN, tile, tile.layout(64, 64))
+    with on_host(add_dq, pipeline=pipeline, ptx=ptx):
+        add = add_dq.build_add_dq(True, PLAIN, tile, tile.layout(64, 64))
         for me in range(ADDERS):
-            add_dq(0, me, lse2, None, None, (), group)
+            add(0, me, lse2, None, None, (), group)
     return done
 
 
@@ -108,7 +108,7 @@ def test_blocks_of_keys_before_another_are_those_that_see_something(left, tile):
     diagonal = np.arange(n) - np.arange(n)[:, None]
     visible = (-left <= diagonal) & (diagonal <= 0)
     sees = visible.reshape(n // tile.block_m, tile.block_m, n // tile.block_n, tile.block_n).any(axis=(1, 3))
-    before = getattr(load_backward.blocks_before, "py_func", load_backward.blocks_before)
+    before = getattr(blocks_before, "py_func", blocks_before)
     for number, block in np.argwhere(sees):
         assert before(block * tile.block_n, -p.low, number, tile.block_m, tile.block_n) == sees[number, :block].sum()
 
