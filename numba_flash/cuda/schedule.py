@@ -134,7 +134,9 @@ def zigzag(turn, blocks):
 
 
 @once
-def build_item(options, banded, split, block_m, block_n, transposed=False, queued=False):
+def build_item(
+    options, banded, split, block_m, block_n, transposed=False, queued=False, upward=False
+):
     """``item(index, shape, extras, sizes)``: the work `Item` of a number.
 
     `shape` is (_, b1, heads, rows); `sizes` has the fields low, high, columns, parts, section and
@@ -144,10 +146,12 @@ def build_item(options, banded, split, block_m, block_n, transposed=False, queue
     cache. With `split` each of several parts gets its share of the tiles. There is always a tile,
     if only one in which all is hidden. If `transposed`, queries and keys change places, and the
     band too, and the first blocks come first, always in sections. If `queued`, blocks of a head
-    come as its queue says (`numba_flash.cuda.tile_lists`), of a group as that of its first head.
+    come as its queue says (`numba_flash.cuda.tile_lists`), of a group as that of its first head. If
+    `upward`, `sizes` has a field of that name: of so many items, the first, last blocks come first.
     """
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES = block_m, block_n, options.packed, options.sequences
-    IN_SECTIONS, SPLIT, TRANSPOSED, QUEUED = banded or transposed, split, transposed, queued
+    IN_SECTIONS, SPLIT, TRANSPOSED = banded or transposed, split, transposed
+    QUEUED, UPWARD, LAST_FIRST = queued, upward, not transposed and not queued
     sequence_of = build_sequence(options)
 
     @inline
@@ -170,7 +174,7 @@ def build_item(options, banded, split, block_m, block_n, transposed=False, queue
                 within = u32(index - number * section * blocks)
                 size = min(section, u32(pairs - number * section))
                 block, pair = u32(within // size), u32(number * section + within % size)
-                if not TRANSPOSED and not QUEUED:
+                if index < u32(sizes.upward) if UPWARD else LAST_FIRST:
                     block = blocks - u32(1) - block
             else:
                 block, pair = u32(index % blocks), u32(index // blocks)

@@ -1,11 +1,26 @@
-"""The threads of the backward pass that add up dQ in memory, in turns."""
+"""The threads of the backward pass that add up dQ in memory, in turns.
+
+Blocks of keys add to a tile of dQ in the order of their keys, or the other way round if they go
+through their tiles upward. A flag for each tile counts who was there.
+"""
 
 from numba_flash.cuda import ptx, tile_lists
 from numba_flash.cuda.lang import i32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline
-from numba_flash.cuda.sm90.arguments import END, BackwardWork, one_type, words
+from numba_flash.cuda.sm90.arguments import (
+    END,
+    BackwardWork,
+    may_go_upward,
+    one_type,
+    words,
+)
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART
-from numba_flash.cuda.sm90.walk_backward import blocks_before, build_walk
+from numba_flash.cuda.sm90.walk_backward import (
+    blocks_after,
+    blocks_before,
+    build_tile_at,
+    build_walk,
+)
 
 WORD = words(BackwardWork)
 
@@ -18,22 +33,35 @@ def build_add_dq(ordered, options, tile, layout):
     """  # fmt: skip
     BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
     DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
-    MASKED, walk = options.tiled, build_walk(BLOCK_N, layout.work)
+    UPWARD, MASKED = may_go_upward(ordered, options), options.tiled
+    tile_at, walk = build_tile_at(UPWARD), build_walk(BLOCK_N, layout.work)
     listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
     first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
 
     @inline
+    def others_before(smem, turn, at):
+        """How many blocks of keys add to the at-th row block of a head before this one: those of
+        later keys if it goes upward, else those of earlier ones.
+        """
+        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+        if UPWARD and pipeline.read(smem, WORK, turn, WORD.first) >= 0:
+            low = pipeline.read(smem, WORK, turn, WORD.low)
+            queries = pipeline.read(smem, WORK, turn, WORD.queries)
+            keys = pipeline.read(smem, WORK, turn, WORD.keys)
+            return blocks_after(row0, low, at, queries, keys, BLOCK_M, BLOCK_N)
+        high = pipeline.read(smem, WORK, turn, WORD.high)
+        return blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
+
+    @inline
     def add_tile(smem, turn, n, at, number, order, sum_address, flag_address):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
-        ORDERED after the blocks of keys before.
+        ORDERED in its turn.
         """
         flag, to = u64(flag_address + number * u64(4)), u64(sum_address + number * u64(DQ_BYTES))
         before = i32(1)
         seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
         if ORDERED and seen:
-            row0 = pipeline.read(smem, WORK, turn, WORD.row0)
-            high = pipeline.read(smem, WORK, turn, WORD.high)
-            before = blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
+            before = others_before(smem, turn, at)
             if MASKED:
                 before = tile_lists.count_before(order)
             while ptx.load_flag(flag) != before:
@@ -67,7 +95,7 @@ def build_add_dq(ordered, options, tile, layout):
                     tiles = listing.count
                 for t in range(tiles):
                     if n % u32(ADDERS) == u32(me):
-                        at = i32(first + count - i32(1) - t)
+                        at = tile_at(first, t)
                         if MASKED:
                             at = listed(listing, t).at
                         if MASKED and ORDERED:

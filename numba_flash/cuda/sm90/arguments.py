@@ -27,6 +27,10 @@ class Sizes(NamedTuple):
         Heads whose row blocks are handed out together.
     b0 : int
         The first of the leading sizes.
+    upward : int
+        In backward kernels that `may_go_upward`: so many work items, the first, go through their
+        tiles of queries upward, and their blocks of keys come last first; both are the other way
+        round in those that follow.
     first_block, blocks : int
         Where dS is made for some blocks of keys at a time: the first, and for how many there is
         room. Where it is made for listed tiles: the section, and how many slots one has, see
@@ -41,6 +45,7 @@ class Sizes(NamedTuple):
     group: int
     section: int
     b0: int
+    upward: int = 0
     first_block: int = 0
     blocks: int = 0
 
@@ -110,9 +115,18 @@ class ForwardWork(NamedTuple):
 SCORES_B1 = len(ForwardWork._fields)
 
 
+def may_go_upward(ordered, options) -> bool:
+    """Whether blocks of keys may go through their tiles of queries upward: if they add to dQ in
+    turns, and count who comes before by the band. Lists of tiles count those of earlier keys alone,
+    and packed sequences have no sections.
+    """
+    return ordered and not options.tiled and not options.packed
+
+
 class BackwardWork(NamedTuple):
     """For the backward kernels: an `Item` whose rows are keys, and the number of the first row
-    block of queries of its first head.
+    block of queries of its first head. `first` is the tile of queries with which it begins, or its
+    complement if it goes downward, see `numba_flash.cuda.sm90.walk_backward.build_tile_at`.
     """
 
     b0: int

@@ -2,19 +2,19 @@
 blocks as in the forward pass.
 
 A block owns a block of keys and walks over the queries of every head of its group. Threads of its
-first warp group move data: Q and dO in, tiles of dQ out, where they are added up as float32
-(`load_backward`). Every other warp group, a consumer, owns 64 of the keys. It computes S^T and
+first warp group move data (`load_backward`): Q and dO in, tiles of dQ out, where they are added up
+as float32 (`add_dq`). Every other warp group, a consumer, owns 64 of the keys. It computes S^T and
 dP^T, keys along the rows, so that P^T can be an operand of dV as it is. dS^T goes to shared memory,
 where each consumer reads its part for dK, and all of it along the other direction for half of dQ.
 
 A tile of dQ is the sum of what several blocks add. If `ordered`, they do so in the order of their
-keys: a flag counts who was there.
+keys, or the other way round: a flag counts who was there.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import begin_backward, pipeline, softmax_backward, store, wgmma
-from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
+from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, may_go_upward, one_type
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import ROWS
@@ -68,7 +68,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     ds_of, put_ds_at = store.build_put_ds(BLOCK_M, BFLOAT16, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
+    shared = softmax_backward.build(
+        head_dim, head_dim_v, options, tile, BFLOAT16, may_go_upward(ordered, options)
+    )
     next_row0 = shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
@@ -182,7 +184,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     pack(dsT, dpT)
                 start_dv(dv_acc, pT, wgmma.descriptor(do_rows, u32(Q_PANEL)))
                 ptx.fence_proxy_async()
-                row0 = next_row0(smem, me, row0)
+                row0 = next_row0(smem, turn, me, row0)
                 if AHEAD:
                     start_next(smem, turn, me, n, end, row0, sT, k_rows)
                 pipeline.meet_consumers(CONSUMERS)  # all of dS^T is there

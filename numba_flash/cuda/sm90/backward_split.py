@@ -10,7 +10,7 @@ they come near the end of float16.
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, one_type
+from numba_flash.cuda.sm90.arguments import END, may_go_upward, one_type
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
@@ -45,7 +45,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     put_words = store.build_put_words(BLOCK_M, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(D, DV, options, tile)
+    shared = softmax_backward.build(D, DV, options, tile, upward=may_go_upward(ordered, options))
     note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
@@ -91,7 +91,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             zero_k(dk_acc)
             zero_v(dv_acc)
             of_item = begin_item(smem, turn, me, extras, scales)
-            row0 = bound(smem, me, BOUND.last)
+            row0 = bound(smem, me, BOUND.begin)
             begin, end = n, u32(n + u32(count * group))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
@@ -127,7 +127,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                     put_words(u32(ds + u32(plane * DS_BYTES)), p, plane * PAIRS)
                 start_dk(high, low, p, q_rows)
                 ptx.fence_proxy_async()
-                row0 = next_row0(smem, me, row0)
+                row0 = next_row0(smem, turn, me, row0)
                 pipeline.meet_warp_group(me)  # dS^T is there; they have read their tile's lse
                 join_dk(high, low)
                 pipeline.release_group(smem, Q, n)

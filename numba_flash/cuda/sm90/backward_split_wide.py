@@ -11,7 +11,7 @@ first begins the scores of a tile before dQ of the one before: the other makes d
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
-from numba_flash.cuda.sm90.arguments import END, one_type
+from numba_flash.cuda.sm90.arguments import END, may_go_upward, one_type
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.softmax_backward import BOUND
 from numba_flash.cuda.sm90.tiles import KEYS, WARP_GROUP
@@ -47,7 +47,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     put_words = store.build_put_words(BLOCK_M, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(D, DV, options, tile)
+    shared = softmax_backward.build(D, DV, options, tile, upward=may_go_upward(ordered, options))
     note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
@@ -106,8 +106,8 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
 
     @inline
     def consume_scores(smem, dv, high, low, extras, sizes, scales):
-        """Equations (1) to (3) of each work item and all its tiles of queries, the last tile first,
-        and (7) for the first columns.
+        """Equations (1) to (3) of each work item and all its tiles of queries, and (7) for the
+        first columns.
         """
         # registers of each thread
         sT = cuda.local.array(S_SUMS, f32)  # fragment of S^T, then of P^T, and sums of S^T behind
@@ -123,7 +123,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             zero_v(dv_acc)
             of_item = begin_item(smem, turn, 0, extras, scales)
             k_rows = wgmma.descriptor(pipeline.tile(smem, K, turn), u32(0))
-            row0 = bound(smem, 0, BOUND.last)
+            row0 = bound(smem, 0, BOUND.begin)
             begin, end = n, u32(n + u32(count * group))
             while n != end:
                 # (1) S^T = K Q^T
@@ -145,7 +145,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                     commit_dq(smem, u32(n - u32(1)))
                 sum_dv(dv_acc, high, low, p, pipeline.tile(smem, DO, n), f32(1))
                 pipeline.release_group(smem, DO, n)
-                row0 = next_row0(smem, 0, row0)
+                row0 = next_row0(smem, turn, 0, row0)
                 n = u32(n + 1)
             make_left(smem, turn, u32(n - u32(1)), high, low)
             commit_dq(smem, u32(n - u32(1)))
@@ -174,7 +174,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             of_item = begin_item(smem, turn, 1, extras, scales)
             k_right = u32(pipeline.tile(smem, K, turn) + u32(HALF))
             v_rows = wgmma.descriptor(pipeline.tile(smem, V, turn), u32(0))
-            row0 = bound(smem, 1, BOUND.last)
+            row0 = bound(smem, 1, BOUND.begin)
             begin, end = n, u32(n + u32(count * group))
             while n != end:
                 # (4) dP^T = V dO^T
@@ -202,7 +202,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 # (7) dQ = dS K
                 pipeline.wait_ready(smem, MADE, n)
                 start_right(high, low, u32(smem + u32(DS)), k_right)
-                row0 = next_row0(smem, 1, row0)
+                row0 = next_row0(smem, turn, 1, row0)
                 join_right(high, low)
                 put_right(smem, 1, n, high, power.down)
                 n = u32(n + 1)

@@ -74,7 +74,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         if SEQUENCES:
             clear_k(smem, K, turn, keys, me)
             clear_v(smem, V, turn, keys, me)
-        return bound(smem, me, BOUND.last)
+        return bound(smem, me, BOUND.begin)
 
     @inline
     def share(smem, region, me, x):
@@ -194,7 +194,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dk(dk_acc, dsT_all, q_columns)
                 ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
                 pipeline.release_group(smem, DO, n)
-                before, row0 = row0, next_row0(smem, me, row0)
+                before, row0 = row0, next_row0(smem, turn, me, row0)
                 next_head = row_blocks if row0 >= before else i32(0)
                 number = i32(number - (before - row0) // BLOCK_M + next_head)
                 # (4) dP^T = V dO^T of the next tile; after an item's last, for nothing

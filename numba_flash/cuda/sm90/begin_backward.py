@@ -82,7 +82,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     @inline
     def begin_item(smem, turn, me, n, sT, k_rows):
         note_bounds(smem, turn, me)
-        row0 = bound(smem, me, BOUND.last)
+        row0 = bound(smem, me, BOUND.begin)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
         keys -= pipeline.read(smem, WORK, turn, WORD.row0)
         pipeline.wait_ready(smem, K, turn)

@@ -18,13 +18,14 @@ from numba_flash.cuda.sm90.arguments import (
     Sizes,
     StoredNote,
     TileNote,
+    may_go_upward,
     one_type,
     words,
 )
 from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import build_note_tile, build_walk, lists_of
+from numba_flash.cuda.sm90.walk_backward import build_note_tile, build_tile_at, build_walk, lists_of
 
 WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
@@ -40,7 +41,8 @@ def build_write_work(banded, ordered, options, tile, layout):
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
     PACKED, QUEUED = options.packed, options.listed and not ordered
     BANDED, CLAIMS = banded, walk_backward.claims(banded, ordered, options, tile)
-    item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED)
+    UPWARD = may_go_upward(ordered, options)
+    item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED, UPWARD)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     OPTIONS, MASKED = options.modifies_or_lists, options.tiled
     IN_SLOTS, IN_PARTS = tile.in_slots, not tile.adds_dq and not tile.in_slots
@@ -91,6 +93,9 @@ def build_write_work(banded, ordered, options, tile, layout):
                     tiles = listed_together(item, extras, sizes)
                     if tiles == 0:  # one tile of each head, in which everything is hidden
                         queries, tiles = i32(0), i32(sizes.group)
+                first = i32(~(item.first + item.count - i32(1)))
+                if UPWARD and number < sizes.upward:
+                    first = item.first
                 work = BackwardWork(
                     b0=item.b0,
                     b1=i32(0) if PACKED else item.b1,
@@ -103,7 +108,7 @@ def build_write_work(banded, ordered, options, tile, layout):
                     low=item.low,
                     high=item.high,
                     invalid=item.invalid,
-                    first=item.first,
+                    first=first,
                     count=item.count,
                     base=base,
                 )
@@ -120,9 +125,12 @@ def build_write_work(banded, ordered, options, tile, layout):
     return write_work
 
 
-def build_produce(head_dim, head_dim_v, claims, options, tile, layout):
+def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     """``produce(maps, smem, lse2, delta, extras, group, sizes)``: have the copy engine fetch what
     each work item needs; with options, write down a note of each tile before its Q is fetched.
+
+    claims : blocks claim work items, see `numba_flash.cuda.sm90.walk_backward.claims`.
+    upward : some of these may go through their tiles upward.
     """
     BLOCK_M, BLOCK_N, ROW_BYTES = tile.block_m, tile.block_n, 4 * tile.block_m
     IN_SLOTS, CLAIMS = tile.in_slots, claims
@@ -140,7 +148,7 @@ def build_produce(head_dim, head_dim_v, claims, options, tile, layout):
     load_v = pipeline.build_load(V, width_v, BLOCK_N, 0, tile.planes, ptx.ONCE)
     MASKED, OPTIONS = options.tiled, options.modifies_or_lists
     note_tile = build_note_tile(layout) if OPTIONS else None
-    walk = build_walk(BLOCK_N, layout.work, tile.share)
+    walk, tile_at = build_walk(BLOCK_N, layout.work, tile.share), build_tile_at(upward)
     listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
@@ -177,7 +185,7 @@ def build_produce(head_dim, head_dim_v, claims, options, tile, layout):
                 if IN_SLOTS:
                     last = last_slot(smem, turn, head, listing, extras, sizes)
                 for t in range(tiles):
-                    at = i32(first + count - i32(1) - t)
+                    at = tile_at(first, t)
                     if MASKED:
                         here = listed(listing, t)
                         at, whole = here.at, here.whole
@@ -227,7 +235,8 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
     write_work = build_write_work(banded, ordered, options, tile, SMEM)
     claims = walk_backward.claims(banded, ordered, options, tile)
-    produce = build_produce(head_dim, head_dim_v, claims, options, tile, SMEM)
+    upward = may_go_upward(ordered, options)
+    produce = build_produce(head_dim, head_dim_v, claims, upward, options, tile, SMEM)
     add_dq = build_add_dq(ordered, options, tile, SMEM)
 
     def backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales):

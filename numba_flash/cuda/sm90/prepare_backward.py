@@ -216,15 +216,18 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
     """Numbers of the main kernel's work, for some `blocks` of keys at a time."""
     p, tile = this.p, this.tile
     key_blocks = grid.blocks(p, p.nk, tile.block_n)
+    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    section = prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered)
     return Sizes(
-        items=grid.items(p, p.nk, p.hk, tile.block_n),
+        items=items,
         low=-p.high,
         high=-p.low,
         columns=p.nq,
         parts=1,
         group=p.hq // p.hk,
-        section=prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
+        section=section,
         b0=p.batch[0],
+        upward=prepare_turns.upward(p, items, section * key_blocks, this.ordered),
         blocks=blocks,
     )
 

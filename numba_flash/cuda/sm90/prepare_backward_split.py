@@ -9,8 +9,8 @@ from numba_flash.cuda.arguments import FACTORS, SPLIT, build_extras, chunked, ex
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm90 import prepare_turns
-from numba_flash.cuda.sm90.arguments import Sizes, scales
-from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, row_blocks_of
+from numba_flash.cuda.sm90.arguments import scales
+from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, row_blocks_of, sizes_of
 from numba_flash.cuda.sm90.prepare_backward import temporaries as temporaries_of
 from numba_flash.cuda.sm90.prepare_forward_split import as_float16
 from numba_flash.cuda.sm90.split_tiles import split_backward_tile
@@ -87,19 +87,8 @@ def _preprocess(this: Pass, made) -> Launch:
 def _main(this: Pass, made) -> Launch:
     """The kernel that walks over queries."""
     p, tile, results, there = this.p, this.tile, this.results, this.temporaries
-    items = grid.items(p, p.nk, p.hk, tile.block_n)
+    sizes = sizes_of(this)
     rows = there.rows._replace(shape=there.rows.shape[1:], strides=there.rows.strides[1:])
-    key_blocks = grid.blocks(p, p.nk, tile.block_n)
-    sizes = Sizes(
-        items=items,
-        low=-p.high,
-        high=-p.low,
-        columns=p.nq,
-        parts=1,
-        group=p.hq // p.hk,
-        section=prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered),
-        b0=p.batch[0],
-    )
     boxes = (made.do, tile.block_m), (made.q, tile.block_m), (made.k, tile.block_n)
     boxes += ((made.v, tile.block_n),)
     return Launch(
@@ -109,7 +98,7 @@ def _main(this: Pass, made) -> Launch:
             *(p.options.structure, tile),
         ),
         this.gpu,
-        grid=min(items, this.gpu.multiprocessors),
+        grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,
         shared_bytes=tile.layout(tile.width(p.d), tile.width(p.dv)).bytes,
         operands=(

@@ -1,25 +1,38 @@
-"""Whether blocks of keys of the backward pass add to dQ in turns, and of how many heads they are
-handed out together.
+"""Whether blocks of keys of the backward pass add to dQ in turns, in which order they are handed
+out, and of how many heads together.
 """
 
 from numba_flash.cuda import grid
+from numba_flash.cuda.sm90.arguments import may_go_upward
 from numba_flash.cuda.sm90.tiles import DQ_PART
 
 # Bytes of sums of dq that blocks at work at the same time add to. With their queries and gradients,
 # which are as many, they stay in the L2 cache (50 MB on an H100). Full, H100, speed over that with
 # twice as many: D = 64, N = 4k and 8k 1.02, 1.00; D = 128, N = 2k to 16k 1.02, 0.995, 0.995, 1.00.
 SUMS_AT_WORK = 2**24
-# Blocks of keys of one head that are at work at the same time under a band, by the queries of a
-# tile. They wait for each other at its first tile, longer if they are more, or tiles larger; if
-# they are fewer, more heads have their tiles and sums in the L2 cache. Causal, TFLOP/s at N = 1k,
-# 4k, 8k. D = 64 on an H200 with two 328, 451, 484, three 331, 452, 481, four 303, 447, 480; on an
-# H100 293, 394, 370; 305, 431, 480; 283, 444, 493. D = 128 on an H200 with four 352, 488, 526, six
-# 347, 484, 518; on an H100 311, 476, 529; 323, 482, 521.
+# How many sections, the last, go downward, the longest blocks first, for the sake of an even end,
+# while all others go upward; and turns of the GPU that a section takes. Causal, H200, N = 512, 1k,
+# 2k, 4k, 8k, 16k, speed over all downward with AT_WORK: D = 64 1.06, 1.04, 1.07, 1.06, 1.05, 1.03;
+# D = 128 1.03, 1.03, 1.03, 1.02, 1.02, 1.01. With sections of one turn 1.06, 1.05, 1.06, 1.05,
+# 1.04, 1.02; 1.03, 1.03, 1.02, 1.01, 1.01, 1.00; of half a turn 1.07, 1.04, 1.05, 1.03, 1.03, 1.02;
+# 1.04, 1.00, 0.99, 0.98, 0.97, 1.00. Of two turns, but none downward 1.05, 1.03, 1.04, 1.03, 1.02,
+# 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but two downward 1.05, 1.04, 1.05, 1.03, 1.02,
+# 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
+DOWNWARD, TURNS = 1, 2
+# Turns of the GPU that a section takes if additions may come in any order.
+TURNS_IN_ANY_ORDER = 1
+# Blocks of keys of one head that are at work at the same time under a mask and a band, by the
+# queries of a tile. They go downward, and wait for each other at the first tile, longer if they are
+# more, or tiles larger; if they are fewer, more heads have their tiles and sums in the L2 cache.
+# Measured without a mask, when all went downward: causal, TFLOP/s at N = 1k, 4k, 8k. D = 64 on an
+# H200 with two 328, 451, 484, three 331, 452, 481, four 303, 447, 480; on an H100 293, 394, 370;
+# 305, 431, 480; 283, 444, 493. D = 128 on an H200 with four 352, 488, 526, six 347, 484, 518; on an
+# H100 311, 476, 529; 323, 482, 521.
 AT_WORK = {64: 4, 128: 3}
 # Fewest blocks of keys of a head whose additions in any order are faster than in turns: those begin
-# with zeros, but nobody waits, so that all blocks of a head are at work. Causal, speed in any order
-# over that in turns, N = 512, 1k, 2k, 4k, 8k, 16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03;
-# D = 128 0.85, 0.98, 1.03, 1.03, 1.02, 1.01. Of full attention at most 1.00, on an H200.
+# with zeros, but nobody waits. Causal, speed in any order over that in turns when all blocks went
+# downward, N = 512, 1k, 2k, 4k, 8k, 16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03; D = 128
+# 0.85, 0.98, 1.03, 1.03, 1.02, 1.01. Of full attention at most 1.00, on an H200.
 MANY_BLOCKS = 16
 
 
@@ -34,17 +47,32 @@ def ordered(p, tile, deterministic: bool) -> bool:
 def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
     """Heads of k whose blocks of keys are handed out together.
 
-    With a band, if they wait for each other, so many that few blocks of one head are at work at the
-    same time, else few enough that all are. If dQ is not added up in memory, so many that everyone
-    gets the same work. Without a band no more than have their sums in the cache: one each, since
-    blocks at work at the same time walk over the heads of a group together.
+    If dQ is not added up in memory, so many that everyone gets the same work. Without a band no
+    more than have their sums in the cache: one each, since blocks at work at the same time walk
+    over the heads of a group together. With a band so few that all blocks of a head are at work at
+    the same time; under a mask, where they wait for each other, so many that few are.
     """
     even = grid.even_section(key_blocks, multiprocessors)
     if not tile.adds_dq:
         return even
-    if p.band != "none" and ordered:
+    if p.band == "none":
+        sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
+        return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
+    if ordered and p.options.tiled:
         return -(-multiprocessors // AT_WORK[tile.block_m])
-    if p.band != "none":
-        return max(1, multiprocessors // max(1, key_blocks))
-    sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
-    return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
+    turns = TURNS if ordered else TURNS_IN_ANY_ORDER
+    return max(1, turns * multiprocessors // max(1, key_blocks))
+
+
+def upward(p, items: int, of_a_section: int, ordered: bool) -> int:
+    """How many work items, the first, go through their tiles of queries upward, with so many in a
+    section: if the band hides later keys, all but those of the last sections.
+
+    Each block of keys then begins with queries that those of later keys, which began before, do not
+    see, and comes to all others behind them. Downward, all of a causal head would begin at its last
+    queries, one after the other; but if the band hides earlier keys alone, none waits downward.
+    """
+    if p.high >= p.nk - 1 or not may_go_upward(ordered, p.options):
+        return 0
+    sections = -(-items // max(1, of_a_section))
+    return max(0, sections - DOWNWARD) * of_a_section

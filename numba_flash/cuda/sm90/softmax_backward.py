@@ -15,6 +15,7 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.sm90.walk_backward import build_tile_at
 from numba_flash.cuda.softcap import build_tanh
 from numba_flash.cuda.swizzle import PANEL, panels
 
@@ -30,14 +31,14 @@ class Bounds(NamedTuple):
     ----------
     clear_from, clear_to : int
         First and last queries of fragments of which nothing is hidden.
-    end_of_head, last : int
-        The row0 after a head's tiles, and its first.
+    end_of_head, begin : int
+        The row0 that would follow a head's last tile, and that of its first.
     """
 
     clear_from: int
     clear_to: int
     end_of_head: int
-    last: int
+    begin: int
 
 
 BOUND = words(Bounds)
@@ -58,8 +59,11 @@ class SoftmaxBackward(NamedTuple):
 
 
 @once
-def build(head_dim, head_dim_v, options, tile, bfloat16=False):
-    """`SoftmaxBackward` of a kernel; arguments as of `numba_flash.cuda.sm90.backward.build`."""
+def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
+    """`SoftmaxBackward` of a kernel; arguments as of `numba_flash.cuda.sm90.backward.build`.
+
+    upward : some work items may go through their tiles upward.
+    """
     SMEM = tile.layout(head_dim, head_dim_v)
     BLOCK_M, QUERIES_APART = tile.block_m, tile.queries_apart
     KEYS_APART, COLUMNS, SCORES = ROWS - QUERIES_APART, tile.columns, tile.columns // 2
@@ -70,6 +74,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False):
     clear_q = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim), BLOCK_M)
     clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
     LISTED, NOTES = options.listed, SMEM.notes if options.listed else 0
+    UPWARD, tile_at = upward, build_tile_at(True)  # the latter once per item, of any kind
     SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline
@@ -82,15 +87,15 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False):
         last = min(i32(queries - COLUMNS), i32(high + first - i32(COLUMNS - 1)))
         if first + ROWS > pipeline.read(smem, WORK, turn, WORD.keys):
             last = i32(-1)
-        before = pipeline.read(smem, WORK, turn, WORD.first) - i32(1)
+        first_tile = pipeline.read(smem, WORK, turn, WORD.first)
         count = pipeline.read(smem, WORK, turn, WORD.count)
         pipeline.meet_warp_group(me)  # nobody reads those of the item before any more
         if cuda.threadIdx.x % WARP_GROUP == 0:
             bounds = Bounds(
                 clear_from=i32(low + first + i32(ROWS - 1)),
                 clear_to=last,
-                end_of_head=i32(before * BLOCK_M),
-                last=i32((before + count) * BLOCK_M),
+                end_of_head=i32(tile_at(first_tile, count) * BLOCK_M),
+                begin=i32(tile_at(first_tile, i32(0)) * BLOCK_M),
             )
             for i in range(4):
                 ptx.store_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)), bounds[i])
@@ -102,14 +107,17 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False):
         return ptx.load_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)))
 
     @inline
-    def next_row0(smem, me, row0):
-        """First query of the next tile: of the same head, or the last tile of the next one; tiles
+    def next_row0(smem, turn, me, row0):
+        """First query of the next tile: of the same head, or with which the next one begins; tiles
         that are listed have it in their `TileNote`.
         """
         if LISTED:
             return row0
-        row0 = i32(row0 - BLOCK_M)
-        return bound(smem, me, BOUND.last) if row0 == bound(smem, me, BOUND.end_of_head) else row0
+        if UPWARD and pipeline.read(smem, WORK, turn, WORD.first) >= 0:
+            row0 = i32(row0 + BLOCK_M)
+        else:
+            row0 = i32(row0 - BLOCK_M)
+        return bound(smem, me, BOUND.begin) if row0 == bound(smem, me, BOUND.end_of_head) else row0
 
     @inline
     def listed_row0(smem, n):

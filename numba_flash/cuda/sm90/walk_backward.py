@@ -1,5 +1,5 @@
-"""Which tiles of queries a block of keys goes through under a mask: for each head of its group
-those of a list (`numba_flash.cuda.tile_lists`), the last one first.
+"""Which tiles of queries a block of keys goes through, and who adds to their dQ before it; under a
+mask for each head of its group those of a list (`numba_flash.cuda.tile_lists`), the last one first.
 """
 
 from typing import Any, NamedTuple
@@ -27,12 +27,37 @@ def claims(banded, ordered, options, tile) -> bool:
     return ordered or options.listed or (banded and tile.adds_dq)
 
 
+@once
+def build_tile_at(upward):
+    """``tile_at(first, t)``: number of the t-th tile of queries of a work item that goes upward,
+    beginning with `first`, or, if that is negative, downward, beginning with its complement. None
+    does the former if not `upward`.
+    """
+    UPWARD = upward
+
+    @inline
+    def tile_at(first, t):
+        at = i32(first + t)
+        return at if UPWARD and first >= i32(0) else i32(~at)
+
+    return tile_at
+
+
 @inline
 def blocks_before(row0, high, number, block_m, block_n):
     """How many blocks of keys before that from key row0 on add to a row block of that number: those
     from the first that it sees on.
     """
     return i32(row0 // block_n - max(number * block_m - high, 0) // block_n)
+
+
+@inline
+def blocks_after(row0, low, number, queries, keys, block_m, block_n):
+    """How many blocks of keys after that from key row0 on add to a row block of that number: those
+    up to the last that it sees.
+    """
+    last = min(min((number + 1) * block_m, queries) - low, keys) - 1
+    return i32(last // block_n - row0 // block_n)
 
 
 def build_note_tile(layout):

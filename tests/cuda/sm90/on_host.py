@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from numba_flash.cuda import schedule, sequence
+from numba_flash.cuda.sm90 import walk_backward
 
 AS_IT_IS = lambda function: function
 
@@ -13,11 +14,11 @@ AS_IT_IS = lambda function: function
 def on_host(*modules, **stand_ins):
     """While this lasts, device functions of these modules, and those that their builders make, are plain Python functions.
 
-    So are those of `numba_flash.cuda.schedule` and of `numba_flash.cuda.sequence`. Each module sees the `stand_ins` in the place of what it
-    has under these names.
+    So are those of `numba_flash.cuda.schedule`, `numba_flash.cuda.sequence` and `numba_flash.cuda.sm90.walk_backward`. Each module sees the
+    `stand_ins` in the place of what it has under these names.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in {schedule, sequence, *modules}:
+        for module in {schedule, sequence, walk_backward, *modules}:
             for name, value in dict(vars(module)).items():
                 if hasattr(value, "py_func"):
                     patch.setattr(module, name, value.py_func)

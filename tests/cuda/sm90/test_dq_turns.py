@@ -23,7 +23,7 @@ from numba_flash.cuda.schedule import Rows
 from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_backward, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
-from numba_flash.cuda.sm90.walk_backward import blocks_before, claims
+from numba_flash.cuda.sm90.walk_backward import blocks_after, blocks_before, claims
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem, bind
 
@@ -32,14 +32,22 @@ EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.bloc
 
 
 def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
-    """What each work item of a drawn problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
+    """`additions_of` a drawn problem, of which some items go upward."""
     p, extras = draw(rng, kind)
-    p = replace(p, d=64, dv=64)
+    section = int(rng.integers(1, 6))
+    of_a_section = section * grid.blocks(p, p.nk, tile.block_n)
+    sections = grid.items(p, p.nk, p.hk, tile.block_n) // max(1, of_a_section)
+    upward = 0 if p.options.packed else int(rng.integers(0, sections + 1)) * of_a_section
+    return additions_of(replace(p, d=64, dv=64), extras, tile, section, upward, events)
+
+
+def additions_of(p, extras, tile, section, upward, events=None) -> list[list[tuple[int, int]]]:
+    """What each work item of a problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
     row_blocks = prepare_backward.row_blocks_of(p, tile)
     build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
-    lengths, group, section = 1 if p.options.packed else p.batch[1], p.hq // p.hk, int(rng.integers(1, 6))
+    lengths, group = 1 if p.options.packed else p.batch[1], p.hq // p.hk
     items = grid.items(p, p.nk, p.hk, tile.block_n)
-    sizes = Sizes(items=items, low=-p.high, high=-p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0])
+    sizes = Sizes(items, -p.high, -p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0], upward=upward)
     dk = SimpleNamespace(shape=(p.batch[0], lengths, p.hk, p.nk))
     lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * tile.block_m))
     flags = np.zeros(math.prod(row_blocks) + 1, np.int32)
@@ -101,16 +109,18 @@ def test_turns_are_counted_without_gaps(kind, seed, tile):
 
 @EACH_TILE
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 65, 127, 128, 129, 256, 1000])
-def test_blocks_of_keys_before_another_are_those_that_see_something(left, tile):
+def test_blocks_of_keys_before_and_after_another_are_those_that_see_something(left, tile):
     """Also where an end of the band falls on that of a tile, which it seldom does where bands are drawn."""
     n = 5 * tile.block_n
     p = bind(*[np.broadcast_to(np.float16(0), (n, 64))] * 3, window=(left, 0))
     diagonal = np.arange(n) - np.arange(n)[:, None]
     visible = (-left <= diagonal) & (diagonal <= 0)
     sees = visible.reshape(n // tile.block_m, tile.block_m, n // tile.block_n, tile.block_n).any(axis=(1, 3))
-    before = getattr(blocks_before, "py_func", blocks_before)
+    before, after = (getattr(each, "py_func", each) for each in (blocks_before, blocks_after))
     for number, block in np.argwhere(sees):
-        assert before(block * tile.block_n, -p.low, number, tile.block_m, tile.block_n) == sees[number, :block].sum()
+        row0, sizes = block * tile.block_n, (tile.block_m, tile.block_n)
+        assert before(row0, -p.low, number, *sizes) == sees[number, :block].sum()
+        assert after(row0, -p.high, number, n, n, *sizes) == sees[number, block + 1 :].sum()
 
 
 def everything_is_done(items: list, shares: list[list[int]] | None, at_work: int, rng) -> bool:
@@ -148,6 +158,30 @@ def test_shares_of_a_grid_are_not_done_if_few_blocks_are_at_work():
     assert everything_is_done(items, shares, 4, rng)
     assert not everything_is_done(items, shares, 2, rng)
     assert everything_is_done(items, None, 2, rng)
+
+
+def steps_waited(items: list) -> int:
+    """Of all items together, if all are at work, and each adds a tile per step if it is its turn."""
+    left, added, waited = [list(item) for item in items], Counter(), 0
+    while left := [item for item in left if item]:
+        ready = [item for item in left if added[item[0][0]] == item[0][1]]
+        assert ready
+        waited += len(left) - len(ready)
+        for item in ready:
+            added[item.pop(0)[0]] += 1
+    return waited
+
+
+@EACH_TILE
+@pytest.mark.parametrize(("low", "high", "otherwise"), [(-640, 0, 10), (-100, 20, 1), (-300, 50, 3), (-100, 640, 10)])
+def test_blocks_of_keys_under_a_band_wait_for_nobody(low, high, otherwise, tile):
+    """In the direction that is chosen each of a head finds its turn come, but where the first two begin with the same queries. In the other
+    one all five would wait: each for those before, if all begin with the same queries."""
+    p = replace(problem(640, 1, 1), low=low, high=high)
+    up, down = (steps_waited(additions_of(p, (), tile, 1, upward)) for upward in (5, 0))
+    chosen, other = (up, down) if prepare_turns.upward(p, 10, 5, True) else (down, up)
+    assert chosen <= 1
+    assert other >= otherwise
 
 
 # ---- who does which work: items are claimed one by one ---------------------------------------------------------------------------------
@@ -188,7 +222,7 @@ def test_a_block_may_claim_again_when_it_has_asked_for_all_tiles(claimed, group,
     ptx = SimpleNamespace(global_address=lambda array: 0, ONCE=None)
     rows = SimpleNamespace(shape=(1, 1, 1, tile.block_m))
     with on_host(load_backward, pipeline=pipeline, ptx=ptx):
-        produce = load_backward.build_produce(64, 64, claimed, PLAIN, tile, layout)
+        produce = load_backward.build_produce(64, 64, claimed, False, PLAIN, tile, layout)
         produce(["do", "q", "k", "v"], 0, rows, rows, (), group, None)
     expected = []
     for turn, item in enumerate(items[:-1]):
@@ -329,10 +363,21 @@ def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expect
         assert section == 1 or section * nq * 64 * 4 <= prepare_turns.SUMS_AT_WORK
 
 
-@pytest.mark.parametrize(("nq", "expected"), [(512, 33), (4096, 4), (16_384, 1), (2**20, 1)])
-def test_all_causal_blocks_of_a_head_are_at_work_if_none_waits(nq, expected):
-    section = prepare_turns.section(problem(nq, 32, 32, True), TILES[0], nq // TILES[0].block_n, 132, False)
-    assert section == expected
+@pytest.mark.parametrize(("ordered", "turns"), [(True, prepare_turns.TURNS), (False, prepare_turns.TURNS_IN_ANY_ORDER)])
+@pytest.mark.parametrize("key_blocks", [1, 4, 32, 33, 128, 1000])
+def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered, turns):
+    """In some turns of the GPU there is room for all heads of a section, and for no more."""
+    for tile in TILES:
+        section = prepare_turns.section(problem(key_blocks * tile.block_n, 32, 32, True), tile, key_blocks, 132, ordered)
+        assert section == 1 or section * key_blocks <= turns * 132
+        assert (section + 1) * key_blocks > turns * 132
+
+
+@pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (3, 4), strict=True)])
+@pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
+def test_few_blocks_of_a_head_under_a_mask_wait_for_each_other(tile, blocks, multiprocessors):
+    masked = replace(problem(4096, 32, 32, True), options=replace(PLAIN, mask=True))
+    assert prepare_turns.section(masked, tile, 4096 // tile.block_n, multiprocessors, True) == -(-multiprocessors // blocks)
 
 
 def test_additions_in_any_order_are_in_turns_where_that_is_as_fast():
@@ -355,11 +400,18 @@ def test_work_is_claimed_where_it_waits_or_differs_in_length():
     assert not claims(True, False, PLAIN, WideTile())
 
 
-@pytest.mark.parametrize(("tile", "blocks"), [*zip(TILES, (3, 4), strict=True)])
-@pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
-def test_few_causal_blocks_of_a_head_wait_for_each_other(tile, blocks, multiprocessors):
-    section = prepare_turns.section(problem(4096, 32, 32, True), tile, 4096 // tile.block_n, multiprocessors, True)
-    assert section == -(-multiprocessors // blocks)
+@pytest.mark.parametrize(("heads", "section", "expected"), [(4, 4, 0), (5, 4, 4), (8, 4, 4), (9, 4, 8), (3, 100, 0), (0, 4, 0)])
+def test_causal_items_go_upward_but_those_of_the_last_section(heads, section, expected):
+    """So nobody waits, and the longest do not come last. All others go downward: who comes before does not matter or lists say it, packed
+    sequences have no sections, and a band that hides earlier keys alone lets nobody wait downward."""
+    causal = problem(384, heads, heads, True)
+    upward = lambda p, ordered=True: prepare_turns.upward(p, heads * 3, section * 3, ordered)
+    assert upward(causal) == upward(replace(causal, low=-100)) == expected * 3
+    assert upward(causal, ordered=False) == 0
+    for change in ({"high": 384}, {"low": -100, "high": 384}):
+        assert upward(replace(causal, **change)) == 0
+    for options in ({"packed": True}, {"mask": True}, {"listed": True}):
+        assert upward(replace(causal, options=replace(PLAIN, **options))) == 0
 
 
 @EACH_TILE

@@ -84,7 +84,7 @@ class Traffic:
     def written(self, part, seen=0) -> Counter:
         """By items that see at least so many queries; one that sees none writes a tile, too."""
         return Counter(
-            (item.base + g * self.row_blocks + item.first + t, item.row0 // BLOCK_N)
+            (item.base + g * self.row_blocks + (~item.first - t), item.row0 // BLOCK_N)
             for item in self.of_keys[part]
             if item.queries >= seen
             for g, t in itertools.product(range(self.group), range(item.count))
