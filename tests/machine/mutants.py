@@ -37,6 +37,7 @@ BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
 )
 PAIR_TILES, WALK = "cuda/sm90/pair_tiles.py", "cuda/sm90/walk_backward.py"
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
+UP = "gradients, upward"
 
 MUTANTS = (
     # ---- who may touch which shared memory when
@@ -190,6 +191,36 @@ MUTANTS = (
     Mutant("tiles of Q overwritten", PIPELINE, "        wait_free(smem, RING, n)\n", "", "gradients, long"),
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
+    # ---- blocks of keys that go upward
+    Mutant("upward behind earlier keys", ADD_DQ, "if UPWARD and pipeline", "if False and pipeline", UP),
+    Mutant(
+        "tiles fetched downward",
+        LOAD_BACKWARD,
+        "at = tile_at(first, t)",
+        "at = tile_at(first if first < 0 else ~(first + count - 1), t)",
+        UP,
+    ),
+    Mutant("sums added downward", ADD_DQ, "at = tile_at(first, t)", "at = tile_at(first if first < 0 else ~(first + count - 1), t)", UP),
+    Mutant("rows downward", P_AND_DS, "if UPWARD and pipeline", "if False and pipeline", UP),
+    Mutant(
+        "upward from the diagonal in the second head, too", P_AND_DS, "tile_at(first_tile, count)", "(tile_at(first_tile, count) + 1)", UP
+    ),
+    Mutant("upward, earlier keys first", "cuda/schedule.py", "if index < u32(sizes.upward) if UPWARD", "if False if UPWARD", UP),
+    Mutant("upward, one more", LOAD_BACKWARD, "number < sizes.upward", "number <= sizes.upward", UP),
+    Mutant(
+        "blocks beyond the last key",
+        WALK,
+        "min(min((number + 1) * block_m, queries) - low, keys) - 1",
+        "min((number + 1) * block_m, queries) - low - 1",
+        UP,
+    ),
+    Mutant(
+        "blocks that only queries beyond the last would see",
+        WALK,
+        "min((number + 1) * block_m, queries)",
+        "(number + 1) * block_m",
+        "gradients, upward, more keys",
+    ),
     # ---- the backward loop with options
     Mutant("keys in their own order", INTERLEAVE, "first = place(row), i32", "first = row, i32", "gradients, dropout"),
     Mutant(

@@ -78,8 +78,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "sums of tiles that are hidden",
         ADD_DQ,
-        "MASKED, walk = options.tiled",
-        "MASKED, walk = options.mask",
+        "may_go_upward(ordered, options), options.tiled",
+        "may_go_upward(ordered, options), options.mask",
         "gradients, many blocks",
     ),
     Mutant("dK without its scale", BACKWARD_OPTIONS, "factor[r] * scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"),

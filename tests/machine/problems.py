@@ -168,6 +168,10 @@ PROBLEMS = {
     "gradients, D128": Problem(backward_pass, d=128, nq=130, nk=130),
     "gradients, D136": Problem(backward_pass, d=136, nq=200, nk=130),
     "gradients, items": Problem(backward_pass, nq=100, nk=300, hq=3, hk=3, options={"causal": True}),
+    "gradients, upward": Problem(  # but the last head, whose blocks go downward
+        backward_pass, nq=300, nk=200, hq=6, hk=3, multiprocessors=2, options={"causal": True, "q_start": 0}
+    ),
+    "gradients, upward, more keys": Problem(backward_pass, nq=150, nk=300, hq=2, hk=2, options={"causal": True, "q_start": 100}),
     "gradients, D136, items": Problem(backward_pass, d=136, nq=200, nk=64, hq=4, hk=4),
     "gradients, D136, parts": Problem(backward_pass, d=136, nq=130, nk=200, key_blocks=2),
 }

@@ -564,6 +564,37 @@ def test_ds_of_some_keys_at_a_time(monkeypatch):
     compare(results, *arrays, causal=True)
 
 
+WINDOW, HALVES = {"window": (100, 20)}, {"causal": True} | lengths([200, 70], [150, 280])
+UPWARD = {
+    "64 causal": ("float16", 64, {"causal": True}),
+    "64 window": ("bfloat16", 64, WINDOW),
+    "64 causal lengths": ("float16", 64, HALVES),
+    "128 causal": ("bfloat16", 128, {"causal": True}),
+    "128 window": ("float16", 128, WINDOW),
+    "float32 64 causal": ("float32", 64, {"causal": True}),
+    "float32 64 causal lengths": ("float32", 64, HALVES),
+    "float32 128 causal": ("float32", 128, {"causal": True}),
+    "float32 128 window, lengths": ("float32", 128, HALVES | {"causal": False} | WINDOW),
+    "64 causal softcap": ("float16", 64, {"causal": True, "softcap": 2.0}),
+    "64 window alibi": ("float16", 64, WINDOW | {"score_mod": numba_flash.alibi([0.5, 0.25])}),
+    "128 causal dropout": ("bfloat16", 128, {"causal": True} | DROPOUT),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UPWARD)
+def test_gradients_of_heads_that_go_upward_and_downward(name):
+    """Blocks of keys of the first go upward, those of the last downward: the same bits, however many are at work."""
+    dtype, d, options = UPWARD[name]
+    group, results = Group(SM90, dtype, d, d, ()), []
+    arrays = random_inputs(batch=(2,), hq=2, hk=1, nq=200, nk=280, d=d, dtype=dtype)
+    for resident in (None, 1):
+        with machine(len(results), multiprocessors=2, resident=resident):
+            results.append(backward(group, arrays, **options))
+    compare(results[0], *arrays, **options)
+    assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
+
+
 @pytest.mark.full
 def test_blocks_for_which_there_is_no_room():
     """Turns at dq are claimed by blocks at work: a grid that fits in parts alone, one block at a time, still ends, with the same bits."""
