@@ -448,15 +448,13 @@ def test_out_of_float32_is_what_o_is_rounded_from(backend):
 
 
 @pytest.mark.full
-@every_tier
-def test_gradients_of_lse_in_any_order(backend, monkeypatch):
+def test_gradients_of_lse_in_any_order():
     """Sums of dq that are added as they come are right, if not repeatable."""
-    monkeypatch.setattr(prepare_turns, "MANY_BLOCKS", 1)
     arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=130, nk=300, d=64, dtype="bfloat16")
     options = {"causal": True, "dlse": np.random.default_rng(5).standard_normal((1, 2, 130)).astype(np.float32)}
     for deterministic in (False, True):
         with machine(seed=3):
-            results = backward(Group(backend, "bfloat16", 64, 64, ()), arrays, deterministic=deterministic, **options)
+            results = backward(Group(SM80, "bfloat16", 64, 64, ()), arrays, deterministic=deterministic, **options)
         compare(results, *arrays, **options)
 
 
@@ -508,12 +506,13 @@ def test_sums_of_dq_in_copies(copies, d, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("backend", "d", "options"),
-    [(SM90, 64, {}), (SM90, 64, SLOPES), (SM90, 256, {}), (SM80, 64, {})],
-    ids=["sm90, 64", "sm90, 64, alibi", "sm90, 256", "sm80, 64"],
+    ("backend", "d", "options", "deterministic"),
+    [(SM90, 64, {}, True), (SM90, 64, {}, False), (SM90, 64, SLOPES, True), (SM90, 256, {}, True), (SM80, 64, {}, True)],
+    ids=["sm90, 64", "sm90, 64, any order", "sm90, 64, alibi", "sm90, 256", "sm80, 64"],
 )
-def test_packed_sequences(backend, d, options):
+def test_packed_sequences(backend, d, options, deterministic, monkeypatch):
     """Sequences of any length, one of them empty, beside each other; each as if it were alone."""
+    monkeypatch.setattr(prepare_turns, "MANY_BLOCKS", 1)
     q_offsets, k_offsets = np.array([0, 70, 70, 199, 230]), np.array([0, 50, 120, 250, 251])
     rng = np.random.default_rng(2)
     draw = lambda n, heads: rng.standard_normal((n, heads, d)).astype(np.float16)
@@ -532,7 +531,7 @@ def test_packed_sequences(backend, d, options):
     agree(o, q_offsets, ref_o)
     np.testing.assert_allclose(lse, np.concatenate(ref_lse, axis=-1), atol=1e-5)
     with machine(seed=1):
-        gradients = backend.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True, **options)
+        gradients = backend.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True, deterministic=deterministic, **options)
     refs = zip(*(reference.backward(*inputs, causal=True, **options) for inputs in alone), strict=True)
     for x, offsets, ref in zip(gradients, (q_offsets, k_offsets, k_offsets), refs, strict=True):
         agree(x, offsets, ref)

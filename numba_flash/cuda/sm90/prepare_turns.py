@@ -11,16 +11,17 @@ from numba_flash.cuda.sm90.tiles import DQ_PART
 # twice as many: D = 64, N = 4k and 8k 1.02, 1.00; D = 128, N = 2k to 16k 1.02, 0.995, 0.995, 1.00.
 SUMS_AT_WORK = 2**24
 # How many sections, the last, go downward, the longest blocks first, for the sake of an even end,
-# while all others go upward; and turns of the GPU that a section takes. Causal, H200, N = 512, 1k,
-# 2k, 4k, 8k, 16k, speed over all downward with AT_WORK: D = 64 1.06, 1.04, 1.07, 1.06, 1.05, 1.03;
-# D = 128 1.03, 1.03, 1.03, 1.02, 1.02, 1.01. With sections of one turn 1.06, 1.05, 1.06, 1.05,
-# 1.04, 1.02; 1.03, 1.03, 1.02, 1.01, 1.01, 1.00; of half a turn 1.07, 1.04, 1.05, 1.03, 1.03, 1.02;
-# 1.04, 1.00, 0.99, 0.98, 0.97, 1.00. Of two turns, but none downward 1.05, 1.03, 1.04, 1.03, 1.02,
-# 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but two downward 1.05, 1.04, 1.05, 1.03, 1.02,
-# 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
-DOWNWARD, TURNS = 1, 2
-# Turns of the GPU that a section takes if additions may come in any order.
-TURNS_IN_ANY_ORDER = 1
+# while all others go upward; and turns of the GPU that a section takes, from how many blocks of
+# keys of a head on: otherwise one turn. Causal, N = 512, 1k, 2k, 4k, 8k, 16k, speed over all
+# downward with AT_WORK, sections of one turn: H200, D = 64 1.06, 1.05, 1.06, 1.05, 1.04, 1.02; D =
+# 128 1.03, 1.03, 1.02, 1.01, 1.01, 1.00; H100 1.06, 1.05, 1.09, 1.07, 1.06, 1.03; 1.06, 1.07, 1.07,
+# 1.04, 1.02, 1.00. Of two turns: H200 1.06, 1.04, 1.07, 1.06, 1.05, 1.03; 1.03, 1.03, 1.03, 1.02,
+# 1.02, 1.01; H100 1.06, 1.04, 1.09, 1.09, 1.07, 1.04; 0.96, 1.01, 1.07, 1.05, 1.03, 1.02. Of half a
+# turn, H200 1.07, 1.04, 1.05, 1.03, 1.03, 1.02; 1.04, 1.00, 0.99, 0.98, 0.97, 1.00; of four, H100
+# 0.99, 1.03, 1.08, 1.08, 1.07, 1.03; 0.79, 0.75, 0.72, 0.73, 0.80, 0.89. Of two turns, but none
+# downward, H200 1.05, 1.03, 1.04, 1.03, 1.02, 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but
+# two downward 1.05, 1.04, 1.05, 1.03, 1.02, 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
+DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
 # queries of a tile. They go downward, and wait for each other at the first tile, longer if they are
 # more, or tiles larger; if they are fewer, more heads have their tiles and sums in the L2 cache.
@@ -29,19 +30,21 @@ TURNS_IN_ANY_ORDER = 1
 # 305, 431, 480; 283, 444, 493. D = 128 on an H200 with four 352, 488, 526, six 347, 484, 518; on an
 # H100 311, 476, 529; 323, 482, 521.
 AT_WORK = {64: 4, 128: 3}
-# Fewest blocks of keys of a head whose additions in any order are faster than in turns: those begin
-# with zeros, but nobody waits. Causal, speed in any order over that in turns when all blocks went
-# downward, N = 512, 1k, 2k, 4k, 8k, 16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03; D = 128
-# 0.85, 0.98, 1.03, 1.03, 1.02, 1.01. Of full attention at most 1.00, on an H200.
-MANY_BLOCKS = 16
 
 
 def ordered(p, tile, deterministic: bool) -> bool:
-    """Whether blocks of keys add to dQ in turns: if that has to be deterministic, or is as fast so,
-    as it is without a mask, and a band of many blocks. What is not added in memory needs no turns.
+    """Whether blocks of keys add to dQ in turns: if that has to be deterministic, or is as fast so.
+    What is not added in memory needs no turns.
+
+    Additions in any order begin with zeros, but nobody waits. Speed over that in turns where all
+    blocks go downward, as under a mask and with packed sequences, causal, N = 512, 1k, 2k, 4k, 8k,
+    16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03; D = 128 0.85, 0.98, 1.03, 1.03, 1.02,
+    1.01. Where they go upward, D = 64, 0.84, 0.94, 0.96, 0.97, 1.00, 1.00; without a band at most
+    1.00, on an H200.
     """
-    waits = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_BLOCKS
-    return tile.adds_dq and (deterministic or not (waits or p.options.tiled))
+    many = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_BLOCKS
+    waits = p.options.tiled or (p.options.packed and many)
+    return tile.adds_dq and (deterministic or not waits)
 
 
 def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
@@ -60,7 +63,7 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
         return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
     if ordered and p.options.tiled:
         return -(-multiprocessors // AT_WORK[tile.block_m])
-    turns = TURNS if ordered else TURNS_IN_ANY_ORDER
+    turns = TURNS if ordered and key_blocks >= MANY_BLOCKS else 1
     return max(1, turns * multiprocessors // max(1, key_blocks))
 
 

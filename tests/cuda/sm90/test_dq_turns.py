@@ -363,10 +363,11 @@ def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expect
         assert section == 1 or section * nq * 64 * 4 <= prepare_turns.SUMS_AT_WORK
 
 
-@pytest.mark.parametrize(("ordered", "turns"), [(True, prepare_turns.TURNS), (False, prepare_turns.TURNS_IN_ANY_ORDER)])
-@pytest.mark.parametrize("key_blocks", [1, 4, 32, 33, 128, 1000])
-def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered, turns):
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("key_blocks", [1, 4, 15, 16, 32, 33, 128, 1000])
+def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered):
     """In some turns of the GPU there is room for all heads of a section, and for no more."""
+    turns = 2 if ordered and key_blocks >= 16 else 1
     for tile in TILES:
         section = prepare_turns.section(problem(key_blocks * tile.block_n, 32, 32, True), tile, key_blocks, 132, ordered)
         assert section == 1 or section * key_blocks <= turns * 132
@@ -381,13 +382,17 @@ def test_few_blocks_of_a_head_under_a_mask_wait_for_each_other(tile, blocks, mul
 
 
 def test_additions_in_any_order_are_in_turns_where_that_is_as_fast():
-    """In any order those of a mask, or of a band with many blocks of keys; all of another tile are in one order without turns."""
+    """In any order those of a mask, or of packed sequences under a band with many blocks of keys; all of another tile are in one order
+    without turns.
+    """
+    packed = lambda *shape: replace(problem(*shape), options=replace(PLAIN, packed=True))
     for tile in TILES:
-        blocks = prepare_turns.MANY_BLOCKS * tile.block_n
-        assert prepare_turns.ordered(problem(blocks, 4, 4, True), tile, True)
-        assert not prepare_turns.ordered(problem(blocks, 4, 4, True), tile, False)
-        assert prepare_turns.ordered(problem(blocks - tile.block_n, 4, 4, True), tile, False)
-        assert prepare_turns.ordered(problem(blocks, 4, 4), tile, False)
+        keys = prepare_turns.MANY_BLOCKS * tile.block_n
+        assert prepare_turns.ordered(packed(keys, 4, 4, True), tile, True)
+        assert not prepare_turns.ordered(packed(keys, 4, 4, True), tile, False)
+        assert prepare_turns.ordered(packed(keys - 2 * tile.block_n, 4, 4, True), tile, False)
+        assert prepare_turns.ordered(packed(keys, 4, 4), tile, False)
+        assert prepare_turns.ordered(problem(keys, 4, 4, True), tile, False)
         assert not prepare_turns.ordered(replace(problem(128, 4, 4), options=replace(PLAIN, mask=True)), tile, False)
     assert not prepare_turns.ordered(problem(4096, 4, 4, True), WideTile(), True)
 
