@@ -102,14 +102,6 @@ def test_scaling_says_where_memory_ends(module, monkeypatch, tmp_path):
     assert "failed" not in rows[4]
 
 
-def test_any_order(tmp_path):
-    """Without FlashAttention-4 there is our own ratio."""
-    size = ("--lengths", "33,70", "--head-dims", "16", "--tokens", "70", "--width", "32", "--dtype", "float32", "--repeats", "2")
-    results = run("any_order", *size, file=tmp_path / "any-order.json")
-    assert [(row["head_dim"], row["length"], row["mask"]) for row in results["rows"]] == [(16, 33, "causal"), (16, 70, "causal")]
-    assert all(row["tflops"] > 0 < row["ordered_over_this"] for row in results["rows"])
-
-
 TINY = ("--batch", "1", "--heads", "2", "--length", "65", "--head-dim", "16", "--dtype", "float32", "--repeats", "1")
 
 

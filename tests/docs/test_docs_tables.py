@@ -20,14 +20,8 @@ def beside_standard() -> list[float]:
     return [rows["CuPy", mask] / rows["numba_flash", mask] for mask in ("full", "causal")]
 
 
-def in_any_order() -> list[float]:
-    """Greatest speed of `deterministic=False` over the default's."""
-    return [max(1 / row["ordered_over_this"] for row in tables.load("h200/any_order")["rows"])]
-
-
 CLAIMS = {  # what a sentence says, and the values of its numbers
     r"([\d.]+) times as fast as standard attention in CuPy, ([\d.]+) times if causal": beside_standard,
-    r"in any order[^|]{0,90}up to ([\d.]+) times as fast": in_any_order,
     r"([\d.]+) GB as a matrix": lambda: [65_536**2 * 4 / 1e9],  # of the photograph, in float32
 }
 
