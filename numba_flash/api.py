@@ -240,7 +240,7 @@ def backward(
         Also return the gradient with respect to the bias.
     deterministic : bool
         True: the same bits in every run. False allows a backend to add parts of dq in the order in which they are ready, in float32,
-        which `sm80` does, and `sm90` for head dimensions up to 128 under a mask or of packed sequences; the others are deterministic
+        which `sm80` does, and `sm90` for head dimensions up to 128 with `mask` or of packed sequences; the others are deterministic
         anyway.
     out : tuple of arrays, optional
         (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not

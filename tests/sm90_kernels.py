@@ -177,13 +177,13 @@ FORWARD_SPLIT = {
 # dtype, head dimensions, banded, stored through maps, ordered, options
 BACKWARD = {
     "backward 64": ("bfloat16", 64, 64, False, True, True, PLAIN),
-    "backward 64, causal": ("float16", 64, 64, True, True, False, PLAIN),
-    "backward 128": ("float16", 128, 128, False, True, False, PLAIN),
-    "backward 128, in order": ("bfloat16", 128, 128, False, True, True, PLAIN),
+    "backward 128": ("bfloat16", 128, 128, False, True, True, PLAIN),
     "backward 40, 72": ("bfloat16", 40, 72, False, True, True, PLAIN),
     "backward lengths": ("bfloat16", 128, 128, False, True, True, LENGTHS),
     "backward packed": ("float16", 64, 64, False, False, True, PACKED),
     "backward packed, 128": ("bfloat16", 128, 128, False, False, True, PACKED),
+    "backward packed, in any order": ("float16", 64, 64, True, False, False, PACKED),
+    "backward packed, 128, in any order": ("float16", 128, 128, True, False, False, PACKED),
     "backward softcap": ("bfloat16", 128, 128, False, True, True, SOFTCAP),
     "backward 256": ("bfloat16", 256, 256, True, True, False, PLAIN),
     "backward 192, 128": ("float16", 192, 128, False, True, False, PLAIN),
@@ -203,7 +203,7 @@ BACKWARD |= {name: (*config, first(LISTED_TILES, *config[1:3])) for name, config
 
 BACKWARD_RELATIVE = {
     "backward 64 relative": ("bfloat16", 64, 64, False, True, True, RELATIVE),
-    "backward 128 relative": ("float16", 128, 128, True, True, False, RELATIVE),
+    "backward 128 relative": ("float16", 128, 128, False, True, True, RELATIVE),
     "backward 128 relative, packed": ("bfloat16", 128, 128, False, False, True, replace(PACKED, relative=True)),
 }
 BACKWARD |= {
@@ -221,7 +221,7 @@ BACKWARD |= {name: (*config, STORING_TILE) for name, config in BACKWARD_STORED.i
 # dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
 BACKWARD_OPTIONS = {
     "backward sm90 64 dropout": ("float16", 64, 64, False, True, True, PAIRS, DROPOUT),
-    "backward sm90 128 dropout": ("bfloat16", 128, 128, True, True, False, PAIRS, DROPOUT),
+    "backward sm90 128 dropout": ("bfloat16", 128, 128, False, True, True, PAIRS, DROPOUT),
     "backward sm90 64 packed dropout": ("bfloat16", 64, 64, False, False, True, PAIRS, replace(PACKED, dropout=0.5)),
     "backward sm90 64 mask": ("bfloat16", 64, 64, False, True, True, PAIRS, MASK),
     "backward sm90 128 mask": ("float16", 128, 128, False, True, True, ONES, MASK),

@@ -116,14 +116,14 @@ def _to_host(x) -> np.ndarray:
     return np.asarray(x[-1].get() if hasattr(x, "get") else x[-1])
 
 
-def bind_ours(backend: str | None, case: Case, deterministic: bool = True) -> Bound:
-    """This library; whether gradients have to be the same in every run."""
+def bind_ours(backend: str | None, case: Case) -> Bound:
+    """This library."""
     q, k, v = case.arrays
     given = {"causal": case.cell.causal, "backend": backend} | options.ours(case.cell.option, case.cell.heads)
     if case.cell.direction == "forward":
         return _bound(lambda _: (forward(q, k, v, **given),), None, _to_host)
     o, lse = forward(q, k, v, return_lse=True, **given)
-    gradients = lambda do: backward(do, q, k, v, o, lse, deterministic=deterministic, **given)
+    gradients = lambda do: backward(do, q, k, v, o, lse, **given)
     return _bound(gradients, (case.do, case.sparse_do), _to_host)
 
 
@@ -269,8 +269,8 @@ def _flex(cell: Cell):
     return partial(compiled, score_mod=score_mod, block_mask=block_mask, enable_gqa=cell.group > 1), nullcontext
 
 
-def bind_flash_attn_4(case: Case, deterministic: bool = False) -> Bound:
-    """FlashAttention-4; whether gradients have to be the same in every run."""
+def bind_flash_attn_4(case: Case) -> Bound:
+    """FlashAttention-4, whose gradients need not be the same in every run."""
 
     def attend(cell: Cell):
         from flash_attn.cute import flash_attn_func
@@ -278,7 +278,7 @@ def bind_flash_attn_4(case: Case, deterministic: bool = False) -> Bound:
         _only_plain("flash_attn_func here", cell)
 
         def attention(q, k, v):
-            o = flash_attn_func(q, k, v, causal=cell.causal, deterministic=deterministic)
+            o = flash_attn_func(q, k, v, causal=cell.causal)
             return o[0] if isinstance(o, tuple) else o
 
         return attention, nullcontext

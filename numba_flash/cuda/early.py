@@ -2,9 +2,9 @@
 
 Blocks of such a kernel begin as soon as there is room for them and every block of the kernel before
 has let the next one begin, or ended ("Programmatic Dependent Launch and Synchronization" of the
-CUDA C++ Programming Guide). What they do before `begin` is done meanwhile, and is touched by nobody
-else: it may be anything but an access of global memory. Where a kernel is launched without leave to
-begin early (`Launch.early`), both instructions do nothing.
+CUDA C++ Programming Guide). What they do before `begin` is done meanwhile: anything but accesses of
+global memory. Where a kernel is launched in the usual way (`Launch.early` is False), its wait is
+over at once; the leave that it gives counts if the next one is launched early.
 """
 
 from numba_flash.cuda import ptx

@@ -512,7 +512,7 @@ def test_sums_of_dq_in_copies(copies, d, monkeypatch):
 )
 def test_packed_sequences(backend, d, options, deterministic, monkeypatch):
     """Sequences of any length, one of them empty, beside each other; each as if it were alone."""
-    monkeypatch.setattr(prepare_turns, "MANY_BLOCKS", 1)
+    monkeypatch.setattr(prepare_turns, "MANY_PACKED", 1)
     q_offsets, k_offsets = np.array([0, 70, 70, 199, 230]), np.array([0, 50, 120, 250, 251])
     rng = np.random.default_rng(2)
     draw = lambda n, heads: rng.standard_normal((n, heads, d)).astype(np.float16)
@@ -582,16 +582,19 @@ UPWARD = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", UPWARD)
-def test_gradients_of_heads_that_go_upward_and_downward(name):
+def test_gradients_of_heads_that_go_upward_and_downward(name, monkeypatch):
     """Blocks of keys of the first go upward, those of the last downward: the same bits, however many are at work."""
     dtype, d, options = UPWARD[name]
-    group, results = Group(SM90, dtype, d, d, ()), []
+    group, results, upward, among = Group(SM90, dtype, d, d, ()), [], prepare_turns.upward, []
+    monkeypatch.setattr(prepare_turns, "upward", lambda p, items, *how: among.append((upward(p, items, *how), items)) or among[-1][0])
     arrays = random_inputs(batch=(2,), hq=2, hk=1, nq=200, nk=280, d=d, dtype=dtype)
     for resident in (None, 1):
         with machine(len(results), multiprocessors=2, resident=resident):
             results.append(backward(group, arrays, **options))
     compare(results[0], *arrays, **options)
     assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
+    assert among
+    assert all(0 < some < items for some, items in among)
 
 
 @pytest.mark.full

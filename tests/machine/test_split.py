@@ -416,7 +416,7 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_gradients_of_packed_sequences_on_hopper(deterministic, monkeypatch):
     """Each as if it were alone, one of them empty; centres of keys and values are those of all together."""
-    monkeypatch.setattr(prepare_turns, "MANY_BLOCKS", 1)
+    monkeypatch.setattr(prepare_turns, "MANY_PACKED", 1)
     q_offsets, k_offsets = np.array([0, 70, 70, 150]), np.array([0, 50, 120, 121])
     draw = lambda rng, shape: 3 + rng.standard_normal(shape)
     q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=150, nk=121, d=16, draw=draw)

@@ -154,9 +154,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
 
     @inline
     def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
-        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries, the last
-        tile first.
-        """
+        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries."""
         # registers of each thread
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T, of a part of a tile
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T

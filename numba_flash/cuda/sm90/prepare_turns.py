@@ -22,6 +22,8 @@ SUMS_AT_WORK = 2**24
 # downward, H200 1.05, 1.03, 1.04, 1.03, 1.02, 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but
 # two downward 1.05, 1.04, 1.05, 1.03, 1.02, 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
+# Fewest blocks of keys under a band for which packed sequences may be added in any order.
+MANY_PACKED = 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
 # queries of a tile. They go downward, and wait for each other at the first tile, longer if they are
 # more, or tiles larger; if they are fewer, more heads have their tiles and sums in the L2 cache.
@@ -37,12 +39,12 @@ def ordered(p, tile, deterministic: bool) -> bool:
     What is not added in memory needs no turns.
 
     Additions in any order begin with zeros, but nobody waits. Speed over that in turns where all
-    blocks go downward, as under a mask and with packed sequences, causal, N = 512, 1k, 2k, 4k, 8k,
-    16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03; D = 128 0.85, 0.98, 1.03, 1.03, 1.02,
-    1.01. Where they go upward, D = 64, 0.84, 0.94, 0.96, 0.97, 1.00, 1.00; without a band at most
-    1.00, on an H200.
+    blocks go downward, as with a mask and packed sequences (but measured without), causal, N = 512,
+    1k, 2k, 4k, 8k, 16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03; D = 128 0.85, 0.98, 1.03,
+    1.03, 1.02, 1.01. Where they go upward, D = 64, 0.84, 0.94, 0.96, 0.97, 1.00, 1.00; without a
+    band at most 1.00, on an H200.
     """
-    many = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_BLOCKS
+    many = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_PACKED
     waits = p.options.tiled or (p.options.packed and many)
     return tile.adds_dq and (deterministic or not waits)
 
@@ -52,8 +54,8 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
 
     If dQ is not added up in memory, so many that everyone gets the same work. Without a band no
     more than have their sums in the cache: one each, since blocks at work at the same time walk
-    over the heads of a group together. With a band so few that all blocks of a head are at work at
-    the same time; under a mask, where they wait for each other, so many that few are.
+    over the heads of a group together. With a band as many as have all of their blocks at work
+    within a turn, or TURNS; with a mask, where they wait for each other, so many that few are.
     """
     even = grid.even_section(key_blocks, multiprocessors)
     if not tile.adds_dq:

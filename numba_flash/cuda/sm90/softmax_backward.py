@@ -74,7 +74,8 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
     clear_q = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim), BLOCK_M)
     clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
     LISTED, NOTES = options.listed, SMEM.notes if options.listed else 0
-    UPWARD, tile_at = upward, build_tile_at(True)  # the latter once per item, of any kind
+    # the latter, once per item, of any kind: `begin_backward` does not know which there are
+    UPWARD, tile_at = upward, build_tile_at(True)
     SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline

@@ -387,7 +387,7 @@ def test_additions_in_any_order_are_in_turns_where_that_is_as_fast():
     """
     packed = lambda *shape: replace(problem(*shape), options=replace(PLAIN, packed=True))
     for tile in TILES:
-        keys = prepare_turns.MANY_BLOCKS * tile.block_n
+        keys = prepare_turns.MANY_PACKED * tile.block_n
         assert prepare_turns.ordered(packed(keys, 4, 4, True), tile, True)
         assert not prepare_turns.ordered(packed(keys, 4, 4, True), tile, False)
         assert prepare_turns.ordered(packed(keys - 2 * tile.block_n, 4, 4, True), tile, False)
