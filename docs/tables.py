@@ -573,6 +573,7 @@ BENCH = (
     "python -m numba_flash bench --direction both --watts --repeats 12 --peers 'flash-attn-4,torch cuDNN'"
     " --json asv_bench/studies/results/h200/bench.json"
 )
+POWER = BENCH.replace("bench.json", "power.json")
 BENCH_H100 = BENCH.replace("h200", "h100")
 SCALING = "python docs/examples/train_transformer.py --scaling --json asv_bench/studies/results/h200/training.json"
 FIND_PATH = "python docs/examples/find_path.py --json asv_bench/studies/results/h200/path.json"
@@ -592,7 +593,7 @@ BLOCKS = {
     "summary-h100": Block(summary, ("h100/bench",), BENCH_H100),
     "speed-forward-h100": Block(lambda bench: speed(bench, "forward"), ("h100/bench",), BENCH_H100),
     "speed-backward-h100": Block(lambda bench: speed(bench, "backward"), ("h100/bench",), BENCH_H100),
-    "power": Block(power, ("h200/power", "h100/bench"), BENCH),
+    "power": Block(power, ("h200/power", "h100/bench"), POWER),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
     "sparsity": Block(sparsity, ("h200/sparsity",), _study("sparsity", "h200")),

@@ -313,7 +313,7 @@ BACKWARD_TILES = (
     # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it; dS not kept, and dQ
     # let go a product later, 0.98, 0.98, causal 0.98, 0.98 (2k, 16k). Full, 2k and 8k: 80 queries,
     # dQ^T for dQ, 0.96, 0.97; dQ of a tile behind dV of the next 0.97, 0.97; dK behind dP of the
-    # next 0.97 (4k, 16k); dV before dP is waited for 0.90, 0.88. Nothing added to dQ 1.05, 1.10; if
+    # next 0.97 (4k, 16k); dV before dP is waited for 0.94, 0.93. Nothing added to dQ 1.05, 1.10; if
     # the card rests in between, so that power is no limit, 1.05, 1.04
     Row(ANY, 128, 128, BackwardTile(64, 3, 2, True, keeps_ds=True)),
     # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
