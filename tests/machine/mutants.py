@@ -205,7 +205,6 @@ MUTANTS = (
     Mutant(
         "upward from the diagonal in the second head, too", P_AND_DS, "tile_at(first_tile, count)", "(tile_at(first_tile, count) + 1)", UP
     ),
-    Mutant("upward, earlier keys first", "cuda/schedule.py", "if index < u32(sizes.upward) if UPWARD", "if False if UPWARD", UP),
     Mutant("upward, one more", LOAD_BACKWARD, "number < sizes.upward", "number <= sizes.upward", UP),
     Mutant(
         "blocks beyond the last key",
