@@ -118,3 +118,11 @@ def test_a_small_section_may_leave_a_little_more_to_one():
     work = np.arange(1, 17) + grid.ITEM_TILES
     assert grid.most_work(work, 128, 66, 132) < grid.most_work(work, 128, 33, 132)
     assert grid.section(problem, 128, 128, 132) == 33
+
+
+def test_heads_of_few_row_blocks_have_small_sections():
+    """Causal N = 512 with 512 heads: a section of 6 leaves 2 % more to one, and its keys are read once."""
+    problem = SimpleNamespace(nq=512, nk=512, batch=(1, 32), hq=16, low=-ANY, high=0, options=PLAIN)
+    work = np.arange(1, 5) + grid.ITEM_TILES
+    assert grid.most_work(work, 512, 6, 132) > grid.UNEVEN * grid.most_work(work, 512, 44, 132)
+    assert grid.section(problem, 128, 128, 132) == 6

@@ -91,7 +91,17 @@ MUTANTS = (
         "gradients, lengths",
     ),
     # ---- the forward loop
-    Mutant("no wait for K", FORWARD, "of all\n        pipeline.wait_ready(smem, K, n)\n", "of all\n", "plain"),
+    Mutant("no wait for K", FORWARD, "is in flight.\"\"\"\n        pipeline.wait_ready(smem, K, n)\n", "\"\"\"\n", "plain"),
+    Mutant("no wait for V", FORWARD, "as above.\"\"\"\n        pipeline.wait_ready(smem, V, n)\n", "\"\"\"\n", "plain"),
+    Mutant("the state of the item before, apart", FORWARD, "            reset(m_i, l_i)\n            first", "            first", "D136"),
+    Mutant(
+        "V is released before its last product",
+        FORWARD,
+        "wait_all(acc, s)\n        pipeline.release_group(smem, V, n)",
+        "pipeline.release_group(smem, V, n)\n        wait_all(acc, s)",
+        "D136, items",
+    ),
+    Mutant("the item before goes on, with options", OPTIONS, "            reset(m_i, l_i)\n            more", "            more", "D136, bias"),
     Mutant("Q is released a tile early", FORWARD, "if t == i32(item.count - 1):", "if t == 1:", "D136"),
     Mutant("O of the item before", FORWARD, "item.q_tile, u32(t - 1))", "item.q_tile, u32(t))", "long items"),
     Mutant("O of the item of one tile before", FORWARD, "u32(item.count - 1)", "u32(item.count)", "many items"),

@@ -149,6 +149,7 @@ PROBLEMS = {
     "long items": Problem(forward_pass, nk=500, hq=4),
     "D128": Problem(forward_pass, d=128),
     "D136": Problem(forward_pass, d=136, nk=150, hq=3),
+    "D136, items": Problem(forward_pass, d=136, nk=100, hq=3),  # of two tiles, for which there is room at a time
     "causal": Problem(forward_pass, nq=200, options={"causal": True}),
     "causal, earlier queries": Problem(forward_pass, nq=130, nk=64, options={"causal": True}),  # some see nothing
     "causal, later queries": Problem(forward_pass, nq=130, nk=300, options={"causal": True, "q_start": 100}),  # two tiles hide keys
@@ -231,6 +232,7 @@ HIDDEN["mask"][128:256, 128:256], HIDDEN["mask"][256:, 128:256] = True, False
 GAPS = {"mask": HIDDEN["mask"] & (np.arange(300) >= np.array([256, 128])[:, None, None])}
 PROBLEMS |= {
     "bias": Problem(forward_pass, nk=NK + 144, options=bias_of(NQ, NK + 144)),
+    "D136, bias": Problem(forward_pass, d=136, nk=150, hq=3, options=bias_of(NQ, 150)),
     "dropout": Problem(forward_pass, nk=NK, options=DROPOUT),
     "tiles of a mask": Problem(forward_pass, nq=300, nk=300, options=HIDDEN),
     "gradients, dropout": Problem(backward_pass, nk=NK, options=DROPOUT),

@@ -35,7 +35,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         products.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
-    CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
+    CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
     ALIGNMENT, V_PANEL, ON, OFF = SMEM.ALIGNMENT, panel_bytes(BLOCK_N), 1, 0
@@ -117,6 +117,23 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         pipeline.release_group(smem, K, n)
 
     @inline
+    def first_scores(s, acc, bias_mask, smem, me, n, x, extras):
+        """(1) S = Q K^T of a work item's first tile, while nothing else is in flight."""
+        pipeline.wait_ready(smem, K, n)
+        start_scores(s, x.q_tile, k_tile(smem, n))
+        read_pairs(bias_mask, smem, me, n, x, extras)
+        wait_all(acc, s)
+        pipeline.release_group(smem, K, n)
+
+    @inline
+    def last_values(s, p, acc, smem, n, before):
+        """(5) O += P V of a work item's last tile, likewise; `before` as above."""
+        pipeline.wait_ready(smem, V, n)
+        start_values(acc, p, v_tile(smem, n), before)
+        wait_all(acc, s)
+        pipeline.release_group(smem, V, n)
+
+    @inline
     def consume(maps, smem, me, o, lse, extras, batches, scale_log2, parameters):
         """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
         tile first.
@@ -135,12 +152,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
         x = begin_scores(smem, me, turn, o, extras)
         zero(acc)
         reset(m_i, l_i)
-        # (1) S = Q K^T of the first tile of all
-        pipeline.wait_ready(smem, K, n)
-        start_scores(s, x.q_tile, k_tile(smem, n))
-        read_pairs(bias_mask, smem, me, n, x, extras)
-        wait_all(acc, s)
-        pipeline.release_group(smem, K, n)
+        first_scores(s, acc, bias_mask, smem, me, n, x, extras)
         more = x.count > 1
         weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
         pack(p, s)
@@ -163,29 +175,34 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
                 rescale(acc, alpha)
                 if not PACKS_EARLY:
                     pack(p, s)
-            # the next tile is the first of the next work item
             if x.count == 1:
                 pipeline.release_group(smem, Q, turn)
-            turn, n, before = u32(turn + 1), u32(n + 1), u32(x.count - 1)
+            before = u32(x.count - 1)
+            if APART:
+                last_values(s, p, acc, smem, n, before)
+                finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, parameters)
+            # the next tile is the first of the next work item
+            turn, n = u32(turn + 1), u32(n + 1)
             x = begin_scores(smem, me, turn, o, extras)
             if x.count == END:
                 break
-            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, True, before)
-            softmax.hand_over(m_i, l_i, m_done, l_done)
+            if APART:
+                first_scores(s, acc, bias_mask, smem, me, n, x, extras)
+            else:
+                overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, True, before)
+                softmax.hand_over(m_i, l_i, m_done, l_done)
             reset(m_i, l_i)
             more = x.count > 1
             weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more)
-            wait_all(acc, s)
-            pipeline.release_group(smem, V, u32(n - 1))
-            done = u32(turn - 1)
-            finish(maps, smem, done, me, acc, m_done, l_done, o, lse, batches, parameters)
+            if not APART:
+                wait_all(acc, s)
+                pipeline.release_group(smem, V, u32(n - 1))
+                done = u32(turn - 1)
+                finish(maps, smem, done, me, acc, m_done, l_done, o, lse, batches, parameters)
             pack(p, s)
-        # (5) O += P V of the last tile of all
-        pipeline.wait_ready(smem, V, u32(n - 1))
-        start_values(acc, p, v_tile(smem, u32(n - 1)), before)
-        wait_all(acc, s)
-        done = u32(turn - 1)
-        finish(maps, smem, done, me, acc, m_i, l_i, o, lse, batches, parameters)
+        if not APART:
+            last_values(s, p, acc, smem, u32(n - 1), before)
+            finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, batches, parameters)
 
     def forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters):
         smem = pipeline.shared_base(ALIGNMENT)
