@@ -593,7 +593,7 @@ BLOCKS = {
     "summary-h100": Block(summary, ("h100/bench",), BENCH_H100),
     "speed-forward-h100": Block(lambda bench: speed(bench, "forward"), ("h100/bench",), BENCH_H100),
     "speed-backward-h100": Block(lambda bench: speed(bench, "backward"), ("h100/bench",), BENCH_H100),
-    "power": Block(power, ("h200/power", "h100/bench"), POWER),
+    "power": Block(power, ("h200/power", "h100/power"), POWER),
     "scaling-h200": Block(scaling, ("h200/scaling",), _study("scaling", "h200")),
     "scaling-cpu": Block(scaling, ("2-core-cpu/scaling",), _study("scaling", "2-core-cpu")),
     "sparsity": Block(sparsity, ("h200/sparsity",), _study("sparsity", "h200")),

@@ -37,7 +37,7 @@ BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
 )
 PAIR_TILES, WALK = "cuda/sm90/pair_tiles.py", "cuda/sm90/walk_backward.py"
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
-UP = "gradients, upward"
+UP, HEADS = "gradients, upward", "gradients, heads and a window"
 
 MUTANTS = (
     # ---- who may touch which shared memory when
@@ -91,8 +91,8 @@ MUTANTS = (
         "gradients, lengths",
     ),
     # ---- the forward loop
-    Mutant("no wait for K", FORWARD, "is in flight.\"\"\"\n        pipeline.wait_ready(smem, K, n)\n", "\"\"\"\n", "plain"),
-    Mutant("no wait for V", FORWARD, "as above.\"\"\"\n        pipeline.wait_ready(smem, V, n)\n", "\"\"\"\n", "plain"),
+    Mutant("no wait for K", FORWARD, 'is in flight."""\n        pipeline.wait_ready(smem, K, n)\n', '"""\n', "plain"),
+    Mutant("no wait for V", FORWARD, 'as above."""\n        pipeline.wait_ready(smem, V, n)\n', '"""\n', "plain"),
     Mutant("the state of the item before, apart", FORWARD, "            reset(m_i, l_i)\n            first", "            first", "D136"),
     Mutant(
         "V is released before its last product",
@@ -101,7 +101,9 @@ MUTANTS = (
         "pipeline.release_group(smem, V, n)\n        wait_all(acc, s)",
         "D136, items",
     ),
-    Mutant("the item before goes on, with options", OPTIONS, "            reset(m_i, l_i)\n            more", "            more", "D136, bias"),
+    Mutant(
+        "the item before goes on, with options", OPTIONS, "            reset(m_i, l_i)\n            more", "            more", "D136, bias"
+    ),
     Mutant("Q is released a tile early", FORWARD, "if t == i32(item.count - 1):", "if t == 1:", "D136"),
     Mutant("O of the item before", FORWARD, "item.q_tile, u32(t - 1))", "item.q_tile, u32(t))", "long items"),
     Mutant("O of the item of one tile before", FORWARD, "u32(item.count - 1)", "u32(item.count)", "many items"),
@@ -177,7 +179,9 @@ MUTANTS = (
     Mutant("delta's sign", P_AND_DS, "(dpT[4 * j + i] - delta[i % 2])", "(dpT[4 * j + i] + delta[i % 2])", "gradients"),
     Mutant("the lse of the other row", P_AND_DS, "scale_log2 - shift[i % 2]", "scale_log2 - shift[i // 2]", "gradients"),
     Mutant("the slope of another cap", P_AND_DS, "f32(1) - tanh * tanh", "f32(1) - tanh", "gradients, softcap"),
-    Mutant("what follows the last query", P_AND_DS, "clear_do(smem, DO, n, rest, me)", "pass", "gradients, lengths"),
+    Mutant(
+        "what follows the last query", P_AND_DS, "clear_do(smem, DO, n, rest_of(smem, turn, me, n, step), me)", "pass", "gradients, lengths"
+    ),
     Mutant("a query too few", P_AND_DS, "j + i32(1) + high", "j + high", "gradients, window"),
     Mutant("bounds before they are written", P_AND_DS, "bounds[i])\n        pipeline.meet_warp_group(me)", "bounds[i])", "gradients"),
     # ---- who moves data in the backward pass
@@ -201,6 +205,21 @@ MUTANTS = (
     Mutant("tiles of Q overwritten", PIPELINE, "        wait_free(smem, RING, n)\n", "", "gradients, long"),
     Mutant("work items without their fourth reader", LOAD_BACKWARD, "ADDERS * ADDS_DQ + 1", "ADDERS * ADDS_DQ", "gradients, items"),
     Mutant("dQ ready when half of it is", LOAD_BACKWARD, "DQ, CONSUMERS * WARP_GROUP, 1)", "DQ, WARP_GROUP, 1)", "gradients"),
+    # ---- steps through tiles and heads
+    Mutant("a head too far back", P_AND_DS, "i32(heads - i32(1))", "heads", HEADS),
+    Mutant("the first clear tile, not its step", P_AND_DS, "tiles_hidden * heads", "tiles_hidden", HEADS),
+    Mutant("one step more that is clear", P_AND_DS, "tiles_clear * heads - i32(1)", "tiles_clear * heads", HEADS),
+    Mutant("as many tiles as steps", P_AND_DS, "u32(step) // u32(bound(smem, me, BOUND.heads))", "step", HEADS),
+    Mutant("heads one after the other", LOAD_BACKWARD, "(inner, outer) if TOGETHER", "(outer, inner) if TOGETHER", HEADS),
+    Mutant("sums of heads one after the other", ADD_DQ, "(inner, outer) if TOGETHER", "(outer, inner) if TOGETHER", HEADS),
+    Mutant(
+        "a tail that counts as clear",
+        P_AND_DS,
+        "not TOGETHER or step > bound(smem, me, BOUND.clear_to)",
+        "not TOGETHER",
+        "gradients, lengths",
+    ),
+    Mutant("a head with one tile more", P_AND_DS, "else step\n\n", "- i32(1) else step\n\n", "gradients, D136, heads"),
     # ---- blocks of keys that go upward
     Mutant("upward behind earlier keys", ADD_DQ, "if UPWARD and pipeline", "if False and pipeline", UP),
     Mutant(
@@ -212,9 +231,6 @@ MUTANTS = (
     ),
     Mutant("sums added downward", ADD_DQ, "at = tile_at(first, t)", "at = tile_at(first if first < 0 else ~(first + count - 1), t)", UP),
     Mutant("rows downward", P_AND_DS, "if UPWARD and pipeline", "if False and pipeline", UP),
-    Mutant(
-        "upward from the diagonal in the second head, too", P_AND_DS, "tile_at(first_tile, count)", "(tile_at(first_tile, count) + 1)", UP
-    ),
     Mutant("upward, one more", LOAD_BACKWARD, "number < sizes.upward", "number <= sizes.upward", UP),
     Mutant(
         "blocks beyond the last key",
@@ -314,7 +330,7 @@ MUTANTS = (
     Mutant("dS overwritten while it is copied", WIDE, "await_store()\n                ptx", "ptx", "gradients, D136"),
     Mutant("no fence behind mbarriers", FORWARD, "            ptx.fence_mbarrier_init()\n", "", "plain"),
     Mutant("no fence before dQ is added", STORE, "ptx.fence_proxy_async()\n        pipeline", "pipeline", "gradients"),
-    Mutant("no fence between dS and its products", BACKWARD, "ptx.fence_proxy_async()\n                row0", "row0", "gradients"),
+    Mutant("no fence between dS and its products", BACKWARD, "ptx.fence_proxy_async()\n                step", "step", "gradients"),
     Mutant(
         "no fence between registers and their product",
         "cuda/ptx/wgmma.py",

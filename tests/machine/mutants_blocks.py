@@ -109,8 +109,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "queries of a range of tiles",
         P_AND_DS,
-        "        if LISTED:\n            row0 = listed_row0(smem, n)\n        row0 = i32(row0 + me",
-        "        row0 = i32(row0 + me",
+        "        if NOTED:\n            step = i32(u32(row0_of(smem, me, n, step)) // u32(BLOCK_M))\n",
+        "",
         "gradients, blocks, window",
     ),
     Mutant(

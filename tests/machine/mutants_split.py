@@ -71,7 +71,7 @@ MUTANTS_SPLIT = (
     Mutant("the high plane of dS twice", BACKWARD_SPLIT, "p, plane * PAIRS)", "p, 0)", GRADIENTS),
     Mutant("powers before they are there", ITEM, "pipeline.meet_warp_group(me)  # theirs", "pass  # theirs", GRADIENTS),
     Mutant("dS of other warps before it is there", BACKWARD_SPLIT, "pipeline.meet_warp_group(me)  # dS", "pass  # dS", GRADIENTS),
-    Mutant("no fence before dQ", BACKWARD_SPLIT, "ptx.fence_proxy_async()\n                row0", "row0", GRADIENTS),
+    Mutant("no fence before dQ", BACKWARD_SPLIT, "ptx.fence_proxy_async()\n                step", "step", GRADIENTS),
     Mutant("dQ from the keys of one consumer", "cuda/sm90/postprocess_split.py", "range(1, PARTS)", "range(1, 1)", GRADIENTS),
     Mutant("dK without the power of V", ITEM, "acc[e] *= of_dp", "acc[e] *= factor_of(smem, turn, extras, 3)", GRADIENTS),
     # ---- backward, consumers that share keys
@@ -97,7 +97,7 @@ MUTANTS_SPLIT = (
         "            pipeline.release(smem, MADE, u32(n - u32(1)))\n            commit_dq",
         WIDE,
     ),
-    Mutant("dO before its product", BACKWARD_WIDE, "                wait_do(smem, turn, 0, n, row0)\n", "", WIDE),
+    Mutant("dO before its product", BACKWARD_WIDE, "                wait_do(smem, turn, 0, n, step)\n", "", WIDE),
     Mutant(
         "the left columns of dQ for the right ones",
         "cuda/sm90/postprocess_split.py",

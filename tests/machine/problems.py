@@ -162,6 +162,7 @@ PROBLEMS = {
     "gradients, claims": Problem(backward_with_claims, nq=200, nk=300, multiprocessors=2),
     "gradients, no room": Problem(backward_pass, nk=500, multiprocessors=2, resident=1),
     "gradients, heads": Problem(backward_pass, hq=4, hk=2, multiprocessors=2),
+    "gradients, heads and a window": Problem(backward_pass, nq=500, nk=400, hq=4, hk=2, options={"window": (200, 150)}),
     "gradients, causal": Problem(backward_pass, nq=200, options={"causal": True}),
     "gradients, window": Problem(backward_pass, nq=300, nk=300, options={"window": (200, 62)}),
     "gradients, lengths": Problem(backward_pass, options=LENGTHS),
@@ -170,9 +171,10 @@ PROBLEMS = {
     "gradients, D136": Problem(backward_pass, d=136, nq=200, nk=130),
     "gradients, items": Problem(backward_pass, nq=100, nk=300, hq=3, hk=3, options={"causal": True}),
     "gradients, upward": Problem(  # but the last head, whose blocks go downward
-        backward_pass, nq=300, nk=200, hq=6, hk=3, multiprocessors=2, options={"causal": True, "q_start": 0}
+        backward_pass, nq=300, nk=200, hq=3, hk=3, multiprocessors=2, options={"causal": True, "q_start": 0}
     ),
     "gradients, upward, more keys": Problem(backward_pass, nq=150, nk=300, hq=2, hk=2, options={"causal": True, "q_start": 100}),
+    "gradients, D136, heads": Problem(backward_pass, d=136, nq=300, nk=64, hq=2, hk=1, options={"causal": True, "q_start": 0}),
     "gradients, D136, items": Problem(backward_pass, d=136, nq=200, nk=64, hq=4, hk=4),
     "gradients, D136, parts": Problem(backward_pass, d=136, nq=130, nk=200, key_blocks=2),
 }

@@ -20,6 +20,7 @@ from numba_flash.cuda.sm90.walk_backward import (
     blocks_before,
     build_tile_at,
     build_walk,
+    goes_together,
 )
 
 WORD = words(BackwardWork)
@@ -34,6 +35,7 @@ def build_add_dq(ordered, options, tile, layout):
     BLOCK_M, BLOCK_N, ORDERED = tile.block_m, tile.block_n, ordered
     DQ, WORK, DQ_BYTES = one_type(layout.dq), one_type(layout.work), 4 * DQ_PART * tile.consumers
     UPWARD, MASKED = may_go_upward(ordered, options), options.tiled
+    TOGETHER = goes_together(options, tile)
     tile_at, walk = build_tile_at(UPWARD), build_walk(BLOCK_N, layout.work)
     listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
     first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
@@ -86,15 +88,16 @@ def build_add_dq(ordered, options, tile, layout):
         count = pipeline.read(smem, WORK, turn, WORD.count)
         while count != END:
             first = pipeline.read(smem, WORK, turn, WORD.first)
-            for g in range(group):
-                base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
-                tiles, order = count, i32(0)
+            for outer in range(count if TOGETHER else group):
+                order, inners = i32(0), group if TOGETHER else count
                 if MASKED:
-                    head = i32(pipeline.read(smem, WORK, turn, WORD.kv_head) * group + g)
+                    head = i32(pipeline.read(smem, WORK, turn, WORD.kv_head) * group + outer)
                     listing = listing_of(smem, turn, head, extras)
-                    tiles = listing.count
-                for t in range(tiles):
+                    inners = listing.count
+                for inner in range(inners):
                     if n % u32(ADDERS) == u32(me):
+                        g, t = (inner, outer) if TOGETHER else (outer, inner)
+                        base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
                         at = tile_at(first, t)
                         if MASKED:
                             at = listed(listing, t).at

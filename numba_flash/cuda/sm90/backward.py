@@ -71,7 +71,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     shared = softmax_backward.build(
         head_dim, head_dim_v, options, tile, BFLOAT16, may_go_upward(ordered, options)
     )
-    next_row0 = shared.next_row0
+    next_step = shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
     factors = shared.factors
@@ -141,7 +141,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
-            row0 = begin_item(smem, turn, me, n, sT, k_rows)
+            step = begin_item(smem, turn, me, n, sT, k_rows, group)
             tiles = i32(count * group)
             if LISTED:
                 tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
@@ -149,9 +149,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
-                    wait_q(smem, turn, me, n, row0)
+                    wait_q(smem, turn, me, n, step)
                     start_scores(smem, me, n, sT, k_rows)
-                wait_do(smem, turn, me, n, row0)
+                wait_do(smem, turn, me, n, step)
                 if KEEPS_DS and not AHEAD:  # dK is complete: the registers of dS are free for dP
                     ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 # (4) dP^T = V dO^T
@@ -162,7 +162,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     release_before(smem, n)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
-                recompute_p(sT, smem, turn, me, n, row0, scales)
+                recompute_p(sT, smem, turn, me, n, step, scales)
                 ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                 if AHEAD:
                     release_before(smem, n)
@@ -182,9 +182,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                     pack(dsT, dpT)
                 start_dv(dv_acc, pT, wgmma.descriptor(do_rows, u32(Q_PANEL)))
                 ptx.fence_proxy_async()
-                row0 = next_row0(smem, turn, me, row0)
+                step = next_step(smem, turn, me, step)
                 if AHEAD:
-                    start_next(smem, turn, me, n, end, row0, sT, k_rows)
+                    start_next(smem, turn, me, n, end, step, sT, k_rows)
                 pipeline.meet_consumers(CONSUMERS)  # all of dS^T is there
                 if AHEAD:  # dV is complete: the registers of P are free for dQ
                     ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)

@@ -136,22 +136,22 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             v_rows = wgmma.descriptor(pipeline.tile(smem, V, turn) + mine, u32(0))
             zero_k(dk_acc)
             zero_v(dv_acc)
-            row0 = begin_item(smem, turn, me, n, sT, k_rows)
+            step = begin_item(smem, turn, me, n, sT, k_rows, i32(sizes.group))
             make_room(smem, turn, me)
             end = u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T
-                    wait_q(smem, turn, me, n, row0)
+                    wait_q(smem, turn, me, n, step)
                     start_scores(smem, me, n, sT, k_rows)
-                wait_do(smem, turn, me, n, row0)
+                wait_do(smem, turn, me, n, step)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))
                 if not AHEAD:
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     release_before(smem, n)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
-                recompute_p(sT, smem, turn, me, n, row0, scales)
+                recompute_p(sT, smem, turn, me, n, step, scales)
                 ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                 if AHEAD:
                     release_before(smem, n)
@@ -167,7 +167,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dv(dv_acc, pT, wgmma.descriptor(do_rows, u32(Q_PANEL)))
                 ptx.fence_proxy_async()
                 if AHEAD:
-                    start_next(smem, turn, me, n, end, row0, sT, k_rows)
+                    start_next(smem, turn, me, n, end, step, sT, k_rows)
                 store_ds(smem, me, ds, n)
                 # (6) dK = dK + dS^T Q
                 dsT_rows = wgmma.descriptor(own_ds, u32(0))

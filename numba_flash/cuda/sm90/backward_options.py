@@ -64,8 +64,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
-    row0_of, part_of, fetch = own.row0_of, own.part_of, own.fetch
-    recompute_p, differentiate, SLOPES, WORDS = own[3:]
+    part_of, fetch = own.part_of, own.fetch
+    recompute_p, differentiate, SLOPES, WORDS = own[2:]
     take_bias = build_take_bias(tile, SMEM.bias)
     commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
@@ -147,10 +147,8 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     @inline
     def begin_tile(smem, turn, me, n):
         """Wait for Q and dO of a tile."""
-        pipeline.wait_ready(smem, Q, n)
-        row0 = row0_of(smem, n)
-        wait_q(smem, turn, me, n, row0)
-        wait_do(smem, turn, me, n, row0)
+        wait_q(smem, turn, me, n, i32(0))  # which is noted
+        wait_do(smem, turn, me, n, i32(0))
 
     @inline
     def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):

@@ -46,7 +46,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = softmax_backward.build(D, DV, options, tile, upward=may_go_upward(ordered, options))
-    note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
+    note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
     commit_dq, put_dq = store.build_hand_over(SMEM.dq, D)
@@ -88,24 +88,24 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             v_rows = u32(pipeline.tile(smem, V, turn) + mine)
             zero_k(dk_acc)
             zero_v(dv_acc)
-            of_item = begin_item(smem, turn, me, extras, scales)
-            row0 = bound(smem, me, BOUND.begin)
+            of_item = begin_item(smem, turn, me, extras, scales, group)
+            step = bound(smem, me, BOUND.begin)
             begin, end = n, u32(n + u32(count * group))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 # (1) S^T = K Q^T
-                wait_q(smem, turn, me, n, row0)
+                wait_q(smem, turn, me, n, step)
                 k_descriptor = wgmma.descriptor(k_rows, u32(0))
                 start_scores(sT, s_low, k_descriptor, wgmma.descriptor(q_rows, u32(0)))
                 # (4) dP^T = V dO^T
-                wait_do(smem, turn, me, n, row0)
+                wait_do(smem, turn, me, n, step)
                 v_descriptor = wgmma.descriptor(v_rows, u32(0))
                 start_dp(dpT, dp_low, v_descriptor, wgmma.descriptor(do_rows, u32(0)))
                 if n != begin:  # (7) of the tile before
                     commit_dq(smem, u32(n - u32(1)))
                 # (2) P^T = exp(S^T - lse), in the place of S^T
                 join_scores(sT, s_low)
-                recompute_p(sT, smem, turn, me, n, row0, of_item)
+                recompute_p(sT, smem, turn, me, n, step, of_item)
                 # (5) dS^T = P^T * (dP^T - delta)
                 join_dp(dpT, dp_low)
                 for chunk in range(0, SCORES // 4, 2):
@@ -125,7 +125,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                     put_words(u32(ds + u32(plane * DS_BYTES)), p, plane * PAIRS)
                 start_dk(high, low, p, q_rows)
                 ptx.fence_proxy_async()
-                row0 = next_row0(smem, turn, me, row0)
+                step = next_step(smem, turn, me, step)
                 pipeline.meet_warp_group(me)  # dS^T is there; they have read their tile's lse
                 join_dk(high, low)
                 pipeline.release_group(smem, Q, n)

@@ -48,7 +48,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = softmax_backward.build(D, DV, options, tile, upward=may_go_upward(ordered, options))
-    note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
+    note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
     begin_item, common_power, store_dk, store_dv = item_split.build(
@@ -121,31 +121,31 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             if count == END:
                 break
             zero_v(dv_acc)
-            of_item = begin_item(smem, turn, 0, extras, scales)
+            of_item = begin_item(smem, turn, 0, extras, scales, group)
             k_rows = wgmma.descriptor(pipeline.tile(smem, K, turn), u32(0))
-            row0 = bound(smem, 0, BOUND.begin)
+            step = bound(smem, 0, BOUND.begin)
             begin, end = n, u32(n + u32(count * group))
             while n != end:
                 # (1) S^T = K Q^T
-                wait_q(smem, turn, 0, n, row0)
+                wait_q(smem, turn, 0, n, step)
                 q_rows = wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0))
                 start_scores(sT, s_low, k_rows, q_rows)
                 wait_scores(sT, s_low)
                 add_scores(sT, s_low)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
-                recompute_p(sT, smem, turn, 0, n, row0, of_item)
+                recompute_p(sT, smem, turn, 0, n, step, of_item)
                 hand_p(smem, n, sT)
                 pipeline.release_group(smem, Q, n)  # the other does so after all have left P^T
                 if n != begin:  # (7) of the tile before
                     make_left(smem, turn, u32(n - u32(1)), high, low)
                 # (3) dV = dV + P^T dO
-                wait_do(smem, turn, 0, n, row0)
+                wait_do(smem, turn, 0, n, step)
                 split(p, sT)
                 if n != begin:
                     commit_dq(smem, u32(n - u32(1)))
                 sum_dv(dv_acc, high, low, p, pipeline.tile(smem, DO, n), f32(1))
                 pipeline.release_group(smem, DO, n)
-                row0 = next_row0(smem, turn, 0, row0)
+                step = next_step(smem, turn, 0, step)
                 n = u32(n + 1)
             make_left(smem, turn, u32(n - u32(1)), high, low)
             commit_dq(smem, u32(n - u32(1)))
@@ -171,14 +171,14 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
             if count == END:
                 break
             zero_k(dk_acc)
-            of_item = begin_item(smem, turn, 1, extras, scales)
+            of_item = begin_item(smem, turn, 1, extras, scales, group)
             k_right = u32(pipeline.tile(smem, K, turn) + u32(HALF))
             v_rows = wgmma.descriptor(pipeline.tile(smem, V, turn), u32(0))
-            row0 = bound(smem, 1, BOUND.begin)
+            step = bound(smem, 1, BOUND.begin)
             begin, end = n, u32(n + u32(count * group))
             while n != end:
                 # (4) dP^T = V dO^T
-                wait_do(smem, turn, 1, n, row0)
+                wait_do(smem, turn, 1, n, step)
                 do_rows = wgmma.descriptor(pipeline.tile(smem, DO, n), u32(0))
                 start_dp(dpT, dp_low, v_rows, do_rows)
                 if n != begin:  # (7) of the tile before
@@ -202,7 +202,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
                 # (7) dQ = dS K
                 pipeline.wait_ready(smem, MADE, n)
                 start_right(high, low, u32(smem + u32(DS)), k_right)
-                row0 = next_row0(smem, turn, 1, row0)
+                step = next_step(smem, turn, 1, step)
                 join_right(high, low)
                 put_right(smem, 1, n, high, power.down)
                 n = u32(n + 1)

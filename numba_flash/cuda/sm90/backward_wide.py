@@ -41,7 +41,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
     TO_MAP, SEQUENCES, BFLOAT16 = to_map, options.sequences, dtype == "bfloat16"
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
-    note_bounds, bound, next_row0 = shared.note_bounds, shared.bound, shared.next_row0
+    note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
     factors = shared.factors
@@ -64,9 +64,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     put_dv_left, put_dv_right = (put_half(head_dim_v, HALF_V, first) for first in (0, HALF_V))
 
     @inline
-    def begin_item(smem, turn, me):
-        """Wait for K and V of a work item; returns the first query of its first tile."""
-        note_bounds(smem, turn, me)
+    def begin_item(smem, turn, me, group):
+        """Wait for K and V of a work item; returns its first step."""
+        note_bounds(smem, turn, me, group)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
         keys -= pipeline.read(smem, WORK, turn, WORD.row0)
         pipeline.wait_ready(smem, K, turn)
@@ -167,20 +167,20 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             block = i32(item_row0 // BLOCK_N - sizes.first_block)
             zero_k(dk_acc)
             zero_v(dv_acc)
-            row0 = begin_item(smem, turn, me)
+            step = begin_item(smem, turn, me, i32(sizes.group))
             end = u32(n + u32(count * i32(sizes.group)))
-            number = i32(pipeline.read(smem, WORK, turn, WORD.base) + row0 // BLOCK_M)
+            number = i32(pipeline.read(smem, WORK, turn, WORD.base) + step)
             # (4) dP^T = V dO^T of the first tile
-            wait_do(smem, turn, me, n, row0)
+            wait_do(smem, turn, me, n, step)
             start_dp(dpT, v_rows, do_rows)
             while n != end:
                 # (1) S^T = K Q^T
-                wait_q(smem, turn, me, n, row0)
+                wait_q(smem, turn, me, n, step)
                 start_scores(sT, k_rows, q_rows)
                 await_store()
                 ptx.wgmma_wait(sT, dpT, NONE, SCORES, SCORES)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
-                recompute_p(sT, smem, turn, me, n, row0, scales)
+                recompute_p(sT, smem, turn, me, n, step, scales)
                 share(smem, P, me, sT)
                 # (3) dV = dV + P^T dO
                 start_dv(dv_acc, pT_all, do_columns)
@@ -194,12 +194,12 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
                 start_dk(dk_acc, dsT_all, q_columns)
                 ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
                 pipeline.release_group(smem, DO, n)
-                before, row0 = row0, next_row0(smem, turn, me, row0)
-                next_head = row_blocks if row0 >= before else i32(0)
-                number = i32(number - (before - row0) // BLOCK_M + next_head)
+                before, step = step, next_step(smem, turn, me, step)
+                next_head = row_blocks if step >= before else i32(0)
+                number = i32(number - (before - step) + next_head)
                 # (4) dP^T = V dO^T of the next tile; after an item's last, for nothing
                 if u32(n + u32(1)) != end:
-                    wait_do(smem, turn, me, u32(n + u32(1)), row0)
+                    wait_do(smem, turn, me, u32(n + u32(1)), step)
                 start_dp(dpT, v_rows, do_rows)
                 ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 pipeline.release_group(smem, Q, n)

@@ -50,11 +50,11 @@ def build_begin_sums(tile, q, added):
 @once
 def build(head_dim, head_dim_v, options, tile, bfloat16):
     """``release_before(smem, n)``: all products with the Q tile before the n-th are complete.
-    ``begin_item(smem, turn, me, n, sT, k_rows)``: wait for K and V of a work item, and, if the tile
-    says ahead, for (1) S^T = K Q^T of its first tile; returns row0. ``start_scores(smem, me, n, sT,
-    k_rows)``: (1) of the n-th tile, beginning with what a score_mod adds, if sums do.
-    ``start_next(smem, turn, me, n, end, row0, sT, k_rows)``: start (1) of the tile after the n-th;
-    after an item's last, of the same again, for nothing.
+    ``begin_item(smem, turn, me, n, sT, k_rows, group)``: wait for K and V of a work item, and, if
+    the tile says ahead, for (1) S^T = K Q^T of its first tile; returns the first step.
+    ``start_scores(smem, me, n, sT, k_rows)``: (1) of the n-th tile, beginning with what a score_mod
+    adds, if sums do. ``start_next(smem, turn, me, n, end, step, sT, k_rows)``: start (1) of the
+    tile after the n-th; after an item's last, of the same again, for nothing.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
@@ -80,31 +80,31 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
             pipeline.release_group(smem, Q, u32(n - 1))
 
     @inline
-    def begin_item(smem, turn, me, n, sT, k_rows):
-        note_bounds(smem, turn, me)
-        row0 = bound(smem, me, BOUND.begin)
+    def begin_item(smem, turn, me, n, sT, k_rows, group):
+        note_bounds(smem, turn, me, group)
+        step = bound(smem, me, BOUND.begin)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
         keys -= pipeline.read(smem, WORK, turn, WORD.row0)
         pipeline.wait_ready(smem, K, turn)
         if SEQUENCES:
             clear_k(smem, K, turn, keys, me)
         if AHEAD:
-            wait_q(smem, turn, me, n, row0)
+            wait_q(smem, turn, me, n, step)
             start_scores(smem, me, n, sT, k_rows)
         pipeline.wait_ready(smem, V, turn)
         if SEQUENCES:
             clear_v(smem, V, turn, keys, me)
         if AHEAD:
             ptx.wgmma_wait(sT, sT, NONE, SCORES, NONE)
-        return row0
+        return step
 
     @inline
-    def start_next(smem, turn, me, n, end, row0, sT, k_rows):
+    def start_next(smem, turn, me, n, end, step, sT, k_rows):
         following = u32(n + u32(1))
         if following == end:
             following = n
         else:
-            wait_q(smem, turn, me, following, row0)
+            wait_q(smem, turn, me, following, step)
         start_scores(smem, me, following, sT, k_rows)
 
     return Begin(release_before, begin_item, start_scores, start_next)

@@ -40,9 +40,9 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
     factor_of = pipeline.build_factor_of(WORK, WORD)
 
     @inline
-    def begin_item(smem, turn, me, extras, scales):
+    def begin_item(smem, turn, me, extras, scales, group):
         """Wait for K and V of a work item; its `Scales`, of products of planes, in base e."""
-        note_bounds(smem, turn, me)
+        note_bounds(smem, turn, me, group)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
         keys -= pipeline.read(smem, WORK, turn, WORD.row0)
         pipeline.wait_ready(smem, K, turn)

@@ -25,7 +25,13 @@ from numba_flash.cuda.sm90.arguments import (
 from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import build_note_tile, build_tile_at, build_walk, lists_of
+from numba_flash.cuda.sm90.walk_backward import (
+    build_note_tile,
+    build_tile_at,
+    build_walk,
+    goes_together,
+    lists_of,
+)
 
 WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
@@ -149,6 +155,7 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     MASKED, OPTIONS = options.tiled, options.modifies_or_lists
     note_tile = build_note_tile(layout) if OPTIONS else None
     walk, tile_at = build_walk(BLOCK_N, layout.work, tile.share), build_tile_at(upward)
+    TOGETHER = goes_together(options, tile)
     listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
@@ -175,20 +182,21 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
             load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
             begin = n
             let_claim(smem, turn, True)
-            for g in range(group):
-                head = i32(kv_head * group + g)
-                base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
-                tiles, whole = count, False
+            for outer in range(count if TOGETHER else group):
+                whole, inners = False, group if TOGETHER else count
                 if MASKED:
+                    head = i32(kv_head * group + outer)
                     listing = listing_of(smem, turn, head, extras)
-                    tiles = listing.count
+                    inners = listing.count
                 if IN_SLOTS:
                     last = last_slot(smem, turn, head, listing, extras, sizes)
-                for t in range(tiles):
+                for inner in range(inners):
+                    g, t = (inner, outer) if TOGETHER else (outer, inner)
+                    head = i32(kv_head * group + g)
+                    base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
                     at = tile_at(first, t)
                     if MASKED:
-                        here = listed(listing, t)
-                        at, whole = here.at, here.whole
+                        at, whole = listed(listing, t)
                     if IN_SLOTS:
                         slot = i32(last - t)
                         note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))

@@ -10,6 +10,7 @@ from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Ring, lay_out
 from numba_flash.cuda.sm90.tiles import (
     ANY,
     BACKWARD_TILES,
+    BOUND_BYTES,
     KEYS,
     WORK_BYTES,
     WORK_SLOTS,
@@ -104,7 +105,7 @@ class StoringTile(BackwardTile):
         lse = DS_SLOTS * ds_bytes
         delta = lse + 4 * self.block_m * self.stages
         bounds = delta + 4 * self.block_m * self.do_stages
-        notes = bounds + 16 * self.consumers
+        notes = bounds + BOUND_BYTES * self.consumers
         slots = -(-(notes + NOTE_BYTES * self.stages) // ALIGNMENT) * ALIGNMENT
         places = {"lse": lse, "delta": delta, "bounds": bounds, "notes": notes}
         return lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, **places)

@@ -2,8 +2,11 @@
 transposes (FlashAttention-2, Algorithm 2, lines 11 to 14), and what surrounds them.
 
 A fragment has keys along its rows and queries along its columns. It belongs to a consumer, warp
-group `me`: part of the keys of a work item and of a tile of BLOCK_M queries, which begins with
-query row0 of the sequence. Fragments of S^T, P^T, dP^T and dS^T are called sT, pT, dpT and dsT.
+group `me`: part of the keys of a work item and of a tile of BLOCK_M queries. Fragments of S^T, P^T,
+dP^T and dS^T are called sT, pT, dpT and dsT.
+
+A `step` says which tile it is, by its number in the sequence. Where all heads of a group go
+together, each tile has as many steps, one after the other.
 """
 
 import math
@@ -14,8 +17,8 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import build_tile_at
+from numba_flash.cuda.sm90.tiles import BOUND_BYTES, WARP_GROUP
+from numba_flash.cuda.sm90.walk_backward import build_tile_at, goes_together
 from numba_flash.cuda.softcap import build_tanh
 from numba_flash.cuda.swizzle import PANEL, panels
 
@@ -30,15 +33,20 @@ class Bounds(NamedTuple):
     Attributes
     ----------
     clear_from, clear_to : int
-        First and last queries of fragments of which nothing is hidden.
-    end_of_head, begin : int
-        The row0 that would follow a head's last tile, and that of its first.
+        First and last steps of fragments of which nothing is hidden.
+    begin : int
+        The first step.
+    end_of_head : int
+        That which would follow a head's last tile, where heads come one after the other.
+    heads : int
+        Steps of a tile.
     """
 
     clear_from: int
     clear_to: int
-    end_of_head: int
     begin: int
+    end_of_head: int
+    heads: int
 
 
 BOUND = words(Bounds)
@@ -49,7 +57,7 @@ class SoftmaxBackward(NamedTuple):
 
     note_bounds: Any
     bound: Any
-    next_row0: Any
+    next_step: Any
     wait_q: Any
     wait_do: Any
     recompute_p: Any
@@ -73,84 +81,98 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
     tanh, hide_row = build_tanh(SCORES, bfloat16), softmax.build_hide(SCORES, True)
     clear_q = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim), BLOCK_M)
     clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
-    LISTED, NOTES = options.listed, SMEM.notes if options.listed else 0
+    NOTED, TOGETHER = hasattr(SMEM, "notes"), goes_together(options, tile)
+    NOTES = SMEM.notes if NOTED else 0
     # the latter, once per item, of any kind: `begin_backward` does not know which there are
     UPWARD, tile_at = upward, build_tile_at(True)
     SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline
-    def note_bounds(smem, turn, me):
+    def note_bounds(smem, turn, me, group):
         """Write down the `Bounds` of a work item."""
+        apart, heads = i32(me * QUERIES_APART), i32(group if TOGETHER else 1)
         first = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * KEYS_APART)
         low = pipeline.read(smem, WORK, turn, WORD.low)
         high = pipeline.read(smem, WORK, turn, WORD.high)
         queries = pipeline.read(smem, WORK, turn, WORD.queries)
-        last = min(i32(queries - COLUMNS), i32(high + first - i32(COLUMNS - 1)))
+        # first and last queries of fragments of which nothing is hidden
+        clear_from = min(max(i32(low + first + i32(ROWS - 1)), apart), max(queries, apart))
+        clear_to = min(i32(queries - COLUMNS), i32(high + first - i32(COLUMNS - 1)))
         if first + ROWS > pipeline.read(smem, WORK, turn, WORD.keys):
-            last = i32(-1)
+            clear_to = i32(-1)
+        tiles_hidden = i32(i32(clear_from - apart + i32(BLOCK_M - 1)) // BLOCK_M)
+        tiles_clear = i32(max(i32(clear_to - apart + BLOCK_M), i32(0)) // BLOCK_M)
         first_tile = pipeline.read(smem, WORK, turn, WORD.first)
         count = pipeline.read(smem, WORK, turn, WORD.count)
+        before = i32(0) if first_tile >= i32(0) else i32(heads - i32(1))
         pipeline.meet_warp_group(me)  # nobody reads those of the item before any more
         if cuda.threadIdx.x % WARP_GROUP == 0:
             bounds = Bounds(
-                clear_from=i32(low + first + i32(ROWS - 1)),
-                clear_to=last,
-                end_of_head=i32(tile_at(first_tile, count) * BLOCK_M),
-                begin=i32(tile_at(first_tile, i32(0)) * BLOCK_M),
+                clear_from=i32(tiles_hidden * heads),
+                clear_to=i32(tiles_clear * heads - i32(1)),
+                begin=i32(tile_at(first_tile, i32(0)) * heads + before),
+                end_of_head=tile_at(first_tile, count),
+                heads=heads,
             )
-            for i in range(4):
-                ptx.store_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)), bounds[i])
+            for i in range(len(bounds)):
+                ptx.store_shared(u32(smem + u32(BOUNDS + BOUND_BYTES * me + 4 * i)), bounds[i])
         pipeline.meet_warp_group(me)
 
     @inline
     def bound(smem, me, i):
         """One of the bounds."""
-        return ptx.load_shared(u32(smem + u32(BOUNDS + 16 * me + 4 * i)))
+        return ptx.load_shared(u32(smem + u32(BOUNDS + BOUND_BYTES * me + 4 * i)))
 
     @inline
-    def next_row0(smem, turn, me, row0):
-        """First query of the next tile: of the same head, or with which the next one begins; tiles
-        that are listed have it in their `TileNote`.
-        """
-        if LISTED:
-            return row0
+    def next_step(smem, turn, me, step):
+        """The step behind one; tiles that are noted have it in their `TileNote`."""
+        if NOTED:
+            return step
         if UPWARD and pipeline.read(smem, WORK, turn, WORD.first) >= 0:
-            row0 = i32(row0 + BLOCK_M)
+            step = i32(step + i32(1))
         else:
-            row0 = i32(row0 - BLOCK_M)
-        return bound(smem, me, BOUND.begin) if row0 == bound(smem, me, BOUND.end_of_head) else row0
+            step = i32(step - i32(1))
+        if TOGETHER:
+            return step
+        return bound(smem, me, BOUND.begin) if step == bound(smem, me, BOUND.end_of_head) else step
 
     @inline
-    def listed_row0(smem, n):
-        """First query of the n-th tile, which is listed, and whose Q is there."""
-        at = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
-        return ptx.load_shared(u32(at + u32(4 * NOTE.row0)))
+    def row0_of(smem, me, n, step):
+        """First query of the n-th tile, whose Q is there if it is noted."""
+        if NOTED:
+            at = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
+            return ptx.load_shared(u32(at + u32(4 * NOTE.row0)))
+        if TOGETHER:
+            step = i32(u32(step) // u32(bound(smem, me, BOUND.heads)))
+        return i32(step * BLOCK_M)
 
     @inline
-    def wait_q(smem, turn, me, n, row0):
+    def rest_of(smem, turn, me, n, step):
+        """How many queries are left from the n-th tile on, or a tile of them, if that is clear."""
+        rest = i32(BLOCK_M)
+        if NOTED or not TOGETHER or step > bound(smem, me, BOUND.clear_to):
+            queries = pipeline.read(smem, WORK, turn, WORD.queries)
+            rest = i32(queries - row0_of(smem, me, n, step))
+        return rest
+
+    @inline
+    def wait_q(smem, turn, me, n, step):
         """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
         pipeline.wait_ready(smem, Q, n)
         if SEQUENCES:
-            if LISTED:
-                row0 = listed_row0(smem, n)
-            rest = pipeline.read(smem, WORK, turn, WORD.queries) - row0
-            clear_q(smem, Q, n, rest, me)
+            clear_q(smem, Q, n, rest_of(smem, turn, me, n, step), me)
 
     @inline
-    def wait_do(smem, turn, me, n, row0):
+    def wait_do(smem, turn, me, n, step):
         """The same for dO."""
         pipeline.wait_ready(smem, DO, n)
         if SEQUENCES:
-            if LISTED:
-                row0 = listed_row0(smem, n)
-            rest = pipeline.read(smem, WORK, turn, WORD.queries) - row0
-            clear_do(smem, DO, n, rest, me)
+            clear_do(smem, DO, n, rest_of(smem, turn, me, n, step), me)
 
     @inline
-    def hide(sT, smem, turn, me, row0):
-        """Scores that the mask hides, or beyond the ends, become -inf; `row0` is the query of the
-        first column.
-        """
+    def hide(sT, smem, turn, me, n, step):
+        """Scores that the mask hides, or beyond the ends, become -inf."""
+        row0 = i32(row0_of(smem, me, n, step) + me * QUERIES_APART)
         low = pipeline.read(smem, WORK, turn, WORD.low)
         high = pipeline.read(smem, WORK, turn, WORD.high)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
@@ -183,15 +205,14 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
                     sT[4 * j + i] = ptx.ex2(x)
 
     @inline
-    def recompute_p(sT, smem, turn, me, n, row0, scales):
+    def recompute_p(sT, smem, turn, me, n, step, scales):
         """Softcap and mask, then (2) P^T."""
-        if LISTED:
-            row0 = listed_row0(smem, n)
-        row0 = i32(row0 + me * QUERIES_APART)
+        if NOTED:
+            step = i32(u32(row0_of(smem, me, n, step)) // u32(BLOCK_M))
         if CAPPED:
             tanh(sT, scales.slope, scales.scale_log2)
-        if row0 < bound(smem, me, BOUND.clear_from) or row0 > bound(smem, me, BOUND.clear_to):
-            hide(sT, smem, turn, me, row0)
+        if step < bound(smem, me, BOUND.clear_from) or step > bound(smem, me, BOUND.clear_to):
+            hide(sT, smem, turn, me, n, step)
         exponentiate(sT, row_values(smem, me, LSE, Q.slots, n), scales.scale_log2)
 
     @inline
@@ -234,7 +255,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
     return SoftmaxBackward(
         note_bounds,
         bound,
-        next_row0,
+        next_step,
         wait_q,
         wait_do,
         recompute_p,

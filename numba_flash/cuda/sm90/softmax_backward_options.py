@@ -54,7 +54,6 @@ class Part(NamedTuple):
 class SoftmaxBackwardOptions(NamedTuple):
     """Functions of a consumer, and its registers for slopes, and for bias and mask; see `build`."""
 
-    row0_of: Any
     part_of: Any
     fetch: Any
     recompute_p: Any
@@ -77,8 +76,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     """`SoftmaxBackwardOptions` of a kernel; arguments as of
     `numba_flash.cuda.sm90.backward_options.build`.
 
-    ``row0_of(smem, n)``: first query of the n-th tile, whose Q is there.
-    ``part_of(smem, turn, me, n, part, heads, batch1)``: a `Part` of it.
+    ``part_of(smem, turn, me, n, part, heads, batch1)``: a `Part` of the n-th tile, whose Q is
+        there.
     ``fetch(bias_mask, x, extras)``: what options need from memory, and nobody else brings.
     ``recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)``: the options, on S^T, then (2)
         P^T, in its place; negative where dropout drops it.
@@ -103,10 +102,6 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     def note(smem, n, word):
         at = u32(smem + u32(NOTES) + n % u32(Q.slots) * u32(NOTE_BYTES))
         return ptx.load_shared(u32(at + u32(4 * word)))
-
-    @inline
-    def row0_of(smem, n):
-        return note(smem, n, NOTE.row0)
 
     @inline
     def row_values(smem, offset, slots, n, part):
@@ -166,7 +161,6 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
                     dpT[e] *= slope[e]
 
     return SoftmaxBackwardOptions(
-        row0_of,
         part_of,
         fetch,
         recompute_p,

@@ -9,6 +9,7 @@ from typing import ClassVar
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.sm90.rings import lay_out
 from numba_flash.cuda.sm90.tiles import (
+    BOUND_BYTES,
     KEYS,
     WORK_BYTES,
     WORK_SLOTS,
@@ -93,7 +94,7 @@ class SplitBackwardTile(BackwardTile):
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """And ``largest``: a float32 for each warp of the consumers, behind the bounds."""
         layout = super().layout(head_dim, head_dim_v)
-        layout.largest = layout.bounds + 16 * self.consumers
+        layout.largest = layout.bounds + BOUND_BYTES * self.consumers
         return layout
 
 

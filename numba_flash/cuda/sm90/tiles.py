@@ -13,7 +13,7 @@ from numba_flash.options import PLAIN
 WARP_GROUP = 128
 KEYS = 64  # that a consumer owns in the backward pass
 OUTPUT_ROWS = 64  # of O that a consumer stores at a time
-WORK_BYTES, WORK_SLOTS = 64, 3  # what a work item is, written down for the consumers
+WORK_BYTES, WORK_SLOTS, BOUND_BYTES = 64, 3, 32  # what consumers find of a work item, and note
 SHARED_LIMIT = 227 * 1024
 # Registers per thread of the producer's warp group, of the consumers'; by the number of consumers.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
@@ -149,7 +149,7 @@ class AddingTile(WarpGroups):
         lse = dq + 4 * DQ_PART * self.consumers
         delta = lse + 4 * self.block_m * self.stages
         bounds = delta + 4 * self.block_m * self.do_stages
-        slots = -(-(bounds + 16 * self.consumers) // ALIGNMENT) * ALIGNMENT
+        slots = -(-(bounds + BOUND_BYTES * self.consumers) // ALIGNMENT) * ALIGNMENT
         layout = lay_out(rings, slots, ds=0, ds_bytes=ds_bytes, lse=lse, delta=delta, bounds=bounds)
         layout.dq = layout.dq._replace(tiles=dq)
         return layout
@@ -231,7 +231,7 @@ class WideTile:
         layout.lse = -(-(layout.bytes - ALIGNMENT) // 16) * 16  # of bulk copies
         layout.delta = layout.lse + 4 * self.block_m
         layout.bounds = layout.delta + 4 * self.block_m
-        layout.bytes = layout.bounds + 16 * self.consumers + ALIGNMENT
+        layout.bytes = layout.bounds + BOUND_BYTES * self.consumers + ALIGNMENT
         return layout
 
     @property

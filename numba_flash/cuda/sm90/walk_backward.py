@@ -27,6 +27,16 @@ def claims(banded, ordered, options, tile) -> bool:
     return ordered or options.listed or (banded and tile.adds_dq)
 
 
+def goes_together(options, tile) -> bool:
+    """Whether a block goes through the tiles of queries once, each of all heads of its group, and
+    not through one head after the other: where dQ is added up, and no head has a list of its own.
+
+    Blocks that begin together then stay together, and find what others read in the L2 cache. Under
+    a diagonal, some would be done with a head before others, and with the next one, too.
+    """
+    return tile.adds_dq and not options.tiled
+
+
 @once
 def build_tile_at(upward):
     """``tile_at(first, t)``: number of the t-th tile of queries of a work item that goes upward,

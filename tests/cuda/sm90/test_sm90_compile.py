@@ -46,6 +46,7 @@ SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "ba
 # Those that add to dQ count who comes before, upward and downward.
 SPILLS |= {"backward 64": 270, "backward softcap, 64": 370, "backward 64 relative": 410}
 SPILLS |= dict.fromkeys(["backward 128", "backward 40, 72"], 190)
+SPILLS["backward 256"] = 20  # one address, before all loops
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
 SPILLS |= {"backward 128 relative, packed": 80}
