@@ -231,6 +231,7 @@ MUTANTS = (
     ),
     Mutant("sums added downward", ADD_DQ, "at = tile_at(first, t)", "at = tile_at(first if first < 0 else ~(first + count - 1), t)", UP),
     Mutant("rows downward", P_AND_DS, "if UPWARD and pipeline", "if False and pipeline", UP),
+    Mutant("upward, earlier keys first", "cuda/schedule.py", "if index < u32(sizes.upward) if UPWARD", "if False if UPWARD", UP),
     Mutant("upward, one more", LOAD_BACKWARD, "number < sizes.upward", "number <= sizes.upward", UP),
     Mutant(
         "blocks beyond the last key",

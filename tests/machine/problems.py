@@ -170,8 +170,8 @@ PROBLEMS = {
     "gradients, D128": Problem(backward_pass, d=128, nq=130, nk=130),
     "gradients, D136": Problem(backward_pass, d=136, nq=200, nk=130),
     "gradients, items": Problem(backward_pass, nq=100, nk=300, hq=3, hk=3, options={"causal": True}),
-    "gradients, upward": Problem(  # but the last head, whose blocks go downward
-        backward_pass, nq=300, nk=200, hq=3, hk=3, multiprocessors=2, options={"causal": True, "q_start": 0}
+    "gradients, upward": Problem(  # but the last head, whose blocks go downward; whoever waits for one that comes later waits for ever
+        backward_pass, nq=300, nk=200, hq=3, hk=3, multiprocessors=2, resident=1, options={"causal": True, "q_start": 0}
     ),
     "gradients, upward, more keys": Problem(backward_pass, nq=150, nk=300, hq=2, hk=2, options={"causal": True, "q_start": 100}),
     "gradients, D136, heads": Problem(backward_pass, d=136, nq=300, nk=64, hq=2, hk=1, options={"causal": True, "q_start": 0}),

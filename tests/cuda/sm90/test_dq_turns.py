@@ -184,6 +184,18 @@ def test_blocks_of_keys_under_a_band_wait_for_nobody(low, high, otherwise, tile)
     assert other >= otherwise
 
 
+@EACH_TILE
+def test_a_block_goes_through_each_tile_of_all_heads_that_share_its_keys(tile):
+    """Downward, so that blocks which began together are at the same queries."""
+    p = problem(640, 6, 2, causal=True)
+    assert prepare_turns.upward(p, 20, 5, True) == 0
+    for item in additions_of(p, (), tile, 1, 0):
+        heads, tiles = zip(*(divmod(number, 640 // tile.block_m) for number, _ in item), strict=True)
+        assert list(tiles) == sorted(tiles, reverse=True)
+        assert all(tiles.count(at) == 3 for at in tiles)
+        assert all({*heads[i : i + 3]} in ({0, 1, 2}, {3, 4, 5}) for i in range(0, len(heads), 3))
+
+
 # ---- who does which work: items are claimed one by one ---------------------------------------------------------------------------------
 
 
@@ -363,13 +375,14 @@ def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expect
         assert section == 1 or section * nq * 64 * 4 <= prepare_turns.SUMS_AT_WORK
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("key_blocks", [1, 4, 15, 16, 32, 33, 128, 1000])
-def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered):
+def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered, kv_heads):
     """In some turns of the GPU there is room for all heads of a section, and for no more."""
-    turns = 2 if ordered and key_blocks >= 16 else 1
+    turns = 2 if ordered and (key_blocks >= 16 or kv_heads == 2) else 1
     for tile in TILES:
-        section = prepare_turns.section(problem(key_blocks * tile.block_n, 32, 32, True), tile, key_blocks, 132, ordered)
+        section = prepare_turns.section(problem(key_blocks * tile.block_n, 8, kv_heads, True), tile, key_blocks, 132, ordered)
         assert section == 1 or section * key_blocks <= turns * 132
         assert (section + 1) * key_blocks > turns * 132
 
