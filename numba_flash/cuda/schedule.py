@@ -133,6 +133,18 @@ def zigzag(turn, blocks):
     return types.int32(turn * blocks + (blocks - 1 - block if turn % 2 else block))
 
 
+@device
+def swing_block(place, blocks, swing):
+    """The block of a head that comes in this place, where every other of its swings, the first,
+    begins with its last one.
+    """
+    number = types.uint32(place // swing)
+    if number % types.uint32(2) == types.uint32(1):
+        return place
+    begin = types.uint32(number * swing)
+    return types.uint32(begin + min(types.uint32(begin + swing), blocks) - types.uint32(1) - place)
+
+
 @once
 def build_item(
     options, banded, split, block_m, block_n, transposed=False, queued=False, upward=False
@@ -147,7 +159,8 @@ def build_item(
     if only one in which all is hidden. If `transposed`, queries and keys change places, and the
     band too, and the first blocks come first, always in sections. If `queued`, blocks of a head
     come as its queue says (`numba_flash.cuda.tile_lists`), of a group as that of its first head. If
-    `upward`, `sizes` has a field of that name: of so many items, the first, last blocks come first.
+    `upward`, `sizes` has a field of that name: of so many items, the first, last blocks come first;
+    and a field `swing`: if not 0, they come as `swing_block` says.
     """
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES = block_m, block_n, options.packed, options.sequences
     IN_SECTIONS, SPLIT, TRANSPOSED = banded or transposed, split, transposed
@@ -174,7 +187,9 @@ def build_item(
                 within = u32(index - number * section * blocks)
                 size = min(section, u32(pairs - number * section))
                 block, pair = u32(within // size), u32(number * section + within % size)
-                if index < u32(sizes.upward) if UPWARD else LAST_FIRST:
+                if UPWARD and sizes.swing > 0:
+                    block = swing_block(block, blocks, u32(sizes.swing))
+                elif index < u32(sizes.upward) if UPWARD else LAST_FIRST:
                     block = blocks - u32(1) - block
             else:
                 block, pair = u32(index % blocks), u32(index // blocks)

@@ -37,7 +37,7 @@ BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
 )
 PAIR_TILES, WALK = "cuda/sm90/pair_tiles.py", "cuda/sm90/walk_backward.py"
 HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
-UP, HEADS = "gradients, upward", "gradients, heads and a window"
+UP, SWINGS, HEADS = "gradients, upward", "gradients, swings", "gradients, heads and a window"
 
 MUTANTS = (
     # ---- who may touch which shared memory when
@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant("a head with one tile more", P_AND_DS, "else step\n\n", "- i32(1) else step\n\n", "gradients, D136, heads"),
     # ---- blocks of keys that go upward
-    Mutant("upward behind earlier keys", ADD_DQ, "if UPWARD and pipeline", "if False and pipeline", UP),
+    Mutant("upward behind earlier keys", ADD_DQ, "if UPWARD and of_swing", "if False and of_swing", UP),
     Mutant(
         "tiles fetched downward",
         LOAD_BACKWARD,
@@ -231,8 +231,8 @@ MUTANTS = (
     ),
     Mutant("sums added downward", ADD_DQ, "at = tile_at(first, t)", "at = tile_at(first if first < 0 else ~(first + count - 1), t)", UP),
     Mutant("rows downward", P_AND_DS, "if UPWARD and pipeline", "if False and pipeline", UP),
-    Mutant("upward, earlier keys first", "cuda/schedule.py", "if index < u32(sizes.upward) if UPWARD", "if False if UPWARD", UP),
-    Mutant("upward, one more", LOAD_BACKWARD, "number < sizes.upward", "number <= sizes.upward", UP),
+    Mutant("upward, earlier keys first", "cuda/schedule.py", "elif index < u32(sizes.upward) if UPWARD", "elif False if UPWARD", UP),
+    Mutant("upward, one more", WALK, "number < sizes.upward", "number <= sizes.upward", UP),
     Mutant(
         "blocks beyond the last key",
         WALK,
@@ -247,6 +247,25 @@ MUTANTS = (
         "(number + 1) * block_m",
         "gradients, upward, more keys",
     ),
+    Mutant("swings, all downward", WALK, "% i32(2) == i32(1)", "% i32(2) == i32(2)", SWINGS),
+    Mutant("swings, all with the first block first", "cuda/schedule.py", "if UPWARD and sizes.swing > 0", "if UPWARD and False", SWINGS),
+    Mutant(
+        "swings, upward with the last block first",
+        "cuda/schedule.py",
+        "if number % types.uint32(2) == types.uint32(1):",
+        "if number % types.uint32(2) == types.uint32(2):",
+        SWINGS,
+    ),
+    Mutant(
+        "a last swing as long as the others",
+        "cuda/schedule.py",
+        "min(types.uint32(begin + swing), blocks)",
+        "types.uint32(begin + swing)",
+        SWINGS,
+    ),
+    Mutant("a swing that waits for later ones", ADD_DQ, "keys = min(keys, i32(begin + swing * BLOCK_N))", "pass", SWINGS),
+    Mutant("a swing that does not wait for earlier ones", ADD_DQ, "block // swing * swing * BLOCK_N", "block // swing * 0", SWINGS),
+    Mutant("swings, in the order of none", ADD_DQ, "upward == (swing > i32(0))", "not upward", SWINGS),
     # ---- the backward loop with options
     Mutant("keys in their own order", INTERLEAVE, "first = place(row), i32", "first = row, i32", "gradients, dropout"),
     Mutant(

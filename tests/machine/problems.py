@@ -174,6 +174,9 @@ PROBLEMS = {
         backward_pass, nq=300, nk=200, hq=3, hk=3, multiprocessors=2, resident=1, options={"causal": True, "q_start": 0}
     ),
     "gradients, upward, more keys": Problem(backward_pass, nq=150, nk=300, hq=2, hk=2, options={"causal": True, "q_start": 100}),
+    "gradients, swings": Problem(  # blocks 1, 0 downward, 2, 3 upward, 4 downward; there is room for one at a time
+        backward_pass, d=128, nq=80, nk=600, hq=8, hk=1, multiprocessors=2, resident=1, options={"causal": True, "q_start": 560}
+    ),
     "gradients, D136, heads": Problem(backward_pass, d=136, nq=300, nk=64, hq=2, hk=1, options={"causal": True, "q_start": 0}),
     "gradients, D136, items": Problem(backward_pass, d=136, nq=200, nk=64, hq=4, hk=4),
     "gradients, D136, parts": Problem(backward_pass, d=136, nq=130, nk=200, key_blocks=2),

@@ -581,21 +581,27 @@ UPWARD = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kv_heads", [2, 1], ids=["", "shared"])
+@pytest.mark.parametrize("order", ["UPWARD", "DOWNWARD", "SWINGS"])
 @pytest.mark.parametrize("name", UPWARD)
-def test_gradients_of_heads_that_go_upward_and_downward(name, kv_heads, monkeypatch):
-    """Blocks of keys of the first go upward, those of the last downward, or all if heads share keys: the same bits, however many work."""
+def test_gradients_whose_blocks_of_keys_come_in_any_order(name, order, monkeypatch):
+    """Upward but for the last of two heads, or all downward, or, unless there is a window, in swings of one block where heads share keys: the
+    same bits, however many work."""
     dtype, d, options = UPWARD[name]
-    group, results, upward, among = Group(SM90, dtype, d, d, ()), [], prepare_turns.upward, []
-    monkeypatch.setattr(prepare_turns, "upward", lambda p, items, *how: among.append((upward(p, items, *how), items)) or among[-1][0])
-    arrays = random_inputs(batch=(2,), hq=2, hk=kv_heads, nq=200, nk=280, d=d, dtype=dtype)
+    group, results, way, among = Group(SM90, dtype, d, d, ()), [], prepare_turns.way, []
+    fewest = {"UPWARD": (1000, 1000), "DOWNWARD": (0, 1000), "SWINGS": (0, 0)}[order]
+    monkeypatch.setattr(prepare_turns, "UPWARD_DIMS", fewest[0])
+    monkeypatch.setattr(prepare_turns, "SWING_DIMS", fewest[1])
+    monkeypatch.setattr(prepare_turns, "way", lambda *given: among.append(way(*given)) or among[-1])
+    arrays = random_inputs(batch=(2,), hq=2, hk=2 if order == "UPWARD" else 1, nq=200, nk=280, d=d, dtype=dtype)
     for resident in (None, 1):
         with machine(len(results), multiprocessors=2, resident=resident):
             results.append(backward(group, arrays, **options))
     compare(results[0], *arrays, **options)
     assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
     assert among
-    assert all(0 < some < items if kv_heads == 2 else some == 0 for some, items in among)
+    for given in among:
+        assert (given.upward > 0) == (order == "UPWARD")
+        assert given.swing == (order == "SWINGS" and "window" not in options)
 
 
 @pytest.mark.full

@@ -1,8 +1,10 @@
 """The threads of the backward pass that add up dQ in memory, in turns.
 
-Blocks of keys add to a tile of dQ in the order of their keys, or the other way round if they go
-through their tiles upward. A flag for each tile counts who was there.
+Blocks of keys add to a tile of dQ in the order in which they are handed out, which is that of their
+keys, or the other way round, or both by turns. A flag for each tile counts who was there.
 """
+
+from typing import NamedTuple
 
 from numba_flash.cuda import ptx, tile_lists
 from numba_flash.cuda.lang import i32, inline, u32, u64
@@ -26,8 +28,17 @@ from numba_flash.cuda.sm90.walk_backward import (
 WORD = words(BackwardWork)
 
 
+class Swing(NamedTuple):
+    """Where blocks of keys of a head come last first: the first key of these, and the end of the
+    last. Where they come first first, begin is -1.
+    """
+
+    begin: int
+    end: int
+
+
 def build_add_dq(ordered, options, tile, layout):
-    """``add_dq(smem, me, lse2, dq_sum, flags, extras, group)`` for each of the ADDERS:
+    """``add_dq(smem, me, lse2, dq_sum, flags, extras, sizes)`` for each of the ADDERS:
 
     (7) dQ_i = dQ_i + dS_ij K_j: add to the sums in memory what the consumers have left of tiles me,
     me + ADDERS, ...
@@ -41,21 +52,33 @@ def build_add_dq(ordered, options, tile, layout):
     first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
 
     @inline
-    def others_before(smem, turn, at):
+    def swing_of(smem, turn, swing):
+        """The `Swing` of a work item. Where there are none, a whole head is one."""
+        upward = pipeline.read(smem, WORK, turn, WORD.first) >= 0
+        if not UPWARD or upward == (swing > i32(0)):
+            return Swing(i32(-1), i32(0))
+        keys, begin = pipeline.read(smem, WORK, turn, WORD.keys), i32(0)
+        if swing > i32(0):
+            block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
+            begin = i32(block // swing * swing * BLOCK_N)
+            keys = min(keys, i32(begin + swing * BLOCK_N))
+        return Swing(begin, keys)
+
+    @inline
+    def others_before(smem, turn, at, of_swing):
         """How many blocks of keys add to the at-th row block of a head before this one: those of
-        later keys if it goes upward, else those of earlier ones.
+        earlier keys, but where the last of a `Swing` comes first, of this those of later ones.
         """
         row0 = pipeline.read(smem, WORK, turn, WORD.row0)
-        if UPWARD and pipeline.read(smem, WORK, turn, WORD.first) >= 0:
+        if UPWARD and of_swing.begin >= i32(0):
             low = pipeline.read(smem, WORK, turn, WORD.low)
-            queries = pipeline.read(smem, WORK, turn, WORD.queries)
-            keys = pipeline.read(smem, WORK, turn, WORD.keys)
-            return blocks_after(row0, low, at, queries, keys, BLOCK_M, BLOCK_N)
+            queries, begin = pipeline.read(smem, WORK, turn, WORD.queries), of_swing.begin
+            return blocks_after(i32(row0 - begin), low, at, queries, of_swing.end, BLOCK_M, BLOCK_N)
         high = pipeline.read(smem, WORK, turn, WORD.high)
         return blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
 
     @inline
-    def add_tile(smem, turn, n, at, number, order, sum_address, flag_address):
+    def add_tile(smem, turn, n, at, number, order, of_swing, sum_address, flag_address):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
         ORDERED in its turn.
         """
@@ -63,7 +86,7 @@ def build_add_dq(ordered, options, tile, layout):
         before = i32(1)
         seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
         if ORDERED and seen:
-            before = others_before(smem, turn, at)
+            before = others_before(smem, turn, at, of_swing)
             if MASKED:
                 before = tile_lists.count_before(order)
             while ptx.load_flag(flag) != before:
@@ -82,12 +105,14 @@ def build_add_dq(ordered, options, tile, layout):
             ptx.add_flag(flag, i32(1))  # whoever sees it finds the sum in memory
 
     @inline
-    def add_dq(smem, me, lse2, dq_sum, flags, extras, group):
+    def add_dq(smem, me, lse2, dq_sum, flags, extras, sizes):
+        group = i32(sizes.group)
         turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         pipeline.wait_ready(smem, WORK, turn)
         count = pipeline.read(smem, WORK, turn, WORD.count)
         while count != END:
             first = pipeline.read(smem, WORK, turn, WORD.first)
+            of_swing = swing_of(smem, turn, i32(sizes.swing))
             for outer in range(count if TOGETHER else group):
                 order, inners = i32(0), group if TOGETHER else count
                 if MASKED:
@@ -105,7 +130,7 @@ def build_add_dq(ordered, options, tile, layout):
                             order = order_of(smem, turn, head, at, extras)
                         number = u64(u32(i32(base + at)))
                         sums, counts = ptx.global_address(dq_sum), ptx.global_address(flags)
-                        add_tile(smem, turn, n, at, number, order, sums, counts)
+                        add_tile(smem, turn, n, at, number, order, of_swing, sums, counts)
                     n = u32(n + u32(1))
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)

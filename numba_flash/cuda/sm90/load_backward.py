@@ -30,6 +30,7 @@ from numba_flash.cuda.sm90.walk_backward import (
     build_tile_at,
     build_walk,
     goes_together,
+    goes_upward,
     lists_of,
 )
 
@@ -100,7 +101,7 @@ def build_write_work(banded, ordered, options, tile, layout):
                     if tiles == 0:  # one tile of each head, in which everything is hidden
                         queries, tiles = i32(0), i32(sizes.group)
                 first = i32(~(item.first + item.count - i32(1)))
-                if UPWARD and number < sizes.upward:
+                if UPWARD and goes_upward(number, i32(item.row0 // BLOCK_N), sizes):
                     first = item.first
                 work = BackwardWork(
                     b0=item.b0,
@@ -270,7 +271,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
                 elif warp == ADDERS:
                     produce(maps, smem, lse2, delta, extras, i32(sizes.group), sizes)
                 elif ADDS_DQ:
-                    add_dq(smem, i32(warp), lse2, dq_sum, flags, extras, i32(sizes.group))
+                    add_dq(smem, i32(warp), lse2, dq_sum, flags, extras, sizes)
         else:
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)

@@ -218,6 +218,7 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
     key_blocks = grid.blocks(p, p.nk, tile.block_n)
     items = grid.items(p, p.nk, p.hk, tile.block_n)
     section = prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered)
+    way = prepare_turns.way(p, items, section, key_blocks, this.gpu.multiprocessors, this.ordered)
     return Sizes(
         items=items,
         low=-p.high,
@@ -227,7 +228,8 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
         group=p.hq // p.hk,
         section=section,
         b0=p.batch[0],
-        upward=prepare_turns.upward(p, items, section * key_blocks, this.ordered),
+        upward=way.upward,
+        swing=way.swing,
         blocks=blocks,
     )
 

@@ -2,6 +2,10 @@
 out, and of how many heads together.
 """
 
+import math
+from enum import Enum
+from typing import NamedTuple
+
 from numba_flash.cuda import grid
 from numba_flash.cuda.sm90.arguments import may_go_upward
 from numba_flash.cuda.sm90.tiles import DQ_PART
@@ -21,12 +25,20 @@ SUMS_AT_WORK = 2**24
 # 0.99, 1.03, 1.08, 1.08, 1.07, 1.03; 0.79, 0.75, 0.72, 0.73, 0.80, 0.89. Of two turns, but none
 # downward, H200 1.05, 1.03, 1.04, 1.03, 1.02, 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but
 # two downward 1.05, 1.04, 1.05, 1.03, 1.02, 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
-# Where heads share keys, all go downward, in sections of two turns: speed over cuDNN's, H200, D =
-# 128, N = 512, 2k, 8k, 16k, of 8 heads 1.39, 1.20, 1.12, 1.08, of 4 1.45, 1.27, 1.18, 1.14, of 2
-# 1.47, 1.30, 1.18, 1.14. Upward, one head after the other, 1.29, 0.88, 0.91, 0.96; 1.34, 0.93,
-# 0.99, 1.07; 1.49, 1.16, 1.20, 1.15. D = 64, N = 1k, 8k, of 8 heads 1.57, 1.33, of 2 1.57, 1.33;
-# upward 1.47, 1.19; 1.61, 1.38.
+# Those of which two share keys, D = 64, upward in sections of one turn, over downward, of two: H200
+# 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
+# Head dimensions of all heads that share keys: at most so many together, and blocks go upward; and
+# so many, and they go in swings. Those between go downward. Two of D = 128, upward, over downward,
+# N = 512, 1k, 2k, 4k, 8k, 16k: H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72,
+# 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78,
+# 0.85, 0.94, 0.98. Eight of D = 128 in swings, over downward: H200 1.05, 1.05, 1.05, 1.03, 1.02,
+# 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four of them H200 1.00, 0.99, 0.99, 0.98, 0.96,
+# 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97,
+# 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. Two swings, not four, from N = 2k on: H200 1.04,
+# 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15,
+# 1.14; four at N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
+UPWARD_DIMS, SWING_DIMS, SWINGS = 128, 1024, 4
 # Fewest blocks of keys under a band for which packed sequences may be added in any order.
 MANY_PACKED = 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
@@ -54,13 +66,54 @@ def ordered(p, tile, deterministic: bool) -> bool:
     return tile.adds_dq and (deterministic or not waits)
 
 
+class Order(Enum):
+    """In which order blocks of keys that add to dQ in turns come, and go through their tiles."""
+
+    DOWNWARD = "the first block first, each beginning with the last queries"
+    UPWARD = "the last block first, each beginning with the first queries"
+    SWINGS = "some of a head downward, the last first, then as many upward, the first first"
+
+
+def order(p, ordered: bool) -> Order:
+    """The `Order` of blocks of keys.
+
+    If the band hides later keys they go upward: each begins with queries that those of later keys,
+    which began before, do not see, and comes to all others behind them. Downward, all of a causal
+    head would begin at its last queries, one after the other; but if the band hides earlier keys
+    alone, none waits downward.
+
+    Where heads share keys, a block goes through so much before the next one comes to the same
+    queries that these have left the L2 cache; those that begin with the last queries have all in
+    common. In swings all do so: who is done with a block at the diagonal goes on with one that
+    begins there. That each has to wait at both ends matters little if many heads share keys.
+    """
+    if p.high >= p.nk - 1 or not may_go_upward(ordered, p.options):
+        return Order.DOWNWARD
+    dims = p.hq // p.hk * p.d
+    if dims <= UPWARD_DIMS:
+        return Order.UPWARD
+    return Order.SWINGS if dims >= SWING_DIMS and p.band == "above" else Order.DOWNWARD
+
+
+def turns(p, key_blocks: int, ordered: bool) -> int:
+    """Turns of the GPU that a section takes under a band."""
+    many, shared = key_blocks >= MANY_BLOCKS, p.hq > p.hk
+    how = order(p, ordered)
+    if how is Order.SWINGS:
+        return SWINGS if many else TURNS
+    if how is Order.UPWARD and shared:
+        return 1
+    return TURNS if ordered and (shared or many) else 1
+
+
 def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
     """Heads of k whose blocks of keys are handed out together.
 
     If dQ is not added up in memory, so many that everyone gets the same work. Without a band no
     more than have their sums in the cache: one each, since blocks at work at the same time walk
     over the heads of a group together. With a band as many as have all of their blocks at work
-    within a turn, or TURNS; with a mask, where they wait for each other, so many that few are.
+    within `turns`, and with swings in sections that are all alike; with a mask, where they wait for
+    each other, so many that few are.
     """
     even = grid.even_section(key_blocks, multiprocessors)
     if not tile.adds_dq:
@@ -70,24 +123,29 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
         return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
     if ordered and p.options.tiled:
         return -(-multiprocessors // AT_WORK[tile.block_m])
-    many = key_blocks >= MANY_BLOCKS or p.hq > p.hk
-    turns = TURNS if ordered and many else 1
-    return max(1, turns * multiprocessors // max(1, key_blocks))
+    heads = max(1, turns(p, key_blocks, ordered) * multiprocessors // max(1, key_blocks))
+    if order(p, ordered) is Order.SWINGS:
+        heads_of_all = max(1, p.hk * math.prod(p.batch))
+        heads = -(-heads_of_all // -(-heads_of_all // heads))
+    return heads
 
 
-def upward(p, items: int, of_a_section: int, ordered: bool) -> int:
-    """How many work items, the first, go through their tiles of queries upward, with so many in a
-    section: if the band hides later keys, all but those of the last sections.
+class Way(NamedTuple):
+    """`Sizes.upward` and `Sizes.swing`."""
 
-    Each block of keys then begins with queries that those of later keys, which began before, do not
-    see, and comes to all others behind them. Downward, all of a causal head would begin at its last
-    queries, one after the other; but if the band hides earlier keys alone, none waits downward.
-    Where heads share keys, blocks begin with the last queries once for all of these. Upward, each
-    would go through so much before the next one comes to the same queries that these have left the
-    L2 cache.
+    upward: int
+    swing: int
+
+
+def way(p, items: int, section: int, key_blocks: int, multiprocessors: int, ordered: bool) -> Way:
+    """Which work items go upward: none, all but those of the last sections, or every other swing,
+    of so many blocks of a head as are at work at the same time.
     """
-    shared = p.hq > p.hk
-    if p.high >= p.nk - 1 or shared or not may_go_upward(ordered, p.options):
-        return 0
-    sections = -(-items // max(1, of_a_section))
-    return max(0, sections - DOWNWARD) * of_a_section
+    how = order(p, ordered)
+    if how is Order.SWINGS:
+        return Way(upward=0, swing=max(1, multiprocessors // section))
+    if how is Order.DOWNWARD:
+        return Way(upward=0, swing=0)
+    of_a_section = max(1, section * key_blocks)
+    sections = -(-items // of_a_section)
+    return Way(upward=max(0, sections - DOWNWARD) * of_a_section, swing=0)

@@ -54,6 +54,14 @@ def build_tile_at(upward):
 
 
 @inline
+def goes_upward(number, block, sizes):
+    """Whether a work item, of this block of keys, goes through its tiles of queries upward."""
+    if sizes.swing > 0:
+        return i32(block // i32(sizes.swing)) % i32(2) == i32(1)
+    return number < sizes.upward
+
+
+@inline
 def blocks_before(row0, high, number, block_m, block_n):
     """How many blocks of keys before that from key row0 on add to a row block of that number: those
     from the first that it sees on.

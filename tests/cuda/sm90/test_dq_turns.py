@@ -22,6 +22,7 @@ from numba_flash.cuda import grid, preprocess
 from numba_flash.cuda.schedule import Rows
 from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_backward, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
+from numba_flash.cuda.sm90.prepare_turns import Way
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
 from numba_flash.cuda.sm90.walk_backward import blocks_after, blocks_before, claims
 from numba_flash.options import PLAIN
@@ -32,27 +33,29 @@ EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.bloc
 
 
 def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
-    """`additions_of` a drawn problem, of which some items go upward."""
+    """`additions_of` a drawn problem, of which some items go upward, or which goes in swings."""
     p, extras = draw(rng, kind)
     section = int(rng.integers(1, 6))
     of_a_section = section * grid.blocks(p, p.nk, tile.block_n)
     sections = grid.items(p, p.nk, p.hk, tile.block_n) // max(1, of_a_section)
     upward = 0 if p.options.packed else int(rng.integers(0, sections + 1)) * of_a_section
-    return additions_of(replace(p, d=64, dv=64), extras, tile, section, upward, events)
+    swing = 0 if p.options.packed else int(rng.integers(0, 4))
+    low = -p.nq if swing else p.low
+    return additions_of(replace(p, low=low, d=64, dv=64), extras, tile, section, Way(upward, swing), events)
 
 
-def additions_of(p, extras, tile, section, upward, events=None) -> list[list[tuple[int, int]]]:
+def additions_of(p, extras, tile, section, way, events=None) -> list[list[tuple[int, int]]]:
     """What each work item of a problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
     row_blocks = prepare_backward.row_blocks_of(p, tile)
     build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
     lengths, group = 1 if p.options.packed else p.batch[1], p.hq // p.hk
     items = grid.items(p, p.nk, p.hk, tile.block_n)
-    sizes = Sizes(items, -p.high, -p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0], upward=upward)
+    sizes = Sizes(items, -p.high, -p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0], **way._asdict())
     dk = SimpleNamespace(shape=(p.batch[0], lengths, p.hk, p.nk))
     lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * tile.block_m))
     flags = np.zeros(math.prod(row_blocks) + 1, np.int32)
     written = described(load_backward, build, (dk, lse2, flags), extras, sizes, events)
-    done, tiles = added(written, group, lse2, tile), itertools.count()
+    done, tiles = added(written, sizes, lse2, tile), itertools.count()
     return [[done[n] for n in itertools.islice(tiles, group * item.count) if n in done] for item in written]
 
 
@@ -67,7 +70,7 @@ class Flag:
         return False
 
 
-def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
+def added(items, sizes, lse2, tile) -> dict[int, tuple[int, int]]:
     """What the threads that add do with each tile of dQ that sees something: (number of its row block, the count it waits for)."""
     items, done, waited = [*items, BackwardWork(*[0] * 14)._replace(count=END)], {}, []
     nothing = lambda *_: None
@@ -89,7 +92,7 @@ def added(items, group, lse2, tile) -> dict[int, tuple[int, int]]:
     with on_host(add_dq, pipeline=pipeline, ptx=ptx):
         add = add_dq.build_add_dq(True, PLAIN, tile, tile.layout(64, 64))
         for me in range(ADDERS):
-            add(0, me, lse2, None, None, (), group)
+            add(0, me, lse2, None, None, (), sizes)
     return done
 
 
@@ -178,22 +181,49 @@ def test_blocks_of_keys_under_a_band_wait_for_nobody(low, high, otherwise, tile)
     """In the direction that is chosen each of a head finds its turn come, but where the first two begin with the same queries. In the other
     one all five would wait: each for those before, if all begin with the same queries."""
     p = replace(problem(640, 1, 1), low=low, high=high)
-    up, down = (steps_waited(additions_of(p, (), tile, 1, upward)) for upward in (5, 0))
-    chosen, other = (up, down) if prepare_turns.upward(p, 10, 5, True) else (down, up)
+    up, down = (steps_waited(additions_of(p, (), tile, 1, Way(upward, 0))) for upward in (5, 0))
+    chosen, other = (up, down) if way(p, 2, 1, 5, 132).upward else (down, up)
     assert chosen <= 1
     assert other >= otherwise
 
 
+def way(p, heads, section, key_blocks, multiprocessors, ordered=True) -> Way:
+    """`prepare_turns.way` with so many heads of k."""
+    return prepare_turns.way(p, heads * key_blocks, section, key_blocks, multiprocessors, ordered)
+
+
+def tiles_and_heads(p, tile, way) -> list:
+    """Of each work item, a section has one head of k: its tiles, and for each of these the heads of q."""
+    found = []
+    for item in additions_of(p, (), tile, 1, way):
+        heads, tiles = zip(*(divmod(number, p.nq // tile.block_m) for number, _ in item), strict=True)
+        group = p.hq // p.hk
+        assert all(tiles[i : i + group] == (tiles[i],) * group for i in range(0, len(tiles), group))
+        found.append((tiles[::group], [{*heads[i : i + group]} for i in range(0, len(heads), group)]))
+    return found
+
+
 @EACH_TILE
-def test_a_block_goes_through_each_tile_of_all_heads_that_share_its_keys(tile):
-    """Downward, so that blocks which began together are at the same queries."""
+@pytest.mark.parametrize("given", [Way(0, 0), Way(10, 0), Way(0, 2)])
+def test_a_block_goes_through_each_tile_of_all_heads_that_share_its_keys(given, tile):
+    """So that blocks which are at the same queries read the same."""
     p = problem(640, 6, 2, causal=True)
-    assert prepare_turns.upward(p, 20, 5, True) == 0
-    for item in additions_of(p, (), tile, 1, 0):
-        heads, tiles = zip(*(divmod(number, 640 // tile.block_m) for number, _ in item), strict=True)
-        assert list(tiles) == sorted(tiles, reverse=True)
-        assert all(tiles.count(at) == 3 for at in tiles)
-        assert all({*heads[i : i + 3]} in ({0, 1, 2}, {3, 4, 5}) for i in range(0, len(heads), 3))
+    for number, (tiles, heads) in enumerate(tiles_and_heads(p, tile, given)):
+        assert all(each == ({0, 1, 2} if number < 5 else {3, 4, 5}) for each in heads)
+        upward = number < given.upward or (given.swing and number % 5 in (2, 3))
+        assert list(tiles) == sorted(tiles, reverse=not upward)
+
+
+@EACH_TILE
+def test_a_swing_begins_where_those_end_that_are_done_first(tile):
+    """Three blocks of a head begin with its last queries, and are done at the diagonal, the last first. The next three begin there, one
+    after the other, and end with the last queries, where another swing begins."""
+    found = [tiles for tiles, _ in tiles_and_heads(problem(8 * tile.block_n, 8, 1, causal=True), tile, Way(0, 3))]
+    of_a_block, last = tile.block_n // tile.block_m, 8 * tile.block_n // tile.block_m - 1
+    first = [at * of_a_block for at in (2, 1, 0, 3, 4, 5, 7, 6)]
+    assert [min(tiles) for tiles in found] == first
+    assert all(max(tiles) == last for tiles in found)
+    assert [tiles[0] == last for tiles in found] == [True] * 3 + [False] * 3 + [True] * 2
 
 
 # ---- who does which work: items are claimed one by one ---------------------------------------------------------------------------------
@@ -418,18 +448,43 @@ def test_work_is_claimed_where_it_waits_or_differs_in_length():
     assert not claims(True, False, PLAIN, WideTile())
 
 
-@pytest.mark.parametrize(("heads", "section", "expected"), [(4, 4, 0), (5, 4, 4), (8, 4, 4), (9, 4, 8), (3, 100, 0), (0, 4, 0)])
+@pytest.mark.parametrize(("heads", "section", "expected"), [(4, 4, 0), (5, 4, 4), (8, 4, 4), (9, 4, 8), (3, 100, 0)])
 def test_causal_items_go_upward_but_those_of_the_last_section(heads, section, expected):
     """So nobody waits, and the longest do not come last. All others go downward: who comes before does not matter or lists say it, packed
     sequences have no sections, and a band that hides earlier keys alone lets nobody wait downward."""
     causal = problem(384, heads, heads, True)
-    upward = lambda p, ordered=True: prepare_turns.upward(p, heads * 3, section * 3, ordered)
-    assert upward(causal) == upward(replace(causal, low=-100)) == expected * 3
-    assert upward(causal, ordered=False) == 0
+    upward = lambda p, ordered=True: way(p, heads, section, 3, 132, ordered)
+    assert upward(causal) == upward(replace(causal, low=-100)) == Way(expected * 3, 0)
+    assert upward(causal, ordered=False) == Way(0, 0)
     for change in ({"high": 384}, {"low": -100, "high": 384}):
-        assert upward(replace(causal, **change)) == 0
+        assert upward(replace(causal, **change)) == Way(0, 0)
     for options in ({"packed": True}, {"mask": True}, {"listed": True}):
-        assert upward(replace(causal, options=replace(PLAIN, **options))) == 0
+        assert upward(replace(causal, options=replace(PLAIN, **options))) == Way(0, 0)
+
+
+ORDERS = [(64, 1, "UPWARD"), (128, 1, "UPWARD"), (64, 2, "UPWARD"), (128, 2, "DOWNWARD"), (64, 8, "DOWNWARD"), (128, 8, "SWINGS")]
+
+
+@pytest.mark.parametrize(("d", "group", "expected"), [*ORDERS, (64, 16, "SWINGS")])
+def test_the_order_of_blocks_depends_on_how_much_shares_keys(d, group, expected):
+    """None goes upward or in swings under a window, if these would wait, nor where all is seen, or added in any order."""
+    causal = replace(problem(384, group * 3, 3, True), d=d)
+    assert prepare_turns.order(causal, True).name == expected
+    assert prepare_turns.order(replace(causal, low=-100), True).name == expected.replace("SWINGS", "DOWNWARD")
+    assert prepare_turns.order(replace(causal, high=384), True).name == "DOWNWARD"
+    assert prepare_turns.order(causal, False).name == "DOWNWARD"
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "section", "swing"),
+    [(8192, 16, 8, 16), (8192, 9, 5, 26), (8192, 1, 1, 132), (16384, 4, 4, 33), (1024, 64, 32, 4), (128, 500, 250, 1), (2048, 3, 3, 44)],
+)
+def test_sections_of_swings_are_alike_and_a_swing_is_what_a_turn_has_room_for(n, heads, section, swing):
+    """Four swings of long heads, two of short ones, whatever is left of a GPU of 132 multiprocessors."""
+    p, tile = replace(problem(n, 8 * heads, heads, True), d=128), next(tile for tile in TILES if tile.block_m == 64)
+    key_blocks = grid.blocks(p, n, tile.block_n)
+    assert prepare_turns.section(p, tile, key_blocks, 132, True) == section
+    assert way(p, heads, section, key_blocks, 132) == Way(0, swing)
 
 
 @EACH_TILE

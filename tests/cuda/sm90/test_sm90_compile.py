@@ -43,9 +43,9 @@ SPILLS = {"backward softcap": 60, "backward packed": 280, "backward packed, 128"
 SPILLS |= {"backward packed, in any order": 240, "backward packed, 128, in any order": 30}
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
-# Those that add to dQ count who comes before, upward and downward.
-SPILLS |= {"backward 64": 270, "backward softcap, 64": 370, "backward 64 relative": 410}
-SPILLS |= dict.fromkeys(["backward 128", "backward 40, 72"], 190)
+# Those that add to dQ count who comes before, upward, downward and in swings, and another one which swing a block belongs to.
+SPILLS |= {"backward 64": 310, "backward softcap, 64": 410, "backward 64 relative": 480, "backward lengths": 40}
+SPILLS |= dict.fromkeys(["backward 128", "backward 40, 72"], 250)
 SPILLS["backward 256"] = 20  # one address, before all loops
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
