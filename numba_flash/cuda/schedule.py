@@ -175,10 +175,8 @@ def build_item(
         if SPLIT:
             part, index = u32(index % u32(sizes.parts)), u32(index // u32(sizes.parts))
         if PACKED:
-            if TRANSPOSED:
-                b0, b1, head, block = packed_row_block(index, extras.kv_lengths, all_rows, BLOCK_M)
-            else:
-                b0, b1, head, block = packed_row_block(index, extras.q_lengths, all_rows, BLOCK_M)
+            lengths = extras.kv_lengths if TRANSPOSED else extras.q_lengths
+            b0, b1, head, block = packed_row_block(index, lengths, all_rows, BLOCK_M)
         else:
             blocks = u32((all_rows + BLOCK_M - 1) // BLOCK_M)
             if IN_SECTIONS:
