@@ -44,7 +44,13 @@ SPILLS |= {"backward packed, in any order": 240, "backward packed, 128, in any o
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
 # Those that add to dQ count who comes before, upward, downward and in swings, and another one which swing a block belongs to.
-SPILLS |= {"backward 64": 310, "backward softcap, 64": 410, "backward 64 relative": 480, "backward lengths": 40}
+SPILLS |= {
+    "backward 64": 310,
+    "backward softcap, 64": 410,
+    "backward 64 relative": 480,
+    "backward lengths": 40,
+    "backward 128 relative": 10,
+}
 SPILLS |= dict.fromkeys(["backward 128", "backward 40, 72"], 250)
 SPILLS["backward 256"] = 20  # one address, before all loops
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
