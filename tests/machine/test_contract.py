@@ -583,7 +583,7 @@ UPWARD = {
 @pytest.mark.full
 @pytest.mark.parametrize("order", ["UPWARD", "DOWNWARD", "SWINGS"])
 @pytest.mark.parametrize("name", UPWARD)
-def test_gradients_whose_blocks_of_keys_come_in_any_order(name, order, monkeypatch):
+def test_gradients_whose_blocks_of_keys_come_in_each_order(name, order, monkeypatch):
     """Upward but for the last of two heads, or all downward, or, unless there is a window, in swings of two of the three blocks: the same
     bits, however many work."""
     dtype, d, options = UPWARD[name]

@@ -29,15 +29,17 @@ SUMS_AT_WORK = 2**24
 # 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
 # Head dimensions of all heads that share keys: at most so many together, and blocks go upward; and
-# so many, and they go in swings. Those between go downward. Two of D = 128, upward, over downward,
-# N = 512, 1k, 2k, 4k, 8k, 16k: H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72,
-# 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78,
-# 0.85, 0.94, 0.98. Eight of D = 128 in swings, over downward: H200 1.05, 1.05, 1.05, 1.03, 1.02,
-# 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four of them H200 1.00, 0.99, 0.99, 0.98, 0.96,
-# 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97,
-# 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. Two swings, not four, from N = 2k on: H200 1.04,
-# 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15,
-# 1.14; four at N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
+# so many, and they go in swings. Those between go downward. And swings of a head that has
+# MANY_BLOCKS, which are the turns of a section; otherwise there are TURNS. In bfloat16, without
+# options: two of D = 128, upward, over downward, N = 512, 1k, 2k, 4k, 8k, 16k: H200 0.97, 0.97,
+# 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98,
+# 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128 in swings, over
+# downward: H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four
+# of them H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of
+# D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. Two
+# swings, not four, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight
+# 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four at N = 512, 1k: H200 0.90, 1.03, H100 0.85,
+# 0.94.
 UPWARD_DIMS, SWING_DIMS, SWINGS = 128, 1024, 4
 # Fewest blocks of keys under a band for which packed sequences may be added in any order.
 MANY_PACKED = 16
@@ -123,11 +125,12 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
         return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
     if ordered and p.options.tiled:
         return -(-multiprocessors // AT_WORK[tile.block_m])
-    heads = max(1, turns(p, key_blocks, ordered) * multiprocessors // max(1, key_blocks))
-    if order(p, ordered) is Order.SWINGS:
-        heads_of_all = max(1, p.hk * math.prod(p.batch))
-        heads = -(-heads_of_all // -(-heads_of_all // heads))
-    return heads
+    most = max(1, turns(p, key_blocks, ordered) * multiprocessors // key_blocks)
+    if order(p, ordered) is not Order.SWINGS:
+        return most
+    heads = p.hk * math.prod(p.batch)
+    sections = -(-heads // most)
+    return -(-heads // sections)
 
 
 class Way(NamedTuple):
@@ -146,6 +149,6 @@ def way(p, items: int, section: int, key_blocks: int, multiprocessors: int, orde
         return Way(upward=0, swing=max(1, multiprocessors // section))
     if how is Order.DOWNWARD:
         return Way(upward=0, swing=0)
-    of_a_section = max(1, section * key_blocks)
+    of_a_section = section * key_blocks
     sections = -(-items // of_a_section)
     return Way(upward=max(0, sections - DOWNWARD) * of_a_section, swing=0)
