@@ -32,7 +32,8 @@ def _locations(low: int, width: int, rows: int, transposed: bool, first: int = 0
     return (linear ^ ((linear >> 7 & width // 8 - 1) << 4)) // 2
 
 
-# Of a descriptor: swizzled rows of 128 or 64 bytes, in groups of 8 that lie 1024 or 512 bytes apart; and how many elements have a row.
+# Of a descriptor: swizzled rows of 128 or 64 bytes, in groups of 8 that lie 1024 or 512 bytes apart, from multiples of these on, as its
+# base offset is 0; and how many elements have a row.
 WIDTHS = {1 << 30 | 64: 64, 2 << 30 | 32: 32}
 
 
@@ -41,7 +42,10 @@ def _operand(warp, get, rows: int, transposed: bool, first: int = 0):
     descriptor = int(spread(get(warp))[0])
     if descriptor >> 32 not in WIDTHS:
         raise Fault(f"a descriptor of a kind that is not known: {descriptor:#x}")
-    where = _locations(descriptor & 0xFFFFFFFF, WIDTHS[descriptor >> 32], rows, transposed, first)
+    width, base = WIDTHS[descriptor >> 32], (descriptor & 0x3FFF) << 4
+    if base % (16 * width) >= 2 * width:
+        raise Fault(f"a product reads swizzled rows from {base} on, not from the first of eight: a multiple of {16 * width}")
+    where = _locations(descriptor & 0xFFFFFFFF, width, rows, transposed, first)
     if 2 * int(where.max()) >= warp.block.shared.data.size:
         raise Fault(f"a product reads beyond shared memory: {2 * int(where.max())}")
     return where

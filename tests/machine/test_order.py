@@ -326,6 +326,23 @@ def test_products_out_of_order(right, wrong, message, seed):
         run(WHOLE.replace(right, wrong), threads=128, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            OPERAND.replace("4; mov", "4; add.u32 %r10, %r10, 8; mov"),
+            r"swizzled rows from \d+ on, not from the first of eight: a multiple of 1024",
+        ),
+        (OPERAND.replace("1073741888", "1073741889"), "a descriptor of a kind that is not known: 0x40000041"),
+    ],
+    ids=["the second of eight rows", "an unknown kind"],
+)
+def test_products_of_wrong_descriptors(wrong, message):
+    assert wrong != OPERAND
+    with pytest.raises(Fault, match=message):
+        run(WHOLE.replace(OPERAND, wrong), threads=128)
+
+
 def test_errors_are_told_apart():
     with pytest.raises(Race, match=r"block 0, warp \d, line \d+, st.shared.u32 \[%r90\], %r5: shared memory at 0"):
         run(RACES["two values at one place"][0])
