@@ -137,7 +137,8 @@ def _simulated_kernel(builder: str, config: tuple):
 @dataclass(eq=False)
 class Launch:
     """One kernel with its grid and every argument but the addresses; a call writes those into a
-    `Block`, and launches on CuPy's current stream.
+    `Block`, and launches on CuPy's current stream. Its GPU is current then: `numba_flash.call` sees
+    to that, once for all launches of a call.
 
     The kernel is found or compiled, and loaded, when it runs for the first time.
 
@@ -211,9 +212,6 @@ class Launch:
         if self._submit is not None:
             self._submit(operands, extras, numbers)
             return
-        if self._current() != self._device:
-            with self._gpu():
-                return self.on(operands, extras, numbers)
         addresses = []
         for x in operands + extras:  # a comprehension takes longer, as a function of its own
             addresses.append(0 if x is None else x.data.ptr)
@@ -251,7 +249,7 @@ class Launch:
             return
         import cupy
 
-        self._current, self._stream = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+        self._stream = cupy.cuda.get_current_stream
         self._gpu = partial(cupy.cuda.Device, self._device)
         with self._gpu() as gpu:
             gpu.use()  # so that there is a context

@@ -39,7 +39,7 @@ class Error(int):
 class Driver:
     """Stands in for cuda.bindings. Reads the arguments of each launch where the driver would, each of the type that `kinds` says ("map" for
     a pointer to a tensor map); does `meanwhile` once, when a launch is about to be made. `errors` are what it answers to the next launches,
-    and `used` the devices that were made current.
+    `devices` those that were current to launches, and `used` those that were named.
     """
 
     CUlaunchConfig, CUfunction, cuuint64_t, cuuint32_t = staticmethod(lambda _ptr: _ptr), int, int, int
@@ -51,7 +51,7 @@ class Driver:
 
     def __init__(self):
         self.launched, self.configs, self.kinds, self.meanwhile, self.errors = [], [], None, None, []
-        self.current, self.before, self.used, self.version = 0, [], [], 12030
+        self.current, self.before, self.used, self.devices, self.version = 0, [], [], [], 12030
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):
         meanwhile, self.meanwhile = self.meanwhile, None
@@ -61,6 +61,7 @@ class Driver:
         read = lambda kind, place: struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))[0]
         self.launched.append(tuple(place if kind == "map" else read(kind, place) for kind, place in zip(self.kinds, places, strict=True)))
         self.configs.append((kernel, *struct.unpack("7I4xQQQ", ctypes.string_at(config, 56)), extra))
+        self.devices.append(self.current)
         return (Error(self.errors.pop(0) if self.errors else 0),)
 
     def cuDriverGetVersion(self):
@@ -321,15 +322,20 @@ def on_stub(driver, monkeypatch):
         monkeypatch.setattr(module, attribute, instead)
 
 
-def test_arrays_of_another_gpu_make_that_the_current_one(driver, on_stub):
-    """Before results are allocated, until the last kernel is launched."""
-    q, seen = OnGpu((2, 64, 512, 64), "float16"), []
+def test_arrays_of_another_gpu_make_that_the_current_one(driver, on_stub, monkeypatch):
+    """From before results are allocated until the last kernel is launched; nobody else asks."""
+    q, lse, allocated = OnGpu((2, 64, 512, 64), "float16"), OnGpu((2, 64, 512), "float32"), []
+    allocate = sys.modules["cupy"].cuda.alloc
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "alloc", lambda size: allocated.append(driver.current) or allocate(size))
     q.device, driver.kinds = Device(driver, 0), ()
     for _ in range(2):
-        driver.current, driver.meanwhile = 1, lambda: seen.append(driver.current)
+        driver.current = 1
         numba_flash.forward(q, q, q)
+        numba_flash.backward(q, q, q, q, q, lse)
         assert driver.current == 1
-    assert seen == [0, 0]
+    assert len(driver.devices) > 4
+    assert set(driver.devices) == {0}
+    assert allocated == [0, 0]
 
 
 # Python functions of the package that run in one call: each is a twentieth of a microsecond or more.
