@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -22,8 +23,9 @@ from numba_flash.cuda.tensor_maps import TensorMaps
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
 # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice.
 OLD_DRIVER, NO_DEVICE = 35, 100
-# cudaDeviceAttr: compute capability, and how many multiprocessors there are.
-MAJOR, MINOR, MULTIPROCESSORS = 75, 76, 16
+# cudaDeviceAttr: compute capability; how many multiprocessors there are; thousands of ticks of the
+# memory in a second, in each of which two bits pass a wire, and its wires.
+MAJOR, MINOR, MULTIPROCESSORS, MEMORY_CLOCK, MEMORY_WIRES = 75, 76, 16, 36, 37
 
 _thread = threading.local()
 
@@ -93,11 +95,14 @@ class Gpu(NamedTuple):
         Compute capability.
     multiprocessors : int
         How many there are.
+    bandwidth : float
+        Bytes a second to and from its memory.
     """
 
     device: int
     capability: tuple[int, int]
     multiprocessors: int
+    bandwidth: float = math.inf
 
 
 @cache
@@ -107,9 +112,9 @@ def gpu(device: int) -> Gpu:
         return Gpu(device, (0, 0), 1)
     import cupy
 
-    about = cupy.cuda.runtime.deviceGetAttribute
-    capability = (about(MAJOR, device), about(MINOR, device))
-    return Gpu(device, capability, about(MULTIPROCESSORS, device))
+    about = lambda what: cupy.cuda.runtime.deviceGetAttribute(what, device)
+    bandwidth = 1000 * about(MEMORY_CLOCK) * 2 * about(MEMORY_WIRES) / 8
+    return Gpu(device, (about(MAJOR), about(MINOR)), about(MULTIPROCESSORS), bandwidth)
 
 
 def gpu_of(x) -> Gpu:

@@ -213,12 +213,12 @@ def test_threads_that_share_a_launch_share_no_arguments(driver):
     assert len(prepared._blocks) <= threads
 
 
-@pytest.mark.usefixtures("maps_at_one_more")
-def test_an_array_of_another_gpu_makes_that_the_current_one(driver):
-    driver.kinds, prepared, seen = KINDS, small(), []
-    driver.current, driver.meanwhile = 1, lambda: seen.append(driver.current)
-    prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
-    assert (seen, driver.current) == ([0], 1)
+def test_a_gpu_tells_what_the_choice_of_kernels_depends_on(driver, monkeypatch):
+    """The numbers are those of an H100, cudaDeviceAttr those of the CUDA runtime; a card says nothing of the two bits of a tick."""
+    attributes = {75: 9, 76: 0, 16: 132, 36: 2_619_000, 37: 5120}
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "deviceGetAttribute", lambda what, device: attributes[what], raising=False)
+    assert launch.gpu.__wrapped__(3) == Gpu(3, (9, 0), 132, 3_352_320_000_000)
+    assert launch.gpu.__wrapped__(-1) == Gpu(-1, (0, 0), 1)
 
 
 @pytest.mark.usefixtures("maps_at_one_more")

@@ -217,8 +217,8 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
     p, tile = this.p, this.tile
     key_blocks = grid.blocks(p, p.nk, tile.block_n)
     items = grid.items(p, p.nk, p.hk, tile.block_n)
-    section = prepare_turns.section(p, tile, key_blocks, this.gpu.multiprocessors, this.ordered)
-    way = prepare_turns.way(p, items, section, key_blocks, this.gpu.multiprocessors, this.ordered)
+    section = prepare_turns.section(p, tile, key_blocks, this.gpu, this.ordered)
+    way = prepare_turns.way(p, items, section, key_blocks, this.gpu, this.ordered)
     return Sizes(
         items=items,
         low=-p.high,

@@ -29,18 +29,19 @@ SUMS_AT_WORK = 2**24
 # 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
 # Head dimensions of all heads that share keys: at most so many together, and blocks go upward; and
-# so many, and they go in swings. Those between go downward. And swings of a head that has
-# MANY_BLOCKS, which are the turns of a section; otherwise there are TURNS. In bfloat16, without
-# options: two of D = 128, upward, over downward, N = 512, 1k, 2k, 4k, 8k, 16k: H200 0.97, 0.97,
-# 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98,
-# 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128 in swings, over
-# downward: H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four
-# of them H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of
-# D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. Two
-# swings, not four, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight
-# 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four at N = 512, 1k: H200 0.90, 1.03, H100 0.85,
-# 0.94.
-UPWARD_DIMS, SWING_DIMS, SWINGS = 128, 1024, 4
+# so many, and they go in swings, if the memory is slow already from half of them on. Those between
+# go downward. And swings of a head that has MANY_BLOCKS, which are the turns of a section;
+# otherwise there are TURNS. Memory is slow below so many bytes a second: an H100's moves 3.4e12, an
+# H200's 4.8e12, and what is not in the L2 cache takes the longer. In bfloat16, without options: two
+# of D = 128, upward, over downward, N = 512, 1k, 2k, 4k, 8k, 16k: H200 0.97, 0.97, 1.01, 1.01,
+# 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98, 1.00, 1.01,
+# 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128 in swings, over downward:
+# H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four of them
+# H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64
+# H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. Two swings, not
+# four, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03,
+# 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four at N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
+UPWARD_DIMS, SWING_DIMS, SWINGS, SLOW_MEMORY = 128, 1024, 4, 4e12
 # Fewest blocks of keys under a band for which packed sequences may be added in any order.
 MANY_PACKED = 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
@@ -76,7 +77,7 @@ class Order(Enum):
     SWINGS = "some of a head downward, the last first, then as many upward, the first first"
 
 
-def order(p, ordered: bool) -> Order:
+def order(p, gpu, ordered: bool) -> Order:
     """The `Order` of blocks of keys.
 
     If the band hides later keys they go upward: each begins with queries that those of later keys,
@@ -87,20 +88,22 @@ def order(p, ordered: bool) -> Order:
     Where heads share keys, a block goes through so much before the next one comes to the same
     queries that these have left the L2 cache; those that begin with the last queries have all in
     common. In swings all do so: who is done with a block at the diagonal goes on with one that
-    begins there. That each has to wait at both ends matters little if many heads share keys.
+    begins there. That each has to wait at both ends matters little if many heads share keys, or if
+    what has left the cache comes back slowly.
     """
     if p.high >= p.nk - 1 or not may_go_upward(ordered, p.options):
         return Order.DOWNWARD
     dims = p.hq // p.hk * p.d
     if dims <= UPWARD_DIMS:
         return Order.UPWARD
-    return Order.SWINGS if dims >= SWING_DIMS and p.band == "above" else Order.DOWNWARD
+    many = SWING_DIMS // 2 if gpu.bandwidth < SLOW_MEMORY else SWING_DIMS
+    return Order.SWINGS if dims >= many and p.band == "above" else Order.DOWNWARD
 
 
-def turns(p, key_blocks: int, ordered: bool) -> int:
+def turns(p, key_blocks: int, gpu, ordered: bool) -> int:
     """Turns of the GPU that a section takes under a band."""
     many, shared = key_blocks >= MANY_BLOCKS, p.hq > p.hk
-    how = order(p, ordered)
+    how = order(p, gpu, ordered)
     if how is Order.SWINGS:
         return SWINGS if many else TURNS
     if how is Order.UPWARD and shared:
@@ -108,7 +111,7 @@ def turns(p, key_blocks: int, ordered: bool) -> int:
     return TURNS if ordered and (shared or many) else 1
 
 
-def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> int:
+def section(p, tile, key_blocks: int, gpu, ordered: bool) -> int:
     """Heads of k whose blocks of keys are handed out together.
 
     If dQ is not added up in memory, so many that everyone gets the same work. Without a band no
@@ -117,16 +120,16 @@ def section(p, tile, key_blocks: int, multiprocessors: int, ordered: bool) -> in
     within `turns`, and with swings in sections that are all alike; with a mask, where they wait for
     each other, so many that few are.
     """
-    even = grid.even_section(key_blocks, multiprocessors)
+    even = grid.even_section(key_blocks, gpu.multiprocessors)
     if not tile.adds_dq:
         return even
     if p.band == "none":
         sums_of_a_head = 4 * DQ_PART * tile.consumers * -(-p.nq // tile.block_m)
         return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
     if ordered and p.options.tiled:
-        return -(-multiprocessors // AT_WORK[tile.block_m])
-    most = max(1, turns(p, key_blocks, ordered) * multiprocessors // key_blocks)
-    if order(p, ordered) is not Order.SWINGS:
+        return -(-gpu.multiprocessors // AT_WORK[tile.block_m])
+    most = max(1, turns(p, key_blocks, gpu, ordered) * gpu.multiprocessors // key_blocks)
+    if order(p, gpu, ordered) is not Order.SWINGS:
         return most
     heads = p.hk * math.prod(p.batch)
     sections = -(-heads // most)
@@ -140,13 +143,13 @@ class Way(NamedTuple):
     swing: int
 
 
-def way(p, items: int, section: int, key_blocks: int, multiprocessors: int, ordered: bool) -> Way:
+def way(p, items: int, section: int, key_blocks: int, gpu, ordered: bool) -> Way:
     """Which work items go upward: none, all but those of the last sections, or every other swing,
     of so many blocks of a head as are at work at the same time.
     """
-    how = order(p, ordered)
+    how = order(p, gpu, ordered)
     if how is Order.SWINGS:
-        return Way(upward=0, swing=max(1, multiprocessors // section))
+        return Way(upward=0, swing=max(1, gpu.multiprocessors // section))
     if how is Order.DOWNWARD:
         return Way(upward=0, swing=0)
     of_a_section = section * key_blocks

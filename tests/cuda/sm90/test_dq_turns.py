@@ -19,6 +19,7 @@ from on_host import on_host
 from test_ds_tiles import described, draw
 
 from numba_flash.cuda import grid, preprocess
+from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.schedule import Rows
 from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_backward, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
@@ -28,6 +29,7 @@ from numba_flash.cuda.sm90.walk_backward import blocks_after, blocks_before, cla
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem, bind
 
+H100, H200 = (Gpu(0, (9, 0), 132, bandwidth) for bandwidth in (3.4e12, 4.9e12))
 TILES = [row.tile for row in BACKWARD_TILES if row.tile.adds_dq]
 EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
 
@@ -189,7 +191,7 @@ def test_blocks_of_keys_under_a_band_wait_for_nobody(low, high, otherwise, tile)
 
 def way(p, heads, section, key_blocks, multiprocessors, ordered=True) -> Way:
     """`prepare_turns.way` with so many heads of k."""
-    return prepare_turns.way(p, heads * key_blocks, section, key_blocks, multiprocessors, ordered)
+    return prepare_turns.way(p, heads * key_blocks, section, key_blocks, Gpu(0, (9, 0), multiprocessors), ordered)
 
 
 def tiles_and_heads(p, tile, way) -> list:
@@ -400,7 +402,7 @@ def problem(nq: int, hq: int, hk: int, causal: bool = False):
 def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expected):
     tile, key_blocks = TILES[0], nq // TILES[0].block_n
     for ordered in (True, False):
-        section = prepare_turns.section(problem(nq, heads, heads_kv), tile, key_blocks, 132, ordered)
+        section = prepare_turns.section(problem(nq, heads, heads_kv), tile, key_blocks, H200, ordered)
         assert section == expected
         assert section == 1 or section * nq * 64 * 4 <= prepare_turns.SUMS_AT_WORK
 
@@ -413,7 +415,7 @@ def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered, kv_h
     keys and goes downward."""
     turns = 2 if ordered and (kv_heads == 2 or (key_blocks >= 16 and kv_heads == 8)) else 1
     for tile in TILES:
-        section = prepare_turns.section(problem(key_blocks * tile.block_n, 8, kv_heads, True), tile, key_blocks, 132, ordered)
+        section = prepare_turns.section(problem(key_blocks * tile.block_n, 8, kv_heads, True), tile, key_blocks, H200, ordered)
         assert section == 1 or section * key_blocks <= turns * 132
         assert (section + 1) * key_blocks > turns * 132
 
@@ -422,7 +424,8 @@ def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered, kv_h
 @pytest.mark.parametrize("multiprocessors", [1, 78, 114, 132])
 def test_few_blocks_of_a_head_under_a_mask_wait_for_each_other(tile, blocks, multiprocessors):
     masked = replace(problem(4096, 32, 32, True), options=replace(PLAIN, mask=True))
-    assert prepare_turns.section(masked, tile, 4096 // tile.block_n, multiprocessors, True) == -(-multiprocessors // blocks)
+    gpu = H200._replace(multiprocessors=multiprocessors)
+    assert prepare_turns.section(masked, tile, 4096 // tile.block_n, gpu, True) == -(-multiprocessors // blocks)
 
 
 def test_additions_in_any_order_are_in_turns_where_that_is_as_fast():
@@ -463,17 +466,21 @@ def test_causal_items_go_upward_but_those_of_the_last_section(heads, section, ex
         assert upward(replace(causal, options=replace(PLAIN, **options))) == Way(0, 0)
 
 
-ORDERS = [(64, 1, "UPWARD"), (128, 1, "UPWARD"), (64, 2, "UPWARD"), (128, 2, "DOWNWARD"), (64, 8, "DOWNWARD"), (128, 8, "SWINGS")]
+ORDERS = [(64, 1, "UPWARD"), (128, 1, "UPWARD"), (64, 2, "UPWARD"), (128, 2, "DOWNWARD"), (128, 8, "SWINGS"), (64, 16, "SWINGS")]
 
 
-@pytest.mark.parametrize(("d", "group", "expected"), [*ORDERS, (64, 16, "SWINGS")])
-def test_the_order_of_blocks_depends_on_how_much_shares_keys(d, group, expected):
-    """None goes upward or in swings under a window, if these would wait, nor where all is seen, or added in any order."""
+@pytest.mark.parametrize("gpu", [H100, H200], ids=["H100", "H200"])
+@pytest.mark.parametrize(("d", "group", "expected"), [*ORDERS, (64, 4, "DOWNWARD"), (64, 8, "FEW"), (128, 4, "FEW")])
+def test_the_order_of_blocks_depends_on_how_much_shares_keys(d, group, expected, gpu):
+    """Swings of few heads are where memory is slow. None goes upward or in swings under a window, if these would wait, nor where all is
+    seen, or added in any order.
+    """
+    expected = expected.replace("FEW", "SWINGS" if gpu is H100 else "DOWNWARD")
     causal = replace(problem(384, group * 3, 3, True), d=d)
-    assert prepare_turns.order(causal, True).name == expected
-    assert prepare_turns.order(replace(causal, low=-100), True).name == expected.replace("SWINGS", "DOWNWARD")
-    assert prepare_turns.order(replace(causal, high=384), True).name == "DOWNWARD"
-    assert prepare_turns.order(causal, False).name == "DOWNWARD"
+    assert prepare_turns.order(causal, gpu, True).name == expected
+    assert prepare_turns.order(replace(causal, low=-100), gpu, True).name == expected.replace("SWINGS", "DOWNWARD")
+    assert prepare_turns.order(replace(causal, high=384), gpu, True).name == "DOWNWARD"
+    assert prepare_turns.order(causal, gpu, False).name == "DOWNWARD"
 
 
 @pytest.mark.parametrize(
@@ -484,7 +491,7 @@ def test_sections_of_swings_are_alike_and_a_swing_is_what_a_turn_has_room_for(n,
     """Four swings of long heads, two of short ones, whatever is left of a GPU of 132 multiprocessors."""
     p, tile = replace(problem(n, 8 * heads, heads, True), d=128), next(tile for tile in TILES if tile.block_m == 64)
     key_blocks = grid.blocks(p, n, tile.block_n)
-    assert prepare_turns.section(p, tile, key_blocks, 132, True) == section
+    assert prepare_turns.section(p, tile, key_blocks, H200, True) == section
     assert way(p, heads, section, key_blocks, 132) == Way(0, swing)
 
 
