@@ -32,6 +32,8 @@ UNEVEN = 1.007
 # 128 1.03; 1.03, 1.01; 1.02; D = 256 1.01; 1.01, with 2 on an H200 1.00. With eight row blocks a
 # section of 6 is slower (0.98 to 0.99).
 FEW_ROW_BLOCKS, UNEVEN_OF_FEW = 4, 1.025
+# Multiprocessors to a head, in the smallest section that is tried; and in steps to larger ones.
+SMALLEST, STEP = 22, 6
 
 
 def heads_first(problem, *operands) -> tuple:
@@ -164,7 +166,8 @@ def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     """
     p, turns = problem, multiprocessors
     row_blocks, pairs = blocks(p, p.nq, block_m), math.prod(p.batch) * p.hq
-    even, few, step = even_section(row_blocks, turns), max(1, turns // 22), max(1, turns // 6)
+    smallest, step = max(1, turns // SMALLEST), max(1, turns // STEP)
+    even = even_section(row_blocks, turns)
     if row_blocks * pairs > ZIGZAG_TURNS * turns:  # one item more or less is nothing
         return even
     rows = np.arange(row_blocks) * block_m
@@ -172,7 +175,7 @@ def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     last = -(-np.clip(p.high + rows + block_m, 0, p.nk) // block_n)
     work = np.maximum(last - first, 1) + ITEM_TILES
     most = lambda size: most_work(work, pairs, size, turns)
-    works = {size: most(size) for size in (few, even, *range(step, 2 * turns + 1, step))}
+    works = {size: most(size) for size in (smallest, even, *range(step, 2 * turns + 1, step))}
     limit = min(works.values()) * (UNEVEN_OF_FEW if row_blocks <= FEW_ROW_BLOCKS else UNEVEN)
     return min(size for size, work in works.items() if work <= limit)
 
