@@ -33,7 +33,7 @@ PTX, MACHINE = "PTX", "machine code"
 CLASSES = {
     PTX: (
         r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16",
-        r"(wgmma|mbarrier|setmaxnreg|shfl\.sync|bar|barrier|membar)\.\w+(\.expect_tx)?",
+        r"(wgmma|mbarrier|setmaxnreg|shfl\.sync|bar|barrier|membar|griddepcontrol)\.\w+(\.expect_tx)?",
         r"(fence|cp|createpolicy|red|atom|vote|match|redux|elect)\.\S+",
         r"(stmatrix|ldmatrix)\b",
         r"(ld|st)\.(acquire|release|relaxed|volatile)\S*",
@@ -43,6 +43,7 @@ CLASSES = {
     ),
     MACHINE: (
         r"(HGMMA|HMMA|WARPGROUP|SYNCS|BAR|FENCE|MEMBAR|ERRBAR|CCTL|DEPBAR|LDGDEPBAR|WARPSYNC|USETMAXREG|ELECT|SHFL|VOTE|MATCH|REDUX)\b\S*",
+        r"(ACQBULK|PREEXIT)\b",
         r"(UTMA|UBLK|LDG|STG|LDS|STS|ATOM|RED|MUFU|CREDUX)\S*",
         r"(LD|ST)\b\S*",
     ),
