@@ -71,16 +71,16 @@ def prepare(tile, choice: tuple, name: str, direction: str, problem, inputs, res
 
 def prepared(tile, choice: tuple, name: str, direction: str, case: Case) -> peers.Bound:
     """A prepared call with this tile, on results that are allocated once."""
-    q, k, v = case.arrays
+    (q, k, v), causal = case.arrays, case.cell.causal
     like = lambda x: empty("a result", x, x.shape)
     if direction == "forward":
         results = ForwardResults(like(q), None)
         inputs = lambda do: ForwardInputs(q, k, v)
     else:
-        o, lse = numba_flash.forward(q, k, v, return_lse=True, backend=name)
+        o, lse = numba_flash.forward(q, k, v, causal=causal, return_lse=True, backend=name)
         results = BackwardResults(like(q), like(k), like(v))
         inputs = lambda do: BackwardInputs(do, q, k, v, o, lse)
-    run = prepare(tile, choice, name, direction, bind(q, k, v), inputs(case.do), results).run
+    run = prepare(tile, choice, name, direction, bind(q, k, v, causal=causal), inputs(case.do), results).run
 
     def repeat(count: int) -> None:
         for _ in range(count):

@@ -14,7 +14,8 @@ import pytest
 from support import ROOT
 
 from numba_flash import reference
-from numba_flash.bench import standard
+from numba_flash.bench import peers, standard, timing
+from numba_flash.cuda.launch import Gpu
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
 STUDIES = ROOT / "asv_bench" / "studies"
@@ -213,11 +214,45 @@ def test_tiles_are_those_that_are_asked_for(module):
                 assert used == {tile}, (name, d)
 
 
-def test_tiles_need_a_gpu():
-    process = subprocess.run([sys.executable, str(STUDIES / "tiles.py")], capture_output=True, text=True)
+def test_orders_are_those_that_are_asked_for(module):
+    """Not the backend's own: of two heads of three blocks of keys on one multiprocessor."""
+    orders, tiles = module("orders"), module("tiles")
+    q, k, lse = np.zeros((4, 300, 128), "float16"), np.zeros((2, 300, 128), "float16"), np.zeros((4, 300), np.float32)
+    inputs, results = BackwardInputs(q, q, k, k, q, lse), BackwardResults(q, k, k)
+    ways = {}
+    for order in orders.Order:
+        done = tiles.prepare(order, orders.CHOICE, "sm90", "backward", bind(q, k, k, causal=True), inputs, results)
+        sizes = [x for launch in done.launches for x in launch.numbers if getattr(x, "section", 0)]
+        (ways[order.name],) = {(x.upward, x.swing) for x in sizes}
+    assert ways == {"DOWNWARD": (0, 0), "UPWARD": (3, 0), "SWINGS": (0, 1)}
+
+
+def test_orders_are_compared_with_the_first(module, monkeypatch):
+    """On kernels of the CPU, which have none."""
+    orders = module("orders")
+
+    def prepared(order, choice, name, direction, case):
+        if order is orders.Order.UPWARD:
+            raise RuntimeError("no way up")
+        return peers.bind_ours("cpu", case)
+
+    monkeypatch.setattr(orders.tiles, "prepared", prepared)
+    monkeypatch.setattr(orders.launch, "gpu_of", lambda x: Gpu(0, (9, 0), 132))
+    options = SimpleNamespace(tokens=96, width=256, repeats=3)
+    rows = orders.study(8, 16, 48, options, timing.HostClock())
+    assert [(row["order"], row["chosen"]) for row in rows] == [("DOWNWARD", False), ("UPWARD", True), ("SWINGS", False)]
+    down, up, swings = rows
+    assert up["reason"] == "RuntimeError: no way up"
+    assert down["speed"] == 1
+    assert all(row["ms"] > 0 and row["tflops"] > 0 and row["error"] < 2e-2 and row["speed"] > 0 for row in (down, swings))
+
+
+@pytest.mark.parametrize("study", ["tiles", "orders"])
+def test_studies_of_kernels_need_a_gpu(study):
+    process = subprocess.run([sys.executable, str(STUDIES / f"{study}.py")], capture_output=True, text=True)
     if process.returncode == 0:
         pytest.skip("there is a GPU")
-    assert "tiles of CUDA kernels need a GPU" in process.stderr
+    assert "need" in process.stderr
 
 
 def test_accuracy(tmp_path):

@@ -32,15 +32,16 @@ DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
 # so many, and they go in swings, if the memory is slow already from half of them on. Those between
 # go downward. And swings of a head that has MANY_BLOCKS, which are the turns of a section;
 # otherwise there are TURNS. Memory is slow below so many bytes a second: an H100's moves 3.4e12, an
-# H200's 4.8e12, and what is not in the L2 cache takes the longer. In bfloat16, without options: two
-# of D = 128, upward, over downward, N = 512, 1k, 2k, 4k, 8k, 16k: H200 0.97, 0.97, 1.01, 1.01,
-# 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98, 1.00, 1.01,
-# 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128 in swings, over downward:
-# H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four of them
-# H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64
-# H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. Two swings, not
-# four, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03,
-# 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four at N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
+# H200's 4.8e12, and what is not in the L2 cache takes the longer. As asv_bench/studies/orders.py
+# compares them, in bfloat16, without options: two of D = 128, upward, over downward, N = 512, 1k,
+# 2k, 4k, 8k, 16k: H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96;
+# four of D = 64 H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98.
+# Eight of D = 128 in swings, over downward: H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11,
+# 1.18, 1.16, 1.19, 1.16, 1.14; four of them H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06,
+# 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04,
+# 1.05, 1.03, 1.03, 1.00, 0.99. Two swings, not four, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98,
+# H100 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four at N =
+# 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
 UPWARD_DIMS, SWING_DIMS, SWINGS, SLOW_MEMORY = 128, 1024, 4, 4e12
 # Fewest blocks of keys under a band for which packed sequences may be added in any order.
 MANY_PACKED = 16
