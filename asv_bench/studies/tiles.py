@@ -62,15 +62,15 @@ def _fits(tile, head_dim: int) -> bool:
     return not hasattr(tile, "layout") or tile.layout(head_dim, head_dim).bytes <= SHARED_LIMIT
 
 
-def prepare(tile, choice: tuple, name: str, direction: str, problem, inputs, results) -> Prepared:
-    """What the backend `name` makes of the problem and such arrays where it chooses this tile."""
+def prepare(chosen, choice: tuple, name: str, direction: str, problem, inputs, results) -> Prepared:
+    """What the backend `name` makes of the problem and such arrays where the function `choice` returns what is `chosen`."""
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
-    with patch.object(*choice, lambda *_: tile):
+    with patch.object(*choice, lambda *_: chosen):
         return getattr(tier(name), f"prepare_{direction}")(problem, *layouts)
 
 
-def prepared(tile, choice: tuple, name: str, direction: str, case: Case) -> peers.Bound:
-    """A prepared call with this tile, on results that are allocated once."""
+def prepared(chosen, choice: tuple, name: str, direction: str, case: Case) -> peers.Bound:
+    """A prepared call where `choice` returns what is `chosen`, on results that are allocated once."""
     (q, k, v), causal = case.arrays, case.cell.causal
     like = lambda x: empty("a result", x, x.shape)
     if direction == "forward":
@@ -80,7 +80,7 @@ def prepared(tile, choice: tuple, name: str, direction: str, case: Case) -> peer
         o, lse = numba_flash.forward(q, k, v, causal=causal, return_lse=True, backend=name)
         results = BackwardResults(like(q), like(k), like(v))
         inputs = lambda do: BackwardInputs(do, q, k, v, o, lse)
-    run = prepare(tile, choice, name, direction, bind(q, k, v, causal=causal), inputs(case.do), results).run
+    run = prepare(chosen, choice, name, direction, bind(q, k, v, causal=causal), inputs(case.do), results).run
 
     def repeat(count: int) -> None:
         for _ in range(count):

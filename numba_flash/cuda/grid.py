@@ -32,7 +32,8 @@ UNEVEN = 1.007
 # 128 1.03; 1.03, 1.01; 1.02; D = 256 1.01; 1.01, with 2 on an H200 1.00. With eight row blocks a
 # section of 6 is slower (0.98 to 0.99).
 FEW_ROW_BLOCKS, UNEVEN_OF_FEW = 4, 1.025
-# Multiprocessors to a head, in the smallest section that is tried; and in steps to larger ones.
+# Sections that are tried have at least a head for every so many multiprocessors, and multiples of a
+# head for every so many.
 SMALLEST, STEP = 22, 6
 
 

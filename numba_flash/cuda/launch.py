@@ -23,8 +23,8 @@ from numba_flash.cuda.tensor_maps import TensorMaps
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
 # cudaErrorInsufficientDriver, also where there is none; cudaErrorNoDevice.
 OLD_DRIVER, NO_DEVICE = 35, 100
-# cudaDeviceAttr: compute capability; how many multiprocessors there are; thousands of ticks of the
-# memory in a second, in each of which two bits pass a wire, and its wires.
+# cudaDeviceAttr: compute capability; how many multiprocessors there are; the clock of the memory in
+# kHz, of which each tick moves two bits on each wire; and how many wires there are.
 MAJOR, MINOR, MULTIPROCESSORS, MEMORY_CLOCK, MEMORY_WIRES = 75, 76, 16, 36, 37
 
 _thread = threading.local()
@@ -96,7 +96,7 @@ class Gpu(NamedTuple):
     multiprocessors : int
         How many there are.
     bandwidth : float
-        Bytes a second to and from its memory.
+        Bytes a second to and from its memory, by its clock and wires; infinite where nobody tells.
     """
 
     device: int
@@ -113,7 +113,7 @@ def gpu(device: int) -> Gpu:
     import cupy
 
     about = lambda what: cupy.cuda.runtime.deviceGetAttribute(what, device)
-    bandwidth = 1000 * about(MEMORY_CLOCK) * 2 * about(MEMORY_WIRES) / 8
+    bandwidth = 1000 * about(MEMORY_CLOCK) * 2 * about(MEMORY_WIRES) / 8 or math.inf
     return Gpu(device, (about(MAJOR), about(MINOR)), about(MULTIPROCESSORS), bandwidth)
 
 

@@ -135,8 +135,8 @@ def zigzag(turn, blocks):
 
 @device
 def swing_block(place, blocks, swing):
-    """The block of a head that comes in this place, where every other of its swings, the first,
-    begins with its last one.
+    """The block of a head that comes in this place: in its first, third, ... swing the last block
+    comes first, in the others the first (and these go upward: `walk_backward.goes_upward`).
     """
     number = types.uint32(place // swing)
     if number % types.uint32(2) == types.uint32(1):

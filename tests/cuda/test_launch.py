@@ -324,18 +324,22 @@ def on_stub(driver, monkeypatch):
 
 def test_arrays_of_another_gpu_make_that_the_current_one(driver, on_stub, monkeypatch):
     """From before results are allocated until the last kernel is launched; nobody else asks."""
-    q, lse, allocated = OnGpu((2, 64, 512, 64), "float16"), OnGpu((2, 64, 512), "float32"), []
-    allocate = sys.modules["cupy"].cuda.alloc
-    monkeypatch.setattr(sys.modules["cupy"].cuda, "alloc", lambda size: allocated.append(driver.current) or allocate(size))
-    q.device, driver.kinds = Device(driver, 0), ()
+    q, lse, cuda = OnGpu((2, 64, 512, 64), "float16"), OnGpu((2, 64, 512), "float32"), sys.modules["cupy"].cuda
+    q.device, driver.kinds, allocated = Device(driver, 0), (), []
+
+    def noted(allocate):
+        return lambda *given: allocated.append(driver.current) or allocate(*given)
+
+    monkeypatch.setattr(cuda, "alloc", noted(cuda.alloc))
+    monkeypatch.setattr(OnGpu, "__new__", noted(OnGpu.__new__))
     for _ in range(2):
         driver.current = 1
         numba_flash.forward(q, q, q)
         numba_flash.backward(q, q, q, q, q, lse)
         assert driver.current == 1
     assert len(driver.devices) > 4
-    assert set(driver.devices) == {0}
-    assert allocated == [0, 0]
+    assert len(allocated) == 2 * (1 + 3 + 1)  # o; three gradients; one piece of memory for what is between kernels
+    assert {*driver.devices, *allocated} == {0}
 
 
 # Python functions of the package that run in one call: each is a twentieth of a microsecond or more.

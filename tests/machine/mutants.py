@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant("a head with one tile more", P_AND_DS, "else step\n\n", "- i32(1) else step\n\n", "gradients, D136, heads"),
     # ---- blocks of keys that go upward
-    Mutant("upward behind earlier keys", ADD_DQ, "if UPWARD and of_swing", "if False and of_swing", UP),
+    Mutant("upward behind earlier keys", ADD_DQ, "if UPWARD and last_first", "if False and last_first", UP),
     Mutant(
         "tiles fetched downward",
         LOAD_BACKWARD,

@@ -580,19 +580,22 @@ UPWARD = {
 }
 
 
+FEWEST = {"UPWARD": (1000, 1000), "DOWNWARD": (0, 1000), "SWINGS": (0, 0)}  # UPWARD_DIMS and SWING_DIMS
+IN_EACH_ORDER = [(name, order) for name in UPWARD for order in FEWEST if order != "SWINGS" or "window" not in name]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("order", ["UPWARD", "DOWNWARD", "SWINGS"])
-@pytest.mark.parametrize("name", UPWARD)
+@pytest.mark.parametrize(("name", "order"), IN_EACH_ORDER)
 def test_gradients_whose_blocks_of_keys_come_in_each_order(name, order, monkeypatch):
-    """Upward but for the last of two heads, or all downward, or, unless there is a window, in swings of two of the three blocks: the same
-    bits, however many work."""
+    """Of two heads of k, each of two heads of q and three blocks or five: upward but for the last, or all downward, or in swings of two
+    blocks: the same bits, however many work.
+    """
     dtype, d, options = UPWARD[name]
     group, results, way, among = Group(SM90, dtype, d, d, ()), [], prepare_turns.way, []
-    fewest = {"UPWARD": (1000, 1000), "DOWNWARD": (0, 1000), "SWINGS": (0, 0)}[order]
-    monkeypatch.setattr(prepare_turns, "UPWARD_DIMS", fewest[0])
-    monkeypatch.setattr(prepare_turns, "SWING_DIMS", fewest[1])
+    for name_of, fewest in zip(("UPWARD_DIMS", "SWING_DIMS"), FEWEST[order], strict=True):
+        monkeypatch.setattr(prepare_turns, name_of, fewest)
     monkeypatch.setattr(prepare_turns, "way", lambda *given: among.append(way(*given)) or among[-1])
-    arrays = random_inputs(batch=(2,), hq=2, hk=2 if order == "UPWARD" else 1, nq=200, nk=280, d=d, dtype=dtype)
+    arrays = random_inputs(batch=(2,), hq=2, hk=1, nq=200, nk=280, d=d, dtype=dtype)
     for resident in (None, 1):
         with machine(len(results), multiprocessors=2, resident=resident):
             results.append(backward(group, arrays, **options))
@@ -600,8 +603,7 @@ def test_gradients_whose_blocks_of_keys_come_in_each_order(name, order, monkeypa
     assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
     assert among
     for given in among:
-        assert (given.upward > 0) == (order == "UPWARD")
-        assert given.swing == (2 if order == "SWINGS" and "window" not in options else 0)
+        assert (given.upward > 0, given.swing) == (order == "UPWARD", 2 if order == "SWINGS" else 0)
 
 
 @pytest.mark.full

@@ -28,9 +28,9 @@ from numba_flash.cuda.sm90.walk_backward import (
 WORD = words(BackwardWork)
 
 
-class Swing(NamedTuple):
-    """Where blocks of keys of a head come last first: the first key of these, and the end of the
-    last. Where they come first first, begin is -1.
+class LastFirst(NamedTuple):
+    """The blocks of keys of a head that come last first: from key `begin` up to key `end`. Where
+    the first comes first, `begin` is -1.
     """
 
     begin: int
@@ -52,33 +52,34 @@ def build_add_dq(ordered, options, tile, layout):
     first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
 
     @inline
-    def swing_of(smem, turn, swing):
-        """The `Swing` of a work item. Where there are none, a whole head is one."""
+    def last_first_of(smem, turn, swing):
+        """The `LastFirst` of a work item: of a swing, or where there are none, of a whole head."""
         upward = pipeline.read(smem, WORK, turn, WORD.first) >= 0
         if not UPWARD or upward == (swing > i32(0)):
-            return Swing(i32(-1), i32(0))
+            return LastFirst(i32(-1), i32(0))
         keys, begin = pipeline.read(smem, WORK, turn, WORD.keys), i32(0)
         if swing > i32(0):
             block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
             begin = i32(block // swing * swing * BLOCK_N)
             keys = min(keys, i32(begin + swing * BLOCK_N))
-        return Swing(begin, keys)
+        return LastFirst(begin, keys)
 
     @inline
-    def others_before(smem, turn, at, of_swing):
+    def others_before(smem, turn, at, last_first):
         """How many blocks of keys add to the at-th row block of a head before this one: those of
-        earlier keys, but where the last of a `Swing` comes first, of this those of later ones.
+        earlier keys, but where the last comes first, of these those of later ones.
         """
         row0 = pipeline.read(smem, WORK, turn, WORD.row0)
-        if UPWARD and of_swing.begin >= i32(0):
+        if UPWARD and last_first.begin >= i32(0):
             low = pipeline.read(smem, WORK, turn, WORD.low)
-            queries, begin = pipeline.read(smem, WORK, turn, WORD.queries), of_swing.begin
-            return blocks_after(i32(row0 - begin), low, at, queries, of_swing.end, BLOCK_M, BLOCK_N)
+            queries = pipeline.read(smem, WORK, turn, WORD.queries)
+            key, end = i32(row0 - last_first.begin), last_first.end
+            return blocks_after(key, low, at, queries, end, BLOCK_M, BLOCK_N)
         high = pipeline.read(smem, WORK, turn, WORD.high)
         return blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
 
     @inline
-    def add_tile(smem, turn, n, at, number, order, of_swing, sum_address, flag_address):
+    def add_tile(smem, turn, n, at, number, order, last_first, sum_address, flag_address):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
         ORDERED in its turn.
         """
@@ -86,7 +87,7 @@ def build_add_dq(ordered, options, tile, layout):
         before = i32(1)
         seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
         if ORDERED and seen:
-            before = others_before(smem, turn, at, of_swing)
+            before = others_before(smem, turn, at, last_first)
             if MASKED:
                 before = tile_lists.count_before(order)
             while ptx.load_flag(flag) != before:
@@ -112,7 +113,7 @@ def build_add_dq(ordered, options, tile, layout):
         count = pipeline.read(smem, WORK, turn, WORD.count)
         while count != END:
             first = pipeline.read(smem, WORK, turn, WORD.first)
-            of_swing = swing_of(smem, turn, i32(sizes.swing))
+            last_first = last_first_of(smem, turn, i32(sizes.swing))
             for outer in range(count if TOGETHER else group):
                 order, inners = i32(0), group if TOGETHER else count
                 if MASKED:
@@ -130,7 +131,7 @@ def build_add_dq(ordered, options, tile, layout):
                             order = order_of(smem, turn, head, at, extras)
                         number = u64(u32(i32(base + at)))
                         sums, counts = ptx.global_address(dq_sum), ptx.global_address(flags)
-                        add_tile(smem, turn, n, at, number, order, of_swing, sums, counts)
+                        add_tile(smem, turn, n, at, number, order, last_first, sums, counts)
                     n = u32(n + u32(1))
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)

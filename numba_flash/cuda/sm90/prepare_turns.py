@@ -28,21 +28,26 @@ SUMS_AT_WORK = 2**24
 # Those of which two share keys, D = 64, upward in sections of one turn, over downward, of two: H200
 # 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
-# Head dimensions of all heads that share keys: at most so many together, and blocks go upward; and
-# so many, and they go in swings, if the memory is slow already from half of them on. Those between
-# go downward. And swings of a head that has MANY_BLOCKS, which are the turns of a section;
-# otherwise there are TURNS. Memory is slow below so many bytes a second: an H100's moves 3.4e12, an
-# H200's 4.8e12, and what is not in the L2 cache takes the longer. As asv_bench/studies/orders.py
-# compares them, in bfloat16, without options: two of D = 128, upward, over downward, N = 512, 1k,
-# 2k, 4k, 8k, 16k: H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96;
-# four of D = 64 H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98.
-# Eight of D = 128 in swings, over downward: H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11,
-# 1.18, 1.16, 1.19, 1.16, 1.14; four of them H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06,
-# 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04,
-# 1.05, 1.03, 1.03, 1.00, 0.99. Two swings, not four, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98,
-# H100 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four at N =
-# 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
-UPWARD_DIMS, SWING_DIMS, SWINGS, SLOW_MEMORY = 128, 1024, 4, 4e12
+# How many head dimensions the heads that share keys have together decides the order: up to
+# UPWARD_DIMS upward, from SWING_DIMS on in swings (from half of that on where memory is slow), in
+# between downward. A section takes SWINGS turns of the GPU, each of them one swing, if a head has
+# MANY_BLOCKS; otherwise TURNS. Memory is slow below SLOW_MEMORY bytes a second: what has left the
+# L2 cache comes back later. By clock and wires an H100 has 3.35e12 and an H200 4.92e12; nothing in
+# between was measured. By asv_bench/studies/orders.py, in bfloat16, without options, N = 512, 1k,
+# 2k, 4k, 8k, 16k: two of D = 128, upward, over downward, H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03,
+# H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01,
+# H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128 in swings, over downward: H200 1.05,
+# 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four of them H200 1.00,
+# 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64 H200 1.01,
+# 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. With SWINGS changed by
+# hand, two, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight 1.06,
+# 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four where a head has fewer blocks, N = 512, 1k: H200
+# 0.90, 1.03, H100 0.85, 0.94.
+UPWARD_DIMS, SWING_DIMS, SWINGS, SLOW_MEMORY = 128, 1024, 4, 4.1e12
+# Fewest and most heads of a section of swings, of those that make up its turns: the sections of a
+# problem have to be alike, as in a smaller one several swings of a head would be at work at the
+# same time, of which the later wait.
+UNLIKE = 3 / 4, 4 / 3
 # Fewest blocks of keys under a band for which packed sequences may be added in any order.
 MANY_PACKED = 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
@@ -78,38 +83,42 @@ class Order(Enum):
     SWINGS = "some of a head downward, the last first, then as many upward, the first first"
 
 
-def order(p, gpu, ordered: bool) -> Order:
-    """The `Order` of blocks of keys.
+def order(p, key_blocks: int, gpu, ordered: bool) -> Order:
+    """The `Order` of blocks of keys, of which a head has so many.
 
     If the band hides later keys they go upward: each begins with queries that those of later keys,
     which began before, do not see, and comes to all others behind them. Downward, all of a causal
     head would begin at its last queries, one after the other; but if the band hides earlier keys
     alone, none waits downward.
 
-    Where heads share keys, a block goes through so much before the next one comes to the same
-    queries that these have left the L2 cache; those that begin with the last queries have all in
-    common. In swings all do so: who is done with a block at the diagonal goes on with one that
-    begins there. That each has to wait at both ends matters little if many heads share keys, or if
-    what has left the cache comes back slowly.
+    Where heads share keys, a block takes so many steps for each tile of queries that, upward, a
+    tile has left the L2 cache before the next block comes to it. Blocks that begin together with
+    the last queries read the same tiles at the same time. In swings those that go upward do so,
+    too: a multiprocessor that ends a block at the diagonal goes on with one that begins there,
+    while its neighbours arrive at the same tiles. Each swing waits for the one before at its
+    beginning and its end. That matters little if many heads share keys, or if memory is slow.
     """
     if p.high >= p.nk - 1 or not may_go_upward(ordered, p.options):
         return Order.DOWNWARD
-    dims = p.hq // p.hk * p.d
+    dims = p.hq // p.hk * max(p.d, p.dv)
     if dims <= UPWARD_DIMS:
         return Order.UPWARD
     many = SWING_DIMS // 2 if gpu.bandwidth < SLOW_MEMORY else SWING_DIMS
-    return Order.SWINGS if dims >= many and p.band == "above" else Order.DOWNWARD
+    swings = dims >= many and p.band == "above"
+    if swings and math.prod(p.batch) * p.hk % swing_section(p, key_blocks, gpu) == 0:
+        return Order.SWINGS
+    return Order.DOWNWARD
 
 
-def turns(p, key_blocks: int, gpu, ordered: bool) -> int:
-    """Turns of the GPU that a section takes under a band."""
-    many, shared = key_blocks >= MANY_BLOCKS, p.hq > p.hk
-    how = order(p, gpu, ordered)
-    if how is Order.SWINGS:
-        return SWINGS if many else TURNS
-    if how is Order.UPWARD and shared:
-        return 1
-    return TURNS if ordered and (shared or many) else 1
+def swing_section(p, key_blocks: int, gpu) -> int:
+    """Heads of k in a section of swings: all of them, or so many that sections are alike, if that
+    is possible.
+    """
+    heads, turns = math.prod(p.batch) * p.hk, SWINGS if key_blocks >= MANY_BLOCKS else TURNS
+    most = max(1, turns * gpu.multiprocessors // key_blocks)
+    fewest, larger = (round(most * ratio) for ratio in UNLIKE)
+    alike = [size for size in range(max(1, fewest), larger + 1) if heads % size == 0]
+    return heads if heads <= most else max(alike, default=most)
 
 
 def section(p, tile, key_blocks: int, gpu, ordered: bool) -> int:
@@ -118,8 +127,7 @@ def section(p, tile, key_blocks: int, gpu, ordered: bool) -> int:
     If dQ is not added up in memory, so many that everyone gets the same work. Without a band no
     more than have their sums in the cache: one each, since blocks at work at the same time walk
     over the heads of a group together. With a band as many as have all of their blocks at work
-    within `turns`, and with swings in sections that are all alike; with a mask, where they wait for
-    each other, so many that few are.
+    within some turns of the GPU; with a mask, where they wait for each other, so many that few are.
     """
     even = grid.even_section(key_blocks, gpu.multiprocessors)
     if not tile.adds_dq:
@@ -129,12 +137,12 @@ def section(p, tile, key_blocks: int, gpu, ordered: bool) -> int:
         return max(1, min(even, SUMS_AT_WORK // sums_of_a_head))
     if ordered and p.options.tiled:
         return -(-gpu.multiprocessors // AT_WORK[tile.block_m])
-    most = max(1, turns(p, key_blocks, gpu, ordered) * gpu.multiprocessors // key_blocks)
-    if order(p, gpu, ordered) is not Order.SWINGS:
-        return most
-    heads = p.hk * math.prod(p.batch)
-    sections = -(-heads // most)
-    return -(-heads // sections)
+    how, shared = order(p, key_blocks, gpu, ordered), p.hq > p.hk
+    if how is Order.SWINGS:
+        return swing_section(p, key_blocks, gpu)
+    together = ordered and (shared or key_blocks >= MANY_BLOCKS)
+    turns = TURNS if together and not (how is Order.UPWARD and shared) else 1
+    return max(1, turns * gpu.multiprocessors // key_blocks)
 
 
 class Way(NamedTuple):
@@ -148,7 +156,7 @@ def way(p, items: int, section: int, key_blocks: int, gpu, ordered: bool) -> Way
     """Which work items go upward: none, all but those of the last sections, or every other swing,
     of so many blocks of a head as are at work at the same time.
     """
-    how = order(p, gpu, ordered)
+    how = order(p, key_blocks, gpu, ordered)
     if how is Order.SWINGS:
         return Way(upward=0, swing=max(1, gpu.multiprocessors // section))
     if how is Order.DOWNWARD:

@@ -473,25 +473,33 @@ ORDERS = [(64, 1, "UPWARD"), (128, 1, "UPWARD"), (64, 2, "UPWARD"), (128, 2, "DO
 @pytest.mark.parametrize(("d", "group", "expected"), [*ORDERS, (64, 4, "DOWNWARD"), (64, 8, "FEW"), (128, 4, "FEW")])
 def test_the_order_of_blocks_depends_on_how_much_shares_keys(d, group, expected, gpu):
     """Swings of few heads are where memory is slow. None goes upward or in swings under a window, if these would wait, nor where all is
-    seen, or added in any order.
+    seen, or added in any order. The wider of q and v counts.
     """
     expected = expected.replace("FEW", "SWINGS" if gpu is H100 else "DOWNWARD")
-    causal = replace(problem(384, group * 3, 3, True), d=d)
-    assert prepare_turns.order(causal, gpu, True).name == expected
-    assert prepare_turns.order(replace(causal, low=-100), gpu, True).name == expected.replace("SWINGS", "DOWNWARD")
-    assert prepare_turns.order(replace(causal, high=384), gpu, True).name == "DOWNWARD"
-    assert prepare_turns.order(causal, gpu, False).name == "DOWNWARD"
+    causal = replace(problem(384, group * 3, 3, True), d=d, dv=d)
+    order = lambda p, ordered=True: prepare_turns.order(p, 3, gpu, ordered).name
+    assert order(causal) == order(replace(causal, d=32)) == order(replace(causal, dv=32)) == expected
+    assert order(replace(causal, low=-100)) == expected.replace("SWINGS", "DOWNWARD")
+    assert order(replace(causal, high=384)) == "DOWNWARD"
+    assert order(causal, False) == "DOWNWARD"
+
+
+def test_blocks_go_downward_where_sections_of_swings_would_be_unlike():
+    order = lambda heads: prepare_turns.order(replace(problem(16384, 8 * heads, heads, True), d=128, dv=128), 128, H200, True).name
+    found = {name: [heads for heads in range(1, 21) if order(heads) == name] for name in ("SWINGS", "DOWNWARD")}
+    assert found == {"SWINGS": [1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 16, 18, 20], "DOWNWARD": [7, 11, 13, 14, 17, 19]}
 
 
 @pytest.mark.parametrize(
     ("n", "heads", "section", "swing"),
-    [(8192, 16, 8, 16), (8192, 9, 5, 26), (8192, 1, 1, 132), (16384, 4, 4, 33), (1024, 64, 32, 4), (128, 500, 250, 1), (2048, 3, 3, 44)],
+    [(8192, 16, 8, 16), (8192, 9, 9, 14), (8192, 1, 1, 132), (8192, 13, 8, 0), (16384, 4, 4, 33), (1024, 64, 32, 4), (128, 500, 250, 1)],
 )
 def test_sections_of_swings_are_alike_and_a_swing_is_what_a_turn_has_room_for(n, heads, section, swing):
-    """Four swings of long heads, two of short ones, whatever is left of a GPU of 132 multiprocessors."""
+    """Four swings of long heads, two of short ones, whatever is left of a GPU of 132 multiprocessors; or none."""
     p, tile = replace(problem(n, 8 * heads, heads, True), d=128), next(tile for tile in TILES if tile.block_m == 64)
     key_blocks = grid.blocks(p, n, tile.block_n)
-    assert prepare_turns.section(p, tile, key_blocks, H200, True) == section
+    if swing:
+        assert prepare_turns.section(p, tile, key_blocks, H200, True) == section
     assert way(p, heads, section, key_blocks, 132) == Way(0, swing)
 
 

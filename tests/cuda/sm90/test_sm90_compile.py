@@ -43,7 +43,8 @@ SPILLS = {"backward softcap": 60, "backward packed": 280, "backward packed, 128"
 SPILLS |= {"backward packed, in any order": 240, "backward packed, 128, in any order": 30}
 SPILLS |= {"backward 64 lists": 40, "backward 64 lists, lengths, in any order": 80, "backward 72, 40 lists, lengths": 40}
 SPILLS |= {"backward 128 lists": 30, "backward 128 lists, in any order": 80, "backward 128 lists, packed": 40}
-# Those that add to dQ count who comes before, upward, downward and in swings, and another one which swing a block belongs to.
+# Threads that add to dQ count who comes before, upward, downward and in swings; that which writes down work items works out which swing a
+# block belongs to.
 SPILLS |= {
     "backward 64": 310,
     "backward softcap, 64": 410,
