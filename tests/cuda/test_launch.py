@@ -1,6 +1,7 @@
 """What a launch hands to the driver, with stand-ins for CuPy and the driver: in every call the addresses of its own arrays."""
 
 import ctypes
+import math
 import re
 import struct
 import sys
@@ -219,6 +220,8 @@ def test_a_gpu_tells_what_the_choice_of_kernels_depends_on(driver, monkeypatch):
     monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "deviceGetAttribute", lambda what, device: attributes[what], raising=False)
     assert launch.gpu.__wrapped__(3) == Gpu(3, (9, 0), 132, 3_352_320_000_000)
     assert launch.gpu.__wrapped__(-1) == Gpu(-1, (0, 0), 1)
+    attributes[36] = 0  # as where a driver does not tell
+    assert launch.gpu.__wrapped__(3).bandwidth == math.inf
 
 
 @pytest.mark.usefixtures("maps_at_one_more")

@@ -126,3 +126,9 @@ def test_heads_of_few_row_blocks_have_small_sections():
     work = np.arange(1, 5) + grid.ITEM_TILES
     assert grid.most_work(work, 512, 6, 132) > grid.UNEVEN * grid.most_work(work, 512, 44, 132)
     assert grid.section(problem, 128, 128, 132) == 6
+
+
+def test_sections_are_multiples_of_a_sixth_of_the_gpu():
+    """Causal N = 4096 with 8 heads, which no section splits: the first that is tried and has room for all of them."""
+    problem = SimpleNamespace(nq=4096, nk=4096, batch=(1, 1), hq=8, low=-ANY, high=0, options=PLAIN)
+    assert grid.section(problem, 128, 128, 132) == 132 // 6

@@ -33,21 +33,24 @@ DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
 # between downward. A section takes SWINGS turns of the GPU, each of them one swing, if a head has
 # MANY_BLOCKS; otherwise TURNS. Memory is slow below SLOW_MEMORY bytes a second: what has left the
 # L2 cache comes back later. By clock and wires an H100 has 3.35e12 and an H200 4.92e12; nothing in
-# between was measured. By asv_bench/studies/orders.py, in bfloat16, without options, N = 512, 1k,
-# 2k, 4k, 8k, 16k: two of D = 128, upward, over downward, H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03,
-# H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64 H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01,
-# H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128 in swings, over downward: H200 1.05,
-# 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19, 1.16, 1.14; four of them H200 1.00,
-# 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04, 1.00, 1.00; eight of D = 64 H200 1.01,
-# 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03, 1.00, 0.99. With SWINGS changed by
-# hand, two, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100 1.19, 1.18, 1.14, 1.11; eight 1.06,
-# 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four where a head has fewer blocks, N = 512, 1k: H200
-# 0.90, 1.03, H100 0.85, 0.94.
+# between was measured. Measured before there was asv_bench/studies/orders.py, which does so anew:
+# in bfloat16, without options, N = 512, 1k, 2k, 4k, 8k, 16k: two of D = 128, upward, over downward,
+# H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64
+# H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128
+# in swings, over downward: H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19,
+# 1.16, 1.14; four of them H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04,
+# 1.00, 1.00; eight of D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03,
+# 1.00, 0.99. With SWINGS changed by hand, two, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100
+# 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four where a head
+# has fewer blocks, N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
 UPWARD_DIMS, SWING_DIMS, SWINGS, SLOW_MEMORY = 128, 1024, 4, 4.1e12
-# Fewest and most heads of a section of swings, of those that make up its turns: the sections of a
-# problem have to be alike, as in a smaller one several swings of a head would be at work at the
-# same time, of which the later wait.
-UNLIKE = 3 / 4, 4 / 3
+# How full the turns of a section of swings may be, at least and at most, so that sections are
+# alike: in a smaller last one several swings of a head would be at work at the same time, of which
+# the later wait. Not measured: by counting who waits, 132 multiprocessors that do a tile a step are
+# at work 0.69 of the time for 10 heads of 128 blocks in sections of 4, 0.82 in sections of 5, 0.94
+# downward; 13 heads in sections of 4 0.68, downward 0.92. What was measured above has 0.80 and
+# 0.88.
+FULL = 3 / 4, 4 / 3
 # Fewest blocks of keys under a band for which packed sequences may be added in any order.
 MANY_PACKED = 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
@@ -111,13 +114,13 @@ def order(p, key_blocks: int, gpu, ordered: bool) -> Order:
 
 
 def swing_section(p, key_blocks: int, gpu) -> int:
-    """Heads of k in a section of swings: all of them, or so many that sections are alike, if that
-    is possible.
+    """Heads of k in a section of swings: all of them, or so many that sections are alike, or as
+    many as their turns have room for, if there is no such number.
     """
     heads, turns = math.prod(p.batch) * p.hk, SWINGS if key_blocks >= MANY_BLOCKS else TURNS
     most = max(1, turns * gpu.multiprocessors // key_blocks)
-    fewest, larger = (round(most * ratio) for ratio in UNLIKE)
-    alike = [size for size in range(max(1, fewest), larger + 1) if heads % size == 0]
+    fewest, fullest = (round(most * full) for full in FULL)
+    alike = [size for size in range(max(1, fewest), fullest + 1) if heads % size == 0]
     return heads if heads <= most else max(alike, default=most)
 
 
