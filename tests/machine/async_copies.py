@@ -72,7 +72,7 @@ def _copy(machine, each):
             raise Fault(f"{int(count.max())} bytes of {size} are to be read")
         if (source % size).any():
             raise Fault(f"{size} bytes from {int(source[source % size != 0][0]):#x}: misaligned")
-        _read(machine.memory, source, count, size)
+        _read(machine.memory, source, count, size, warp)
         copies, granules = warp.copies, shared.granules(to, size)
         copies.begun += 1
         warp.block.order.write(granules, warp.block.order.by_copy(warp, copies.begun), np.zeros(granules.shape, bool))
@@ -104,8 +104,8 @@ def _bytes_read(machine, operands, size: int):
     return lambda warp: spread(get(warp)).astype(np.int64)
 
 
-def _read(memory, source: np.ndarray, count: np.ndarray, size: int) -> np.ndarray:
-    """(lanes, size) bytes; of what is not read, nothing has to exist."""
+def _read(memory, source: np.ndarray, count: np.ndarray, size: int, warp=None) -> np.ndarray:
+    """(lanes, size) bytes; of what is not read, nothing has to exist. A `warp` has to know of all that others wrote there."""
     data = np.zeros((source.size, size), np.uint8)
     left = count > 0
     while left.any():
@@ -115,6 +115,8 @@ def _read(memory, source: np.ndarray, count: np.ndarray, size: int) -> np.ndarra
             now = here & (count == n)
             at = source[now][:, None] + np.arange(n)
             data[now, :n] = region.load(source[now], size) if n == size else region.load(at.reshape(-1), 1).reshape(-1, n)
+            if warp is not None:
+                warp.block.machine.streams.by_threads(region, source[now] - region.base, int(n), warp, False)
         left &= ~here
     return data
 

@@ -1,5 +1,7 @@
 """mbarriers (PTX ISA 9.7.13.15), named barriers (9.7.13.1), fences (9.7.13.4), and what orders kernels (9.7.13.13)."""
 
+from functools import partial
+
 import numpy as np
 from memory import Fault
 from operands import LANES, one, readers, spread
@@ -127,7 +129,8 @@ def _mbarrier_expect(machine, each):
     return run
 
 
-def _mbarrier_try_wait(machine, each):
+def _mbarrier_wait(machine, each, returns=False):
+    """`returns`: not only when the phase is over."""
     destination, *_ = each.operands
     at, parity = readers(machine, each.operands[1:])
 
@@ -139,7 +142,7 @@ def _mbarrier_try_wait(machine, each):
             raise Fault("lanes wait for different phases")
         done = mbarrier_of(warp, address).is_over(warp, wanted)
         warp.write(destination, np.full(LANES, done))
-        if not done:
+        if not done and not returns:
             warp.asks(each, f"at {address}", False)
 
     return run
@@ -216,7 +219,8 @@ BARRIERS = {
     "mbarrier.init": _mbarrier_init,
     "mbarrier.arrive.expect_tx": _mbarrier_expect,
     "mbarrier.arrive": _mbarrier_arrive,
-    "mbarrier.try_wait": _mbarrier_try_wait,
+    "mbarrier.try_wait": _mbarrier_wait,
+    "mbarrier.test_wait": partial(_mbarrier_wait, returns=True),
     "fence.mbarrier_init": _fence_mbarrier_init,
     "fence.proxy.async": _fence_proxy_async,
     "bar.sync": _barrier,

@@ -112,7 +112,8 @@ def _memory(machine, each, parts):
     if "param" in parts:
         return _load_parameter(machine, where, names[0], kind)
     get, shared, size = address(machine, where), "shared" in parts, count * np.dtype(kind).itemsize
-    waits = "acquire" in parts
+    acquires = "acquire" in parts
+    atomic = acquires or "relaxed" in parts
     if shared and size < 2:
         raise ValueError("the order of single bytes of shared memory is not watched")
 
@@ -123,14 +124,14 @@ def _memory(machine, each, parts):
         if shared:
             data, never = _load_shared(warp, at, size, count)
         else:
-            data = _load_global(warp, at, size, waits)
+            data = _load_global(warp, at, size, atomic, acquires)
         data = np.ascontiguousarray(data).view(kind)
         for i, name in enumerate(names):
             value, unwritten = np.zeros(LANES, kind), ~lanes & warp.unwritten.get(name, name not in warp.registers)
             value[lanes], unwritten[lanes] = data[:, i], never[:, i]
             warp.write(name, value)
             warp.poison(name, unwritten)
-        if waits:
+        if atomic:
             warp.asks(each, int(at[0]), int(data[0, 0]))
 
     values = () if load else [reader(machine, name, kind) for name in names]
@@ -159,11 +160,13 @@ def _load_shared(warp, at: np.ndarray, size: int, count: int):
     return block.shared.words[granules].view(np.uint8), never.reshape(at.size, count, -1).any(axis=-1)
 
 
-def _load_global(warp, at: np.ndarray, size: int, acquires: bool):
+def _load_global(warp, at: np.ndarray, size: int, atomic: bool, acquires: bool):
     machine = warp.block.machine
     region = machine.memory.find(int(at[0]))
     if acquires:
         machine.streams.acquire(int(at[0]), warp.known_streams)
+    elif atomic:
+        machine.streams.by_atomics(region, region.offsets(at[:1], size), size)
     else:
         machine.streams.by_threads(region, region.offsets(at, size), size, warp, False)
     return region.load(at, size)
@@ -247,5 +250,5 @@ WHOLE = {
     **MMA,
     **PRODUCTS,
     **{"atom.": _atomic, "red.": _atomic},
-    **dict.fromkeys(["membar.", "fence.acq_rel", "setmaxnreg"], _nothing),
+    **dict.fromkeys(["membar.", "fence.acq_rel", "setmaxnreg", "nanosleep"], _nothing),
 }

@@ -210,6 +210,34 @@ def test_flags_that_say_nothing(right, wrong, seed):
         run(IN_TURNS.replace(right, wrong), seed=seed, grid=4)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_of_what_another_block_has_written(seed):
+    """Who copies it has to know of it, too."""
+    copied = "cp.async.ca.shared.global [%r3], [%rd3], 4; cp.async.wait_all;"
+    waits = WAITS.replace("%r4", "4")
+    run(IN_TURNS.replace("$end:", waits.replace("again", "once") + copied + "$end:"), seed=seed, grid=4)
+    relaxed = waits.replace("again", "once").replace("acquire", "relaxed")
+    with pytest.raises(Race, match="a bulk store of block"):
+        run(IN_TURNS.replace("$end:", relaxed + copied + "$end:"), seed=seed, grid=4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_phase_may_be_tested_before_it_is_over(seed):
+    """Nobody waits; and who finds that it is over knows what happened before."""
+    tests = (
+        "mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r80], 0; selp.f32 %f1, 0f3F800000, 0f00000000, %p1; st.global.f32 [%rd3], %f1;"
+    )
+    after = "bar.sync 0; @%p8 st.shared.u32 [%r90], 5; @%p8 mbarrier.arrive.shared::cta.b64 _, [%r80]; bar.sync 0;"
+    assert not run(READY + tests, seed=seed)[:64].any()
+    np.testing.assert_array_equal(run(READY + tests + after + tests, seed=seed)[:64], np.ones(64, np.float32))
+    polls = "$poll: mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r80], 0; nanosleep.u32 100; @!%p1 bra $poll;"
+    other = "@%p7 bra $other; @%p8 st.shared.u32 [%r90], 5; @%p8 mbarrier.arrive.shared::cta.b64 _, [%r80]; bra $end;"
+    reads = "ld.shared.f32 %f1, [%r90]; st.global.f32 [%rd3], %f1; $end:"
+    assert run(f"{READY} {other} $other: {polls} {reads}", seed=seed)[32:33].view(np.int32) == 5
+    with pytest.raises(Fault, match=r"is (read|written) by warp|never written"):
+        run(f"{READY} {other} $other: {reads}", seed=seed)
+
+
 def test_blocks_that_wait_for_one_for_which_there_is_no_room():
     """Each waits for the block after it; all have to be there at once."""
     backwards = IN_TURNS.replace("ld.acquire", "sub.s32 %r4, 3, %r4; ld.acquire", 1).replace(
