@@ -20,6 +20,7 @@ from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
 from numba_flash.cuda.sm90.relative_tiles import RelativeBackwardTile, RelativeTile, relative_tile
+from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
 from numba_flash.cuda.sm90.tiles import (
     BACKWARD_TILES,
@@ -191,6 +192,12 @@ BACKWARD = {
     "backward softcap, 64": ("bfloat16", 64, 64, False, True, True, SOFTCAP),
 }
 BACKWARD = {name: (*config, with_options(backward_tile(*config[1:3]), config[-1])) for name, config in BACKWARD.items()}
+BACKWARD_ROUNDING = {
+    "backward 64 rounding": ("bfloat16", 64, 64, False, True, True, PLAIN),
+    "backward 128 rounding": ("float16", 128, 128, False, True, True, PLAIN),
+    "backward 72, 40 rounding": ("bfloat16", 72, 40, False, True, True, PLAIN),
+}
+BACKWARD |= {name: (*config, RoundingTile(**asdict(backward_tile(*config[1:3])))) for name, config in BACKWARD_ROUNDING.items()}
 BACKWARD_LISTS = {
     "backward 64 lists": ("bfloat16", 64, 64, False, True, True, LISTED),
     "backward 64 lists, lengths, in any order": ("float16", 64, 64, True, True, False, LISTED_LENGTHS),

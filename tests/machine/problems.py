@@ -27,7 +27,7 @@ import numba_flash
 from numba_flash import call, reference
 from numba_flash.cuda import compile, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
@@ -65,6 +65,8 @@ class Problem(NamedTuple):
         What is made of N(0, 1) for q, k, v and do.
     relative : bool
         What a function of the score adds for each distance is read from an array, of few scores, too.
+    rounds : bool
+        The main kernel rounds dQ.
     """
 
     run: Callable
@@ -85,6 +87,7 @@ class Problem(NamedTuple):
     dtype: str = "float16"
     made: Callable = lambda *arrays: arrays
     relative: bool = False
+    rounds: bool = False
 
 
 class Watched(Machine):
@@ -482,6 +485,8 @@ def run(problem: Problem, seed: int) -> None:
     prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
     prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
     prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
+    if p.rounds:
+        prepare_backward.MOST_ITEMS_EARLY, prepare_rounding.rounds = 0, lambda *_: True
     prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 
@@ -570,6 +575,14 @@ PROBLEMS |= {
         made=beyond,
         options={"bias": HIDES[None, None].astype("bfloat16"), "bias_grad": True},
     ),
+}
+rounded = partial(Problem, backward_pass, rounds=True)
+PROBLEMS |= {
+    "gradients, rounded": rounded(nq=200, nk=300, hq=3, hk=3, multiprocessors=2),
+    "gradients, rounded, D128": rounded(
+        d=128, nq=130, nk=200, hq=2, hk=2, batch=2, multiprocessors=3, options={"causal": True, "q_start": 70}
+    ),
+    "gradients, rounded, upward": rounded(d=72, nq=300, nk=200, hq=2, hk=2, resident=1, options={"causal": True, "q_start": 0}),
 }
 OF_DISTANCES = {"score_mod": numba_flash.relative_position(np.random.default_rng(14).standard_normal((2, 801)))}
 PROBLEMS |= {

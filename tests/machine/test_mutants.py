@@ -22,6 +22,7 @@ from mutants_head import MUTANTS_HEAD
 from mutants_kept import MUTANTS_KEPT
 from mutants_pages import MUTANTS_PAGES
 from mutants_relative import MUTANTS_RELATIVE
+from mutants_round import MUTANTS_ROUND
 from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from mutants_wide import MUTANTS_WIDE
@@ -40,6 +41,7 @@ ALL = (
     *MUTANTS_HEAD,
     *MUTANTS_KEPT,
     *MUTANTS_RELATIVE,
+    *MUTANTS_ROUND,
     *MUTANTS_WIDE,
 )
 

@@ -34,7 +34,13 @@ from numba_flash.cuda.ptx.barrier import (
     mbarrier_init as mbarrier_init,
 )
 from numba_flash.cuda.ptx.barrier import (
+    mbarrier_test_wait as mbarrier_test_wait,
+)
+from numba_flash.cuda.ptx.barrier import (
     mbarrier_try_wait as mbarrier_try_wait,
+)
+from numba_flash.cuda.ptx.barrier import (
+    nap as nap,
 )
 from numba_flash.cuda.ptx.barrier import (
     setmaxnreg as setmaxnreg,
@@ -65,6 +71,9 @@ from numba_flash.cuda.ptx.copy import (
 )
 from numba_flash.cuda.ptx.copy import (
     bulk_wait_read as bulk_wait_read,
+)
+from numba_flash.cuda.ptx.copy import (
+    bulk_wait_read_but as bulk_wait_read_but,
 )
 from numba_flash.cuda.ptx.copy import (
     copy4 as copy4,
@@ -173,6 +182,9 @@ from numba_flash.cuda.ptx.memory import (
 )
 from numba_flash.cuda.ptx.memory import (
     next_number as next_number,
+)
+from numba_flash.cuda.ptx.memory import (
+    peek_flag as peek_flag,
 )
 from numba_flash.cuda.ptx.memory import (
     shared_address as shared_address,

@@ -25,6 +25,13 @@ mbarrier_try_wait = instruction(
     " selp.u32 $0, 1, 0, p; }",
     u32, u32, u32,
 )  # fmt: skip
+# Whether a phase is over, without waiting for it.
+mbarrier_test_wait = instruction(
+    "mbarrier_test_wait",
+    "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2;"
+    " selp.u32 $0, 1, 0, p; }",
+    u32, u32, u32,
+)  # fmt: skip
 fence_mbarrier_init = instruction(
     "fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", _void
 )
@@ -45,6 +52,10 @@ barrier_any = instruction(
 )  # fmt: skip
 barrier_arrive = instruction("barrier_arrive", "bar.arrive $0, $1;", _void, u32, u32)
 fence_proxy_async = instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", _void)
+
+
+# So many nanoseconds, about.
+nap = instruction("nap", "nanosleep.u32 $0;", _void, u32)
 
 
 @intrinsic

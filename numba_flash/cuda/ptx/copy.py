@@ -114,3 +114,11 @@ bulk_load = instruction(
 bulk_commit = instruction("bulk_commit", "cp.async.bulk.commit_group;", _void)
 bulk_wait_read = instruction("bulk_wait_read", "cp.async.bulk.wait_group.read 0;", _void)
 bulk_wait = instruction("bulk_wait", "cp.async.bulk.wait_group 0;", _void)
+
+
+def bulk_wait_read_but(groups):
+    """Function that waits until what all bulk groups of the thread but its last ones, so many, take
+    from shared memory has been read.
+    """
+    text = f"cp.async.bulk.wait_group.read {groups};"
+    return instruction(f"bulk_wait_read_but{groups}", text, _void)

@@ -2,6 +2,8 @@
 fetched, and, where dQ is added up in memory, two do that in turns.
 """
 
+from typing import Any, NamedTuple
+
 from numba_flash.cuda import early, ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
@@ -24,6 +26,8 @@ from numba_flash.cuda.sm90.arguments import (
 )
 from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.round_dq import build_write_and_round
+from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import (
     build_note_tile,
@@ -38,9 +42,17 @@ WORD = words(BackwardWork)
 BIAS_MAP = 6  # which of the tensor maps, where there is one
 
 
+class WriteWork(NamedTuple):
+    """What `build_write_work` makes."""
+
+    write_work: Any
+    write_next: Any
+
+
 def build_write_work(banded, ordered, options, tile, layout):
     """``write_work(smem, dk, lse2, flags, extras, sizes)``: write down what this block's work items
-    are, ahead of the other threads.
+    are, ahead of the other threads. ``write_next(smem, turn, dk, lse2, flags, extras, sizes)``:
+    only that of a turn, where each has something to do; or that there is none: False.
 
     Arguments are those of `build_kernel` and of its kernel.
     """
@@ -75,6 +87,51 @@ def build_write_work(banded, ordered, options, tile, layout):
         return i32(taken * cuda.gridDim.x + cuda.blockIdx.x)
 
     @inline
+    def write_item(smem, turn, number, dk, lse2, extras, sizes):
+        """Write down a work item; False if it has nothing to do."""
+        item = item_of(number, dk.shape, extras, sizes)
+        if IN_PARTS:
+            block = item.row0 // BLOCK_N
+            if not sizes.first_block <= block < sizes.first_block + sizes.blocks:
+                return False
+        if IN_SLOTS and not ds_slots.in_section(item, extras.places, sizes, BLOCK_N):
+            return False
+        if PACKED and item.row0 >= item.rows:
+            return False  # nothing to store; an impossible sequence has no rows of its own
+        head = item.head * i32(sizes.group)
+        base = first_block(item.b0, item.b1, head, item.columns_begin, lse2.shape)
+        queries, tiles = item.columns, i32(item.count * i32(sizes.group))
+        if MASKED:
+            tiles = listed_together(item, extras, sizes)
+            if tiles == 0:  # one tile of each head, in which everything is hidden
+                queries, tiles = i32(0), i32(sizes.group)
+        first = i32(~(item.first + item.count - i32(1)))
+        if UPWARD and goes_upward(number, i32(item.row0 // BLOCK_N), sizes):
+            first = item.first
+        work = BackwardWork(
+            b0=item.b0,
+            b1=i32(0) if PACKED else item.b1,
+            kv_head=item.head,
+            row0=item.row0,
+            k0=item.rows_begin,
+            keys=item.rows,
+            q0=item.columns_begin,
+            queries=queries,
+            low=item.low,
+            high=item.high,
+            invalid=item.invalid,
+            first=first,
+            count=item.count,
+            base=base,
+        )
+        for word in range(len(work)):
+            pipeline.write(smem, WORK, turn, word, work[word])
+        if OPTIONS:
+            pipeline.write(smem, WORK, turn, BACKWARD_SCORES_B1, item.b1)
+            pipeline.write(smem, WORK, turn, BACKWARD_TILES, tiles)
+        return True
+
+    @inline
     def write_work(smem, dk, lse2, flags, extras, sizes):
         turn, taken, there = u32(0), u32(0), True
         items = ds_slots.items(extras.places, sizes) if IN_SLOTS else sizes.items
@@ -84,52 +141,26 @@ def build_write_work(banded, ordered, options, tile, layout):
             taken = u32(taken + 1)
             there = number < items
             if there:
-                item = item_of(number, dk.shape, extras, sizes)
-                if IN_PARTS:
-                    block = item.row0 // BLOCK_N
-                    if not sizes.first_block <= block < sizes.first_block + sizes.blocks:
-                        continue
-                if IN_SLOTS and not ds_slots.in_section(item, extras.places, sizes, BLOCK_N):
+                if not write_item(smem, turn, number, dk, lse2, extras, sizes):
                     continue
-                if PACKED and item.row0 >= item.rows:
-                    continue  # nothing to store; an impossible sequence has no rows of its own
-                head = item.head * i32(sizes.group)
-                base = first_block(item.b0, item.b1, head, item.columns_begin, lse2.shape)
-                queries, tiles = item.columns, i32(item.count * i32(sizes.group))
-                if MASKED:
-                    tiles = listed_together(item, extras, sizes)
-                    if tiles == 0:  # one tile of each head, in which everything is hidden
-                        queries, tiles = i32(0), i32(sizes.group)
-                first = i32(~(item.first + item.count - i32(1)))
-                if UPWARD and goes_upward(number, i32(item.row0 // BLOCK_N), sizes):
-                    first = item.first
-                work = BackwardWork(
-                    b0=item.b0,
-                    b1=i32(0) if PACKED else item.b1,
-                    kv_head=item.head,
-                    row0=item.row0,
-                    k0=item.rows_begin,
-                    keys=item.rows,
-                    q0=item.columns_begin,
-                    queries=queries,
-                    low=item.low,
-                    high=item.high,
-                    invalid=item.invalid,
-                    first=first,
-                    count=item.count,
-                    base=base,
-                )
-                for word in range(len(work)):
-                    pipeline.write(smem, WORK, turn, word, work[word])
-                if OPTIONS:
-                    pipeline.write(smem, WORK, turn, BACKWARD_SCORES_B1, item.b1)
-                    pipeline.write(smem, WORK, turn, BACKWARD_TILES, tiles)
             else:
                 pipeline.write(smem, WORK, turn, WORD.count, END)
             pipeline.commit(smem, WORK, turn)
             turn = u32(turn + 1)
 
-    return write_work
+    @inline
+    def write_next(smem, turn, dk, lse2, flags, extras, sizes):
+        pipeline.wait_free(smem, WORK, turn)
+        number = next_number(smem, turn, turn, flags, extras, sizes)
+        there = number < sizes.items
+        if there:
+            write_item(smem, turn, number, dk, lse2, extras, sizes)
+        else:
+            pipeline.write(smem, WORK, turn, WORD.count, END)
+        pipeline.commit(smem, WORK, turn)
+        return there
+
+    return WriteWork(write_work, write_next)
 
 
 def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
@@ -231,18 +262,25 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     return produce
 
 
-def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume):
+def build_kernel(
+    head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume, bfloat16=False
+):
     """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
-    moves data, every other one does what `consume` says, with the kernel's arguments.
+    moves data, every other one does what `consume` says, with the kernel's arguments. The former
+    rounds dQ, too, to `bfloat16` or float16, if the tile is a `RoundingTile`.
     """
     SMEM, CONSUMERS = tile.layout(head_dim, head_dim_v), tile.consumers
     (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq
+    ROUNDS_DQ = isinstance(tile, RoundingTile)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
     DQ, WORK, FETCHED = map(one_type, (SMEM.dq, SMEM.work, SMEM.fetched))
     COPIES_BIAS, BIAS = tile.copies_bias, one_type(SMEM.bias) if tile.copies_bias else None
     ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
     WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
-    write_work = build_write_work(banded, ordered, options, tile, SMEM)
+    write_work, write_next = build_write_work(banded, ordered, options, tile, SMEM)
+    write_and_round = None
+    if ROUNDS_DQ:
+        write_and_round = build_write_and_round(tile, SMEM, bfloat16, write_next)
     claims = walk_backward.claims(banded, ordered, options, tile)
     upward = may_go_upward(ordered, options)
     produce = build_produce(head_dim, head_dim_v, claims, upward, options, tile, SMEM)
@@ -265,9 +303,12 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
         if group == 0:
             ptx.setmaxnreg(FEWEST, OFF)
             warp = cuda.threadIdx.x // 32
-            if cuda.threadIdx.x % 32 == 0:
+            if ROUNDS_DQ and warp == ADDERS + 1:
+                write_and_round(maps, smem, dk, lse2, dq_sum, flags, extras, sizes, scales.scale)
+            elif cuda.threadIdx.x % 32 == 0:
                 if warp == ADDERS + 1:
-                    write_work(smem, dk, lse2, flags, extras, sizes)
+                    if not ROUNDS_DQ:
+                        write_work(smem, dk, lse2, flags, extras, sizes)
                 elif warp == ADDERS:
                     produce(maps, smem, lse2, delta, extras, i32(sizes.group), sizes)
                 elif ADDS_DQ:
@@ -276,7 +317,7 @@ def build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, c
             ptx.setmaxnreg(REGISTERS, ON)
             consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
 
-    maps = [f"maps.{i}" for i in range((6 if to_map else 4) + COPIES_BIAS)]
+    maps = [f"maps.{i}" for i in range((6 if to_map else 4) + COPIES_BIAS + ROUNDS_DQ)]
     numbers = named(OptionScales, f32, f32, parameters_type(options))
     if options.only_lists or not options.modifies_or_lists:
         numbers = named(Scales, f32)

@@ -85,6 +85,13 @@ def wait_ready(smem, ring, n):
 
 
 @inline
+def is_ready(smem, ring, n):
+    """Whether the n-th tile is there: 1 or 0."""
+    parity = u32((n // u32(ring.slots)) % u32(2))
+    return i32(ptx.mbarrier_test_wait(mbarrier(smem, ring, ring.ready, n), parity))
+
+
+@inline
 def wait_free(smem, ring, n):
     """Until the slot of the n-th tile has been read by everyone who read what it held before."""
     wait(smem, ring, ring.free, n, 1)

@@ -1,6 +1,7 @@
 """The backward pass of the `sm90` tier from the host: which kernels run with which grid."""
 
 import math
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,10 @@ from numba_flash.cuda import grid, launch, tensor_maps
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
-from numba_flash.cuda.sm90 import prepare_turns
+from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, rounding_tile
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
+from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -101,6 +103,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         again = lambda results: prepare(p, inputs, results, deterministic, gpu)
         return tensor_maps.through_compact(again, results)
     row_blocks, items = row_blocks_of(p, tile), grid.items(p, p.nk, p.hk, tile.block_n)
+    many = items > MOST_ITEMS_EARLY * gpu.multiprocessors
+    if many and prepare_rounding.rounds(p, tile):
+        tile = RoundingTile(**asdict(tile))
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     this = Pass(
@@ -113,7 +118,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         row_blocks=row_blocks,
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
         added=Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None,
-        early=tile.adds_dq and items <= MOST_ITEMS_EARLY * gpu.multiprocessors,
+        early=tile.adds_dq and not many,
     )
     preprocess = preprocess_launch(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
@@ -209,6 +214,8 @@ def boxes(this: Pass) -> tuple:
     found = (x.do, m), (x.q, m), (x.k, n), (x.v, n)
     if not this.p.options.packed:
         found += (this.results.dk, KEYS), (this.results.dv, KEYS)
+    if isinstance(this.tile, RoundingTile):
+        found += ((this.results.dq, rounding_tile.ROWS, rounding_tile.COLUMNS),)
     return found
 
 
@@ -262,7 +269,7 @@ def _prepare_sums(this: Pass) -> Prepared:
     up dQ in memory.
     """
     p, tile, there = this.p, this.tile, this.temporaries
-    main = _main(this, there.dq_sum)
+    main, rounds = _main(this, there.dq_sum), isinstance(tile, RoundingTile)
     postprocess = Launch(
         "sm90.postprocess.build",
         (p.dtype, p.d, p.options.arrays, tile),
@@ -277,12 +284,14 @@ def _prepare_sums(this: Pass) -> Prepared:
 
     def run(inputs, results, there, extras, of_main):
         stored = () if p.options.packed else (results.dk, results.dv)
+        stored += (results.dq,) if rounds else ()
         maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
         rows = there.rows[0], there.rows[1]
         main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), of_main)
-        postprocess.on((there.dq_sum, results.dq), extras)
+        if not rounds:
+            postprocess.on((there.dq_sum, results.dq), extras)
 
-    return Prepared(run, (main, postprocess))
+    return Prepared(run, (main,) if rounds else (main, postprocess))
 
 
 def _prepare_parts(this: Pass) -> Prepared:

@@ -49,7 +49,7 @@ def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
 def additions_of(p, extras, tile, section, way, events=None) -> list[list[tuple[int, int]]]:
     """What each work item of a problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
     row_blocks = prepare_backward.row_blocks_of(p, tile)
-    build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64))
+    build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64)).write_work
     lengths, group = 1 if p.options.packed else p.batch[1], p.hq // p.hk
     items = grid.items(p, p.nk, p.hk, tile.block_n)
     sizes = Sizes(items, -p.high, -p.low, columns=p.nq, parts=1, group=group, section=section, b0=p.batch[0], **way._asdict())
@@ -306,7 +306,8 @@ def test_every_ring_is_initialised(tile):
     """With as many arrivals as there are who fill a slot, and who leave it."""
     layout, found = tile.layout(64, 64), {}
     stand_ins = {
-        **dict.fromkeys(("build_write_work", "build_produce", "build_add_dq"), lambda *_: lambda *_: None),
+        **dict.fromkeys(("build_produce", "build_add_dq"), lambda *_: lambda *_: None),
+        "build_write_work": lambda *_: (lambda *_: None,) * 2,
         "cuda": SimpleNamespace(threadIdx=SimpleNamespace(x=0), syncthreads=lambda: None),
         "ptx": SimpleNamespace(fence_mbarrier_init=lambda: None, setmaxnreg=lambda *_: None),
         "early": SimpleNamespace(begin=lambda: None),

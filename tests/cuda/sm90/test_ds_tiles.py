@@ -69,7 +69,7 @@ class Traffic:
         lengths = 1 if p.options.packed else p.batch[1]
         row_blocks = prepare_backward.row_blocks_of(p, TILE)
         self.row_blocks, self.numbers, self.group = row_blocks.blocks, math.prod(row_blocks), p.hq // p.hk
-        of_keys = lambda: load_backward.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256))
+        of_keys = lambda: load_backward.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256)).write_work
         of_queries = lambda: dq.build_write_work(True, p.options, TILE, TILE.dq_layout(256))
         lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * BLOCK_M))
         dk, dq_array = (SimpleNamespace(shape=(p.batch[0], lengths, heads, n)) for heads, n in ((p.hk, p.nk), (p.hq, p.nq)))

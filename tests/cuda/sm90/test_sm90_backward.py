@@ -23,8 +23,9 @@ from dense import (
 from support import DTYPES, no_gpu
 
 import numba_flash
+from numba_flash import call
 from numba_flash.cuda import launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_turns
+from numba_flash.cuda.sm90 import prepare_backward, prepare_rounding, prepare_turns
 
 NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -138,6 +139,38 @@ def test_fifty_runs_in_swings_give_the_same_bits(cp, q_shape, k_shape, options, 
     monkeypatch.setattr(prepare_turns, "way", lambda *given: ways.append(way(*given)) or ways[-1])
     test_fifty_runs_give_the_same_bits(cp, q_shape, k_shape, options)
     assert {each.swing for each in ways} == {multiprocessors}
+
+
+ROUNDED = {
+    "64": ((2, 8, 700, 64), (2, 8, 900, 64), "float16", "contiguous", {}),
+    "64, causal": ((1, 30, 1000, 64), (1, 30, 1000, 64), "bfloat16", "heads last", {"causal": True}),
+    "128": ((2, 9, 1000, 128), (2, 9, 500, 128), "bfloat16", "strided", {}),
+    "128, causal": ((2, 8, 600, 128), (2, 8, 900, 128), "float16", "heads last", {"causal": True}),
+    "72": ((1, 20, 333, 72), (1, 20, 777, 72), "bfloat16", "contiguous", {}),
+    "8, shared": ((1, 32, 500, 8), (1, 4, 600, 8), "float16", "contiguous", {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 132])
+@pytest.mark.parametrize(("q_shape", "k_shape", "dtype", "layout", "options"), ROUNDED.values(), ids=ROUNDED)
+def test_the_main_kernel_rounds_dq_to_the_same_bits(cp, q_shape, k_shape, dtype, layout, options, multiprocessors, monkeypatch):
+    """In each of many runs those of a kernel after it; nothing else is written, in any order of rows."""
+    gpu = launch.gpu
+    monkeypatch.setattr(launch, "gpu", lambda device: gpu(device)._replace(multiprocessors=multiprocessors))
+    monkeypatch.setattr(prepare_backward, "MOST_ITEMS_EARLY", 0)
+    do, q, k, v = (normal(cp, *shape, dtype=dtype, seed=i) for i, shape in enumerate((q_shape, q_shape, k_shape, k_shape)))
+    o, lse = forward(q, k, v, **options)
+    results = []
+    for rounds in (False, True):
+        asked = []
+        monkeypatch.setattr(prepare_rounding, "rounds", lambda *_, rounds=rounds, asked=asked: asked.append(rounds) or rounds)
+        monkeypatch.setattr(call, "_prepared", {})
+        for _ in range(30 if rounds else 1):
+            out = tuple(nan(cp, x.shape, dtype, layout) for x in (q, k, v))
+            results.append(bits(cp, *backward(do, q, k, v, o, lse, out=out, **options)))
+        assert asked == [rounds]
+    assert all(each == results[0] for each in results)
+    verify_gradients(cp, backward(do, q, k, v, o, lse, **options), dense_gradients(cp, do, q, k, v, **options), "rounded")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ SPILLS |= {
     "backward 128 relative": 10,
 }
 SPILLS |= dict.fromkeys(["backward 128", "backward 40, 72"], 250)
+# The warp that rounds dQ has what it needs in shared memory.
+SPILLS |= {"backward 64 rounding": 350, "backward 128 rounding": 280, "backward 72, 40 rounding": 270}
 SPILLS["backward 256"] = 20  # one address, before all loops
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
 SPILLS |= {"dbias sm90 128 mask": 70, **{f"dbias sm90 {name}": 40 for name in ("64", "128", "64 shares", "64 of keys", "64 lengths")}}
