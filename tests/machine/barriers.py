@@ -130,7 +130,7 @@ def _mbarrier_expect(machine, each):
 
 
 def _mbarrier_wait(machine, each, returns=False):
-    """`returns`: not only when the phase is over."""
+    """`returns`: not only when the phase is over. A loop that asks for nothing else would not be found to have no end."""
     destination, *_ = each.operands
     at, parity = readers(machine, each.operands[1:])
 

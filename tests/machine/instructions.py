@@ -166,7 +166,7 @@ def _load_global(warp, at: np.ndarray, size: int, atomic: bool, acquires: bool):
     if acquires:
         machine.streams.acquire(int(at[0]), warp.known_streams)
     elif atomic:
-        machine.streams.by_atomics(region, region.offsets(at[:1], size), size)
+        machine.streams.by_relaxed_load(region, region.offsets(at, size), size, warp)
     else:
         machine.streams.by_threads(region, region.offsets(at, size), size, warp, False)
     return region.load(at, size)

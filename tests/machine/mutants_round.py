@@ -3,14 +3,14 @@
 from mutants import Mutant
 
 ROUND = "cuda/sm90/round_dq.py"
-ROUNDED, D128, UPWARD = (f"gradients, rounded{name}" for name in ("", ", D128", ", upward"))
+ROUNDED, D128, UPWARD, FEW = (f"gradients, rounded{name}" for name in ("", ", D128", ", upward", ", few"))
 FIRST = "        if is_first():\n"
 
 MUTANTS_ROUND = (
     # ---- who waits for whom
-    Mutant("rounded when the first have added", ROUND, "!= read(smem, WORD.blocks)", "< i32(1)", ROUNDED),
+    Mutant("rounded when the first have added", ROUND, "blocks, complete = read(smem, WORD.blocks)", "blocks, complete = i32(1)", ROUNDED),
     Mutant("rounded before the last has added", ROUND, "after + i32(1))", "after)", UPWARD),
-    Mutant("sums that are not acquired", ROUND, "        ptx.load_flag(flag)\n", "", ROUNDED),
+    Mutant("sums that are not acquired", ROUND, "pipeline.uniform(ptx.load_flag(flag)) == blocks", "True", ROUNDED),
     Mutant("sums before they are there", ROUND, "ptx.copy_wait_but(SUM_SLOTS - 1)", "ptx.copy_wait_but(SUM_SLOTS)", ROUNDED),
     Mutant("rounded where it has not left", ROUND, "bulk_wait_read_but(ROUNDED_SLOTS - 1)", "bulk_wait_read_but(ROUNDED_SLOTS)", ROUNDED),
     Mutant("no fence before what is rounded leaves", ROUND, "        ptx.fence_proxy_async()\n", "", ROUNDED),
@@ -18,9 +18,11 @@ MUTANTS_ROUND = (
     Mutant("what others have not written down", ROUND, "ptx.nap(u32(NAP))\n            cuda.syncwarp()\n", "ptx.nap(u32(NAP))\n", UPWARD),
     Mutant("claims that wait for a tile of dQ", ROUND, "there = pipeline.is_ready(", "there = i32(0) * pipeline.is_ready(", UPWARD),
     # ---- which tile, and where it goes
+    Mutant("rounded again while there is work", ROUND, " and read(smem, WORD.left) != i32(0):", ":", FEW),
     Mutant("fewer tiles than there are", ROUND, "u32(tiles + u32(grid - u32(1)) - block)", "u32(tiles - block)", ROUNDED),
     Mutant("a block's tiles beside each other", ROUND, "WORD.place)) + u32(cuda.gridDim.x))", "WORD.place)) + u32(1))", ROUNDED),
     Mutant("a head for every tile", ROUND, "u32(pair - u32(b * heads))", "pair", D128),
+    Mutant("columns of the part after", ROUND, "i32(i32(part % u32(PARTS)) * COLUMNS)", "i32(i32(part // u32(PARTS)) * COLUMNS)", ROUNDED),
     Mutant("sums of another head", ROUND, "u32(pair * blocks) + u32(at)", "u32(at)", ROUNDED),
     Mutant("sums of the first part", ROUND, "* u32(ALL) + part))", "* u32(ALL)))", ROUNDED),
     Mutant("the next chunk but one", ROUND, "u64((chunk + SUM_SLOTS) * CHUNK_BYTES)", "u64((chunk + 2) * CHUNK_BYTES)", D128),

@@ -582,6 +582,7 @@ PROBLEMS |= {
     "gradients, rounded, D128": rounded(
         d=128, nq=130, nk=200, hq=2, hk=2, batch=2, multiprocessors=3, options={"causal": True, "q_start": 70}
     ),
+    "gradients, rounded, few": rounded(nq=60, nk=900, hq=2, hk=2, multiprocessors=5),  # two tiles of dQ, and more blocks
     "gradients, rounded, upward": rounded(d=72, nq=300, nk=200, hq=2, hk=2, resident=1, options={"causal": True, "q_start": 0}),
 }
 OF_DISTANCES = {"score_mod": numba_flash.relative_position(np.random.default_rng(14).standard_normal((2, 801)))}

@@ -63,6 +63,12 @@ class Streams:
         by, at, added = self.written[region.base]
         by[words], at[words], added[words] = stream, count, adds
 
+    def by_relaxed_load(self, region: Region, first: np.ndarray, size: int, warp) -> None:
+        """Check a load that may read what atomic operations write, or else what the warp knows of."""
+        words = self._words(region, first, size)
+        if (self.written[region.base][0][words] != ATOMIC).any():
+            self.by_threads(region, first, size, warp, False)
+
     def by_atomics(self, region: Region, first: np.ndarray, size: int) -> None:
         """Atomic operations need no order among each other."""
         words = self._words(region, first, size)

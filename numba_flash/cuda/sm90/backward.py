@@ -28,7 +28,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
 
     banded : True if some query does not see every key; it makes no difference if `ordered`.
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a
-        tile, and with `to_map` of dk and dv.
+        tile, and with `to_map` of dk and dv; where a warp rounds dQ, of dq.
     dk, dv : (b0, b1, kv_heads, nk, head_dim), as words of two elements.
     lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as
         `numba_flash.cuda.sm90.preprocess` numbers and writes them.
@@ -127,7 +127,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         dq = cuda.local.array(32, f32)  # of a tile of dQ
         # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is
-        # left out by `postprocess`
+        # left out when it is rounded
         ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
         mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(sizes.group)
         while True:

@@ -1,5 +1,6 @@
 """The threads that move data in the backward pass: one writes down work items, one has tiles
-fetched, and, where dQ is added up in memory, two do that in turns.
+fetched, and, where dQ is added up in memory, two do that in turns. The warp of the first may round
+dQ, too (`numba_flash.cuda.sm90.round_dq`).
 """
 
 from typing import Any, NamedTuple

@@ -28,7 +28,7 @@ WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
 # which have up to 8 items, that was 1.063, 1.019, 1.040, 1.009 times as fast at D = 128, causal;
 # 1.049, 1.013, 1.025, 1.006 without a band; 1.029, 1.019, 1.028, 1.002 and 1.048, 1.014, 1.019,
 # 1.005 at D = 64. As many batch elements as have 16384 queries in all have 15 to 31 items: 0.991 to
-# 0.999.
+# 0.999. Only with more items may the main kernel round dQ.
 MOST_ITEMS_EARLY = 8
 
 
@@ -104,7 +104,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         return tensor_maps.through_compact(again, results)
     row_blocks, items = row_blocks_of(p, tile), grid.items(p, p.nk, p.hk, tile.block_n)
     many = items > MOST_ITEMS_EARLY * gpu.multiprocessors
-    if many and prepare_rounding.rounds(p, tile):
+    ordered = prepare_turns.ordered(p, tile, deterministic)
+    if many and ordered and prepare_rounding.rounds(p, tile):
         tile = RoundingTile(**asdict(tile))
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
@@ -112,7 +113,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         p=p,
         tile=tile,
         gpu=gpu,
-        ordered=prepare_turns.ordered(p, tile, deterministic),
+        ordered=ordered,
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
         results=BackwardResults(dq, dk, dv),
         row_blocks=row_blocks,
@@ -195,13 +196,8 @@ def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
         threads=ROW_THREADS,
         early=this.early,
         operands=(
-            (x.do, 5),
-            (x.o, 5),
-            (x.lse, 4),
-            (x.dlse, 4),
-            (there.rows, 5),
-            (sums, 5),
-            (there.flags, 1),
+            *((x.do, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
+            *((there.rows, 5), (sums, 5), (there.flags, 1)),
         ),
         extras=this.extras,
         numbers=(p.nk,),
@@ -268,9 +264,25 @@ def _prepare_sums(this: Pass) -> Prepared:
     """``run(inputs, results, temporaries, extras, those of the main kernel)`` of a tile that adds
     up dQ in memory.
     """
+    main, rounds = _main(this, this.temporaries.dq_sum), isinstance(this.tile, RoundingTile)
+    postprocess = () if rounds else (_postprocess(this),)
+
+    def run(inputs, results, there, extras, of_main):
+        stored = () if this.p.options.packed else (results.dk, results.dv)
+        stored += (results.dq,) if rounds else ()
+        maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
+        rows = there.rows[0], there.rows[1]
+        main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), of_main)
+        for each in postprocess:
+            each.on((there.dq_sum, results.dq), extras)
+
+    return Prepared(run, (main, *postprocess))
+
+
+def _postprocess(this: Pass) -> Launch:
+    """What rounds dQ afterwards."""
     p, tile, there = this.p, this.tile, this.temporaries
-    main, rounds = _main(this, there.dq_sum), isinstance(tile, RoundingTile)
-    postprocess = Launch(
+    return Launch(
         "sm90.postprocess.build",
         (p.dtype, p.d, p.options.arrays, tile),
         this.gpu,
@@ -281,17 +293,6 @@ def _prepare_sums(this: Pass) -> Prepared:
         extras=this.extras,
         numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
     )
-
-    def run(inputs, results, there, extras, of_main):
-        stored = () if p.options.packed else (results.dk, results.dv)
-        stored += (results.dq,) if rounds else ()
-        maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
-        rows = there.rows[0], there.rows[1]
-        main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), of_main)
-        if not rounds:
-            postprocess.on((there.dq_sum, results.dq), extras)
-
-    return Prepared(run, (main,) if rounds else (main, postprocess))
 
 
 def _prepare_parts(this: Pass) -> Prepared:

@@ -3,7 +3,8 @@ soon as all blocks of keys have added to them: what `postprocess` does elsewhere
 kernel.
 
 It has few registers, and what other threads of the first warp group acquire empties the L1 cache,
-where spilled ones would be. So what it knows lies in shared memory.
+where spilled ones would be. So what it keeps from one part of a tile to the next lies in shared
+memory.
 """
 
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ def build_access(layout):
 def build(tile, layout, bfloat16):
     """``parts(lse2)``: how many parts of tiles this block rounds.
     ``begin_tile(smem, place, lse2, sizes, keys)``: write down the tile at a place, by one thread.
-    Of each head the last queries come first, as most blocks go through them.
+    Of each head the last queries come first: without a band, blocks of keys go through them so.
     ``is_complete(smem, flags)``: whether all blocks of keys have added to it, whose sums all
     threads of the warp find in memory then.
     ``round_part(maps, smem, part, dq_sum, scale)``: (7) dQ = scale dQ of a part of it, rounded.
@@ -136,10 +137,12 @@ def build(tile, layout, bfloat16):
     def is_complete(smem, flags):
         number = u64(u32(read(smem, WORD.number)))
         flag = u64(ptx.global_address(flags) + number * u64(4))
-        if pipeline.uniform(ptx.peek_flag(flag)) != read(smem, WORD.blocks):
-            return False
-        ptx.load_flag(flag)
-        return True
+        blocks, complete = read(smem, WORD.blocks), False
+        if pipeline.uniform(ptx.peek_flag(flag)) == blocks:
+            # what nobody used, the assembler would leave out
+            complete = pipeline.uniform(ptx.load_flag(flag)) == blocks
+            cuda.syncwarp()  # all threads know what the first one has acquired
+        return complete
 
     @inline
     def fetch_chunk(to, address):
@@ -214,8 +217,8 @@ def build_write_and_round(tile, layout, bfloat16, write_next):
 
     @inline
     def may_claim(smem):
-        """Whether all tiles of the last work item have been asked for, or nothing else is left to
-        do; not if there is none.
+        """Whether there may be another work item, and all tiles of the last one have been asked for
+        (or nothing else is left to do).
         """
         there, turn = read(smem, WORD.there), u32(read(smem, WORD.turn))
         if there != i32(0) and turn != u32(0) and read(smem, WORD.left) != i32(0):
