@@ -205,5 +205,6 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)
             turn = u32(turn + 1)
 
-    of = head_dim, head_dim_v, banded, to_map, ordered, options, tile
-    return build_kernel(*of, consume, BFLOAT16)
+    return build_kernel(
+        head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume, BFLOAT16
+    )

@@ -8,9 +8,10 @@ from numba_flash.options import PLAIN
 # up; with more than MOST_BLOCKS there is nothing to gain. In bfloat16, 2048 / D heads, 16384
 # queries in all, on an H200, speed over rounding afterwards: D = 64, N = 512, 1024 full 1.07,
 # 1.05; N = 512 causal 1.05 (2.5 blocks add to each tile in the mean); D = 128, N = 1024 1.03,
-# 1.06; N = 512 0.96, 0.89. Of longer sequences with earlier forms of that warp: N = 2048, D = 64
-# 1.00, 1.02, D = 128 1.00, 1.01; N = 4096 1.00, 1.00; 1.00, 1.02; N = 16384 0.99, 0.99; 1.00,
-# 1.00. An H100, on which it was not measured, takes longer to read sums from memory.
+# 1.06; N = 512 0.96, 0.89; that was before the flag of each tile was loaded a second time, to
+# acquire. Of longer sequences with earlier forms of that warp: N = 2048, D = 64 1.00, 1.02, D =
+# 128 1.00, 1.01; N = 4096 1.00, 1.00; 1.00, 1.02; N = 16384 0.99, 0.99; 1.00, 1.00. An H100, on
+# which it was not measured, takes longer to read sums from memory.
 FEWEST = {128: 320, 64: 1152}
 MOST_BLOCKS = 24
 

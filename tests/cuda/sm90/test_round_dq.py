@@ -16,7 +16,7 @@ pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cud
 from on_host import on_host
 from test_sm90_host import backward_launches, layouts_of, problem
 
-from numba_flash.cuda.sm90 import prepare_rounding, round_dq
+from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, round_dq
 from numba_flash.cuda.sm90.arguments import Sizes
 from numba_flash.cuda.sm90.prepare_rounding import mean_blocks, rounds
 from numba_flash.cuda.sm90.round_dq import Rounding
@@ -135,6 +135,14 @@ def test_dq_is_rounded_where_that_was_measured_to_be_faster(given, rounded):
         assert main.maps[-1] == (q, KEYS, 32)
         assert main.shared_bytes == tile.layout(p.d, p.dv).bytes
         assert tile == RoundingTile(**asdict(backward_tile(p)))
+
+
+def test_sums_that_are_added_in_any_order_are_rounded_afterwards(monkeypatch):
+    """Nobody counts who was there: the warp would wait for ever."""
+    p = problem(**LIKE_MEASURED)
+    assert len(backward_launches(p)) == 2
+    monkeypatch.setattr(prepare_turns, "ordered", lambda *_: False)
+    assert len(backward_launches(p)) == 3
 
 
 @pytest.mark.parametrize("bound", ["FEWEST", "MOST_BLOCKS"])
