@@ -19,8 +19,6 @@ from numba_flash.cuda.sm90.rounding_tile import (
     COLUMNS,
     PARTS,
     ROUNDED_BYTES,
-    ROUNDED_SLOTS,
-    SUM_SLOTS,
 )
 from numba_flash.cuda.sm90.tiles import KEYS
 from numba_flash.cuda.sm90.walk_backward import blocks_after
@@ -103,10 +101,11 @@ def build(tile, layout, bfloat16):
     """
     BLOCK_M, BLOCK_N, ALL = tile.block_m, tile.block_n, PARTS * tile.consumers
     SUMS, ROUNDED, SPLIT_ROWS = layout.sums, layout.rounded, tile.splits_rows
+    ROUNDED_SLOTS, SUM_SLOTS = tile.rounded_slots, tile.sum_slots
     read, write = build_access(layout)
     _, pack2 = fragment.build_pack(0, bfloat16)
-    copy_wait_but_two = ptx.copy_wait_but(SUM_SLOTS - 1)
-    bulk_wait_read_but_one = ptx.bulk_wait_read_but(ROUNDED_SLOTS - 1)
+    copy_wait_before = ptx.copy_wait_but(SUM_SLOTS - 1)
+    bulk_wait_read_before = ptx.bulk_wait_read_but(ROUNDED_SLOTS - 1)
 
     @inline
     def parts(lse2):
@@ -137,11 +136,8 @@ def build(tile, layout, bfloat16):
     def is_complete(smem, flags):
         number = u64(u32(read(smem, WORD.number)))
         flag = u64(ptx.global_address(flags) + number * u64(4))
-        blocks, complete = read(smem, WORD.blocks), False
-        if pipeline.uniform(ptx.peek_flag(flag)) == blocks:
-            # what nobody used, the assembler would leave out
-            complete = pipeline.uniform(ptx.load_flag(flag)) == blocks
-            cuda.syncwarp()  # all threads know what the first one has acquired
+        complete = pipeline.uniform(ptx.load_flag(flag)) == read(smem, WORD.blocks)
+        cuda.syncwarp()  # all threads know what the first one has acquired
         return complete
 
     @inline
@@ -181,19 +177,19 @@ def build(tile, layout, bfloat16):
                 fetch_chunk(u32(sums + u32(i * CHUNK_BYTES)), u64(address + u64(i * CHUNK_BYTES)))
                 ptx.copy_commit()
         if is_first():
-            bulk_wait_read_but_one()  # what was rounded before the last part has left
+            bulk_wait_read_before()  # what was rounded before the last part has left
         cuda.syncwarp()
         rounded = u32(smem + u32(ROUNDED) + part % u32(ROUNDED_SLOTS) * u32(ROUNDED_BYTES))
         to = u32(rounded + row * u32(ROW_BYTES) + row // u32(2) % u32(4) * u32(16))
         slot = u32(part * u32(CHUNKS) % u32(SUM_SLOTS))
         at = u32(sums + slot * u32(CHUNK_BYTES))
         for chunk in range(CHUNKS):
-            copy_wait_but_two()
+            copy_wait_before()
             swizzled = u32(to ^ u32(16 * chunk))
             for half in range(2):
                 half_to = u32(swizzled + u32(32 * half * ROW_BYTES))
                 round_rows(u32(at + u32(half * CHUNK_BYTES // 2)), half_to, scale)
-            if chunk + SUM_SLOTS < CHUNKS or part != u32(ALL - 1):
+            if part < u32(ALL - (chunk + SUM_SLOTS) // CHUNKS):  # the tile has such a chunk
                 fetch_chunk(at, u64(address + u64((chunk + SUM_SLOTS) * CHUNK_BYTES)))
             ptx.copy_commit()
             at = u32(at + u32(CHUNK_BYTES))

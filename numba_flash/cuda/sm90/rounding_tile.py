@@ -11,8 +11,8 @@ from numba_flash.cuda.swizzle import ALIGNMENT
 ROWS, COLUMNS = 64, 32  # of dQ that it rounds at a time
 PARTS = 64 // COLUMNS  # of what a consumer hands over
 CHUNKS = COLUMNS // 8  # of their sums, each of them copied by itself
-# Slots of what is rounded, and of sums: as many as there is room for beside D = 128.
-ROUNDED_SLOTS, SUM_SLOTS = 2, 3
+# Slots of what is rounded, and of sums, by queries of a tile: as many as there is room for.
+ROUNDED_SLOTS, SUM_SLOTS = {64: 1, 128: 2}, {64: 5, 128: 8}
 ROUNDED_BYTES, CHUNK_BYTES = 2 * ROWS * COLUMNS, 4 * ROWS * COLUMNS // CHUNKS
 WORDS_BYTES = 64  # of what it has written down
 
@@ -20,6 +20,14 @@ WORDS_BYTES = 64  # of what it has written down
 @dataclass(frozen=True)
 class RoundingTile(BackwardTile):
     """A `BackwardTile` beside which there is room for that."""
+
+    @property
+    def rounded_slots(self) -> int:
+        return ROUNDED_SLOTS[self.block_m]
+
+    @property
+    def sum_slots(self) -> int:
+        return SUM_SLOTS[self.block_m]
 
     def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
         """The same, and after it `rounding`, what the warp has written down, `rounded` and `sums`.
@@ -29,6 +37,6 @@ class RoundingTile(BackwardTile):
         layout = super().layout(head_dim, head_dim_v)
         layout.rounding = layout.bytes - ALIGNMENT
         layout.rounded = -(-(layout.rounding + WORDS_BYTES) // ALIGNMENT) * ALIGNMENT
-        layout.sums = layout.rounded + ROUNDED_SLOTS * ROUNDED_BYTES
-        layout.bytes = layout.sums + SUM_SLOTS * CHUNK_BYTES + ALIGNMENT
+        layout.sums = layout.rounded + self.rounded_slots * ROUNDED_BYTES
+        layout.bytes = layout.sums + self.sum_slots * CHUNK_BYTES + ALIGNMENT
         return layout
