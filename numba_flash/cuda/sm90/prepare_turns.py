@@ -27,7 +27,7 @@ SUMS_AT_WORK = 2**24
 # two downward 1.05, 1.04, 1.05, 1.03, 1.02, 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
 # Those of which two share keys, D = 64, upward in sections of one turn, over downward, of two: H200
 # 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
-DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
+DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 24
 # How many head dimensions the heads that share keys have together decides the order: up to
 # UPWARD_DIMS upward, from SWING_DIMS on in swings (from half of that on where memory is slow), in
 # between downward. A section takes SWINGS turns of the GPU, each of them one swing, if a head has
@@ -43,7 +43,7 @@ DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 16
 # 1.00, 0.99. With SWINGS changed by hand, two, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100
 # 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four where a head
 # has fewer blocks, N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
-UPWARD_DIMS, SWING_DIMS, SWINGS, SLOW_MEMORY = 128, 1024, 4, 4.1e12
+UPWARD_DIMS, SWING_DIMS, SWINGS, SWING_BLOCKS, SLOW_MEMORY = 128, 1024, 4, 16, 4.1e12
 # How full the turns of a section of swings may be, at least and at most, so that sections are
 # alike: in a smaller last one several swings of a head would be at work at the same time, of which
 # the later wait. Not measured: by counting who waits, 132 multiprocessors that do a tile a step are
@@ -117,7 +117,7 @@ def swing_section(p, key_blocks: int, gpu) -> int:
     """Heads of k in a section of swings: all of them, or so many that sections are alike, or as
     many as their turns have room for, if there is no such number.
     """
-    heads, turns = math.prod(p.batch) * p.hk, SWINGS if key_blocks >= MANY_BLOCKS else TURNS
+    heads, turns = math.prod(p.batch) * p.hk, SWINGS if key_blocks >= SWING_BLOCKS else TURNS
     most = max(1, turns * gpu.multiprocessors // key_blocks)
     fewest, fullest = (round(most * full) for full in FULL)
     alike = [size for size in range(max(1, fewest), fullest + 1) if heads % size == 0]

@@ -119,7 +119,9 @@ def build(tile, layout, bfloat16):
     def begin_tile(smem, place, lse2, sizes, keys):
         blocks, heads = u32(u32(lse2.shape[3]) // u32(BLOCK_M)), u32(lse2.shape[2])
         pair = u32(place // blocks)
-        at = i32(u32(blocks - u32(1)) - u32(place - u32(pair * blocks)))
+        at = i32(place - u32(pair * blocks))
+        if not sizes.upward:
+            at = i32(blocks) - i32(1) - at
         b = u32(pair // heads)
         b0 = u32(b // u32(lse2.shape[1]))
         low, queries = i32(sizes.low), i32(sizes.columns)
