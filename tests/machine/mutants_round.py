@@ -8,9 +8,9 @@ FIRST = "        if is_first():\n"
 
 MUTANTS_ROUND = (
     # ---- who waits for whom
-    Mutant("rounded when the first have added", ROUND, "blocks, complete = read(smem, WORD.blocks)", "blocks, complete = i32(1)", ROUNDED),
+    Mutant("rounded when the first have added", ROUND, "(flag)) == read(smem, WORD.blocks)", "(flag)) == i32(1)", ROUNDED),
     Mutant("rounded before the last has added", ROUND, "after + i32(1))", "after)", UPWARD),
-    Mutant("sums that are not acquired", ROUND, "pipeline.uniform(ptx.load_flag(flag)) == blocks", "True", ROUNDED),
+    Mutant("sums that nobody has waited for", ROUND, "pipeline.uniform(ptx.load_flag(flag)) == read(smem, WORD.blocks)", "True", ROUNDED),
     Mutant("sums before they are there", ROUND, "ptx.copy_wait_but(SUM_SLOTS - 1)", "ptx.copy_wait_but(SUM_SLOTS)", ROUNDED),
     Mutant("rounded where it has not left", ROUND, "bulk_wait_read_but(ROUNDED_SLOTS - 1)", "bulk_wait_read_but(ROUNDED_SLOTS)", ROUNDED),
     Mutant("no fence before what is rounded leaves", ROUND, "        ptx.fence_proxy_async()\n", "", ROUNDED),
@@ -26,14 +26,15 @@ MUTANTS_ROUND = (
     Mutant("sums of another head", ROUND, "u32(pair * blocks) + u32(at)", "u32(at)", ROUNDED),
     Mutant("sums of the first part", ROUND, "* u32(ALL) + part))", "* u32(ALL)))", ROUNDED),
     Mutant("the next chunk but one", ROUND, "u64((chunk + SUM_SLOTS) * CHUNK_BYTES)", "u64((chunk + 2) * CHUNK_BYTES)", D128),
-    Mutant("no chunk behind the first three", ROUND, "chunk + SUM_SLOTS < CHUNKS", "chunk + SUM_SLOTS > CHUNKS", D128),
+    Mutant("no chunk of the last part", ROUND, "part < u32(ALL - (chunk", "part < u32(ALL - 1 - (chunk", D128),
     Mutant("a slot of another chunk", ROUND, "part * u32(CHUNKS) % u32(SUM_SLOTS)", "part % u32(2)", ROUNDED),
+    Mutant("chunks behind the last", ROUND, "if part < u32(ALL - (chunk + SUM_SLOTS) // CHUNKS):", "if True:", D128),
     Mutant(
         "slots beyond the last",
         ROUND,
         "            if at == u32(sums + u32(SUM_SLOTS * CHUNK_BYTES)):\n                at = sums\n",
         "",
-        ROUNDED,
+        D128,
     ),
     Mutant("rows of a swizzle of another width", ROUND, "row // u32(2) % u32(4)", "row % u32(4)", ROUNDED),
     Mutant("chunks where others are", ROUND, "u32(to ^ u32(16 * chunk))", "to", ROUNDED),

@@ -578,7 +578,7 @@ PROBLEMS |= {
 }
 rounded = partial(Problem, backward_pass, rounds=True)
 PROBLEMS |= {
-    "gradients, rounded": rounded(nq=200, nk=300, hq=3, hk=3, multiprocessors=2),
+    "gradients, rounded": rounded(d=64, nq=200, nk=300, hq=3, hk=3, multiprocessors=2),
     "gradients, rounded, D128": rounded(
         d=128, nq=130, nk=200, hq=2, hk=2, batch=2, multiprocessors=3, options={"causal": True, "q_start": 70}
     ),

@@ -70,7 +70,6 @@ from numba_flash.cuda.ptx.memory import (
     load_shared_pair as load_shared_pair,
     load_shared_words as load_shared_words,
     next_number as next_number,
-    peek_flag as peek_flag,
     shared_address as shared_address,
     stmatrix as stmatrix,
     store_global as store_global,

@@ -24,8 +24,6 @@ store_shared_zero16 = instruction(
 # Flags between blocks of the grid. To add releases: without that, the completion of a bulk copy
 # tells its own thread alone, and another block's bulk addition was seen to come before it.
 load_flag = instruction("load_flag", "ld.acquire.gpu.global.s32 $0, [$1];", i32, u64)
-# Who only looks acquires nothing, and leaves the L1 cache as it is.
-peek_flag = instruction("peek_flag", "ld.relaxed.gpu.global.s32 $0, [$1];", i32, u64)
 add_flag = instruction("add_flag", "red.release.gpu.global.add.s32 [$0], $1;", _void, u64, i32)
 # Sums in memory (9.7.13.8); four at a time from Hopper on.
 add_one = instruction("add_one", "red.relaxed.gpu.global.add.f32 [$0], $1;", _void, u64, f32)

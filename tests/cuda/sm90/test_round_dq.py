@@ -27,11 +27,11 @@ TILES = [RoundingTile(**asdict(row.tile)) for row in BACKWARD_TILES if row.tile.
 EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
 
 
-def rounded_by(p, tile, block: int, grid: int) -> list[Rounding]:
+def rounded_by(p, tile, block: int, grid: int, upward: int = 0) -> list[Rounding]:
     """The tiles that a block of the grid writes down, one after the other."""
     blocks, memory = -(-p.nq // tile.block_m), {}
     lse2 = SimpleNamespace(shape=(*p.batch, p.hq, blocks * tile.block_m))
-    sizes = Sizes(0, -p.high, -p.low, columns=p.nq, parts=1, group=1, section=1, b0=p.batch[0])
+    sizes = Sizes(0, -p.high, -p.low, columns=p.nq, parts=1, group=1, section=1, b0=p.batch[0], upward=upward)
     ptx = SimpleNamespace(
         load_shared=lambda address: memory[int(address)],
         store_shared=lambda address, value: memory.__setitem__(int(address), int(value)),
@@ -64,12 +64,13 @@ def rounded_by(p, tile, block: int, grid: int) -> list[Rounding]:
     ],
 )
 @pytest.mark.parametrize("grid", [1, 4, 13])
-def test_each_tile_is_rounded_once_when_all_have_added_to_it(tile, nq, nk, batch, hq, options, grid):
+@pytest.mark.parametrize("upward", [0, 6], ids=["downward", "upward"])
+def test_each_tile_is_rounded_once_when_all_have_added_to_it(tile, nq, nk, batch, hq, options, grid, upward):
     p = problem(nq=nq, nk=nk, batch=batch, hq=hq, hk=hq, **options)
     seen, found = dense_visible(nq, nk, **options), Counter()
     blocks = -(-nq // tile.block_m)
     for block in range(grid):
-        for of in rounded_by(p, tile, block, grid):
+        for of in rounded_by(p, tile, block, grid, upward):
             at = of.row0 // tile.block_m
             assert of.number == ((of.b0 * p.batch[1] + of.b1) * hq + of.head) * blocks + at
             assert of.b1 < p.batch[1]
@@ -82,11 +83,11 @@ def test_each_tile_is_rounded_once_when_all_have_added_to_it(tile, nq, nk, batch
     assert found == Counter(range(int(np.prod(p.batch)) * hq * blocks))
 
 
-def test_of_each_head_the_last_queries_come_first():
-    """That is the order in which blocks of keys go through them, but where they go upward."""
+@pytest.mark.parametrize(("upward", "rows"), [(0, [448, 384, 320, 256, 192, 128, 64, 0]), (3, [0, 64, 128, 192, 256, 320, 384, 448])])
+def test_tiles_of_a_head_come_in_the_order_in_which_they_are_complete(upward, rows):
+    """In that in which most blocks of keys go through them."""
     p = problem(nq=500, nk=300, batch=(2,), hq=2, hk=2)
-    rows = [of.row0 for of in rounded_by(p, TILES[1], 0, 1)]
-    assert rows == [448, 384, 320, 256, 192, 128, 64, 0] * 4
+    assert [of.row0 for of in rounded_by(p, TILES[1], 0, 1, upward)] == rows * 4
 
 
 @EACH_TILE
@@ -173,7 +174,7 @@ def test_there_is_room_for_what_is_rounded(d, dv):
         before.bounds,
     )
     assert (layout.q, layout.work, layout.fetched) == (before.q, before.work, before.fetched)
-    sizes = {layout.rounding: 4 * len(Rounding._fields), layout.rounded: 8192, layout.sums: 6144, layout.bytes - 1024: 0}
+    sizes = {layout.rounding: 4 * len(Rounding._fields), layout.rounded: 4096 * tile.rounded_slots, layout.sums: 2048 * tile.sum_slots, layout.bytes - 1024: 0}
     assert sorted(sizes) == list(sizes)
     assert before.bytes - 1024 <= layout.rounding
     assert all(begin + sizes[begin] <= end for begin, end in itertools.pairwise(sizes))
