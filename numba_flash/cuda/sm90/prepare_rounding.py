@@ -3,15 +3,14 @@
 from numba_flash.cuda import grid
 from numba_flash.options import PLAIN
 
-# A warp takes about 11 us for a tile of dQ. FEWEST, by rows of a tile: blocks of keys that add to
-# one, in the mean, times the head dimensions of Q and of V together. With fewer it does not keep
-# up; with more than MOST_BLOCKS there is nothing to gain. In bfloat16, 2048 / D heads, 16384
-# queries in all, on an H200, speed over rounding afterwards: D = 64, N = 512, 1024 full 1.07,
-# 1.05; N = 512 causal 1.05 (2.5 blocks add to each tile in the mean); D = 128, N = 1024 1.03,
-# 1.06; N = 512 0.96, 0.89; that was before the flag of each tile was loaded a second time, to
-# acquire. Of longer sequences with earlier forms of that warp: N = 2048, D = 64 1.00, 1.02, D =
-# 128 1.00, 1.01; N = 4096 1.00, 1.00; 1.00, 1.02; N = 16384 0.99, 0.99; 1.00, 1.00. An H100, on
-# which it was not measured, takes longer to read sums from memory.
+# FEWEST, by rows of a tile: blocks of keys that add to one, in the mean, times the head dimensions
+# of Q and of V together. With fewer the warp does not keep up; with more than MOST_BLOCKS there is
+# nothing to gain. In bfloat16, 2048 / D heads, 16384 queries in all, speed over rounding after it,
+# N = 512, 1024, 2048: H200, D = 64 full 1.07, 1.04, 1.02, causal 1.07, 1.07, 1.03; D = 128 full
+# 0.97, 1.03, 1.01, causal 0.90, 1.05, 1.03. H100, D = 64 full 1.10, 1.06, 1.03, causal 1.09, 1.10,
+# 1.06; D = 128 full 0.93, 1.02, 1.02, causal 0.89, 1.00, 1.06. Longer: H200, N = 3072 causal, D =
+# 64 1.02, D = 128 1.02; N = 4096, 8192, D = 128 full 1.00, 0.99. H100, N = 4096 causal, D = 64
+# 1.02, D = 128 1.02.
 FEWEST = {128: 320, 64: 1152}
 MOST_BLOCKS = 24
 

@@ -25,13 +25,15 @@ SUMS_AT_WORK = 2**24
 # 0.99, 1.03, 1.08, 1.08, 1.07, 1.03; 0.79, 0.75, 0.72, 0.73, 0.80, 0.89. Of two turns, but none
 # downward, H200 1.05, 1.03, 1.04, 1.03, 1.02, 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but
 # two downward 1.05, 1.04, 1.05, 1.03, 1.02, 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
+# Where the main kernel rounds dQ, one turn over two: N = 2k, D = 64, 128, H200 1.00, 1.00, H100
+# 1.00, 1.09; N = 4k, H100 0.99, 0.99.
 # Those of which two share keys, D = 64, upward in sections of one turn, over downward, of two: H200
 # 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 24
 # How many head dimensions the heads that share keys have together decides the order: up to
 # UPWARD_DIMS upward, from SWING_DIMS on in swings (from half of that on where memory is slow), in
 # between downward. A section takes SWINGS turns of the GPU, each of them one swing, if a head has
-# MANY_BLOCKS; otherwise TURNS. Memory is slow below SLOW_MEMORY bytes a second: what has left the
+# SWING_BLOCKS; otherwise TURNS. Memory is slow below SLOW_MEMORY bytes a second: what has left the
 # L2 cache comes back later. By clock and wires an H100 has 3.35e12 and an H200 4.92e12; nothing in
 # between was measured. Measured before there was asv_bench/studies/orders.py, which does so anew:
 # in bfloat16, without options, N = 512, 1k, 2k, 4k, 8k, 16k: two of D = 128, upward, over downward,

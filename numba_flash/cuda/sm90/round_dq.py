@@ -94,7 +94,8 @@ def build_access(layout):
 def build(tile, layout, bfloat16):
     """``parts(lse2)``: how many parts of tiles this block rounds.
     ``begin_tile(smem, place, lse2, sizes, keys)``: write down the tile at a place, by one thread.
-    Of each head the last queries come first: without a band, blocks of keys go through them so.
+    Tiles of a head come in the order in which most blocks of keys go through them, and so are
+    complete.
     ``is_complete(smem, flags)``: whether all blocks of keys have added to it, whose sums all
     threads of the warp find in memory then.
     ``round_part(maps, smem, part, dq_sum, scale)``: (7) dQ = scale dQ of a part of it, rounded.

@@ -174,7 +174,8 @@ def test_there_is_room_for_what_is_rounded(d, dv):
         before.bounds,
     )
     assert (layout.q, layout.work, layout.fetched) == (before.q, before.work, before.fetched)
-    sizes = {layout.rounding: 4 * len(Rounding._fields), layout.rounded: 4096 * tile.rounded_slots, layout.sums: 2048 * tile.sum_slots, layout.bytes - 1024: 0}
+    rounded, sums = 4096 * tile.rounded_slots, 2048 * tile.sum_slots
+    sizes = {layout.rounding: 4 * len(Rounding._fields), layout.rounded: rounded, layout.sums: sums, layout.bytes - 1024: 0}
     assert sorted(sizes) == list(sizes)
     assert before.bytes - 1024 <= layout.rounding
     assert all(begin + sizes[begin] <= end for begin, end in itertools.pairwise(sizes))
