@@ -410,11 +410,11 @@ def test_sums_of_the_heads_at_work_stay_in_the_cache(nq, heads, heads_kv, expect
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2])
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("key_blocks", [1, 4, 15, 16, 32, 33, 128, 1000])
+@pytest.mark.parametrize("key_blocks", [1, 4, 16, 23, 24, 33, 128, 1000])
 def test_all_blocks_of_a_head_under_a_band_are_at_work(key_blocks, ordered, kv_heads):
     """In some turns of the GPU there is room for all heads of a section, and for no more: in two, if a head has many blocks, or shares its
     keys and goes downward."""
-    turns = 2 if ordered and (kv_heads == 2 or (key_blocks >= 16 and kv_heads == 8)) else 1
+    turns = 2 if ordered and (kv_heads == 2 or (key_blocks >= 24 and kv_heads == 8)) else 1
     for tile in TILES:
         section = prepare_turns.section(problem(key_blocks * tile.block_n, 8, kv_heads, True), tile, key_blocks, H200, ordered)
         assert section == 1 or section * key_blocks <= turns * 132
@@ -493,7 +493,17 @@ def test_blocks_go_downward_where_sections_of_swings_would_be_unlike():
 
 @pytest.mark.parametrize(
     ("n", "heads", "section", "swing"),
-    [(8192, 16, 8, 16), (8192, 9, 9, 14), (8192, 1, 1, 132), (8192, 13, 8, 0), (16384, 4, 4, 33), (1024, 64, 32, 4), (128, 500, 250, 1)],
+    [
+        (8192, 16, 8, 16),
+        (8192, 9, 9, 14),
+        (8192, 1, 1, 132),
+        (8192, 13, 8, 0),
+        (16384, 4, 4, 33),
+        (2048, 64, 32, 4),
+        (1920, 64, 16, 8),
+        (1024, 64, 32, 4),
+        (128, 500, 250, 1),
+    ],
 )
 def test_sections_of_swings_are_alike_and_a_swing_is_what_a_turn_has_room_for(n, heads, section, swing):
     """Four swings of long heads, two of short ones, whatever is left of a GPU of 132 multiprocessors; or none."""
