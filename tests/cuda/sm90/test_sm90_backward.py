@@ -173,6 +173,29 @@ def test_the_main_kernel_rounds_dq_to_the_same_bits(cp, q_shape, k_shape, dtype,
     verify_gradients(cp, backward(do, q, k, v, o, lse, **options), dense_gradients(cp, do, q, k, v, **options), "rounded")
 
 
+def test_a_captured_call_rounds_dq_in_each_run(cp, monkeypatch):
+    """It begins with flags that the graph clears, whatever is in them."""
+    rounds, chosen = prepare_rounding.rounds, []
+    monkeypatch.setattr(prepare_rounding, "rounds", lambda *given: chosen.append(rounds(*given)) or chosen[-1])
+    q, k, v, do = (normal(cp, 9, 32, 512, 64, seed=i) for i in range(4))
+    o, lse = forward(q, k, v, causal=True)
+    expected = backward(do, q, k, v, o, lse, causal=True)
+    cp.cuda.Device().synchronize()
+    out = tuple(map(cp.empty_like, (q, k, v)))
+    with cp.cuda.using_allocator(cp.cuda.MemoryPool().malloc), cp.cuda.Stream(non_blocking=True) as stream:
+        backward(do, q, k, v, o, lse, causal=True, out=out)
+        stream.begin_capture()
+        backward(do, q, k, v, o, lse, causal=True, out=out)
+        graph = stream.end_capture()
+        for _ in range(3):
+            for x in out:
+                x.fill(0)
+            graph.launch(stream)
+            stream.synchronize()
+            assert bits(cp, *out) == bits(cp, *expected)
+    assert set(chosen) == {True}
+
+
 @pytest.mark.parametrize(
     ("d", "causal", "share"), [(64, False, 1), (64, True, 1), (128, False, 1), (128, True, 1), (256, True, 1), (128, True, 8)]
 )
