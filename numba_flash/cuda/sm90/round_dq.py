@@ -180,7 +180,7 @@ def build(tile, layout, bfloat16):
                 fetch_chunk(u32(sums + u32(i * CHUNK_BYTES)), u64(address + u64(i * CHUNK_BYTES)))
                 ptx.copy_commit()
         if is_first():
-            bulk_wait_read_before()  # what was rounded before the last part has left
+            bulk_wait_read_before()  # the rows that were in the slot have left
         cuda.syncwarp()
         rounded = u32(smem + u32(ROUNDED) + part % u32(ROUNDED_SLOTS) * u32(ROUNDED_BYTES))
         to = u32(rounded + row * u32(ROW_BYTES) + row // u32(2) % u32(4) * u32(16))

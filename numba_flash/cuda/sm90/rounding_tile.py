@@ -12,8 +12,9 @@ ROWS, COLUMNS = 64, 32  # of dQ that it rounds at a time
 PARTS = 64 // COLUMNS  # of what a consumer hands over
 CHUNKS = COLUMNS // 8  # of their sums, each of them copied by itself
 # Slots of what is rounded, and of sums, by queries of a tile: as many as there is room for, since
-# sums on their way set the pace. Speed with three of these, two of what is rounded, H200, N = 512,
-# over so many: D = 64 full 1.00, causal 0.94; D = 128 full 0.98, causal 0.98; longer ones as fast.
+# sums on their way set the pace. With three of these and two of what is rounded, over that, H200,
+# N = 512: D = 64 full 1.00, causal 0.94; D = 128 full 0.98, causal 0.98; N = 1024, 2048 0.99 to
+# 1.01.
 ROUNDED_SLOTS, SUM_SLOTS = {64: 1, 128: 2}, {64: 5, 128: 8}
 ROUNDED_BYTES, CHUNK_BYTES = 2 * ROWS * COLUMNS, 4 * ROWS * COLUMNS // CHUNKS
 WORDS_BYTES = 64  # of what it has written down
