@@ -1,6 +1,7 @@
 """How numbers are stored, and what sums of them are kept in."""
 
 import math
+from typing import Any, NamedTuple
 
 from numba_flash import numeric
 from numba_flash.cuda import ptx
@@ -72,6 +73,13 @@ def build_mean(dtype):
     return mean
 
 
+class Rows(NamedTuple):
+    """Registers of some rows of a fragment, and what they will be multiplied by."""
+
+    acc: Any
+    factor: Any
+
+
 @once
 def build_mean_rows(count, rows, dtype):
     """``mean_rows(acc, factor)``: the same of `count` registers of a fragment of so many `rows` of a
@@ -81,17 +89,25 @@ def build_mean_rows(count, rows, dtype):
     maximum, f32 = ptx.maximum, types.float32
 
     @inline
+    def bound_pair(n, x):
+        factor = x.factor[n // (2 * PAIRS) * 2 + n % 2]
+        for c in range(2):
+            size = abs(x.acc[2 * n + c] * factor)
+            if size > f32(LARGEST_FLOAT16) and size <= f32(ALMOST_LARGEST):
+                x.acc[2 * n + c] *= f32(LARGEST_FLOAT16) * ptx.rcp(size)
+
+    bound = ptx.repeated(count // 2, bound_pair)
+
+    @inline
     def mean_rows(acc, factor):
+        above = False
         for r in range(ROWS if FLOAT16 else 0):
             largest, first = f32(0), r // 2 * PAIRS * 4 + 2 * (r % 2)
             for j in range(PAIRS):
                 two = maximum(abs(acc[first + 4 * j]), abs(acc[first + 4 * j + 1]))
                 largest = maximum(largest, two)
-            if largest * factor[r] > f32(LARGEST_FLOAT16):  # hardly ever
-                for j in range(2 * PAIRS):
-                    e = first + 4 * (j // 2) + j % 2
-                    x = abs(acc[e] * factor[r])
-                    if x > f32(LARGEST_FLOAT16) and x <= f32(ALMOST_LARGEST):
-                        acc[e] *= f32(LARGEST_FLOAT16) * ptx.rcp(x)
+            above = above or largest * factor[r] > f32(LARGEST_FLOAT16)
+        if FLOAT16 and above:  # hardly ever
+            bound(Rows(acc, factor))
 
     return mean_rows
