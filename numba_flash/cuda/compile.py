@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
 from numba_flash import disk, notice
 from numba_flash.fingerprint import source_fingerprint
 
@@ -140,23 +138,6 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
-@lru_cache(maxsize=1)
-def _numba_cuda():
-    """`numba.cuda`, and what it imports once it compiles: that asks for `numpy.row_stack`, which
-    NumPy 2.5 lacks. It is there meanwhile.
-    """
-    missing = not hasattr(np, "row_stack")
-    if missing:
-        np.row_stack = lambda tup: np.vstack(tup)  # noqa: NPY201
-    try:
-        from numba import cuda
-        from numba.cuda.np import arrayobj  # noqa: F401
-    finally:
-        if missing:
-            del np.row_stack  # noqa: NPY201
-    return cuda
-
-
 def intermediate(
     builder: str, config: tuple, capability: tuple[int, int], ptx: bool = False
 ) -> str | bytes:
@@ -166,8 +147,8 @@ def intermediate(
     The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg
     and serialises wgmma (ptxas C7504, C7509); LTO-IR it compiles as the whole program that it is.
     """
-    with _one_at_a_time:
-        cuda = _numba_cuda()
+    from numba_flash.cuda.lang import cuda
+
     module, build = builder.rsplit(".", 1)
     function, signature, options = getattr(
         importlib.import_module(f"numba_flash.cuda.{module}"), build
