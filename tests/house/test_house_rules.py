@@ -63,7 +63,7 @@ LAYERS = (
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
     "problem options scoremod captures rng block_mask",
     "pages",
-    "arrays checks precisions mask numeric disk notice fingerprint",
+    "arrays checks precisions mask numeric disk durations notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
