@@ -5,8 +5,6 @@ import re
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import setup
-
 ROOT = Path(__file__).parent
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!#|[a-z]+:)([^)\s]+)\)")
 PAGES = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md", "Source": ""}
@@ -47,5 +45,7 @@ def public_address() -> str:
 
 
 if __name__ == "__main__":
+    from setuptools import setup
+
     address = public_address()
     setup(long_description=description((ROOT / "README.md").read_text(), address), project_urls=urls(address))
