@@ -1,4 +1,4 @@
-"""What is distributed: links of the description, and one version everywhere. `.ci/run` builds it, looks for what is missing, installs it."""
+"""What is distributed: links of the description, one version everywhere. `.ci/run` builds it and looks for what is missing."""
 
 import importlib.util
 import re
