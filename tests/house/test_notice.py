@@ -205,10 +205,12 @@ def test_a_batch_job(small, asked):
         assert run.stderr == ""
 
 
-def test_a_notebook(small):
+def test_a_notebook(small, tmp_path, monkeypatch):
     """In the process that Jupyter starts for one."""
     from jupyter_client.manager import start_new_kernel
 
+    for folder in ("CONFIG", "DATA", "RUNTIME"):  # nothing of the user's, and nothing is left there
+        monkeypatch.setenv(f"JUPYTER_{folder}_DIR", str(tmp_path / folder))
     code, environment = small()
     manager, client = start_new_kernel(kernel_name="python3", env=environment, startup_timeout=120)
     streams = {"stdout": "", "stderr": ""}
