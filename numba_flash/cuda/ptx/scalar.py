@@ -1,9 +1,8 @@
 """Arithmetic (PTX ISA 9.7.3) and conversion (9.7.9.21)."""
 
 from llvmlite import ir
-from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, f64, types, u32, u64
+from numba_flash.cuda.lang import f32, f64, intrinsic, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, emit, instruction
 
 MOST_THREADS = 1024  # of a block
