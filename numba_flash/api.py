@@ -1,18 +1,16 @@
-"""`forward`, `backward`, `plan`: gather the arguments, find or prepare the call, make it."""
+"""`forward`, `backward`: gather the arguments, find or prepare the call, make it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import backward_inputs, forward_inputs, gradients, outs_of, returned, taken
+from numba_flash.arguments import backward_inputs, forward_inputs, gradients, options_of, outs_of, returned, taken
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
-from numba_flash.pages import PagedInputs
-from numba_flash.plan import Backend, Plan, choose, tiles_of
+from numba_flash.plan import Backend
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import (
     BackwardInputs,
@@ -20,12 +18,9 @@ from numba_flash.problem import (
     ForwardResults,
     bind,
     bind_backward,
-    bind_paged,
-    check_values,
 )
 
 FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
-EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 
 
 @overload
@@ -273,61 +268,9 @@ def backward(
     return returned(results[: 4 if bias_grad else 3], out)
 
 
-def plan(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    q_start: int | None = None,
-    bias: Array | None = None,
-    mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    rng: State | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    score_mod_grad: Callable[..., Any] | None = None,
-    page_table: Array | None = None,
-    precision: Precision | None = None,
-    backend: Backend | None = None,
-) -> Plan:
-    """Which backend `forward` will use for these arguments, and why every faster one was refused.
-
-    Parameters are those of `forward`, or with `page_table` those of `forward_paged`, pages in the place of k and v; nothing is computed,
-    and the same errors are raised.
-
-    Returns
-    -------
-    Plan
-        Prints as a few readable lines.
-    """
-    mask, size = taken(mask)
-    names = PagedInputs._fields if page_table is None else PagedInputs.CALLED
-    inputs = PagedInputs(*map(checks.adopt, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table)))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    options = _options(inputs, size, given)
-    if page_table is None:
-        problem = bind(inputs.q, inputs.k, inputs.v, **options)
-    else:
-        problem = bind_paged(inputs.q, inputs.k, inputs.v, inputs.page_table, **options)
-    check_values(problem, inputs)
-    chosen = choose(problem, inputs, backend)
-    return replace(chosen, tiles=tiles_of(chosen.backend, "forward", problem, inputs))
-
-
-def _options(inputs, size, given: Given) -> dict:
-    """Keyword arguments for `problem.bind`; the mask has blocks of that size, or None."""
-    options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
-    return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
-
-
 def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool, size):
     return_lse = checks.flag("return_lse", return_lse)
-    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, size, given))
+    problem = bind(inputs.q, inputs.k, inputs.v, **options_of(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(outs[0], "dtype", None) == problem.lse_dtype else None)
@@ -336,5 +279,5 @@ def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: 
 
 def _prepare_backward(inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, bias_grad: bool, deterministic: bool, size):
     deterministic, x = checks.flag("deterministic", deterministic), inputs
-    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, size, given))
+    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **options_of(x, size, given))
     return call.prepare("backward", problem, backend, inputs, outs, gradients(inputs, bias_grad), deterministic=deterministic)

@@ -4,11 +4,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from numba_flash.block_mask import BlockMask
-from numba_flash.call import Wanted
+from numba_flash.call import Given, Wanted
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs
 
 # Of a tuple, in half the time of the classes themselves.
 forward_inputs, backward_inputs = partial(tuple.__new__, ForwardInputs), partial(tuple.__new__, BackwardInputs)
+EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")  # arrays that are options
 NOWHERE = (None,) * len(BackwardResults._fields)
 
 
@@ -27,6 +28,12 @@ def taken(mask) -> Mask:
     if mask is None:
         return NO_MASK
     return Mask(mask.blocks, mask.block_size) if isinstance(mask, BlockMask) else Mask(mask, None)
+
+
+def options_of(inputs, size, given: Given) -> dict:
+    """Keyword arguments for `problem.bind`; the mask has blocks of that size, or None."""
+    options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
+    return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
 
 
 def outs_of(out, names: tuple[str, ...]) -> tuple:
