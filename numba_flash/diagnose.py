@@ -115,11 +115,11 @@ def selftest(file: TextIO | None = None) -> bool:
             except NotImplementedError as error:
                 show(f"{backend:5} {dtype.name:9} {error}")
                 continue
-            ref = [reference.forward(q, k, v, causal=True)[0]]
-            results = [o]
+            o_ref, lse_ref = reference.forward(q, k, v, causal=True, return_lse=True)
+            ref, results = [o_ref], [o]
             if tier(backend).why_not("backward", None, ForwardInputs(q, k, v), True) is None:
                 results += backward(do, q, k, v, o, lse, causal=True, backend=backend)
-                ref += reference.backward(do, q, k, v, causal=True)
+                ref += reference.backward(do, q, k, v, o_ref, lse_ref, causal=True)
             errors = [_relative_error(x, r) for x, r in zip(results, ref, strict=True)]
             accumulator = np.finfo(lse.dtype).eps
             bound = (0 if dtype == lse.dtype else _epsilon(dtype)) + 4 * n**0.5 * accumulator

@@ -56,6 +56,12 @@ def tier(backend: str):
     return importlib.import_module(MODULES[backend])
 
 
+def check_backend(backend) -> None:
+    """Raise unless a user may demand it."""
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None; got {backend!r}")
+
+
 def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forward", **place) -> Plan:
     """First backend that can run `problem` on arrays like `inputs`, or the one the user demands.
 
@@ -80,8 +86,7 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
     NotImplementedError
         The demanded backend, or every backend, refuses; the message holds each one's sentence.
     """
-    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None; got {backend!r}")
+    check_backend(backend)
     refused = []
     for name in BACKENDS if backend is None else (backend,):
         reason = tier(name).why_not(kind, problem, inputs, backend is not None, **place)

@@ -51,6 +51,11 @@ def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[
     assert_type(numba_flash.backward_packed(x, x, x, x, o, lse, lengths, lengths), tuple[gradient, gradient, gradient])
     assert_type(numba_flash.merge(o, lse, o, lse), tuple[NDArray[Any], NDArray[Any]])
     assert_type(numba_flash.dropout_mask((2, 3), dropout=0.5, rng=(1, 2)), NDArray[np.bool_])
+    assert_type(numba_flash.reference.forward(x, x, x, scale=1, precision="ieee"), gradient)
+    assert_type(numba_flash.reference.forward(x, x, x, return_lse=True), tuple[gradient, gradient])
+    assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, backend="cpu"), tuple[gradient, gradient, gradient])
+    assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, bias_grad=True), tuple[gradient, gradient, gradient, gradient])
+    assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, bias_grad=flag), tuple[gradient, ...])
     assert_type(numba_flash.show_config(), None)
     assert_type(numba_flash.set_precision("tf32"), None)
     with numba_flash.use_precision("ieee"):
@@ -156,6 +161,8 @@ def test_the_marker_of_a_typed_package_is_installed():
     [
         (numba_flash.forward, annotations.Options, {"return_lse", "out"}),
         (numba_flash.backward, annotations.BackwardOptions, {"bias_grad", "out"}),
+        (numba_flash.reference.forward, annotations.Options, {"return_lse"}),
+        (numba_flash.reference.backward, annotations.BackwardOptions, {"bias_grad"}),
         (numba_flash.plan, annotations.Options, {"page_table"}),
         (numba_flash.forward_packed, annotations.PackedOptions, {"return_lse", "out"}),
         (numba_flash.forward_paged, annotations.PagedOptions, {"return_lse", "out"}),
