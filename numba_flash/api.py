@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import backward_inputs, forward_inputs, gradients, options_of, outs_of, returned, taken
+from numba_flash.arguments import backward_inputs, computed_in, forward_inputs, gradients, options_of, outs_of, returned, taken
+from numba_flash.axes import Order
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
@@ -51,6 +52,7 @@ def forward(
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -110,6 +112,9 @@ def forward(
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
         Written in place and returned; must not overlap an input. For 16 bits it may be float32: o unrounded, for `merge`.
+    axes : str
+        "bhnd": q, k, v, o and `out` are (..., heads, length, head dimension), as it says here. "bnhd": they are (..., length, heads, head
+        dimension), of 3 to 5 dimensions; all else is as it says here: lse (..., Hq, Nq), bias and mask (..., Hq, Nq, Nk).
     precision : str, optional
         How accurate float32 has to be at least; other dtypes ignore it. "float32": as IEEE float32 is, by whatever algorithm. "ieee": IEEE
         products and sums, no tensor cores. "tf32": products of numbers of 11 bits are enough. Default: that of `use_precision` or
@@ -153,7 +158,8 @@ def forward(
     mask, size = (None, None) if mask is None else taken(mask)
     inputs = forward_inputs((q, k, v, bias, mask, q_lengths, kv_lengths))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
-    o, lse = call.computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse, size))
+    computed = call.computed if axes == "bhnd" else computed_in(axes)
+    o, lse = computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse, size))
     o = o if out is None else out
     return (o, lse) if return_lse else o
 
@@ -212,6 +218,7 @@ def backward(
     bias_grad: bool = False,
     deterministic: bool = True,
     out: tuple[Array | None, ...] | None = None,
+    axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
@@ -240,6 +247,8 @@ def backward(
     out : tuple of arrays, optional
         (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not
         overlap an input or each other.
+    axes : str
+        As given to `forward`: "bnhd" for do, q, k, v, o, and dq, dk, dv in turn, but not for lse, dlse and dbias.
 
     Returns
     -------
@@ -264,13 +273,14 @@ def backward(
     inputs = backward_inputs((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     outs = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
-    results = call.computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, bias_grad, deterministic, size))
+    computed = call.computed if axes == "bhnd" else computed_in(axes)
+    results = computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, bias_grad, deterministic, size))
     return returned(results[: 4 if bias_grad else 3], out)
 
 
 def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool, size):
     return_lse = checks.flag("return_lse", return_lse)
-    problem = bind(inputs.q, inputs.k, inputs.v, **options_of(inputs, size, given))
+    problem = bind(inputs.q, inputs.k, inputs.v, axes=inputs.AXES, **options_of(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(outs[0], "dtype", None) == problem.lse_dtype else None)
@@ -279,5 +289,6 @@ def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: 
 
 def _prepare_backward(inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, bias_grad: bool, deterministic: bool, size):
     deterministic, x = checks.flag("deterministic", deterministic), inputs
-    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **options_of(x, size, given))
+    options = options_of(x, size, given) | {"axes": x.AXES, "dlse": x.dlse, "bias_grad": bias_grad}
+    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, **options)
     return call.prepare("backward", problem, backend, inputs, outs, gradients(inputs, bias_grad), deterministic=deterministic)

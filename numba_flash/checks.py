@@ -56,12 +56,12 @@ def library(name: str, x, other: str, y) -> None:
         raise ValueError(f"{name} and {other} must be on one device; {name} is on {arrays.device_id(x)}, {other} on {arrays.device_id(y)}")
 
 
-def dtype_and_shape(name: str, x, dtype: str, shape) -> None:
-    """Raise unless `x` has exactly this dtype and shape."""
+def dtype_and_shape(name: str, x, dtype: str, shape, axes) -> None:
+    """Raise unless `x` has exactly this dtype and shape, which the error says in the user's `Axes`."""
     if x.dtype.name != dtype:
         raise TypeError(f"{name}.dtype ({x.dtype.name}) must be {dtype}")
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}")
+        raise ValueError(f"{name}.shape {axes.shape(x.shape)} must be {axes.shape(shape)}")
 
 
 def broadcastable(name: str, x, target: str, shape: tuple[int, ...]) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_flash import arrays, checks
+from numba_flash.axes import USUAL
 
 TABLES = ("int32", "int64")  # dtypes of numbers of pages
 
@@ -29,10 +30,13 @@ class PagedInputs(NamedTuple):
 
     Attributes
     ----------
+    AXES : Axes
+        As of those.
     CALLED : tuple of str
         What the user calls them.
     """
 
+    AXES = USUAL
     CALLED = ("q", "k_pages", "v_pages", "bias", "mask", "q_lengths", "kv_lengths", "page_table")
 
     q: Any

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from numba_flash import arrays, checks, oracle
 from numba_flash.annotations import Array, BackwardOptions, Options, State
 from numba_flash.arguments import options_of, taken
+from numba_flash.axes import Order, named, turned
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given
 from numba_flash.plan import Backend, check_backend
@@ -55,6 +56,7 @@ def forward(
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
+    axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Float64 | tuple[Float64, Float64]:
@@ -62,7 +64,7 @@ def forward(
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths, softcap, dropout, rng, score_mod, score_mod_grad
+    q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths, softcap, dropout, rng, score_mod, score_mod_grad, axes
         As given to `numba_flash.forward`. Arrays become float64 before any arithmetic; those on a GPU are copied to the host.
     return_lse : bool
         Also return the log-sum-exp of each row.
@@ -73,7 +75,7 @@ def forward(
     Returns
     -------
     o : numpy.ndarray of float64, shape (..., Hq, Nq, Dv)
-        Rows that see no key are 0.
+        Rows that see no key are 0. Like q, it is (..., Nq, Hq, Dv) with ``axes="bnhd"``.
     lse : numpy.ndarray of float64, shape (..., Hq, Nq)
         Only with `return_lse`; -inf where no key is seen.
 
@@ -95,13 +97,13 @@ def forward(
     """
     return_lse, _ = checks.flag("return_lse", return_lse), check_backend(backend)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    x, size = _adopted(ForwardInputs, (q, k, v, bias, mask, q_lengths, kv_lengths))
-    problem = bind(x.q, x.k, x.v, **options_of(x, size, given))
+    x, size = _adopted(named(axes), ForwardInputs, (q, k, v, bias, mask, q_lengths, kv_lengths))
+    problem = bind(x.q, x.k, x.v, axes=x.AXES, **options_of(x, size, given))
     check_values(problem, x)
     x = _on_host(x)
     found = oracle.softmax(problem, options_of(x, size, given), x.q, x.k)
-    o, lse = oracle.forward(problem, found, x.v).reshape(*x.q.shape[:-1], problem.dv), found.lse.reshape(x.q.shape[:-1])
-    return (o, lse) if return_lse else o
+    o = x.AXES.turned("o", oracle.forward(problem, found, x.v).reshape(*x.q.shape[:-1], problem.dv))
+    return (o, found.lse.reshape(x.q.shape[:-1])) if return_lse else o
 
 
 @overload
@@ -141,6 +143,7 @@ def backward(
     dlse: Array | None = None,
     bias_grad: bool = False,
     deterministic: bool = True,
+    axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> tuple[Float64, ...]:
@@ -148,7 +151,7 @@ def backward(
 
     Parameters
     ----------
-    do, q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths, softcap, dropout, rng, score_mod, score_mod_grad
+    do, q, k, v, scale, causal, window, q_start, bias, mask, q_lengths, kv_lengths, softcap, dropout, rng, score_mod, score_mod_grad, axes
         As given to `numba_flash.backward`. Arrays become float64 before any arithmetic; those on a GPU are copied to the host.
     o, lse : array, shapes (..., Hq, Nq, Dv) and (..., Hq, Nq)
         As returned by `numba_flash.forward` or by `forward` here. Gradients are computed from the inputs alone; these are compared with
@@ -200,8 +203,8 @@ def backward(
     bias_grad, _ = checks.flag("bias_grad", bias_grad), check_backend(backend)
     checks.flag("deterministic", deterministic)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    x, size = _adopted(BackwardInputs, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
-    options = options_of(x, size, given)
+    x, size = _adopted(named(axes), BackwardInputs, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
+    options = options_of(x, size, given) | {"axes": x.AXES}
     problem = bind(x.q, x.k, x.v, **options)
     o, lse = _narrow(x.o, x.q.dtype), _narrow(x.lse, problem.lse_dtype)
     bind_backward(x.do, x.q, x.k, x.v, o, lse, dlse=x.dlse, bias_grad=bias_grad, **options)
@@ -210,15 +213,16 @@ def backward(
     found = oracle.softmax(problem, options_of(x, size, given), x.q, x.k)
     _compare(problem, found, x)
     dq, dk, dv, ds = oracle.backward(problem, found, x.do, x.q, x.k, x.v, x.dlse)
-    gradients = dq.reshape(x.q.shape), dk.reshape(x.k.shape), dv.reshape(x.v.shape)
+    gradients = zip(("dq", "dk", "dv"), (dq, dk, dv), (x.q, x.k, x.v), strict=True)
+    gradients = tuple(x.AXES.turned(name, gradient.reshape(like.shape)) for name, gradient, like in gradients)
     return (*gradients, _summed(ds, x.bias.shape)) if bias_grad else gradients
 
 
-def _adopted(kind, given: tuple):
-    """Arrays as a named tuple of that kind, and the size of the blocks of the mask, None if it has none."""
+def _adopted(order, kind, given: tuple):
+    """Arrays as a named tuple of that kind, in the usual order of axes, and the size of the blocks of the mask, None if it has none."""
     inputs = kind(*given)
     mask, size = taken(inputs.mask)
-    return kind(*map(checks.adopt, kind._fields, inputs._replace(mask=mask))), size
+    return turned(order, kind._fields, inputs._replace(mask=mask)), size
 
 
 def _on_host(inputs):
@@ -246,20 +250,21 @@ def _compare(problem: Problem, found: oracle.Softmax, x: BackwardInputs) -> None
     slope = 1.0 if found.slope is None else np.abs(found.slope)
     largest = np.max(slope * products + np.abs(found.s), axis=-1, initial=0.0, where=found.p > FELT)
     step = SCORES.get(problem.dtype if problem.precision != "tf32" else "tf32", SCORE)
-    _check_near("lse", x.lse, found.lse, step * (largest + np.abs(found.lse) + 1))
+    _check_near("lse", x, found.lse, step * (largest + np.abs(found.lse) + 1))
     weights = (max(STORED[problem.dtype], step) + 2 * step * largest)[..., None] * found.p * found.factor
     least = LEAST.get(problem.dtype, 0.0)
     allowed = (weights + least * found.visible) @ np.abs(heads(x.v)) + least
     o = oracle.forward(problem, found, x.v)
     if not np.isfinite(x.v).all():  # it may reach a row that does not see it
         allowed[~np.isfinite(wide(x.o, 5))] = np.inf
-    _check_near("o", x.o, o, allowed)
+    _check_near("o", x, o, allowed)
 
 
-def _check_near(name: str, x, own, allowed) -> None:
-    """Raise where `x` is farther from `own` than `allowed`. All is right where that is infinite, or own is NaN or beyond the dtype."""
+def _check_near(name: str, inputs: BackwardInputs, own, allowed) -> None:
+    """Raise where that input is farther from `own` than `allowed`; all is right where that is infinite, or own NaN or beyond the dtype."""
+    x = getattr(inputs, name)
     beyond = 0.9 * float(LARGEST.get(x.dtype.name) or np.finfo(x.dtype).max)
-    x, own, allowed = np.asarray(x).astype(np.float64), own.reshape(x.shape), allowed.reshape(x.shape)
+    x, own, allowed = (inputs.AXES.turned(name, y) for y in (x.astype(np.float64), own.reshape(x.shape), allowed.reshape(x.shape)))
     free = np.isnan(own) | ((np.abs(own) > beyond) & ~np.isneginf(own)) | (~np.isfinite(allowed) & ~np.isneginf(own))
     wrong = ~((np.abs(x - own) <= allowed) | (x == own) | free) | (np.isneginf(own) & (x != own))
     if wrong.any():

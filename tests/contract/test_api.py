@@ -600,21 +600,21 @@ def test_forward_and_backward_take_the_same_options():
     assert backward.pop("bias_grad") is False
     assert backward.pop("deterministic") is True
     assert forward == backward
-    del forward["out"]
+    del forward["out"], forward["axes"]
     assert plan.pop("page_table") is None
     assert forward == plan
 
 
 def test_packed_functions_take_the_options_that_make_sense_for_them():
     names = lambda f: {n for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    padded_only = {"bias", "mask", "q_lengths", "kv_lengths"}
+    padded_only = {"bias", "mask", "q_lengths", "kv_lengths", "axes"}
     assert names(numba_flash.forward_packed) == names(numba_flash.forward) - padded_only
     assert names(numba_flash.backward_packed) == names(numba_flash.backward) - padded_only - {"bias_grad"}
 
 
 def test_pages_take_the_options_that_make_sense_for_them():
     names = lambda f: {n for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    of_training, of_all = {"dropout", "rng", "score_mod_grad"}, {"kv_lengths"}
+    of_training, of_all = {"dropout", "rng", "score_mod_grad"}, {"kv_lengths", "axes"}
     assert names(numba_flash.forward_paged) == names(numba_flash.forward) - of_training - of_all
 
 

@@ -174,6 +174,22 @@ def test_options_that_change_nothing_are_checked():
         reference.backward(x.astype(np.float32), x, x, x, o, lse)
 
 
+def test_heads_may_come_after_the_length():
+    """Gradients are those of the usual order, and errors count in this one."""
+    arrays = random_inputs(batch=(2,), hq=4, hk=2, nq=3, nk=5, d=4, dv=2, dtype="float64")
+    swapped = [x.swapaxes(1, 2) for x in arrays]
+    o, lse, *gradients = whole.everything(swapped[3], *swapped[:3], causal=True, axes="bnhd")
+    expected = whole.everything(arrays[3], *arrays[:3], causal=True)
+    np.testing.assert_array_equal(lse, expected[1])
+    for x, y in zip((o, *gradients), (expected[0], *expected[2:]), strict=True):
+        np.testing.assert_array_equal(x.swapaxes(1, 2), y)
+    o[1, 2, 3, 0] += 1
+    with pytest.raises(ValueError, match=r"o is not .*: o\[1, 2, 3, 0\] is"):
+        reference.backward(swapped[3], *swapped[:3], o, lse, causal=True, axes="bnhd")
+    with pytest.raises(ValueError, match="axes must be"):
+        reference.forward(*swapped[:3], axes="nhd")
+
+
 def test_arrays_of_others_are_read():
     class Foreign:
         def __init__(self, x):
