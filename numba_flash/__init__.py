@@ -9,7 +9,7 @@ from numba_flash.merge import merge
 from numba_flash.packed import backward_packed, forward_packed
 from numba_flash.paged import forward_paged
 from numba_flash.planning import plan
-from numba_flash.precisions import set_precision, use_precision
+from numba_flash.precisions import get_precision, set_precision, use_precision
 from numba_flash.scoremod import alibi, relative_position
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ __all__ = [
     "forward",
     "forward_packed",
     "forward_paged",
+    "get_precision",
     "merge",
     "plan",
     "reference",

@@ -10,7 +10,7 @@ from support import SIMULATED, Backend, random_inputs, same_bits
 
 import numba_flash
 from numba_flash import BlockMask, call, reference
-from numba_flash.cpu import tier
+from numba_flash.cpu import scratch
 
 simulator = pytest.mark.simulator
 NQ, NK = (5, 7) if SIMULATED else (270, 330)
@@ -161,7 +161,7 @@ def test_what_is_written_may_not_be_the_blocks():
 
 def test_panels_of_queries(monkeypatch):
     """The backward pass takes part of the queries at a time where its sums are many: blocks are counted from the first of all."""
-    monkeypatch.setattr(tier, "DQ_PARTIAL_BYTES", 2**14)
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", 2**14)
     check(CPU, *problem(nq=700), mask=drawn(100, nq=700))
 
 

@@ -63,7 +63,7 @@ LAYERS = (
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng block_mask oracle",
     "pages",
-    "arrays checks axes band precisions mask numeric disk notice fingerprint",
+    "arrays checks axes band ledger overlap precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
