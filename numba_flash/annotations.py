@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
+from numba_flash.axes import Order
 from numba_flash.block_mask import BlockMask
 from numba_flash.plan import Backend
 from numba_flash.precisions import Precision
@@ -61,6 +62,7 @@ class Options(PackedOptions, total=False):
     mask: Array | BlockMask | None
     q_lengths: Array | None
     kv_lengths: Array | None
+    axes: Order
 
 
 class PagedOptions(TypedDict, total=False):

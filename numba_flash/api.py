@@ -1,18 +1,17 @@
-"""`forward`, `backward`, `plan`: gather the arguments, find or prepare the call, make it."""
+"""`forward`, `backward`: gather the arguments, find or prepare the call, make it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 from numpy.typing import NDArray
 
 from numba_flash import call, checks
 from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import backward_inputs, forward_inputs, gradients, outs_of, returned, taken
+from numba_flash.arguments import backward_inputs, computed_in, forward_inputs, gradients, options_of, outs_of, returned, taken
+from numba_flash.axes import Order
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
-from numba_flash.pages import PagedInputs
-from numba_flash.plan import Backend, Plan, choose, tiles_of
+from numba_flash.plan import Backend
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import (
     BackwardInputs,
@@ -20,12 +19,9 @@ from numba_flash.problem import (
     ForwardResults,
     bind,
     bind_backward,
-    bind_paged,
-    check_values,
 )
 
 FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
-EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 
 
 @overload
@@ -56,6 +52,7 @@ def forward(
     score_mod_grad: Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -115,6 +112,9 @@ def forward(
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
         Written in place and returned; must not overlap an input. For 16 bits it may be float32: o unrounded, for `merge`.
+    axes : str
+        "bhnd": q, k, v, o and `out` are (..., heads, length, head dimension), as it says here. "bnhd": they are (..., length, heads, head
+        dimension), of 3 to 5 dimensions; all else is as it says here: lse (..., Hq, Nq), bias and mask (..., Hq, Nq, Nk).
     precision : str, optional
         How accurate float32 has to be at least; other dtypes ignore it. "float32": as IEEE float32 is, by whatever algorithm. "ieee": IEEE
         products and sums, no tensor cores. "tf32": products of numbers of 11 bits are enough. Default: that of `use_precision` or
@@ -158,7 +158,8 @@ def forward(
     mask, size = (None, None) if mask is None else taken(mask)
     inputs = forward_inputs((q, k, v, bias, mask, q_lengths, kv_lengths))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
-    o, lse = call.computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse, size))
+    computed = call.computed if axes == "bhnd" else computed_in(axes)
+    o, lse = computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse, size))
     o = o if out is None else out
     return (o, lse) if return_lse else o
 
@@ -217,6 +218,7 @@ def backward(
     bias_grad: bool = False,
     deterministic: bool = True,
     out: tuple[Array | None, ...] | None = None,
+    axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
 ) -> tuple[Array, ...]:
@@ -245,6 +247,8 @@ def backward(
     out : tuple of arrays, optional
         (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not
         overlap an input or each other.
+    axes : str
+        As given to `forward`: "bnhd" for do, q, k, v, o, and dq, dk, dv in turn, but not for lse, dlse and dbias.
 
     Returns
     -------
@@ -269,65 +273,14 @@ def backward(
     inputs = backward_inputs((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     outs = outs_of(out, ("dq", "dk", "dv", "dbias") if bias_grad else ("dq", "dk", "dv"))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
-    results = call.computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, bias_grad, deterministic, size))
+    computed = call.computed if axes == "bhnd" else computed_in(axes)
+    results = computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, bias_grad, deterministic, size))
     return returned(results[: 4 if bias_grad else 3], out)
-
-
-def plan(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    q_start: int | None = None,
-    bias: Array | None = None,
-    mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    rng: State | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    score_mod_grad: Callable[..., Any] | None = None,
-    page_table: Array | None = None,
-    precision: Precision | None = None,
-    backend: Backend | None = None,
-) -> Plan:
-    """Which backend `forward` will use for these arguments, and why every faster one was refused.
-
-    Parameters are those of `forward`, or with `page_table` those of `forward_paged`, pages in the place of k and v; nothing is computed,
-    and the same errors are raised.
-
-    Returns
-    -------
-    Plan
-        Prints as a few readable lines.
-    """
-    mask, size = taken(mask)
-    names = PagedInputs._fields if page_table is None else PagedInputs.CALLED
-    inputs = PagedInputs(*map(checks.adopt, names, (q, k, v, bias, mask, q_lengths, kv_lengths, page_table)))
-    given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
-    options = _options(inputs, size, given)
-    if page_table is None:
-        problem = bind(inputs.q, inputs.k, inputs.v, **options)
-    else:
-        problem = bind_paged(inputs.q, inputs.k, inputs.v, inputs.page_table, **options)
-    check_values(problem, inputs)
-    chosen = choose(problem, inputs, backend)
-    return replace(chosen, tiles=tiles_of(chosen.backend, "forward", problem, inputs))
-
-
-def _options(inputs, size, given: Given) -> dict:
-    """Keyword arguments for `problem.bind`; the mask has blocks of that size, or None."""
-    options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
-    return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
 
 
 def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool, size):
     return_lse = checks.flag("return_lse", return_lse)
-    problem = bind(inputs.q, inputs.k, inputs.v, **_options(inputs, size, given))
+    problem = bind(inputs.q, inputs.k, inputs.v, axes=inputs.AXES, **options_of(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(outs[0], "dtype", None) == problem.lse_dtype else None)
@@ -336,5 +289,6 @@ def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: 
 
 def _prepare_backward(inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, bias_grad: bool, deterministic: bool, size):
     deterministic, x = checks.flag("deterministic", deterministic), inputs
-    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, dlse=x.dlse, bias_grad=bias_grad, **_options(x, size, given))
+    options = options_of(x, size, given) | {"axes": x.AXES, "dlse": x.dlse, "bias_grad": bias_grad}
+    problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, **options)
     return call.prepare("backward", problem, backend, inputs, outs, gradients(inputs, bias_grad), deterministic=deterministic)

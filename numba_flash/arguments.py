@@ -3,12 +3,14 @@
 from functools import partial
 from typing import Any, NamedTuple
 
+from numba_flash import axes, call, checks
 from numba_flash.block_mask import BlockMask
-from numba_flash.call import Wanted
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs
+from numba_flash.call import Given, Wanted
+from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults
 
 # Of a tuple, in half the time of the classes themselves.
 forward_inputs, backward_inputs = partial(tuple.__new__, ForwardInputs), partial(tuple.__new__, BackwardInputs)
+EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")  # arrays that are options
 NOWHERE = (None,) * len(BackwardResults._fields)
 
 
@@ -29,6 +31,12 @@ def taken(mask) -> Mask:
     return Mask(mask.blocks, mask.block_size) if isinstance(mask, BlockMask) else Mask(mask, None)
 
 
+def options_of(inputs, size, given: Given) -> dict:
+    """Keyword arguments for `problem.bind`; the mask has blocks of that size, or None."""
+    options = given._asdict() | {name: getattr(inputs, name) for name in EXTRAS}
+    return options if size is None else options | {"mask": BlockMask(inputs.mask, size)}
+
+
 def outs_of(out, names: tuple[str, ...]) -> tuple:
     """The four places for gradients of `backward`, as the user gave them."""
     if out is None:
@@ -37,6 +45,20 @@ def outs_of(out, names: tuple[str, ...]) -> tuple:
         got = f"{len(out)} of them" if isinstance(out, tuple) else type(out).__name__
         raise TypeError(f"out must be a tuple ({', '.join(names)}); got {got}")
     return out + NOWHERE[len(out) :]
+
+
+def computed_in(order):
+    """`call.computed` for arrays of the user whose axes have that order, which is not the usual one."""
+    known = axes.named(order)
+
+    def computed(prepare_call, names: tuple[str, ...], inputs, outs: tuple, given: Given, more: tuple) -> tuple:
+        inputs, outs = axes.turned(known, names, inputs), tuple(map(checks.adopt, call.labels(outs), outs))
+        fields = ForwardResults._fields if len(outs) == len(ForwardResults._fields) else BackwardResults._fields
+        outs = tuple(map(known.turned, fields, outs))
+        results = call.computed(prepare_call, names, inputs, outs, given, more)
+        return tuple(map(known.turned, fields, results))
+
+    return computed
 
 
 def returned(results: tuple, out: tuple | None) -> tuple:

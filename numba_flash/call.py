@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from numba_flash import arrays, checks, plan, scoremod
 from numba_flash.arrays import Layout
+from numba_flash.axes import TURNED, USUAL, Axes
 from numba_flash.options import is_state
 from numba_flash.plan import choose, tier
 from numba_flash.problem import Prepared, Problem, check_out_layout, check_values
@@ -98,7 +99,7 @@ def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple) -> Found:
         inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         settings = given + more
         # types first: what has those of a call that was prepared can be compared with its values
-        key = (prepare_call, *map(type, settings), *inner, settings, *arrays.layouts(inputs + outs))
+        key = (prepare_call, type(inputs), *map(type, settings), *inner, settings, *arrays.layouts(inputs + outs))
         last = prepared.get(prepare_call)
         if last is not None and last.key == key:  # in half the time that it takes to look it up
             return last
@@ -146,11 +147,16 @@ def prepare(kind: str, problem: Problem, backend: str | None, inputs, outs: tupl
     chosen = choose(problem, inputs, backend, kind, **with_dbias).backend
     for name, what in wanted._asdict().items():
         if what is not None:
-            arrays.check_size(name, getattr(inputs, what.like), what.shape, what.dtype)
+            arrays.check_size(name, getattr(inputs, what.like), _axes(inputs, name).shape(what.shape), what.dtype)
     module = tier(chosen)
     bound = partial(plan.prepare, chosen, kind, problem, **settings)
     through_gpu = arrays.library(inputs.q) == "numpy" and not module.takes_numpy()
     return (_CallThroughGpu if through_gpu else _Call)(bound, problem, inputs, outs, wanted)
+
+
+def _axes(inputs, name: str) -> Axes:
+    """Those that the user has of the result with that name."""
+    return inputs.AXES if name in TURNED else USUAL
 
 
 def _layouts(named):
@@ -223,7 +229,7 @@ class _Call:
     def _no_room(self, number: int, inputs) -> MemoryError:
         """For that result."""
         name, what = self._wanted._fields[number], self._wanted[number]
-        return arrays.memory_error(name, what.shape, what.dtype or getattr(inputs, what.like).dtype)
+        return arrays.memory_error(name, _axes(inputs, name).shape(what.shape), what.dtype or getattr(inputs, what.like).dtype)
 
     def _check_outs(self, inputs, outs: tuple) -> None:
         """That results may go to `outs`."""
@@ -233,9 +239,10 @@ class _Call:
         if self._meetings is None:  # later calls have the same layouts
             called = getattr(inputs, "CALLED", inputs._fields)
             others = {name: x for name, x in zip(called, inputs, strict=True) if x is not None}
-            for label, what, out in zip(labels(outs), self._wanted, outs, strict=True):
+            for label, (name, what), out in zip(labels(outs), self._wanted._asdict().items(), outs, strict=True):
                 if out is not None:
-                    check_out_layout(label, out, what.dtype or getattr(inputs, what.like).dtype.name, what.shape, others)
+                    dtype = what.dtype or getattr(inputs, what.like).dtype.name
+                    check_out_layout(label, out, dtype, what.shape, others, _axes(inputs, name))
                     others[label] = out
             self._names, self._meetings = tuple(others), checks.meetings(xs, self._outs)
         checks.outs_memory(self._names, xs, self._meetings, self._outs, self._device < 0)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
+from numba_flash import arrays, overlap
 
 
 def adopt(name: str, x):
@@ -56,12 +56,12 @@ def library(name: str, x, other: str, y) -> None:
         raise ValueError(f"{name} and {other} must be on one device; {name} is on {arrays.device_id(x)}, {other} on {arrays.device_id(y)}")
 
 
-def dtype_and_shape(name: str, x, dtype: str, shape) -> None:
-    """Raise unless `x` has exactly this dtype and shape."""
+def dtype_and_shape(name: str, x, dtype: str, shape, axes) -> None:
+    """Raise unless `x` has exactly this dtype and shape, which the error says in the user's `Axes`."""
     if x.dtype.name != dtype:
         raise TypeError(f"{name}.dtype ({x.dtype.name}) must be {dtype}")
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}.shape {tuple(x.shape)} must be {tuple(shape)}")
+        raise ValueError(f"{name}.shape {axes.shape(x.shape)} must be {axes.shape(shape)}")
 
 
 def broadcastable(name: str, x, target: str, shape: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ class Meeting(NamedTuple):
 
 def meetings(xs, outs: int) -> list[Meeting]:
     """Of the last few arrays, `outs` of them, with each before them; the same for all arrays of these layouts."""
-    reaches = [arrays.Reach.of(x) for x in xs]
+    reaches = [overlap.Reach.of(x) for x in xs]
     return [
         Meeting(i, j, reaches[i].low - reaches[j].high, reaches[i].high - reaches[j].low)
         for i in range(len(xs) - outs, len(xs))
@@ -128,5 +128,5 @@ def outs_memory(names, xs, meet, outs: int, on_host: bool) -> None:
             if not x.flags.writeable:
                 raise ValueError(f"{name} must be writeable; it is read-only")
     for i, j, low, high in meet:
-        if low < at[j] - at[i] < high and arrays.overlap(xs[i], xs[j]):
+        if low < at[j] - at[i] < high and overlap.shared(xs[i], xs[j]):
             raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")

@@ -254,7 +254,8 @@ def packed(**changes):
         ({"k_offsets": np.array([[0, 2, 6]])}, ValueError, r"^k_offsets must have shape \(sequences \+ 1,\); got \(1, 3\)"),
         ({"q_offsets": np.array([], int)}, ValueError, r"^q_offsets must have shape \(sequences \+ 1,\); got \(0,\)"),
         ({"q": ones(1, 5, 2, 4)}, ValueError, r"^q must have 3 dimensions \(tokens, heads, head_dim\); got shape \(1, 5, 2, 4\)"),
-        ({"q": ones(5, 3, 4)}, ValueError, r"the number of heads q\.shape\[-3\] \(3\) must be a multiple of k\.shape\[-3\] \(2\)"),
+        ({"q": ones(5, 3, 4)}, ValueError, r"the number of heads q\.shape\[-2\] \(3\) must be a multiple of k\.shape\[-2\] \(2\)"),
+        ({"k": ones(6, 1, 4)}, ValueError, r"^v\.shape\[:-1\] \(6, 2\) must equal k\.shape\[:-1\] \(6, 1\)"),
         ({"softcap": -1.0}, ValueError, r"^softcap must be positive"),
     ],
 )

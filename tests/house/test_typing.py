@@ -51,6 +51,11 @@ def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[
     assert_type(numba_flash.backward_packed(x, x, x, x, o, lse, lengths, lengths), tuple[gradient, gradient, gradient])
     assert_type(numba_flash.merge(o, lse, o, lse), tuple[NDArray[Any], NDArray[Any]])
     assert_type(numba_flash.dropout_mask((2, 3), dropout=0.5, rng=(1, 2)), NDArray[np.bool_])
+    assert_type(numba_flash.reference.forward(x, x, x, scale=1, precision="ieee"), gradient)
+    assert_type(numba_flash.reference.forward(x, x, x, return_lse=True), tuple[gradient, gradient])
+    assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, backend="cpu"), tuple[gradient, gradient, gradient])
+    assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, bias_grad=True), tuple[gradient, gradient, gradient, gradient])
+    assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, bias_grad=flag), tuple[gradient, ...])
     assert_type(numba_flash.show_config(), None)
     assert_type(numba_flash.set_precision("tf32"), None)
     with numba_flash.use_precision("ieee"):
@@ -82,6 +87,8 @@ def foreign(x: Tensor, y: OnGpu, cupy: Any) -> None:
     assert_type(o, Any)
     o, lse = numba_flash.forward(cupy, cupy, cupy, return_lse=True)
     dq, dk, dv = numba_flash.backward(cupy, cupy, cupy, cupy, o, lse)
+    turned: Literal["bhnd", "bnhd"] = "bnhd"
+    assert_type(numba_flash.forward(x, x, x, axes=turned), Any)
     print(dq.device, numba_flash.merge(x, x, x, x)[0].device, numba_flash.forward(cupy, cupy, cupy).device)
 '''
 
@@ -97,6 +104,7 @@ numba_flash.forward(x, x, x, causl=True)  # call-overload: did you mean "causal"
 numba_flash.forward(x, x, x, scale="1")  # call-overload: "str"
 numba_flash.forward(x, x, x, return_lse="no")  # call-overload: "str"
 numba_flash.forward(x, x, x, backend="cuda")  # call-overload: "str"
+numba_flash.forward(x, x, x, axes="bdnh")  # call-overload: "str"
 numba_flash.forward(x, x, x, mask=True)  # call-overload: "bool"
 o, lse = numba_flash.forward(x, x, x, return_lse=True).T  # attr-defined: "tuple[ndarray[
 numba_flash.forward(x, x, x).size()  # operator: "int" not callable
@@ -138,7 +146,7 @@ def test_a_right_script_has_no_errors(complaints):
 @run_once
 def test_a_wrong_script_has_the_errors_that_it_should(complaints):
     expected = [(n, *re.search(r"# ([\w-]+): (.*)$", line).groups()) for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line]
-    assert len(expected) == 22
+    assert len(expected) == 23
     assert sorted({(line, code) for line, code, _ in complaints["wrong"]}) == sorted((line, code) for line, code, _ in expected)
     for line, _, text in expected:
         assert any(text in message for at, _, message in complaints["wrong"] if at == line), (line, text)
@@ -156,7 +164,9 @@ def test_the_marker_of_a_typed_package_is_installed():
     [
         (numba_flash.forward, annotations.Options, {"return_lse", "out"}),
         (numba_flash.backward, annotations.BackwardOptions, {"bias_grad", "out"}),
-        (numba_flash.plan, annotations.Options, {"page_table"}),
+        (numba_flash.reference.forward, annotations.Options, {"return_lse"}),
+        (numba_flash.reference.backward, annotations.BackwardOptions, {"bias_grad"}),
+        (numba_flash.plan, annotations.Options, {"page_table", "kind", "return_lse", "dlse", "bias_grad", "deterministic"}),
         (numba_flash.forward_packed, annotations.PackedOptions, {"return_lse", "out"}),
         (numba_flash.forward_paged, annotations.PagedOptions, {"return_lse", "out"}),
         (numba_flash.backward_packed, annotations.PackedBackwardOptions, {"out"}),
