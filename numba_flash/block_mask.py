@@ -106,7 +106,7 @@ def _checked_blocks(blocks):
 
 
 def _checked_size(size) -> BlockSize:
-    pair = size if isinstance(size, tuple) else (size, size)
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
         raise TypeError(f"mask.block_size must be an integer or a tuple (queries, keys); got {size!r}")
     sizes = BlockSize(*(checks.integer("mask.block_size", n) for n in pair))

@@ -272,7 +272,11 @@ WRONG = {
         TypeError,
         "^q cannot",
     ),
-    "no option": ({"colour": 1}, TypeError, "^colour is not an option of numba_flash.distributed"),
+    "no option": (
+        {"colour": 1},
+        TypeError,
+        r"^numba_flash\.distributed\.forward\(\) got an unexpected keyword argument 'colour'; the options are comm, layout, scale, ",
+    ),
     "lengths": ({"kv_lengths": np.array([1])}, ValueError, "^kv_lengths"),
 }
 
