@@ -104,7 +104,7 @@ def forward(
         Factor of ``q . k``; default ``1 / sqrt(D)``.
     causal : bool
         Query i sees key j iff ``j <= i + q_start``.
-    window : (int, int), optional
+    window : (int, int), tuple or list, optional
         Query i sees key j iff ``i + q_start - left <= j <= i + q_start + right``; -1 is no limit.
     q_start : int, optional
         Position of query 0 among the keys; default ``Nk - Nq`` (the last query is aligned with the last key), with lengths
@@ -113,14 +113,14 @@ def forward(
         Added to the scores; q's dtype or float32, any strides, stride 0 included. -inf hides.
     mask : array of bool, broadcastable to (..., Hq, Nq, Nk), or BlockMask, optional
         False hides. Tiles without a True are skipped. A `BlockMask` says it of blocks of pairs.
-    q_lengths, kv_lengths : array of integers, shape (...), optional
+    q_lengths, kv_lengths : array or list of integers, shape (...), optional
         Numbers of queries and keys of each batch element; the rest is padding, which is not read and gets zeros. NumPy, or CuPy if q is:
         values on a GPU cannot be checked without waiting for it, so one outside ``[0, N]`` gives NaN for its batch element.
     softcap : float, optional
         Caps scores smoothly, positive.
     dropout : float
         Probability in [0, 1) that a probability is dropped, rounded to the nearest multiple of 2**-16 below 1, also in the formula.
-    rng : (int, int) or (int, int, int, int), optional
+    rng : (int, int) or (int, int, int, int), tuple or list, optional
         Seed and offset of the dropout, with those of a part its first query and key, see `dropout_mask`; needed if dropout > 0.
     score_mod : callable, optional
         ``f(score, b, h, i, j)`` returns the score of query i and key j in query head h of batch element b (leading dimensions counted

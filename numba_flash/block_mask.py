@@ -40,7 +40,7 @@ class BlockMask:
     ----------
     blocks : array of bool, broadcastable to (..., Hq, ceil(Nq / bm), ceil(Nk / bn))
         False hides all pairs of a block. NumPy, CuPy, or what `forward` takes besides; 2 to 5 dimensions, any strides, read by each call.
-    block_size : int or (int, int)
+    block_size : int, or (int, int) as a tuple or list
         bm queries and bn keys of a block. The last blocks may reach beyond the last query and key.
 
     Attributes

@@ -22,7 +22,7 @@ def dropout_mask(shape: tuple[int, ...] | list[int], *, dropout: float, rng: Sta
 
     Parameters
     ----------
-    shape : tuple of ints
+    shape : tuple or list of ints
         (..., Hq, Nq, Nk): that of the matrix of scores. Leading dimensions are counted together as b, in C order.
     dropout : float
         Probability to be dropped, in [0, 1), rounded as `forward` does.

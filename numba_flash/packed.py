@@ -90,7 +90,7 @@ def forward_packed(
         Keys of all sequences.
     v : array, shape (total keys, Hk, Dv)
         Values of all sequences.
-    q_offsets, k_offsets : array of integers, shape (sequences + 1,)
+    q_offsets, k_offsets : array or list of integers, shape (sequences + 1,)
         Where each sequence begins, and the total; from 0, not decreasing. NumPy, or CuPy if q is: values on a GPU cannot be checked
         without waiting for it; a sequence that does not fit is left out, and its rows of the results are not written.
     scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, precision, backend

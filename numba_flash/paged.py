@@ -87,17 +87,17 @@ def forward_paged(
         Keys, `page` of them in each page, from 1.
     v_pages : array, shape (pages, Hk, page, Dv)
         Values.
-    page_table : array of int32 or int64, shape (..., most pages)
+    page_table : array of int32 or int64, or lists, shape (..., most pages)
         Entry t of a row is the page that holds keys ``t * page`` to ``(t + 1) * page - 1`` of that batch element; pages may be shared.
         Entries from ``ceil(kv_length / page)`` on are not used and may hold anything. NumPy, or CuPy if q is: values on a GPU cannot
         be checked without waiting for it, so a page that does not exist among those used gives NaN for its batch element.
-    kv_lengths : array of integers, shape (...)
+    kv_lengths : array or list of integers, shape (...)
         Numbers of keys of each batch element, as in `forward`; what lies behind them in the last page is not read.
     scale, causal, window, q_start, softcap, score_mod, precision, backend
         As in `forward`. By default the last query is aligned with the last key of each sequence.
     bias, mask : array, broadcastable to (..., Hq, Nq, most pages * page), optional
         As in `forward`, by the number of a key in its sequence.
-    q_lengths : array of integers, shape (...), optional
+    q_lengths : array or list of integers, shape (...), optional
         As in `forward`.
     return_lse : bool
         Also return the log-sum-exp of each row.
@@ -118,6 +118,7 @@ def forward_paged(
 
     Notes
     -----
+    There is no backward pass, so options of gradients, `deterministic` among them, and of dropout are refused.
     A call is prepared once for all values of `page_table` and `kv_lengths`, so that a cache which grows by a key in every call costs no
     more than the launch. NumPy arrays are copied to the GPU where there is one, the whole cache in every call: keep it there.
 

@@ -184,7 +184,7 @@ def _described(function: Callable[..., Any], comm: Communicator, arguments: dict
             raise NotImplementedError(f"numba_flash.distributed does not take {name}: {REFUSED[name]}")
     if others:
         signatures.refuse(function, others)
-    checks.flag("return_lse", given["return_lse"])
+    checks.flag("return_lse", given.get("return_lse", False))
     check_of_gradients(given.get("dlse"), True)
     given = {name: x if "lengths" in name else checks.plainly(x) for name, x in given.items()}
     check_choice("layout", given["layout"], layouts.LAYOUTS)

@@ -364,6 +364,8 @@ SHOWN = {
     "forward_paged": "forward_paged(q: Array, k_pages: Array, v_pages: Array, page_table: Integers, kv_lengths: Integers, *, ",
     "merge": "merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]",
     "dropout_mask": "dropout_mask(shape: tuple[int, ...] | list[int], *, dropout: float, rng: State) -> NDArray[np.bool_]",
+    "alibi": "alibi(slopes: ArrayLike, q_start=0)",
+    "relative_position": "relative_position(table: ArrayLike, q_start=0)",
     "dask.forward": "forward(q: da.Array, k: da.Array, v: da.Array, *, scale=None, causal=False, ",
     "distributed.backward": "backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, comm: Any, layout='contiguous', ",
     "distributed.positions": "positions(n: int, *, comm: Any, layout='contiguous') -> Any",
@@ -379,14 +381,14 @@ def public(name: str):
 @pytest.mark.parametrize("name", SHOWN)
 def test_help_begins_with_a_signature_that_a_person_can_read(name):
     text, last = pydoc.render_doc(public(name), renderer=pydoc.plaintext), name.rpartition(".")[-1]
-    signature = re.search(rf"^{last}\(.*?\)( -> [^\n]*)?$", text, re.MULTILINE | re.DOTALL)[0]
-    line = " ".join(signature.split()).replace("( ", "(").replace(" )", ")")  # newer Pythons have a line for each argument
+    signature = re.search(rf"^(?: \|  )?{last}\(.*?\)( -> [^\n]*)?$", text, re.MULTILINE | re.DOTALL)[0]
+    line = " ".join(signature.replace("|  ", "").split()).replace("( ", "(").replace(" )", ")")  # of newer Pythons
     assert line.startswith(SHOWN[name])
     assert len(line) < 500
     assert not re.search("DLPackArray|Union|Literal|typing|unknown|others|numba_flash", line)
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", [name for name in SHOWN if not isinstance(public(name), type)])
 def test_signatures_can_be_called_as_they_are_shown(name):
     """What is shown are the arguments of the function, with their defaults."""
     function = public(name)
