@@ -62,7 +62,7 @@ def computed(prepare_call, names: tuple[str, ...], inputs, outs: tuple, given: G
     key, call = find(prepare_call, inputs, outs, given, more)
     if call is None:
         inputs, outs = inputs._make(map(checks.adopt, names, inputs)), tuple(map(checks.adopt, labels(outs), outs))
-        given = given._make(map(checks.plainly, given))
+        given = Given(**checks.plain_numbers(given._asdict()))
         key, call = find(prepare_call, inputs, outs, given, more)
         if call is None:
             call = remember(key, prepare_call(inputs, outs, given, *more))
