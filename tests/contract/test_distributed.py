@@ -218,17 +218,20 @@ def test_short_sequences_are_gathered():
 
 
 def test_one_set_of_options_serves_both_passes():
-    do, q, k, v = inputs = problem()
-    both = {"window": [5, 3], "q_start": np.array(-4), "kv_lengths": [25, 40], "dlse": None, "return_lse": True}
+    """Numbers are the same, in whatever form each process has them."""
+    inputs = problem()
+    forms = {"window": ((5, 3), [5, 3]), "q_start": (-4, np.array(-4)), "scale": (0.5, np.array(0.5)), "kv_lengths": (LENGTHS, [25, 40])}
 
     def call(comm):
-        o, lse = nd.forward(q, k, v, comm=comm, **both)
-        return o, lse, *nd.backward(do, q, k, v, o, lse, comm=comm, **both)
+        both = {name: form[comm.rank] for name, form in forms.items()} | {"dlse": None, "return_lse": True, "comm": comm}
+        do, q, k, v = (nd.shard(x, comm=comm) for x in inputs)
+        o, lse = nd.forward(q, k, v, **both)
+        return whole(comm, "contiguous", (o, lse, *nd.backward(do, q, k, v, o, lse, **both)))
 
-    (results,) = together(1, call)
-    expected = alone(inputs, window=(5, 3), q_start=-4, kv_lengths=LENGTHS)
-    for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+    expected = alone(inputs, **{name: form[0] for name, form in forms.items()})
+    for results in together(2, call):
+        for x, y in zip(results, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
 
 
 def errors(size, call) -> list:
