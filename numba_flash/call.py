@@ -62,6 +62,7 @@ def computed(prepare_call, names: tuple[str, ...], inputs, outs: tuple, given: G
     key, call = find(prepare_call, inputs, outs, given, more)
     if call is None:
         inputs, outs = inputs._make(map(checks.adopt, names, inputs)), tuple(map(checks.adopt, labels(outs), outs))
+        given = given._make(map(checks.plainly, given))
         key, call = find(prepare_call, inputs, outs, given, more)
         if call is None:
             call = remember(key, prepare_call(inputs, outs, given, *more))
@@ -99,7 +100,7 @@ def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple) -> Found:
         inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         settings = given + more
         # types first: what has those of a call that was prepared can be compared with its values
-        key = (prepare_call, type(inputs), *map(type, settings), *inner, settings, *arrays.layouts(inputs + outs))
+        key = (prepare_call, *map(type, settings), *inner, settings, *arrays.layouts(inputs + outs))
         last = prepared.get(prepare_call)
         if last is not None and last.key == key:  # in half the time that it takes to look it up
             return last

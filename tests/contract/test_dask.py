@@ -226,7 +226,12 @@ X = da.ones((2, 40, 4), dtype=np.float32)
             (X, X, X),
             {"mask": numba_flash.BlockMask(np.ones((1, 1), bool), 128)},
         ),
-        (TypeError, "droppout is not an option of numba_flash.dask", (X, X, X), {"droppout": 0.1}),
+        (
+            TypeError,
+            r"^numba_flash\.dask\.forward\(\) got an unexpected keyword argument 'droppout'; did you mean dropout\?$",
+            (X, X, X),
+            {"droppout": 0.1},
+        ),
         (TypeError, "bias must be a NumPy or CuPy array", (X, X, X), {"bias": [1.0]}),
         (ValueError, r"mask.shape \(3, 3\) must be broadcastable", (X, X, X), {"mask": np.ones((3, 3), bool)}),
         (ValueError, "window", (X, X, X), {"window": (-2, 0)}),

@@ -207,7 +207,7 @@ def test_short_sequences_are_gathered():
 
     def chosen(comm, n, algorithm):
         x = np.empty((2, n // comm.size, 64), np.float32)
-        call = agreement.agree("forward", comm, {"q": x, "k": x, "v": x}, {**GIVEN, "algorithm": algorithm}, {})
+        call = agreement.agree(nd.forward, comm, {"q": x, "k": x, "v": x}, {**GIVEN, "algorithm": algorithm}, {})
         return type(carriers.carrier(call, x, x))
 
     for n, algorithm, expected in ((1024, None, "gather"), (1026, None, "ring"), (1024, "ring", "ring"), (1026, "gather", "gather")):
@@ -272,7 +272,11 @@ WRONG = {
         TypeError,
         "^q cannot",
     ),
-    "no option": ({"colour": 1}, TypeError, "^colour is not an option of numba_flash.distributed"),
+    "no option": (
+        {"colour": 1},
+        TypeError,
+        r"^numba_flash\.distributed\.forward\(\) got an unexpected keyword argument 'colour'; the options are comm, layout, scale, ",
+    ),
     "lengths": ({"kv_lengths": np.array([1])}, ValueError, "^kv_lengths"),
 }
 

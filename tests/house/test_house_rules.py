@@ -63,7 +63,7 @@ LAYERS = (
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang",
     "problem options scoremod captures rng block_mask oracle",
     "pages",
-    "arrays checks axes band ledger overlap precisions mask numeric disk notice fingerprint",
+    "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
@@ -179,7 +179,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
-    speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py"}
+    speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py", "signatures.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     speakers |= {"reference.py"}  # o= and lse=, which are not what they should be
     for name, tree in TREES.items():
