@@ -594,6 +594,7 @@ def test_forward_and_backward_take_the_same_options():
     keyword_only = lambda f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
     forward, backward, plan = map(keyword_only, (numba_flash.forward, numba_flash.backward, numba_flash.plan))
     assert forward == backward
+    assert keyword_only(numba_flash.vjp) | {"out": None} == forward
     assert plan.pop("page_table") is None
     assert plan.pop("kind") == "forward"
     assert plan | {"out": None} == forward
@@ -613,7 +614,7 @@ def test_pages_take_the_options_that_make_sense_for_them():
     assert names(numba_flash.forward_paged) == names(numba_flash.forward) - of_training - of_all
 
 
-@pytest.mark.parametrize("module", [api, paged, planning, precisions, reference])
+@pytest.mark.parametrize("module", [api, paged, planning, precisions, reference, sys.modules["numba_flash.vjp"]], ids=lambda x: x.__name__)
 def test_docstring_examples(module):
     import doctest
 

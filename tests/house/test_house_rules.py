@@ -50,7 +50,7 @@ TIERS = {name.removesuffix("/tier.py").replace("/", ".") for name in FILES if na
 # From the top: a module imports from its own layer and from those below. What flows down through them is a problem on arrays.
 LAYERS = (
     "__main__ warmup bench dask distributed",
-    "__init__ diagnose packed paged planning api arguments annotations merge dropout reference",
+    "__init__ diagnose vjp packed paged planning api arguments annotations merge dropout reference",
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
@@ -262,7 +262,7 @@ def test_functions_are_short(name):
 
 @every_file
 def test_functions_have_few_parameters(name):
-    public = ("api.py", "reference.py", "packed.py", "paged.py", "planning.py", "dask/__init__.py", "distributed/__init__.py")
+    public = ("api.py", "reference.py", "packed.py", "paged.py", "planning.py", "vjp.py", "dask/__init__.py", "distributed/__init__.py")
     exempt = kernel_names(TREES[name]) | (set(numba_flash.__all__) if name in public else set())
     counts = {f.name: len(parameters(f)) for f in functions(TREES[name])}
     assert {f: n for f, n in counts.items() if n > 12 and f not in exempt} == {}
