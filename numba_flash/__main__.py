@@ -1,19 +1,20 @@
 """``python -m numba_flash info`` shows what this installation can do, ``selftest`` checks that it does it right, ``warmup`` compiles
-kernels ahead of their first use, ``bench`` measures how fast they are.
+kernels ahead of their first use, ``bench`` measures how fast they are; ``--version`` says which one it is.
 """
 
 import argparse
 import sys
 
-from numba_flash import diagnose, warmup
+from numba_flash import __version__, diagnose, warmup
 from numba_flash.bench import command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 1 if `selftest` or `bench` found a wrong result, or `warmup` could not compile all it should."""
     parser = argparse.ArgumentParser(prog="python -m numba_flash", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"numba_flash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | selftest | warmup | bench")
-    commands.add_parser("info", help="versions, devices, backends and why one cannot run")
+    commands.add_parser("info", help="versions, devices, backends and why one cannot run, caches of compiled kernels")
     commands.add_parser("selftest", help="every backend and dtype against the float64 oracle")
     kernels = commands.add_parser("warmup", help="compile kernels ahead of their first use, here or for a GPU that is elsewhere")
     warmup.add_options(kernels)

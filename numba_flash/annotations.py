@@ -88,10 +88,15 @@ class PagedOptions(TypedDict, total=False):
     backend: Backend | None
 
 
-class ForwardOptions(Options, total=False):
-    """All of `forward` but `return_lse` and `out`, on which depends what it returns."""
+class VjpOptions(Options, total=False):
+    """All of `vjp` but `return_lse` and `bias_grad`, on which depends what it returns."""
 
     dlse: None
+
+
+class ForwardOptions(VjpOptions, total=False):
+    """All of `forward` but `return_lse` and `out`, on which depends what it returns."""
+
     bias_grad: bool
 
 

@@ -3,7 +3,6 @@
 CuPy is looked up in `sys.modules`; it is imported only to hold a foreign device array, or to move NumPy arrays to a GPU.
 """
 
-import ctypes
 import math
 import sys
 from contextlib import contextmanager, nullcontext
@@ -11,6 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from numba_flash import ledger
 
 _DLPACK_CPU = 1
 _ALIGNMENT = 512  # bytes, of arrays of CuPy's pool
@@ -140,6 +141,15 @@ class Layout(NamedTuple):
             strides.append(dtype.itemsize * math.prod(shape[i + 1 :]))
         return cls(tuple(shape), tuple(strides), dtype)
 
+    @classmethod
+    def like(cls, x: "Layout", shape: tuple[int, ...], dtype) -> "Layout":
+        """That of what an `allocator` makes beside arrays of the layout `x`."""
+        if x.ndim != len(shape):
+            return cls.compact(shape, dtype)
+        order = _in_memory(x)
+        made = cls.compact(tuple(shape[axis] for axis in order), dtype)
+        return made._replace(shape=tuple(shape), strides=tuple(made.strides[at] for at in np.argsort(order)))
+
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -155,53 +165,6 @@ class Layout(NamedTuple):
         *shape, last = self.shape
         *strides, _ = self.strides
         return self._replace(shape=(*shape, last // 2), strides=(*strides, 4), dtype=np.dtype(np.uint32))
-
-
-def overlaps_itself(x) -> bool:
-    """True if two indices may reach one element (a broadcast axis, or axes that interleave)."""
-    if x.size == 0:  # NumPy's own empty arrays have strides of 0
-        return False
-    extent = 0
-    for stride, size in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
-        if stride <= extent:
-            return True
-        extent += stride * (size - 1)
-    return False
-
-
-def overlap(x, y) -> bool:
-    """True if two arrays of one library share an element."""
-    (x0, x1), (y0, y1) = _extent(x), _extent(y)
-    if x1 <= y0 or y1 <= x0:
-        return False
-    return bool(np.shares_memory(_shadow(x, x0, x1), _shadow(y, y0, y1)))
-
-
-class Reach(NamedTuple):
-    """Bytes from the address of an array to its lowest element, 0 or less, and to the end of its highest; both 0 for an empty one."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def of(cls, x) -> "Reach":
-        """That of all arrays of one layout."""
-        if x.size == 0:
-            return cls(0, 0)
-        steps = [stride * (size - 1) for stride, size in zip(x.strides, x.shape, strict=True)]
-        return cls(sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.dtype.itemsize)
-
-
-def _extent(x) -> tuple[int, int]:
-    """First address, and the one past the last, of the elements of `x`; empty arrays have none."""
-    start, reach = address(x), Reach.of(x)
-    return start + reach.low, start + reach.high
-
-
-def _shadow(x, start: int, stop: int) -> np.ndarray:
-    """A host array with the addresses and strides of `x`, for address arithmetic only: its memory is never read."""
-    memory = (ctypes.c_char * (stop - start)).from_address(start)
-    return np.ndarray(x.shape, np.dtype((np.void, x.dtype.itemsize)), memory, address(x) - start, x.strides)
 
 
 def expand(x, ndim: int):
@@ -232,9 +195,14 @@ def allocator(like, shape: tuple[int, ...], dtype: str | None = None):
     dtype = dtype.char if dtype.isbuiltin == 1 else dtype  # which CuPy knows in half the time
     if like.ndim != len(shape) or like.flags.c_contiguous:
         return partial(new, tuple(shape), dtype)
-    order = sorted(range(like.ndim), key=lambda axis: -abs(like.strides[axis]))
+    order = _in_memory(like)
     in_order, axes = tuple(shape[axis] for axis in order), np.argsort(order).tolist()
     return lambda: new(in_order, dtype).transpose(axes)
+
+
+def _in_memory(x) -> list[int]:
+    """Axes of an array, from the one whose elements are farthest apart."""
+    return sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis]))
 
 
 def _new_of_cupy():
@@ -277,6 +245,7 @@ class Scratch:
             self._places.append(x and (self._bytes, x))
             size = 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
             self._bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+        ledger.note(self._bytes)
 
     def beside(self, like):
         """The named tuple of new ones beside `like`: arrays of NumPy, or a `Place` of each on CuPy's current device."""

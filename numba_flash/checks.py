@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash import advice, arrays
+from numba_flash import advice, arrays, overlap
 
 INTEGERS = frozenset({"q_lengths", "kv_lengths", "q_offsets", "k_offsets", "page_table"})  # arrays that may be lists
 NUMBERS = ("scale", "window", "q_start", "softcap", "dropout", "rng")
@@ -129,7 +129,7 @@ class Meeting(NamedTuple):
 
 def meetings(xs, outs: int) -> list[Meeting]:
     """Of the last few arrays, `outs` of them, with each before them; the same for all arrays of these layouts."""
-    reaches = [arrays.Reach.of(x) for x in xs]
+    reaches = [overlap.Reach.of(x) for x in xs]
     return [
         Meeting(i, j, reaches[i].low - reaches[j].high, reaches[i].high - reaches[j].low)
         for i in range(len(xs) - outs, len(xs))
@@ -148,5 +148,5 @@ def outs_memory(names, xs, meet, outs: int, on_host: bool) -> None:
             if not x.flags.writeable:
                 raise ValueError(f"{name} must be writeable; it is read-only")
     for i, j, low, high in meet:
-        if low < at[j] - at[i] < high and arrays.overlap(xs[i], xs[j]):
+        if low < at[j] - at[i] < high and overlap.shared(xs[i], xs[j]):
             raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")

@@ -4,13 +4,14 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
-from numba_flash import precisions, reference
+from numba_flash import disk, precisions, reference
 from numba_flash.api import backward, forward
-from numba_flash.plan import BACKENDS, tier
+from numba_flash.plan import BACKENDS, in_words, tier
 from numba_flash.problem import ForwardInputs
 
 PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
@@ -42,13 +43,30 @@ def _device_lines() -> list[str]:
 def _precision() -> str:
     """That of calls that give none; the error that they raise where the environment names none that there is."""
     try:
-        return precisions.default()
+        return precisions.get_precision()
     except ValueError as error:
         return str(error)
 
 
+def _of_cpu_kernels() -> Path | None:
+    """Where they are kept."""
+    from numba_flash.cpu.kernels import forward_items
+
+    path = forward_items.stats.cache_path
+    return path and Path(path)
+
+
+def _held(directory: Path | None) -> str | None:
+    """A directory with what it holds; None for None."""
+    if directory is None:
+        return None
+    files, size = disk.held(directory)
+    return f"{directory} ({files} file{'s' * (files != 1)}, {in_words(size)})"
+
+
 def show_config(file: TextIO | None = None) -> None:
-    """Print versions, devices, backends (and why one cannot run), the default precision and where compiled kernels are kept.
+    """Print versions, devices, backends (and why one cannot run), the default precision, and where compiled kernels are kept: how many
+    files, and how large they are.
 
     Parameters
     ----------
@@ -62,7 +80,8 @@ def show_config(file: TextIO | None = None) -> None:
     show(f"numba_flash {__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU threads")
     show("packages:", ", ".join(f"{package} {_version(package)}" for package in PACKAGES))
     show("precision of float32:", _precision())
-    show("cubin cache:", cache_directory() or "none: there is no home directory, and NUMBA_FLASH_CACHE_DIR names no other")
+    show("cubin cache:", _held(cache_directory()) or "none: there is no home directory, and NUMBA_FLASH_CACHE_DIR names no other")
+    show("CPU kernel cache:", _held(_of_cpu_kernels()) or "none: neither the package's folder nor the user's for caches can be written to")
     for backend in BACKENDS:
         reason = _why_not(backend)
         show(f"backend {backend}:", "ready" if reason is None else f"not available: {reason}")
@@ -115,11 +134,11 @@ def selftest(file: TextIO | None = None) -> bool:
             except NotImplementedError as error:
                 show(f"{backend:5} {dtype.name:9} {error}")
                 continue
-            ref = [reference.forward(q, k, v, causal=True)[0]]
-            results = [o]
+            o_ref, lse_ref = reference.forward(q, k, v, causal=True, return_lse=True)
+            ref, results = [o_ref], [o]
             if tier(backend).why_not("backward", None, ForwardInputs(q, k, v), True) is None:
                 results += backward(do, q, k, v, o, lse, causal=True, backend=backend)
-                ref += reference.backward(do, q, k, v, causal=True)
+                ref += reference.backward(do, q, k, v, o_ref, lse_ref, causal=True)
             errors = [_relative_error(x, r) for x, r in zip(results, ref, strict=True)]
             accumulator = np.finfo(lse.dtype).eps
             bound = (0 if dtype == lse.dtype else _epsilon(dtype)) + 4 * n**0.5 * accumulator

@@ -10,7 +10,9 @@ import os
 import stat
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -75,6 +77,27 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+class Held(NamedTuple):
+    """What a directory holds: how many files, and their bytes."""
+
+    files: int
+    size: int
+
+
+def held(directory: Path) -> Held:
+    """Of those that are there, and stay there meanwhile; temporary ones of `write_atomically` are none."""
+    sizes = []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if entry.is_file() and not entry.name.startswith("."):
+                        sizes.append(entry.stat().st_size)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    return Held(len(sizes), sum(sizes))
 
 
 def load(path: Path) -> bytes | None:

@@ -172,5 +172,14 @@ _PAGED_HAVE = {
     **dict.fromkeys(("dropout", "rng", "score_mod_grad", "dlse", "bias_grad", "deterministic"), _OF_TRAINING),
     "axes": "pages are (pages, heads, keys of a page, head dimension), and q is (..., heads, length, head dimension), in any case",
 }
-ABSENT = {"forward_packed": _PACKED_HAVE, "backward_packed": _PACKED_HAVE, "forward_paged": _PAGED_HAVE}
+_OF_THE_ORACLE = {"out": "results of the oracle are float64 arrays of their own"}
+ABSENT = {
+    "forward_packed": _PACKED_HAVE,
+    "backward_packed": _PACKED_HAVE,
+    "forward_paged": _PAGED_HAVE,
+    "numba_flash.reference.forward": _OF_THE_ORACLE,
+    "numba_flash.reference.backward": _OF_THE_ORACLE,
+    "plan": {"out": "a plan computes nothing"},
+    "vjp": {"out": "results and gradients are arrays of their own; forward and backward write where they are told to"},
+}
 """By function: options of others that it does not take, and why."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_flash import arrays, checks
-from numba_flash.axes import USUAL
+from numba_flash.axes import USUAL, Axes
 
 TABLES = ("int32", "int64")  # dtypes of numbers of pages
 
@@ -47,6 +47,14 @@ class PagedInputs(NamedTuple):
     q_lengths: Any = None
     kv_lengths: Any = None
     page_table: Any = None
+
+
+def check_call(kind: str, axes: Axes) -> None:
+    """Raise unless calls with pages compute that kind of results on arrays with such axes."""
+    if axes is not USUAL:
+        raise TypeError(f"axes must be {USUAL.name!r} with a page_table: q is (..., {USUAL.said}); got {axes.name!r}")
+    if kind != "forward":
+        raise ValueError(f"kind must be 'forward' with a page_table: there are no gradients of keys in pages; got {kind!r}")
 
 
 def check(q, k_pages, v_pages, page_table) -> None:

@@ -18,18 +18,7 @@ _of_process: Precision | None = None  # until `set_precision` is called
 
 def resolved(precision: Any) -> Any:
     """What a call was given as `precision`, which nobody has checked yet; the default in the place of None."""
-    return default() if precision is None else precision
-
-
-def default() -> Precision:
-    """The precision of calls that give none.
-
-    Raises
-    ------
-    ValueError
-        Nobody has set it, and the environment variable holds no name in `PRECISIONS`.
-    """
-    return _of_block.get() or _of_process or _of_environment()
+    return get_precision() if precision is None else precision
 
 
 @cache
@@ -76,6 +65,32 @@ def set_precision(precision: Precision) -> None:
     """
     global _of_process
     _of_process = checked("precision", precision)
+
+
+def get_precision() -> Precision:
+    """How accurate float32 has to be in calls that do not say it themselves.
+
+    Returns
+    -------
+    str
+        What the innermost block of `use_precision` says in this thread, or task of asyncio; else what `set_precision` has said; else the
+        environment variable ``NUMBA_FLASH_PRECISION``; else "float32".
+
+    Raises
+    ------
+    ValueError
+        It is left to the environment variable, which holds none of these names.
+
+    Examples
+    --------
+    >>> import numba_flash
+    >>> numba_flash.get_precision()
+    'float32'
+    >>> with numba_flash.use_precision("tf32"):
+    ...     numba_flash.get_precision()
+    'tf32'
+    """
+    return _of_block.get() or _of_process or _of_environment()
 
 
 def use_precision(precision: Precision) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from numba_flash import arrays, band, checks, options, pages, precisions
+from numba_flash import band, checks, options, overlap, pages, precisions
 from numba_flash.axes import HEADS_LAST, USUAL, Axes
 from numba_flash.block_mask import BlockMask
 from numba_flash.options import PLAIN, Generator, Options
@@ -84,12 +84,15 @@ class Prepared(NamedTuple):
         wanted: int32 (b0, b1, heads of q), not 0 for those, the same for all that belong to one head of k.
     tiles : tuple of (str, (int, int))
         Name, rows and columns of the score tiles of what is not launched.
+    scratch : int
+        Bytes that `run` allocates besides results, added up; `plan.prepare` fills it in.
     """
 
     run: Any
     launches: tuple = ()
     left: Any = None
     tiles: tuple = ()
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,8 +211,7 @@ def bind_backward(do, q, k, v, o, lse, *, axes=USUAL, dlse=None, bias_grad=False
     """Check the inputs of a backward pass: those of `bind`, and the arrays of the shapes and dtypes that `forward` returns."""
     problem = bind(q, k, v, axes=axes, **given)
     _check_gradients(problem, {"do": do, "q": q, "o": o, "lse": lse, "dlse": dlse}, (*q.shape[:-1], v.shape[-1]), axes)
-    if checks.flag("bias_grad", bias_grad) and problem.options.bias is None:
-        raise ValueError("bias_grad needs a bias; got bias_grad=True with bias=None")
+    check_differentiable(problem, bias_grad)
     return problem
 
 
@@ -254,6 +256,7 @@ def bind_packed_backward(do, q, k, v, o, lse, q_offsets, k_offsets, *, dlse=None
     """The same for the backward pass; lse and dlse are (heads, total)."""
     problem = bind_packed(q, k, v, q_offsets, k_offsets, **given)
     _check_gradients(problem, {"do": do, "q": q, "o": o, "lse": lse, "dlse": dlse}, (*q.shape[:-1], v.shape[-1]))
+    check_differentiable(problem)
     return problem
 
 
@@ -272,6 +275,12 @@ def _check_gradients(problem, arguments: dict, o_shape: tuple[int, ...], axes: A
             checks.layout(name, x)
             checks.library(name, x, "q", arguments["q"])
             checks.dtype_and_shape(name, x, dtype, shape, USUAL if "lse" in name else axes)
+
+
+def check_differentiable(problem: Problem, bias_grad=False) -> None:
+    """Check that there are the gradients which a backward pass of a problem makes, that of the bias if `bias_grad`."""
+    if checks.flag("bias_grad", bias_grad) and problem.options.bias is None:
+        raise ValueError("bias_grad needs a bias; got bias_grad=True with bias=None")
     score_mod = problem.options.score_mod
     if score_mod is not None and score_mod.gradient is None:
         raise ValueError("score_mod_grad must be the derivative of score_mod in a backward pass; got None")
@@ -301,7 +310,7 @@ def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs:
     checks.layout(name, out, copies=False)  # a copy is not what the user wants written
     checks.library(name, out, *next(iter(inputs.items())))
     checks.dtype_and_shape(name, out, dtype, shape, axes)
-    if arrays.overlaps_itself(out):
+    if overlap.within(out):
         raise ValueError(f"{name} must not overlap itself; it has strides {axes.shape(out.strides)} for shape {axes.shape(out.shape)}")
 
 

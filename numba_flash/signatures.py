@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from numba_flash import elsewhere
 
 F = TypeVar("F", bound=Callable[..., Any])
+ORACLE = "numba_flash.reference"
 LIKELY, POSSIBLE = 0.85, 0.6  # how alike a name of another library has to be, and one of the function's own, to be meant
 
 
@@ -70,6 +71,6 @@ def _about(function: Callable[..., Any], name: str) -> str:
 
 
 def full_name(function: Callable[..., Any]) -> str:
-    """What the user calls it: a function of a package within this one by both names."""
+    """What the user calls it: a function of a package within this one, or of the oracle, by both names."""
     home = function.__module__
-    return f"{home}.{function.__name__}" if hasattr(sys.modules[home], "__path__") else function.__name__
+    return f"{home}.{function.__name__}" if hasattr(sys.modules[home], "__path__") or home == ORACLE else function.__name__

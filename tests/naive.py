@@ -6,10 +6,10 @@ import math
 
 import ml_dtypes
 import numpy as np
+import whole
 from support import Backend, allowed_error, assert_within, dense_visible, laid_out
 
 import numba_flash
-from numba_flash import reference
 from numba_flash.options import CHANCES, dropout_threshold
 
 BAND = ("causal", "window", "q_start")
@@ -129,9 +129,8 @@ def _summed(x, shape):
 
 def oracle(q, k, v, do, *, dlse=None, bias_grad=False, **options) -> dict:
     """Every result of the oracle by name."""
-    o, lse = reference.forward(q, k, v, **options)
-    gradients = reference.backward(do, q, k, v, dlse=dlse, bias_grad=bias_grad, **options)
-    return {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))
+    results = whole.everything(do, q, k, v, dlse=dlse, bias_grad=bias_grad, **options)
+    return dict(zip(("o", "lse", "dq", "dk", "dv", "dbias"), results, strict=False))
 
 
 def allowed_errors(q, k, v, do, *, dlse=None, bias_grad=False, **options) -> dict:

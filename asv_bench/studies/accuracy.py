@@ -74,7 +74,8 @@ def rows_of(distribution: str, dtype: str, head_dim: int, length: int, clock) ->
     """A row for everyone: errors, or why there are none."""
     arrays = inputs(distribution, dtype, length, head_dim)
     q, k, v, do = (x[0] for x in arrays)
-    expected = (reference.forward(q, k, v)[0], *reference.backward(do, q, k, v))
+    o, lse = reference.forward(q, k, v, return_lse=True)
+    expected = (o, *reference.backward(do, q, k, v, o, lse))
     rows = []
     for name, function in everyone(dtype, clock).items():
         row = {"distribution": distribution, "dtype": dtype, "head_dim": head_dim, "who": name}

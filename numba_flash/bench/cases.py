@@ -101,9 +101,8 @@ class Case:
         if "bias" in given:
             given["bias"] = given["bias"][-cell.group :]
         given["mask"] = np.arange(cell.length) <= self.rows[:, None] if cell.causal else None
-        if cell.direction == "forward":
-            return reference.forward(*qkv, **given)[:1]
-        return reference.backward(do, *qkv, **given)
+        o, lse = reference.forward(*qkv, return_lse=True, **given)
+        return (o,) if cell.direction == "forward" else reference.backward(do, *qkv, o, lse, **given)
 
     def part(self, results: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         """The same part of a contender's results, given the last batch element (H, N, D) of each on the host."""

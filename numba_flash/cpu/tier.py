@@ -11,6 +11,7 @@ from numba import typeof, types
 
 from numba_flash import arrays, notice
 from numba_flash.block_mask import BlockSize
+from numba_flash.cpu import scratch
 from numba_flash.cpu.arguments import Cache, Extras, Parameters
 from numba_flash.cpu.kernels import (
     BACKWARD_BLOCK_M,
@@ -29,8 +30,6 @@ from numba_flash.cpu.sequences import pieces
 from numba_flash.options import dropout_threshold
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared
 
-BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items
-DQ_PARTIAL_BYTES = 64 * 2**20  # cap on the shares of dq that wait for their sum
 ROW_GRAIN = 1024  # rows that are worth a block
 GRAIN_FLOP = 2**22  # and operations: 2 heads of 64 x 64 take 0.21 instead of 0.39 ms, with gradients 0.69 instead of 1.0
 
@@ -53,10 +52,10 @@ def _run(dispatcher, items: int, grain: int, *args) -> None:
         runner(entry, items, grain, *args)
 
 
-def _new(name: str, shape: tuple[int, ...], dtype, zeros: bool = False):
-    """New NumPy array; MemoryError naming it if there is no room."""
+def _zeros(name: str, shape: tuple[int, ...], dtype):
+    """Array of zeros that are one in memory; MemoryError naming it if there is no room."""
     with arrays.named(name, shape, dtype):
-        return np.zeros(shape, dtype) if zeros else np.empty(shape, dtype)
+        return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def _entry(dispatcher, args):
@@ -108,12 +107,16 @@ def takes_numpy() -> bool:
 
 def prepare_forward(problem, inputs, results) -> Prepared:
     """``run(inputs, results, rng)`` on arrays of 2 to 5 dimensions; `rng` is left out if there is no dropout."""
+    if results.lse is None:
+        scratch.foretell(problem, "forward")
     return Prepared(partial(_forward, problem), tiles=(("forward", (BLOCK_M, BLOCK_N)),))
 
 
 def prepare_backward(problem, inputs, results, deterministic=True) -> Prepared:
     """``run(inputs, results, rng)`` likewise; always `deterministic`."""
-    return Prepared(partial(_backward, problem), tiles=(("backward", (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N)),))
+    scratch.foretell(problem, "backward")
+    sums = None if results.dbias is None else scratch.of_bias(problem, results.dbias)
+    return Prepared(partial(_backward, problem, sums), tiles=(("backward", (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N)),))
 
 
 def _forward(problem, inputs, results, rng=None):
@@ -130,14 +133,16 @@ def _forward(problem, inputs, results, rng=None):
             piece.clear_queries(lse, -np.inf)
 
 
-def _backward(problem, inputs, results, rng=None):
+def _backward(problem, sums, inputs, results, rng=None):
     problem, dbias = problem.with_state(rng), results.dbias
     do, q, k, v, o = _five(problem, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     dq, dk, dv = _five(problem, results.dq, results.dk, results.dv)
     lse = arrays.expand(inputs.lse, 4)
     dlse = None if inputs.dlse is None else arrays.expand(inputs.dlse, 4)
     bias, mask = _scores_like(problem, inputs.bias), _mask_blocks(problem, inputs.mask)
-    dbias_sum = None if dbias is None else _new("sum of dbias", (1,) * (5 - dbias.ndim) + dbias.shape, lse.dtype, zeros=True)
+    if dbias is not None:
+        (dbias_sum,) = sums.beside(dbias)
+        dbias_sum.fill(0)
     for piece in pieces(problem, inputs.q_lengths, inputs.kv_lengths):
         own = BackwardInputs(
             piece.queries(do),
@@ -236,7 +241,7 @@ def forward(problem, q, k, v, o, lse, extras=()):
         The options; without, this is plain attention.
     """
     if lse is None:
-        lse = _new("lse", o.shape[:4], problem.lse_dtype)
+        (lse,) = scratch.of_forward(problem).beside(o)
     items = math.prod(o.shape[:3]) * -(-problem.nq // BLOCK_M)
     grain = _grain(problem, min(problem.nq, BLOCK_M), problem.nk)
     arguments = *map(_bits, (q, k, v, o)), lse, extras, float(problem.scale), problem.low, problem.high
@@ -265,18 +270,12 @@ def backward(problem, inputs, results, extras=()):
         return
     do, q, k, v, o = map(_bits, (inputs.do, inputs.q, inputs.k, inputs.v, inputs.o))
     lse, dlse = inputs.lse, inputs.dlse
-    p, units, group = problem, math.prod(k.shape[:3]), problem.hq // problem.hk
-    # A work item is a share of the keys of one key head. A wave of heads, or a panel of the queries of one, fits the partial dq buffer.
-    chunks = min(-(-BACKWARD_ITEMS // units), -(-p.nk // BACKWARD_BLOCK_N))
-    row_bytes = chunks * group * p.d * lse.itemsize
-    panel = min(p.nq, max(BACKWARD_BLOCK_M, DQ_PARTIAL_BYTES // row_bytes))
-    wave = min(units, max(1, DQ_PARTIAL_BYTES // (row_bytes * p.nq)))
+    p, units, group, waves = problem, math.prod(k.shape[:3]), problem.hq // problem.hk, scratch.Waves.of(problem)
+    chunks, panel, wave, round_sums = waves.chunks, waves.panel, waves.heads, waves.rounds(p)
     grain = _grain(p, max(16, group * panel), -(-p.nk // chunks))  # keys are packed for one query, too
-    buffer = _new("shares of dq", (wave, chunks, group, panel, p.d), lse.dtype)
-    delta = _new("delta", lse.shape, lse.dtype)
-    dlse = np.broadcast_to(_new("dlse", (), lse.dtype, zeros=True), lse.shape) if dlse is None else dlse
-    round_sums = panel < p.nq and q.itemsize == 2
-    sums = [_one_head(name, x, lse.dtype) if round_sums else _bits(x) for name, x in (("sum of dk", dk), ("sum of dv", dv))]
+    buffer, delta, *sums = scratch.of_backward(p, waves).beside(lse)
+    dlse = _zeros("dlse", lse.shape, lse.dtype) if dlse is None else dlse
+    sums = [_for_each_head(own, x) if round_sums else _bits(x) for own, x in zip(sums, (dk, dv), strict=True)]
 
     def passes():
         _run(delta_items, delta.size, ROW_GRAIN, do, o, delta, dlse)
@@ -314,7 +313,6 @@ def _panel(extras, i: slice):
     return Extras(extras.bias[:, :, :, i], extras.mask, parameters)
 
 
-def _one_head(name, x, dtype):
-    """One head of `x` in the accumulation dtype, in the place of all of them: where its panels add up without being rounded."""
-    head = _new(name, x.shape[3:], dtype)
+def _for_each_head(head, x):
+    """One head in the place of all those of `x`: where its panels add up without being rounded."""
     return np.lib.stride_tricks.as_strided(head, x.shape, (0, 0, 0, *head.strides))

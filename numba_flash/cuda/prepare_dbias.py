@@ -3,9 +3,9 @@ summed, into how many shares, and the kernel that adds these.
 """
 
 import math
+from typing import NamedTuple
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
+from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
 from numba_flash.cuda.launch import Launch
 
@@ -23,6 +23,17 @@ def sum_shares(shares: Layout, whole: Layout, dtype: str, gpu) -> Launch:
         threads=SUM_THREADS,
         operands=((shares, 6), (whole, 5)),
     )
+
+
+class Summed(NamedTuple):
+    """What is handed from kernel to kernel."""
+
+    shares: Layout
+
+
+def scratch(shares: Layout) -> Scratch:
+    """Where shares come from."""
+    return Scratch(Summed(shares), ("dbias's shares",))
 
 
 class Shares:
@@ -61,7 +72,7 @@ class Shares:
         self.summed, self.items = this.summed, this.tiles * shares
         self.out, self.launches = dbias, ()
         if shares > 1:
-            self.out = of_shares
+            self.out, self._scratch = of_shares, scratch(of_shares)
             self._sum_shares = sum_shares(of_shares, dbias, problem.dtype, gpu)
             self.launches = (self._sum_shares,)
 
@@ -70,6 +81,6 @@ class Shares:
         if not self.launches:
             sum_to(dbias)
             return
-        out = arrays.compact("dbias's shares", dbias, self.out.shape, self.out.dtype)
+        (out,) = self._scratch.beside(dbias)
         sum_to(out)
         self._sum_shares(out, dbias)

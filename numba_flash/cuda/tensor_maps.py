@@ -1,8 +1,9 @@
 """Tensor maps: descriptors by which the copy engine of Hopper finds tiles of an array."""
 
+import math
 from typing import NamedTuple
 
-from numba_flash import arrays
+from numba_flash import arrays, ledger
 from numba_flash.cuda.driver import TensorMapEncoder
 from numba_flash.cuda.swizzle import PANEL
 
@@ -88,6 +89,8 @@ def through_compact(prepare, results, unfit=unfit):
         return type(results)(*(function(name, x) if mine else x for name, x, mine in chosen))
 
     prepared = prepare(each(results, lambda name, x: arrays.Layout.compact(x.shape, x.dtype)))
+    for x, mine in zip(results, replaced, strict=True):
+        ledger.note(math.prod(x.shape) * x.dtype.itemsize if mine else 0)
 
     def run(inputs, results, *state):
         there = each(

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import scipy.sparse
+import whole
 from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, arrays, call, paged, reference
+from numba_flash import api, arrays, call, paged, planning, precisions, reference
 from numba_flash.plan import BACKENDS
 from numba_flash.problem import Prepared, Problem, bind
 
@@ -57,7 +58,8 @@ def test_plan_says_what_runs_and_why_nothing_faster():
     assert plan.tiles[0][0] == "forward"
     tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in plan.tiles)
     assert text.splitlines()[0] == f"runs on {DEFAULT_BACKEND} in tiles of {tiles}: IEEE products and sums"
-    assert text.splitlines()[1:] == [f"  not {backend}: {reason}" for backend, reason in plan.refused]
+    assert text.splitlines()[1] == f"  scratch memory: {'512 bytes' if DEFAULT_BACKEND == 'cpu' else 'none'}"
+    assert text.splitlines()[2:] == [f"  not {backend}: {reason}" for backend, reason in plan.refused]
     assert repr(plan) == text
 
 
@@ -106,8 +108,8 @@ def test_another_state_of_the_generator_is_not_another_preparation(prepared, int
         options = {"dropout": 0.3, "rng": (integer(seed), integer(offset))}
         o, lse = numba_flash.forward(q, k, v, return_lse=True, backend="cpu", **options)
         ours = (o, *numba_flash.backward(do, q, k, v, o, lse, backend="cpu", **options))
-        expected = reference.forward(q, k, v, **options)[0], *reference.backward(do, q, k, v, **options)
-        for x, y in zip(ours, expected, strict=True):
+        expected, _, *gradients = whole.everything(do, q, k, v, **options)
+        for x, y in zip(ours, (expected, *gradients), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
     assert prepared == ({"forward": 1, "backward": 1} if integer is int else {"forward": 3, "backward": 3})
 
@@ -573,9 +575,6 @@ def documented_parameters(function) -> list[str] | None:
 def test_docstring_parameters_equal_the_signature(name):
     function = FUNCTIONS[name]
     parameters, documented = list(inspect.signature(function).parameters), documented_parameters(function)
-    if documented is None and re.search(r"Parameters are those of `forward`", inspect.getdoc(function)):
-        documented = [p for p in documented_parameters(FUNCTIONS["forward"]) if p in parameters]
-        documented += [p for p in documented_parameters(FUNCTIONS["forward_paged"]) if p in parameters and p not in documented]
     assert sorted(documented or []) == sorted(parameters)
 
 
@@ -595,10 +594,10 @@ def test_forward_and_backward_take_the_same_options():
     keyword_only = lambda f: {n: p.default for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
     forward, backward, plan = map(keyword_only, (numba_flash.forward, numba_flash.backward, numba_flash.plan))
     assert forward == backward
-    for name in ("dlse", "bias_grad", "deterministic", "return_lse", "out", "axes"):
-        del forward[name]
+    assert keyword_only(numba_flash.vjp) | {"out": None} == forward
     assert plan.pop("page_table") is None
-    assert forward == plan
+    assert plan.pop("kind") == "forward"
+    assert plan | {"out": None} == forward
 
 
 def test_packed_functions_take_the_options_that_make_sense_for_them():
@@ -615,7 +614,7 @@ def test_pages_take_the_options_that_make_sense_for_them():
     assert names(numba_flash.forward_paged) == names(numba_flash.forward) - of_training - of_all
 
 
-@pytest.mark.parametrize("module", [api, paged])
+@pytest.mark.parametrize("module", [api, paged, planning, precisions, reference, sys.modules["numba_flash.vjp"]], ids=lambda x: x.__name__)
 def test_docstring_examples(module):
     import doctest
 

@@ -4,12 +4,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import whole
 from naive import check, run
 from support import SIMULATED, Backend, random_inputs, same_bits
 
 import numba_flash
 from numba_flash import BlockMask, call, reference
-from numba_flash.cpu import tier
+from numba_flash.cpu import scratch
 
 simulator = pytest.mark.simulator
 NQ, NK = (5, 7) if SIMULATED else (270, 330)
@@ -51,8 +52,8 @@ def test_the_oracle_knows_it():
     mask = drawn(64, 2)
     dense = mask.dense(NQ, NK)
     for of_blocks, of_pairs in zip(
-        (*reference.forward(q, k, v, mask=mask), *reference.backward(do, q, k, v, mask=mask)),
-        (*reference.forward(q, k, v, mask=dense), *reference.backward(do, q, k, v, mask=dense)),
+        whole.everything(do, q, k, v, mask=mask),
+        whole.everything(do, q, k, v, mask=dense),
         strict=True,
     ):
         np.testing.assert_array_equal(of_blocks, of_pairs)
@@ -142,7 +143,7 @@ def test_layouts_share_a_prepared_call(monkeypatch):
     keys = lambda: [key for key in call._prepared if isinstance(key, tuple)]
     assert len(keys()) == 1
     for mask, x in zip(masks, results, strict=True):
-        np.testing.assert_allclose(x, reference.forward(q, k, v, mask=mask)[0], atol=1e-5)
+        np.testing.assert_allclose(x, reference.forward(q, k, v, mask=mask), atol=1e-5)
     numba_flash.forward(q, k, v, mask=BlockMask(masks[0].blocks, (99, 99)), backend="cpu")
     assert len(keys()) == 2
 
@@ -160,7 +161,7 @@ def test_what_is_written_may_not_be_the_blocks():
 
 def test_panels_of_queries(monkeypatch):
     """The backward pass takes part of the queries at a time where its sums are many: blocks are counted from the first of all."""
-    monkeypatch.setattr(tier, "DQ_PARTIAL_BYTES", 2**14)
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", 2**14)
     check(CPU, *problem(nq=700), mask=drawn(100, nq=700))
 
 
@@ -194,6 +195,6 @@ def test_tiles_that_are_visited_are_those_that_are_visible():
     assert peak < 2 * (o.nbytes + lse.nbytes) + 2**20
     dense = np.abs(np.arange(rows.start, rows.stop)[:, None] // BLOCK - np.arange(LONG) // BLOCK) <= NEAR
     dense[:, :BLOCK] = True
-    expected = reference.forward(q[..., rows, :], k, v, mask=dense)
+    expected = reference.forward(q[..., rows, :], k, v, mask=dense, return_lse=True)
     np.testing.assert_allclose(o[..., rows, :], expected[0], atol=1e-5)
     np.testing.assert_allclose(lse[..., rows], expected[1], atol=1e-5)

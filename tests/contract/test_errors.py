@@ -13,7 +13,7 @@ import scipy.sparse
 from support import no_gpu
 
 import numba_flash
-from numba_flash import arrays, call
+from numba_flash import arrays, call, overlap
 from numba_flash.cuda import driver as cuda_driver
 from numba_flash.cuda import launch
 from numba_flash.problem import ForwardInputs, ForwardResults, Prepared, bind
@@ -729,7 +729,7 @@ def interleaved_views():
 @pytest.mark.parametrize("name", interleaved_views())
 def test_overlap_is_exact(name):
     x, y, expected = interleaved_views()[name]
-    assert arrays.overlap(x, y) is expected
+    assert overlap.shared(x, y) is expected
 
 
 def test_interleaved_out_is_accepted(monkeypatch):

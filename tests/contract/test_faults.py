@@ -17,7 +17,7 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import numba_flash
 from numba_flash import call
-from numba_flash.cpu import pool
+from numba_flash.cpu import pool, scratch
 from numba_flash.cpu import tier as cpu
 
 ROOT = Path(numba_flash.__file__).parents[1]
@@ -301,8 +301,8 @@ def cases() -> dict:
 @pytest.mark.full
 def test_a_memory_error_names_the_array_whichever_it_is(monkeypatch):
     """Every allocation of every call fails once."""
-    monkeypatch.setattr(cpu, "DQ_PARTIAL_BYTES", 1)
-    monkeypatch.setattr(cpu, "BACKWARD_BLOCK_M", 16)
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", 1)
+    monkeypatch.setattr(scratch, "BACKWARD_BLOCK_M", 16)
     calls, messages, fail = cases(), set(), FailAt()
     for make in calls.values():
         make()  # prepared and compiled

@@ -79,7 +79,7 @@ def test_options(backend, name):
         v[1, :, options["kv_lengths"][1] :] = np.nan
     here = lambda x: backend.to_device(x) if isinstance(x, np.ndarray) else x
     o, lse = backend.forward(*map(here, (q, k, v)), return_lse=True, **{name: here(x) for name, x in options.items()})
-    o_ref, lse_ref = reference.forward(q, k, v, **options)
+    o_ref, lse_ref = reference.forward(q, k, v, **options, return_lse=True)
     np.testing.assert_allclose(backend.to_host(o), o_ref, atol=2e-6)
     np.testing.assert_allclose(backend.to_host(lse), lse_ref, atol=2e-6)
 
@@ -114,7 +114,7 @@ def test_parts_of_the_keys(backend, dtype):
     _, combine = prepared.launches
     assert combine.builder == "combine.build_many"
     prepared.run(given, results)
-    o_ref, lse_ref = reference.forward(q, k, v, mask=mask)
+    o_ref, lse_ref = reference.forward(q, k, v, mask=mask, return_lse=True)
     atol = 1e-6 if dtype == "float32" else 1e-14
     np.testing.assert_allclose(o, o_ref, atol=atol)
     np.testing.assert_allclose(lse, lse_ref, atol=atol)
@@ -269,7 +269,7 @@ def test_keys_in_pages(backend, missing):
             backend.forward_paged(*arrays)
         return
     o, lse = map(backend.to_host, backend.forward_paged(*arrays, return_lse=True, causal=True))
-    o_ref, lse_ref = reference.forward(q, k, v, kv_lengths=lengths, causal=True)
+    o_ref, lse_ref = reference.forward(q, k, v, kv_lengths=lengths, causal=True, return_lse=True)
     sequences = slice(0, 1 if missing else 2)
     np.testing.assert_allclose(o[sequences], o_ref[sequences], atol=2e-6)
     np.testing.assert_allclose(lse[sequences], lse_ref[sequences], atol=2e-6)

@@ -272,6 +272,18 @@ def test_show_config_says_it(capsys):
         assert f"precision of float32: {precision}\n" in capsys.readouterr().out
 
 
+def test_get_precision_says_it():
+    assert numba_flash.get_precision() == "float32"
+    for precision in PRECISIONS:
+        numba_flash.set_precision(precision)
+        assert numba_flash.get_precision() == precision
+    with numba_flash.use_precision("ieee"):
+        assert numba_flash.get_precision() == "ieee"
+        with numba_flash.use_precision("float32"):
+            assert numba_flash.get_precision() == "float32"
+    assert numba_flash.get_precision() == PRECISIONS[-1]
+
+
 # ---- prepared calls --------------------------------------------------------------------------------------------------------------------
 
 
@@ -414,5 +426,5 @@ def test_a_process_with_another_name_tells_the_others():
 
 def test_examples():
     results = doctest.testmod(precisions)
-    assert results.attempted == 9
+    assert results.attempted == 12
     assert results.failed == 0

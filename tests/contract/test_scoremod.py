@@ -152,7 +152,7 @@ def test_a_problem_keeps_what_its_function_was(monkeypatch):
     problem, before = bind(Q, Q, Q, scale=0.5, score_mod=tilted), expected(SCALE, TABLE)
     monkeypatch.setitem(globals(), "SCALE", 9.0)
     o = np.empty_like(Q)
-    cpu.prepare_forward(problem, None, None).run(ForwardInputs(Q, Q, Q), ForwardResults(o, None))
+    cpu.prepare_forward(problem, None, ForwardResults(None, None)).run(ForwardInputs(Q, Q, Q), ForwardResults(o, None))
     np.testing.assert_allclose(o, before, rtol=1e-5, atol=1e-6)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash.cpu import kernels, tier
+from numba_flash.cpu import kernels, scratch, tier
 from numba_flash.problem import BackwardInputs, BackwardResults, Problem
 
 ROOT = Path(numba_flash.__file__).parents[1]
@@ -257,7 +257,7 @@ def test_panels_of_queries_add_up(monkeypatch, dtype):
     given = BackwardInputs(do, q, k, v, o, lse)
     whole, panels = (BackwardResults(*map(np.empty_like, (q, k, v))) for _ in range(2))
     tier.backward(p, given, whole)
-    monkeypatch.setattr(tier, "DQ_PARTIAL_BYTES", 1)
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", 1)
     tier.backward(p, given, panels)
     rtol = {"bfloat16": 2.0**-7, "float32": 1e-6}[dtype]  # at most to the other neighbour
     for a, b in zip(panels[:3], whole[:3], strict=True):  # dq, dk, dv

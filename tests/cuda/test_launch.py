@@ -22,7 +22,7 @@ from numba_flash.cuda import driver as cuda_driver
 from numba_flash.cuda import launch, packing
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.tensor_maps import MOST, Described, TensorMaps
-from numba_flash.plan import choose, tier, tiles_of
+from numba_flash.plan import Settings, choose, detailed, tier
 from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
 
@@ -571,7 +571,7 @@ def test_a_plan_names_the_kernel_that_runs(dtype, sizes, with_bias, expected):
     bias = np.empty((1, n.hq, n.nq, n.nk), dtype) if with_bias else None
     p, inputs = bind(q, k, k, bias=bias), ForwardInputs(q, k, k, bias=bias)
     chosen = choose(p, inputs, None, gpu=HOPPER)
-    [(kernel, tile)] = tiles_of(chosen.backend, "forward", p, inputs, HOPPER)
+    [(kernel, tile)] = detailed(chosen, inputs, Settings(gpu=HOPPER)).tiles
     assert (chosen.backend, kernel, tile) == expected
 
 

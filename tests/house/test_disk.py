@@ -32,6 +32,16 @@ def test_a_seal_finds_every_damage():
         assert disk.unseal(found) is None, damage
 
 
+def test_what_a_directory_holds_is_counted(tmp_path):
+    """Files that are being written, or are folders, are none; nor are any where there is no directory."""
+    assert disk.held(tmp_path / "missing") == (0, 0)
+    for name in ("a", "b"):
+        disk.store(tmp_path / "there" / name, DATA)
+    (tmp_path / "there" / ".a.part").write_bytes(DATA)
+    (tmp_path / "there" / "folder").mkdir()
+    assert disk.held(tmp_path / "there") == (2, 2 * (len(DATA) + disk.CHECKSUM_BYTES))
+
+
 def test_what_is_stored_is_loaded(tmp_path):
     path = tmp_path / "new" / "folder" / "file"
     assert disk.load(path) is None

@@ -50,7 +50,7 @@ TIERS = {name.removesuffix("/tier.py").replace("/", ".") for name in FILES if na
 # From the top: a module imports from its own layer and from those below. What flows down through them is a problem on arrays.
 LAYERS = (
     "__main__ warmup bench dask distributed",
-    "__init__ diagnose packed paged planning api arguments annotations merge dropout reference",
+    "__init__ diagnose vjp packed paged planning api arguments annotations merge dropout reference",
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
@@ -61,9 +61,9 @@ LAYERS = (
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
     "cuda.row_blocks cuda.relative cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias",
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang",
-    "problem options scoremod captures rng block_mask",
+    "problem options scoremod captures rng block_mask oracle",
     "pages",
-    "signatures elsewhere advice arrays checks axes band precisions mask numeric disk notice fingerprint",
+    "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
@@ -166,8 +166,8 @@ def test_few_modules_talk_to_the_compiler_of_cuda(module):
 
 
 def test_the_oracle_needs_nothing_but_numpy():
-    names = {name.split(".")[0] for name in imported(ast.walk(TREES["reference.py"]))}
-    assert names <= {"numpy", "numba_flash"}
+    names = {name.split(".")[0] for name in imported(ast.walk(TREES["oracle.py"]))}
+    assert names <= {"numpy", "numba_flash", "typing"}
 
 
 @every_file
@@ -181,6 +181,7 @@ def test_errors_about_arguments_are_raised_in_one_place():
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
     speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py", "signatures.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
+    speakers |= {"reference.py"}  # o= and lse=, which are not what they should be
     for name, tree in TREES.items():
         raised = {
             node.exc.func.id
@@ -246,7 +247,7 @@ def test_kernels_are_recognised():
 
 @every_file
 def test_files_are_short(name):
-    assert len(FILES[name].read_text().splitlines()) <= (120 if name == "reference.py" else 350)
+    assert len(FILES[name].read_text().splitlines()) <= (120 if name == "oracle.py" else 350)
 
 
 @every_file
@@ -261,7 +262,7 @@ def test_functions_are_short(name):
 
 @every_file
 def test_functions_have_few_parameters(name):
-    public = ("api.py", "packed.py", "paged.py", "planning.py", "dask/__init__.py", "distributed/__init__.py")
+    public = ("api.py", "reference.py", "packed.py", "paged.py", "planning.py", "vjp.py", "dask/__init__.py", "distributed/__init__.py")
     exempt = kernel_names(TREES[name]) | (set(numba_flash.__all__) if name in public else set())
     counts = {f.name: len(parameters(f)) for f in functions(TREES[name])}
     assert {f: n for f, n in counts.items() if n > 12 and f not in exempt} == {}

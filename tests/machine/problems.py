@@ -127,7 +127,7 @@ def paged_pass(backend, arrays, seed, multiprocessors, resident, capability, *, 
         given.page_table[missing] = len(given.k_pages)
     with kernels.machine(seed, multiprocessors, resident, capability=capability):
         results = forward(kernels.OnMachine(backend, "numpy"), given, **options)
-    expected = reference.forward(q, given.k, given.v, kv_lengths=kv_lengths, **options)
+    expected = reference.forward(q, given.k, given.v, kv_lengths=kv_lengths, **options, return_lse=True)
     for x, ref, unit in zip(results.values(), expected, (kernels.UNITS[q.dtype.name], 4e-6), strict=True):
         if missing is not None:
             ref[missing[0]] = np.nan

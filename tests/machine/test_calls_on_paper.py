@@ -4,6 +4,7 @@ A kernel that gets others reads beyond its arguments, and no driver says so. Ran
 """
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it c
 from kernels import in_place_of_launches
 
 import numba_flash
+from numba_flash import arrays
+from numba_flash.call import plan
+from numba_flash.cpu import tier as cpu
 from numba_flash.cuda import packing
 from numba_flash.cuda.launch import Launch
 
@@ -84,3 +88,89 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
                     raise
     assert done >= count * len(random_problems.STRUCTURES) / 2
     assert Compared.seen >= done
+
+
+# ---- scratch memory ----------------------------------------------------------------------------------------------------------------------
+
+KEPT = {"arrivals"}  # from call to call
+
+
+class Foretold:
+    """In the place of `plan.prepare` and `arrays.compact`: what calls were prepared to allocate, and what they did."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self._prepare, self._compact, self._this = [], plan.prepare, arrays.compact, None
+        monkeypatch.setattr(plan, "prepare", self.prepare)
+        monkeypatch.setattr(arrays, "compact", self.compact)
+
+    def prepare(self, *arguments, **settings):
+        prepared = self._prepare(*arguments, **settings)
+
+        def run(*arguments):
+            self._this = Allocated(prepared.scratch)
+            self.calls.append(self._this)
+            return prepared.run(*arguments)
+
+        return prepared._replace(run=run)
+
+    def compact(self, name, like, shape, dtype):
+        x = self._compact(name, like, shape, dtype)
+        if name not in KEPT:
+            self._this.add(x)
+        return x
+
+
+class Allocated:
+    """By one call; bytes that were foretold, of each array, and at most at one time."""
+
+    def __init__(self, foretold: int):
+        self.foretold, self.arrays, self.peak, self._now = foretold, [], 0, 0
+
+    def add(self, x: np.ndarray) -> None:
+        self.arrays.append(x.nbytes)
+        self._now += x.nbytes
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(x, self._drop, x.nbytes)
+
+    def _drop(self, size: int) -> None:
+        self._now -= size
+
+
+def check_plans(inputs, options, backend: str, foretold: Foretold) -> int:
+    """A plan says what a call then allocates; returns how many of both passes allocate something."""
+    q, k, v, _ = inputs
+    del foretold.calls[:]
+    done, more = call(inputs, options, backend), {"return_lse": True, "backend": backend}
+    assert len(foretold.calls) == done
+    one_by_one = backend == "cpu" and {"q_lengths", "kv_lengths"} & options.keys()
+    for each in foretold.calls:
+        assert each.peak <= each.foretold
+        assert one_by_one or sum(each.arrays) <= each.foretold <= sum(each.arrays) + 512 * len(each.arrays)
+    plans = []
+    for kind in ("forward", "backward"):
+        try:
+            plans.append(numba_flash.plan(q, k, v, kind=kind, **options, **more).scratch)
+        except NotImplementedError:
+            pass
+    assert plans == [each.foretold for each in foretold.calls]
+    return sum(bool(each.arrays) for each in foretold.calls)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", [*GPUS, "cpu"])
+def test_calls_allocate_what_was_foretold(backend, count, monkeypatch):
+    """Each array that a call makes for itself, but for what kernels of the CPU do within, of all kinds of problems."""
+    monkeypatch.setattr(random_problems, "MOST", 2000)
+    nothing = lambda prepared: lambda *operands, **more: None
+    seen, gpus = 0, GPUS.get(backend, [(9, 0)])
+    with monkeypatch.context() as patched:
+        if backend == "cpu":
+            patched.setattr(cpu, "_run", lambda *_: None)
+        for number, structure in enumerate(random_problems.STRUCTURES):
+            for problem in range(count):
+                rng = np.random.default_rng((8, number, problem))
+                capability, multiprocessors = gpus[rng.integers(len(gpus))], int(rng.choice([1, 4, 132]))
+                inputs, options = random_problems.drawn(structure, rng)
+                with in_place_of_launches(nothing, multiprocessors, capability), monkeypatch.context() as own:
+                    seen += check_plans(inputs, options, backend, Foretold(own))
+    assert seen > count

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import whole
 from support import DTYPES, SIMULATED, Backend, laid_out, random_inputs, same_bits
 
 if SIMULATED:
@@ -374,7 +375,9 @@ def forward(group: Group, arrays, bias_grad=False, **options) -> dict:
 def backward(group: Group, arrays, **options) -> dict:
     """The gradients, from the oracle's o and lse."""
     o, lse = reference.forward(
-        *arrays[:3], **{name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")}
+        *arrays[:3],
+        return_lse=True,
+        **{name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")},
     )
     q, k, v, do = (laid_out(group.backend, x, layout) for x, layout in zip(arrays, group.layouts, strict=True))
     kept = lse.astype(np.result_type(q.dtype, np.float32))
@@ -527,12 +530,12 @@ def test_packed_sequences(backend, d, options, deterministic, monkeypatch):
 
     with machine(seed=1):
         o, lse = backend.forward_packed(q, k, v, q_offsets, k_offsets, return_lse=True, causal=True, **options)
-    ref_o, ref_lse = zip(*(reference.forward(*inputs[1:], causal=True, **options) for inputs in alone), strict=True)
+    ref_o, ref_lse = zip(*(reference.forward(*inputs[1:], causal=True, **options, return_lse=True) for inputs in alone), strict=True)
     agree(o, q_offsets, ref_o)
     np.testing.assert_allclose(lse, np.concatenate(ref_lse, axis=-1), atol=1e-5)
     with machine(seed=1):
         gradients = backend.backward_packed(do, q, k, v, o, lse, q_offsets, k_offsets, causal=True, deterministic=deterministic, **options)
-    refs = zip(*(reference.backward(*inputs, causal=True, **options) for inputs in alone), strict=True)
+    refs = zip(*(whole.gradients(*inputs, causal=True, **options) for inputs in alone), strict=True)
     for x, offsets, ref in zip(gradients, (q_offsets, k_offsets, k_offsets), refs, strict=True):
         agree(x, offsets, ref)
 

@@ -11,7 +11,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import SM90, attention, machine
+from kernels import SM80, SM90, attention, machine
 from memory import Fault
 from sums import EXACT, HOPPER
 
@@ -31,6 +31,19 @@ def test_kernels_compute_attention_and_its_gradients(name):
     first, second = (attention(*sizes, seed, **options) for seed in (0, 1))
     for x, y in zip(first, second, strict=True):
         assert x is y is None or x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("backend", "capability"), [(SM90, (9, 0)), (SM80, (8, 0))], ids=["sm90", "sm80"])
+def test_the_oracle_accepts_what_tensor_cores_compute(backend, capability, dtype):
+    """O and lse with weights of 16 bits and sums that are cut off, and the gradients that are wanted of them."""
+    q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=130, d=64, dtype=dtype)
+    with machine(core=HOPPER, capability=capability):
+        o, lse = backend.forward(q, k, v, causal=True, return_lse=True)
+    assert np.abs(o.astype(np.float64) - reference.forward(q, k, v, causal=True)).max() > 2e-4, "16 bits"
+    reference.backward(do, q, k, v, o, lse, causal=True)
+    with pytest.raises(ValueError, match="lse is not what forward returns"):
+        reference.backward(do, q, k, v, o, lse)
 
 
 def mutated(monkeypatch, old: str, new: str, count: int | None = None):
@@ -64,7 +77,7 @@ def test_what_would_go_wrong_on_a_gpu_goes_wrong_here(monkeypatch, old, new):
 
 
 def errors_of_lse(forward, q, k, v) -> np.ndarray:
-    return np.asarray(forward(q, k, v)).astype(np.float64) - reference.forward(q, k, v, scale=1.0)[1]
+    return np.asarray(forward(q, k, v)).astype(np.float64) - reference.forward(q, k, v, scale=1.0, return_lse=True)[1]
 
 
 def positive(d: int, nk: int):
@@ -83,7 +96,7 @@ def test_tensor_cores_that_cut_off_make_sums_too_small():
     """Scores of positive numbers, and with them lse, come out too small by some units in the last place."""
     inputs = positive(64, 128)
     exact, cut_off = (errors_of_lse(partial(on_cores, core), *inputs) for core in (EXACT, HOPPER))
-    unit = np.spacing(np.float32(reference.forward(*inputs, scale=1.0)[1].mean()))
+    unit = np.spacing(np.float32(reference.forward(*inputs, scale=1.0, return_lse=True)[1].mean()))
     assert abs(exact.mean()) < 0.5 * unit
     assert -4 * unit < cut_off.mean() < -unit
 

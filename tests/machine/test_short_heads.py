@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import whole
 from support import SIMULATED, random_inputs, same_bits
 
 if SIMULATED:
@@ -64,7 +65,7 @@ def test_heads_whose_planes_lack_digits_are_those_of_simt(name, monkeypatch):
     spoil, left = HEADS_OF_OTHERS[name]
     q, k, v, do = random_inputs(batch=(1,), hq=HEADS, hk=HEADS, nq=NQ, nk=NK, d=D)
     arrays = {"q": q, "k": k, "v": v, "do": do}
-    o, lse = (x.astype(np.float32) for x in reference.forward(q, k, v))
+    o, lse = (x.astype(np.float32) for x in reference.forward(q, k, v, return_lse=True))
     before, _ = gradients(arrays, "sm80", o, lse)
     spoil(arrays)
     after, by_simt = (gradients(arrays, backend, o, lse)[0] for backend in ("sm80", "simt"))
@@ -82,7 +83,7 @@ def test_errors_of_gradients_are_at_most_those_of_ieee_sums(kind, monkeypatch):
     monkeypatch.setattr(Launch, "__call__", lambda self, *operands, **more: (built.add(self.builder), launched(self, *operands, **more)))
     q, k, v, do = promised.inputs(kind, 128, D)
     ieee, bias = promised.ieee_of(q, k, v, do), np.zeros((1, q.shape[1], 128, 128), np.float32)
-    expected = [x[0] for x in reference.backward(do, q, k, v)]
+    expected = [x[0] for x in whole.gradients(do, q, k, v)]
     with machine(core=sums.HOPPER, multiprocessors=1):
         o, lse = numba_flash.forward(q, k, v, bias=bias, backend="sm80", return_lse=True)
         found = numba_flash.backward(do, q, k, v, o, lse, bias=bias, bias_grad=True, backend="sm80")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import whole
 from support import SIMULATED, random_inputs, same_bits
 
 if SIMULATED:
@@ -254,7 +255,7 @@ def check_spoilt(name: str, backend: str = "sm80", **options) -> None:
     spoil(arrays)
     after, by_simt = on_machine(arrays, backend, **options), on_machine(arrays, "simt", **options)
     with np.errstate(all="ignore"):
-        refs = reference.forward(*arrays.values(), **options)
+        refs = reference.forward(*arrays.values(), **options, return_lse=True)
     changed = [(x != y).any(axis=(0, 2, 3)) for x, y in zip(arrays.values(), plain_arrays().values(), strict=True)]
     touched = {h for h in range(4) for x in changed if x[h * len(x) // 4]}
     equal = {h for h in range(4) if all(same_bits(x[0, h], simt[0, h]) for x, simt in zip(after, by_simt, strict=True))}
@@ -308,7 +309,7 @@ def test_flagged_heads_of_packed_sequences(backend):
     assert np.isfinite(o[40:]).all()
     assert not same_bits(o[:, 0], o_simt[:, 0])
     for first, stop in pairwise(offsets):
-        ref, ref_lse = reference.forward(*(x[first:stop, 0] for x in (q, k, v)))
+        ref, ref_lse = reference.forward(*(x[first:stop, 0] for x in (q, k, v)), return_lse=True)
         np.testing.assert_allclose(o[first:stop, 0], ref, atol=2e-6)
         np.testing.assert_allclose(lse[0, first:stop], ref_lse, atol=4e-6)
 
@@ -319,7 +320,7 @@ def test_flagged_heads_of_packed_sequences(backend):
 def gradients_on_machine(arrays, backend, capability=AMPERE, **options):
     forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse")}
     with np.errstate(all="ignore"):
-        o, lse = reference.forward(arrays["q"], arrays["k"], arrays["v"], **forward)
+        o, lse = reference.forward(arrays["q"], arrays["k"], arrays["v"], **forward, return_lse=True)
     inputs = *arrays.values(), o.astype(np.float32), lse.astype(np.float32)
     with machine(capability=capability), np.errstate(all="ignore"):
         return numba_flash.backward(*inputs, backend=backend, **options)
@@ -390,7 +391,7 @@ def test_the_gradient_of_a_bias_that_flagged_heads_share_with_others(name):
     options = options | {"bias": np.random.default_rng(1).standard_normal(shape).astype(np.float32), "bias_grad": True}
     ours = gradients_on_machine(arrays, "sm80", **options)[3]
     with np.errstate(all="ignore"):
-        ref = reference.backward(do, q, k, v, **options)[3]
+        ref = whole.gradients(do, q, k, v, **options)[3]
     finite = np.isfinite(ref)
     assert (np.isnan(ours) == ~finite).all()
     assert finite.any()
@@ -405,10 +406,10 @@ def test_a_gradient_of_the_lse_finds_the_centre_of_the_keys_again(options):
     draw = lambda rng, shape: 30 + 3 * rng.standard_normal(shape)
     q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=NQ, nk=NK, d=16, draw=draw)
     q, dlse = q / 100, np.random.default_rng(5).standard_normal((1, 2, NQ)).astype(np.float32)
-    o, lse = reference.forward(q, k, v, **options)
+    o, lse = reference.forward(q, k, v, **options, return_lse=True)
     with machine(capability=AMPERE):
         ours = numba_flash.backward(do, q, k, v, o.astype(np.float32), lse.astype(np.float32), dlse=dlse, backend="sm80", **options)
-    for x, ref in zip(ours, reference.backward(do, q, k, v, dlse=dlse, **options), strict=True):
+    for x, ref in zip(ours, whole.gradients(do, q, k, v, dlse=dlse, **options), strict=True):
         assert np.linalg.norm(x - ref) < 3e-5 * np.linalg.norm(ref)
 
 
@@ -428,7 +429,7 @@ def test_gradients_of_packed_sequences_on_hopper(deterministic, monkeypatch):
         )
     for (i, j), (m, n) in zip(pairwise(q_offsets), pairwise(k_offsets), strict=True):
         alone = [x.swapaxes(0, 1) for x in (do[i:j], q[i:j], k[m:n], v[m:n])]
-        for x, ref in zip((ours[0][i:j], ours[1][m:n], ours[2][m:n]), reference.backward(*alone, causal=True), strict=True):
+        for x, ref in zip((ours[0][i:j], ours[1][m:n], ours[2][m:n]), whole.gradients(*alone, causal=True), strict=True):
             np.testing.assert_allclose(x.swapaxes(0, 1), ref, atol=1e-5 * max(1, np.abs(ref).max(initial=0)))
 
 
@@ -442,7 +443,7 @@ def test_tf32_on_hopper(d):
     q, k, v, _ = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=90, d=d)
     with machine():
         ours = numba_flash.forward(q, k, v, backend="sm90", precision="tf32")
-    ref, _ = reference.forward(q, k, v)
+    ref = reference.forward(q, k, v)
     assert 1e-5 < np.linalg.norm(ours - ref) / np.linalg.norm(ref) < 1.5e-3
 
 
@@ -453,13 +454,13 @@ def test_tf32_on_hopper(d):
 def test_tf32(d, options):
     """Errors are those of 11 bits, and not of 22."""
     q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=90, d=d)
-    o, lse = reference.forward(q, k, v, **options)
+    o, lse = reference.forward(q, k, v, **options, return_lse=True)
     with machine(capability=AMPERE):
         ours = numba_flash.forward(q, k, v, backend="sm80", precision="tf32", **options)
         inputs = do, q, k, v, o.astype(np.float32), lse.astype(np.float32)
         options = options | {"bias_grad": "bias" in options}
         gradients = numba_flash.backward(*inputs, backend="sm80", precision="tf32", **options)
-    for x, ref in zip((ours, *gradients), (o, *reference.backward(do, q, k, v, **options)), strict=True):
+    for x, ref in zip((ours, *gradients), (o, *whole.gradients(do, q, k, v, **options)), strict=True):
         assert 1e-5 < np.linalg.norm(x - ref) / np.linalg.norm(ref) < 1.5e-3
 
 
@@ -486,7 +487,7 @@ def test_rows_that_see_nothing_are_zero(backend, name, multiprocessors):
     q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=NQ, nk=NK, d=16, draw=lambda rng, shape: 300 + 10 * rng.standard_normal(shape))
     with machine(multiprocessors=multiprocessors, capability=HOPPER if backend == "sm90" else AMPERE):
         o, lse = numba_flash.forward(q / 300, k, v, backend=backend, return_lse=True, **options)
-    ref, ref_lse = reference.forward(q / 300, k, v, **options)
+    ref, ref_lse = reference.forward(q / 300, k, v, **options, return_lse=True)
     assert (o[0, 0, rows] == 0).all()
     assert (lse[0, 0, rows] == -np.inf).all()
     np.testing.assert_allclose(o, ref, rtol=2e-6)
@@ -507,6 +508,6 @@ def test_out_and_the_order_of_warps(backend, capability, nq, nk, multiprocessors
     assert o is out
     assert same_bits(np.ascontiguousarray(out), first[0])
     assert same_bits(lse, first[1])
-    ref, ref_lse = reference.forward(q, k, v)
+    ref, ref_lse = reference.forward(q, k, v, return_lse=True)
     np.testing.assert_allclose(out, ref, atol=2e-6, rtol=2e-6)
     np.testing.assert_allclose(lse, ref_lse, atol=4e-6, rtol=1e-6)

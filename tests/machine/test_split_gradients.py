@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import whole
 from support import SIMULATED
 
 if SIMULATED:
@@ -14,7 +15,6 @@ from kernels import machine
 from test_split_accuracy import CORES
 
 import numba_flash
-from numba_flash import reference
 
 pytestmark = pytest.mark.machine
 
@@ -27,7 +27,7 @@ OFFSET = {"one sign": 2e-6, "offset": 3e-6, "kelvin": 4e-6}
 def problem(kind: str) -> tuple:
     """q, k, v and do; what IEEE sums make of them; and what they give."""
     arrays = q, k, v, do = promised.inputs(kind, N, D)
-    return arrays, promised.ieee_of(*arrays), [x[0] for x in reference.backward(do, q, k, v)]
+    return arrays, promised.ieee_of(*arrays), [x[0] for x in whole.gradients(do, q, k, v)]
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import whole
 from support import ROOT, SIMULATED, random_inputs
 
 if SIMULATED:
@@ -19,7 +20,6 @@ from test_kernels import mutated
 from test_order import FENCE, FETCH, HEAD, MAKE, WAITED, WHOLE, wait
 from timed import BYTES_PER_TICK, COMPUTES, COPIES_IN, LATENCY, PRODUCTS, TENSOR_CORE, WAITS, Timed, Watch
 
-from numba_flash import reference
 from numba_flash.cuda.sm90.tiles import BackwardTile, Tile, WideTile
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -270,7 +270,7 @@ def test_products_that_are_done_early_are_right():
     for each in passes:
         each.run()
     q, k, v, do = random_inputs(batch=(1,), hq=1, hk=1, nq=200, nk=200, d=64, dtype="float16")
-    for x, y, expected in zip(*(each.results for each in passes), reference.backward(do, q, k, v, causal=True), strict=False):
+    for x, y, expected in zip(*(each.results for each in passes), whole.gradients(do, q, k, v, causal=True), strict=False):
         assert x is y is None or x.tobytes() == y.tobytes()
         np.testing.assert_allclose(x.astype(float), expected, atol=8e-3, rtol=8e-3)
 

@@ -105,7 +105,7 @@ def prepare(options: argparse.Namespace) -> Run:
         inputs, results = ForwardInputs(q, k, v), ForwardResults(empty(do), empty(do[..., 0], np.float32))
         prepared = tier("sm90").prepare_forward(problem, paper(inputs), paper(results), gpu=gpu)
     else:
-        o, lse = reference.forward(q, k, v, causal=options.causal)
+        o, lse = reference.forward(q, k, v, causal=options.causal, return_lse=True)
         inputs = BackwardInputs(do, q, k, v, o.astype(DTYPES[options.dtype]), lse.astype(np.float32))
         results = BackwardResults(empty(q), empty(k), empty(v))
         prepared = tier("sm90").prepare_backward(problem, paper(inputs), paper(results), gpu=gpu)

@@ -63,7 +63,7 @@ def prepare(problem, inputs, results, gpu) -> Prepared:
         ),
         shared_bytes=tile.layout.bytes if of_lanes else 0,
     )
-    extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
+    extras_of, scratch = build_extras(p.options), combine and prepare_parts.scratch(partial)
 
     def run(inputs, results):
         into = scratch.beside(inputs.q) if combine else results

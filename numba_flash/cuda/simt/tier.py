@@ -4,10 +4,10 @@ imported here, so cached kernels start fast.
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from numba_flash import arrays
-from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch
+from numba_flash.arrays import Layout, Scratch
+from numba_flash.cuda import grid, launch, prepare_dbias
 from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.simt import prepare_few
@@ -255,13 +255,13 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         dbias = _Dbias(p, gpu, tensors, rows, with_flags, numbers_dbias, results.dbias, flagged)
 
     extras_of, class_with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
-    flags_alone = extras_class(PLAIN, more=FLAGS)
+    flags_alone, scratch = extras_class(PLAIN, more=FLAGS), Scratch(Rows(delta), Rows._fields)
 
     def run(inputs, results, rng=None, left=None):
         x, extras = grid.inputs_heads_first(p, inputs), extras_of(inputs)
         own = extras if left is None else class_with_flags(*extras, left)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
-        delta = arrays.compact("delta", x.lse, x.lse.shape, x.lse.dtype)
+        (delta,) = scratch.beside(x.q)
         preprocess(x.do, x.o, x.dlse, delta, extras=() if left is None else flags_alone(left))
         others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
         dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=own, **others)
@@ -274,6 +274,12 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     return Prepared(
         run, (preprocess, dkdv_launch, dq_launch, *(dbias.launches if dbias is not None else ()))
     )
+
+
+class Rows(NamedTuple):
+    """What is prepared of each row of a backward pass."""
+
+    delta: Layout
 
 
 class _Dbias:
@@ -304,6 +310,7 @@ class _Dbias:
         )
         self.launches = (self._sum,)
         if shares > 1:
+            self._scratch = prepare_dbias.scratch(self._shares)
             self._sum_shares = Launch(
                 "sum_shares.build",
                 (p.dtype, dbias.dtype.name, SUM_THREADS),
@@ -316,9 +323,9 @@ class _Dbias:
 
     def run(self, x, delta, dbias, extras, others):
         """Launch them; `others` are the numbers of this call, if it brings any."""
-        split, out, shares = len(self.launches) > 1, dbias, self._shares
+        split, out = len(self.launches) > 1, dbias
         if split:
-            out = arrays.compact("dbias's shares", dbias, shares.shape, shares.dtype)
+            (out,) = self._scratch.beside(dbias)
         self._sum(x.do, x.q, x.k, x.v, x.lse, delta, out, extras=extras, **others)
         if split:
             self._sum_shares(out, dbias)

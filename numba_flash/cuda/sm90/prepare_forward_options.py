@@ -84,7 +84,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts, copied)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
-    scratch = prepare_parts.scratch(partial)
+    scratch = combine and prepare_parts.scratch(partial)
     mapped_count = len(forward.maps) - int(copied is not None)
 
     def run(inputs, results, rng=None):

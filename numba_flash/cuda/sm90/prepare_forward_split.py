@@ -26,7 +26,7 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
     forward = _forward(p, inputs, splitter, partial, gpu, tile, parts)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
-    lengths_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
+    lengths_of, scratch = build_extras(p.options), combine and prepare_parts.scratch(partial)
     extras = extras_class(p.options, (), SPLIT)
 
     def run(inputs, results):
