@@ -11,6 +11,7 @@ from numba_flash.paged import forward_paged
 from numba_flash.planning import plan
 from numba_flash.precisions import get_precision, set_precision, use_precision
 from numba_flash.scoremod import alibi, relative_position
+from numba_flash.vjp import vjp
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "set_precision",
     "show_config",
     "use_precision",
+    "vjp",
 ]
 
 

@@ -1,6 +1,6 @@
 """What type checkers and editors know of the public functions: which arrays go in, which come out, which options there are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -32,7 +32,13 @@ class CudaArray(Protocol):
 Array: TypeAlias = DLPackArray | CudaArray
 """NumPy or CuPy array, or an object with ``__dlpack__`` or ``__cuda_array_interface__``."""
 
-State: TypeAlias = tuple[int, int] | tuple[int, int, int, int]
+Integers: TypeAlias = Array | Sequence[int] | Sequence[Sequence[int]]
+"""Numbers of queries or keys, offsets, or pages: an array, or lists of integers."""
+
+Window: TypeAlias = tuple[int, int] | list[int]
+"""How many keys a query sees to the left and right of its position; -1 is no limit."""
+
+State: TypeAlias = tuple[int, int] | tuple[int, int, int, int] | list[int]
 """Of the dropout's generator: seed, offset, and the first query and key of a part of the matrix."""
 
 T = TypeVar("T", bound=np.generic)
@@ -40,28 +46,29 @@ T = TypeVar("T", bound=np.generic)
 
 
 class PackedOptions(TypedDict, total=False):
-    """Options of every function that computes attention; with `return_lse` and `out`, all of `forward_packed`."""
+    """Options of every function that computes attention or its gradients."""
 
     scale: float | None
     causal: bool
-    window: tuple[int, int] | None
+    window: Window | None
     q_start: int | None
     softcap: float | None
     dropout: float
     rng: State | None
     score_mod: Callable[..., Any] | None
     score_mod_grad: Callable[..., Any] | None
+    deterministic: bool
     precision: Precision | None
     backend: Backend | None
 
 
 class Options(PackedOptions, total=False):
-    """Those, and the ones of arrays with a batch axis; with `return_lse` and `out`, all of `forward`."""
+    """Those, and the ones of arrays with a batch axis."""
 
     bias: Array | None
     mask: Array | BlockMask | None
-    q_lengths: Array | None
-    kv_lengths: Array | None
+    q_lengths: Integers | None
+    kv_lengths: Integers | None
     axes: Order
 
 
@@ -70,27 +77,44 @@ class PagedOptions(TypedDict, total=False):
 
     scale: float | None
     causal: bool
-    window: tuple[int, int] | None
+    window: Window | None
     q_start: int | None
     bias: Array | None
     mask: Array | None
-    q_lengths: Array | None
+    q_lengths: Integers | None
     softcap: float | None
     score_mod: Callable[..., Any] | None
     precision: Precision | None
     backend: Backend | None
 
 
-class GradientOptions(TypedDict, total=False):
-    """What the functions that compute gradients take besides."""
+class VjpOptions(Options, total=False):
+    """All of `vjp` but `return_lse` and `bias_grad`, on which depends what it returns."""
 
-    dlse: Array | None
-    deterministic: bool
+    dlse: None
 
 
-class BackwardOptions(Options, GradientOptions, total=False):
+class ForwardOptions(VjpOptions, total=False):
+    """All of `forward` but `return_lse` and `out`, on which depends what it returns."""
+
+    bias_grad: bool
+
+
+class BackwardOptions(Options, total=False):
     """All of `backward` but `bias_grad` and `out`, on which depends what it returns."""
 
+    dlse: Array | None
+    return_lse: bool
 
-class PackedBackwardOptions(PackedOptions, GradientOptions, total=False):
+
+class PackedForwardOptions(PackedOptions, total=False):
+    """All of `forward_packed` but `return_lse` and `out`."""
+
+    dlse: None
+
+
+class PackedBackwardOptions(PackedOptions, total=False):
     """All of `backward_packed` but `out`."""
+
+    dlse: Array | None
+    return_lse: bool

@@ -1,14 +1,26 @@
 """`forward`, `backward`: gather the arguments, find or prepare the call, make it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 from numpy.typing import NDArray
 
 from numba_flash import call, checks
-from numba_flash.annotations import Array, BackwardOptions, Options, State, T
-from numba_flash.arguments import backward_inputs, computed_in, forward_inputs, gradients, options_of, outs_of, returned, taken
-from numba_flash.axes import Order
+from numba_flash.annotations import Array, BackwardOptions, ForwardOptions, Integers, State, T, Window
+from numba_flash.arguments import (
+    backward_inputs,
+    check_of_gradients,
+    computed_in,
+    forward_inputs,
+    gradients,
+    options_of,
+    outs_of,
+    returned,
+    taken,
+)
+from numba_flash.axes import USUAL, Axes, Order
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
@@ -20,18 +32,22 @@ from numba_flash.problem import (
     bind,
     bind_backward,
 )
+from numba_flash.signatures import refuse, shown
 
 FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
 
 
 @overload
-def forward(q: NDArray[T], k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> NDArray[T]: ...
+def forward(q: NDArray[T], k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[ForwardOptions]) -> NDArray[T]: ...
 @overload
 def forward(
-    q: NDArray[T], k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: NDArray[T], k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[ForwardOptions]
 ) -> tuple[NDArray[T], NDArray[Any]]: ...
 @overload
-def forward(q: Array, k: Array, v: Array, *, return_lse: bool = False, out: Array | None = None, **options: Unpack[Options]) -> Any: ...
+def forward(
+    q: Array, k: Array, v: Array, *, return_lse: bool = False, out: Array | None = None, **options: Unpack[ForwardOptions]
+) -> Any: ...
+@shown
 def forward(
     q: Array,
     k: Array,
@@ -39,22 +55,26 @@ def forward(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
     mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
+    dlse: None = None,
+    bias_grad: bool = False,
+    deterministic: bool = True,
     return_lse: bool = False,
     out: Array | None = None,
     axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Exact attention ``softmax(scale * q k^T + mask) v`` without the N x N matrix.
 
@@ -84,7 +104,7 @@ def forward(
         Factor of ``q . k``; default ``1 / sqrt(D)``.
     causal : bool
         Query i sees key j iff ``j <= i + q_start``.
-    window : (int, int), optional
+    window : (int, int), tuple or list, optional
         Query i sees key j iff ``i + q_start - left <= j <= i + q_start + right``; -1 is no limit.
     q_start : int, optional
         Position of query 0 among the keys; default ``Nk - Nq`` (the last query is aligned with the last key), with lengths
@@ -93,14 +113,14 @@ def forward(
         Added to the scores; q's dtype or float32, any strides, stride 0 included. -inf hides.
     mask : array of bool, broadcastable to (..., Hq, Nq, Nk), or BlockMask, optional
         False hides. Tiles without a True are skipped. A `BlockMask` says it of blocks of pairs.
-    q_lengths, kv_lengths : array of integers, shape (...), optional
+    q_lengths, kv_lengths : array or list of integers, shape (...), optional
         Numbers of queries and keys of each batch element; the rest is padding, which is not read and gets zeros. NumPy, or CuPy if q is:
         values on a GPU cannot be checked without waiting for it, so one outside ``[0, N]`` gives NaN for its batch element.
     softcap : float, optional
         Caps scores smoothly, positive.
     dropout : float
         Probability in [0, 1) that a probability is dropped, rounded to the nearest multiple of 2**-16 below 1, also in the formula.
-    rng : (int, int) or (int, int, int, int), optional
+    rng : (int, int) or (int, int, int, int), tuple or list, optional
         Seed and offset of the dropout, with those of a part its first query and key, see `dropout_mask`; needed if dropout > 0.
     score_mod : callable, optional
         ``f(score, b, h, i, j)`` returns the score of query i and key j in query head h of batch element b (leading dimensions counted
@@ -108,6 +128,8 @@ def forward(
     score_mod_grad : callable, optional
         Its derivative ``g(score, b, h, i, j)`` with respect to score, which only `backward` needs; default
         ``score_mod.score_mod_grad``, if there is one.
+    dlse, bias_grad, deterministic : None, bool, bool
+        Options of `backward`, checked and of no effect here, so that one set of options serves both; dlse can only be None.
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     out : array, shape (..., Hq, Nq, Dv), optional
@@ -155,6 +177,10 @@ def forward(
            [0.27, 0.27, 0.45, 0.  ],
            [0.22, 0.22, 0.22, 0.35]], dtype=float32)
     """
+    if unknown:
+        refuse(forward, unknown)
+    if deterministic is not True or bias_grad is not False or dlse is not None:
+        check_of_gradients(dlse, deterministic, bias_grad, bias)
     mask, size = (None, None) if mask is None else taken(mask)
     inputs = forward_inputs((q, k, v, bias, mask, q_lengths, kv_lengths))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
@@ -193,6 +219,7 @@ def backward(
     out: tuple[Array | None, ...] | None = None,
     **options: Unpack[BackwardOptions],
 ) -> tuple[Any, ...]: ...
+@shown
 def backward(
     do: Array,
     q: Array,
@@ -203,12 +230,12 @@ def backward(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
     mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
@@ -217,10 +244,12 @@ def backward(
     dlse: Array | None = None,
     bias_grad: bool = False,
     deterministic: bool = True,
+    return_lse: bool = False,
     out: tuple[Array | None, ...] | None = None,
     axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> tuple[Array, ...]:
     """Gradients of attention; the probabilities are recomputed, tile by tile, from q, k and lse.
 
@@ -244,6 +273,8 @@ def backward(
         True: the same bits in every run. False allows a backend to add parts of dq in the order in which they are ready, in float32,
         which `sm80` does, and `sm90` for head dimensions up to 128 with `mask` or of packed sequences; the others are deterministic
         anyway.
+    return_lse : bool
+        An option of `forward`, checked and of no effect here.
     out : tuple of arrays, optional
         (dq, dk, dv), with `bias_grad` (dq, dk, dv, dbias), written in place and returned; None for those to be allocated. They must not
         overlap an input or each other.
@@ -268,6 +299,10 @@ def backward(
     reach the gradients of what shares a tile with it.
     Every sum has one fixed order, that of the parts of dq unless `deterministic` is False.
     """
+    if unknown:
+        refuse(backward, unknown)
+    if return_lse is not False:
+        checks.flag("return_lse", return_lse)
     bias_grad = checks.flag("bias_grad", bias_grad)
     mask, size = (None, None) if mask is None else taken(mask)
     inputs = backward_inputs((do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
@@ -278,17 +313,19 @@ def backward(
     return returned(results[: 4 if bias_grad else 3], out)
 
 
-def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool, size):
+def _prepare_forward(inputs: ForwardInputs, outs: tuple, given: Given, backend: str | None, return_lse: bool, size, axes: Axes = USUAL):
     return_lse = checks.flag("return_lse", return_lse)
-    problem = bind(inputs.q, inputs.k, inputs.v, axes=inputs.AXES, **options_of(inputs, size, given))
+    problem = bind(inputs.q, inputs.k, inputs.v, axes=axes, **options_of(inputs, size, given))
     shape = (*inputs.q.shape[:-1], problem.dv)
     lse = Wanted("q", shape[:-1], problem.lse_dtype) if return_lse else None
     o = Wanted("q", shape, problem.lse_dtype if getattr(outs[0], "dtype", None) == problem.lse_dtype else None)
     return call.prepare("forward", problem, backend, inputs, outs, ForwardResults(o, lse))
 
 
-def _prepare_backward(inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, bias_grad: bool, deterministic: bool, size):
+def _prepare_backward(
+    inputs: BackwardInputs, outs: tuple, given: Given, backend: str | None, bias_grad: bool, deterministic: bool, size, axes: Axes = USUAL
+):
     deterministic, x = checks.flag("deterministic", deterministic), inputs
-    options = options_of(x, size, given) | {"axes": x.AXES, "dlse": x.dlse, "bias_grad": bias_grad}
+    options = options_of(x, size, given) | {"axes": axes, "dlse": x.dlse, "bias_grad": bias_grad}
     problem = bind_backward(x.do, x.q, x.k, x.v, x.o, x.lse, **options)
     return call.prepare("backward", problem, backend, inputs, outs, gradients(inputs, bias_grad), deterministic=deterministic)

@@ -47,6 +47,15 @@ def outs_of(out, names: tuple[str, ...]) -> tuple:
     return out + NOWHERE[len(out) :]
 
 
+def check_of_gradients(dlse, deterministic, bias_grad=False, bias=None) -> None:
+    """Raise unless these options of a backward pass may be given to a forward pass, too, where they have no effect."""
+    if dlse is not None:
+        raise TypeError(f"dlse must be None in a forward pass, which returns lse, not takes its gradient; got {type(dlse).__name__}")
+    checks.flag("deterministic", deterministic)
+    if checks.flag("bias_grad", bias_grad) and bias is None:
+        raise ValueError("bias_grad needs a bias; got bias_grad=True with bias=None")
+
+
 def computed_in(order):
     """`call.computed` for arrays of the user whose axes have that order, which is not the usual one."""
     known = axes.named(order)
@@ -55,7 +64,7 @@ def computed_in(order):
         inputs, outs = axes.turned(known, names, inputs), tuple(map(checks.adopt, call.labels(outs), outs))
         fields = ForwardResults._fields if len(outs) == len(ForwardResults._fields) else BackwardResults._fields
         outs = tuple(map(known.turned, fields, outs))
-        results = call.computed(prepare_call, names, inputs, outs, given, more)
+        results = call.computed(prepare_call, names, inputs, outs, given, (*more, known))
         return tuple(map(known.turned, fields, results))
 
     return computed

@@ -32,7 +32,7 @@ def _window(window) -> tuple[int, int]:
     """(left, right) with -1 for no limit."""
     if window is None:
         return -1, -1
-    if not isinstance(window, tuple) or len(window) != 2:
+    if not isinstance(window, tuple | list) or len(window) != 2:
         raise TypeError(f"window must be a tuple (left, right) or None; got {window!r}")
     left, right = (checks.integer(f"window[{side}]", size) for side, size in enumerate(window))
     if left < -1 or right < -1:

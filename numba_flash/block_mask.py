@@ -40,7 +40,7 @@ class BlockMask:
     ----------
     blocks : array of bool, broadcastable to (..., Hq, ceil(Nq / bm), ceil(Nk / bn))
         False hides all pairs of a block. NumPy, CuPy, or what `forward` takes besides; 2 to 5 dimensions, any strides, read by each call.
-    block_size : int or (int, int)
+    block_size : int, or (int, int) as a tuple or list
         bm queries and bn keys of a block. The last blocks may reach beyond the last query and key.
 
     Attributes
@@ -106,7 +106,7 @@ def _checked_blocks(blocks):
 
 
 def _checked_size(size) -> BlockSize:
-    pair = size if isinstance(size, tuple) else (size, size)
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2:
         raise TypeError(f"mask.block_size must be an integer or a tuple (queries, keys); got {size!r}")
     sizes = BlockSize(*(checks.integer("mask.block_size", n) for n in pair))

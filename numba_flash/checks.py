@@ -6,46 +6,63 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays, overlap
+from numba_flash import advice, arrays, overlap
+
+INTEGERS = frozenset({"q_lengths", "kv_lengths", "q_offsets", "k_offsets", "page_table"})  # arrays that may be lists
+NUMBERS = ("scale", "window", "q_start", "softcap", "dropout", "rng")
 
 
 def adopt(name: str, x):
     """`x` as a plain NumPy or CuPy array on the same memory, see `arrays.adopt`; raise if it offers that and cannot do it."""
     if arrays.plain(x):
         return x
+    if name in INTEGERS and isinstance(x, list | tuple):
+        return _listed(name, x)
+    if traced := advice.of_tracer(type(x)):
+        raise TypeError(f"{name} must be an array that has values; got {type(x).__name__}{traced}")
     try:
         return arrays.adopt(x)
     except Exception as error:  # that of a foreign library, of any kind
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise TypeError(f"{name} cannot be read in place ({reason}); got {type(x).__name__}{_advice(name, x)}") from error
+        raise TypeError(f"{name} cannot be read in place ({reason}); got {type(x).__name__}{advice.of_array(name, x)}") from error
 
 
-def layout(name: str, x, advice: bool = True) -> None:
-    """Raise unless `x` is an array that a kernel can address in place; with `advice` about how to make one of it."""
+def _listed(name: str, x) -> np.ndarray:
+    """The array of a list of integers."""
+    try:
+        made = np.asarray(x)
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(f"{name} must be an array, or lists of integers of one length; got {x!r}") from error
+    return made if made.size else made.astype(np.int64)
+
+
+def plain_numbers(given: dict) -> dict:
+    """The arguments, those of `NUMBERS` as `plainly` has them."""
+    return {name: plainly(value) if name in NUMBERS else value for name, value in given.items()}
+
+
+def plainly(value):
+    """An option as JSON and NumPy may have it: lists as tuples, and arrays without axes as their number, unless that is a flag."""
+    if isinstance(value, list | tuple):
+        return tuple(map(plainly, value))
+    number = arrays.library(value) == "numpy" and value.ndim == 0 and value.dtype != bool
+    return value.item() if number else value
+
+
+def layout(name: str, x, copies: bool = True) -> None:
+    """Raise unless `x` is an array that a kernel can address in place; if it `copies`, say how to make one of it."""
     if arrays.library(x) is None:
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, or an object with __dlpack__ or __cuda_array_interface__ (which takes CuPy for device"
-            f" memory); got {type(x).__name__}{_advice(name, x) if advice else ''}"
+            f" memory); got {type(x).__name__}{advice.of_array(name, x) if copies else ''}"
         )
     if not x.dtype.isnative:
         raise ValueError(f"{name} must be in native byte order; got dtype {x.dtype.str!r}")
-    misfit = [s for s in x.strides if s % max(x.dtype.itemsize, 1)]
-    if misfit or not arrays.aligned(x):
-        raise ValueError(f"{name} must be aligned to its itemsize ({x.dtype.itemsize} bytes); got strides {x.strides}")
-
-
-def _advice(name: str, x) -> str:
-    """What to do with an object that is no array here, as the end of a sentence; empty where nothing is known about its kind."""
-    if isinstance(x, np.ma.MaskedArray):
-        return f", whose mask would be ignored: pass {name}.data, and say with mask= what to hide"
-    if any(kind.__name__ == "Tracer" and kind.__module__.startswith("jax") for kind in type(x).__mro__):
-        return ", which has no values while JAX traces a function: call numba_flash outside of it, or by jax.pure_callback"
-    if hasattr(x, "toarray"):  # SciPy's sparse arrays
-        return f": pass {name}.toarray()"
-    converts = hasattr(x, "__array__") and (not hasattr(x, "__dlpack__") or isinstance(x.dtype, np.dtype))  # not all of PyTorch's do
-    if isinstance(x, list | tuple) or converts:
-        return f": pass np.asarray({name})"
-    return ""
+    misfit = [f"has a stride of {s} bytes" for s in x.strides if s % max(x.dtype.itemsize, 1)]
+    misfit += [] if arrays.aligned(x) else [f"begins at address {arrays.address(x):#x}"]
+    if misfit:
+        copy = f": pass {name}.copy()" if copies else ""
+        raise ValueError(f"{name} must be aligned to its itemsize ({x.dtype.itemsize} bytes); it {misfit[0]}{copy}")
 
 
 def library(name: str, x, other: str, y) -> None:
@@ -68,7 +85,8 @@ def broadcastable(name: str, x, target: str, shape: tuple[int, ...]) -> None:
     """Raise unless `x` broadcasts to `shape`, which is called `target`."""
     fits = x.ndim <= len(shape) and all(n in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False))
     if not fits:
-        raise ValueError(f"{name}.shape {tuple(x.shape)} must be broadcastable to {target} {tuple(shape)}")
+        hint = advice.of_shape(name, tuple(x.shape), shape)
+        raise ValueError(f"{name}.shape {tuple(x.shape)} must be broadcastable to {target} {tuple(shape)}{hint}")
 
 
 def flag(name: str, value) -> bool:
@@ -80,15 +98,17 @@ def flag(name: str, value) -> bool:
 
 def integer(name: str, value) -> int:
     """`value` as an int; booleans and floats are none."""
+    value = plainly(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer; got {value!r}")
+        raise TypeError(f"{name} must be an integer; got {value!r}{advice.of_number(name, value)}")
     return int(value)
 
 
 def real(name: str, value) -> float:
     """`value` as a finite float."""
+    value = plainly(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a real number; got {value!r}")
+        raise TypeError(f"{name} must be a real number; got {value!r}{advice.of_number(name, value)}")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond every float

@@ -1,15 +1,20 @@
 """`dropout_mask`: the random bits that dropout uses, to look at."""
 
+from __future__ import annotations
+
 import math
+from typing import Never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numba_flash import arrays, checks, options
 from numba_flash.annotations import State
+from numba_flash.signatures import refuse, shown
 
 
-def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArray[np.bool_]:
+@shown
+def dropout_mask(shape: tuple[int, ...] | list[int], *, dropout: float, rng: State, **unknown: Never) -> NDArray[np.bool_]:
     """Which probabilities `forward` and `backward` keep: the same bits on every backend, tile size and device.
 
     The bit of query i, key j in head h of batch element b is a pure function of ``(seed, offset; b * Hq + h, i, j)``: Philox4x32-7
@@ -17,7 +22,7 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArr
 
     Parameters
     ----------
-    shape : tuple of ints
+    shape : tuple or list of ints
         (..., Hq, Nq, Nk): that of the matrix of scores. Leading dimensions are counted together as b, in C order.
     dropout : float
         Probability to be dropped, in [0, 1), rounded as `forward` does.
@@ -37,8 +42,12 @@ def dropout_mask(shape: tuple[int, ...], *, dropout: float, rng: State) -> NDArr
     MemoryError
         There is no room for `keep`, or for the random words behind it, 4 bytes per score.
     """
-    if not isinstance(shape, tuple) or len(shape) < 2:
-        raise TypeError(f"shape must be a tuple (..., Hq, Nq, Nk) of at least two sizes; got {shape!r}")
+    if unknown:
+        refuse(dropout_mask, unknown)
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"shape must be a tuple (..., Hq, Nq, Nk); got {shape!r}")
+    if len(shape) < 2:
+        raise ValueError(f"shape must be a tuple (..., Hq, Nq, Nk) of at least two sizes; got {shape!r}")
     sizes = tuple(checks.integer(f"shape[{axis}]", n) for axis, n in enumerate(shape))
     if min(sizes) < 0:
         raise ValueError(f"shape must hold sizes >= 0; got {shape!r}")

@@ -1,5 +1,7 @@
 """`merge`: attention over two sets of keys from the attention over each."""
 
+from __future__ import annotations
+
 from typing import Any, overload
 
 import numpy as np
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from numba_flash import arrays, checks
 from numba_flash.annotations import Array
 from numba_flash.problem import DTYPES
+from numba_flash.signatures import shown
 
 MOST_AXES = 5  # that kernels know
 
@@ -16,6 +19,7 @@ MOST_AXES = 5  # that kernels know
 def merge(o1: NDArray[Any], lse1: Array, o2: Array, lse2: Array) -> tuple[NDArray[Any], NDArray[Any]]: ...
 @overload
 def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Any, Any]: ...
+@shown
 def merge(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]:
     """Attention over the union of two sets of keys: the base of every scheme that splits or distributes keys.
 

@@ -322,7 +322,7 @@ def bind_dropout(dropout, rng) -> tuple[float, Generator]:
         if probability > 0:
             raise ValueError(f"rng must be a tuple (seed, offset) when dropout > 0; got rng=None with dropout={dropout!r}")
         return 0.0, SEEDLESS
-    if not isinstance(rng, tuple) or len(rng) not in (2, 4):
+    if not isinstance(rng, tuple | list) or len(rng) not in (2, 4):
         raise TypeError(f"rng must be a tuple (seed, offset) or (seed, offset, first query, first key); got {rng!r}")
     state = Generator(*(checks.integer(f"rng[{i}]", x) for i, x in enumerate(rng)))
     for i, (name, x, end) in enumerate(zip(STATE_ENDS, state, STATE_ENDS.values(), strict=True)):

@@ -1,17 +1,20 @@
 """`forward_packed`, `backward_packed`: sequences of different lengths one after the other, without padding."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 from numpy.typing import NDArray
 
 from numba_flash import call, checks
-from numba_flash.annotations import Array, PackedBackwardOptions, PackedOptions, State, T
-from numba_flash.arguments import backward_inputs, forward_inputs, gradients, outs_of, returned
+from numba_flash.annotations import Array, Integers, PackedBackwardOptions, PackedForwardOptions, State, T, Window
+from numba_flash.arguments import backward_inputs, check_of_gradients, forward_inputs, gradients, outs_of, returned
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import BackwardInputs, ForwardInputs, ForwardResults, bind_packed, bind_packed_backward
+from numba_flash.signatures import refuse, shown
 
 # What the user calls the inputs: kernels find offsets where lengths are otherwise.
 FORWARD = (*ForwardInputs._fields[:-2], "q_offsets", "k_offsets")
@@ -23,48 +26,59 @@ def forward_packed(
     q: NDArray[T],
     k: Array,
     v: Array,
-    q_offsets: Array,
-    k_offsets: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[PackedOptions],
+    **options: Unpack[PackedForwardOptions],
 ) -> NDArray[T]: ...
 @overload
 def forward_packed(
-    q: NDArray[T], k: Array, v: Array, q_offsets: Array, k_offsets: Array, *, return_lse: Literal[True], **options: Unpack[PackedOptions]
+    q: NDArray[T],
+    k: Array,
+    v: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PackedForwardOptions],
 ) -> tuple[NDArray[T], NDArray[Any]]: ...
 @overload
 def forward_packed(
     q: Array,
     k: Array,
     v: Array,
-    q_offsets: Array,
-    k_offsets: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
     *,
     return_lse: bool = False,
     out: Array | None = None,
-    **options: Unpack[PackedOptions],
+    **options: Unpack[PackedForwardOptions],
 ) -> Any: ...
+@shown
 def forward_packed(
     q: Array,
     k: Array,
     v: Array,
-    q_offsets: Array,
-    k_offsets: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
+    dlse: None = None,
+    deterministic: bool = True,
     return_lse: bool = False,
     out: Array | None = None,
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """`forward` for packed sequences: sequence b has the queries ``q_offsets[b] : q_offsets[b + 1]`` and its own keys.
 
@@ -76,11 +90,13 @@ def forward_packed(
         Keys of all sequences.
     v : array, shape (total keys, Hk, Dv)
         Values of all sequences.
-    q_offsets, k_offsets : array of integers, shape (sequences + 1,)
+    q_offsets, k_offsets : array or list of integers, shape (sequences + 1,)
         Where each sequence begins, and the total; from 0, not decreasing. NumPy, or CuPy if q is: values on a GPU cannot be checked
         without waiting for it; a sequence that does not fit is left out, and its rows of the results are not written.
     scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, precision, backend
         As in `forward`, for each sequence alone: i, j count from its first query and key, b is the number of the sequence.
+    dlse, deterministic : None, bool
+        Options of `backward_packed`, checked and of no effect here, so that one set of options serves both; dlse can only be None.
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward_packed` needs.
     out : array, shape (total queries, Hq, Dv), optional
@@ -98,6 +114,10 @@ def forward_packed(
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
     """
+    if unknown:
+        refuse(forward_packed, unknown)
+    if deterministic is not True or dlse is not None:
+        check_of_gradients(dlse, deterministic)
     inputs = forward_inputs((q, k, v, None, None, q_offsets, k_offsets))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
     o, lse = call.computed(_prepare_forward, FORWARD, inputs, (out, None), given, (backend, return_lse))
@@ -113,8 +133,8 @@ def backward_packed(
     v: Array,
     o: Array,
     lse: Array,
-    q_offsets: Array,
-    k_offsets: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
     **options: Unpack[PackedBackwardOptions],
 ) -> tuple[NDArray[T], NDArray[T], NDArray[T]]: ...
 @overload
@@ -125,12 +145,13 @@ def backward_packed(
     v: Array,
     o: Array,
     lse: Array,
-    q_offsets: Array,
-    k_offsets: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
     *,
     out: tuple[Array | None, Array | None, Array | None] | None = None,
     **options: Unpack[PackedBackwardOptions],
 ) -> tuple[Any, Any, Any]: ...
+@shown
 def backward_packed(
     do: Array,
     q: Array,
@@ -138,12 +159,12 @@ def backward_packed(
     v: Array,
     o: Array,
     lse: Array,
-    q_offsets: Array,
-    k_offsets: Array,
+    q_offsets: Integers,
+    k_offsets: Integers,
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -152,9 +173,11 @@ def backward_packed(
     score_mod_grad: Callable[..., Any] | None = None,
     dlse: Array | None = None,
     deterministic: bool = True,
+    return_lse: bool = False,
     out: tuple[Array | None, Array | None, Array | None] | None = None,
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> tuple[Array, Array, Array]:
     """`backward` for packed sequences.
 
@@ -172,6 +195,8 @@ def backward_packed(
         Gradient with respect to lse, in lse's dtype.
     deterministic : bool
         As in `backward`.
+    return_lse : bool
+        An option of `forward_packed`, checked and of no effect here.
     out : tuple of three arrays, optional
         (dq, dk, dv), written in place and returned; must not overlap an input or each other.
 
@@ -185,6 +210,10 @@ def backward_packed(
     TypeError, ValueError, NotImplementedError, MemoryError
         As `forward`.
     """
+    if unknown:
+        refuse(backward_packed, unknown)
+    if return_lse is not False:
+        checks.flag("return_lse", return_lse)
     inputs, outs = backward_inputs((do, q, k, v, o, lse, dlse, None, None, q_offsets, k_offsets)), outs_of(out, ("dq", "dk", "dv"))
     given = call.given((scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision)))
     results = call.computed(_prepare_backward, BACKWARD, inputs, outs, given, (backend, deterministic))

@@ -84,7 +84,10 @@ def _check_table(name: str, x, q) -> None:
         checks.library(name, x, "q", q)
     batch = tuple(q.shape[:-3])
     if x.ndim != len(batch) + 1 or tuple(x.shape[:-1]) != batch:
-        raise ValueError(f"{name}.shape {tuple(x.shape)} must be q.shape[:-3] {batch} and the most pages of a sequence")
+        belong = f"q (B, Hq, Nq, D) goes with {name} (B, most pages) and kv_lengths (B,), and q (Hq, Nq, D) with (most pages,) and ()"
+        if q.ndim == 3 and q.shape[:1] == x.shape[:-1]:
+            belong += "; pass q[:, :, None] if q is (B, Hq, D)"
+        raise ValueError(f"{name}.shape {tuple(x.shape)} must be q.shape[:-3] {batch} and the most pages of a sequence: {belong}")
 
 
 def check_values(name: str, x, kv_lengths, size: int, pages: int) -> None:

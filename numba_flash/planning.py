@@ -1,12 +1,14 @@
 """`plan`: which backend a call would use, why, and what that takes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
 from numba_flash import checks, pages
-from numba_flash.annotations import Array, State
+from numba_flash.annotations import Array, Integers, State, Window
 from numba_flash.arguments import options_of, taken
 from numba_flash.axes import USUAL, Order, named, turned
 from numba_flash.block_mask import BlockMask
@@ -15,8 +17,10 @@ from numba_flash.pages import PagedInputs
 from numba_flash.plan import Backend, Kind, Plan, Settings, backward_inputs, check_kind, choose, detailed
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import Problem, bind, bind_paged, check_differentiable, check_values
+from numba_flash.signatures import refuse, shown
 
 
+@shown
 def plan(
     q: Array,
     k: Array,
@@ -24,12 +28,12 @@ def plan(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
     mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
@@ -39,11 +43,12 @@ def plan(
     dlse: Array | bool | None = None,
     bias_grad: bool = False,
     deterministic: bool = True,
-    page_table: Array | None = None,
+    page_table: Integers | None = None,
     kind: Kind = "forward",
     axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> Plan:
     """Which backend `forward`, or `backward`, will use for these arguments, what that takes, and why every faster one was refused.
 
@@ -84,6 +89,8 @@ def plan(
     backward runs on cpu in tiles of backward 192 x 256: IEEE products and sums
       scratch memory: 1.984 MiB
     """
+    if unknown:
+        refuse(plan, unknown)
     check_kind(kind)
     for name, flag in (("return_lse", return_lse), ("bias_grad", bias_grad), ("deterministic", deterministic)):
         checks.flag(name, flag)

@@ -324,7 +324,7 @@ def check_values(problem: Problem, inputs) -> None:
 
 def check_out_layout(name: str, out: Any, dtype, shape: tuple[int, ...], inputs: dict[str, Any], axes: Axes = USUAL) -> None:
     """Check that `out` is of the kind, dtype and shape of a result, and that no element of it stands for another; `axes` as in `bind`."""
-    checks.layout(name, out, advice=False)  # a copy is not what the user wants written
+    checks.layout(name, out, copies=False)  # a copy is not what the user wants written
     checks.library(name, out, *next(iter(inputs.items())))
     checks.dtype_and_shape(name, out, dtype, shape, axes)
     if overlap.within(out):

@@ -3,21 +3,24 @@
 The mathematics is `numba_flash.oracle`'s; here are the arguments, and the comparison of o and lse with what they ought to be.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numba_flash import arrays, checks, oracle
-from numba_flash.annotations import Array, BackwardOptions, Options, State
-from numba_flash.arguments import options_of, taken
+from numba_flash.annotations import Array, BackwardOptions, ForwardOptions, Integers, State, Window
+from numba_flash.arguments import check_of_gradients, options_of, taken
 from numba_flash.axes import Order, named, turned
 from numba_flash.block_mask import BlockMask
 from numba_flash.call import Given
 from numba_flash.plan import Backend, check_backend
 from numba_flash.precisions import Precision, resolved
 from numba_flash.problem import BackwardInputs, ForwardInputs, Problem, bind, bind_backward, check_values
+from numba_flash.signatures import refuse, shown
 
 Float64 = NDArray[np.float64]
 
@@ -31,11 +34,12 @@ FELT = 2.0**-40  # what the scores of smaller weights are wrong by does not matt
 
 
 @overload
-def forward(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[Options]) -> Float64: ...
+def forward(q: Array, k: Array, v: Array, *, return_lse: Literal[False] = False, **options: Unpack[ForwardOptions]) -> Float64: ...
 @overload
-def forward(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[Options]) -> tuple[Float64, Float64]: ...
+def forward(q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[ForwardOptions]) -> tuple[Float64, Float64]: ...
 @overload
-def forward(q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[Options]) -> Any: ...
+def forward(q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[ForwardOptions]) -> Any: ...
+@shown
 @np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def forward(
     q: Array,
@@ -44,21 +48,25 @@ def forward(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
     mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_grad: Callable[..., Any] | None = None,
+    dlse: None = None,
+    bias_grad: bool = False,
+    deterministic: bool = True,
     return_lse: bool = False,
     axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> Float64 | tuple[Float64, Float64]:
     """What `numba_flash.forward` means, computed in float64 with the whole N x N matrix: to compare with when a result is a surprise.
 
@@ -68,6 +76,8 @@ def forward(
         As given to `numba_flash.forward`. Arrays become float64 before any arithmetic; those on a GPU are copied to the host.
     return_lse : bool
         Also return the log-sum-exp of each row.
+    dlse, bias_grad, deterministic
+        Options of `backward`, as `numba_flash.forward` takes them: of no effect.
     precision, backend
         Checked, and ignored: there is one way to compute this, on the CPU. So the options of a call serve here, too. There is no `out`:
         results are float64, whatever the dtype of q is.
@@ -95,7 +105,10 @@ def forward(
     >>> bool(np.abs(o - o_ref).max() < 1e-3), bool(np.abs(lse - lse_ref).max() < 1e-5)
     (True, True)
     """
+    if unknown:
+        refuse(forward, unknown)
     return_lse, _ = checks.flag("return_lse", return_lse), check_backend(backend)
+    check_of_gradients(dlse, deterministic, bias_grad, bias)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     x, size = _adopted(named(axes), ForwardInputs, (q, k, v, bias, mask, q_lengths, kv_lengths))
     problem = bind(x.q, x.k, x.v, axes=x.AXES, **options_of(x, size, given))
@@ -118,6 +131,7 @@ def backward(
 def backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, *, bias_grad: bool, **options: Unpack[BackwardOptions]
 ) -> tuple[Float64, ...]: ...
+@shown
 @np.errstate(invalid="ignore", divide="ignore", over="ignore")
 def backward(
     do: Array,
@@ -129,12 +143,12 @@ def backward(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Array | None = None,
     mask: Array | BlockMask | None = None,
-    q_lengths: Array | None = None,
-    kv_lengths: Array | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
@@ -143,9 +157,11 @@ def backward(
     dlse: Array | None = None,
     bias_grad: bool = False,
     deterministic: bool = True,
+    return_lse: bool = False,
     axes: Order = "bhnd",
     precision: Precision | None = None,
     backend: Backend | None = None,
+    **unknown: Never,
 ) -> tuple[Float64, ...]:
     """What `numba_flash.backward` means: gradients of ``sum(do * o) + sum(dlse * lse)``, in float64 with the whole N x N matrix.
 
@@ -160,6 +176,8 @@ def backward(
         As given to `numba_flash.backward`.
     bias_grad : bool
         Also return the gradient with respect to the bias.
+    return_lse : bool
+        An option of `forward`, of no effect here.
     deterministic, precision, backend
         Checked, and ignored, as in `forward`: every sum has one order. But with ``precision="tf32"`` o and lse may be as wrong as
         products of numbers of 11 bits are.
@@ -200,8 +218,11 @@ def backward(
         ...
     ValueError: lse is not what forward returns for these arguments: lse[0, 0] is -0.1229, not 4.114; they may differ by 0.00016
     """
+    if unknown:
+        refuse(backward, unknown)
     bias_grad, _ = checks.flag("bias_grad", bias_grad), check_backend(backend)
     checks.flag("deterministic", deterministic)
+    checks.flag("return_lse", return_lse)
     given = Given(scale, causal, window, q_start, softcap, dropout, rng, score_mod, score_mod_grad, resolved(precision))
     x, size = _adopted(named(axes), BackwardInputs, (do, q, k, v, o, lse, dlse, bias, mask, q_lengths, kv_lengths))
     options = options_of(x, size, given) | {"axes": x.AXES}

@@ -5,6 +5,8 @@ before a bias is added. The same Python function is compiled into the CPU's and 
 captures or calls becomes constants of the compiled code (`numba_flash.captures`).
 """
 
+from __future__ import annotations
+
 import inspect
 import types
 from collections import OrderedDict
@@ -18,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from numba_flash import checks
 from numba_flash.captures import Capture
+from numba_flash.signatures import shown
 
 PARAMETERS = ("score", "b", "h", "i", "j")
 KEPT = 64  # functions that stay compiled
@@ -47,7 +50,7 @@ class ScoreMod:
         Calls with this function that were prepared (`numba_flash.call`).
     """
 
-    def __init__(self, fingerprint: str, function: Capture, gradient: Capture | None, relative: "_RowPerHead | None" = None):
+    def __init__(self, fingerprint: str, function: Capture, gradient: Capture | None, relative: _RowPerHead | None = None):
         self.fingerprint, self.function = fingerprint, function.function
         self.gradient = None if gradient is None else gradient.function
         self.adds = gradient is not None and gradient.fingerprint == _capture("score_mod_grad", _one).fingerprint
@@ -55,7 +58,7 @@ class ScoreMod:
         self.rows, self.prepared, self._checked = {}, {}, set()
 
     @classmethod
-    def bind(cls, function, gradient, dtype: str, heads: int) -> "ScoreMod | None":
+    def bind(cls, function, gradient, dtype: str, heads: int) -> ScoreMod | None:
         """Check the arguments score_mod and score_mod_grad for scores of inputs of that dtype, with so many query heads."""
         found = find(function, gradient)
         if isinstance(function, _RowPerHead):
@@ -263,6 +266,7 @@ class alibi(_RowPerHead):
 
     row, array = "slope", "slopes"
 
+    @shown
     def __init__(self, slopes: ArrayLike, q_start: int = 0):
         slopes, q_start = _numbers("slopes", slopes, 1, "(Hq,)"), checks.integer("q_start", q_start)
         index = _index(q_start)
@@ -297,6 +301,7 @@ class relative_position(_RowPerHead):
 
     row, array = "row", "table"
 
+    @shown
     def __init__(self, table: ArrayLike, q_start: int = 0):
         table, q_start = _numbers("table", table, 2, "(Hq, 2 R + 1)"), checks.integer("q_start", q_start)
         if table.shape[1] % 2 == 0:

@@ -80,6 +80,9 @@ class Backend:
     def backward(self, do, q, k, v, o, lse, **options):
         return self._or_another(numba_flash.backward, do, q, k, v, o, lse, **options)
 
+    def vjp(self, q, k, v, **options):
+        return self._or_skip(numba_flash.vjp, q, k, v, **options)
+
     def forward_packed(self, *arrays, **options):
         return self._or_skip(numba_flash.forward_packed, *arrays, **options)
 

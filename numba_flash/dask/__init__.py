@@ -6,23 +6,29 @@ of the gradients, since P = exp(s - lse) needs nothing but the lse over all keys
 that is a NumPy array, hides everything have no task. Trees have one shape for each chunking: equal chunks give equal bits.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import dask.array as da
 
-from numba_flash.annotations import State
+from numba_flash import checks
+from numba_flash.annotations import State, Window
+from numba_flash.arguments import check_of_gradients
 from numba_flash.dask.arguments import adopted, check_libraries, on_paper, refuse
 from numba_flash.dask.blocks import Grid
 from numba_flash.dask.graph import Graph
 from numba_flash.dask.tasks import added, attend, differentiate, log_sum, merged, nothing, rounded, rounded_o, zeros
 from numba_flash.precisions import Precision
 from numba_flash.problem import bind, bind_backward
+from numba_flash.signatures import shown
 
 __all__ = ["backward", "forward"]
 
 
+@shown
 def forward(
     q: da.Array,
     k: da.Array,
@@ -30,13 +36,15 @@ def forward(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Any = None,
     mask: Any = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: State | None = None,
+    dlse: None = None,
+    bias_grad: bool = False,
     return_lse: bool = False,
     precision: Precision | None = None,
     backend: str | None = None,
@@ -57,6 +65,8 @@ def forward(
         As `numba_flash.forward` takes them, of the whole sequences. The default of `precision` is that of this call, not of the time
         and place of a task. Dropout has the bits of one call; for that, all batch elements and heads have to be in one chunk, and chunks
         of k and v begin at multiples of 8.
+    dlse, bias_grad : None, bool
+        Options of `backward`, checked and of no effect here; dlse can only be None.
 
     Returns
     -------
@@ -84,9 +94,11 @@ def forward(
     >>> numba_flash.dask.forward(q, k, v, causal=True)
     dask.array<o, shape=(8, 4000, 64), dtype=float32, chunksize=(4, 1000, 64), chunktype=numpy.ndarray>
     """
-    refuse(others)
+    refuse(forward, others)
+    check_of_gradients(dlse, True, bias_grad, bias)
     given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
+    given = checks.plain_numbers(given)
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     every = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     paper = {name: on_paper(name, x) for name, x in every.items()}
@@ -105,6 +117,7 @@ def forward(
     return (o_array, graph.array("lse", lse, chunks, q, problem.lse_dtype)) if return_lse else o_array
 
 
+@shown
 def backward(
     do: da.Array,
     q: da.Array,
@@ -115,7 +128,7 @@ def backward(
     *,
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     bias: Any = None,
     mask: Any = None,
@@ -124,6 +137,7 @@ def backward(
     rng: State | None = None,
     dlse: da.Array | None = None,
     bias_grad: bool = False,
+    return_lse: bool = False,
     precision: Precision | None = None,
     backend: str | None = None,
     **others: Any,
@@ -140,6 +154,8 @@ def backward(
         Gradient with respect to lse.
     bias_grad : bool
         Also return the gradient with respect to the bias.
+    return_lse : bool
+        An option of `forward`, checked and of no effect here.
     q, k, v, scale, causal, window, q_start, bias, mask, softcap, dropout, rng, precision, backend
         As given to `forward`.
 
@@ -159,9 +175,11 @@ def backward(
     -----
     The part of a gradient that belongs to one pair of blocks is rounded to its dtype; parts are added in float32, in a fixed order.
     """
-    refuse(others)
+    refuse(backward, others)
+    checks.flag("return_lse", return_lse)
     given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
+    given = checks.plain_numbers(given)
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     rows = {"do": do, "q": q, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     every = rows | {"k": k, "v": v, "bias": bias, "mask": mask}

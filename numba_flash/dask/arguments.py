@@ -1,9 +1,12 @@
 """Arguments of a call, before anything is computed."""
 
+from collections.abc import Callable
+from typing import Any
+
 import dask.array as da
 import numpy as np
 
-from numba_flash import arrays, checks
+from numba_flash import arrays, checks, signatures
 from numba_flash.block_mask import BlockMask
 from numba_flash.options import SHARING
 
@@ -13,16 +16,18 @@ REFUSED = {
     "q_lengths": "chunks say where sequences end",
     "kv_lengths": "chunks say where sequences end; a mask (batch, 1, 1, Nk) hides padding",
     "deterministic": "gradients are added in a fixed order, so that equal chunks give equal bits",
+    "axes": "heads come before queries and keys; x.swapaxes(-3, -2) has them so",
     "out": "results are computed when they are asked for, into arrays of their own",
 }
 
 
-def refuse(others: dict) -> None:
-    """Raise if there is an argument that blocks have no use for."""
+def refuse(function: Callable[..., Any], others: dict) -> None:
+    """Raise if a public function is given an argument that blocks have no use for."""
     for name in others:
         if name in REFUSED:
             raise NotImplementedError(f"numba_flash.dask does not take {name}: {REFUSED[name]}")
-        raise TypeError(f"{name} is not an option of numba_flash.dask")
+    if others:
+        signatures.refuse(function, others)
 
 
 def adopted(name: str, x):

@@ -5,12 +5,15 @@ everybody at once where they are small. What a process computes with each part i
 `numba_flash.merge` puts results together; gradients of keys and values travel with them, and each process adds its share in float32.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
 import numpy as np
 
 from numba_flash import arrays, checks
+from numba_flash.annotations import State, Window
 from numba_flash.distributed import layouts, loops
 from numba_flash.distributed.agreement import adopted, agree, agree_on_parts, check_choice, communicator
 from numba_flash.distributed.carriers import compact, gather
@@ -18,10 +21,12 @@ from numba_flash.distributed.communicators import Communicator, Message, Mpi, Tr
 from numba_flash.distributed.nccl import Nccl
 from numba_flash.distributed.staged import Staged
 from numba_flash.precisions import Precision
+from numba_flash.signatures import shown
 
 __all__ = ["Communicator", "Message", "Mpi", "Nccl", "Staged", "Transfer", "backward", "forward", "positions", "shard", "unshard"]
 
 
+@shown
 def forward(
     q: Any,
     k: Any,
@@ -31,13 +36,14 @@ def forward(
     layout: str = "contiguous",
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     q_lengths: Any = None,
     kv_lengths: Any = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
+    dlse: None = None,
     return_lse: bool = False,
     algorithm: str | None = None,
     precision: Precision | None = None,
@@ -60,6 +66,8 @@ def forward(
     scale, causal, window, q_start, q_lengths, kv_lengths, softcap, dropout, rng
         As `numba_flash.forward` takes them, of the whole sequences; the same in all processes. Dropout has the bits of the whole, and needs
         parts of k that begin at multiples of 8.
+    dlse : None
+        An option of `backward`, of no effect here.
     return_lse : bool
         Also return the log-sum-exp of each row, which `backward` needs.
     algorithm : str, optional
@@ -99,13 +107,14 @@ def forward(
     given = {"layout": layout, "algorithm": algorithm, "scale": scale, "causal": causal, "window": window, "q_start": q_start}
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
-    given |= {"return_lse": return_lse}
-    call = agree("forward", comm, {"q": q, "k": k, "v": v}, given, others)
+    given |= {"dlse": dlse, "return_lse": return_lse}
+    call = agree(forward, comm, {"q": q, "k": k, "v": v}, given, others)
     with arrays.beside(call.arrays["q"]):
         o, lse = loops.forward(call)
     return (o, lse) if return_lse else o
 
 
+@shown
 def backward(
     do: Any,
     q: Any,
@@ -118,14 +127,15 @@ def backward(
     layout: str = "contiguous",
     scale: float | None = None,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
     q_start: int | None = None,
     q_lengths: Any = None,
     kv_lengths: Any = None,
     softcap: float | None = None,
     dropout: float = 0.0,
-    rng: tuple[int, int] | None = None,
+    rng: State | None = None,
     dlse: Any = None,
+    return_lse: bool = False,
     algorithm: str | None = None,
     precision: Precision | None = None,
     backend: str | None = None,
@@ -141,6 +151,8 @@ def backward(
         As `forward` returned it with ``return_lse=True``.
     dlse : array, shape (..., Hq, N of this process), optional
         Gradient with respect to lse.
+    return_lse : bool
+        An option of `forward`, checked and of no effect here.
     q, k, v, comm, layout, scale, causal, window, q_start, q_lengths, kv_lengths, softcap, dropout, rng, algorithm, precision, backend
         As given to `forward`.
 
@@ -162,12 +174,14 @@ def backward(
     given = {"layout": layout, "algorithm": algorithm, "scale": scale, "causal": causal, "window": window, "q_start": q_start}
     given |= {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "softcap": softcap, "backend": backend}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
+    given |= {"return_lse": return_lse}
     arguments = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-    call = agree("backward", comm, arguments, given, others)
+    call = agree(backward, comm, arguments, given, others)
     with arrays.beside(call.arrays["q"]):
         return loops.backward(call)
 
 
+@shown
 def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> Any:
     """The part of a whole array that belongs to this process.
 
@@ -194,6 +208,7 @@ def shard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> A
         return x.take(own, axis)
 
 
+@shown
 def unshard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) -> Any:
     """The whole array, in each process, of which each has the part that `shard` made.
 
@@ -222,6 +237,7 @@ def unshard(x: Any, *, comm: Any, layout: str = "contiguous", axis: int = -2) ->
         return whole.reshape(len(whole), *rows.shape[1:]).swapaxes(0, axis)
 
 
+@shown
 def positions(n: int, *, comm: Any, layout: str = "contiguous") -> Any:
     """Which positions of a sequence of length n belong to this process, in the order in which it has them.
 

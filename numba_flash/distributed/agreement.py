@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays, checks
+from numba_flash import arrays, checks, signatures
+from numba_flash.arguments import check_of_gradients
 from numba_flash.distributed import layouts
 from numba_flash.distributed.communicators import Communicator, Mpi, share
 from numba_flash.distributed.layouts import Chunk
@@ -20,6 +21,7 @@ REFUSED = {
     "score_mod": "it gets the numbers of queries and keys, which a part does not know",
     "score_mod_grad": "there is no score_mod",
     "bias_grad": "there is no bias",
+    "axes": "heads come before queries and keys; x.swapaxes(-3, -2) has them so",
     "out": "results are made of parts in arrays of their own",
     "deterministic": "gradients are added in a fixed order, so that equal calls give equal bits",
 }
@@ -61,13 +63,13 @@ class Call(NamedTuple):
     algorithm: str | None
 
 
-def agree(kind: str, comm: Any, arguments: dict, given: dict, others: dict) -> Call:
+def agree(function: Callable[..., Any], comm: Any, arguments: dict, given: dict, others: dict) -> Call:
     """The call, if all processes make the same one.
 
     Parameters
     ----------
-    kind : str
-        The function.
+    function : callable
+        The public one that is called.
     comm : object
         The processes, as the user gave them.
     arguments : dict
@@ -85,7 +87,7 @@ def agree(kind: str, comm: Any, arguments: dict, given: dict, others: dict) -> C
         Another process cannot take part.
     """
     comm = communicator(comm)
-    own, sizes = _together(comm, lambda: _described(kind, comm, arguments, given, others))
+    own, sizes = _together(comm, lambda: _described(function, comm, arguments, given, others))
     return _bound(comm, own.arrays, own.given, sizes)
 
 
@@ -174,14 +176,17 @@ class _Said(NamedTuple):
                 yield name, self.same.get(name), other.same.get(name)
 
 
-def _described(kind: str, comm: Communicator, arguments: dict, given: dict, others: dict) -> tuple[_Own, _Said]:
+def _described(function: Callable[..., Any], comm: Communicator, arguments: dict, given: dict, others: dict) -> tuple[_Own, _Said]:
     """What this process computes with, and what it says of that."""
     named = {name: None if x is None else adopted(name, x) for name, x in arguments.items()}
     for name in others:
         if name in REFUSED:
             raise NotImplementedError(f"numba_flash.distributed does not take {name}: {REFUSED[name]}")
-        raise TypeError(f"{name} is not an option of numba_flash.distributed")
+    if others:
+        signatures.refuse(function, others)
     checks.flag("return_lse", given.get("return_lse", False))
+    check_of_gradients(given.get("dlse"), True)
+    given = checks.plain_numbers(given)
     check_choice("layout", given["layout"], layouts.LAYOUTS)
     check_choice("algorithm", given["algorithm"], (*ALGORITHMS, None))
     problem = _problem(named, given, {}, {name: x for name, x in _lengths(given).items() if x is not None})
@@ -191,7 +196,7 @@ def _described(kind: str, comm: Communicator, arguments: dict, given: dict, othe
     same = {name: value for name, value in given.items() if "lengths" not in name}
     same |= {name: None if x is None else x.tolist() for name, x in _lengths(given).items()}
     same |= {name: _without(x, -1 if name in LOG_SUMS else -2) for name, x in named.items() if x is not None}
-    return _Own(named, given), _Said(kind, same, (named["q"].shape[-2], named["k"].shape[-2]))
+    return _Own(named, given), _Said(function.__name__, same, (named["q"].shape[-2], named["k"].shape[-2]))
 
 
 def _without(x: Any, axis: int) -> str:
@@ -262,7 +267,7 @@ def _check_starts(columns: tuple[tuple[Chunk, ...], ...]) -> None:
 
 def _lengths(given: dict) -> dict:
     """Lengths on the host, as far as there are."""
-    return {name: None if given[name] is None else _on_host(arrays.adopt(given[name])) for name in ("q_lengths", "kv_lengths")}
+    return {name: None if given[name] is None else _on_host(checks.adopt(name, given[name])) for name in ("q_lengths", "kv_lengths")}
 
 
 def _on_host(x: Any) -> np.ndarray:

@@ -207,7 +207,7 @@ def test_short_sequences_are_gathered():
 
     def chosen(comm, n, algorithm):
         x = np.empty((2, n // comm.size, 64), np.float32)
-        call = agreement.agree("forward", comm, {"q": x, "k": x, "v": x}, {**GIVEN, "algorithm": algorithm}, {})
+        call = agreement.agree(nd.forward, comm, {"q": x, "k": x, "v": x}, {**GIVEN, "algorithm": algorithm}, {})
         return type(carriers.carrier(call, x, x))
 
     for n, algorithm, expected in ((1024, None, "gather"), (1026, None, "ring"), (1024, "ring", "ring"), (1026, "gather", "gather")):
@@ -215,6 +215,23 @@ def test_short_sequences_are_gathered():
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_set_of_options_serves_both_passes():
+    """Numbers are the same, in whatever form each process has them."""
+    inputs = problem()
+    forms = {"window": ((5, 3), [5, 3]), "q_start": (-4, np.array(-4)), "scale": (0.5, np.array(0.5)), "kv_lengths": (LENGTHS, [25, 40])}
+
+    def call(comm):
+        both = {name: form[comm.rank] for name, form in forms.items()} | {"dlse": None, "return_lse": True, "comm": comm}
+        do, q, k, v = (nd.shard(x, comm=comm) for x in inputs)
+        o, lse = nd.forward(q, k, v, **both)
+        return whole(comm, "contiguous", (o, lse, *nd.backward(do, q, k, v, o, lse, **both)))
+
+    expected = alone(inputs, **{name: form[0] for name, form in forms.items()})
+    for results in together(2, call):
+        for x, y in zip(results, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
 
 
 def errors(size, call) -> list:
@@ -266,13 +283,23 @@ WRONG = {
     "a layout": ({"layout": "ring"}, ValueError, "^layout must be one of 'contiguous', 'zigzag'; got 'ring'"),
     "an algorithm": ({"algorithm": "tree"}, ValueError, "^algorithm must be one of 'ring', 'gather', None; got 'tree'"),
     "a mask": ({"mask": np.ones((40, 40), bool)}, NotImplementedError, "^numba_flash.distributed does not take mask: each process"),
+    "an option of gradients": ({"dlse": 1.0}, TypeError, "^dlse must be None in a forward pass"),
+    "an option of another library": (
+        {"is_causal": True},
+        TypeError,
+        r"^numba_flash\.distributed\.forward\(\) got .*did you mean causal=True",
+    ),
     "a flag": ({"return_lse": 1}, TypeError, "^return_lse must be True or False"),
     "a tracer": (
         {"q": type("Tracer", (), {"__dlpack__": lambda *x, **y: 1 / 0, "__dlpack_device__": lambda x: (1, 0)})()},
         TypeError,
         "^q cannot",
     ),
-    "no option": ({"colour": 1}, TypeError, "^colour is not an option of numba_flash.distributed"),
+    "no option": (
+        {"colour": 1},
+        TypeError,
+        r"^numba_flash\.distributed\.forward\(\) got an unexpected keyword argument 'colour'; the options are comm, layout, scale, ",
+    ),
     "lengths": ({"kv_lengths": np.array([1])}, ValueError, "^kv_lengths"),
 }
 

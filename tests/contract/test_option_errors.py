@@ -80,7 +80,14 @@ BAD = {
     ),
     "lengths: shape": ({"q_lengths": np.array([1, 2, 3])}, ValueError, r"^q_lengths\.shape \(3,\) must equal q\.shape\[:-3\] \(2,\)"),
     "lengths: floats": ({"kv_lengths": np.array([1.0, 2.0])}, TypeError, r"^kv_lengths\.dtype \(float64\) must be an integer dtype"),
-    "lengths: a list": ({"kv_lengths": [1, 2]}, TypeError, r"^kv_lengths must be a NumPy or CuPy array, .*; got list"),
+    "lengths: a list of floats": ({"kv_lengths": [1, 2.5]}, TypeError, r"^kv_lengths\.dtype \(float64\) must be an integer dtype"),
+    "lengths: a list of flags": ({"kv_lengths": [True, False]}, TypeError, r"^kv_lengths\.dtype \(bool\) must be an integer dtype"),
+    "lengths: a list of lists": ({"q_lengths": [[1], [2]]}, ValueError, r"^q_lengths\.shape \(2, 1\) must equal q\.shape\[:-3\] \(2,\)"),
+    "lengths: a ragged list": (
+        {"kv_lengths": [[1], [2, 3]]},
+        ValueError,
+        r"^kv_lengths must be an array, or lists of integers of one length",
+    ),
     "softcap: zero": ({"softcap": 0.0}, ValueError, r"^softcap must be positive, or None; got 0\.0"),
     "softcap: negative": ({"softcap": -3}, ValueError, r"^softcap must be positive, or None; got -3"),
     "softcap: NaN": ({"softcap": float("nan")}, ValueError, r"^softcap must be finite; got nan"),
@@ -146,7 +153,7 @@ BAD = {
             TypeError,
             r"^mask\.block_size must be an integer or a tuple \(queries, keys\); got \(2, 2, 2\)",
         ),
-        (ones(2, 2, dtype=bool), [2, 2], TypeError, r"^mask\.block_size must be an integer"),
+        (ones(2, 2, dtype=bool), [2, 2.0], TypeError, r"^mask\.block_size must be an integer"),
     ],
 )
 def test_block_mask(blocks, size, error, pattern):
@@ -250,7 +257,8 @@ def packed(**changes):
         ({"q_offsets": np.array([1, 2, 5])}, ValueError, r"^q_offsets must go from 0 to q\.shape\[0\] \(5\); it goes from 1 to 5"),
         ({"k_offsets": np.array([0, 2, 5])}, ValueError, r"^k_offsets must go from 0 to k\.shape\[0\] \(6\); it goes from 0 to 5"),
         ({"k_offsets": np.array([0.0, 2, 6])}, TypeError, r"^k_offsets\.dtype \(float64\) must be an integer dtype"),
-        ({"k_offsets": [0, 2, 6]}, TypeError, r"^k_offsets must be a NumPy or CuPy array, .*; got list"),
+        ({"k_offsets": [0, 2, 5]}, ValueError, r"^k_offsets must go from 0 to k\.shape\[0\] \(6\); it goes from 0 to 5"),
+        ({"k_offsets": {0: 6}}, TypeError, r"^k_offsets must be a NumPy or CuPy array, .*; got dict"),
         ({"k_offsets": np.array([[0, 2, 6]])}, ValueError, r"^k_offsets must have shape \(sequences \+ 1,\); got \(1, 3\)"),
         ({"q_offsets": np.array([], int)}, ValueError, r"^q_offsets must have shape \(sequences \+ 1,\); got \(0,\)"),
         ({"q": ones(1, 5, 2, 4)}, ValueError, r"^q must have 3 dimensions \(tokens, heads, head_dim\); got shape \(1, 5, 2, 4\)"),
@@ -304,7 +312,8 @@ def planned(q, k_pages, v_pages, **options):
         ({"v_pages": ones(6, 2, 3, 6)}, ValueError, r"^v_pages\.shape\[:-1\] \(6, 2, 3\) must equal k_pages\.shape\[:-1\] \(5, 2, 3\)"),
         ({"k_pages": ones(5, 2, 0, 8), "v_pages": ones(5, 2, 0, 6)}, ValueError, r"^k_pages\.shape\[2\] \(0\), .* must be at least 1"),
         ({"v_pages": ones(5, 2, 3, 300)}, ValueError, r"^v_pages\.shape\[-1\] \(300\) must be between 1 and 256"),
-        ({"page_table": [[0, 1], [2, 3]]}, TypeError, r"^page_table must be a NumPy or CuPy array, .*; got list"),
+        ({"page_table": [[0, 1, 1], [5, 0, 0]]}, ValueError, r"page_table\[1, 0\] is 5"),
+        ({"page_table": "0"}, TypeError, r"^page_table must be a NumPy or CuPy array, .*; got str"),
         ({"page_table": np.zeros((2, 3), np.uint32)}, TypeError, r"^page_table\.dtype \(uint32\) must be int32 or int64"),
         (
             {"page_table": np.zeros((3, 3), int)},
@@ -415,8 +424,8 @@ def test_merge(arguments, error, pattern):
 @pytest.mark.parametrize(
     ("shape", "options", "error", "pattern"),
     [
-        ([2, 3], {}, TypeError, r"^shape must be a tuple \(\.\.\., Hq, Nq, Nk\) of at least two sizes; got \[2, 3\]"),
-        ((2,), {}, TypeError, r"^shape must be a tuple"),
+        (3, {}, TypeError, r"^shape must be a tuple \(\.\.\., Hq, Nq, Nk\); got 3"),
+        ((2,), {}, ValueError, r"^shape must be a tuple \(\.\.\., Hq, Nq, Nk\) of at least two sizes; got \(2,\)"),
         ((2.0, 3), {}, TypeError, r"^shape\[0\] must be an integer; got 2\.0"),
         ((-2, 3), {}, ValueError, r"^shape must hold sizes >= 0; got \(-2, 3\)"),
         ((2, 3), {"dropout": 2.0}, ValueError, r"^dropout must be in \[0, 1\); got 2\.0"),

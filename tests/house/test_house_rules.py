@@ -50,7 +50,7 @@ TIERS = {name.removesuffix("/tier.py").replace("/", ".") for name in FILES if na
 # From the top: a module imports from its own layer and from those below. What flows down through them is a problem on arrays.
 LAYERS = (
     "__main__ warmup bench dask distributed",
-    "__init__ diagnose packed paged planning api arguments annotations merge dropout reference",
+    "__init__ diagnose vjp packed paged planning api arguments annotations merge dropout reference",
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
@@ -63,7 +63,7 @@ LAYERS = (
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
     "problem options scoremod captures rng block_mask oracle",
     "pages",
-    "arrays checks axes band ledger overlap precisions mask numeric disk durations notice fingerprint",
+    "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk durations notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
@@ -179,7 +179,7 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
     speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
-    speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py"}
+    speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py", "signatures.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     speakers |= {"reference.py"}  # o= and lse=, which are not what they should be
     for name, tree in TREES.items():
@@ -262,7 +262,7 @@ def test_functions_are_short(name):
 
 @every_file
 def test_functions_have_few_parameters(name):
-    public = ("api.py", "reference.py", "packed.py", "paged.py", "planning.py", "dask/__init__.py", "distributed/__init__.py")
+    public = ("api.py", "reference.py", "packed.py", "paged.py", "planning.py", "vjp.py", "dask/__init__.py", "distributed/__init__.py")
     exempt = kernel_names(TREES[name]) | (set(numba_flash.__all__) if name in public else set())
     counts = {f.name: len(parameters(f)) for f in functions(TREES[name])}
     assert {f: n for f, n in counts.items() if n > 12 and f not in exempt} == {}

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import numba_flash
+from numba_flash.annotations import ForwardOptions
 from numba_flash.plan import Plan
 
 
@@ -56,7 +57,23 @@ def numpy(x: NDArray[np.float64], lengths: NDArray[np.int64], rectify: Callable[
     assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, backend="cpu"), tuple[gradient, gradient, gradient])
     assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, bias_grad=True), tuple[gradient, gradient, gradient, gradient])
     assert_type(numba_flash.reference.backward(x, x, x, x, o, lse, bias_grad=flag), tuple[gradient, ...])
+    o, pullback = numba_flash.vjp(x, x, x, causal=True, deterministic=False, axes="bnhd")
+    assert_type(o, NDArray[np.float64])
+    assert_type(pullback(o), tuple[gradient, gradient, gradient])
+    o, lse, pullback = numba_flash.vjp(x, x, x, return_lse=True)
+    assert_type(pullback(o, dlse=lse), tuple[gradient, gradient, gradient])
+    o, lse, pullback_of_bias = numba_flash.vjp(x, x, x, bias=x, bias_grad=True, return_lse=True)
+    assert_type(pullback_of_bias(o, lse), tuple[gradient, gradient, gradient, NDArray[Any]])
+    assert_type(numba_flash.vjp(x, x, x, bias=x, bias_grad=True)[1](o)[3], NDArray[Any])
+    assert_type(numba_flash.vjp(x, x, x, return_lse=flag), tuple[Any, ...])
+    assert_type(numba_flash.get_precision(), Literal["float32", "ieee", "tf32"])
+    numba_flash.plan(x, x, x, kind="backward", bias=x, bias_grad=True, dlse=True, page_table=None)
     assert_type(numba_flash.show_config(), None)
+    assert_type(numba_flash.forward(x, x, x, window=[3, 3], kv_lengths=[3, 4], rng=[1, 2]), NDArray[np.float64])
+    both: ForwardOptions = {"causal": True, "deterministic": False, "bias_grad": False, "dlse": None}
+    numba_flash.forward(x, x, x, **both)
+    numba_flash.backward(x, x, x, x, o, lse, causal=True, return_lse=True)
+    numba_flash.backward_packed(x, x, x, x, o, lse, [0, 3], (0, 3), return_lse=True)
     assert_type(numba_flash.set_precision("tf32"), None)
     with numba_flash.use_precision("ieee"):
         numba_flash.forward_packed(x, x, x, lengths, lengths, precision="float32")
@@ -110,11 +127,17 @@ o, lse = numba_flash.forward(x, x, x, return_lse=True).T  # attr-defined: "tuple
 numba_flash.forward(x, x, x).size()  # operator: "int" not callable
 a, b = numba_flash.backward(x, x, x, x, x, x)  # misc: 2 expected, 3 provided
 c, d, e = numba_flash.backward(x, x, x, x, x, x, bias=x, bias_grad=True)  # misc: 3 expected, 4 provided
-numba_flash.forward_packed(x, x, x, [0, 3], lengths)  # call-overload: "list[int]"
+numba_flash.forward_packed(x, x, x, 3, lengths)  # call-overload: "int"
 numba_flash.forward_packed(x, x, x, lengths, lengths, bias=x)  # call-overload: Unexpected keyword argument "bias"
 f, g = numba_flash.backward_packed(x, x, x, x, x, x, lengths, lengths)  # misc: 2 expected, 3 provided
+g, h, i = numba_flash.vjp(x, x, x)  # misc: 3 expected
+numba_flash.vjp(x, x, x)[1](x)[3]  # misc: out of range
+numba_flash.vjp(x, x, x, out=x)  # call-overload: "out"
+numba_flash.plan(x, x, x, kind="both")  # arg-type: expected "Literal['forward', 'backward']"
 numba_flash.merge(x, x)  # call-overload: No overload variant of "merge"
-numba_flash.dropout_mask([3, 4], dropout=0.5, rng=(1, 2))  # arg-type: "list[int]"; expected "tuple[int, ...]"
+numba_flash.dropout_mask(3, dropout=0.5, rng=(1, 2))  # arg-type: "int"; expected "tuple[int, ...] | list[int]"
+numba_flash.dropout_mask((3, 4), dropout=0.5, rng=(1, 2), p=0.5)  # arg-type: expected "Never"
+numba_flash.forward(x, x, x, dlse=x)  # call-overload: argument type
 numba_flash.plan(x, x, x, backend="gpu")  # arg-type: expected "Literal['sm90', 'sm80', 'simt', 'cpu'] | None"
 numba_flash.forward(x, x, x, precision="tf16")  # call-overload: "str"
 numba_flash.set_precision("tf16")  # arg-type: expected "Literal['float32', 'ieee', 'tf32']"
@@ -146,7 +169,7 @@ def test_a_right_script_has_no_errors(complaints):
 @run_once
 def test_a_wrong_script_has_the_errors_that_it_should(complaints):
     expected = [(n, *re.search(r"# ([\w-]+): (.*)$", line).groups()) for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line]
-    assert len(expected) == 23
+    assert len(expected) == 29
     assert sorted({(line, code) for line, code, _ in complaints["wrong"]}) == sorted((line, code) for line, code, _ in expected)
     for line, _, text in expected:
         assert any(text in message for at, _, message in complaints["wrong"] if at == line), (line, text)
@@ -162,12 +185,13 @@ def test_the_marker_of_a_typed_package_is_installed():
 @pytest.mark.parametrize(
     ("function", "options", "others"),
     [
-        (numba_flash.forward, annotations.Options, {"return_lse", "out"}),
+        (numba_flash.forward, annotations.ForwardOptions, {"return_lse", "out"}),
         (numba_flash.backward, annotations.BackwardOptions, {"bias_grad", "out"}),
-        (numba_flash.reference.forward, annotations.Options, {"return_lse"}),
+        (numba_flash.vjp, annotations.VjpOptions, {"bias_grad", "return_lse"}),
+        (numba_flash.reference.forward, annotations.ForwardOptions, {"return_lse"}),
         (numba_flash.reference.backward, annotations.BackwardOptions, {"bias_grad"}),
-        (numba_flash.plan, annotations.Options, {"page_table", "kind", "return_lse", "dlse", "bias_grad", "deterministic"}),
-        (numba_flash.forward_packed, annotations.PackedOptions, {"return_lse", "out"}),
+        (numba_flash.plan, annotations.Options, {"page_table", "kind", "return_lse", "dlse", "bias_grad"}),
+        (numba_flash.forward_packed, annotations.PackedForwardOptions, {"return_lse", "out"}),
         (numba_flash.forward_paged, annotations.PagedOptions, {"return_lse", "out"}),
         (numba_flash.backward_packed, annotations.PackedBackwardOptions, {"out"}),
     ],
