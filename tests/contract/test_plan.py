@@ -31,6 +31,16 @@ def test_a_plan_of_gradients_says_what_runs():
     assert str(plan) == f"{runs}\n  scratch memory: {plan.scratch / 2**10:.4g} KiB"
 
 
+def taken(call) -> int:
+    """Bytes that are allocated at the same time, beside results."""
+    call()
+    tracemalloc.start()
+    results = call()
+    peak = tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
+    tracemalloc.stop()
+    return peak
+
+
 CASES = {
     "forward": ("forward", {}, {}),
     "forward with lse": ("forward", {"return_lse": True}, {}),
@@ -62,13 +72,21 @@ def test_scratch_memory_is_what_a_call_takes(name, limit, monkeypatch):
     else:
         call = lambda: numba_flash.backward(do, q, k, v, o, lse, backend="cpu", **options)
     monkeypatch.setattr(tier, "_run", lambda *arguments: None)
-    call()
-    tracemalloc.start()
-    results = call()
-    peak = tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
-    tracemalloc.stop()
+    peak = taken(call)
     assert peak <= plan.scratch + 2**16
     assert plan.scratch <= (2 if "lengths" in name else 1) * peak + 4 * ALIGNMENT
+
+
+def test_shorter_sequences_take_no_more_than_is_foretold(monkeypatch):
+    """Of the longest one two heads at a time fit in the buffer, of these three."""
+    q, k, v, do = random_inputs(batch=(2,), hq=3, hk=3, nq=700, nk=700, d=256)
+    options = {"q_lengths": np.array([500, 500]), "backend": "cpu"}
+    o, lse = numba_flash.forward(q, k, v, return_lse=True, **options)
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", int(2.5 * 700 * 3 * 256 * 4))
+    monkeypatch.setattr(tier, "_run", lambda *arguments: None)
+    plan = numba_flash.plan(q, k, v, kind="backward", **options)
+    peak = taken(lambda: numba_flash.backward(do, q, k, v, o, lse, **options))
+    assert 3 * 500 * 3 * 256 * 4 < peak < plan.scratch + 2**16
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])

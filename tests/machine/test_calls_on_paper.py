@@ -174,3 +174,31 @@ def test_calls_allocate_what_was_foretold(backend, count, monkeypatch):
                 with in_place_of_launches(nothing, multiprocessors, capability), monkeypatch.context() as own:
                     seen += check_plans(inputs, options, backend, Foretold(own))
     assert seen > count
+
+
+WHOLE_OR_IN_PARTS = {
+    "few queries": ("simt", (64, 4, 1, 32), 20, "float32", {}),
+    "few queries of one head": ("simt", (1, 1, 1, 32), 3000, "float32", {}),
+    "a mask on Hopper": ("sm90", (64, 4, 128, 64), 128, "float16", {"mask": np.ones((128, 128), bool)}),
+    "a mask of one head": ("sm90", (1, 1, 128, 64), 4096, "float16", {"mask": np.ones((128, 4096), bool)}),
+    "float32 on Hopper": ("sm90", (64, 4, 128, 64), 128, "float32", {}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_OR_IN_PARTS)
+def test_what_parts_of_keys_would_need_is_foretold_where_there_are_parts(name, monkeypatch):
+    backend, (*heads, nq, d), nk, dtype, options = WHOLE_OR_IN_PARTS[name]
+    q, do, k, v = (np.zeros((*heads, n, d), dtype) for n in (nq, nq, nk, nk))
+    with in_place_of_launches(lambda prepared: lambda *operands, **more: None, 4, (9, 0)):
+        check_plans((q, k, v, do), options, backend, Foretold(monkeypatch))
+
+
+def test_what_goes_to_out_by_way_of_another_array_is_foretold(monkeypatch):
+    """The copy engine cannot write every second column."""
+    q = np.zeros((64, 4, 128, 64), np.float16)
+    out = np.zeros((64, 4, 128, 128), np.float16)[..., ::2]
+    foretold = Foretold(monkeypatch)
+    with in_place_of_launches(lambda prepared: lambda *operands, **more: None, 4, (9, 0)):
+        numba_flash.forward(q, q, q, out=out, backend="sm90")
+    (only,) = foretold.calls
+    assert only.foretold == sum(only.arrays) == q.nbytes
