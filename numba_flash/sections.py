@@ -31,8 +31,8 @@ class Cut(NamedTuple):
 
 # How far from the last axis each of `AXES` is, in arrays by their names; those of all others are like those of q.
 PLACES = {
-    **dict.fromkeys(("lse", "dlse"), {"b0": 4, "b1": 3, "heads": 2}),
-    **dict.fromkeys(("q_lengths", "kv_lengths"), {"b0": 2, "b1": 1}),
+    **{name: {"b0": 4, "b1": 3, "heads": 2} for name in ("lse", "dlse")},
+    **{name: {"b0": 2, "b1": 1} for name in ("q_lengths", "kv_lengths")},
 }
 OF_SCORES = {"b0": 5, "b1": 4, "heads": 3}
 OF_KEYS = ("k", "v", "dk", "dv")
@@ -40,11 +40,11 @@ OF_KEYS = ("k", "v", "dk", "dv")
 
 def room(inputs) -> int:
     """Bytes that sums may take: as many as the inputs, where these are large."""
-    return max(MOST, sum(map(_size, inputs)))
+    return max(MOST, sum(_size(x if isinstance(x, Layout) else Layout.of(x)) for x in inputs))
 
 
 def _size(x) -> int:
-    """Bytes of an array or layout; what an axis repeats counts once."""
+    """Bytes of a layout; what an axis repeats counts once."""
     return 0 if x is None else x.dtype.itemsize * math.prod(n for n, stride in zip(x.shape, x.strides, strict=True) if stride or not n)
 
 

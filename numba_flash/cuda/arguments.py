@@ -20,6 +20,8 @@ SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where f
 FACTORS = SPLIT[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
 OF_DBIAS = ("factors", "flags")  # for the gradient of a bias, which leaves flagged heads out
+# In which base kernels of a backward pass get the lse, and whether their P of float16 is raised.
+BASE_E, BASE_2, RAISED_BASE_2 = "base e", "base 2", "base 2, raised"
 FLAGS = ("flags",)  # of it, where a kernel computes the heads alone that are flagged
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numba_flash.cuda.arguments import arrays_of
 
 FEW, MANY = 16, 512  # queries of a head, and keys
+MOST_BLOCKS, SHORTEST = 2**31 - 1, 32  # of a grid; rows of a block, at least
 # Queries of all heads that share keys whose dQ a warp has registers for, by head dimension.
 MOST_GRADIENT_ROWS = {64: 32, 128: 16}
 # What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.
@@ -65,6 +66,25 @@ def items(problem, rows: int, heads: int, block: int) -> int:
     """Blocks of rows of all heads of all batch elements."""
     batches = 1 if problem.options.packed else math.prod(problem.batch)
     return batches * heads * blocks(problem, rows, block)
+
+
+def too_many_blocks(problem) -> str | None:
+    """Why a problem has more blocks of rows than kernels can number, or None."""
+    p = problem
+    count = max(items(p, p.nq, p.hq, SHORTEST), items(p, p.nk, p.hk, SHORTEST))
+    if count <= MOST_BLOCKS:
+        return None
+    return f"numbers at most {MOST_BLOCKS} blocks of rows; of {SHORTEST} rows, these are {count}"
+
+
+def tiles_in_band(problem, block_m: int, block_n: int) -> int:
+    """Tiles of scores of a head that the band does not hide, of the longest possible sequence."""
+    p, rows = problem, np.arange(0, problem.nq, block_m)
+    if p.options.sequences:  # each has its band
+        return len(rows) * blocks(p, p.nk, block_n)
+    first = np.clip(p.low + rows, 0, p.nk) // block_n
+    last = -(-np.clip(p.high + np.minimum(rows + block_m, p.nq), 0, p.nk) // block_n)
+    return int(np.maximum(last - first, 0).sum())
 
 
 def lengths_shape(problem) -> int | tuple[int, int]:

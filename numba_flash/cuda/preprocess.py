@@ -7,8 +7,8 @@ import sys
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import early, ptx, schedule
+from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, extras_type
 from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
-from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
@@ -57,23 +57,22 @@ def build(
     sum_bytes,
     ordered,
     chunked,
-    base_2,
+    lse_in,
     options,
     threads,
     copies=False,
     begins_early=False,
-    raised=False,
 ):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
 
-    lse2 = lse log2(e), or lse unless in `base_2`, but +inf for a row that saw nothing or does not
+    lse2 = lse log2(e), or lse if `lse_in` is BASE_E, but +inf for a row that saw nothing or does not
     exist, so that its P is 0; rounded up, so that P of a large lse is not too large,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
     and flags = 0, one per row block, or as many for each with `copies`, and one more, and unless
     `ordered` dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
-    If `raised`, what is made of them is P times 2^`numba_flash.cuda.softmax.raised_backward`, and
+    If it is RAISED_BASE_2, what is made of them is P times 2^`numba_flash.cuda.softmax.raised_backward`, and
     dS as it is: lse2 is lower by that power, and delta is divided by it.
     With `begins_early`, which needs compute capability 9.0, it may be launched early
     (`numba_flash.cuda.early`).
@@ -99,9 +98,9 @@ def build(
     CHUNKS = -(-head_dim_v // CHUNK)
     FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
-    SUM_BYTES, BYTES, UNIT = sum_bytes, ACC.bitwidth // 8, LOG2E if base_2 else 1.0
-    RAISED = raised_backward(dtype == "bfloat16") if raised else 0.0
-    BASE_2, LOWERED = base_2 and not DOUBLE, 2.0**-RAISED
+    SUM_BYTES, BYTES, UNIT = sum_bytes, ACC.bitwidth // 8, 1.0 if lse_in == BASE_E else LOG2E
+    RAISED = raised_backward(dtype == "bfloat16") if lse_in == RAISED_BASE_2 else 0.0
+    IN_BASE_2, LOWERED = lse_in != BASE_E and not DOUBLE, 2.0**-RAISED
     ROWS_BYTES, LEAST = BYTES * block_m, -sys.float_info.max if DOUBLE else LEAST_FLOAT32
     STEP = threads // LANES  # rows that a block has a thread for each chunk of
     BATCHED = chunked and not SPLIT
@@ -199,7 +198,7 @@ def build(
                         shift -= extras.shifts[b0, b1, h, first_row + r]
                         delta /= factors[2] * factors[3]
                     delta *= ACC(LOWERED)
-                    if BASE_2:
+                    if IN_BASE_2:
                         shift = ptx.fma_up(shift, f32(UNIT), f32(-RAISED))
                     else:
                         shift *= ACC(UNIT)

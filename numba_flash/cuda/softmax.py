@@ -30,7 +30,7 @@ from numba_flash.cuda.fragment import (
     row_maximum,
     row_maximum_float64,
 )
-from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, u32
+from numba_flash.cuda.lang import cuda, f32, f64, inline, once
 
 LAZY = 2.0
 # Where options change scores, of which the largest of a row's tiles differ more.
@@ -280,48 +280,6 @@ def build_exponentials(
             by_products(s, m_i, l_i, scale_log2)
 
     return exponentials
-
-
-class Power(NamedTuple):
-    """Powers of two of a warp: `up` brings its numbers near the end of float16, `down` back."""
-
-    up: float
-    down: float
-
-
-TOP_OF_POWER, EXPONENT, LEAST_EXPONENT = 14, 0x7F800000, 40
-
-
-@inline
-def power_below(largest):
-    """The `Power` for numbers of which this is the largest absolute one, and finite."""
-    exponent = i32(u32(ptx.as_uint32(largest) & u32(EXPONENT)) >> u32(23))
-    exponent = max(exponent, i32(LEAST_EXPONENT))  # its powers are normal numbers, too
-    up = ptx.as_float32(u32(u32(254 + TOP_OF_POWER - exponent) << u32(23)))
-    return Power(up, ptx.as_float32(u32(u32(exponent - TOP_OF_POWER) << u32(23))))
-
-
-@once
-def build_power(count):
-    """``power_of(x)``: the `Power` for `count` numbers of each lane of a warp, all finite;
-    ``largest_of(x)``, the largest absolute one.
-    """
-    COUNT = count
-
-    @inline
-    def largest_of(x):
-        largest = f32(0)
-        for e in range(COUNT):
-            largest = ptx.maximum(largest, abs(x[e]))
-        for fold in range(5):
-            largest = ptx.maximum(largest, cuda.shfl_xor_sync(ALL_LANES, largest, 1 << fold))
-        return largest
-
-    @inline
-    def power_of(x):
-        return power_below(largest_of(x))
-
-    return power_of, largest_of
 
 
 @once

@@ -27,7 +27,7 @@ import numba_flash
 from numba_flash import call, reference
 from numba_flash.cuda import compile, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding, prepare_temporaries
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
@@ -483,7 +483,7 @@ def run(problem: Problem, seed: int) -> None:
             for b, length in enumerate(p.options[name]):
                 x[b, :, length:] = np.nan
     prepare_backward_sm80.copies_of_sums = lambda *problem: p.copies
-    prepare_backward.WORKSPACE, prepare_backward.MOST_WORKSPACE, prepare_backward.FEWEST_BLOCKS = 0, 0, p.key_blocks
+    prepare_temporaries.WORKSPACE, prepare_temporaries.MOST_WORKSPACE, prepare_temporaries.FEWEST_BLOCKS = 0, 0, p.key_blocks
     prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
     if p.rounds:
         prepare_backward.MOST_ITEMS_EARLY, prepare_rounding.rounds = 0, lambda *_: True

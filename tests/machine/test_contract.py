@@ -23,7 +23,7 @@ from naive import compare, run
 import numba_flash
 from numba_flash import reference
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, prepare_turns
+from numba_flash.cuda.sm90 import prepare_temporaries, prepare_turns
 
 pytestmark = pytest.mark.machine
 
@@ -559,7 +559,7 @@ def test_packed_gradients_have_the_bits_of_dropout_of_another_backend():
 def test_ds_of_some_keys_at_a_time(monkeypatch):
     """Where memory for dS^T is short, it is made for some of the keys, in several launches, and dq is kept between them."""
     for name, value in {"FEWEST_BLOCKS": 1, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(prepare_backward, name, value)
+        monkeypatch.setattr(prepare_temporaries, name, value)
     arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=140, nk=300, d=256, dtype="bfloat16")
     with machine():
         results = backward(Group(SM90, "bfloat16", 256, 256, ()), arrays, causal=True)

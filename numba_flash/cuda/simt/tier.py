@@ -144,7 +144,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     """
     if launch.simulated() and not demanded:
         return "the CUDA simulator runs only on demand (backend='simt')"
-    return launch.why_not(inputs.q) if gpu is None else None
+    reason = launch.why_not(inputs.q) if gpu is None else None
+    return reason or (None if problem is None else grid.too_many_blocks(problem))
 
 
 def algorithm(problem) -> str:

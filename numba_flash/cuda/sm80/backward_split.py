@@ -10,7 +10,7 @@ dQ.
 
 import math
 
-from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda import fragment, powers, ptx, softmax
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
@@ -62,7 +62,7 @@ def build(dtype, shape, ordered, options, tile):
         dtype, options, shape.vectors, M_TILES, COLUMNS, kind, shape.split
     )
     tile_of, fetch, _, recompute_p, split_weights, _, differentiate, SLOPES, WORDS = softmax_of
-    power_of, _ = softmax.build_power(SCORES)
+    power_of, _ = powers.build_power(SCORES)
     split, _ = fragment.build_split(PAIRS, shape.split)
     put_high = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
     put_low = products.build_put_words(M_TILES, COLUMNS, PITCH_DS, PAIRS)

@@ -9,6 +9,8 @@ import numpy as np
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
+    BASE_2,
+    BASE_E,
     FACTORS,
     OF_DLSE,
     SPLIT,
@@ -249,7 +251,7 @@ def _preprocess(this: Pass) -> Launch:
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
-            not (this.split or (this.shape.double and p.options.changes)),
+            BASE_E if this.split or (this.shape.double and p.options.changes) else BASE_2,
             *(p.options.arrays, ROW_THREADS, this.ordered),
         ),
         this.gpu,

@@ -44,6 +44,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return f"needs a GPU of compute capability 7.5 or later; this one has {major}.{minor}"
     if problem is None:
         return None
+    if (reason := grid.too_many_blocks(problem)) is not None:
+        return reason
     if problem.options.paged and problem.dtype not in ("float16", "bfloat16"):
         return f"serves {NAMES['paged']} in float16 and bfloat16; q.dtype is {problem.dtype}"
     wide = problem.dtype in ("float32", "float64")

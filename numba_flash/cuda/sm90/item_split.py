@@ -5,7 +5,7 @@ where its dK and dV go, and the power of two of a tile of dS.
 import math
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import ptx, softmax
+from numba_flash.cuda import powers, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
@@ -34,7 +34,7 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
     LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
     clear_k = pipeline.build_clear_tail(PLANES * PANEL * panels(D), BLOCK_N)
     clear_v = pipeline.build_clear_tail(PLANES * PANEL * panels(DV), BLOCK_N)
-    _, largest_of = softmax.build_power(SCORES)
+    _, largest_of = powers.build_power(SCORES)
     put_dk = store.build_put_floats(head_dim, False)
     put_dv = store.build_put_floats(head_dim_v, False)
     factor_of = pipeline.build_factor_of(WORK, WORD)
@@ -65,7 +65,7 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
         for warp in range(WARPS):
             other = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(4 * warp)))))
             largest = ptx.maximum(largest, other)
-        return softmax.power_below(largest)
+        return powers.power_below(largest)
 
     def build_store(put):
         @inline

@@ -6,24 +6,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.arrays import Layout, Scratch
+from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.arguments import RAISED_BASE_2, build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, rounding_tile
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.prepare_temporaries import (
+    RowBlocks,
+    Temporaries,
+    key_parts,
+    row_blocks_of,
+    temporaries,
+)
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
-from numba_flash.cuda.sm90.split_tiles import split_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 ROW_THREADS = 256  # of the kernel before the main one
-# Bytes of dS at a time; as many as it takes to keep all multiprocessors busy, up to MOST_WORKSPACE;
-# but at least FEWEST_BLOCKS blocks of keys, so that dq, which is kept as float32 in between, is not
-# read and written for each of them.
-WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
 # Work items of a multiprocessor, up to which the kernels of a pass that adds up dQ are launched
 # early. On an H200, bfloat16, 2048 / D heads, one batch element with 512, 1024, 2048, 4096 queries,
 # which have up to 8 items, that was 1.063, 1.019, 1.040, 1.009 times as fast at D = 128, causal;
@@ -31,45 +33,6 @@ WORKSPACE, MOST_WORKSPACE, FEWEST_BLOCKS = 2**30, 2**32, 8
 # 1.005 at D = 64. As many batch elements as have 16384 queries in all have 15 to 31 items: 0.991 to
 # 0.999. Only with more items may the main kernel round dQ.
 MOST_ITEMS_EARLY = 8
-
-
-class RowBlocks(NamedTuple):
-    """Batch elements, heads, row blocks of a head, by which kernels number blocks of queries."""
-
-    b0: int
-    b1: int
-    heads: int
-    blocks: int
-
-
-class Temporaries(NamedTuple):
-    """Arrays that the kernels of one call hand to each other; None where a tile needs none.
-
-    Attributes
-    ----------
-    rows : float32 (2, b0, b1, heads, rows)
-        The lse in base 2 and delta, as kernels number rows.
-    dq_sum : float32
-        What there is of dQ, in the order of fragments.
-    flags : int32, or None
-        How many blocks of keys have added to each row block, and the number of the next work item.
-    ds : float32, or None
-        dS^T of some blocks of keys.
-    """
-
-    rows: Layout
-    dq_sum: Layout
-    flags: Layout | None
-    ds: Layout | None
-
-    def sums(self, p: Problem) -> int:
-        """Bytes of `dq_sum`, and of `ds` where that is mostly padding."""
-        of_ds = 0 if self.ds is None or self.rows.shape[-1] <= 2 * p.nq else self.ds.nbytes
-        return self.dq_sum.nbytes + of_ds
-
-    def scratch(self) -> Scratch:
-        """Where such arrays come from."""
-        return Scratch(self, ("rows", "sums of dq", "flags", "dS"))
 
 
 class Pass(NamedTuple):
@@ -146,53 +109,6 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     return Prepared(run, (*launches, preprocess, *main.launches), sums=sums)
 
 
-def padded_sums(p) -> int:
-    """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
-    tile = split_backward_tile(p) if p.dtype == "float32" else backward_tile(p)
-    row_blocks = row_blocks_of(p, tile)
-    if row_blocks.blocks * tile.block_m <= 2 * p.nq:
-        return 0
-    return temporaries(p, tile, row_blocks, 1).sums(p)
-
-
-def row_blocks_of(p, tile) -> RowBlocks:
-    """Those of a problem."""
-    if p.options.packed:
-        return RowBlocks(1, 1, p.hq, grid.blocks(p, p.nq, tile.block_m))
-    return RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
-
-
-def temporaries(p, tile, row_blocks: RowBlocks, multiprocessors: int) -> Temporaries:
-    """Those of a problem."""
-    rows = Layout.compact((2, *row_blocks[:3], row_blocks.blocks * tile.block_m), "float32")
-    if tile.adds_dq:
-        dq_sum = Layout.compact((*row_blocks, tile.consumers * DQ_PART), "float32")
-        flags = Layout.compact((math.prod(row_blocks) + 1,), "int32")
-        return Temporaries(rows, dq_sum, flags, None)
-    blocks, parts = key_parts(p, tile, math.prod(row_blocks), multiprocessors)
-    dq_sum = Layout.compact((*row_blocks, tile.block_m * p.d if parts > 1 else 0), "float32")
-    ds = Layout.compact((*row_blocks, blocks * tile.ds_bytes // 4), "float32")
-    return Temporaries(rows, dq_sum, None, ds)
-
-
-def key_parts(p, tile, row_blocks: int, multiprocessors: int) -> tuple[int, int]:
-    """(blocks of keys that dS is made for at a time, how many times): so many that work items fill
-    turns of the multiprocessors.
-    """
-    blocks = max(1, grid.blocks(p, p.nk, tile.block_n))
-    heads = max(1, p.hk * (1 if p.options.packed else math.prod(p.batch)))
-    bytes_each = max(1, row_blocks * tile.ds_bytes)
-    room = max(
-        WORKSPACE // bytes_each,
-        min(-(-multiprocessors // heads), MOST_WORKSPACE // bytes_each),
-        FEWEST_BLOCKS,
-    )
-    most = min(room, blocks)
-    turns = lambda at_a_time: -(-blocks // at_a_time) * -(-at_a_time * heads // multiprocessors)
-    best = min(range(most, most // 2, -1), key=turns)
-    return best, -(-blocks // best)
-
-
 def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
     """lse in base 2, delta, and flags or zeros; row blocks have so many rows, or the tile's."""
     p, x, there = this.p, this.inputs, this.temporaries
@@ -205,8 +121,7 @@ def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
             x.dlse is not None,
             block_m or this.tile.block_m,
             4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
-            *(this.ordered, True, True, p.options.arrays, ROW_THREADS, False, True),
-            True,
+            *(this.ordered, True, RAISED_BASE_2, p.options.arrays, ROW_THREADS, False, True),
         ),
         this.gpu,
         grid=math.prod(this.row_blocks),

@@ -15,11 +15,10 @@ from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
-    RowBlocks,
-    Temporaries,
     boxes,
     preprocess_launch,
 )
+from numba_flash.cuda.sm90.prepare_temporaries import RowBlocks, Temporaries
 from numba_flash.cuda.sm90.tiles import KEYS
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared
 
@@ -32,6 +31,9 @@ WORKSPACE = 2**32
 # bytes, take 1.01, 1.00, 1.01 and 1.02 times as long as two.
 QUERIES_AT_WORK = 2**24
 SLOT_THREADS = 1024
+# Sections, up to which two launches for each are worth it: of 16384, which 32 heads of a million
+# queries and keys may have, hardly any has tiles left where nearly all is hidden.
+MOST_SECTIONS = 1024
 
 
 class Slots(NamedTuple):
@@ -65,11 +67,17 @@ class Listed(NamedTuple):
 
 def slots_of(p) -> Slots:
     """Those of a problem."""
-    rows, columns = grid.blocks(p, p.nq, DQ_TILE.block_m), grid.blocks(p, p.nk, DQ_TILE.block_n)
-    all_tiles = math.prod(p.batch) * p.hq * rows * columns
+    rows = grid.blocks(p, p.nq, DQ_TILE.block_m)
+    of_a_head = grid.tiles_in_band(p, DQ_TILE.block_m, DQ_TILE.block_n)
+    all_tiles = max(1, math.prod(p.batch) * p.hq * of_a_head)
     whole = max(1, WORKSPACE // DQ_TILE.ds_bytes)
     room = min(all_tiles, whole + p.hq // p.hk * rows)
     return Slots(whole, room, -(-all_tiles // whole))
+
+
+def serves(p) -> bool:
+    """True if there are few enough sections; their tiles, too, are numbered in 32 bits."""
+    return slots_of(p).sections <= MOST_SECTIONS
 
 
 def prepare(p, tile, inputs, results, gpu) -> Prepared:

@@ -14,17 +14,11 @@ from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90 import prepare_backward_listed, prepare_turns
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
-from numba_flash.cuda.sm90.prepare_backward import (
-    Pass,
-    boxes,
-    preprocess_launch,
-    row_blocks_of,
-    sizes_of,
-    temporaries,
-)
+from numba_flash.cuda.sm90.prepare_backward import Pass, boxes, preprocess_launch, sizes_of
 from numba_flash.cuda.sm90.prepare_dbias import Dbias
 from numba_flash.cuda.sm90.prepare_dbias_rows import DbiasRows, serves
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
+from numba_flash.cuda.sm90.prepare_temporaries import row_blocks_of, temporaries
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
@@ -49,7 +43,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         # only arrays of the user's are like that
         again = lambda results: prepare(problem, inputs, results, deterministic, gpu)
         return tensor_maps.through_compact(again, results)
-    if deterministic and (stores := storing_tile(p)) is not None:
+    stores = storing_tile(p) if deterministic else None
+    if stores is not None and prepare_backward_listed.serves(p):
         return prepare_backward_listed.prepare(p, stores, inputs, results, gpu)
     row_blocks = row_blocks_of(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)

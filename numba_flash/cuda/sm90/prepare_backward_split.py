@@ -5,14 +5,22 @@ import math
 import numpy as np
 
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import FACTORS, SPLIT, build_extras, chunked, extras_class
+from numba_flash.cuda.arguments import (
+    BASE_E,
+    FACTORS,
+    SPLIT,
+    build_extras,
+    chunked,
+    extras_class,
+)
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import scales
-from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, row_blocks_of, sizes_of
-from numba_flash.cuda.sm90.prepare_backward import temporaries as temporaries_of
+from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, sizes_of
 from numba_flash.cuda.sm90.prepare_forward_split import as_float16
+from numba_flash.cuda.sm90.prepare_temporaries import row_blocks_of
+from numba_flash.cuda.sm90.prepare_temporaries import temporaries as temporaries_of
 from numba_flash.cuda.sm90.split_tiles import split_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
@@ -70,7 +78,7 @@ def _preprocess(this: Pass, made) -> Launch:
         "preprocess.build",
         (
             *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered),
-            *(chunked(x.do, x.o), False, p.options.arrays, ROW_THREADS),
+            *(chunked(x.do, x.o), BASE_E, p.options.arrays, ROW_THREADS),
         ),
         this.gpu,
         grid=math.prod(this.row_blocks),

@@ -8,7 +8,7 @@ from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_relative import alone
 from numba_flash.cuda.prepare_split import ALGORITHMS
-from numba_flash.cuda.sm90 import fold
+from numba_flash.cuda.sm90 import fold, prepare_temporaries
 from numba_flash.cuda.sm90 import prepare_backward as backward
 from numba_flash.cuda.sm90 import prepare_backward_options as backward_options
 from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
@@ -88,6 +88,8 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         return f"needs a GPU of compute capability 9.0 (Hopper); this one has {major}.{minor}"
     if problem is None:
         return None
+    if (reason := grid.too_many_blocks(problem)) is not None:
+        return reason
     if not demanded and _few(kind, problem, inputs):
         return "serves so few queries on demand only (backend='sm90'): others read a key but once"
     most = 0 if demanded else _most_waiting(kind, problem, inputs, dbias)
@@ -111,7 +113,7 @@ def _too_large(kind: str, problem, inputs) -> str | None:
     """Why the sums of dQ would take too much memory."""
     if kind == "forward":
         return None
-    return sections.too_large(problem, inputs, backward.padded_sums)
+    return sections.too_large(problem, inputs, prepare_temporaries.padded_sums)
 
 
 def _few(kind: str, p, inputs) -> bool:

@@ -19,9 +19,10 @@ from on_host import on_host
 from test_ds_tiles import described, draw
 
 from numba_flash.cuda import grid, preprocess
+from numba_flash.cuda.arguments import RAISED_BASE_2
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_backward, prepare_turns
+from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_temporaries, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.prepare_turns import Way
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
@@ -48,7 +49,7 @@ def additions(rng, kind, tile, events=None) -> list[list[tuple[int, int]]]:
 
 def additions_of(p, extras, tile, section, way, events=None) -> list[list[tuple[int, int]]]:
     """What each work item of a problem adds to dQ, tile by tile: (number of the row block, how many blocks of keys come before)."""
-    row_blocks = prepare_backward.row_blocks_of(p, tile)
+    row_blocks = prepare_temporaries.row_blocks_of(p, tile)
     build = lambda: load_backward.build_write_work(True, True, p.options, tile, tile.layout(64, 64)).write_work
     lengths, group = 1 if p.options.packed else p.batch[1], p.hq // p.hk
     items = grid.items(p, p.nk, p.hk, tile.block_n)
@@ -238,7 +239,7 @@ def test_an_item_is_claimed_when_all_tiles_of_the_one_before_have_been_asked_for
     events, committed = [], 0
     problem, _ = draw(np.random.default_rng(0), kind)
     items = additions(np.random.default_rng(0), kind, tile, events)
-    behind_the_flags = 4 * math.prod(prepare_backward.row_blocks_of(problem, tile))
+    behind_the_flags = 4 * math.prod(prepare_temporaries.row_blocks_of(problem, tile))
     for before, event in zip([None, *events], events, strict=False):
         if event == ("commit",):
             committed += 1
@@ -294,7 +295,9 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, ordered, ti
         cuda.shfl_xor_sync = lambda lanes, value, lane: value
         cuda.local = SimpleNamespace(array=lambda size, kind: [0] * size)
         with on_host(preprocess, cuda=cuda, ptx=ptx, schedule=no_rows):
-            kernel, *_ = preprocess.build("float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, ordered, True, True, PLAIN, 256)
+            kernel, *_ = preprocess.build(
+                "float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, ordered, True, RAISED_BASE_2, PLAIN, 256
+            )
             x = mock.MagicMock(strides=[0] * 5)
             kernel(x, x, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)
     stored = [(int(at - address), values) for at, values in stored if at >= address]

@@ -20,7 +20,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import dq, load_backward, prepare_backward
+from numba_flash.cuda.sm90 import dq, load_backward, prepare_backward, prepare_temporaries
 from numba_flash.cuda.sm90.arguments import END, Sizes
 from numba_flash.cuda.sm90.tiles import WideTile
 from numba_flash.options import PLAIN, Options
@@ -67,7 +67,7 @@ class Traffic:
 
     def __init__(self, p, extras, blocks):
         lengths = 1 if p.options.packed else p.batch[1]
-        row_blocks = prepare_backward.row_blocks_of(p, TILE)
+        row_blocks = prepare_temporaries.row_blocks_of(p, TILE)
         self.row_blocks, self.numbers, self.group = row_blocks.blocks, math.prod(row_blocks), p.hq // p.hk
         of_keys = lambda: load_backward.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256)).write_work
         of_queries = lambda: dq.build_write_work(True, p.options, TILE, TILE.dq_layout(256))
@@ -189,21 +189,21 @@ def test_ds_of_some_blocks_of_keys_fits(length, heads, heads_kv):
     """It takes all of the keys, in parts of equal size: WORKSPACE bytes at most, or as much as keeps everyone busy, or a few blocks."""
     q, k = (np.broadcast_to(np.float16(0), (h, length, 256)) for h in (heads, heads_kv))
     p = bind(q, k, k)
-    row_blocks = prepare_backward.row_blocks_of(p, TILE)
-    blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(row_blocks), MULTIPROCESSORS)
+    row_blocks = prepare_temporaries.row_blocks_of(p, TILE)
+    blocks, parts = prepare_temporaries.key_parts(p, TILE, math.prod(row_blocks), MULTIPROCESSORS)
     assert (parts - 1) * blocks < -(-length // BLOCK_N) <= parts * blocks
-    ds = prepare_backward.temporaries(p, TILE, row_blocks, MULTIPROCESSORS).ds
+    ds = prepare_temporaries.temporaries(p, TILE, row_blocks, MULTIPROCESSORS).ds
     size = 4 * math.prod(ds.shape)
     assert (ds.dtype, size) == ("float32", math.prod(row_blocks) * blocks * BLOCK_M * BLOCK_N * 2)
-    few, busy = blocks <= prepare_backward.FEWEST_BLOCKS, blocks * heads_kv < MULTIPROCESSORS + heads_kv
-    assert size <= prepare_backward.WORKSPACE or few or (busy and size <= prepare_backward.MOST_WORKSPACE)
+    few, busy = blocks <= prepare_temporaries.FEWEST_BLOCKS, blocks * heads_kv < MULTIPROCESSORS + heads_kv
+    assert size <= prepare_temporaries.WORKSPACE or few or (busy and size <= prepare_temporaries.MOST_WORKSPACE)
 
 
 def test_parts_fill_turns_of_the_multiprocessors():
     """20 heads: 13 blocks of keys at a time are two turns, where the 20 that there is room for would be four, one of them nearly empty."""
     x = np.broadcast_to(np.float16(0), (20, 20_480, 256))
     p = bind(x, x, x)
-    blocks, parts = prepare_backward.key_parts(p, TILE, math.prod(prepare_backward.row_blocks_of(p, TILE)), MULTIPROCESSORS)
+    blocks, parts = prepare_temporaries.key_parts(p, TILE, math.prod(prepare_temporaries.row_blocks_of(p, TILE)), MULTIPROCESSORS)
     turns = parts * -(-blocks * 20 // MULTIPROCESSORS)
     assert turns <= 1.05 * 320 * 20 / MULTIPROCESSORS
 
@@ -214,7 +214,7 @@ def test_each_part_has_its_blocks_of_keys(monkeypatch):
     record = lambda launch, operands, extras=(), numbers=None: calls.append((launch, operands, extras, numbers))
     monkeypatch.setattr(Launch, "on", record)
     for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(prepare_backward, name, value)
+        monkeypatch.setattr(prepare_temporaries, name, value)
     q, k = (np.zeros((1, 2, h, 500, 256), np.float16) for h in (4, 2))
     lse, lengths = np.zeros(q.shape[:-1], np.float32), np.array([[500, 3]])
     inputs, results = BackwardInputs(q, q, k, k, q, lse, kv_lengths=lengths), BackwardResults(q, k, k)

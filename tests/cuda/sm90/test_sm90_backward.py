@@ -25,7 +25,7 @@ from support import DTYPES, no_gpu
 import numba_flash
 from numba_flash import call
 from numba_flash.cuda import launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_rounding, prepare_turns
+from numba_flash.cuda.sm90 import prepare_backward, prepare_rounding, prepare_temporaries, prepare_turns
 
 NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -55,12 +55,12 @@ def test_random_problems(cp, chunk, monkeypatch):
     third one has three multiprocessors, whose blocks do many work items each.
     """
     gpu = launch.gpu
-    monkeypatch.setattr(prepare_backward, "FEWEST_BLOCKS", 1)
+    monkeypatch.setattr(prepare_temporaries, "FEWEST_BLOCKS", 1)
     dtype, dims, kind = ("float16", "bfloat16")[(chunk + chunk // 5) % 2], HEAD_DIMS[chunk], KINDS[chunk % 5]
     for number in range(chunk, PROBLEMS, CHUNKS):
         rng = np.random.default_rng((30, number))
         for limit in ("WORKSPACE", "MOST_WORKSPACE"):
-            monkeypatch.setattr(prepare_backward, limit, 2**30 if number // CHUNKS % 2 else 2**20)
+            monkeypatch.setattr(prepare_temporaries, limit, 2**30 if number // CHUNKS % 2 else 2**20)
         monkeypatch.setattr(prepare_turns, "MANY_PACKED", 1)
         monkeypatch.setattr(launch, "gpu", gpu if number // CHUNKS % 3 else lambda device: gpu(device)._replace(multiprocessors=3))
         check = check_packed if kind == "packed" else check_dense
@@ -300,7 +300,7 @@ def test_dq_in_parts_has_the_same_bits(cp, monkeypatch, options):
     o, lse = forward(q, k, v, **options)
     whole = backward(do, q, k, v, o, lse, **options)
     for name, value in {"FEWEST_BLOCKS": 3, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(prepare_backward, name, value)
+        monkeypatch.setattr(prepare_temporaries, name, value)
     parts = backward(do, q, k, v, o, lse, deterministic=False, **options)
     assert bits(cp, *parts) == bits(cp, *whole)
     verify_gradients(cp, whole, dense_gradients(cp, do, q, k, v, **options))
@@ -323,7 +323,7 @@ def test_a_sequence_with_impossible_lengths_is_nan(cp, d):
 def test_an_impossible_packed_sequence_is_left_out(cp, monkeypatch, side, d):
     """The others' gradients have the same bits as without it, in any number of parts."""
     for name, value in {"FEWEST_BLOCKS": 4, "WORKSPACE": 0, "MOST_WORKSPACE": 0}.items():
-        monkeypatch.setattr(prepare_backward, name, value)
+        monkeypatch.setattr(prepare_temporaries, name, value)
     do, q, k, v = (normal(cp, 2000, 4, d, seed=i) for i in range(4))
     offsets = [cp.asarray([0, 700, 1400, 2000]) for _ in range(2)]
     o, lse = forward_packed(q, k, v, *offsets)
