@@ -158,15 +158,19 @@ def measured(bench: dict) -> str:
 
 
 def limits(*results: dict) -> str:
-    """Our speed relative to PyTorch's, by situation: from the study `situations`, and from the CPU's printed table."""
+    """Our speed relative to PyTorch's, by situation: from the studies `situations` and `score_mod`, and from the CPU's printed table."""
     rows, where = [], {}
     for each in results:
-        if "columns" in each:
+        if "situation" in each:
+            of_all = (_range([row[direction] for row in each["rows"] if direction in row]) for direction in ("forward", "backward"))
+            rows.append([each["situation"], *of_all, each["peer"]])
+        elif "columns" in each:
             forward, both = (_range([1 / float(time) for time in re.findall(r"[\d.]+", " ".join(row[1:]))]) for row in each["rows"][:2])
             rows.append(["float32 on the CPU", forward, f"{both} with the forward", "its CPU kernel"])
         else:
             rows += [row for row in _situations(each) if row[-1]]  # where there is somebody beside us
-        where.setdefault(each["device"], f"{each['device']}, torch {each['packages']['torch']}")
+        of_torch = f", torch {each['packages']['torch']}" if "packages" in each else ""
+        where.setdefault(each["device"], f"{each['device']}{of_torch}")
     note = "Our speed over that of PyTorch's fastest kernel for it: 1 if as fast, 0.1 if a tenth of that"
     return f"{note} ({'; '.join(where.values())}).\n\n" + table(["situation", "forward", "backward", "beside PyTorch's"], rows)
 
@@ -183,6 +187,34 @@ def _situations(results: dict) -> list[list[str]]:
             names |= dict.fromkeys(name for name, _ in found)
         rows.append([situation, *speeds, ", ".join(names)])
     return rows
+
+
+def own_functions(results: dict) -> str:
+    """Our speed over FlexAttention's with functions of a score."""
+    lines = {}
+    for row in results["rows"]:
+        lines.setdefault(row["function"], {})[row["head_dim"]] = row
+    dims = sorted({row["head_dim"] for row in results["rows"]})
+    cells = [(d, direction) for d in dims for direction in ("forward", "backward")]
+    rows = [[f"`{name}`", *(f"{row[d][direction]:.2f}" if d in row else "" for d, direction in cells)] for name, row in lines.items()]
+    size = f"B = {results['batch']}, H = {results['heads']}, N = {results['length']}"
+    over = f"our speed over that of {results['peer']} with the same function"
+    note = f"{results['device']}, {results['date']}, {results['dtype']}, {size}; {over}:\n\n"
+    return note + table(["`score_mod`", *(f"{direction}, D = {d}" for d, direction in cells)], rows)
+
+
+def by_another_run(results: dict) -> str:
+    """Geometric mean and least cell of our speed over each peer's, as they were written down."""
+    peers = list(results["packages"])
+    digits = lambda x: f"{x:.3f}" if 0.995 <= x < 1 else f"{x:.2f}"  # what is slower is not said to be as fast
+    entry = lambda mean, least: f"{digits(mean)} ({digits(least)})"
+    of = lambda row: (entry(*row[peer]) if peer in row else "not compared" for peer in peers)
+    rows = [[f"{row['direction']}, D = {row['head_dim']}", *of(row)] for row in results["rows"]]
+    first, last = results["lengths"]
+    size = f"{results['tokens']:,} tokens, {results['width']} / D heads, N = {first} to {last}, full and causal"
+    versions = "; ".join(f"{peer}: {version}" for peer, version in results["packages"].items())
+    note = f"{results['device']}, {results['date']}, {results['dtype']}, {size} ({versions}); geometric mean (least) over the cells:\n\n"
+    return note + table(["our speed over", *peers], rows)
 
 
 def _fastest(row: dict) -> tuple[str, float]:
@@ -583,7 +615,9 @@ SM80 = (
     " --json asv_bench/studies/results/h200/sm80.json"
 )
 BLOCKS = {
-    "limits": Block(limits, ("h200/situations", "2-core-cpu/torch")),
+    "limits": Block(limits, ("h200/situations", "h100/score_mod", "2-core-cpu/torch")),
+    "score-mod": Block(own_functions, ("h100/score_mod",)),
+    "peers-h100": Block(by_another_run, ("h100/peers",)),
     "situations": Block(situations, ("h200/situations",), _study("situations", "h200")),
     "measured": Block(measured, ("h200/bench",), BENCH),
     "sm80": Block(measured, ("h200/sm80",), SM80),

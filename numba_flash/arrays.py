@@ -92,15 +92,11 @@ def layouts(xs) -> list[tuple | None]:
         elif type(x) is of_cupy:
             data = x.data
             found.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
+        elif type(x) is np.ndarray:
+            found.append((x.shape, x.strides, x.dtype, -1, x.flags.aligned))
         else:
-            found.append(_layout_on_host(x))
+            raise TypeError
     return found
-
-
-def _layout_on_host(x) -> tuple:
-    if type(x) is not np.ndarray:
-        raise TypeError
-    return x.shape, x.strides, x.dtype, -1, x.flags.aligned
 
 
 class Layout(NamedTuple):

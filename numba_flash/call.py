@@ -62,7 +62,7 @@ def computed(prepare_call, names: tuple[str, ...], inputs, outs: tuple, given: G
     key, call = find(prepare_call, inputs, outs, given, more)
     if call is None:
         inputs, outs = inputs._make(map(checks.adopt, names, inputs)), tuple(map(checks.adopt, labels(outs), outs))
-        given = given._make(map(checks.plainly, given))
+        given = Given(**checks.plain_numbers(given._asdict()))
         key, call = find(prepare_call, inputs, outs, given, more)
         if call is None:
             call = remember(key, prepare_call(inputs, outs, given, *more))
@@ -91,13 +91,14 @@ def find(prepare_call, inputs, outs: tuple, given: Given, more: tuple) -> Found:
     of the user are part of it with all that they reach now, and keep their own prepared calls, which are forgotten with them.
     """
     prepared = _prepared
-    if given.rng is not None and is_state(given.rng):
+    window, rng, function = given.window, given.rng, given.score_mod  # once, as each takes a while
+    if rng is not None and is_state(rng):
         given = given._replace(rng=_STATE)
     try:
-        if given.score_mod is not None:
-            score_mod = scoremod.find(given.score_mod, given.score_mod_grad)
+        if function is not None:
+            score_mod = scoremod.find(function, given.score_mod_grad)
             given, prepared = given._replace(score_mod=score_mod, score_mod_grad=None), score_mod.prepared
-        inner = () if given.window is given.rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
+        inner = () if window is rng is None else [tuple(map(type, x)) for x in given if isinstance(x, tuple)]
         settings = given + more
         # types first: what has those of a call that was prepared can be compared with its values
         key = (prepare_call, *map(type, settings), *inner, settings, *arrays.layouts(inputs + outs))

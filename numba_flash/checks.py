@@ -9,6 +9,7 @@ import numpy as np
 from numba_flash import advice, arrays, overlap
 
 INTEGERS = frozenset({"q_lengths", "kv_lengths", "q_offsets", "k_offsets", "page_table"})  # arrays that may be lists
+NUMBERS = ("scale", "window", "q_start", "softcap", "dropout", "rng")
 
 
 def adopt(name: str, x):
@@ -33,6 +34,11 @@ def _listed(name: str, x) -> np.ndarray:
     except ValueError as error:  # rows of several lengths
         raise ValueError(f"{name} must be an array, or lists of integers of one length; got {x!r}") from error
     return made if made.size else made.astype(np.int64)
+
+
+def plain_numbers(given: dict) -> dict:
+    """The arguments, those of `NUMBERS` as `plainly` has them."""
+    return {name: plainly(value) if name in NUMBERS else value for name, value in given.items()}
 
 
 def plainly(value):

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import astuple, is_dataclass
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from numba_flash.bench.cases import Cell, dtype_of
 from numba_flash.bench.progress import track
 from numba_flash.cuda import compile, launch
 from numba_flash.cuda.launch import Gpu, gpu
-from numba_flash.options import PLAIN
 from numba_flash.plan import choose, prepare
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
@@ -170,14 +168,7 @@ def _compile_for_gpu(builder: str, config: tuple, capability: tuple[int, int]) -
             raise OSError(f"compiled, but {NOT_KEPT}")
         return found, compile.kept_resources(*kernel)
 
-    return _timed(f"{builder} {', '.join(map(_short, config))}", work)
-
-
-def _short(x) -> str:
-    """A constant that a kernel is built with."""
-    if x == PLAIN:
-        return "plain"
-    return f"{type(x).__name__}{astuple(x)}" if is_dataclass(x) else str(x)
+    return _timed(f"{builder} {compile.of_config(config)}", work)
 
 
 def kernels_of(cell: Cell, backend: str | None, gpu: Gpu) -> list[tuple[str, tuple]]:

@@ -8,15 +8,15 @@ import os
 import re
 import threading
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
 from numba_flash import disk, notice
 from numba_flash.fingerprint import source_fingerprint
+from numba_flash.options import Options
 
 # What is changed in Numba while a kernel is compiled is put back before the next.
 _one_at_a_time = threading.RLock()
@@ -86,15 +86,27 @@ def kept_resources(builder: str, config: tuple, capability: tuple[int, int]) -> 
     return _resources((_load(f"{cache_key(builder, config, capability)}.log") or b"").decode())
 
 
+def of_config(config: tuple) -> str:
+    """What a kernel is built with, as text."""
+    return ", ".join(map(_constant, config))
+
+
+def _constant(x) -> str:
+    if isinstance(x, Options):
+        on = [each.name for each in fields(x) if getattr(x, each.name) != each.default]
+        return ", ".join(f"{name}={getattr(x, name)}" for name in on) or "plain"
+    if is_dataclass(x):
+        return f"{type(x).__name__}{tuple(getattr(x, each.name) for each in fields(x))}"
+    return str(x)
+
+
 def compiled(builder: str, config: tuple, capability: tuple[int, int]) -> bytes:
     """What `cubin` returns if it compiles; kept where that is possible."""
     major, minor = capability
-    sizes = ", ".join(str(x) for x in config if type(x) in (str, int))
-    notice.compiling(
-        f"the CUDA kernel {builder} ({sizes}) for compute capability {major}.{minor}",
-        place(),
-    )
+    variant = f"{of_config(config)}; for compute capability {major}.{minor}"
+    told = notice.Compiling("CUDA", builder, variant, place())
     code, log = _link(intermediate(builder, config, capability), capability, verbose=True)
+    told.done()
     key = cache_key(builder, config, capability)
     _store(f"{key}.log", log.encode())
     _store(f"{key}.cubin", code)
@@ -140,23 +152,6 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
-@lru_cache(maxsize=1)
-def _numba_cuda():
-    """`numba.cuda`, and what it imports once it compiles: that asks for `numpy.row_stack`, which
-    NumPy 2.5 lacks. It is there meanwhile.
-    """
-    missing = not hasattr(np, "row_stack")
-    if missing:
-        np.row_stack = lambda tup: np.vstack(tup)  # noqa: NPY201
-    try:
-        from numba import cuda
-        from numba.cuda.np import arrayobj  # noqa: F401
-    finally:
-        if missing:
-            del np.row_stack  # noqa: NPY201
-    return cuda
-
-
 def intermediate(
     builder: str, config: tuple, capability: tuple[int, int], ptx: bool = False
 ) -> str | bytes:
@@ -166,8 +161,8 @@ def intermediate(
     The linker assembles PTX as if code from elsewhere could join it, and then ignores setmaxnreg
     and serialises wgmma (ptxas C7504, C7509); LTO-IR it compiles as the whole program that it is.
     """
-    with _one_at_a_time:
-        cuda = _numba_cuda()
+    from numba_flash.cuda.lang import cuda
+
     module, build = builder.rsplit(".", 1)
     function, signature, options = getattr(
         importlib.import_module(f"numba_flash.cuda.{module}"), build

@@ -250,11 +250,12 @@ def runs_of_rows(columns):
 
 
 @once
-def build_pack(count, bfloat16, turing=False, positive=False):
-    """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even;
-    ``pack2`` for one pair. Negative ones become 0 if only `positive` ones count.
+def build_pack(count, bfloat16, turing=False, positive=False, raised=0.0):
+    """``pack(p, x)``: pairs of float32 to words of two 16-bit floats, rounded to nearest even, so
+    many powers of two larger as they are `raised`; ``pack2`` for one pair, as it is. Negative ones
+    become 0 if only `positive` ones count.
     """
-    COUNT, BFLOAT16, TURING, POSITIVE = count, bfloat16, turing, positive
+    COUNT, BFLOAT16, TURING, POSITIVE, TIMES = count, bfloat16, turing, positive, 2.0**raised
 
     @inline
     def pack2(x, y):
@@ -271,7 +272,7 @@ def build_pack(count, bfloat16, turing=False, positive=False):
     @inline
     def pack(p, x):
         for j in range(COUNT):
-            p[j] = pack2(x[2 * j], x[2 * j + 1])
+            p[j] = pack2(x[2 * j] * f32(TIMES), x[2 * j + 1] * f32(TIMES))
 
     return pack, pack2
 

@@ -5,8 +5,15 @@ and `numba_flash.cuda.ptx.emit`, which talk to it).
 
 from functools import cache
 
-from numba import config, cuda
-from numba.cuda import types
+from numba import config
+
+from numba_flash.cuda import numpy_gaps
+
+with numpy_gaps.supplied():
+    from numba import cuda
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.np import arrayobj  # noqa: F401  # wanted once a kernel is compiled
 
 __all__ = [
     "SIMULATED",
@@ -17,6 +24,7 @@ __all__ = [
     "i32",
     "i64",
     "inline",
+    "intrinsic",
     "named",
     "once",
     "types",

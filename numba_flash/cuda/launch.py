@@ -132,7 +132,7 @@ def _kernel(builder: str, config: tuple, device: int, shared_bytes: int) -> int:
 
 @lru_cache(maxsize=256)
 def _simulated_kernel(builder: str, config: tuple):
-    from numba import cuda
+    from numba_flash.cuda.lang import cuda
 
     module, function = builder.rsplit(".", 1)
     kernel, _, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)(*config)

@@ -12,6 +12,7 @@ from numba_flash.cuda.arguments import extras_type
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
+from numba_flash.cuda.softmax import raised_backward
 
 LOG2E = math.log2(math.e)
 LEAST_FLOAT32 = -float.fromhex("0x1.fffffep127")
@@ -61,16 +62,19 @@ def build(
     threads,
     copies=False,
     begins_early=False,
+    raised=False,
 ):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
 
     lse2 = lse log2(e), or lse unless in `base_2`, but +inf for a row that saw nothing or does not
-    exist, so that its P is 0,
+    exist, so that its P is 0; rounded up, so that P of a large lse is not too large,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
     and flags = 0, one per row block, or as many for each with `copies`, and one more, and unless
     `ordered` dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
+    If `raised`, what is made of them is P times 2^`numba_flash.cuda.softmax.raised_backward`, and
+    dS as it is: lse2 is lower by that power, and delta is divided by it.
     With `begins_early`, which needs compute capability 9.0, it may be launched early
     (`numba_flash.cuda.early`).
 
@@ -96,6 +100,8 @@ def build(
     FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
     SUM_BYTES, BYTES, UNIT = sum_bytes, ACC.bitwidth // 8, LOG2E if base_2 else 1.0
+    RAISED = raised_backward(dtype == "bfloat16") if raised else 0.0
+    BASE_2, LOWERED = base_2 and not DOUBLE, 2.0**-RAISED
     ROWS_BYTES, LEAST = BYTES * block_m, -sys.float_info.max if DOUBLE else LEAST_FLOAT32
     STEP = threads // LANES  # rows that a block has a thread for each chunk of
     BATCHED = chunked and not SPLIT
@@ -192,7 +198,11 @@ def build(
                     if SPLIT:
                         shift -= extras.shifts[b0, b1, h, first_row + r]
                         delta /= factors[2] * factors[3]
-                    shift *= ACC(UNIT)
+                    delta *= ACC(LOWERED)
+                    if BASE_2:
+                        shift = ptx.fma_up(shift, f32(UNIT), f32(-RAISED))
+                    else:
+                        shift *= ACC(UNIT)
                     if shift < ACC(LEAST):
                         shift = ACC(LEAST)
                 offset = u64((number * BLOCK_M + r) * BYTES)

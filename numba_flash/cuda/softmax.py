@@ -13,6 +13,10 @@ the same). But a P of 1 is exact, and larger ones are rounded. On the outliers o
 FlashAttention-3 paper the RMSE is 1.00, 1.01, 1.02, 1.09 times that of FlashAttention-2 with LAZY =
 0, 1, 2, 8; beside cuDNN, D = 64 at N = 4096, causal, goes at 1.039, 1.049, 1.055, 1.064, and D =
 128, full, at 1.041, 1.061, 1.072, 1.081 (H200, one process each).
+
+In float16 the shift is lower still, so that P reaches 2^TOP_OF_P: what lies below 2^-24 is lost
+when P is rounded, and would not be missing in l. The shift is rounded up, by at most which P then
+is smaller: a score of 2^24 leaves the shift units of 2, and P may be no larger than it is.
 """
 
 import math
@@ -31,11 +35,25 @@ from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, u32
 LAZY = 2.0
 # Where options change scores, of which the largest of a row's tiles differ more.
 LAZIER = 4.0
-# P of split float32 is so many powers of two larger: its largest, 2^LAZY then, is a float16 still.
-RAISED_P = 13
+# The largest P is no more than 2 to the power of this, where it becomes a float16: that ends at 2^16.
+TOP_OF_P = 15
+# P of split float32 is so many powers of two larger.
+RAISED_P = TOP_OF_P - int(LAZY)
 # In the backward pass, where the largest is 1.
 RAISED_BACKWARD = 14
+# Products of larger shifts and log2(e) are off by more than an eighth.
+FAR = 2.0**20
 NEG_INF = -math.inf
+
+
+def raised(bfloat16, lazy):
+    """Powers of two by which P of 16 bits is larger, if scores may exceed the shift by `lazy`."""
+    return 0.0 if bfloat16 else TOP_OF_P - lazy
+
+
+def raised_backward(bfloat16):
+    """The same in a backward pass, where P is at most 1, but for how the lse was rounded."""
+    return raised(bfloat16, LAZY)
 
 
 class Arithmetic(NamedTuple):
@@ -98,21 +116,36 @@ def build_zero(count):
 
 
 @once
-def build_online(count):
+def build_lower(raised):
+    """``lower(x, scale_log2)``: ``x * scale_log2 - raised``, rounded up if that is not 0."""
+    RAISED = raised
+
+    @inline
+    def lower(x, scale_log2):
+        if RAISED > 0:
+            return ptx.fma_up(x, scale_log2, f32(-RAISED))
+        return x * scale_log2
+
+    return lower
+
+
+@once
+def build_online(count, raised=0.0):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
-    alpha where it is not 1. Here m_i are shifts in base 2, and begin with the least float32.
+    alpha where it is not 1. Here m_i are shifts in base 2, lower by `raised`, and begin with the
+    least float32.
 
     Between the largest score and the first exponential nothing is computed that could be known
     before, and nobody asks whether a row has seen something: all warps wait there, and at D = 64
     the kernel ran at 0.98 of the speed with that question (H200, N = 16k).
     """
     GROUPS, ACC = count // 4, f32
-    greatest = build_greatest(count)
+    greatest, lower = build_greatest(count), build_lower(raised)
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            before, m_new = m_i[r], greatest(s, r) * scale_log2
+            before, m_new = m_i[r], lower(greatest(s, r), scale_log2)
             shift = m_new if m_new > before + ACC(LAZY) else before
             alpha[r] = ptx.ex2(before - shift)
             m_i[r] = shift
@@ -188,18 +221,20 @@ def build_raise(count, outputs, tiles, lazy=LAZY, arithmetic=FLOAT32):
 
 
 @once
-def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmetic=FLOAT32):
+def build_exponentials(
+    count, tiles, far=False, exact=False, raised=0, apart=False, arithmetic=FLOAT32
+):
     """``exponentials(s, m_i, l_i, scale_log2)``: scores become P, and are added to l.
 
-    far : scores may lie near the end of float32, as with a bias that is meant to hide, where they
-        would become Inf times log2(e); there, how far they lie below the shift is multiplied.
+    far : scores may lie far from 0, as with a bias that is meant to hide. There, how far they lie
+        below the shift is multiplied: of large products the difference is off by powers of two.
     exact : everywhere, since that loses no digits.
-    raised : P and l are so many powers of two larger, into the range of float16's normal numbers;
-        not by way of the exponent, which would lose digits.
+    raised : P and l are so many powers of two larger, into the range of float16's normal numbers.
+    apart : not by way of the exponent, which takes no instruction, but loses digits.
     """
-    ROWS, COUNT, GROUPS, FAR, EXACT = 2 * tiles, count, count // 4, far, exact
-    RAISED, END = 2.0**raised, 2.0**126  # which log2(e) times it is no Inf
-    ACC, exp2 = arithmetic.number, arithmetic.power
+    ROWS, COUNT, GROUPS, MAY_BE_FAR, EXACT = 2 * tiles, count, count // 4, far, exact
+    UP, TIMES = 0.0 if apart else float(raised), 2.0**raised if apart else 1.0
+    ACC, exp2, lower = arithmetic.number, arithmetic.power, build_lower(UP)
 
     def build_powers(first):
         """All of a thread, by differences that are made `first`, or by those of products."""
@@ -207,10 +242,11 @@ def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmeti
         @inline
         def power(x, shift, scale_log2):
             if first:
-                p = exp2((x - shift) * scale_log2)
+                x = (x - shift) * scale_log2
+                p = exp2(x + ACC(UP) if UP > 0 else x)
             else:
                 p = exp2(x * scale_log2 - shift)
-            return p * ACC(RAISED) if RAISED > 1 else p
+            return p * ACC(TIMES) if TIMES > 1 else p
 
         @inline
         def powers(s, m_i, l_i, scale_log2):
@@ -219,7 +255,7 @@ def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmeti
                 # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
                 shift = m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)
                 if not first:
-                    shift *= scale_log2
+                    shift = lower(shift, scale_log2)
                 s[e], s[e + 1] = power(s[e], shift, scale_log2), power(s[e + 1], shift, scale_log2)
                 l = s[e] + s[e + 1]
                 for j in range(1, GROUPS):
@@ -234,11 +270,11 @@ def build_exponentials(count, tiles, far=False, exact=False, raised=0, arithmeti
 
     @inline
     def exponentials(s, m_i, l_i, scale_log2):
-        at_the_end = EXACT
-        if FAR and not EXACT:
+        differ_first = EXACT
+        if MAY_BE_FAR and not EXACT:
             for r in range(ROWS):
-                at_the_end = at_the_end or abs(m_i[r]) >= ACC(END)
-        if at_the_end:
+                differ_first = differ_first or abs(m_i[r]) >= ACC(FAR)
+        if differ_first:
             by_differences(s, m_i, l_i, scale_log2)
         else:
             by_products(s, m_i, l_i, scale_log2)

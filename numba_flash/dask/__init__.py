@@ -98,7 +98,7 @@ def forward(
     check_of_gradients(dlse, True, bias_grad, bias)
     given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
-    given = {name: checks.plainly(x) for name, x in given.items()}
+    given = checks.plain_numbers(given)
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     every = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     paper = {name: on_paper(name, x) for name, x in every.items()}
@@ -179,7 +179,7 @@ def backward(
     checks.flag("return_lse", return_lse)
     given = {"scale": scale, "causal": causal, "window": window, "q_start": q_start, "softcap": softcap}
     given |= {"dropout": dropout, "rng": rng, "precision": precision}
-    given = {name: checks.plainly(x) for name, x in given.items()}
+    given = checks.plain_numbers(given)
     bias, mask = adopted("bias", bias), adopted("mask", mask)
     rows = {"do": do, "q": q, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     every = rows | {"k": k, "v": v, "bias": bias, "mask": mask}

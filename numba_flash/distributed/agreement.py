@@ -186,7 +186,7 @@ def _described(function: Callable[..., Any], comm: Communicator, arguments: dict
         signatures.refuse(function, others)
     checks.flag("return_lse", given.get("return_lse", False))
     check_of_gradients(given.get("dlse"), True)
-    given = {name: x if "lengths" in name else checks.plainly(x) for name, x in given.items()}
+    given = checks.plain_numbers(given)
     check_choice("layout", given["layout"], layouts.LAYOUTS)
     check_choice("algorithm", given["algorithm"], (*ALGORITHMS, None))
     problem = _problem(named, given, {}, {name: x for name, x in _lengths(given).items() if x is not None})

@@ -77,6 +77,8 @@ def called(name: str, **options):
     arrays = {
         "forward": (Q, K, V),
         "backward": (DO, Q, K, V, DO, lse),
+        "vjp": (Q, K, V),
+        "plan": (Q, K, V),
         "forward_packed": (TOKENS, TOKENS, TOKENS, OFFSETS, OFFSETS),
         "backward_packed": (TOKENS, TOKENS, TOKENS, TOKENS, TOKENS, tokens_lse, OFFSETS, OFFSETS),
         "forward_paged": (Q, pages, pages, np.array([[0, 1], [2, 0]]), np.array([5, 1])),
@@ -94,7 +96,7 @@ def test_options_of_the_other_pass_are_checked(name, options, error, message):
 
 # ---- arguments that a function does not have ---------------------------------------------------------------------------------------------
 
-FUNCTIONS = ("forward", "backward", "forward_packed", "backward_packed", "forward_paged")
+FUNCTIONS = ("forward", "backward", "vjp", "plan", "forward_packed", "backward_packed", "forward_paged")
 SAID = [
     (
         "attn_mask",
@@ -127,7 +129,7 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("function", ["forward", "backward"])
+@pytest.mark.parametrize("function", ["forward", "backward", "vjp"])
 @pytest.mark.parametrize(("name", "message"), SAID)
 def test_what_there_is_in_the_place_of_an_argument(function, name, message):
     start = f"{function}() got an unexpected keyword argument {name!r}"
@@ -242,6 +244,8 @@ def test_lists_and_arrays_of_one_number_are_taken(prepared, brought, usual):
     assert same_results((o, lse), numba_flash.forward(Q, K, V, return_lse=True, backend="cpu", **usual))
     gradients = numba_flash.backward(DO, Q, K, V, o, lse, backend="cpu", **brought)
     assert same_results(gradients, numba_flash.backward(DO, Q, K, V, o, lse, backend="cpu", **usual))
+    assert same_results(reference.forward(Q, K, V, **brought), reference.forward(Q, K, V, **usual))
+    assert same_bits(numba_flash.vjp(Q, K, V, backend="cpu", **brought)[0], o)
     assert numba_flash.plan(Q, K, V, backend="cpu", **brought).problem == numba_flash.plan(Q, K, V, backend="cpu", **usual).problem
 
 
@@ -386,6 +390,17 @@ def test_help_begins_with_a_signature_that_a_person_can_read(name):
     assert line.startswith(SHOWN[name])
     assert len(line) < 500
     assert not re.search("DLPackArray|Union|Literal|typing|unknown|others|numba_flash", line)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in numba_flash.__all__ if name != "reference"] + ["reference.forward", "reference.backward"]
+)
+def test_no_signature_that_help_shows_is_long(name):
+    (shown,) = re.findall(
+        rf"^(?: \|  )?({name.rpartition('.')[-1]}\(.*)$", pydoc.render_doc(public(name), renderer=pydoc.plaintext), re.MULTILINE
+    )[:1]
+    assert len(shown) < 420
+    assert not re.search("DLPackArray|Union|_typing|unknown|others", shown)
 
 
 @pytest.mark.parametrize("name", [name for name in SHOWN if not isinstance(public(name), type)])

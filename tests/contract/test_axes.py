@@ -200,7 +200,9 @@ def test_lengths_of_a_prepared_call_are_checked_in_its_own_axes():
             numba_flash.forward(y, y, y, kv_lengths=np.array([1, 4]), **own)
 
 
-def test_a_result_that_finds_no_room_is_named_with_its_shape():
-    x = np.broadcast_to(np.float32(0), (2**30, 2**20, 256))
-    with pytest.raises(MemoryError, match=r"^o: cannot allocate \d+ bytes for shape \(1073741824, 1048576, 256\), dtype float32$"):
-        numba_flash.forward(x, x[:1, :1], x[:1, :1], axes="bnhd", backend="cpu")
+@pytest.mark.parametrize("batch", [(), (32,)], ids=["beyond memory", "beyond 63 bits"])
+def test_a_result_that_finds_no_room_is_named_with_its_shape(batch):
+    q, v = np.broadcast_to(np.float64(0), (*batch, 2**30, 2**20, 1)), np.zeros((*batch, 1, 1, 256))
+    shape = ", ".join(map(str, (*q.shape[:-1], 256)))
+    with pytest.raises(MemoryError, match=rf"^o: cannot allocate \d+ bytes for shape \({shape}\), dtype float64$"):
+        numba_flash.forward(q, v[..., :1], v, axes="bnhd", backend="cpu")

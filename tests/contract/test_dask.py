@@ -262,9 +262,35 @@ def test_precision_is_that_of_the_call(monkeypatch):
     assert seen == ["ieee"]
 
 
+def test_one_set_of_options_serves_both_passes():
+    q, k, v, do = (da.from_array(x, chunks=(1, 1, 9, -1)) for x in random_inputs(batch=(2,), hq=2, hk=2, nq=21, nk=33, d=5))
+    both = {"window": [5, 3], "scale": np.array(0.3), "q_start": np.array(4), "dlse": None, "bias_grad": False, "return_lse": True}
+    o, lse = numba_flash.dask.forward(q, k, v, **both)
+    gradients = numba_flash.dask.backward(do, q, k, v, o, lse, **both)
+    results = dict(zip(("o", "lse", "dq", "dk", "dv"), dask.compute(o, lse, *gradients), strict=True))
+    compare(results, *dask.compute(q, k, v, do), window=(5, 3), scale=0.3, q_start=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dlse": X[..., 0]}, TypeError, "dlse must be None in a forward pass"),
+        ({"bias_grad": 1}, TypeError, "bias_grad must be True or False; got 1"),
+        ({"bias_grad": True}, ValueError, "bias_grad needs a bias"),
+    ],
+)
+def test_options_of_gradients_are_checked_in_the_forward_pass(options, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        numba_flash.dask.forward(X, X, X, **options)
+
+
 def test_errors_of_gradients():
     with pytest.raises(ValueError, match="bias_grad needs a bias"):
         numba_flash.dask.backward(X, X, X, X, X, X[..., 0], bias_grad=True)
+    with pytest.raises(TypeError, match=r"^return_lse must be True or False; got 1"):
+        numba_flash.dask.backward(X, X, X, X, X, X[..., 0], return_lse=1)
+    with pytest.raises(TypeError, match=r"^numba_flash\.dask\.backward\(\) got .* 'is_causal'; did you mean causal=True, q_start=0\?"):
+        numba_flash.dask.backward(X, X, X, X, X, X[..., 0], is_causal=True)
     with pytest.raises(TypeError, match="do must be a dask array; got ndarray"):
         numba_flash.dask.backward(X.compute(), X, X, X, X, X[..., 0])
     with pytest.raises(ValueError, match=r"lse.shape \(2, 40, 4\) must be \(2, 40\)"):

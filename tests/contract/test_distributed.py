@@ -217,6 +217,23 @@ def test_short_sequences_are_gathered():
 # ---- errors ----------------------------------------------------------------------------------------------------------------------------
 
 
+def test_one_set_of_options_serves_both_passes():
+    """Numbers are the same, in whatever form each process has them."""
+    inputs = problem()
+    forms = {"window": ((5, 3), [5, 3]), "q_start": (-4, np.array(-4)), "scale": (0.5, np.array(0.5)), "kv_lengths": (LENGTHS, [25, 40])}
+
+    def call(comm):
+        both = {name: form[comm.rank] for name, form in forms.items()} | {"dlse": None, "return_lse": True, "comm": comm}
+        do, q, k, v = (nd.shard(x, comm=comm) for x in inputs)
+        o, lse = nd.forward(q, k, v, **both)
+        return whole(comm, "contiguous", (o, lse, *nd.backward(do, q, k, v, o, lse, **both)))
+
+    expected = alone(inputs, **{name: form[0] for name, form in forms.items()})
+    for results in together(2, call):
+        for x, y in zip(results, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
 def errors(size, call) -> list:
     """What each process raises."""
     results = together(size, call)
@@ -266,6 +283,12 @@ WRONG = {
     "a layout": ({"layout": "ring"}, ValueError, "^layout must be one of 'contiguous', 'zigzag'; got 'ring'"),
     "an algorithm": ({"algorithm": "tree"}, ValueError, "^algorithm must be one of 'ring', 'gather', None; got 'tree'"),
     "a mask": ({"mask": np.ones((40, 40), bool)}, NotImplementedError, "^numba_flash.distributed does not take mask: each process"),
+    "an option of gradients": ({"dlse": 1.0}, TypeError, "^dlse must be None in a forward pass"),
+    "an option of another library": (
+        {"is_causal": True},
+        TypeError,
+        r"^numba_flash\.distributed\.forward\(\) got .*did you mean causal=True",
+    ),
     "a flag": ({"return_lse": 1}, TypeError, "^return_lse must be True or False"),
     "a tracer": (
         {"q": type("Tracer", (), {"__dlpack__": lambda *x, **y: 1 / 0, "__dlpack_device__": lambda x: (1, 0)})()},

@@ -27,7 +27,7 @@ from numba import njit
 from simt_kernels import CHOSEN, KERNELS, kernel, name_of
 
 import numba_flash
-from numba_flash.cuda import compile
+from numba_flash.cuda import compile, numpy_gaps
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.options import Generator, Options
 from numba_flash.pages import Pages
@@ -321,9 +321,34 @@ def test_cache_directory(monkeypatch, environment, expected):
     assert compile.cache_directory() == Path(expected)
 
 
-# ---- NumPy without row_stack -----------------------------------------------------------------------------------------------------------
+# ---- NumPys that lack what numba-cuda asks for -------------------------------------------------------------------------------------------
 
-FAILED_BEFORE = """
+# NumPy 2.5 has no row_stack, and a later one will have no time without a unit, which 2.5 warns about. Both are taken away here, once Numba
+# for the CPU and SciPy have seen them.
+COMING_NUMPY = """
+import numba.np.arrayobj, numpy as np, scipy.linalg
+if hasattr(np, "row_stack"):
+    del np.row_stack
+    np.__all__.remove("row_stack")
+there_is = np.timedelta64
+class timedelta64(there_is):
+    def __new__(cls, value, *unit):
+        if not unit:
+            raise ValueError("a time has a unit")
+        return there_is(value, *unit)
+np.timedelta64 = timedelta64
+"""
+# What a user meets who uses numba-cuda before: the first cannot be imported, the second cannot compile.
+NO_UNIT = """
+try:
+    from numba import cuda
+except ValueError as error:
+    assert "a time has a unit" in str(error)
+else:
+    raise AssertionError("numba-cuda no longer asks for a time without a unit: numba_flash.cuda.numpy_gaps need not supply it")
+"""
+NO_ROW_STACK = """
+np.timedelta64 = there_is
 from numba import cuda
 from numba.cuda import types
 try:
@@ -331,21 +356,17 @@ try:
 except AttributeError as error:
     assert "row_stack" in str(error)
 else:
-    raise AssertionError("numba-cuda no longer asks for np.row_stack: numba_flash.cuda.compile need not supply it")
+    raise AssertionError("numba-cuda no longer asks for np.row_stack: numba_flash.cuda.numpy_gaps need not supply it")
 """
 
 
 @pytest.mark.parametrize(
-    "before", ["", pytest.param(FAILED_BEFORE, marks=pytest.mark.full)], ids=["first", "after a kernel of the user failed"]
+    "before",
+    ["", NO_UNIT, pytest.param(NO_ROW_STACK, marks=pytest.mark.full)],
+    ids=["first", "after an import by the user failed", "after a kernel of the user failed"],
 )
-def test_numpy_without_row_stack(before):
-    """NumPy 2.5 has none; taken away here where NumPy still has it, once Numba for the CPU and SciPy have seen it."""
-    code = f"""
-import numba.np.arrayobj, numpy as np, scipy.linalg
-if hasattr(np, "row_stack"):
-    del np.row_stack
-    np.__all__.remove("row_stack")
-{before}
+def test_coming_numpy(before):
+    code = f"""{COMING_NUMPY}{before}
 from numba_flash.cuda import compile
 assert ".entry kernel" in compile.intermediate("delta.build", {CONFIG!r}, (9, 0))
 assert not hasattr(np, "row_stack"), "left behind"
@@ -353,12 +374,26 @@ assert not hasattr(np, "row_stack"), "left behind"
     python(code, PACKAGE.parent)
 
 
+def test_nothing_warns_while_a_kernel_is_compiled(tmp_path):
+    """Whoever turns warnings into errors can compile, with every NumPy; the number that stands for no time is what it was."""
+    code = f"""
+from numba_flash.cuda import compile
+assert compile.cubin("delta.build", {CONFIG!r}, (9, 0))[:4] == b"\\x7fELF"
+import numpy as np
+from numba.cuda.np import npdatetime_helpers
+assert npdatetime_helpers.NAT == np.timedelta64("nat", "s").astype(np.int64)
+"""
+    python(code, PACKAGE.parent, PYTHONWARNINGS="error", NUMBA_FLASH_CACHE_DIR=tmp_path / "cache")
+
+
 @pytest.mark.parametrize("there", [True, False])
-def test_row_stack_is_left_as_it_was(monkeypatch, there):
+def test_numpy_and_imports_are_left_as_they_were(monkeypatch, there):
     mine = object()
     monkeypatch.setattr(np, "row_stack", mine, raising=False)
     if not there:
         monkeypatch.delattr(np, "row_stack")
-    compile._numba_cuda.cache_clear()
-    compile._numba_cuda()
+    before = [*sys.meta_path]
+    with numpy_gaps.supplied():
+        assert hasattr(np, "row_stack")
     assert getattr(np, "row_stack", None) is (mine if there else None)
+    assert sys.meta_path == before

@@ -8,6 +8,7 @@ import os
 import struct
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,12 +21,18 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
+import simt_kernels
+import sm80_kernels
+import sm90_kernels
+
 import numba_flash
 from numba_flash import disk, notice, warmup
 from numba_flash.__main__ import main
 from numba_flash.cpu import kernels as cpu_kernels
 from numba_flash.cuda import compile
+from numba_flash.options import PLAIN, Options
 
+KERNELS = [kernel for module in (simt_kernels, sm80_kernels, sm90_kernels) for kernel in module.KERNELS.values()]
 KERNEL = "simt.forward.build", ("float32", 64, 64), (9, 0)
 LOG = "ptxas info: Used 42 registers, 16 bytes spill stores, 8 bytes stack frame, 32 bytes smem"
 
@@ -78,10 +85,34 @@ def test_a_kernel_is_compiled_once(directory, compiler):
 
 def test_what_is_compiled_is_said_once(directory, compiler, monkeypatch):
     said = []
-    monkeypatch.setattr(notice, "compiling", lambda *what: said.append(what))
-    for _ in range(2):
-        compile.cubin(*KERNEL)
-    assert said == [("the CUDA kernel simt.forward.build (float32, 64, 64) for compute capability 9.0", directory)]
+    monkeypatch.setattr(notice, "_say", said.append)
+    monkeypatch.setattr(notice.time, "perf_counter", iter([0, 20, 0, 10, 0, 1]).__next__)
+    monkeypatch.setattr(notice, "_begun", set())
+    builder, _, capability = KERNEL
+    for heads in (64, 128, 256):
+        for _ in range(2):
+            compile.cubin(builder, ("float32", heads, heads), capability)
+    line = "compiling the CUDA kernel simt.forward.build (float32, {0}, {0}; for compute capability 9.0){1} (once: it is kept in {2})"
+    took = "", ", about 20 s by what it took here before", ", about 10 s by what it took here before"
+    assert said == [line.format(heads, about, directory) for heads, about in zip((64, 128, 256), took, strict=True)]
+
+
+def test_two_variants_have_two_lines():
+    """Of all kernels that are tried: those of one builder are told apart by what is said of their configuration."""
+    told = {(kernel.builder, kernel.config): (kernel.builder, compile.of_config(kernel.config)) for kernel in KERNELS}
+    assert len(told) > 300
+    assert len(set(told.values())) == len(told)
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    wide: bool
+
+
+def test_options_of_a_kernel_are_named():
+    config = "float16", 64, Options(softcap=1.0, bias="float32", mask=True), PLAIN, Shape(128, True)
+    assert compile.of_config(config) == "float16, 64, softcap=1.0, bias=float32, mask=True, plain, Shape(128, True)"
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------------------------
@@ -334,4 +365,4 @@ def test_processes_on_one_cold_cache(tmp_path):
             assert all(found == expected for found in pool.map(fetch, [directory] * processes))
             left = [disk.load(path) for path in directory.glob("*.cubin")]
             assert sorted(map(instructions, left)) == sorted(expected.values())
-            assert len([*directory.iterdir()]) == 2 * len(DTYPES)
+            assert len([*directory.iterdir()]) == 2 * len(DTYPES) + 1  # and what each took

@@ -1,5 +1,6 @@
 """The documentation names what there is: modules, tests, public names, and the lines of code that it shows."""
 
+import importlib
 import re
 
 import pytest
@@ -56,6 +57,43 @@ def test_every_public_name_is_in_the_reference():
     documented = set(re.findall(r"^\.\. auto(?:function|class|data):: numba_flash\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
     public = {name for name in numba_flash.__all__ if name != "reference"} | {"reference.forward", "reference.backward"}
     assert documented >= public
+
+
+def object_of(name: str):
+    """What a dotted name stands for, and the module in front of it."""
+    module, _, rest = name.rpartition(".")
+    while module:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            module, _, left = module.rpartition(".")
+            rest = f"{left}.{rest}"
+        else:
+            for part in rest.split("."):
+                found = getattr(found, part)
+            return found, module
+    raise AssertionError(f"{name} is in no module")
+
+
+def test_every_name_of_the_package_stands_for_something():
+    """In code on any page: modules, and what is in them."""
+    name = re.compile(r"\bnumba_flash(?:\.[A-Za-z_]\w*)+")
+    modules = {f"numba_flash.{path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}" for path in MODULES}
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    named = {found for page in pages for found in name.findall(page.read_text())} - modules
+    assert "numba_flash.forward" in named
+    for each in named:
+        object_of(each)
+
+
+def test_the_reference_says_where_things_are():
+    """In the module that defines them, or in a package that has them in `__all__`."""
+    names = re.findall(r"^\.\. auto(?:function|class):: (numba_flash[\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert len(names) > 25
+    for name in names:
+        found, module = object_of(name)
+        public = getattr(importlib.import_module(module), "__all__", ())
+        assert found.__name__ in public or found.__module__ == module, name
 
 
 # ---- code that pages include -----------------------------------------------------------------------------------------------------------

@@ -60,10 +60,10 @@ LAYERS = (
     "cuda.split_rows cuda.kept_bias cuda.units",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
     "cuda.row_blocks cuda.relative cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias",
-    "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang",
+    "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
     "problem options scoremod captures rng block_mask oracle",
     "pages",
-    "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk notice fingerprint",
+    "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk durations notice fingerprint",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(

@@ -2,9 +2,7 @@
 (9.7.13.4), registers (9.7.19.5), and those between kernels (9.7.13.13).
 """
 
-from numba.cuda.extending import intrinsic
-
-from numba_flash.cuda.lang import types, u32
+from numba_flash.cuda.lang import intrinsic, types, u32
 from numba_flash.cuda.ptx.emit import emit, instruction, literals
 
 _void = types.void

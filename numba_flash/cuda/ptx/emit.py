@@ -5,9 +5,8 @@ operands, into a function of kernels.
 from inspect import Parameter, Signature
 
 from llvmlite import ir
-from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import types
+from numba_flash.cuda.lang import intrinsic, types
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 LLVM = {

@@ -3,9 +3,8 @@ addresses of arrays.
 """
 
 from llvmlite import ir
-from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, f64, i32, types, u32, u64
+from numba_flash.cuda.lang import f32, f64, i32, intrinsic, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, I64, LLVM, emit, instruction, registers
 
 _void = types.void

@@ -8,9 +8,8 @@ elements; lane l gives the address of row l % 8 of matrix l // 8.
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import types, u32
+from numba_flash.cuda.lang import intrinsic, types, u32
 from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
 
 # Low ones of split float32 are so many times larger: those of small numbers, too, are normal.

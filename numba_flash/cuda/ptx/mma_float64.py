@@ -10,9 +10,8 @@ and g + 8 in neighbouring registers: two terms at once would have to be moved ap
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import types
+from numba_flash.cuda.lang import intrinsic, types
 from numba_flash.cuda.ptx.emit import F64, I32, emit, pointers
 
 LINE = 128  # bytes of shared memory that an access can take from all banks

@@ -1,9 +1,8 @@
 """Arithmetic (PTX ISA 9.7.3) and conversion (9.7.9.21)."""
 
 from llvmlite import ir
-from numba.cuda.extending import intrinsic
 
-from numba_flash.cuda.lang import f32, f64, types, u32, u64
+from numba_flash.cuda.lang import f32, f64, intrinsic, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, emit, instruction
 
 MOST_THREADS = 1024  # of a block
@@ -11,6 +10,9 @@ MOST_THREADS = 1024  # of a block
 ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 tanh = instruction("tanh", "tanh.approx.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
+fma_up = instruction(  # $1 * $2 + $3, rounded up
+    "fma_up", "fma.rp.f32 $0, $1, $2, $3;", f32, f32, f32, f32, memory=False
+)
 rcp = instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 maximum = instruction("maximum", "max.f32 $0, $1, $2;", f32, f32, f32, memory=False)
 maximum_or_nan = instruction(  # NaN if one is, since Ampere

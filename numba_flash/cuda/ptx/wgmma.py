@@ -7,9 +7,7 @@ ordered after the instruction. Tiles in shared memory are given by the low words
 descriptors.
 """
 
-from numba.cuda.extending import intrinsic
-
-from numba_flash.cuda.lang import types
+from numba_flash.cuda.lang import intrinsic, types
 from numba_flash.cuda.ptx.emit import emit, literals, pointers, registers
 
 # High word of the descriptor of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from numba_flash import mask
 from numba_flash.cuda import ptx, softmax
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.fragment import ALL_LANES, build_row, first_column
+from numba_flash.cuda.fragment import ALL_LANES, build_pack, build_row, first_column
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import few, products, softmax_backward
@@ -83,7 +83,7 @@ def build_rows(dtype, tile, head_dim_v, has_dlse):
             delta += cuda.shfl_xor_sync(ALL_LANES, delta, 1 << fold)
         if lane == 0:
             if there and lse[head, i] != f32(-INF):
-                shift = max(lse[head, i] * f32(LOG2E), f32(LEAST))
+                shift = max(ptx.fma_up(lse[head, i], f32(LOG2E), f32(0)), f32(LEAST))
                 if HAS_DLSE:
                     delta -= dlse[head, i]
             else:
@@ -147,6 +147,8 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     of_warp = softmax_backward.build(dtype, options, shape.vectors, 1, BLOCK_M, kind)
     exponentiate, pack_weights = of_warp.exponentiate, of_warp.pack_weights
     begin_dp, differentiate = of_warp.begin_dp, of_warp.differentiate
+    pack, _ = build_pack(PAIRS, *kind)
+    LOWERED = 2.0 ** -softmax.raised_backward(kind.bfloat16)
     k_qt = products.build_nt(kind, 1, BLOCK_M, D, PITCH_K, PITCH_K, False)
     v_dot_from = products.build_nt_from(kind, 1, BLOCK_M, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, 1, DV, BLOCK_M, PITCH_V, fresh=True)
@@ -251,13 +253,13 @@ def build(dtype, shape, has_dlse, parts, options, tile):
             p_do(dv_acc, p, do_tile)
             # (5) dS^T = P^T * (dP^T - delta)
             differentiate(dpT, sT, slope, delta, ())
-            pack_weights(p, dpT)
+            pack(p, dpT)
             put_ds(ds, p)
             meet()  # dS^T of all lanes is there, and V has been read
             # (7) dQ = dQ + dS K
             ds_k(dq_acc, ds, k_tile)
             for r in range(2):
-                factor[r] = f32(NAN) if x.invalid else f32(1)
+                factor[r] = f32(NAN) if x.invalid else f32(LOWERED)
             put_dv(v_tile, dv_acc, factor)
             # (6) dK = dS^T Q
             ds_q(dk_acc, p, q_tile)

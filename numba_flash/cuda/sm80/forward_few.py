@@ -94,7 +94,8 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
     hold_q = products.build_hold(M_TILES, D, pitch(D))
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY).all
-    exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR)
+    RAISED = softmax.raised(dtype == "bfloat16", LAZY)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, raised=RAISED)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, False, shape.turing)
     hide_row = softmax.build_hide(SCORES, band == "both", True)
@@ -146,7 +147,7 @@ def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile
             inverse[r], value = f32(0), f32(NEG_INF)
             if l != f32(0):
                 inverse[r] = ptx.rcp(l)
-                power = ptx.lg2(l)
+                power = ptx.lg2(l) - f32(RAISED)
                 if CHANGES:  # scores are in base e
                     value = m_i[r] + power * f32(LN2)
                 else:

@@ -66,6 +66,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
     part_of, fetch = own.part_of, own.fetch
     recompute_p, differentiate, SLOPES, WORDS = own[2:]
+    LOWERED = 2.0 ** -softmax.raised_backward(BFLOAT16)
     take_bias = build_take_bias(tile, SMEM.bias)
     commit_dq, put_dq = store.build_hand_over(SMEM.dq)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
@@ -110,6 +111,7 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options
             invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
             scaled[r] = factor[r] * scale
+            factor[r] *= f32(LOWERED)
             if DROPOUT:
                 factor[r] *= f32(parameters.keep_scale)
         pipeline.release(smem, WORK, turn)

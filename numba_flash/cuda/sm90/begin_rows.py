@@ -13,6 +13,7 @@ from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.gradient_tiles import QUERIES, ROW_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.softmax import raised_backward
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
 
 THREADS = QUERIES  # the last ones of the first warp group
@@ -26,12 +27,15 @@ def build(dtype, has_dlse, tile, walks):
     lse2 = lse log2(e), but +inf for a row that saw nothing or does not exist, so that its P is 0,
     delta = rowsum(dO * O) - dlse, but 0 there,
 
+    raised as `numba_flash.cuda.preprocess` says,
     side by side, in shared memory and in `rows` (b0, b1, heads, at least n, 2).
     """
     SMEM, HAS_DLSE, INF, LEAST = tile.layout(), has_dlse, math.inf, LEAST_FLOAT32
     Q, NOTES, DO, O = one_type(SMEM.q), one_type(SMEM.rows), SMEM.do, SMEM.o
     element = fragment.build_unpack(dtype == "bfloat16")
     begin, place_of, proceed = walks
+    RAISED = raised_backward(dtype == "bfloat16")
+    LOWERED = 2.0**-RAISED
 
     @inline
     def product(x, y):
@@ -65,7 +69,8 @@ def build(dtype, has_dlse, tile, walks):
                 total += product(x, ptx.load_shared_words(u32(chunk + u32(O))))
             pipeline.release(smem, Q, n)
             if value != f32(-INF):
-                shift, delta = max(value * f32(LOG2E), f32(LEAST)), total - more
+                shift = max(ptx.fma_up(value, f32(LOG2E), f32(-RAISED)), f32(LEAST))
+                delta = (total - more) * f32(LOWERED)
             pipeline.wait_free(smem, NOTES, n)
             to = u32(pipeline.tile(smem, NOTES, n) + u32(row * ROW_BYTES))
             ptx.store_shared_vector(to, (shift, delta))

@@ -107,7 +107,7 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
     fetch_bias = build_fetch(options, runs, vectors, ("bias",))
     fetch_mask = build_fetch(options, runs, vectors, ("mask",))
     modify, drop = build_modify(dtype, options, runs), build_drop(options, runs)
-    recompute_p, differentiate = build_differentiate(options, SCORES)
+    recompute_p, differentiate = build_differentiate(options, SCORES, dtype == "bfloat16")
     zero, _ = softmax.build_zero(ALL_SCORES)
 
     @inline

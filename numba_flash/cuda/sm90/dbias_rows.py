@@ -108,7 +108,7 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
     put_words = build_put_words(BLOCK_N, ROWS)
     element_of = fragment.build_unpack(options.bias == "bfloat16")
     pack, _ = fragment.build_pack(WORDS, out_dtype == "bfloat16")
-    _, differentiate = build_differentiate(options, SCORES)
+    _, differentiate = build_differentiate(options, SCORES, BFLOAT16)
     zero, _ = softmax.build_zero(SCORES)
 
     @inline

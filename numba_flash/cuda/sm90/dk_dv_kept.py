@@ -40,11 +40,11 @@ class Weighed(NamedTuple):
 
 
 @once
-def build_weigh(queries, bfloat16, away, hidden):
-    """``weigh(weighed)``: P^T in the place of S^T, dS^T in that of dP^T. Scores may be `hidden` by
-    the bias, whatever they are.
+def build_weigh(queries, bfloat16, away, raised, hidden):
+    """``weigh(weighed)``: P^T, `raised`, in the place of S^T, dS^T in that of dP^T. Scores may be
+    `hidden` by the bias, whatever they are.
     """
-    AWAY, HIDDEN, NEG_INF = away, hidden, -math.inf
+    AWAY, HIDDEN, NEG_INF, LOWERED = away, hidden, -math.inf, 2.0**-raised
     element = fragment.build_unpack(bfloat16)
 
     @inline
@@ -65,7 +65,7 @@ def build_weigh(queries, bfloat16, away, hidden):
                         score = f32(NEG_INF) if bias == f32(NEG_INF) else score
                     t.s[e] = ptx.ex2(score)
                     # (5) dS^T = P^T * (dP^T - delta)
-                    t.dp[e] = (t.dp[e] - delta) * t.s[e]
+                    t.dp[e] = (t.dp[e] * f32(LOWERED) - delta) * t.s[e]
 
     return ptx.repeated(queries // 16, weigh_vector)
 
@@ -100,7 +100,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     first_of, unit_of, after = build_units(tile.block_m)
     keep = keep_columns.build(options, vectors, tile)
     fill, bias_of = keep.fill, keep.bias_of
-    of_bias = tile.queries, options.bias == "bfloat16", keep.away
+    raised = softmax.raised_backward(BFLOAT16)
+    of_bias, LOWERED = (tile.queries, options.bias == "bfloat16", keep.away, raised), 2.0**-raised
     weigh, weigh_some = (build_weigh(*of_bias, hidden) for hidden in (False, True))
     start_scores, start_dk = wgmma.build_narrow_gradients(tile.queries, head_dim, BFLOAT16)
     start_dp, start_dv = wgmma.build_narrow_gradients(tile.queries, head_dim_v, BFLOAT16)
@@ -116,7 +117,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         one = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
         for r in range(2):
-            one[r], scaled[r] = f32(1), scale
+            one[r], scaled[r] = f32(LOWERED), scale
         row = i32(x.row0 + me * ROWS + wgmma.first_row())
         for r in range(2):
             j = i32(row + 8 * r)

@@ -77,11 +77,12 @@ class Weighed(NamedTuple):
 
 
 @once
-def build_weigh(hidden):
+def build_weigh(hidden, raised):
     """``weigh(n, weighed)``: P in the place of S, dS in that of dP, added to dbias, of 8 keys.
-    Scores may be `hidden` by the bias, whatever they are.
+    Scores may be `hidden` by the bias, whatever they are. P is `raised`.
     """
     HIDDEN, NEG_INF, SCORES, BYTES = hidden, -math.inf, CHUNK // 2, AWAY
+    LOWERED = 2.0**-raised
 
     @inline
     def weigh_vector(n, t):
@@ -95,7 +96,7 @@ def build_weigh(hidden):
                 if HIDDEN:
                     score = f32(NEG_INF) if bias[2 * r + c] == f32(NEG_INF) else score
                 # (5) dbias = dbias + dS, where dS = P * (dP - delta)
-                w.dp[e] = (w.dp[e] - w.delta[r]) * ptx.ex2(score)
+                w.dp[e] = (w.dp[e] * f32(LOWERED) - w.delta[r]) * ptx.ex2(score)
                 w.acc[t.chunk * SCORES + e] += w.dp[e]
 
     return ptx.repeated(VECTORS, weigh_vector)
@@ -115,7 +116,8 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     pack, _ = fragment.build_pack(SCORES // 2, BFLOAT16)
     zero, _ = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim, False, BFLOAT16)
-    weigh, (_, place_of, proceed) = build_weigh(hidden), walks
+    weigh = build_weigh(hidden, softmax.raised_backward(BFLOAT16))
+    _, place_of, proceed = walks
 
     @inline
     def keys_of(x, n, chunk):

@@ -6,7 +6,7 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
-from numba_flash.cuda.number import index
+from numba_flash.cuda.number import build_mean_rows, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.load_forward import WORD
@@ -15,26 +15,30 @@ from numba_flash.cuda.sm90.rows import ROWS
 from numba_flash.cuda.swizzle import panel_bytes
 
 
-def build_finish(head_dim_v, write_lse, store_by, bfloat16, options, layout, in_base_e=False):
+def build_finish(
+    head_dim_v, write_lse, store_by, bfloat16, options, layout, in_base_e=False, raised=0.0
+):
     """``finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, parameters)``: the work item
     of a turn, whose rows have these sums; `store_by` and arrays are those of
     `numba_flash.cuda.sm90.forward`, `layout` is that of shared memory.
 
-    in_base_e : m_i are shifts in base e, not in base 2.
+    in_base_e : m_i are shifts in base e, and l is `raised`; else shifts in base 2, lower by that.
     """
     WORK, O_STAGE, O_BYTES = one_type(layout.work), layout.o, layout.o_panels * panel_bytes(ROWS)
     WRITE_LSE, TO_MAP, PARTS = write_lse, store_by == "map", store_by == "parts"
-    SEQUENCES, PACKED, IN_BASE_E = options.sequences, options.packed, in_base_e
+    SEQUENCES, PACKED, IN_BASE_E, RAISED = options.sequences, options.packed, in_base_e, raised
     DROPOUT = bool(options.dropout)
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
     _, zero_rows = softmax.build_zero(head_dim_v // 2)
     put_row = store.build_put_row(head_dim_v, PARTS, bfloat16)
+    rounded = "float32" if PARTS else "bfloat16" if bfloat16 else "float16"
+    mean_rows = build_mean_rows(head_dim_v // 2, 2, rounded)
     stage = store.build_stage(head_dim_v, layout.o_panels, bfloat16) if TO_MAP else None
 
     @inline
     def log_sum(m, l):
         if IN_BASE_E:
-            return m + ptx.lg2(l) * f32(LN2)
+            return m + (ptx.lg2(l) - f32(RAISED)) * f32(LN2)
         return (m + ptx.lg2(l)) * f32(LN2)
 
     @inline
@@ -71,6 +75,7 @@ def build_finish(head_dim_v, write_lse, store_by, bfloat16, options, layout, in_
         if cuda.any_sync(fragment.ALL_LANES, inverse[0] == f32(0) or inverse[1] == f32(0)):
             zero_rows(acc, inverse)  # 0 * NaN is not 0
         pipeline.release(smem, WORK, turn)
+        mean_rows(acc, inverse)
         if TO_MAP:
             staged = smem + u32(O_STAGE + me * O_BYTES)
             stage(maps[3], staged, acc, inverse, me, Place(0, row0, h, b1, b0))

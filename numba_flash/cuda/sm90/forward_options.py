@@ -60,11 +60,13 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
     build_online = softmax_options.build_online if CHANGES else softmax.build_online
-    online, rescale = build_online(SCORES), softmax.build_rescale(OUTPUTS)
+    RAISED = softmax.raised(BFLOAT16, softmax.LAZIER if CHANGES else softmax.LAZY)
+    online, rescale = build_online(SCORES, RAISED), softmax.build_rescale(OUTPUTS)
     fetch, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, ends_apart=True)
     begin_scores, next_scores = build_rows(options, BLOCK_M, BLOCK_N, SMEM.q, SMEM.work)
-    finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, CHANGES)
+    in_base_e = (CHANGES, RAISED)
+    finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, *in_base_e)
 
     @inline
     def weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more):

@@ -54,7 +54,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
     begin_item, hide = build_begin(BLOCK_N, SMEM.q, SMEM.work), build_hide(BLOCK_N, band == "both")
     (zero, zero_rows), reset = softmax.build_zero(OUTPUTS), softmax.reset
     raise_shifts = softmax.build_raise(SCORES, OUTPUTS, 1).all
-    exponentials = softmax.build_exponentials(SCORES, 1, raised=softmax.RAISED_P)
+    exponentials = softmax.build_exponentials(SCORES, 1, raised=softmax.RAISED_P, apart=True)
     split, _ = fragment.build_split(BLOCK_N // 4, planes)
     put_floats = store.build_put_floats(head_dim_v, CENTRED.values)
     factor_of = pipeline.build_factor_of(WORK, WORD)

@@ -190,6 +190,7 @@ def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
             block_m or this.tile.block_m,
             4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
             *(this.ordered, True, True, p.options.arrays, ROW_THREADS, False, True),
+            True,
         ),
         this.gpu,
         grid=math.prod(this.row_blocks),

@@ -86,6 +86,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
     # the latter, once per item, of any kind: `begin_backward` does not know which there are
     UPWARD, tile_at = upward, build_tile_at(True)
     SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
+    LOWERED = 2.0 ** -softmax.raised_backward(bfloat16 or SPLIT)
 
     @inline
     def note_bounds(smem, turn, me, group):
@@ -192,8 +193,9 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
 
     @inline
     def exponentiate(sT, lse2_smem, scale_log2):
-        """(2) P^T = exp(S^T - lse), in the place of S^T; of planes 2^RAISED_BACKWARD larger, and
-        `scale_log2` and the lse are in base e: the difference of large numbers loses no digits.
+        """(2) P^T = exp(S^T - lse), in the place of S^T; of float16 1 / LOWERED as large, as their
+        lse is lower; of planes 2^RAISED_BACKWARD larger, and `scale_log2` and the lse are in base
+        e: the difference of large numbers loses no digits.
         """
         for j in range(SCORES // 4):
             shift = ptx.load_shared_pair(u32(lse2_smem + u32(32 * j)))
@@ -229,7 +231,8 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
                 e = 4 * j + i
                 tanh = (ptx.lg2(pT[e]) + shift[i % 2]) * ptx.rcp(scale_log2)
                 slope = f32(1) - tanh * tanh
-                dpT[e] = (dpT[e] - delta[i % 2]) * slope if pT[e] != f32(0) else f32(0)
+                dp = dpT[e] * f32(LOWERED) - delta[i % 2]
+                dpT[e] = dp * slope if pT[e] != f32(0) else f32(0)
 
     @inline
     def differentiate(dpT, pT, smem, me, n, chunk):
@@ -242,15 +245,21 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
             if not CAPPED:
                 delta = ptx.load_shared_pair(u32(delta_smem + u32(32 * j)))
             for i in range(4):
-                dpT[4 * j + i] = pT[4 * j + i] * (dpT[4 * j + i] - delta[i % 2])
+                dp = dpT[4 * j + i]
+                if not CAPPED:
+                    dp = dp * f32(LOWERED) - delta[i % 2]
+                dpT[4 * j + i] = pT[4 * j + i] * dp
 
     @inline
     def factors(smem, turn, factor, scaled, scale):
-        """What dV and dK are multiplied by: 1 and the scale; NaN if the lengths are impossible."""
+        """What dV and dK are multiplied by: 1, or as P is raised 1 / 2^raised, and the scale; NaN
+        if the lengths are impossible.
+        """
         for r in range(2):
             invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
             scaled[r] = factor[r] * scale
+            factor[r] *= f32(LOWERED)
 
     return SoftmaxBackward(
         note_bounds,

@@ -20,6 +20,7 @@ from numba_flash.cuda.sm90.arguments import (
 )
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.softmax import raised_backward
 
 ROWS = 64  # keys of a fragment
 WORD, NOTE = words(BackwardWork), words(TileNote)
@@ -80,7 +81,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         there.
     ``fetch(bias_mask, x, extras)``: what options need from memory, and nobody else brings.
     ``recompute_p(sT, slope, bias_mask, x, scale_log2, parameters)``: the options, on S^T, then (2)
-        P^T, in its place; negative where dropout drops it.
+        P^T, in its place, of float16 raised as their lse is lower; negative where dropout drops it.
     ``differentiate(dpT, pT, slope, x, chunk, parameters)``: (5) dS^T, in the place of dP^T, of 16
         columns: a chunk of 8 and the next.
     """
@@ -97,6 +98,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     wanted = ("mask",) if tile.copies_bias else EVERYTHING
     read, drop = build_fetch(options, runs, vectors, wanted), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, True)
+    LOWERED = 2.0 ** -raised_backward(dtype == "bfloat16")
 
     @inline
     def note(smem, n, word):
@@ -147,8 +149,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     def ds_of(w, dp, delta, parameters):
         if DROPOUT:  # dP is 0 where w is -P
             dp = dp if w > f32(0) else f32(0)
-            return abs(w) * (dp * f32(parameters.keep_scale) - delta)
-        return w * (dp - delta)
+            return abs(w) * (dp * (f32(parameters.keep_scale) * f32(LOWERED)) - delta)
+        return w * (dp * f32(LOWERED) - delta)
 
     @inline
     def differentiate(dpT, pT, slope, x, chunk, parameters):

@@ -6,6 +6,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import f32, i32, inline, once
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.softmax import raised_backward
 
 ROWS = 64  # queries of a consumer
 
@@ -31,11 +32,12 @@ def release_keys(smem, ring, n):
 
 
 @once
-def build_differentiate(options, scores):
+def build_differentiate(options, scores, bfloat16):
     """``recompute_p(s, lse)``: (2) P = exp(S - lse), in the place of S; ``differentiate(acc, p, dp,
     delta, parameters)``: (5) acc += dS = P * (dP - delta), where P is negative if dropped.
     """
     SCORES, DROPOUT, SEQUENCES = scores, bool(options.dropout), options.sequences
+    LOWERED = 2.0 ** -raised_backward(bfloat16)
 
     @inline
     def recompute_p(s, lse):
@@ -49,7 +51,7 @@ def build_differentiate(options, scores):
             if DROPOUT:  # dP is 0 where the weight is -P
                 slope = slope if weight > f32(0) else f32(0)
                 slope *= f32(parameters.keep_scale)
-            slope -= delta[e // 2 % 2]
+            slope = slope * f32(LOWERED) - delta[e // 2 % 2]
             if SEQUENCES:  # what lies beyond the end may be NaN, and 0 * NaN is not 0
                 slope = slope if weight != f32(0) else f32(0)
             acc[e] += (abs(weight) if DROPOUT else weight) * slope

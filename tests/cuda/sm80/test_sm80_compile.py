@@ -99,7 +99,7 @@ def test_counts_of_machine_code(name):
 
 @pytest.mark.parametrize("name", named(KERNELS, ()))
 def test_resources(name):
-    """Nothing is spilled, no array lies in local memory, and as many blocks have room as the tile says."""
+    """No more is spilled than `SPILLS` allows, no array lies in local memory, and as many blocks have room as the tile says."""
     kernel, launch = KERNELS[name], LAUNCHES[name]
     assert ".local" not in compiled.ptx(kernel)
     used = compile._resources(compiled.linked(kernel).log)

@@ -95,7 +95,9 @@ def test_counts_of_machine_code(name):
 
 @pytest.mark.parametrize("name", named([*FORWARD, *FORWARD_OPTIONS, *BACKWARD, *BACKWARD_OPTIONS], QUICK))
 def test_resources(name):
-    """Nothing is spilled or serialised, and the registers that the warp groups ask for are those that the block has been given."""
+    """No more is spilled than `SPILLS` allows, nothing is serialised, and the registers that the warp groups ask for are those that the
+    block has been given.
+    """
     _, d, dv, *_, tile = KERNELS[name].config
     check_resources(name, tile, tile.layout(d, dv).bytes)
 
@@ -110,7 +112,9 @@ def test_resources_of_float32(name):
 
 @pytest.mark.parametrize("name", named(FORWARD_KEPT, QUICK))
 def test_a_kept_bias(name):
-    """Nothing is spilled or serialised; between two products, scores are read four at a time, and nothing else is; of 16 bits, eight."""
+    """Nothing is serialised, and nothing spilled, as `SPILLS` names none of these; between two products, scores are read four at a time,
+    and nothing else is; of 16 bits, eight.
+    """
     tile = FORWARD_KEPT[name][-1]
     check_resources(name, tile, tile.layout().bytes)
     if disassembler() is not None:
