@@ -154,11 +154,24 @@ class Layout(NamedTuple):
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def swapaxes(self, i: int, j: int) -> "Layout":
         """As that of an array."""
         axes = list(range(self.ndim))
         axes[i], axes[j] = axes[j], axes[i]
         return self._replace(shape=tuple(self.shape[a] for a in axes), strides=tuple(self.strides[a] for a in axes))
+
+    def cut(self, axis: int, start: int, stop: int) -> "Layout":
+        """That of some elements of an axis."""
+        shape, offset = list(self.shape), self.offset
+        shape[axis] = stop - start
+        if self.device >= 0:
+            offset = (offset + start * self.strides[axis]) % 16
+        return self._replace(shape=tuple(shape), offset=offset)
 
     def words(self) -> "Layout":
         """The same bytes as uint32, two elements of 16 bits each."""

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from numba_flash import arrays, ledger
+from numba_flash import arrays, ledger, sections
 from numba_flash.arrays import Layout, Place
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, Problem
 
@@ -203,12 +203,23 @@ def prepare(backend: Backend, kind: str, problem: Problem, inputs, results, **se
         What the tier's ``prepare_forward`` or ``prepare_backward`` takes besides.
     """
     with ledger.opened() as noted:
-        first = getattr(tier(backend), f"prepare_{kind}")(problem, inputs, results, **settings)
-        if first.left is None or 0 in first.left.shape:
-            return first._replace(scratch=sum(noted))
-        rest = getattr(tier(LEFT_TO), f"prepare_{kind}")(problem, inputs, results, left=first.left, **settings)
+        prepared = _prepare_whole(backend, kind, problem, inputs, results, settings)
+    if prepared.sums > sections.room(inputs) and sections.axis_of(problem).size > 1:
+        whole = lambda problem, inputs, results: prepare(backend, kind, problem, inputs, results, **settings)
+        with ledger.opened() as noted:
+            prepared = sections.prepare(whole, problem, inputs, results, prepared.sums)
+    ledger.note(sum(noted))
+    return prepared._replace(scratch=sum(noted))
+
+
+def _prepare_whole(backend: Backend, kind: str, problem: Problem, inputs, results, settings: dict) -> Prepared:
+    """The same, all of it at the same time."""
+    first = getattr(tier(backend), f"prepare_{kind}")(problem, inputs, results, **settings)
+    if first.left is None or 0 in first.left.shape:
+        return first
+    rest = getattr(tier(LEFT_TO), f"prepare_{kind}")(problem, inputs, results, left=first.left, **settings)
 
     def run(inputs, results, *state):
         rest.run(inputs, results, *state, left=first.run(inputs, results, *state))
 
-    return Prepared(run, (*first.launches, *rest.launches), scratch=sum(noted))
+    return Prepared(run, (*first.launches, *rest.launches), sums=first.sums)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from numba_flash import band, checks, options, overlap, pages, precisions
 from numba_flash.axes import HEADS_LAST, USUAL, Axes
 from numba_flash.block_mask import BlockMask
@@ -84,6 +86,8 @@ class Prepared(NamedTuple):
         wanted: int32 (b0, b1, heads of q), not 0 for those, the same for all that belong to one head of k.
     tiles : tuple of (str, (int, int))
         Name, rows and columns of the score tiles of what is not launched.
+    sums : int
+        Bytes of sums of dq among those, which have whole tiles for each head; `numba_flash.sections` bounds them.
     scratch : int
         Bytes that `run` allocates besides results, added up; `plan.prepare` fills it in.
     """
@@ -92,6 +96,7 @@ class Prepared(NamedTuple):
     launches: tuple = ()
     left: Any = None
     tiles: tuple = ()
+    sums: int = 0
     scratch: int = 0
 
 
@@ -117,6 +122,8 @@ class Problem:
         Everything else; `options.PLAIN` for plain attention.
     precision : str
         How accurate products of float32 arrays have to be at least, one of `precisions.PRECISIONS`; `precisions.USUAL` for other dtypes.
+    first_batch : int
+        Number of the first batch element, of a part of a problem whose random bits, or `score_mod`, know which one it is.
     """
 
     batch: tuple[int, int]
@@ -132,6 +139,7 @@ class Problem:
     high: int
     options: Options = PLAIN
     precision: Precision = precisions.USUAL
+    first_batch: int = 0
 
     @property
     def band(self) -> str:
@@ -174,6 +182,15 @@ def bind(q, k, v, *, axes=USUAL, scale=None, causal=False, window=None, q_start=
     return _fold(q, keys, scale, causal, window, q_start, precision, given)
 
 
+def _scale(scale, dtype: str) -> float:
+    """A factor that is a normal number of the accumulation dtype, also times log2(e); or 0."""
+    number, accumulator = checks.real("scale", scale), np.finfo("float64" if dtype == "float64" else "float32")
+    least, greatest = float(accumulator.tiny), float(accumulator.max) / 2
+    if number and not least <= abs(number) <= greatest:
+        raise ValueError(f"scale must be 0 or lie between {least:.3g} and {greatest:.3g}, computed in {accumulator.dtype}; got {scale!r}")
+    return number
+
+
 class _Keys(NamedTuple):
     """How many heads and keys there are, columns of v, the user's axes of q, and what the user calls these numbers."""
 
@@ -199,7 +216,7 @@ def _fold(q, keys: _Keys, scale, causal, window, q_start, precision, given) -> P
         if size > MAX_LENGTH:
             raise ValueError(f"{name} ({size}) must be at most {MAX_LENGTH}")
     low, high = band.bind(nq, nk, causal, window, q_start)
-    scale = d**-0.5 if scale is None else checks.real("scale", scale)
+    scale = d**-0.5 if scale is None else _scale(scale, q.dtype.name)
     more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
     more = replace(more, follows=q_start is None) if more.sequences else more
     precision = precisions.checked("precision", precisions.resolved(precision), ", or None")

@@ -63,6 +63,7 @@ class ScoreMod:
         found = find(function, gradient)
         if isinstance(function, _RowPerHead):
             function.check_heads(heads)
+            function.check_range(dtype)
         if found is not None:
             found.check("float64" if dtype == "float64" else "float32")
         return found
@@ -174,6 +175,7 @@ class _RowPerHead:
     """
 
     row = ""  # what a row is called
+    array = ""  # and all of them
     score_mod_grad = staticmethod(_one)
 
     def __init__(self, array: np.ndarray, q_start: int, function: Callable):
@@ -199,6 +201,14 @@ class _RowPerHead:
         if heads != self.heads:
             rows, count = f"{self.heads} {self.row}{'s' * (self.heads != 1)}", f"{heads} head{'s' * (heads != 1)}"
             raise ValueError(f"score_mod is {type(self).__name__} with {rows}, one for each query head; q has {count}")
+
+    def check_range(self, dtype: str) -> None:
+        """Raise if a number would be no number where scores of inputs of that dtype are computed."""
+        most = np.finfo("float64" if dtype == "float64" else "float32").max
+        size = np.abs(self._parts[0].astype(np.float64))
+        beyond = size[np.isfinite(size) & (size > most)]
+        if beyond.size:
+            raise ValueError(f"{self.array} must lie between -{most:.3g} and {most:.3g}, computed in {most.dtype}; got {beyond.max():.3g}")
 
     def __call__(self, score, b, h, i, j):
         return self.py_func(score, b, h, i, j)
@@ -254,7 +264,7 @@ class alibi(_RowPerHead):
         Position of query 0 among the keys.
     """
 
-    row = "slope"
+    row, array = "slope", "slopes"
 
     @shown
     def __init__(self, slopes: ArrayLike, q_start: int = 0):
@@ -289,7 +299,7 @@ class relative_position(_RowPerHead):
         Position of query 0 among the keys.
     """
 
-    row = "row"
+    row, array = "row", "table"
 
     @shown
     def __init__(self, table: ArrayLike, q_start: int = 0):

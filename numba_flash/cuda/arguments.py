@@ -36,6 +36,8 @@ class Parameters(NamedTuple):
         State of the dropout's generator, and the random bits below which it drops.
     first_query, first_key : uint64
         Of the matrix whose random bits these are, in the place of query 0 and key 0.
+    first_batch : uint64
+        Number of the first batch element of a part of a problem.
     """
 
     scale: float
@@ -46,6 +48,7 @@ class Parameters(NamedTuple):
     threshold: int
     first_query: int
     first_key: int
+    first_batch: int
 
 
 class Extent(NamedTuple):
@@ -216,7 +219,7 @@ def parameters_of(problem, rng=None) -> tuple:
     if not o.modifies:
         return ()
     seed, offset, *first = o.generator
-    words = (seed, offset, dropout_threshold(o.dropout), *first)
+    words = (seed, offset, dropout_threshold(o.dropout), *first, problem.first_batch)
     return Parameters(problem.scale, o.softcap, 1 / (1 - o.dropout), *map(np.uint64, words))
 
 
@@ -261,4 +264,4 @@ def parameters_type(options):
 
     if not options.modifies:
         return types.Tuple(())
-    return named(Parameters, *[types.float64] * 3, *[types.uint64] * 5)
+    return named(Parameters, *[types.float64] * 3, *[types.uint64] * 6)

@@ -11,7 +11,7 @@ is: the products skip it, so that a NaN that a row does not see cannot reach it.
 import math
 from typing import NamedTuple
 
-from numba_flash.cuda.lang import device, once, u32
+from numba_flash.cuda.lang import device, i32, once, u32
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -96,9 +96,10 @@ def build_bend(dtype, options, compile=device, capped=False):
             x, unit = _capped(x, cap)
             slope = ACC(1) - unit * unit
         if MODIFIED:
+            batch = i32(i32(at.batch) + i32(parameters.first_batch))
             if DIFFERENTIABLE:
-                slope *= ACC(score_mod_grad(x, at.batch, at.head, i, j))
-            x = ACC(score_mod(x, at.batch, at.head, i, j))
+                slope *= ACC(score_mod_grad(x, batch, at.head, i, j))
+            x = ACC(score_mod(x, batch, at.head, i, j))
         return x, slope
 
     return bend

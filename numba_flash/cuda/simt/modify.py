@@ -70,7 +70,7 @@ def build_drop(dtype, options, tile, transposed, negate):
             tx, ty = cuda.threadIdx.x % THREADS_N, cuda.threadIdx.x // THREADS_N
             seed, offset, threshold = parameters.seed, parameters.offset, parameters.threshold
             i0, j0 = types.int64(parameters.first_query), types.int64(parameters.first_key)
-            head = at.batch * at.heads + at.head
+            head = (at.batch + types.int64(parameters.first_batch)) * at.heads + at.head
             for line in range(LINES):
                 words, before = rng.NO_WORDS, types.int64(-1)
                 for x in range(KEYS):

@@ -170,7 +170,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     launches = () if dbias is None else dbias.launches
     made = (*lists.launches, preprocess, main, postprocess, *launches)
     if not split:
-        return Prepared(run, made)
+        return Prepared(run, made, sums=there.dq_sum.nbytes)
     wanted = ("tiles", "order") if deterministic else ("tiles",)
     of_preprocess = extras_class(p.options, more=SPLIT)
     of_main = extras_class(p.options, wanted, FACTORS)
@@ -193,7 +193,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
             dbias.run(x, rows, results, rng, y)
         return y.flags
 
-    return Prepared(run_split, (*splitter.launches, *made), splitter.made.flags)
+    launches = (*splitter.launches, *made)
+    return Prepared(run_split, launches, splitter.made.flags, sums=there.dq_sum.nbytes)
 
 
 def copies_of_sums(p, tile, multiprocessors: int) -> int:
@@ -211,6 +212,16 @@ def copies_of_sums(p, tile, multiprocessors: int) -> int:
     size = math.prod(sums.shape) * np.dtype(sums.dtype).itemsize
     most = min(SUMS_OF_COPIES // max(1, size), 2 * min(blocks, at_work) - 1, ROW_THREADS)
     return 1 << max(1, most).bit_length() - 1
+
+
+def padded_sums(p, there) -> int:
+    """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
+    if grid.few_gradients(p):
+        return 0
+    of = float64_tiles if p.dtype == "float64" else backward_tiles
+    tile = of.backward_tile(p, there)
+    found = _temporaries(p, tile, 1)
+    return found.dq_sum.nbytes if found.rows.shape[-1] > 2 * p.nq else 0
 
 
 def _temporaries(p, tile, copies: int) -> Temporaries:

@@ -1,7 +1,9 @@
 """The `sm80` tier from the host: what it serves. Numba is not imported here."""
 
 import math
+from functools import partial
 
+from numba_flash import sections
 from numba_flash.cuda import grid, launch, prepare_split
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
@@ -65,6 +67,9 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
         )
     if not 0 < problem.scale < math.inf:
         return f"needs a positive, finite scale; got {problem.scale}"
+    if kind == "backward":
+        padded_sums = partial(backward.padded_sums, there=hardware(gpu.capability))
+        return sections.too_large(problem, inputs, padded_sums)
     return None
 
 

@@ -15,6 +15,7 @@ from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, rounding_tile
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
+from numba_flash.cuda.sm90.split_tiles import split_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -60,6 +61,11 @@ class Temporaries(NamedTuple):
     dq_sum: Layout
     flags: Layout | None
     ds: Layout | None
+
+    def sums(self, p: Problem) -> int:
+        """Bytes of `dq_sum`, and of `ds` where that is mostly padding."""
+        of_ds = 0 if self.ds is None or self.rows.shape[-1] <= 2 * p.nq else self.ds.nbytes
+        return self.dq_sum.nbytes + of_ds
 
     def scratch(self) -> Scratch:
         """Where such arrays come from."""
@@ -136,7 +142,17 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         main.run(inputs, results, there, extras, added_to(inputs) if added_to else extras)
 
     launches = this.added.launches if p.options.relative else ()
-    return Prepared(run, (*launches, preprocess, *main.launches))
+    sums = this.temporaries.sums(p)
+    return Prepared(run, (*launches, preprocess, *main.launches), sums=sums)
+
+
+def padded_sums(p) -> int:
+    """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
+    tile = split_backward_tile(p) if p.dtype == "float32" else backward_tile(p)
+    row_blocks = row_blocks_of(p, tile)
+    if row_blocks.blocks * tile.block_m <= 2 * p.nq:
+        return 0
+    return temporaries(p, tile, row_blocks, 1).sums(p)
 
 
 def row_blocks_of(p, tile) -> RowBlocks:

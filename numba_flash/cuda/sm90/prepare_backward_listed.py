@@ -106,7 +106,8 @@ def prepare(p, tile, inputs, results, gpu) -> Prepared:
             main(*arrays, extras=made.main, numbers=now)
             sum_dq(x.k, dq, dq, there.dq_sum, there.ds, rows[0], extras=made.dq, numbers=then)
 
-    return Prepared(run, (*lists.launches, preprocess, main, sum_dq))
+    made = (*lists.launches, preprocess, main, sum_dq)
+    return Prepared(run, made, sums=this.temporaries.dq_sum.nbytes)
 
 
 def _temporaries(p, row_blocks: RowBlocks, slots: Slots) -> Temporaries:

@@ -86,7 +86,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
             dbias.run(x, rows, results.dbias, rng)
 
     launches = () if dbias is None else dbias.launches
-    return Prepared(run, (*lists.launches, preprocess, main, postprocess, *launches))
+    made = (*lists.launches, preprocess, main, postprocess, *launches)
+    return Prepared(run, made, sums=this.temporaries.sums(p))
 
 
 def _sizes_of(this: Pass) -> Sizes:

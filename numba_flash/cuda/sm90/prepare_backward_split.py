@@ -59,7 +59,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         return x.flags
 
     launches = (*splitter.launches, preprocess, main, postprocess)
-    return Prepared(run, launches, splitter.made.flags)
+    return Prepared(run, launches, splitter.made.flags, sums=this.temporaries.sums(p))
 
 
 def _preprocess(this: Pass, made) -> Launch:

@@ -2,6 +2,7 @@
 
 import math
 
+from numba_flash import sections
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
@@ -96,12 +97,21 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
             " (backend='sm90'): it waits for it longer than others"
         )
     if problem.dtype == "float32":
-        return _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
+        reason = _why_not_float32(kind, problem, inputs, demanded) or _why_not_problem(problem)
+        return reason or _too_large(kind, problem, inputs)
     names = ("q", "k", "v", "do", "o") if kind == "backward" else ("q", "k", "v")
     reasons = (tensor_maps.why_not(name, Layout.of(getattr(inputs, name))) for name in names)
     with_options = kind == "backward" and problem.options.modifies_beyond_softcap
     of_options = _why_not_backward(problem) if with_options else None
-    return _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
+    reason = _why_not_problem(problem) or of_options or next(filter(None, reasons), None)
+    return reason or _too_large(kind, problem, inputs)
+
+
+def _too_large(kind: str, problem, inputs) -> str | None:
+    """Why the sums of dQ would take too much memory."""
+    if kind == "forward":
+        return None
+    return sections.too_large(problem, inputs, backward.padded_sums)
 
 
 def _few(kind: str, p, inputs) -> bool:
