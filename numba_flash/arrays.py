@@ -125,9 +125,9 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, x) -> "Layout | None":
-        """That of an array, or of what has a layout as a `Place` has; None for None."""
-        if x is None:
-            return None
+        """That of an array, or of what has a layout as a `Place` has; a layout itself, and None for None."""
+        if x is None or isinstance(x, cls):
+            return x
         if hasattr(x, "layout"):
             return x.layout
         device = device_id(x)

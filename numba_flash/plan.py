@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from numba_flash import arrays, ledger, sections
-from numba_flash.arrays import Layout, Place
+from numba_flash.arrays import Layout
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, Problem
 
 Kind: TypeAlias = Literal["forward", "backward"]
@@ -125,13 +125,13 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
 
 def results_of(problem: Problem, q) -> ForwardResults:
     """Layouts of what `forward` makes of an array, or layout, q."""
-    x, shape = q if isinstance(q, Layout) else Layout.of(q), (*q.shape[:-1], problem.dv)
+    x, shape = Layout.of(q), (*q.shape[:-1], problem.dv)
     return ForwardResults(Layout.like(x, shape, x.dtype), Layout.like(x, shape[:-1], problem.lse_dtype))
 
 
 def backward_inputs(problem: Problem, inputs, dlse: bool = False) -> BackwardInputs:
-    """Those of a forward pass, with places for what its backward pass takes besides, laid out as `forward` makes it."""
-    o, lse = (Place(None, x) for x in results_of(problem, inputs.q))
+    """Those of a forward pass, with layouts of what its backward pass takes besides, as `forward` makes it."""
+    o, lse = results_of(problem, inputs.q)
     same = {name: getattr(inputs, name) for name in ForwardInputs._fields}
     return BackwardInputs(do=o, o=o, lse=lse, dlse=lse if dlse else None, **same)
 
