@@ -118,6 +118,15 @@ def real(name: str, value) -> float:
     return number
 
 
+def factor(name: str, value, dtype: str) -> float:
+    """`value` as a float that is 0 or, in what scores of arrays of that dtype are computed in, a normal number, also times log2(e)."""
+    number, accumulator = real(name, value), np.finfo("float64" if dtype == "float64" else "float32")
+    least, greatest = float(accumulator.tiny), float(accumulator.max) / 2
+    if number and not least <= abs(number) <= greatest:
+        raise ValueError(f"{name} must be 0 or lie between {least:.3g} and {greatest:.3g}, computed in {accumulator.dtype}; got {value!r}")
+    return number
+
+
 class Meeting(NamedTuple):
     """Two arrays, by number, which may share memory where the second's address less the first's is between `low` and `high`."""
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from numba_flash import band, checks, options, overlap, pages, precisions
 from numba_flash.axes import HEADS_LAST, USUAL, Axes
 from numba_flash.block_mask import BlockMask
@@ -182,15 +180,6 @@ def bind(q, k, v, *, axes=USUAL, scale=None, causal=False, window=None, q_start=
     return _fold(q, keys, scale, causal, window, q_start, precision, given)
 
 
-def _scale(scale, dtype: str) -> float:
-    """A factor that is a normal number of the accumulation dtype, also times log2(e); or 0."""
-    number, accumulator = checks.real("scale", scale), np.finfo("float64" if dtype == "float64" else "float32")
-    least, greatest = float(accumulator.tiny), float(accumulator.max) / 2
-    if number and not least <= abs(number) <= greatest:
-        raise ValueError(f"scale must be 0 or lie between {least:.3g} and {greatest:.3g}, computed in {accumulator.dtype}; got {scale!r}")
-    return number
-
-
 class _Keys(NamedTuple):
     """How many heads and keys there are, columns of v, the user's axes of q, and what the user calls these numbers."""
 
@@ -216,7 +205,7 @@ def _fold(q, keys: _Keys, scale, causal, window, q_start, precision, given) -> P
         if size > MAX_LENGTH:
             raise ValueError(f"{name} ({size}) must be at most {MAX_LENGTH}")
     low, high = band.bind(nq, nk, causal, window, q_start)
-    scale = d**-0.5 if scale is None else _scale(scale, q.dtype.name)
+    scale = d**-0.5 if scale is None else checks.factor("scale", scale, q.dtype.name)
     more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
     more = replace(more, follows=q_start is None) if more.sequences else more
     precision = precisions.checked("precision", precisions.resolved(precision), ", or None")

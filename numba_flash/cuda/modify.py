@@ -334,10 +334,9 @@ def build_drop(options, runs, double=False):
 
     @inline
     def drop(p, query, key, at, parameters):
-        batch, offset = u32(at.batch) + u32(parameters.first_batch), u32(parameters.offset)
-        head = u32(u32(batch * u32(at.heads)) + u32(at.head))
-        k0, k1 = u32(parameters.seed), u32(parameters.seed >> u64(32))
-        less = u32(u32(0) - u32(parameters.threshold))
+        head = u32((at.batch + i32(parameters.first_batch)) * at.heads + at.head)
+        offset, k0 = u32(parameters.offset), u32(parameters.seed)
+        k1, less = u32(parameters.seed >> u64(32)), u32(u32(0) - u32(parameters.threshold))
         i = i32((i32(0) if PACKED else query) + i32(parameters.first_query))
         j = i32(key + i32(parameters.first_key))
         if SHARED > 1:  # the run whose words this lane computes

@@ -82,8 +82,8 @@ class Rows(NamedTuple):
 
 @once
 def build_mean_rows(count, rows, dtype):
-    """``mean_rows(acc, factor)``: the same of `count` registers of a fragment of so many `rows` of a
-    lane, before they are multiplied by the factors of their rows.
+    """``mean_rows(acc, factor)``: the same of `count` registers of a fragment, of so many `rows` of
+    a lane, before they are multiplied by the factors of their rows.
     """
     PAIRS, ROWS, FLOAT16 = count // rows // 2, rows, dtype == "float16"
     maximum, f32 = ptx.maximum, types.float32

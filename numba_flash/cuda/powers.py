@@ -1,6 +1,4 @@
-"""Powers of two that bring the numbers of a warp near the end of float16, before they are rounded to
-that.
-"""
+"""Powers of two that bring the numbers of a warp near the end of float16, where they are kept."""
 
 from typing import NamedTuple
 

@@ -66,14 +66,14 @@ def build(
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
 
-    lse2 = lse log2(e), or lse if `lse_in` is BASE_E, but +inf for a row that saw nothing or does not
-    exist, so that its P is 0; rounded up, so that P of a large lse is not too large,
+    lse2 = lse log2(e), or lse if `lse_in` is BASE_E, but +inf for a row that saw nothing or does
+    not exist, so that its P is 0; rounded up, so that P of a large lse is not too large,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
     and flags = 0, one per row block, or as many for each with `copies`, and one more, and unless
     `ordered` dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
 
-    If it is RAISED_BASE_2, what is made of them is P times 2^`numba_flash.cuda.softmax.raised_backward`, and
-    dS as it is: lse2 is lower by that power, and delta is divided by it.
+    If it is RAISED_BASE_2, lse2 is lower by `numba_flash.cuda.softmax.raised_backward`, and delta
+    is divided by that power of two: what is made of them is a larger P, and dS as it is.
     With `begins_early`, which needs compute capability 9.0, it may be launched early
     (`numba_flash.cuda.early`).
 

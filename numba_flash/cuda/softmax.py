@@ -35,7 +35,7 @@ from numba_flash.cuda.lang import cuda, f32, f64, inline, once
 LAZY = 2.0
 # Where options change scores, of which the largest of a row's tiles differ more.
 LAZIER = 4.0
-# The largest P is no more than 2 to the power of this, where it becomes a float16: that ends at 2^16.
+# Where P becomes a float16, it is no more than 2 to the power of this: float16 ends at 2^16.
 TOP_OF_P = 15
 # P of split float32 is so many powers of two larger.
 RAISED_P = TOP_OF_P - int(LAZY)

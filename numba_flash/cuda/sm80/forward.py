@@ -22,7 +22,7 @@ from numba_flash.cuda.fetch import build_fetch, held
 from numba_flash.cuda.fragment import place_of_key
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
-from numba_flash.cuda.number import array, build_mean_rows, index
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import products
@@ -78,8 +78,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     SCORES, OUTPUTS = WARP_N // 2, DV // 2  # registers of a tile of 16 rows
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
-    P_WORDS = ALL_SCORES if SPLIT else ALL_SCORES // 2
-    Q_WORDS = M_TILES * D // 4 if Q_REGISTERS else 1
+    P_WORDS, Q_WORDS = ALL_SCORES // (1 if SPLIT else 2), M_TILES * D // 4 if Q_REGISTERS else 1
     CENTRED = Centred.of(options) if SPLIT else Centred(False, False)
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
     RAISED = RAISED_P if SPLIT else softmax.raised(dtype == "bfloat16", LAZY)
@@ -101,7 +100,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
     load_added, begin_sums = build_added(tile, shape, options.relative)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
-    mean_rows = build_mean_rows(ALL_OUTPUTS, ROWS, dtype)
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
     exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED, apart=SPLIT)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
@@ -131,7 +129,7 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
 
     @inline
     def log_sum(m, l, scale_log2):
-        power = ptx.lg2(l * f32(LOWERED)) if SPLIT else ptx.lg2(l) - f32(RAISED)
+        power = ptx.lg2(l * f32(LOWERED))
         if CHANGES:  # scores are in base e
             return m + power * f32(LN2)
         return (m * scale_log2 + power) * f32(LN2)
@@ -305,7 +303,6 @@ def build(dtype, shape, write_lse, band, parts, options, tile):
                     m_i[r] = f32(0 if inverse[r] == f32(0) else 1)
             store_floats(x.o, acc, inverse, row, x.rows, centre, m_i)
         else:
-            mean_rows(acc, inverse)
             cuda.syncthreads()  # Q has been read
             store(smem, x, acc, inverse)
 

@@ -10,8 +10,8 @@ from numba_flash.cuda.softmax import LAZIER, NEG_INF, build_exponentials
 
 @once
 def build_online(count, raised):
-    """As `numba_flash.cuda.softmax.build_online`, of such scores; m_i are the shifts themselves, and
-    P and l are `raised`.
+    """As `numba_flash.cuda.softmax.build_online`, of such scores; m_i are the shifts themselves,
+    and P and l are `raised`.
     """
     ACC, greatest = f32, build_greatest(count)
     exponentials = build_exponentials(count, 1, far=True, raised=raised)
