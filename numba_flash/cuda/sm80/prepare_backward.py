@@ -169,8 +169,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         if dbias is not None:
             dbias.run(x, rows, results, rng)
 
-    launches = () if dbias is None else dbias.launches
-    made = (*lists.launches, preprocess, main, postprocess, *launches)
+    made = *lists.launches, preprocess, main, postprocess, *(dbias.launches if dbias else ())
     if not split:
         return Prepared(run, made, sums=there.dq_sum.nbytes)
     wanted = ("tiles", "order") if deterministic else ("tiles",)
@@ -195,8 +194,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
             dbias.run(x, rows, results, rng, y)
         return y.flags
 
-    launches = (*splitter.launches, *made)
-    return Prepared(run_split, launches, splitter.made.flags, sums=there.dq_sum.nbytes)
+    made = *splitter.launches, *made
+    return Prepared(run_split, made, splitter.made.flags, sums=there.dq_sum.nbytes)
 
 
 def copies_of_sums(p, tile, multiprocessors: int) -> int:
