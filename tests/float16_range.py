@@ -62,7 +62,7 @@ SCORES = "random", "two values"
 
 
 def one_large_score(case: Case):
-    """q, k, v: one key of each row has all of the weight but for exp(-17.4) of each other key's, and a value of 0 where the others have 1."""
+    """q, k, v: one key of a row has all of the weight but for exp(-17.4) of each other key's, and a value of 0 where these have 1."""
     q, k, v = case.arrays()
     q[..., 0], k[..., case.nk // 2, 0], v[..., case.nk // 2, :] = 1, SCORE, 0
     return q, k, v

@@ -11,18 +11,20 @@ from float16_range import MEANS, SCORES, SMALL_WEIGHTS, check_mean, check_small_
 from kernels import SM80, SM90, machine
 
 BACKENDS = {"sm90": SM90, "sm80": SM80}
+named = lambda cases, *quick: [x if x in quick else pytest.param(x, marks=pytest.mark.full) for x in cases]
+pytestmark = pytest.mark.machine
 on_tensor_cores = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @on_tensor_cores
-@pytest.mark.parametrize("name", SMALL_WEIGHTS)
+@pytest.mark.parametrize("name", named(SMALL_WEIGHTS, "plain"))
 def test_small_weights_are_not_lost(backend, name):
     with machine():
         check_small_weights(BACKENDS[backend], name)
 
 
 @on_tensor_cores
-@pytest.mark.parametrize("name", SMALL_WEIGHTS)
+@pytest.mark.parametrize("name", named(SMALL_WEIGHTS))
 def test_small_weights_are_not_lost_in_gradients(backend, name):
     with machine():
         check_small_weights_in_gradients(BACKENDS[backend], name)
@@ -30,7 +32,7 @@ def test_small_weights_are_not_lost_in_gradients(backend, name):
 
 @on_tensor_cores
 @pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", named(MEANS, "plain"))
 def test_a_mean_of_the_largest_number_is_that(backend, name, scores):
     with machine():
         check_mean(BACKENDS[backend], name, scores)
