@@ -1,4 +1,6 @@
-"""Numbers near the ends of the dtypes: biases that are meant to hide, softcaps, log-sum-exps that float32 cannot hold, sums beyond it."""
+"""Numbers near the ends of the dtypes: scales and biases, log-sum-exps that float32 cannot hold, softcaps, sums beyond it."""
+
+import re
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import support
 import whole
 from support import DTYPES, SIMULATED, random_inputs
 
+import numba_flash
 from numba_flash import reference
 from numba_flash.cuda.simt.tier import tile_for
 
@@ -75,6 +78,28 @@ def test_gradients_with_keys_that_the_least_number_hides(backend):
     do[:, 0] = 0  # a row of padding, which no loss reads
     for a, b in zip(gradients(backend, do, q, k, v, bias=bias), whole.gradients(do, q, k, v, bias=bias), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.full_on_cpu)])
+@pytest.mark.parametrize("far", [-1.2e9, -1.2e12, -3e30])
+def test_rows_of_padding_with_a_bias_far_below(backend, dtype, far):
+    """Rows that no loss reads, all of whose keys are hidden by one number: o is a mean of values, and the others' gradients are the same
+    without these rows. Products with log2(e) that are rounded in one place and not in another differ by powers of two there.
+    """
+    n, nk = 3 if SIMULATED else N, N
+    q, k, v, do = random_inputs(batch=(), nq=2 * n, nk=nk, d=16, dtype=dtype)
+    bias = np.zeros((2 * n, nk), np.float32)
+    bias[n:], do[:, n:] = far, 0
+    o, lse = run(backend, q, k, v, bias=bias)
+    assert (abs(o.astype(float)) <= 1.01 * abs(v.astype(float)).max()).all()
+    np.testing.assert_allclose(lse[:, n:], far, rtol=1e-6)
+    dq, dk, dv, dbias = (x.astype(float) for x in gradients(backend, do, q, k, v, bias=bias, bias_grad=True))
+    assert not dq[:, n:].any()
+    assert not dbias[n:].any()
+    expected = whole.gradients(do[:, :n], q[:, :n], k, v, bias=bias[:n], bias_grad=True)
+    unit = {"float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+    for x, y in zip((dq[:, :n], dk, dv, dbias[:n]), expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=4 * unit * abs(y).max())
 
 
 def test_nan_and_infinities_stay_what_they_are(backend):
@@ -161,3 +186,59 @@ def test_terms_of_a_tile_are_summed_apart(backend):
     o, _ = run(backend, q, k, v)
     assert sums != in_order
     assert o.item() == sums / np.float32(n)
+
+
+# ---- numbers that kernels get ------------------------------------------------------------------------------------------------------------
+
+RANGES = {"float64": "2.23e-308 and 8.99e+307, computed in float64"}
+OF_FLOAT32 = "1.18e-38 and 1.7e+38, computed in float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [*((x, (1e39, -1e39, 1.5 * 2.0**127, 1e-39, -1e-45, 10**100)) for x in ("float16", "bfloat16", "float32")), ("float64", (1e308, -1e-310))],
+)
+def test_a_scale_beyond_what_scores_are_computed_in(dtype, scales):
+    x = np.zeros((1, 4, 8), DTYPES[dtype])
+    for scale in scales:
+        sentence = f"scale must be 0 or lie between {RANGES.get(dtype, OF_FLOAT32)}; got {scale!r}"
+        for function in (numba_flash.forward, numba_flash.plan, numba_flash.vjp, reference.forward):
+            with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+                function(x, x, x, scale=scale)
+        with pytest.raises(ValueError, match="^scale must be 0 or lie between"):
+            numba_flash.forward_packed(x, x, x, np.array([0, 1]), np.array([0, 1]), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=simulator), "float64", "bfloat16"])
+@pytest.mark.parametrize("factor", [0.0, 1.0, -1.0])
+def test_scales_at_the_ends(backend, dtype, factor):
+    """0, and the greatest of either sign, with q and k that are so small that scores are not."""
+    greatest = float(np.finfo("float64" if dtype == "float64" else "float32").max) / 2
+    half = 2.0 ** (-np.log2(greatest) // 2)
+    q, k, v, _ = random_inputs(batch=(), nq=3 if SIMULATED else 7, nk=N, d=2 if SIMULATED else 16, dtype=dtype)
+    options = {"scale": factor * greatest}
+    q, k = ((x.astype(float) * (half / 2)).astype(x.dtype) for x in (q, k))
+    o, lse = run(backend, q, k, v, **options)
+    o_ref, lse_ref = reference.forward(q, k, v, return_lse=True, **options)
+    np.testing.assert_allclose(o.astype(float), o_ref, atol={"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2}[dtype])
+    np.testing.assert_allclose(lse, lse_ref, atol=1e-12 if dtype == "float64" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("slopes", lambda x: numba_flash.alibi(np.array([0.5, x]))), ("table", lambda x: numba_flash.relative_position(np.array([[x], [1.0]])))],
+)
+def test_numbers_of_a_function_beyond_what_scores_are_computed_in(name, make):
+    """In float64 they are none; what is infinite is so everywhere."""
+    for dtype in DTYPES:
+        x = np.zeros((2, 4, 8), DTYPES[dtype])
+        for number in (1e39, -1e39):
+            if dtype == "float64":
+                assert numba_flash.plan(x, x, x, score_mod=make(number)).problem.options.score_mod
+                continue
+            sentence = f"{name} must lie between -3.4e+38 and 3.4e+38, computed in float32; got 1e+39"
+            for function in (numba_flash.forward, numba_flash.plan):
+                with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+                    function(x, x, x, score_mod=make(number))
+        assert numba_flash.plan(x, x, x, score_mod=make(-np.inf)).problem.options.score_mod
+        assert numba_flash.plan(x, x, x, score_mod=make(3.4e38)).problem.options.score_mod

@@ -66,6 +66,27 @@ def test_bias_dtypes(backend, dtype, bias_dtype):
     check(backend, *problem(dtype=dtype), bias=bias, bias_grad=True)
 
 
+ONE_AXIS_AND_MORE = [(), (1,), (1, 1), (30,), (20, 1), (2, 1, 1), (2, 1, 1, 30), (1, 1, 20, 30)]
+
+
+@pytest.mark.parametrize("shape", ONE_AXIS_AND_MORE)
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"),
+    [
+        ("float32", "float32"),
+        ("float64", "float64"),
+        ("float16", "float16"),
+        *(pytest.param(*two, marks=pytest.mark.full) for two in (("float16", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))),
+    ],
+)
+def test_the_gradient_of_a_bias_has_its_shape(backend, dtype, bias_dtype, shape):
+    """In every dtype: each has kernels of its own."""
+    bias = normal(*shape).astype(DTYPES[bias_dtype])
+    results = check(backend, *problem(nq=20, nk=30, d=16, dtype=dtype), bias=bias, bias_grad=True)
+    assert results["dbias"].shape == shape
+    assert results["dbias"].dtype == bias.dtype
+
+
 STRIDES = {
     "transposed": lambda x: np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
     "reversed": lambda x: np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1],
