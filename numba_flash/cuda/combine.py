@@ -5,7 +5,7 @@ to its parts, weighted by exp(lse).
 import math
 
 from numba_flash.cuda.lang import cuda, i32, types
-from numba_flash.cuda.number import STORAGE, array, build_convert, build_mean, index
+from numba_flash.cuda.number import STORAGE, array, build_convert, index
 
 LANES = 32
 
@@ -19,7 +19,7 @@ def build(dtype, head_dim_v, write_lse, parts, rows):
     """
     HEAD_DIM_V, WRITE_LSE, PARTS, ROWS = head_dim_v, write_lse, parts, rows
     ACC, NEG_INF = types.float32, -math.inf
-    (_, store), mean = build_convert(dtype), build_mean(dtype)
+    _, store = build_convert(dtype)
 
     def combine(o_parts, lse_parts, o, lse, extras):
         lane = cuda.threadIdx.x % LANES
@@ -47,7 +47,7 @@ def build(dtype, head_dim_v, write_lse, parts, rows):
                     lse_part = lse_parts[index(b), index(b1), index(h), index(i)]
                     weight = math.exp(lse_part - shift) * inverse
                     value += weight * o_parts[index(b), index(b1), index(h), index(i), index(d)]
-                o[index(b0), index(b1), index(h), index(i), index(d)] = store(mean(value))
+                o[index(b0), index(b1), index(h), index(i), index(d)] = store(value)
             if WRITE_LSE and lane == 0:
                 lse[index(b0), index(b1), index(h), index(i)] = shift + math.log(total)
 
@@ -62,7 +62,7 @@ def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
     HEAD_DIM_V, WRITE_LSE, WARPS, THREADS = head_dim_v, write_lse, warps, warps * LANES
     COLUMNS = -(-head_dim_v // LANES)  # of a lane
     ACC, NEG_INF = STORAGE[accumulator], -math.inf
-    (_, store), mean = build_convert(dtype), build_mean(dtype)
+    _, store = build_convert(dtype)
 
     def combine_many(o_parts, lse_parts, o, lse, extras, parts):
         sums = cuda.shared.array((WARPS, HEAD_DIM_V), ACC)  # of each warp, of o
@@ -115,7 +115,7 @@ def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
             value = ACC(0)
             for w in range(WARPS):
                 value += sums[w, d]
-            o[index(b0), b1, h, i, index(d)] = store(mean(value * inverse))
+            o[index(b0), b1, h, i, index(d)] = store(value * inverse)
         if WRITE_LSE and thread == 0:
             seen = total != ACC(0)
             lse[index(b0), b1, h, i] = shift + math.log(total) if seen else ACC(NEG_INF)

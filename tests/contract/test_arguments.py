@@ -379,6 +379,8 @@ SHOWN = {
 def public(name: str):
     """The function of that name."""
     home, _, last = name.rpartition(".")
+    if home == "dask":
+        pytest.importorskip("dask")
     return getattr(__import__(f"numba_flash.{home}", fromlist=["_"]) if home else numba_flash, last)
 
 
@@ -403,7 +405,7 @@ def test_no_signature_that_help_shows_is_long(name):
     assert not re.search("DLPackArray|Union|_typing|unknown|others", shown)
 
 
-@pytest.mark.parametrize("name", [name for name in SHOWN if not isinstance(public(name), type)])
+@pytest.mark.parametrize("name", [name for name in SHOWN if name not in ("alibi", "relative_position")])
 def test_signatures_can_be_called_as_they_are_shown(name):
     """What is shown are the arguments of the function, with their defaults."""
     function = public(name)

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import dask.array
 import numpy as np
 import pytest
 import scipy.sparse
@@ -240,7 +239,7 @@ class FakeTensor(Tensor):
 
 
 def dask_array(x):
-    return dask.array.from_array(x, chunks=-1)
+    return pytest.importorskip("dask.array").from_array(x, chunks=-1)
 
 
 OTHER_LIBRARIES = {

@@ -192,8 +192,6 @@ def test_terms_of_a_tile_are_summed_apart(backend):
 
 RANGES = {"float64": "2.23e-308 and 8.99e+307, computed in float64"}
 OF_FLOAT32 = "1.18e-38 and 1.7e+38, computed in float32"
-
-
 BEYOND_FLOAT32, BEYOND_FLOAT64 = (1e39, -1e39, 1.5 * 2.0**127, 1e-39, -1e-45, 10**100), (1e308, -1e-310)
 
 

@@ -36,7 +36,9 @@ BACKWARD_OPTIONS, P_AND_DS_OPTIONS, INTERLEAVE, BIAS_TILES = (
     f"cuda/sm90/{name}.py" for name in ("backward_options", "softmax_backward_options", "interleave", "bias_tiles")
 )
 PAIR_TILES, WALK = "cuda/sm90/pair_tiles.py", "cuda/sm90/walk_backward.py"
-HOST, HOST_BACKWARD, ARGUMENTS = (f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "arguments"))
+HOST, HOST_BACKWARD, TEMPORARIES, ARGUMENTS = (
+    f"cuda/sm90/{name}.py" for name in ("prepare_forward", "prepare_backward", "prepare_temporaries", "arguments")
+)
 UP, SWINGS, HEADS = "gradients, upward", "gradients, swings", "gradients, heads and a window"
 
 MUTANTS = (
@@ -142,7 +144,7 @@ MUTANTS = (
         "        exponentials",
         "alibi",
     ),
-    Mutant("an lse of scaled scores", FINISH, "return m + ptx", "return m * f32(LN2) + ptx", "bias"),
+    Mutant("an lse of scaled scores", FINISH, "return m + (ptx", "return m * f32(LN2) + (ptx", "bias"),
     Mutant("dropped weights that count on Hopper", OPTIONS, "BFLOAT16, positive=DROPOUT)", "BFLOAT16)", "dropout"),
     Mutant("lanes that share no counter", "cuda/fragment.py", "block_n - 7, 1, register", "block_n - 7, 4, register", "dropout"),
     Mutant("V of another tile than K", LOAD, "seen, last - (t - 1), keys)", "seen, last - t, keys)", "tiles of a mask"),
@@ -176,7 +178,7 @@ MUTANTS = (
     Mutant("dK of P", BACKWARD, "start_dk_of(dk_acc, dsT, q_columns)", "start_dk_of(dk_acc, pT, q_columns)", "gradients"),
     Mutant("no wait for dK and dV", BACKWARD, "        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)\n", "", "gradients"),
     Mutant("a dK without its scale", P_AND_DS, "scaled[r] = factor[r] * scale", "scaled[r] = factor[r]", "gradients"),
-    Mutant("delta's sign", P_AND_DS, "(dpT[4 * j + i] - delta[i % 2])", "(dpT[4 * j + i] + delta[i % 2])", "gradients"),
+    Mutant("delta's sign", P_AND_DS, "dp = dp * f32(LOWERED) - delta[i % 2]", "dp = dp * f32(LOWERED) + delta[i % 2]", "gradients"),
     Mutant("the lse of the other row", P_AND_DS, "scale_log2 - shift[i % 2]", "scale_log2 - shift[i // 2]", "gradients"),
     Mutant("the slope of another cap", P_AND_DS, "f32(1) - tanh * tanh", "f32(1) - tanh", "gradients, softcap"),
     Mutant(
@@ -307,7 +309,7 @@ MUTANTS = (
     Mutant("keys that nobody sees", LOAD_BACKWARD, "if tiles == 0:", "if tiles < 0:", "gradients, tiles of a mask"),
     Mutant("dQ of queries that see nothing", AFTER, "[after_all, at]) == 0", "[after_all, at]) < 0", "gradients, tiles of a mask"),
     # ---- before and after
-    Mutant("an lse of base e", BEFORE, "shift *= ACC(UNIT)", "shift = shift", "gradients"),
+    Mutant("an lse of base e", BEFORE, "fma_up(shift, f32(UNIT), f32(-RAISED))", "fma_up(shift, f32(1), f32(-RAISED))", "gradients"),
     Mutant("a dQ without its scale", AFTER, "rows.invalid else scale", "rows.invalid else f32(1)", "gradients"),
     Mutant("dQ read before it is written", AFTER, "        cuda.syncthreads()  # all rows are there\n", "", "gradients"),
     # ---- head dimensions beyond 128
@@ -323,8 +325,8 @@ MUTANTS = (
     Mutant(
         "the band of queries", HOST_BACKWARD, "low=-p.high,\n        high=-p.low", "low=p.low,\n        high=p.high", "gradients, causal"
     ),
-    Mutant("no counter behind the flags", HOST_BACKWARD, "math.prod(row_blocks) + 1", "math.prod(row_blocks)", "gradients"),
-    Mutant("room for one consumer's dQ", HOST_BACKWARD, "tile.consumers * DQ_PART)", "DQ_PART)", "gradients"),
+    Mutant("no counter behind the flags", TEMPORARIES, "math.prod(row_blocks) + 1", "math.prod(row_blocks)", "gradients"),
+    Mutant("room for one consumer's dQ", TEMPORARIES, "tile.consumers * DQ_PART)", "DQ_PART)", "gradients"),
     Mutant("only the first part", HOST_BACKWARD, "range(0, parts * blocks, blocks)", "range(0, blocks, blocks)", "gradients, D136, parts"),
     # ---- what leaves the bits as they are, in most orders or in all
     Mutant("no fence before O is stored", STORE, "inverse)\n            ptx.fence_proxy_async()", "inverse)", "plain"),

@@ -119,7 +119,7 @@ MUTANTS_KEPT = (
     Mutant("rows in the place of those that are read", BEGIN, "            pipeline.wait_free(smem, NOTES, n)\n", "", GRADIENTS),
     Mutant("keys that nobody waits for", GIVEN, "        pipeline.wait_free(smem, KV, turn)\n", "", GRADIENTS),
     # ---- gradients: which numbers
-    Mutant("dK without the scale", DK_DV, "scaled[r] = f32(1), scale", "scaled[r] = f32(1), f32(1)", GRADIENTS),
+    Mutant("dK without the scale", DK_DV, "scaled[r] = f32(LOWERED), scale", "scaled[r] = f32(LOWERED), f32(1)", GRADIENTS),
     Mutant(
         "deltas of two queries the wrong way round",
         DK_DV,
@@ -149,7 +149,7 @@ MUTANTS_KEPT = (
     Mutant("the first chunk of keys for all", DQ, "u32(chunk * PART))", "u32(0 * PART))", GRADIENTS),
     Mutant("nobody says that the bias of a query hides", ROWS, "            k.hides[0] = u32(1)\n", "            pass\n", HIDDEN),
     Mutant("gradients of the lse with the other sign", BEGIN, "total - more", "total + more", HIDDEN),
-    Mutant("the lse in base e", BEGIN, "value * f32(LOG2E)", "value", GRADIENTS),
+    Mutant("the lse in base e", BEGIN, "fma_up(value, f32(LOG2E), f32(-RAISED))", "fma_up(value, f32(1), f32(-RAISED))", GRADIENTS),
     Mutant("chunks of a row that lie elsewhere", BEGIN, "(c ^ swizzle) * CHUNK_BYTES", "(c ^ swizzle ^ c % 2) * CHUNK_BYTES", GRADIENTS),
     Mutant("rows of the first queries for all", GIVEN, "index(x.head), index(row0)]", "index(x.head), index(i32(0))]", GRADIENTS),
     Mutant("the first keys for all consumers", GIVEN, "row, mine = i32(part * KEYS)", "row, mine = i32(0)", GRADIENTS),

@@ -159,7 +159,7 @@ MUTANTS_SM80 = (
     ),
     Mutant("low numbers of P that are none", FRAGMENT, "pack((x - high_x) * f32(LOW),", "pack(f32(0),", "split"),
     Mutant("P rounded up where it is cut off", FRAGMENT, "0xFFFFE000, ptx.LOW", "0xFFFFF000, ptx.LOW", "split"),
-    Mutant("powers of two that stay in the lse", FORWARD, "ptx.lg2(l * f32(LOWERED)) if", "ptx.lg2(l) if", "split"),
+    Mutant("powers of two that stay in the lse", FORWARD, "ptx.lg2(l * f32(LOWERED))", "ptx.lg2(l)", "split"),
     Mutant("scores with their powers", FORWARD, "if CHANGES else scale_log2 * factor", "if CHANGES else scale_log2", "split"),
     Mutant("O with the power of V", FORWARD, "inverse[r] *= extras.factors", "inverse[r] += 0 * extras.factors", "split"),
     Mutant("O without the centre of V", FORWARD, "M_TILES, DV, CENTRED.values)", "M_TILES, DV, False)", "split, offset"),

@@ -24,7 +24,7 @@ from pages import forward, paged
 from support import random_inputs
 
 import numba_flash
-from numba_flash import call, reference
+from numba_flash import call, reference, sections
 from numba_flash.cuda import compile, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding, prepare_temporaries
@@ -138,6 +138,12 @@ def known_pass(*arguments, **options):
     """`kernels.forward_pass` with lengths that are numbers."""
     with kernels.lengths_as_numbers():
         forward_pass(*arguments, **options)
+
+
+def pass_in_sections(*arguments, **options):
+    """`kernels.backward_pass` of one batch element after the other."""
+    sections.MOST = 1
+    backward_pass(*arguments, **options)
 
 
 STEEP = {"scale": 1.0}  # scores so far apart that the largest so far grows from tile to tile
@@ -600,4 +606,83 @@ PROBLEMS |= {
     ),
     "mma, gradients, softcap": mma_gradients(dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
     "softcap of bfloat16": Problem(forward_pass, dtype="bfloat16", options={"softcap": 2.0, "scale": 0.5}),
+}
+
+
+RATIO = 2 * -np.log(0.5 + 1.2 * 2.0**-12)
+
+
+def at_the_ends(*largest):
+    """Weights near the ends of float16: of every third row all but one are below 2**-25 of that, or one is as far above the others, which
+    come before, as a shift may be exceeded, or most are rounded upward. Columns of v are 0 where the first row sees most, or as large as
+    can be, and one has an Inf.
+    """
+
+    def made(q, k, v, do):
+        q, k, v = np.zeros_like(q), np.zeros_like(k), np.full_like(v, 65504)
+        q[..., 0::3, 0] = q[..., 1::3, 1] = q[..., 1::3, 2] = q[..., 2::3, 3] = 1
+        k[..., 0, 0], k[..., -1, 1 : 1 + len(largest)], k[..., 3] = 17.4 / RATIO, largest, -0.5
+        k[..., ::16, 3] = 0
+        v[..., :8], v[..., 0, :8], v[..., 3, -1] = 60000, 0, np.inf
+        return q, k, v, do
+
+    return made
+
+
+def tiny_weights(q, k, v, do):
+    """Below 2**-25 of half of the keys in rows that are even, of the others in odd ones; what they weigh adds up where the largest weights
+    cancel.
+    """
+    q, k, do = np.zeros_like(q), np.zeros_like(k), np.full_like(do, 60000)
+    q[..., 0], q[..., 0::2, 1], q[..., 1::2, 1] = 1, 1, -1
+    k[..., 0, 0], k[..., 1:, 0], k[..., 1::2, 1], k[..., 2::2, 1] = 17.4, -10, 10, -10
+    do[..., 1::2, :] *= -1
+    return q, k, np.zeros_like(v), do
+
+
+def large_scores(q, k, v, do):
+    """Products with a scale that float32 rounds by up to 2, which is a power of two of weights."""
+    q, k = np.zeros_like(q), np.full_like(k, 3000)
+    q[...] = 3000 + 4 * np.arange(q.shape[-2])[:, None]
+    return q, k, v, do
+
+
+def alike(q, k, v, do):
+    """Scores of 0."""
+    return 0 * q, k, v, do
+
+
+def by_batch(score, batch, head, i, j):
+    return score * (1 + 0.5 * batch)
+
+
+def slope_by_batch(score, batch, head, i, j):
+    return 1 + 0.5 * batch
+
+
+AT_THE_END, LAZIER = at_the_ends(1, 1.5 * 2.0**-11), at_the_ends(1.9)  # 2**1.9998 is the greatest P, and 2**3.8
+OF_RATIO = {"scale": RATIO}
+NO_BIAS = lambda *shape: OF_RATIO | {"bias": np.zeros(shape, np.float16)}
+FAR = np.full((NQ, NK), -1.2e12, np.float32)
+FAR[:32, ::2], FAR[:32, 1::2] = -1.1e6, -1.1e6 - 2
+PROBLEMS |= {
+    "ends of float16": Problem(forward_pass, nk=500, made=AT_THE_END, options=OF_RATIO),
+    "ends of float16, parts": Problem(forward_pass, nk=1100, multiprocessors=2, made=AT_THE_END, options=OF_RATIO),
+    "ends of float16, bias": Problem(forward_pass, nk=500, made=LAZIER, options=NO_BIAS(NQ, 500)),
+    "ends of float16, kept bias": kept(nk=250, made=LAZIER, options=NO_BIAS(2, 70, 250)),
+    "ends of float16, mma": mma(nk=500, made=AT_THE_END, options=OF_RATIO),
+    "ends of float16, mma, bias": mma(nk=500, made=LAZIER, options=NO_BIAS(NQ, 500)),
+    "ends of float16, few": few(made=AT_THE_END, options=OF_RATIO),
+    "ends of float16, few, bias": few(made=LAZIER, options=NO_BIAS(5, 300)),
+    "ends of float16, few, parts": few(nk=900, multiprocessors=8, made=AT_THE_END, options=OF_RATIO),
+    "ends of float16, few, many parts": few(nk=8300, hq=1, multiprocessors=16, made=AT_THE_END, options=OF_RATIO),
+    "large scores": Problem(forward_pass, made=large_scores),
+    "far bias": Problem(forward_pass, nk=NK, made=alike, options={"bias": FAR}),
+    "gradients, tiny weights": Problem(backward_pass, nq=130, nk=129, made=tiny_weights, options=STEEP),
+    "mma, gradients, tiny weights": mma_gradients(nk=129, made=tiny_weights, options=STEEP),
+}
+in_sections = partial(Problem, pass_in_sections, nk=NK, batch=3)
+PROBLEMS |= {
+    "gradients, dropout, sections": in_sections(options=DROPOUT),
+    "gradients, score_mod, sections": in_sections(options={"score_mod": by_batch, "score_mod_grad": slope_by_batch}),
 }

@@ -21,6 +21,7 @@ from mutants_few import MUTANTS_FEW
 from mutants_head import MUTANTS_HEAD
 from mutants_kept import MUTANTS_KEPT
 from mutants_pages import MUTANTS_PAGES
+from mutants_raised import MUTANTS_RAISED
 from mutants_relative import MUTANTS_RELATIVE
 from mutants_round import MUTANTS_ROUND
 from mutants_sm80 import MUTANTS_SM80
@@ -43,6 +44,7 @@ ALL = (
     *MUTANTS_RELATIVE,
     *MUTANTS_ROUND,
     *MUTANTS_WIDE,
+    *MUTANTS_RAISED,
 )
 
 

@@ -70,7 +70,6 @@ def build(dtype, shape, ordered, options, tile):
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     pack, _ = fragment.build_pack(PAIRS, *kind)
     softmax_of = softmax_backward.build(dtype, options, shape.vectors, M_TILES, COLUMNS, kind)
-    LOWERED = 2.0 ** -softmax.raised_backward(kind.bfloat16)
     tile_of, fetch, _, recompute_p, pack_weights, begin_dp, differentiate, *words = softmax_of
     SLOPES, WORDS = words
     put_ds = products.build_put_words(M_TILES, COLUMNS, PITCH_DS)
@@ -190,9 +189,9 @@ def build(dtype, shape, ordered, options, tile):
         cuda.syncthreads()  # K and V have been read, the last dQ is added
         if tiles > 0:
             release(flags, this)
-        invalid, keep_scale = item.invalid != 0, f32(LOWERED)
+        invalid, keep_scale = item.invalid != 0, f32(1)
         if DROPOUT:
-            keep_scale *= f32(parameters.keep_scale)
+            keep_scale = f32(parameters.keep_scale)
         for r in range(KEY_ROWS):
             factor[r] = f32(NAN) if invalid else scale
         put_dk(k_warp, dk_acc, factor)

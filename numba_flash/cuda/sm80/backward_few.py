@@ -83,7 +83,7 @@ def build_rows(dtype, tile, head_dim_v, has_dlse):
             delta += cuda.shfl_xor_sync(ALL_LANES, delta, 1 << fold)
         if lane == 0:
             if there and lse[head, i] != f32(-INF):
-                shift = max(ptx.fma_up(lse[head, i], f32(LOG2E), f32(0)), f32(LEAST))
+                shift = max(ptx.multiply_up(lse[head, i], f32(LOG2E)), f32(LEAST))
                 if HAS_DLSE:
                     delta -= dlse[head, i]
             else:
@@ -145,10 +145,11 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     put_rows = build_rows(dtype, tile, shape.head_dim_v, has_dlse)
     hide = build_hide(tile)
     of_warp = softmax_backward.build(dtype, options, shape.vectors, 1, BLOCK_M, kind)
-    exponentiate, pack_weights = of_warp.exponentiate, of_warp.pack_weights
+    exponentiate = of_warp.exponentiate
     begin_dp, differentiate = of_warp.begin_dp, of_warp.differentiate
+    RAISED = softmax.raised_backward(kind.bfloat16)
     pack, _ = build_pack(PAIRS, *kind)
-    LOWERED = 2.0 ** -softmax.raised_backward(kind.bfloat16)
+    pack_raised, _ = build_pack(PAIRS, *kind, raised=RAISED)
     k_qt = products.build_nt(kind, 1, BLOCK_M, D, PITCH_K, PITCH_K, False)
     v_dot_from = products.build_nt_from(kind, 1, BLOCK_M, DV, PITCH_V, PITCH_V)
     p_do = products.build_nn(kind, 1, DV, BLOCK_M, PITCH_V, fresh=True)
@@ -249,7 +250,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
             hide(sT, i32(key0 + cuda.threadIdx.x % WARP // 4), key0, x, clear, unclear)
             exponentiate(sT, lse2, scale_log2)
             # (3) dV = P^T dO
-            pack_weights(p, sT)
+            pack_raised(p, sT)
             p_do(dv_acc, p, do_tile)
             # (5) dS^T = P^T * (dP^T - delta)
             differentiate(dpT, sT, slope, delta, ())
@@ -259,7 +260,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
             # (7) dQ = dQ + dS K
             ds_k(dq_acc, ds, k_tile)
             for r in range(2):
-                factor[r] = f32(NAN) if x.invalid else f32(LOWERED)
+                factor[r] = f32(NAN) if x.invalid else f32(2.0**-RAISED)
             put_dv(v_tile, dv_acc, factor)
             # (6) dK = dS^T Q
             ds_q(dk_acc, p, q_tile)

@@ -71,7 +71,7 @@ def build_rows(dtype, shape, has_dlse, tile):
                 lse, dlse = ptx.load_shared_pair(to)
                 shift, start, i = f32(INF), f32(0), i32(row0 + row)
                 if i < queries and lse != f32(-INF):
-                    shift, start = ptx.fma_up(lse, f32(LOG2E), f32(0)), -total
+                    shift, start = ptx.multiply_up(lse, f32(LOG2E)), -total
                     if HAS_DLSE:
                         start += dlse
                     if shift < f32(LEAST):

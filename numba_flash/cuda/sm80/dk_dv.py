@@ -91,8 +91,6 @@ def build_half(bfloat16, kind, depths, pitches, tile, hidden):
     p_do = products.build_nn(kind, M_TILES, DV, HALF, PITCH_V)
     ds_q = products.build_nn(kind, M_TILES, D, HALF, PITCH_K)
     pack, _ = fragment.build_pack(M_TILES * HALF // 4, *kind)
-    raised = softmax.raised_backward(kind.bfloat16)
-    pack_p, _ = fragment.build_pack(M_TILES * HALF // 4, *kind, raised=raised)
     element = fragment.build_unpack(bfloat16)
 
     @inline
@@ -121,7 +119,7 @@ def build_half(bfloat16, kind, depths, pitches, tile, hidden):
                 # (5) dS^T = P^T * (dP^T - delta)
                 t.dp[e] *= t.s[e]
         # (3) dV = dV + P^T dO
-        pack_p(t.p, t.s)
+        pack(t.p, t.s)
         p_do(t.dv_acc, t.p, do)
         # (6) dK = dK + dS^T Q
         pack(t.p, t.dp)
@@ -196,7 +194,6 @@ def build(dtype, shape, options, tile):
     OUTPUTS_K, OUTPUTS_V = M_TILES * PADDED_D // 2, M_TILES * PADDED_DV // 2
     K_WORDS, V_WORDS = M_TILES * PADDED_D // 4, M_TILES * PADDED_DV // 4
     kind = products.Kind(dtype == "bfloat16", False)
-    LOWERED = 2.0 ** -softmax.raised_backward(kind.bfloat16)
     place, key_of = fragment.build_key_rows(M_TILES)
     copy_k, copy_v = (build_copy(BLOCK_N, each, THREADS, place) for each in (D, DV))
     hold_k, hold_v = (products.build_hold(M_TILES, padded(each), pitch(each)) for each in (D, DV))
@@ -260,7 +257,7 @@ def build(dtype, shape, options, tile):
             factor[r] = scale
         put_dk(k_warp, dk_acc, factor)
         for r in range(KEY_ROWS):
-            factor[r] = f32(LOWERED)
+            factor[r] = f32(1)
         put_dv(v_warp, dv_acc, factor)
         cuda.syncwarp()  # all of the warp's keys are there
         first = i32(key0 + warp * WARP_KEYS)

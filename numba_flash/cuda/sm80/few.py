@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32, u64
-from numba_flash.cuda.number import build_mean, index
+from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80.few_tiles import float_pitch
 from numba_flash.cuda.sm80.load import build_chunk
 from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
@@ -113,11 +113,10 @@ def build_gather(tile, head_dim_v):
 
 
 @once
-def build_store(tile, head_dim_v, floats, bfloat16, turing, compact=False, means=False):
+def build_store(tile, head_dim_v, floats, bfloat16, turing, compact=False):
     """``store(smem, x, acc, factor, first, stop)``: the sum of all warps' rows, each warp's times
     its factors, to rows of x (group, n, head_dim_v) from `first` on, before `stop`; in float32 if
-    `floats`, four of a row at the same time if rows follow each other (`compact`). Elements may be
-    `means` (`numba_flash.cuda.number.build_mean`).
+    `floats`, four of a row at the same time if rows follow each other (`compact`).
     """
     M_TILES, WARPS, BLOCK_M, THREADS = tile.m_tiles, tile.warps, tile.block_m, tile.threads
     HEAD_DIM_V, PITCH, GROUPS = head_dim_v, float_pitch(head_dim_v), padded(head_dim_v) // 8
@@ -126,7 +125,6 @@ def build_store(tile, head_dim_v, floats, bfloat16, turing, compact=False, means
     ACROSS, WARP_BYTES = -(-head_dim_v // WIDTH), tile.block_m * float_pitch(head_dim_v)
     query_of, head_of, _ = fragment.build_row(tile.group)
     _, pack2 = fragment.build_pack(0, bfloat16, turing)
-    mean = build_mean("float16" if means and not bfloat16 else None)
 
     @inline
     def put(smem, acc, factor):
@@ -146,7 +144,7 @@ def build_store(tile, head_dim_v, floats, bfloat16, turing, compact=False, means
             if column + 1 < HEAD_DIM_V:
                 row[index(column + 1)] = other
         else:
-            word = pack2(mean(one), mean(other))
+            word = pack2(one, other)
             row[index(column)] = types.uint16(word & u32(0xFFFF))
             if column + 1 < HEAD_DIM_V:
                 row[index(column + 1)] = types.uint16(word >> u32(16))
@@ -186,5 +184,5 @@ def build_rows(tile, shape, floats, compact, bfloat16):
     """``load``, ``gather`` and ``store`` of the above, as `sm80.forward` uses them."""
     load = build_load(tile, shape.head_dim, shape.asynchronous)
     gather = build_gather(tile, shape.head_dim_v)
-    store = build_store(tile, shape.head_dim_v, floats, bfloat16, shape.turing, compact, True)
+    store = build_store(tile, shape.head_dim_v, floats, bfloat16, shape.turing, compact)
     return load, gather, store

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, u32, u64
-from numba_flash.cuda.number import build_convert, build_mean, index
+from numba_flash.cuda.number import build_convert, index
 from numba_flash.cuda.sm80.few_tiles import MOST_JOINED
 from numba_flash.cuda.sm80.tiles import WARP
 
@@ -110,7 +110,7 @@ def build_join(tile, head_dim_v, out_dtype, write_lse, ahead):
     LOADED = WIDTH * AHEAD
     query_of, head_of, _ = fragment.build_row(tile.group)
     weigh = build_weights(tile, write_lse)
-    (_, store), mean = build_convert(out_dtype), build_mean(out_dtype)
+    _, store = build_convert(out_dtype)
 
     @inline
     def place_of(number, x):
@@ -172,7 +172,7 @@ def build_join(tile, head_dim_v, out_dtype, write_lse, ahead):
                     add(acc, loaded, smem, place.row, i32(first), parts)
                 own = o[index(x.at.b0), index(x.b1), index(place.head), index(place.query)]
                 for c in range(WIDTH):
-                    own[index(place.d + c)] = store(mean(acc[c]))
+                    own[index(place.d + c)] = store(acc[c])
                 number = i32(number + THREADS)
                 place = place_of(number, x)
                 if number < stop:

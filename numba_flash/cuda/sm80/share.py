@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
-from numba_flash.cuda.number import build_mean_rows, index
+from numba_flash.cuda.number import index
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.load import build_store
 from numba_flash.cuda.sm80.tiles import KEYS, WARP, pitch
@@ -166,12 +166,9 @@ def build_store_rows(tile, shape, bfloat16, meet):
     OWN, PITCH = COLUMNS // WAYS, pitch(COLUMNS)
     put = products.build_put(M_TILES, OWN, PITCH, bfloat16, shape.turing)
     store_rows = build_store(STORED, shape.head_dim_v, shape.wide, None, COLUMNS)
-    rounded = "bfloat16" if bfloat16 else "float16"
-    mean_rows = build_mean_rows(M_TILES * OWN // 2, 2 * M_TILES, rounded)
 
     @inline
     def store(smem, x, acc, inverse):
-        mean_rows(acc, inverse)
         warp = i32(cuda.threadIdx.x // 32)
         first, part = i32(warp // WAYS * WARP_ROWS), i32(warp % WAYS)
         put(u32(smem + u32(first * PITCH + part * (2 * OWN))), acc, inverse)

@@ -65,8 +65,7 @@ class SoftmaxBackward(NamedTuple):
 def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; weights become
     operands of so many planes, if they are `split`, and are 2^RAISED_BACKWARD larger; `scale_log2`
-    and the lse then are in base e. Else `pack_weights` raises those of float16: dP has begun with
-    -delta, so that there is no instruction in which dS would be lowered again.
+    and the lse then are in base e.
     """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
     WARP_KEYS, KEY_ROWS, PAIRS = 16 * m_tiles, 2 * m_tiles, m_tiles * columns // 4
@@ -81,8 +80,7 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     if split:
         pack_weights, _ = fragment.build_split(PAIRS, split, DROPOUT)
     else:
-        raised = softmax.raised_backward(kind.bfloat16)
-        pack_weights, _ = fragment.build_pack(PAIRS, *kind, DROPOUT, raised)
+        pack_weights, _ = fragment.build_pack(PAIRS, *kind, DROPOUT)
     LARGEST, LOG2E = 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
 
     @inline

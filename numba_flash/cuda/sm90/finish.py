@@ -6,7 +6,7 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
-from numba_flash.cuda.number import build_mean_rows, index
+from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.load_forward import WORD
@@ -31,8 +31,6 @@ def build_finish(
     NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
     _, zero_rows = softmax.build_zero(head_dim_v // 2)
     put_row = store.build_put_row(head_dim_v, PARTS, bfloat16)
-    rounded = "float32" if PARTS else "bfloat16" if bfloat16 else "float16"
-    mean_rows = build_mean_rows(head_dim_v // 2, 2, rounded)
     stage = store.build_stage(head_dim_v, layout.o_panels, bfloat16) if TO_MAP else None
 
     @inline
@@ -75,7 +73,6 @@ def build_finish(
         if cuda.any_sync(fragment.ALL_LANES, inverse[0] == f32(0) or inverse[1] == f32(0)):
             zero_rows(acc, inverse)  # 0 * NaN is not 0
         pipeline.release(smem, WORK, turn)
-        mean_rows(acc, inverse)
         if TO_MAP:
             staged = smem + u32(O_STAGE + me * O_BYTES)
             stage(maps[3], staged, acc, inverse, me, Place(0, row0, h, b1, b0))

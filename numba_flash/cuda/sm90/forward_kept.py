@@ -14,7 +14,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import KeptScales, UnitSizes, extras_type
 from numba_flash.cuda.kept_bias import build_keep
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
-from numba_flash.cuda.number import array, build_mean_rows, index
+from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import LOG2E, one_type
 from numba_flash.cuda.sm90.load_kept import build_produce
@@ -54,7 +54,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
     zero, zero_rows = softmax.build_zero(OUTPUTS)
     put_row = store.build_put_row(head_dim_v, False, BFLOAT16)
-    mean_rows = build_mean_rows(OUTPUTS, 2, dtype)
 
     @inline
     def row_of(x, me):
@@ -77,7 +76,6 @@ def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
                 lse[index(x.b0), index(x.b1), index(x.head), index(i)] = value
         if inverse[0] == f32(0) or inverse[1] == f32(0):
             zero_rows(acc, inverse)  # 0 * NaN is not 0
-        mean_rows(acc, inverse)
         for r in range(2):
             i = i32(row + 8 * r)
             if i < x.rows:
