@@ -12,7 +12,7 @@ import numpy as np
 from numba_flash.cuda.arguments import arrays_of
 
 FEW, MANY = 16, 512  # queries of a head, and keys
-MOST_BLOCKS, SHORTEST = 2**31 - 1, 32  # of a grid; rows of a block, at least
+MOST_BLOCKS, SHORTEST = 2**31 - 1, 8  # of a grid; rows of a block, at least
 # Queries of all heads that share keys whose dQ a warp has registers for, by head dimension.
 MOST_GRADIENT_ROWS = {64: 32, 128: 16}
 # What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.

@@ -60,12 +60,24 @@ def why_not(problem, demanded: bool, backend: str) -> str | None:
     p = problem
     if p.precision == "ieee":
         return "computes no IEEE products (precision='ieee')"
+    blocks = parts_of(p, True) * -(-max(p.nq, p.nk) // ROWS)
+    if blocks > grid.MOST_BLOCKS:
+        return (
+            f"splits at most {grid.MOST_BLOCKS} blocks of {ROWS} rows of float32; of all arrays, as"
+            f" many of each head as the longest has, these are {blocks}"
+        )
     if not demanded and math.prod(p.batch) * p.hq * p.nq * p.nk * (p.d + p.dv) < LEAST:
         return (
             "serves so few products of float32 on demand only"
             f" (backend='{backend}'): others are faster"
         )
     return None
+
+
+def parts_of(p, of_do: bool) -> int:
+    """Heads of all arrays, one after the other; of do, too, in a backward pass."""
+    batch = 1 if p.options.packed else math.prod(p.batch)
+    return batch * (p.hq * (2 if of_do else 1) + 2 * p.hk)
 
 
 class Splitter:
@@ -96,7 +108,7 @@ class Splitter:
         planes = planes_of(p)
         batch = (1, 1) if p.options.packed else p.batch
         queries, keys = (*batch, p.hq, p.nq), (*batch, p.hk, p.nk)
-        parts = math.prod(batch) * (p.hq * (2 if of_do else 1) + 2 * p.hk)
+        parts = parts_of(p, of_do)
         longest = max(p.nq, p.nk)
         chunks = max(1, min(MOST_CHUNKS, longest // CHUNK_ROWS))
         self.made = Split(

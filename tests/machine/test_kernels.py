@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import whole
 from support import SIMULATED, no_gpu, random_inputs
 
 if SIMULATED:
@@ -15,6 +16,7 @@ from kernels import SM80, SM90, attention, machine
 from memory import Fault
 from sums import EXACT, HOPPER
 
+import numba_flash
 from numba_flash import reference
 
 CASES = {
@@ -114,3 +116,16 @@ def test_a_gpu_cuts_off_as_the_model_says(d, nk):
     print(f"D={d}: equal rows {(gpu == cut_off).mean():.3f}, with exact sums {(gpu == exact).mean():.3f}")
     assert (gpu == cut_off).mean() > 0.8
     assert (gpu == exact).mean() < 0.2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_gradient_of_a_bias_of_float64_has_its_shape(shape):
+    """Threads of tensor cores sum it, and write one number."""
+    q, k, v, do = random_inputs(batch=(1,), hq=1, hk=1, nq=9, nk=9, d=16, dtype="float64")
+    options = {"bias": np.full(shape, 0.5)}
+    o, lse = reference.forward(q, k, v, return_lse=True, **options)
+    with machine():
+        dbias = numba_flash.backward(do, q, k, v, o, lse, bias_grad=True, backend="sm80", **options)[3]
+    assert dbias.shape == shape
+    np.testing.assert_allclose(dbias, whole.gradients(do, q, k, v, bias_grad=True, **options)[3], atol=1e-12)

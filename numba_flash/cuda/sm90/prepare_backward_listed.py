@@ -78,8 +78,9 @@ def slots_of(p) -> Slots:
 
 
 def serves(p) -> bool:
-    """True if there are few enough sections; their tiles, too, are numbered in 32 bits."""
-    return slots_of(p).sections <= MOST_SECTIONS
+    """True if there are few enough sections; their slots are numbered in 32 bits."""
+    slots = slots_of(p)
+    return slots.sections <= min(MOST_SECTIONS, grid.MOST_BLOCKS // slots.room)
 
 
 def prepare(p, tile, inputs, results, gpu) -> Prepared:

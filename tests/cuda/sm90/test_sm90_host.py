@@ -659,7 +659,7 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
 
 
 @pytest.mark.parametrize(
-    ("nq", "hq", "hk", "whole", "sections"), [(300, 2, 1, 131072, 1), (16384, 16, 16, 131072, 4), (2**20, 2, 1, 131072, 2048)]
+    ("nq", "hq", "hk", "whole", "sections"), [(300, 2, 1, 131072, 1), (16384, 16, 16, 131072, 4), (2**19, 4, 2, 131072, 1024)]
 )
 def test_sections_of_slots(nq, hq, hk, whole, sections):
     """Memory holds a section and a work item more, or all tiles; each section has two launches, and counters of its own."""
