@@ -199,7 +199,7 @@ def build(
                         delta /= factors[2] * factors[3]
                     delta *= ACC(LOWERED)
                     if IN_BASE_2:
-                        shift = ptx.add_up(ptx.multiply_up(shift, f32(UNIT)), f32(-RAISED))
+                        shift = ptx.fma_up(shift, f32(UNIT), f32(-RAISED))
                     else:
                         shift *= ACC(UNIT)
                     if shift < ACC(LEAST):

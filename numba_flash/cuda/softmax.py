@@ -116,23 +116,6 @@ def build_zero(count):
 
 
 @once
-def build_lower(raised):
-    """``lower(x, scale_log2)``: ``x * scale_log2 - raised``, rounded up if that is not 0; by two
-    instructions: with one, which multiplies and adds, the loop of D = 128 ran at 0.97 of the speed
-    (H100, N = 4k).
-    """
-    RAISED = raised
-
-    @inline
-    def lower(x, scale_log2):
-        if RAISED > 0:
-            return ptx.add_up(ptx.multiply_up(x, scale_log2), f32(-RAISED))
-        return x * scale_log2
-
-    return lower
-
-
-@once
 def build_online(count, raised=0.0):
     """``online(s, m_i, l_i, alpha, scale_log2)``: raw scores become P; O has to be multiplied by
     alpha where it is not 1. Here m_i are shifts in base 2, lower by `raised`, and begin with the
@@ -140,15 +123,20 @@ def build_online(count, raised=0.0):
 
     Between the largest score and the first exponential nothing is computed that could be known
     before, and nobody asks whether a row has seen something: all warps wait there, and at D = 64
-    the kernel ran at 0.98 of the speed with that question (H200, N = 16k).
+    the kernel ran at 0.98 of the speed with that question (H200, N = 16k). A shift is lowered by
+    two instructions: with one that multiplies and adds, D = 128 ran at 0.97 (H100, N = 4k).
     """
     GROUPS, ACC = count // 4, f32
-    greatest, lower = build_greatest(count), build_lower(raised)
+    RAISED, greatest = raised, build_greatest(count)
 
     @inline
     def online(s, m_i, l_i, alpha, scale_log2):
         for r in range(2):
-            before, m_new = m_i[r], lower(greatest(s, r), scale_log2)
+            before, m_new = m_i[r], greatest(s, r)
+            if RAISED > 0:
+                m_new = ptx.add_up(ptx.multiply_up(m_new, scale_log2), ACC(-RAISED))
+            else:
+                m_new *= scale_log2
             shift = m_new if m_new > before + ACC(LAZY) else before
             alpha[r] = ptx.ex2(before - shift)
             m_i[r] = shift
@@ -237,7 +225,7 @@ def build_exponentials(
     """
     ROWS, COUNT, GROUPS, MAY_BE_FAR, EXACT = 2 * tiles, count, count // 4, far, exact
     UP, TIMES = 0.0 if apart else float(raised), 2.0**raised if apart else 1.0
-    ACC, exp2, lower = arithmetic.number, arithmetic.power, build_lower(UP)
+    ACC, exp2 = arithmetic.number, arithmetic.power
 
     def build_powers(first):
         """All of a thread, by differences that are made `first`, or by those of products."""
@@ -257,8 +245,10 @@ def build_exponentials(
                 e = r // 2 * COUNT + 2 * (r % 2)
                 # a row that has seen nothing is shifted by 0, so that 2^(-inf - 0) = 0
                 shift = m_i[r] if m_i[r] != ACC(NEG_INF) else ACC(0)
-                if not first:
-                    shift = lower(shift, scale_log2)
+                if not first and UP > 0:  # here, one instruction is faster than two
+                    shift = ptx.fma_up(shift, scale_log2, ACC(-UP))
+                elif not first:
+                    shift *= scale_log2
                 s[e], s[e + 1] = power(s[e], shift, scale_log2), power(s[e + 1], shift, scale_log2)
                 l = s[e] + s[e + 1]
                 for j in range(1, GROUPS):

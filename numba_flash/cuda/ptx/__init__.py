@@ -106,6 +106,7 @@ from numba_flash.cuda.ptx.scalar import (
     as_uint32 as as_uint32,
     bounded_thread_here as bounded_thread_here,
     ex2 as ex2,
+    fma_up as fma_up,
     lg2 as lg2,
     maximum as maximum,
     maximum_or_nan as maximum_or_nan,

@@ -10,7 +10,10 @@ MOST_THREADS = 1024  # of a block
 ex2 = instruction("ex2", "ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 tanh = instruction("tanh", "tanh.approx.f32 $0, $1;", f32, f32, memory=False)
 lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
-multiply_up = instruction(  # rounded up, as the next one
+fma_up = instruction(  # $1 * $2 + $3, rounded up, as the next ones
+    "fma_up", "fma.rp.f32 $0, $1, $2, $3;", f32, f32, f32, f32, memory=False
+)
+multiply_up = instruction(
     "multiply_up", "mul.rp.f32 $0, $1, $2;", f32, f32, f32, memory=False
 )
 add_up = instruction("add_up", "add.rp.f32 $0, $1, $2;", f32, f32, f32, memory=False)

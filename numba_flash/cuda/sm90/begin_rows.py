@@ -69,8 +69,7 @@ def build(dtype, has_dlse, tile, walks):
                 total += product(x, ptx.load_shared_words(u32(chunk + u32(O))))
             pipeline.release(smem, Q, n)
             if value != f32(-INF):
-                shift = ptx.add_up(ptx.multiply_up(value, f32(LOG2E)), f32(-RAISED))
-                shift = max(shift, f32(LEAST))
+                shift = max(ptx.fma_up(value, f32(LOG2E), f32(-RAISED)), f32(LEAST))
                 delta = (total - more) * f32(LOWERED)
             pipeline.wait_free(smem, NOTES, n)
             to = u32(pipeline.tile(smem, NOTES, n) + u32(row * ROW_BYTES))
