@@ -13,9 +13,7 @@ lg2 = instruction("lg2", "lg2.approx.f32 $0, $1;", f32, f32, memory=False)
 fma_up = instruction(  # $1 * $2 + $3, rounded up, as the next ones
     "fma_up", "fma.rp.f32 $0, $1, $2, $3;", f32, f32, f32, f32, memory=False
 )
-multiply_up = instruction(
-    "multiply_up", "mul.rp.f32 $0, $1, $2;", f32, f32, f32, memory=False
-)
+multiply_up = instruction("multiply_up", "mul.rp.f32 $0, $1, $2;", f32, f32, f32, memory=False)
 add_up = instruction("add_up", "add.rp.f32 $0, $1, $2;", f32, f32, f32, memory=False)
 rcp = instruction("rcp", "rcp.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 maximum = instruction("maximum", "max.f32 $0, $1, $2;", f32, f32, f32, memory=False)
