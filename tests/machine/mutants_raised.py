@@ -119,7 +119,6 @@ MUTANTS_RAISED = (
     Mutant("an Inf that becomes a number", NUMBER, " and size <= types.float32(ALMOST_LARGEST)", "", f"{ENDS}, few"),
     Mutant("an Inf that becomes a NaN", NUMBER, " and size <= f32(ALMOST_LARGEST)", "", ENDS),
     Mutant("means times the factor of another row", NUMBER, "// (2 * PAIRS) * 2 + n % 2", "// (2 * PAIRS) * 2", ENDS),
-    Mutant("means of the first rows of mma alone", NUMBER, "range(ROWS if FLOAT16 else 0)", "range(1 if FLOAT16 else 0)", f"{ENDS}, mma"),
     # ---- sections
     Mutant("random bits of the first section for all", MODIFY, "(at.batch + i32(parameters.first_batch))", "at.batch", DROPPED),
     Mutant(
