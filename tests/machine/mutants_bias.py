@@ -37,7 +37,7 @@ MUTANTS_BIAS = (
     ),
     # ---- which numbers
     Mutant("delta of rows as if of columns", MMA, "[x, x, y, y] if by_row", "[x, y, x, y] if by_row", BOTH),
-    Mutant("dP that begins with delta", ROWS, "f32(LOG2E), f32(0)), -total", "f32(LOG2E), f32(0)), total", BOTH),
+    Mutant("dP that begins with delta", ROWS, "f32(LOG2E)), -total", "f32(LOG2E)), total", BOTH),
     Mutant("rows of queries the wrong way round", DK_DV, "start[2 * j], shift[2 * j + 1]", "shift[2 * j + 1], start[2 * j]", BOTH),
     Mutant("delta of some columns", ROWS, "range(FOLDS)", "range(1)", BOTH),
     Mutant("dlse of neighbours", ROWS, "x.dlse.strides[3])", "4)", DLSE),

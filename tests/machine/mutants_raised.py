@@ -1,18 +1,17 @@
-"""Mistakes in weights of float16, which are raised so that small ones are not lost, in means of float16, which do not exceed its numbers,
-and in sections of a backward pass; as those for Hopper in `mutants`.
+"""Mistakes in weights of float16, which are raised so that small ones are not lost, and in sections of a backward pass; as those for Hopper
+in `mutants`.
 """
 
 from mutants import Mutant
 
-SOFTMAX, NUMBER, FRAGMENT, BEFORE = (f"cuda/{name}.py" for name in ("softmax", "number", "fragment", "preprocess"))
+SOFTMAX, FRAGMENT, BEFORE = (f"cuda/{name}.py" for name in ("softmax", "fragment", "preprocess"))
 FORWARD, OPTIONS, KEPT, FINISH = (f"cuda/sm90/{name}.py" for name in ("forward", "forward_options", "forward_kept", "finish"))
 P_AND_DS, P_AND_DS_OPTIONS, P_AND_DBIAS = (f"cuda/sm90/softmax_{name}.py" for name in ("backward", "backward_options", "dbias"))
 BACKWARD_OPTIONS, DK_DV_KEPT, DQ_KEPT = (f"cuda/sm90/{name}.py" for name in ("backward_options", "dk_dv_kept", "dq_dbias_kept"))
 BEGIN, HOST = "cuda/sm90/begin_rows.py", "cuda/sm90/prepare_backward.py"
-MMA, SHARE, FEW, FEW_ROWS, JOIN = (f"cuda/sm80/{name}.py" for name in ("forward", "share", "forward_few", "few", "few_join"))
-MMA_BACKWARD, SHARED, FEW_BACKWARD, DK_DV = (f"cuda/sm80/{name}.py" for name in ("backward", "backward_shared", "backward_few", "dk_dv"))
-COMBINE, MODIFY, SCORE, SECTIONS = "cuda/combine.py", "cuda/modify.py", "cuda/score.py", "sections.py"
-ENDS, BOTH, GRADIENTS = "ends of float16", "mma, dq and bias gradient", "kept bias, gradients"
+MMA, FEW, FEW_BACKWARD = (f"cuda/sm80/{name}.py" for name in ("forward", "forward_few", "backward_few"))
+MODIFY, SCORE, SECTIONS = "cuda/modify.py", "cuda/score.py", "sections.py"
+ENDS, GRADIENTS = "ends of float16", "kept bias, gradients"
 DROPPED, BY_BATCH = "gradients, dropout, sections", "gradients, score_mod, sections"
 
 MUTANTS_RAISED = (
@@ -45,8 +44,8 @@ MUTANTS_RAISED = (
         'raised(dtype == "bfloat16", softmax.LAZY)',
         f"{ENDS}, few, bias",
     ),
-    Mutant("shifts rounded to nearest", "cuda/ptx/scalar.py", '"fma.rp.f32 ', '"fma.rn.f32 ', "large scores"),
-    Mutant("shifts that are not lowered", SOFTMAX, "shift = lower(shift, scale_log2)", "shift = shift * scale_log2", "mma"),
+    Mutant("shifts rounded to nearest", "cuda/ptx/scalar.py", '"mul.rp.f32 ', '"mul.rn.f32 ', "large scores"),
+    Mutant("shifts that are not lowered", SOFTMAX, "ptx.fma_up(shift, scale_log2, ACC(-UP))", "shift * scale_log2", "mma"),
     Mutant("differences that are not raised", SOFTMAX, "exp2(x + ACC(UP) if UP > 0 else x)", "exp2(x)", "far bias"),
     Mutant("products far from 0", SOFTMAX, "differ_first or abs(m_i[r]) >= ACC(FAR)", "differ_first", "far bias"),
     # ---- the lse
@@ -63,13 +62,6 @@ MUTANTS_RAISED = (
     Mutant("powers of two that stay in the lse of few", FEW, "ptx.lg2(l) - f32(RAISED)", "ptx.lg2(l)", "few"),
     # ---- gradients
     Mutant("weights that are not raised in a backward pass", SOFTMAX, "raised(bfloat16, LAZY)", "0.0", "gradients, tiny weights"),
-    Mutant(
-        "weights that are not raised when they are rounded",
-        SOFTMAX,
-        "return raised(bfloat16,",
-        "return 0 * raised(bfloat16,",
-        "mma, gradients, tiny weights",
-    ),
     Mutant("an lse that is not lowered", BEFORE, "f32(UNIT), f32(-RAISED)", "f32(UNIT), f32(0)", "gradients"),
     Mutant("an lse that is not lowered beside a bias", BEGIN, "f32(LOG2E), f32(-RAISED)", "f32(LOG2E), f32(0)", GRADIENTS),
     Mutant("rows as if weights were not raised", HOST, "True, RAISED_BASE_2, p", 'True, "base 2", p', "gradients"),
@@ -87,38 +79,15 @@ MUTANTS_RAISED = (
     Mutant("dV that is not lowered", P_AND_DS, "            factor[r] *= f32(LOWERED)\n", "", "gradients"),
     Mutant("dV that is not lowered, with options", BACKWARD_OPTIONS, "            factor[r] *= f32(LOWERED)\n", "", "gradients, bias"),
     Mutant("dV that is not lowered beside a bias", DK_DV_KEPT, "scaled[r] = f32(LOWERED), scale", "scaled[r] = f32(1), scale", GRADIENTS),
-    Mutant("dV of mma that is not lowered", MMA_BACKWARD, "item.invalid != 0, f32(LOWERED)", "item.invalid != 0, f32(1)", "mma, gradients"),
-    Mutant(
-        "dV of warps that share rows is not lowered",
-        SHARED,
-        "item.invalid != 0, f32(LOWERED)",
-        "item.invalid != 0, f32(1)",
-        "mma, gradients, D128",
-    ),
-    Mutant("dV of few that is not lowered", FEW_BACKWARD, "x.invalid else f32(LOWERED)", "x.invalid else f32(1)", "few, gradients"),
-    Mutant("dV of mma that is not lowered beside a bias", DK_DV, "factor[r] = f32(LOWERED)", "factor[r] = f32(1)", BOTH),
+    Mutant("dV of few that is not lowered", FEW_BACKWARD, "x.invalid else f32(2.0**-RAISED)", "x.invalid else f32(1)", "few, gradients"),
     Mutant(
         "weights that are lowered alone",
         FRAGMENT,
         "x[2 * j] * f32(TIMES), x[2 * j + 1] * f32(TIMES)",
         "x[2 * j], x[2 * j + 1]",
-        "mma, gradients",
+        "few, gradients",
     ),
-    Mutant("dS of few raised as P", FEW_BACKWARD, "            pack(p, dpT)\n", "            pack_weights(p, dpT)\n", "few, gradients"),
-    Mutant("weights as they are beside a bias", DK_DV, "pack_p(t.p, t.s)", "pack(t.p, t.s)", BOTH),
-    # ---- means
-    Mutant("means beyond float16", FINISH, "        mean_rows(acc, inverse)\n", "", ENDS),
-    Mutant("means beyond float16 beside a bias", KEPT, "        mean_rows(acc, inverse)\n", "", f"{ENDS}, kept bias"),
-    Mutant("means of mma beyond float16", SHARE, "        mean_rows(acc, inverse)\n", "", f"{ENDS}, mma"),
-    Mutant("means of few beyond float16", FEW_ROWS, "pack2(mean(one), mean(other))", "pack2(one, mean(other))", f"{ENDS}, few"),
-    Mutant("means of joined parts beyond float16", JOIN, "store(mean(acc[c]))", "store(acc[c])", f"{ENDS}, few, parts"),
-    Mutant("means of parts beyond float16", COMBINE, "store(mean(value))", "store(value)", f"{ENDS}, parts"),
-    Mutant(
-        "means of many parts beyond float16", COMBINE, "store(mean(value * inverse))", "store(value * inverse)", f"{ENDS}, few, many parts"
-    ),
-    Mutant("an Inf that becomes a number", NUMBER, " and size <= types.float32(ALMOST_LARGEST)", "", f"{ENDS}, few"),
-    Mutant("an Inf that becomes a NaN", NUMBER, " and size <= f32(ALMOST_LARGEST)", "", ENDS),
-    Mutant("means times the factor of another row", NUMBER, "// (2 * PAIRS) * 2 + n % 2", "// (2 * PAIRS) * 2", ENDS),
+    Mutant("dS of few raised as P", FEW_BACKWARD, "            pack(p, dpT)\n", "            pack_raised(p, dpT)\n", "few, gradients"),
     # ---- sections
     Mutant("random bits of the first section for all", MODIFY, "(at.batch + i32(parameters.first_batch))", "at.batch", DROPPED),
     Mutant(
