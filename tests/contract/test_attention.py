@@ -506,7 +506,7 @@ def problems(draw):
         st.fixed_dictionaries(
             {"causal": st.booleans()},
             optional={
-                "scale": st.floats(-1, 1),
+                "scale": st.floats(-1, 1, width=32, allow_subnormal=False),
                 "window": st.none() | st.tuples(side, side),
                 "q_start": st.none() | st.integers(-LONGEST, LONGEST),
             },

@@ -75,7 +75,7 @@ def problems(draw, dtypes):
     rng, scores = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), (*batch, hq, nq, nk)
     side = st.just(-1) | st.integers(0, LONGEST // 2)
     options = [{"causal": draw(st.booleans())}]
-    draw_optional(draw, options, "scale", st.floats(-1, 1))
+    draw_optional(draw, options, "scale", st.floats(-1, 1, width=32, allow_subnormal=False))
     draw_optional(draw, options, "window", st.none() | st.tuples(side, side))
     draw_optional(draw, options, "q_start", st.none() | st.integers(-LONGEST, LONGEST))
     draw_optional(draw, options, "softcap", st.floats(0.5, 30))

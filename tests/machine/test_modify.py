@@ -14,7 +14,7 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import Executed
 
-from numba_flash import reference, rng
+from numba_flash import oracle, rng
 from numba_flash.arrays import Layout
 from numba_flash.cuda import fragment
 from numba_flash.cuda.arguments import Vectors, build_extras, extras_type, parameters_of, parameters_type, vectors_of
@@ -145,7 +145,7 @@ def expected(fragments, raw, nq, nk, row0, col0, **options):
     product[(1, 1, *there)] = raw[inside]
     # the oracle's scores of this product: that of q with rows of the unit matrix
     unit = np.broadcast_to(np.eye(nk), (2, HEADS, nk, nk))
-    s, slope, visible = reference._scores(problem, options, product[None], unit[None])
+    s, slope, visible = oracle._scores(problem, options, product[None], unit[None])
     wanted[0][inside] = np.where(visible, s, -np.inf)[0, 1, 1][there]
     wanted[1][inside] = np.where(visible, np.broadcast_to(slope, s.shape), 0)[0, 1, 1][there]
     return wanted

@@ -10,7 +10,7 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import SM80, machine
 
-from numba_flash import BlockMask, reference
+from numba_flash import BlockMask, oracle, reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
@@ -50,7 +50,7 @@ def visible(mask, nq: int, nk: int, q_lengths=(), kv_lengths=(), **options) -> n
     zeros = np.zeros((BATCH, HEADS, nq, nk))
     q, k = np.empty((BATCH, HEADS, nq, 8), np.float16), np.empty((BATCH, HEADS, nk, 8), np.float16)
     problem, eye = bind(q, k, k, mask=mask, **options), np.broadcast_to(np.eye(nk), (BATCH, HEADS, nk, nk))
-    seen = np.broadcast_to(reference._scores(problem, options | {"mask": mask}, zeros[None], eye[None])[2], (1, *zeros.shape))[0].copy()
+    seen = np.broadcast_to(oracle._scores(problem, options | {"mask": mask}, zeros[None], eye[None])[2], (1, *zeros.shape))[0].copy()
     for b, n in enumerate(q_lengths):
         seen[b, :, n:] = False
     for b, n in enumerate(kv_lengths):
