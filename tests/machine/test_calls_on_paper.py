@@ -189,8 +189,8 @@ WHOLE_OR_IN_PARTS = {
 def test_what_parts_of_keys_would_need_is_foretold_where_there_are_parts(name, monkeypatch):
     backend, (*heads, nq, d), nk, dtype, options = WHOLE_OR_IN_PARTS[name]
     q, do, k, v = (np.zeros((*heads, n, d), dtype) for n in (nq, nq, nk, nk))
-    with in_place_of_launches(lambda prepared: lambda *operands, **more: None, 4, (9, 0)):
-        check_plans((q, k, v, do), options, backend, Foretold(monkeypatch))
+    with in_place_of_launches(lambda prepared: lambda *operands, **more: None, 4, (9, 0)), monkeypatch.context() as own:
+        check_plans((q, k, v, do), options, backend, Foretold(own))  # what it patches goes back before what the machine does
 
 
 def test_what_goes_to_out_by_way_of_another_array_is_foretold(monkeypatch):
