@@ -91,7 +91,8 @@ def prepare(whole, problem: Problem, inputs, results, sums: int) -> Prepared:
         Bytes of sums of dq that all of it would take at the same time.
     """
     axis = axis_of(problem)
-    each = max(1, axis.size * MOST // sums)
+    count = -(-axis.size // max(1, axis.size * MOST // sums))
+    each = -(-axis.size // count)  # so that no section is much shorter than another
     cuts = [Cut(axis.name, start, min(start + each, axis.size)) for start in range(0, axis.size, each)]
     shares, dbias = None, results.dbias
     if dbias is not None and _place(problem, "dbias", dbias, axis.name) is None:  # summed over sections
