@@ -268,9 +268,20 @@ def test_functions_have_few_parameters(name):
     assert {f: n for f, n in counts.items() if n > 12 and f not in exempt} == {}
 
 
+OF_A_KERNEL = each([name for name in FILES if name.startswith(("cuda/", "cpu/"))])
+INLINED = {"inline", "device"}  # decorators of functions that kernels call
+
+
+@OF_A_KERNEL
+def test_kernels_take_no_powers(name):
+    """Numba computes `2.0**-N` of constants when the kernel runs, by a call in float64. Builders do, once."""
+    tree = TREES[name]
+    compiled = [f for f in functions(tree) if f.name in kernel_names(tree) or {d.id for d in f.decorator_list if isinstance(d, ast.Name)} & INLINED]
+    assert [(node.lineno, ast.unparse(node)) for f in compiled for node in ast.walk(f) if isinstance(getattr(node, "op", None), ast.Pow)] == []
+
+
 # ---- names, not positions --------------------------------------------------------------------------------------------------------------
 
-OF_A_KERNEL = each([name for name in FILES if name.startswith(("cuda/", "cpu/"))])
 MOST_IN_A_TUPLE = 3
 # Parameters whose elements have numbers, not names: arrays and tensor maps, axes of an array, one for each row, LLVM's values.
 NUMBERED = {"operands", "maps", "shape", "summed", "inverse", "alpha", "values", "results", "args"}

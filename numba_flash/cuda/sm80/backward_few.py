@@ -148,6 +148,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     exponentiate = of_warp.exponentiate
     begin_dp, differentiate = of_warp.begin_dp, of_warp.differentiate
     RAISED = softmax.raised_backward(kind.bfloat16)
+    LOWERED = 2.0**-RAISED
     pack, _ = build_pack(PAIRS, *kind)
     pack_raised, _ = build_pack(PAIRS, *kind, raised=RAISED)
     k_qt = products.build_nt(kind, 1, BLOCK_M, D, PITCH_K, PITCH_K, False)
@@ -260,7 +261,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
             # (7) dQ = dQ + dS K
             ds_k(dq_acc, ds, k_tile)
             for r in range(2):
-                factor[r] = f32(NAN) if x.invalid else f32(2.0**-RAISED)
+                factor[r] = f32(NAN) if x.invalid else f32(LOWERED)
             put_dv(v_tile, dv_acc, factor)
             # (6) dK = dS^T Q
             ds_q(dk_acc, p, q_tile)
