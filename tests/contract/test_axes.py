@@ -11,7 +11,7 @@ from numba_flash import call
 from numba_flash.problem import Prepared
 
 SIZES = {"hq": 4, "hk": 2, "nq": 5, "nk": 7, "d": 16, "dv": 8}
-simulator = pytest.mark.simulator
+simulator = pytest.mark.simulator(full=True)
 
 
 def turned(x):

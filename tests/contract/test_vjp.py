@@ -13,7 +13,7 @@ from numba_flash import call
 
 CPU = Backend("cpu", "numpy")
 SIZES = {"batch": (2,), "hq": 4, "hk": 2, "nq": 5, "nk": 9, "d": 5, "dv": 3}
-simulator = pytest.mark.simulator
+simulator = pytest.mark.simulator(full=True)
 
 
 def arrays(backend=CPU, **sizes):
