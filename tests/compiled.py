@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import evidence
+
 from numba_flash.cuda import compile
 
 H200 = (9, 0)
@@ -54,21 +56,25 @@ def _code(builder: str, config: tuple, generation: tuple[int, int], ptx: bool) -
     return pickle.loads(found)
 
 
+@evidence.text_of(lambda *kernel: kernel)
 def text(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     """PTX of any kernel, as the compiler makes it."""
     return _code(builder, config, compile.generation(capability), True)
 
 
+@evidence.text_of(lambda kernel: kernel)
 def code(kernel: Kernel) -> str | bytes:
     """PTX; LTO-IR of a kernel that takes tensor maps."""
     return _code(*kernel[:2], compile.generation(kernel.capability), False)
 
 
+@evidence.text_of(lambda kernel: kernel)
 @cache
 def linked(kernel: Kernel) -> Linked:
     return Linked(*compile._link(code(kernel), kernel.capability, verbose=True))
 
 
+@evidence.text_of(lambda kernel: kernel)
 @cache
 def ptx(kernel: Kernel) -> str:
     """PTX of any kernel: that which the linker itself makes of LTO-IR, on its way to machine code."""
@@ -90,6 +96,7 @@ def disassembler() -> str | None:
     return str(found[0]) if found else shutil.which("nvdisasm")
 
 
+@evidence.text_of(lambda kernel: kernel)
 @cache
 def machine_text(kernel: Kernel) -> str:
     """Machine code, one instruction per line."""
@@ -113,3 +120,8 @@ def machine_instructions(text: str) -> list[str]:
 def shared_bytes(text: str) -> int:
     """Static shared memory of a kernel in PTX."""
     return sum(int(size) for size in re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", text))
+
+
+def normalised(ptx: str) -> str:
+    """PTX without what is another in each process."""
+    return ptx

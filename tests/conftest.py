@@ -1,9 +1,7 @@
 """The `backend` fixture, ids of parameters, and the rules by which tests are left out: always with a reason."""
 
-import argparse
 import os
 import re
-import zlib
 from pathlib import Path
 
 import pytest
@@ -32,22 +30,8 @@ def backend(request) -> Backend:
     return request.param
 
 
+pytest_plugins = ["proven", "pytester"]
 NO_GPU = None if SIMULATED else no_gpu()
-
-
-def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="also run the tests that are slow or exhaustive (marked `full`)")
-    parser.addoption(
-        "--part", type=part, metavar="I/N", help="of those, with --full, only the I-th of N parts (from 0), drawn by their names"
-    )
-
-
-def part(text: str) -> tuple[int, int]:
-    """Of the option ``--part``."""
-    number, _, parts = text.partition("/")
-    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
-        raise argparse.ArgumentTypeError(f"expected I/N, numbers with I below N, not {text!r}")
-    return int(number), int(parts)
 
 
 def pytest_make_parametrize_id(config, val, argname):
@@ -106,13 +90,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("full_on_cpu") and item.callspec.params["backend"].name == "cpu":
             item.add_marker("full")
-    if not config.option.full:
+    if not (config.option.full or config.option.affected):
         deselect(config, items, "full")
-    elif config.option.part:
-        number, parts = config.option.part
-        others = {x for x in items if x.get_closest_marker("full") and zlib.crc32(x.nodeid.encode()) % parts != number}
-        config.hook.pytest_deselected(items=[item for item in items if item in others])
-        items[:] = [item for item in items if item not in others]
     if SIMULATED:
         deselect(config, items, "simulator", lambda mark: mark is None or (mark.kwargs.get("full") and not config.option.full))
     elif NO_GPU is not None:
@@ -131,12 +110,15 @@ def deselect(config, items, name: str, unwanted=lambda mark: mark is not None):
 
 
 def pytest_report_header(config):
-    some = " of part {} of {}".format(*config.option.part) if config.option.part else ""
-    full = (
-        f"slow and exhaustive tests{some} run" if config.option.full else "slow and exhaustive tests are deselected; --full runs them too"
-    )
+    slow = "slow and exhaustive tests "
+    if config.option.full:
+        slow += "run"
+    elif config.option.affected:
+        slow += "run unless they have passed on the same code"
+    else:
+        slow += "are deselected; --affected runs those that a change can affect, --full all"
     if SIMULATED:
         gpu = "backend simt in the CUDA simulator"
     else:
         gpu = "GPU tests run" if NO_GPU is None else f"GPU tests are deselected: {NO_GPU}"
-    return [f"numba_flash: {full}", f"numba_flash: {gpu}"]
+    return [f"numba_flash: {slow}", f"numba_flash: {gpu}"]

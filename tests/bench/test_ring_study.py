@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import tables
 
 
+@pytest.mark.unproven("of processes and their timing")
 @pytest.mark.full
 @pytest.mark.skipif(SIMULATED, reason="rings are computed as anywhere")
 def test_rings_of_processes(tmp_path):

@@ -69,6 +69,7 @@ def test_standard_attention_leaves_its_inputs_alone():
 # ---- the studies -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.unproven("of what the system gives")
 @pytest.mark.full
 def test_scaling(tmp_path):
     results = run("scaling", "--lengths", "70,2048", "--repeats", "1", file=tmp_path / "scaling.json")

@@ -353,6 +353,7 @@ def delta(dtype: str) -> bytes:
     return instructions(compile.cubin("delta.build", (dtype, 64, False, 16, 8), (9, 0)))
 
 
+@pytest.mark.unproven("of processes and their timing")
 @pytest.mark.full
 def test_processes_on_one_cold_cache(tmp_path):
     """10 rounds: each of four processes gets the right code of each dtype, and they leave nothing but right code."""

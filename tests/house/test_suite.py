@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import proven
 import pytest
 import support
 from conftest import FIRST, scope
@@ -11,18 +12,18 @@ from support import SIMULATED, TESTS, readable
 if SIMULATED:
     pytest.skip("these are the rules of the run outside the CUDA simulator", allow_module_level=True)
 
-pytest_plugins = "pytester"
-
 
 @pytest.fixture
 def suite(pytester, monkeypatch):
     """``suite(source, *options, gpu=False)``: outcome of pytest for the tests in `source`, by the rules of this suite."""
     pytester.makeconftest((TESTS / "conftest.py").read_text())
-    pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu")
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu\n    unproven")
+    monkeypatch.setattr(proven, "RECORD", pytester.path / "proven.json")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def run(source: str, *options: str, gpu: bool = False):
         pytester.makepyfile(source)
+        proven.RECORD.unlink(missing_ok=True)
         monkeypatch.setattr(support, "no_gpu", lambda backend="simt": None if gpu else "it is elsewhere")
         return pytester.runpytest_inprocess(*options)
 
@@ -52,6 +53,7 @@ def test_slow_on_a_gpu(): ...
         ((), {"passed": 2, "deselected": 2}, {"passed": 1, "deselected": 3}),
         (("--full",), {"passed": 4}, {"passed": 2, "deselected": 2}),
         (("-m", "gpu"), {"passed": 1, "deselected": 3}, {"skipped": 1, "deselected": 3}),
+        (("--affected",), {"passed": 4}, {"passed": 2, "deselected": 2}),
         (("-m", "gpu", "--full"), {"passed": 2, "deselected": 2}, {"skipped": 2, "deselected": 2}),
     ],
 )
@@ -59,25 +61,11 @@ def test_what_runs(suite, options, with_a_gpu, without):
     for gpu, expected in ((True, with_a_gpu), (False, without)):
         done = suite(QUICK_AND_SLOW, *options, gpu=gpu)
         assert done.parseoutcomes() == expected
-        said = "tests run" if "--full" in options else "tests are deselected; --full runs them too"
-        assert f"numba_flash: slow and exhaustive {said}" in done.outlines
-
-
-def test_parts_are_all_slow_tests_together(suite):
-    """Each is in one of them; quick ones run with every part."""
-    source = QUICK_AND_SLOW + "".join(f"\n@pytest.mark.full\ndef test_{i}(): ...\n" for i in range(30))
-    of_parts = [suite(source, "--full", "--part", f"{i}/3", gpu=True) for i in range(3)]
-    passed = [done.parseoutcomes()["passed"] - 2 for done in of_parts]
-    assert min(passed) > 3
-    assert sum(passed) == 32
-    assert "numba_flash: slow and exhaustive tests of part 2 of 3 run" in of_parts[2].outlines
-
-
-@pytest.mark.parametrize("wrong", ["3/3", "1", "-1/3", "a/b"])
-def test_there_is_no_such_part(suite, wrong):
-    refused = suite(QUICK_AND_SLOW, "--full", f"--part={wrong}")
-    assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    refused.stderr.fnmatch_lines([f"*--part: expected I/N, numbers with I below N, not '{wrong}'"])
+        said = {
+            "--full": "run",
+            "--affected": "run unless they have passed on the same code",
+        }.get(options[-1] if options else "", "are deselected; --affected runs those that a change can affect, --full all")
+        assert f"numba_flash: slow and exhaustive tests {said}" in done.outlines
 
 
 @pytest.mark.parametrize("value", ["lambda: 0", "object()"])

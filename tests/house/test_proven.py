@@ -1,0 +1,143 @@
+"""``--affected``: what a slow test is a function of, what is recorded of those that pass, and which run again."""
+
+import json
+
+import evidence
+import proven
+import pytest
+from support import SIMULATED
+
+if SIMULATED:
+    pytest.skip("slow tests of kernels are not traced in the simulator", allow_module_level=True)
+
+KERNEL = "some.build", (64, "causal"), (9, 0)
+# A slow test of a kernel: on paper it ends at its text.
+TEST = """
+import compiled, evidence, pytest
+
+@pytest.mark.full
+def test_it():
+    evidence.uses({used})
+    text = compiled.text(*{kernel})
+    {then}
+
+@pytest.mark.full
+def test_other():
+    {other}
+"""
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A folder of tests of kernels, which are what `project.sources` and `project.ptx` say."""
+    monkeypatch.setattr(proven, "RECORD", pytester.path / "proven.json")
+    pytester.sources, pytester.ptx, pytester.runs = "sources", "ptx", []
+    monkeypatch.setattr(evidence, "kernel_key", lambda kernel: pytester.sources)
+    monkeypatch.setattr(evidence, "kernel_text", lambda kernel: pytester.ptx)
+    monkeypatch.setattr("compiled._code", lambda *kernel: pytester.runs.append(kernel) or "text")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    unproven\n    gpu\n")
+    return pytester
+
+
+def run(project, *options, then="pass", used="1", other="pass", kernel=KERNEL, folder="machine"):
+    """Outcomes of both tests, and lines that were printed."""
+    evidence.own_source.cache_clear()
+    path = project.mkdir(folder) if not (project.path / folder).exists() else project.path / folder
+    (path / "test_kernels_of_paper.py").write_text(TEST.format(then=then, used=used, other=other, kernel=kernel))
+    done = project.runpytest_inprocess("-p", "proven", "-q", "-rs", "-k", "test_it", *(options or ("--affected",)))
+    return done.parseoutcomes(), "\n".join(done.outlines)
+
+
+def record(project) -> dict:
+    return json.loads((project.path / "proven.json").read_text())
+
+
+PASSED, PROVEN = {"passed": 1, "deselected": 1}, {"skipped": 1, "deselected": 1}
+
+
+def test_what_has_passed_does_not_run_again(project):
+    assert run(project)[0] == PASSED
+    assert project.runs
+    assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]
+    project.runs.clear()
+    outcomes, said = run(project)
+    assert outcomes == PROVEN
+    assert proven.BEFORE in said
+    assert not project.runs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"then": "assert text"},
+        {"used": "2"},
+        {"kernel": ("some.build", (64, "full"), (9, 0))},
+        {"kernel": ("some.build", (64, "causal"), (8, 0))},
+        {"sources": "edited", "ptx": "another"},
+    ],
+    ids=["test", "value", "configuration", "architecture", "kernel"],
+)
+def test_what_has_changed_runs_again(project, change):
+    run(project)
+    project.sources, project.ptx = change.pop("sources", "sources"), change.pop("ptx", "ptx")
+    assert run(project, **change)[0] == PASSED
+    assert run(project, **change)[0] == PROVEN
+
+
+@pytest.mark.parametrize("change", [{"sources": "edited"}, {"other": "assert True"}], ids=["the same PTX", "another test"])
+def test_what_changes_nothing_does_not_run_again(project, change):
+    run(project)
+    project.sources = change.pop("sources", "sources")
+    assert run(project, **change)[0] == PROVEN
+
+
+def test_what_fails_is_not_recorded(project):
+    assert run(project, then="assert not text")[0] == {"failed": 1, "deselected": 1}
+    assert not (project.path / "proven.json").exists()
+    assert run(project, then="assert not text")[0] == {"failed": 1, "deselected": 1}
+
+
+def test_all_run_when_all_are_asked_for(project):
+    run(project)
+    assert run(project, "--full")[0] == PASSED
+    assert run(project, "--affected", "--audit", "1")[0] == PASSED
+
+
+def test_an_audit_names_a_record_that_lied(project):
+    """A test that passes and fails with the same code is no function of it."""
+    run(project, then="import pathlib; assert not pathlib.Path('broken').exists()")
+    (project.path / "broken").touch()
+    outcomes, said = run(project, "--affected", "--audit", "1", then="import pathlib; assert not pathlib.Path('broken').exists()")
+    assert outcomes == {"failed": 1, "deselected": 1}
+    assert "1 slow tests failed, though proven.json says that they passed on the same code" in said
+    assert record(project) == {}
+
+
+def test_what_does_not_fit_is_listed(project):
+    outcomes, said = run(project, "--affected", "--minutes", "0")
+    assert outcomes == PROVEN
+    assert "1 slow tests did not fit into the time, and were not run" in said
+    assert "\nmachine/test_kernels_of_paper.py::test_it" in said
+    assert not project.runs
+    run(project)
+    assert "did not fit" not in run(project, "--affected", "--minutes", "0")[1]
+
+
+def test_a_test_of_no_kernel_is_one_of_all_sources(project, monkeypatch):
+    """Also one that asks for more kernels than it does on paper, and one of another folder."""
+    for folder, kernel, then in (("machine", KERNEL, "compiled.text('other.build', (), (9, 0))"), ("contract", KERNEL, "pass")):
+        monkeypatch.setattr(evidence, "all_sources", lambda: "all")
+        assert run(project, folder=folder, kernel=kernel, then=then)[0] == PASSED
+        assert run(project, folder=folder, kernel=kernel, then=then)[0] == PROVEN
+        monkeypatch.setattr(evidence, "all_sources", lambda: "one of them edited")
+        assert run(project, folder=folder, kernel=kernel, then=then)[0] == PASSED
+        (project.path / folder / "test_kernels_of_paper.py").unlink()
+
+
+def test_who_says_so_is_not_recorded(project):
+    path = project.mkdir("machine") / "test_of_time.py"
+    path.write_text("import pytest\n@pytest.mark.unproven('of time')\n@pytest.mark.full\ndef test_it(): pass\n")
+    for _ in range(2):
+        assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 1}
+    assert not (project.path / "proven.json").exists()

@@ -1,0 +1,175 @@
+"""``--affected``: the slow tests whose code has changed since they passed. ``tests/data/proven.json`` has, for each that passed, two hashes of
+what it is a function of (`evidence`): one of the sources that its kernels are made of, looked up without compiling, and one of their PTX.
+
+A slow test that is no such function (of time, of threads and processes, of what is installed) is marked `unproven`, with the reason, and
+runs whenever slow tests do. Every other one outside the folders of kernels is a function of all sources.
+"""
+
+import hashlib
+import json
+import random
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import evidence
+import numpy as np
+import pytest
+from support import SIMULATED
+
+RECORD = Path(__file__).parent / "data" / "proven.json"
+OF_KERNELS = {"machine", "cuda", "sm80", "sm90"}  # folders of tests that are traced
+BEGUN = time.monotonic()
+PASSED, LEFT_OUT, LIED = "proven", "left out", "lied"
+BEFORE = "passed before, with the same kernels, arguments and sources"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="also run the tests that are slow or exhaustive (marked `full`)")
+    parser.addoption(
+        "--affected",
+        action="store_true",
+        help=f"run the slow tests, too, but for those that {RECORD.name} says have passed on the same code",
+    )
+    parser.addoption("--audit", type=int, metavar="N", help="with --affected, also a random Nth of those that have passed")
+    parser.addoption("--minutes", type=float, help="with --affected, begin no slow test after so many; those left out are listed")
+
+
+def kept() -> dict[str, str]:
+    """What is recorded: two hashes of each test, with a space between them."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def _hash(*what) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+def is_provable(item) -> bool:
+    """Its result is a function of code."""
+    slow, others = item.get_closest_marker("full"), ("unproven", "gpu")
+    draws = getattr(item.function, "is_hypothesis_test", False)
+    return slow is not None and not draws and not SIMULATED and not any(map(item.get_closest_marker, others))
+
+
+class Proof:
+    """What one test is a function of.
+
+    Attributes
+    ----------
+    trace : Trace
+        Of the test on paper; None of one that is not traced.
+    base : tuple
+        All but the kernels, the same in both hashes.
+    """
+
+    def __init__(self, item):
+        self.nodeid, self.trace = item.nodeid, None
+        versions = np.__version__, sys.version_info[:2], evidence.tools()
+        if item.path.parent.name in OF_KERNELS:
+            self.trace = _on_paper(item)
+            self.base = evidence.own_source(item.path, item.function.__name__), item.name, versions, self.trace.events
+        else:
+            self.base = evidence.all_sources(), item.name, versions
+
+    def by_sources(self, whole: bool) -> str:
+        """Hash without compiling; of all sources if the trace on paper is not the `whole` of it."""
+        kernels = [] if self.trace is None else [evidence.kernel_key(each) for each in self.trace.kernels]
+        return _hash(self.base, kernels, () if whole else evidence.all_sources())
+
+    def by_ptx(self, whole: bool) -> str:
+        """Hash of what the compiler makes."""
+        if self.trace is None or not whole:
+            return "-"
+        return _hash(self.base, [evidence.kernel_text(each) for each in self.trace.kernels])
+
+    def holds(self, record: str) -> bool:
+        """The test has passed on this."""
+        sources, _, ptx = record.partition(" ")
+        return sources in (self.by_sources(True), self.by_sources(False)) or (ptx != "-" and ptx == self.by_ptx(True))
+
+    def record(self, earnest) -> str:
+        """What to keep after it has passed in earnest."""
+        whole = self.trace is None or (self.trace.launches, [*self.trace.kernels]) == (earnest.launches, [*earnest.kernels])
+        return f"{self.by_sources(whole)} {self.by_ptx(whole)}"
+
+
+def _on_paper(item) -> evidence.Trace:
+    """The trace of a test on paper. It may end as it likes: results are not those of attention."""
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    with evidence.traced(paper=True) as trace:
+        try:
+            item.obj(**arguments)
+        except (Exception, evidence.Enough) as error:
+            trace.note(type(error).__name__)
+    return trace
+
+
+class Proofs:
+    """The plugin of a process that runs tests."""
+
+    def __init__(self, config):
+        self.config, self.record = config, kept()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        if not is_provable(pyfuncitem):
+            if pyfuncitem.get_closest_marker("full"):
+                self._leave_out_late(pyfuncitem)
+            return (yield)
+        proof, options = Proof(pyfuncitem), self.config.option
+        if options.affected and pyfuncitem.nodeid in self.record and proof.holds(self.record[pyfuncitem.nodeid]):
+            if not options.audit or random.random() * options.audit >= 1:
+                pytest.skip(BEFORE)
+            pyfuncitem.user_properties.append((LIED, True))
+        else:
+            self._leave_out_late(pyfuncitem)
+        with evidence.traced(paper=False) as earnest:
+            result = yield
+        pyfuncitem.user_properties.append((PASSED, proof.record(earnest)))
+        return result
+
+    def _leave_out_late(self, item) -> None:
+        minutes = self.config.option.minutes
+        if minutes is not None and time.monotonic() - BEGUN > 60 * minutes:
+            item.user_properties.append((LEFT_OUT, True))
+            pytest.skip(f"slow tests begin within {minutes:g} minutes (--minutes)")
+
+
+class Records:
+    """The plugin of the process that reports: writes what has passed."""
+
+    def __init__(self):
+        self.passed, self.left_out, self.lied = {}, [], []
+
+    def pytest_runtest_logreport(self, report):
+        said = dict(report.user_properties)
+        if report.when != "call":
+            return
+        if report.passed and PASSED in said:
+            self.passed[report.nodeid] = said[PASSED]
+        if report.failed and LIED in said:
+            self.lied.append(report.nodeid)
+        if report.skipped and LEFT_OUT in said:
+            self.left_out.append(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        record = {name: hashes for name, hashes in kept().items() if name not in self.lied} | self.passed
+        if record != kept():
+            RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for what, names in (
+            ("did not fit into the time, and were not run", self.left_out),
+            (f"failed, though {RECORD.name} says that they passed on the same code", self.lied),
+        ):
+            if names:
+                terminalreporter.section(f"{len(names)} slow tests {what}")
+                terminalreporter.write("\n".join((*sorted(names), "")))
+
+
+def pytest_configure(config):
+    if config.option.full or config.option.affected:
+        config.pluginmanager.register(Proofs(config), "proofs")
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Records(), "records")
