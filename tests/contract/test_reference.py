@@ -226,7 +226,9 @@ COMPUTED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [*(pytest.param(x, marks=pytest.mark.full_on_cpu) for x in ("float16", "bfloat16")), "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(x, marks=pytest.mark.full_on_cpu) for x in ("float16", "bfloat16")), "float32", "float64"]
+)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_forward_returns_is_accepted(backend, name, dtype):
     q, k, v, do = random_inputs(batch=(2,), hq=4, hk=2, nq=20, nk=30, d=16, dv=8, dtype=dtype)
