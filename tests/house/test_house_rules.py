@@ -61,7 +61,10 @@ LAYERS = (
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
     "cuda.row_blocks cuda.relative cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias cuda.powers",
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
-    "problem options scoremod captures rng block_mask oracle sections",
+    "problem oracle sections",
+    "option_checks rng",
+    "options",
+    "scoremod captures block_mask",
     "pages",
     "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk durations notice fingerprint",
 )
@@ -178,7 +181,17 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
-    speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
+    speakers = {
+        "captures.py",
+        "problem.py",
+        "option_checks.py",
+        "checks.py",
+        "scoremod.py",
+        "plan.py",
+        "arguments.py",
+        "dropout.py",
+        "merge.py",
+    }
     speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py", "signatures.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     speakers |= {"reference.py"}  # o= and lse=, which are not what they should be
