@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from numba_flash.cuda import compile
+from numba_flash import fingerprint
+from numba_flash.cuda import compile, compiler
+from numba_flash.cuda.compiler import Linked
 
 H200 = (9, 0)
 KB = 1024
@@ -33,40 +35,40 @@ class Kernel(NamedTuple):
     capability: tuple[int, int] = H200
 
 
-class Linked(NamedTuple):
-    """Machine code, and the linker's log."""
-
-    cubin: bytes
-    log: str
-
-
 @cache
 def _code(builder: str, config: tuple, generation: tuple[int, int], ptx: bool) -> str | bytes:
-    """What `compile.intermediate` returns, from the cache of kernels if this version of Python has made it."""
-    module, function = builder.rsplit(".", 1)
-    build = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)
-    own = Path(build.__code__.co_filename).read_bytes()  # also of a kernel of the tests
-    key = (compile.cache_key(builder, config, generation), ptx, own, sys.version_info[:2])
+    """What `compiler.intermediate` returns, from the cache of kernels if this version of Python has made it."""
+    key = (compile.cache_key(builder, config, generation), ptx, _of_tests(builder), sys.version_info[:2])
     name = f"{hashlib.sha256(repr(key).encode()).hexdigest()}.intermediate"
     if (found := compile._load(name)) is None:
-        found = pickle.dumps(compile.intermediate(builder, config, generation, ptx))
+        found = pickle.dumps(compiler.intermediate(builder, config, generation, ptx))
         compile._store(name, found)
     return pickle.loads(found)
 
 
+def _of_tests(builder: str) -> str:
+    """Of a kernel of the tests, which has no source in the package: its own, and what this imports of the package."""
+    package, (module, function) = fingerprint.package(), builder.rsplit(".", 1)
+    if f"cuda.{module}" in package:
+        return ""
+    build = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)
+    source = Path(build.__code__.co_filename).read_bytes()
+    return hashlib.sha256(source).hexdigest() + package.closure(*package.imported(source))
+
+
 def text(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     """PTX of any kernel, as the compiler makes it."""
-    return _code(builder, config, compile.generation(capability), True)
+    return _code(builder, config, compiler.generation(capability), True)
 
 
 def code(kernel: Kernel) -> str | bytes:
     """PTX; LTO-IR of a kernel that takes tensor maps."""
-    return _code(*kernel[:2], compile.generation(kernel.capability), False)
+    return _code(*kernel[:2], compiler.generation(kernel.capability), False)
 
 
 @cache
 def linked(kernel: Kernel) -> Linked:
-    return Linked(*compile._link(code(kernel), kernel.capability, verbose=True))
+    return compiler.link(code(kernel), kernel.capability)
 
 
 @cache
@@ -76,7 +78,7 @@ def ptx(kernel: Kernel) -> str:
 
     if isinstance(code(kernel), str):
         return code(kernel)
-    options = LinkerOptions(arch=compile.architecture(kernel.capability), link_time_optimization=True, ptx=True)
+    options = LinkerOptions(arch=compiler.architecture(kernel.capability), link_time_optimization=True, ptx=True)
     return Linker(ObjectCode.from_ltoir(code(kernel)), options=options).link("ptx").code.decode()
 
 
