@@ -112,6 +112,15 @@ def machine_instructions(text: str) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text, re.MULTILINE)
 
 
+def normalised(text: str) -> str:
+    """PTX without what differs between processes: numbers that Numba gives to functions and arrays as they come, in the order in which
+    a process compiles them, and variables of its own that nothing refers to, of those functions that it has compiled for this kernel.
+    """
+    text = re.sub(r"^\.common \.global .*\b_ZN08NumbaEnv\w+;\n", "", text, flags=re.MULTILINE)
+    names = {}
+    return re.sub(r"\b(_cudapy_\w+|_Z\w+)", lambda name: names.setdefault(name[0], f"name{len(names)}"), text)
+
+
 def shared_bytes(text: str) -> int:
     """Static shared memory of a kernel in PTX."""
     return sum(int(size) for size in re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", text))
