@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numba_flash import arrays, checks, plan, scoremod
 from numba_flash.arrays import Layout
 from numba_flash.axes import TURNED, USUAL, Axes
-from numba_flash.options import is_state
+from numba_flash.option_checks import is_state
 from numba_flash.plan import choose, tier
 from numba_flash.problem import Prepared, Problem, check_out_layout, check_values
 

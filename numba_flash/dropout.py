@@ -8,7 +8,7 @@ from typing import Never
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_flash import arrays, checks, options
+from numba_flash import arrays, checks, option_checks
 from numba_flash.annotations import State
 from numba_flash.signatures import refuse, shown
 
@@ -51,7 +51,7 @@ def dropout_mask(shape: tuple[int, ...] | list[int], *, dropout: float, rng: Sta
     sizes = tuple(checks.integer(f"shape[{axis}]", n) for axis, n in enumerate(shape))
     if min(sizes) < 0:
         raise ValueError(f"shape must hold sizes >= 0; got {shape!r}")
-    probability, state = options.bind_dropout(dropout, rng)
+    probability, state = option_checks.bind_dropout(dropout, rng)
     arrays.check_size("keep", None, sizes, "bool")
     with arrays.named("keep", sizes, "bool"):
         if probability == 0:

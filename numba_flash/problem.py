@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from numba_flash import band, checks, options, overlap, pages, precisions
+from numba_flash import band, checks, option_checks, overlap, pages, precisions
 from numba_flash.axes import HEADS_LAST, USUAL, Axes
 from numba_flash.block_mask import BlockMask
 from numba_flash.options import PLAIN, Generator, Options
@@ -206,7 +206,7 @@ def _fold(q, keys: _Keys, scale, causal, window, q_start, precision, given) -> P
             raise ValueError(f"{name} ({size}) must be at most {MAX_LENGTH}")
     low, high = band.bind(nq, nk, causal, window, q_start)
     scale = d**-0.5 if scale is None else checks.factor("scale", scale, q.dtype.name)
-    more = options.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
+    more = option_checks.bind(q, (*q.shape[:-1], nk), given) if given else PLAIN
     more = replace(more, follows=q_start is None) if more.sequences else more
     precision = precisions.checked("precision", precisions.resolved(precision), ", or None")
     precision = precision if q.dtype.name == "float32" else precisions.USUAL
@@ -229,7 +229,7 @@ def bind_packed(q, k, v, q_offsets, k_offsets, **given) -> Problem:
             raise ValueError(f"{name} must have 3 dimensions (tokens, heads, head_dim); got shape {tuple(x.shape)}")
     problem = bind(*(x.swapaxes(0, 1) for x in (q, k, v)), axes=HEADS_LAST, **given)
     for name, x in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
-        options.check_offsets(name, x, q)
+        option_checks.check_offsets(name, x, q)
     if q_offsets.size != k_offsets.size:
         raise ValueError(f"k_offsets.shape {tuple(k_offsets.shape)} must equal q_offsets.shape {tuple(q_offsets.shape)}")
     packed = replace(
@@ -295,12 +295,12 @@ def check_differentiable(problem: Problem, bias_grad=False) -> None:
 def check_lengths(problem: Problem, q_lengths, kv_lengths, axes: Axes = USUAL) -> None:
     """Check the values of lengths or offsets that are NumPy arrays; those on a GPU are not looked at (see `numba_flash.forward`)."""
     if problem.options.packed:
-        options.check_values_of_offsets("q_offsets", q_lengths, problem.nq, "q.shape[0]")
-        options.check_values_of_offsets("k_offsets", kv_lengths, problem.nk, "k.shape[0]")
+        option_checks.check_values_of_offsets("q_offsets", q_lengths, problem.nq, "q.shape[0]")
+        option_checks.check_values_of_offsets("k_offsets", kv_lengths, problem.nk, "k.shape[0]")
     else:
-        options.check_values_of_lengths("q_lengths", q_lengths, problem.nq, f"q.shape[{axes.length}]")
+        option_checks.check_values_of_lengths("q_lengths", q_lengths, problem.nq, f"q.shape[{axes.length}]")
         what = PAGED_LENGTH if problem.options.paged else f"k.shape[{axes.length}]"
-        options.check_values_of_lengths("kv_lengths", kv_lengths, problem.nk, what)
+        option_checks.check_values_of_lengths("kv_lengths", kv_lengths, problem.nk, what)
 
 
 def check_values(problem: Problem, inputs) -> None:

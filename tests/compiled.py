@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import evidence
 
-from numba_flash.cuda import compile
+from numba_flash import fingerprint
+from numba_flash.cuda import compile, compiler
+from numba_flash.cuda.compiler import Linked
 
 H200 = (9, 0)
 KB = 1024
@@ -35,43 +37,43 @@ class Kernel(NamedTuple):
     capability: tuple[int, int] = H200
 
 
-class Linked(NamedTuple):
-    """Machine code, and the linker's log."""
-
-    cubin: bytes
-    log: str
-
-
 @cache
 def _code(builder: str, config: tuple, generation: tuple[int, int], ptx: bool) -> str | bytes:
-    """What `compile.intermediate` returns, from the cache of kernels if this version of Python has made it."""
-    module, function = builder.rsplit(".", 1)
-    build = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)
-    own = Path(build.__code__.co_filename).read_bytes()  # also of a kernel of the tests
-    key = (compile.cache_key(builder, config, generation), ptx, own, sys.version_info[:2])
+    """What `compiler.intermediate` returns, from the cache of kernels if this version of Python has made it."""
+    key = (compile.cache_key(builder, config, generation), ptx, of_tests(builder), sys.version_info[:2])
     name = f"{hashlib.sha256(repr(key).encode()).hexdigest()}.intermediate"
     if (found := compile._load(name)) is None:
-        found = pickle.dumps(compile.intermediate(builder, config, generation, ptx))
+        found = pickle.dumps(compiler.intermediate(builder, config, generation, ptx))
         compile._store(name, found)
     return pickle.loads(found)
+
+
+def of_tests(builder: str) -> str:
+    """Of a kernel of the tests, which has no source in the package: its own, and what this imports of the package."""
+    package, (module, function) = fingerprint.package(), builder.rsplit(".", 1)
+    if f"cuda.{module}" in package:
+        return ""
+    build = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)
+    source = Path(build.__code__.co_filename).read_bytes()
+    return hashlib.sha256(source).hexdigest() + package.closure(*package.imported(source))
 
 
 @evidence.text_of(lambda *kernel: kernel)
 def text(builder: str, config: tuple, capability: tuple[int, int]) -> str:
     """PTX of any kernel, as the compiler makes it."""
-    return _code(builder, config, compile.generation(capability), True)
+    return _code(builder, config, compiler.generation(capability), True)
 
 
 @evidence.text_of(lambda kernel: kernel)
 def code(kernel: Kernel) -> str | bytes:
     """PTX; LTO-IR of a kernel that takes tensor maps."""
-    return _code(*kernel[:2], compile.generation(kernel.capability), False)
+    return _code(*kernel[:2], compiler.generation(kernel.capability), False)
 
 
 @evidence.text_of(lambda kernel: kernel)
 @cache
 def linked(kernel: Kernel) -> Linked:
-    return Linked(*compile._link(code(kernel), kernel.capability, verbose=True))
+    return compiler.link(code(kernel), kernel.capability)
 
 
 @evidence.text_of(lambda kernel: kernel)
@@ -82,7 +84,7 @@ def ptx(kernel: Kernel) -> str:
 
     if isinstance(code(kernel), str):
         return code(kernel)
-    options = LinkerOptions(arch=compile.architecture(kernel.capability), link_time_optimization=True, ptx=True)
+    options = LinkerOptions(arch=compiler.architecture(kernel.capability), link_time_optimization=True, ptx=True)
     return Linker(ObjectCode.from_ltoir(code(kernel)), options=options).link("ptx").code.decode()
 
 
@@ -117,11 +119,15 @@ def machine_instructions(text: str) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text, re.MULTILINE)
 
 
+def normalised(text: str) -> str:
+    """PTX without what differs between processes: numbers that Numba gives to functions and arrays as they come, in the order in which
+    a process compiles them, and variables of its own that nothing refers to, of those functions that it has compiled for this kernel.
+    """
+    text = re.sub(r"^\.common \.global .*\b_ZN08NumbaEnv\w+;\n", "", text, flags=re.MULTILINE)
+    names = {}
+    return re.sub(r"\b(_cudapy_\w+|_Z\w+)", lambda name: names.setdefault(name[0], f"name{len(names)}"), text)
+
+
 def shared_bytes(text: str) -> int:
     """Static shared memory of a kernel in PTX."""
     return sum(int(size) for size in re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", text))
-
-
-def normalised(ptx: str) -> str:
-    """PTX without what is another in each process."""
-    return ptx

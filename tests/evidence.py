@@ -171,12 +171,12 @@ def _no_process(*_, **__):
 def traced(paper: bool) -> Iterator[Trace]:
     """The trace of what happens within; on paper, comparisons of arrays note their values, and find nothing wrong."""
     global _current
-    from numba_flash.cuda import compile
+    from numba_flash.cuda import compiler
 
     before, _current = _current, Trace(paper)
     try:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(compile, "intermediate", text_of(lambda *kernel, **_: kernel[:3])(compile.intermediate)))
+            stack.enter_context(mock.patch.object(compiler, "intermediate", text_of(lambda *kernel, **_: kernel[:3])(compiler.intermediate)))
             if paper:
                 stack.enter_context(mock.patch.object(subprocess, "Popen", _no_process))
             for name in ("assert_allclose", "assert_array_equal", "assert_array_less", "assert_equal") if paper else ():
@@ -264,9 +264,11 @@ def tools() -> tuple[str, ...]:
 @cache
 def kernel_key(kernel: tuple) -> str:
     """Of all that its machine code depends on."""
+    import compiled
+
     from numba_flash.cuda import compile
 
-    return compile.cache_key(*kernel)
+    return compile.cache_key(*kernel) + compiled.of_tests(kernel[0])
 
 
 @cache

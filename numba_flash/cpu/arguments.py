@@ -13,7 +13,7 @@ class Parameters(NamedTuple):
     softcap : float
         Of the score; no cap is 0.
     score_mod : int
-        Address of the compiled function (`numba_flash.cpu.scores.row_function_address`); none is 0.
+        Address of the compiled function (`numba_flash.cpu.row_function.row_function_address`); none is 0.
     keep_scale : float
         ``1 / (1 - dropout)``.
     seed, offset, threshold : uint64

@@ -1,4 +1,4 @@
-"""CPU kernels on disk: where Numba would keep them, under keys that cover every source file of the package, and checked before use.
+"""CPU kernels on disk: where Numba would keep them, under keys that cover all sources that they are made of, and checked before use.
 
 Numba's own cache shares one index between functions of one name, and executes what it reads unchecked. Here every function and signature
 has a file of its own, which is replaced as a whole, begins with a checksum, and says what it is made of.
@@ -15,19 +15,21 @@ from numba.core.caching import CompileResultCacheImpl, NullCache
 from numba.core.serialize import dumps
 
 from numba_flash import disk
-from numba_flash.fingerprint import source_fingerprint
+from numba_flash.fingerprint import package
 
 
 class Cache(NullCache):
-    """What Numba compiled of one function; `fingerprint` stands for what a closure captures, which Numba cannot compare.
+    """What Numba compiled of one function, with these `options`; `fingerprint` stands for what a closure captures, which Numba cannot
+    compare.
 
     Numba asks `load_overload` before it compiles for new types, and hands what it compiled to `save_overload`.
     """
 
-    def __init__(self, py_func, fingerprint: str | None):
+    def __init__(self, py_func, fingerprint: str | None, options: dict):
         self._format = CompileResultCacheImpl(py_func)  # RuntimeError if there is no place for it
         self._directory = Path(self._format.locator.get_cache_path()) / "kernels"
-        self._name, self._fingerprint = py_func.__name__, fingerprint
+        self._name, self._fingerprint, self._options = py_func.__name__, fingerprint, sorted(options.items())
+        self._module = py_func.__module__.partition(".")[2]
 
     @property
     def cache_path(self) -> str:
@@ -38,7 +40,8 @@ class Cache(NullCache):
         """The file of an overload, and what it must begin with: an edited package or another Numba takes the place of the old."""
         name = repr((self._name, self._fingerprint, signature, codegen.magic_tuple(), sys.version))
         path = self._directory / f"{self._name}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-        return path, repr((name, source_fingerprint(), numba.__version__)).encode()
+        sources = package().closure(self._module, kept_in=self._directory)
+        return path, repr((name, sources, self._options, numba.__version__)).encode()
 
     def load_overload(self, sig, target_context):
         """The compiled overload, None if it is not there whole and unchanged."""
@@ -59,7 +62,7 @@ class Cache(NullCache):
 def cached(dispatcher, fingerprint: str | None = None):
     """Keep what `dispatcher` compiles on disk, if there is a place for it."""
     try:
-        dispatcher._cache = Cache(dispatcher.py_func, fingerprint)
+        dispatcher._cache = Cache(dispatcher.py_func, fingerprint, dispatcher.targetoptions)
     except RuntimeError:
         disk.give_up(Path(__file__).parent / "__pycache__", "neither it nor the user's folder for caches can be written to")
     return dispatcher

@@ -11,32 +11,16 @@ Inf, products skip it.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from numba_flash import notice, numeric, rng
+from numba_flash import numeric, rng
 from numba_flash.cpu.arguments import Region, is_plain
-from numba_flash.cpu.cache import cached
 from numba_flash.cpu.tiles import MINUS_INF, as_contiguous
 from numba_flash.options import SHARING
-from numba_flash.scoremod import UNWRAPPED
-
-
-def _row_function(score_mod):
-    """``score_mod_row(row, slope, b, h, i, j0)``: changes a row of scores and multiplies their derivatives into slope; kept on disk."""
-    function, gradient = score_mod.compiled
-    differentiable = gradient is not None
-
-    def score_mod_row(row, slope, b, h, i, j0):
-        for c in range(row.size):
-            if differentiable:
-                slope[c] *= gradient(row[c], b, h, i, j0 + c)
-            row[c] = function(row[c], b, h, i, j0 + c)
-
-    return cached(njit(**UNWRAPPED)(score_mod_row), score_mod.fingerprint)
 
 
 class Blocks(NamedTuple):
@@ -46,27 +30,6 @@ class Blocks(NamedTuple):
     i1: int
     j0: int
     j1: int
-
-
-class RowFunction(NamedTuple):
-    """A compiled row function, which its dispatcher keeps in memory, and where it lies."""
-
-    dispatcher: Any
-    address: int
-
-
-def row_function_address(score_mod, number) -> int:
-    """Where the code of a `ScoreMod` lies: one kernel serves all of them. It stays there as long as somebody holds the `ScoreMod`."""
-    if number not in score_mod.rows:
-        row = types.Array(number, 1, "C")
-        signature = types.void(row, row, *[types.int64] * 4)
-        dispatcher = _row_function(score_mod)
-        with notice.if_compiled(dispatcher, f"{score_mod.function.__name__} {score_mod.fingerprint}"):
-            dispatcher.compile(signature)
-        compiled = dispatcher.overloads[signature.args]
-        address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-        score_mod.rows.setdefault(number, RowFunction(dispatcher, address))  # that of the first of threads that come here together
-    return score_mod.rows[number].address
 
 
 @intrinsic

@@ -25,7 +25,7 @@ from numba_flash.cpu.kernels import (
     forward_items,
 )
 from numba_flash.cpu.pool import runner
-from numba_flash.cpu.scores import row_function_address
+from numba_flash.cpu.row_function import row_function_address
 from numba_flash.cpu.sequences import pieces
 from numba_flash.options import dropout_threshold
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared

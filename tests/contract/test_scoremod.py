@@ -16,7 +16,7 @@ import numba_flash
 from numba_flash import scoremod
 from numba_flash.captures import Capture
 from numba_flash.cpu import tier as cpu
-from numba_flash.cpu.scores import row_function_address
+from numba_flash.cpu.row_function import row_function_address
 from numba_flash.options import Options
 from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
@@ -92,7 +92,7 @@ PROCESS = """
 import json, sys
 import numpy as np, numba_flash
 from numba import types
-from numba_flash.cpu.scores import row_function_address
+from numba_flash.cpu.row_function import row_function_address
 from numba_flash.cuda import compile
 from numba_flash.problem import bind
 

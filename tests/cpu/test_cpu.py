@@ -160,7 +160,7 @@ def test_layouts_share_one_compiled_kernel():
 
 @pytest.mark.full
 def test_edit_of_a_helper_module_is_noticed(tmp_path):
-    """Numba watches only the file of the kernel itself; the fingerprint of the package must catch the rest."""
+    """Numba watches only the file of the kernel itself; the hash of all that this imports must catch the rest."""
     package = tmp_path / "numba_flash"
     shutil.copytree(ROOT / "numba_flash", package, ignore=shutil.ignore_patterns("__pycache__"))
     code = """

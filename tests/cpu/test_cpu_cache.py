@@ -14,17 +14,19 @@ import pytest
 from numba import njit
 from numba.core.caching import CompileResultCacheImpl
 
-from numba_flash import disk
+import numba_flash
+from numba_flash import disk, fingerprint
 from numba_flash.cpu import cache
 
 
-def compiled(shift: float):
+def compiled(shift: float, **options):
     """A function whose constant is its fingerprint, as a new process has it; all have one name, one bytecode and one signature."""
 
     def shifted(x):
         return x + shift
 
-    return cache.cached(njit(shifted), str(shift))
+    shifted.__module__ = "numba_flash.cpu.kernels"  # as if it were defined there
+    return cache.cached(njit(**options)(shifted), str(shift))
 
 
 def found(dispatcher) -> bool:
@@ -41,6 +43,11 @@ def runs(shift: float) -> bool:
     return found(dispatcher)
 
 
+def files(folder: Path) -> set[Path]:
+    """Of functions."""
+    return {path for path in folder.iterdir() if path.name != fingerprint.FILE}
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """Where kernels are kept now."""
@@ -52,15 +59,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_what_was_compiled_is_found(folder):
     assert folder.is_relative_to(numba.config.CACHE_DIR)
     assert [runs(1.0), runs(1.0), runs(2.0), runs(1.0), runs(2.0)] == [False, True, False, True, True]
-    assert len(list(folder.iterdir())) == 2
+    assert len(files(folder)) == 2
 
 
 def test_code_of_another_function_is_not_taken(folder):
     """Whatever two processes do to each other's files."""
     runs(1.0)
-    (one,) = folder.iterdir()
+    (one,) = files(folder)
     runs(2.0)
-    (other,) = set(folder.iterdir()) - {one}
+    (other,) = files(folder) - {one}
     shutil.copy(one, other)
     assert not runs(2.0)
     assert runs(2.0)
@@ -85,7 +92,7 @@ def test_code_of_another_function_is_not_taken(folder):
 )
 def test_damaged_kernels_are_compiled_again(folder, damage):
     runs(1.0)
-    (file,) = folder.iterdir()
+    (file,) = files(folder)
     file.write_bytes(damage(file.read_bytes()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -93,13 +100,35 @@ def test_damaged_kernels_are_compiled_again(folder, damage):
         assert runs(1.0)
 
 
-def test_another_version_of_the_package_takes_the_place(folder, monkeypatch):
-    runs(1.0)
-    monkeypatch.setattr(cache, "source_fingerprint", lambda: "edited")
-    assert [runs(1.0), runs(1.0)] == [False, True]
-    assert len(list(folder.iterdir())) == 1
+def test_another_version_of_what_a_function_is_made_of_takes_the_place(folder, tmp_path, monkeypatch):
+    """It is edited in a copy of the package: what is imported, and by what, then what is not, and a comment."""
+    package = tmp_path / "numba_flash"
+    shutil.copytree(Path(numba_flash.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def edited(name: str, text: str) -> list[bool]:
+        with (package / name).open("a") as file:
+            file.write(text)
+        monkeypatch.setattr(cache, "package", lambda: fingerprint.Sources(package))
+        return [runs(1.0), runs(1.0)]
+
+    assert edited("cpu/kernels.py", "") == [False, True]
+    for name in ("cpu/kernels.py", "cpu/softmax.py", "rng.py"):
+        assert edited(name, "\nEDITED = 1\n") == [False, True], name
+    for name in ("api.py", "cpu/tier.py", "cpu/cache.py", "disk.py", "notice.py", "cuda/lang.py"):
+        assert edited(name, "\nEDITED = 1\n") == [True, True], name
+    assert edited("rng.py", "\n# said of it\n") == [True, True]
+    assert len(files(folder)) == 1
     monkeypatch.setattr(numba, "__version__", "0.0")
     assert [runs(1.0), runs(1.0)] == [False, True]
+
+
+def test_other_options_of_the_compiler_take_the_place(folder):
+    results = []
+    for fast in (False, True, True):
+        dispatcher = compiled(1.0, fastmath=fast)
+        dispatcher(1.0)
+        results.append(found(dispatcher))
+    assert results == [False, False, True]
 
 
 def test_files_in_the_format_of_numba_are_left_alone(folder):

@@ -27,7 +27,8 @@ from numba import njit
 from simt_kernels import CHOSEN, KERNELS, kernel, name_of
 
 import numba_flash
-from numba_flash.cuda import compile, numpy_gaps
+from numba_flash import fingerprint
+from numba_flash.cuda import compile, compiler, numpy_gaps
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.options import Generator, Options
 from numba_flash.pages import Pages
@@ -61,7 +62,7 @@ def test_instructions_and_resources(chosen):
         single = "ld.shared.v4.b32" if name == "lanes" else "ld.shared.v4.f32"
         assert ("ld.shared.v2.f64" if dtype == "float64" else single) in text
         assert f"ex2.approx.{number}" in text or dtype == "float64"
-    used = compile._resources(compiled.linked(kernel(*chosen)).log)
+    used = compile.resources(compiled.linked(kernel(*chosen)).log)
     print(used)
     assert 0 < used["registers"] <= 255
     assert used["stack_bytes"] <= SPILL_LIMIT
@@ -78,12 +79,12 @@ def test_float64_is_multiplied_on_tensor_cores(name, d, capability):
     """With all that it keeps in registers; what spills belongs to tiles that the band cuts, whose products have other loops."""
     chosen = kernel(name, "float64", d, d)
     tile = simt.tile_for(name, "float64", d, capability)
-    text = compile.intermediate(chosen.builder, (*chosen.config[:-1], tile), capability)
+    text = compiler.intermediate(chosen.builder, (*chosen.config[:-1], tile), capability)
     shape = "m8n8k4" if capability < (9, 0) else "m16n8k8"
     assert f"mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64" in text
     assert "__local_depot" not in text
     assert 0 < shared_bytes(text) <= STATIC_SHARED_LIMIT
-    assert compile.resources(text, capability)["stack_bytes"] <= SPILL_LIMIT
+    assert compile.resources(compiler.link(text, capability).log)["stack_bytes"] <= SPILL_LIMIT
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 6), (8, 9), (12, 0)])
@@ -138,11 +139,11 @@ WITH_OPTIONS = [*(("forward", option) for option in OPTIONS), ("dkdv", "packed")
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "option"), WITH_OPTIONS)
 def test_options_stay_in_registers_and_shared_memory(name, option):
-    text = compile.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]))
+    text = compiler.intermediate(*kernel(name, "bfloat16" if option == "all" else "float32", 64, 64, options=OPTIONS[option]))
     assert "__local_depot" not in text
     assert not re.search(r"\.local\s", text)
     assert shared_bytes(text) <= STATIC_SHARED_LIMIT
-    used = compile.resources(text, H200)
+    used = compile.resources(compiler.link(text, H200).log)
     print(used)
     assert used["stack_bytes"] <= SPILL_LIMIT
 
@@ -153,10 +154,10 @@ def test_arrays_that_a_function_captures(size):
     """They lie in global memory: a kernel with more than 64 KiB of them in the constant one would not link."""
     table = np.zeros(size, np.float32)
     score_mod = ScoreMod.bind(lambda score, b, h, i, j: score + table[j], None, "float32", 2)
-    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
+    text = compiler.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
     assert re.search(rf"\.global .*\[{table.nbytes}\]", text)
     assert ".const" not in text
-    assert compile.link(text, H200)[:4] == b"\x7fELF"
+    assert compiler.link(text, H200).cubin[:4] == b"\x7fELF"
 
 
 @pytest.mark.full
@@ -167,7 +168,7 @@ def test_functions_of_a_module_that_a_function_calls():
     assert module.squash(1.0) == 3.25
     module.FACTOR = 0.40625
     score_mod = ScoreMod.bind(lambda score, b, h, i, j: module.squash(score), None, "float32", 2)
-    text = compile.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
+    text = compiler.intermediate(*kernel("forward", "float32", 64, 64, options=Options(score_mod=score_mod)))
     constants = {struct.unpack(">d", bytes.fromhex(x))[0] for x in re.findall(r"0d([0-9A-Fa-f]{16})", text)}
     constants |= {struct.unpack(">f", bytes.fromhex(x))[0] for x in re.findall(r"0f([0-9A-Fa-f]{8})", text)}
     assert 0.40625 in constants
@@ -210,11 +211,11 @@ def test_one_entry_point_called_kernel():
 )
 def test_architectures(chosen, capability):
     """PTX is made for a generation, machine code for the GPU itself."""
-    text = compile.intermediate(*kernel(*chosen)._replace(capability=capability))
+    text = compiler.intermediate(*kernel(*chosen)._replace(capability=capability))
     generation = max(each for each in ((7, 5), (8, 0), (9, 0)) if each <= capability)
     assert re.search(r"^\.target (\S+)", text, re.MULTILINE)[1].rstrip("a,") == "sm_{}{}".format(*generation)
     assert ".local" not in text
-    assert compile.link(text, capability)[:4] == b"\x7fELF"
+    assert compiler.link(text, capability).cubin[:4] == b"\x7fELF"
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------------------------------
@@ -237,23 +238,72 @@ def copy(tmp_path) -> Path:
     return tmp_path
 
 
-def key_of(root: Path) -> str:
-    return python(f"from numba_flash.cuda import compile; print(compile.cache_key('m.f', {CONFIG!r}, (9, 0)))", root)
+def key_of(root: Path, **environment) -> str:
+    code = f"from numba_flash.cuda import compile; print(compile.cache_key('simt.forward.build', {CONFIG!r}, (9, 0)))"
+    return python(code, root, **environment)
 
 
-def test_cache_key_changes_with_any_byte_of_any_source(copy):
+# What a kernel of this builder imports: itself, at two removes, within a function (of the compiler), and by the class of its tile.
+USED = {
+    "cuda/simt/forward.py": "itself",
+    "mask.py": "imported",
+    "cuda/score.py": "imported by what is imported",
+    "numeric.py": "at three removes",
+    "cuda/numpy_gaps.py": "imported by what the compiler imports in a function",
+    "cuda/compiler.py": "what makes code of it",
+}
+UNUSED = [
+    "api.py",
+    "disk.py",
+    "notice.py",
+    "fingerprint.py",
+    "option_checks.py",
+    "cuda/compile.py",
+    "cuda/launch.py",
+    "cuda/sm90/forward.py",
+]
+EDIT = "\nEDITED = 1\n"
+
+
+def test_cache_key_changes_with_the_sources_that_a_kernel_is_made_of(copy):
+    """As processes see it that find another package, with other hash seeds."""
     original = key_of(copy)
-    assert key_of(copy) == original
-    for file in ("mask.py", "cuda/simt/tiles.py", "numeric.py"):
-        source = copy / "numba_flash" / file
-        before = source.read_bytes()
-        source.write_bytes(before + b"#")
-        assert key_of(copy) != original, file
-        source.write_bytes(before)
-    (copy / "numba_flash" / "new.py").touch()
+    package = copy / "numba_flash"
+    for file in UNUSED:
+        with (package / file).open("a") as source:
+            source.write(EDIT)
+    (package / "new.py").write_text("import numba_flash")
+    assert key_of(copy, PYTHONHASHSEED=1) == original
+    with (package / "mask.py").open("a") as source:
+        source.write("# said of it\n")
+    assert key_of(copy, PYTHONHASHSEED=2) == original
+    with (package / "mask.py").open("a") as source:
+        source.write(EDIT)
     assert key_of(copy) != original
-    (copy / "numba_flash" / "new.py").unlink()
-    assert key_of(copy) == original
+
+
+@pytest.mark.parametrize("file", [*USED, "cuda/simt/tile.py"])
+def test_every_source_that_a_kernel_is_made_of_is_in_its_key(copy, monkeypatch, file):
+    """And what a configuration can be asked is in that of whoever gets it: the last is imported by no such builder."""
+    builder, tile = ("simt.forward.build", 1) if file in USED else ("combine.build", simt.tile_for("dq", "float32", 64))
+
+    def key() -> str:
+        monkeypatch.setattr(fingerprint, "package", lambda: fingerprint.Sources(copy / "numba_flash"))
+        return compile.cache_key(builder, (*CONFIG, (tile,)), (9, 0))
+
+    original = key()
+    with (copy / "numba_flash" / file).open("a") as source:
+        source.write(EDIT)
+    assert key() != original
+    if file not in USED:
+        assert compile.modules(builder, CONFIG) == ["cuda.compiler", "cuda.combine"]
+
+
+def test_a_kernel_is_made_of_what_its_options_refer_to():
+    of = lambda options: compile.modules("simt.forward.build", (options.structure,))[2:]
+    assert of(Options(softcap=1.0)) == ["options"]
+    assert of(OPTIONS["pages"]) == ["options", "pages"]
+    assert of(OPTIONS["all"]) == ["options", "scoremod"]
 
 
 def test_cache_key_does_not_depend_on_where_the_package_lies(copy):
@@ -278,8 +328,6 @@ def test_cache_key_changes_with_what_is_built(monkeypatch):
         monkeypatch.setattr(compile, "_tool_versions", lambda versions=versions: tuple(versions))
         keys.append(compile.cache_key("m.f", CONFIG, (9, 0)))
         monkeypatch.undo()
-    monkeypatch.setattr(compile, "source_fingerprint", lambda: "other sources")
-    keys.append(compile.cache_key("m.f", CONFIG, (9, 0)))
     assert len(set(keys)) == len(keys)
 
 
@@ -367,8 +415,8 @@ else:
 )
 def test_coming_numpy(before):
     code = f"""{COMING_NUMPY}{before}
-from numba_flash.cuda import compile
-assert ".entry kernel" in compile.intermediate("delta.build", {CONFIG!r}, (9, 0))
+from numba_flash.cuda import compiler
+assert ".entry kernel" in compiler.intermediate("delta.build", {CONFIG!r}, (9, 0))
 assert not hasattr(np, "row_stack"), "left behind"
 """
     python(code, PACKAGE.parent)

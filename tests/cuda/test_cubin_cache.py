@@ -50,15 +50,15 @@ class Compiler:
         self.calls += 1
         return self.code(builder, config)
 
-    def link(self, code, capability, **options):
+    def link(self, code, capability):
         return code, LOG
 
 
 @pytest.fixture
 def compiler(monkeypatch) -> Compiler:
     compiler = Compiler()
-    monkeypatch.setattr(compile, "intermediate", compiler.intermediate)
-    monkeypatch.setattr(compile, "_link", compiler.link)
+    monkeypatch.setattr(compile.compiler, "intermediate", compiler.intermediate)
+    monkeypatch.setattr(compile.compiler, "link", compiler.link)
     return compiler
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import numba_flash
+from numba_flash.cuda import compile
+from numba_flash.fingerprint import package
 
 PACKAGE = Path(numba_flash.__file__).parent
 ROOT = PACKAGE.parent
@@ -55,13 +57,17 @@ LAYERS = (
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
     "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver",
+    "cuda.compiler",
     # kernels, and what only they have
     " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split", "lengths"))]),
     "cuda.split_rows cuda.kept_bias cuda.units",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
     "cuda.row_blocks cuda.relative cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias cuda.powers",
     "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
-    "problem options scoremod captures rng block_mask oracle sections",
+    "problem oracle sections",
+    "option_checks rng",
+    "options",
+    "scoremod captures block_mask",
     "pages",
     "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk durations notice fingerprint",
 )
@@ -159,7 +165,7 @@ def test_who_runs_cached_kernels_waits_for_no_compiler(module):
 @every_module
 def test_few_modules_talk_to_the_compiler_of_cuda(module):
     """`cuda.launch` runs kernels in Numba's simulator: it imports that when it is wanted."""
-    if module in ("cuda.compile", "cuda.lang") or module.startswith("cuda.ptx"):
+    if module in ("cuda.compiler", "cuda.lang") or module.startswith("cuda.ptx"):
         return
     nodes = MODULES[module].body if module == "cuda.launch" else ast.walk(MODULES[module])
     assert {name for name in imported(nodes) if f"{name}.".startswith(("numba.cuda.", "numba_cuda.", "llvmlite."))} == set()
@@ -178,7 +184,17 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 
 def test_errors_about_arguments_are_raised_in_one_place():
     """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
-    speakers = {"captures.py", "problem.py", "options.py", "checks.py", "scoremod.py", "plan.py", "arguments.py", "dropout.py", "merge.py"}
+    speakers = {
+        "captures.py",
+        "problem.py",
+        "option_checks.py",
+        "checks.py",
+        "scoremod.py",
+        "plan.py",
+        "arguments.py",
+        "dropout.py",
+        "merge.py",
+    }
     speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py", "signatures.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     speakers |= {"reference.py"}  # o= and lse=, which are not what they should be
@@ -243,6 +259,24 @@ def test_kernels_are_recognised():
         made_by = "cuda.sm90.load_backward" if builder in SHARING else module
         assert kernel_names(MODULES[made_by]), builder
     assert kernel_names(TREES["cpu/kernels.py"])
+
+
+SHARED = {"mask", "numeric", "options", "rng"}  # by kernels of all tiers
+HOSTS_OF_CPU = {"cpu.tier", "cpu.pool", "cpu.scratch", "cpu.sequences", "cpu.cache"}
+
+
+def of_kernels(module: str) -> bool:
+    """Nothing that only prepares, launches or keeps kernels; of the hosts, tiles and the arguments that kernels take."""
+    if module.startswith("cuda."):
+        return module != "cuda.compile" and (not CUDA_HOSTS.fullmatch(module) or module.endswith(("tiles", "arguments")))
+    return module in SHARED or (module.startswith("cpu.") and module not in HOSTS_OF_CPU)
+
+
+@pytest.mark.parametrize("builder", [*sorted(BUILDERS), None], ids=str)
+def test_kernels_are_made_of_nothing_that_hosts_do(builder):
+    """Whoever edits a host compiles no kernel anew, on either side."""
+    modules = package().modules_of(*(["cpu.kernels"] if builder is None else compile.modules(builder, ())))
+    assert {module for module in modules if not of_kernels(module)} == set()
 
 
 @every_file

@@ -15,7 +15,7 @@ import numba_flash
 from numba_flash import warmup
 from numba_flash.__main__ import main
 from numba_flash.bench.cases import Cell
-from numba_flash.cuda import compile, launch
+from numba_flash.cuda import compile, compiler, launch
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.simt.tier import tile_for
 from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile
@@ -128,7 +128,7 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
         assert f"{row['registers']} registers" in printed
         assert row["kernel"] in printed
     assert {key for key in rows[0] if rows[0][key] != rows[1][key]} == {"status", "seconds"}
-    monkeypatch.setattr(compile, "intermediate", None)  # whoever finds the kernel on disk does not compile it
+    monkeypatch.setattr(compiler, "intermediate", None)  # whoever finds the kernel on disk does not compile it
     sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "length": 64, "head_dim": 16}
     (kernel,) = warmup.kernels_of(cell(dtype="float32", **sizes), None, Gpu(0, (8, 6), 1))
     assert compile.cubin(*kernel, (8, 6))[:4] == b"\x7fELF"
@@ -137,8 +137,8 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
 @pytest.mark.full
 def test_a_kernel_of_which_the_linker_tells_nothing_is_compiled(empty_cache, monkeypatch):
     """Its row names no registers, and no bytes that were not spilled."""
-    link = compile._link
-    monkeypatch.setattr(compile, "_link", lambda *arguments, **options: (link(*arguments, **options)[0], ""))
+    link = compiler.link
+    monkeypatch.setattr(compiler, "link", lambda *arguments: link(*arguments)._replace(log=""))
     _, kernel, *_ = warmup.kernels_of(cell("backward", dtype="float32"), None, A100)  # the one that takes least time to compile
     rows = [warmup._compile_for_gpu(*kernel, A100.capability) for _ in range(2)]
     assert [row["status"] for row in rows] == ["compiled", "cached"]
@@ -195,7 +195,7 @@ def test_calls_find_everything_compiled(empty_cache, monkeypatch, dtype):
 
     assert main(["warmup", "--dtype", dtype, "--lengths", "128", "--tokens", "1024", "--width", "512", "--head-dims", "64"]) == 0
     launch._kernel.cache_clear()
-    monkeypatch.setattr(compile, "intermediate", None)
+    monkeypatch.setattr(compiler, "intermediate", None)
     q, k, v, do = (cupy.ones((8, 8, 128, 64), dtype) for _ in range(4))
     for causal in (False, True):
         numba_flash.forward(q, k, v, causal=causal)

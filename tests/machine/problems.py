@@ -5,9 +5,7 @@ something, and else as Python does: then the test itself is broken. Texts of ker
 they are made of.
 """
 
-import ast
 import gc
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -25,13 +23,12 @@ from support import random_inputs
 
 import numba_flash
 from numba_flash import call, reference, sections
-from numba_flash.cuda import compile, prepare_relative
+from numba_flash.cuda import compile, compiler, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding, prepare_temporaries
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
-ROOT = Path(numba_flash.__file__).parents[1]
 
 
 class Problem(NamedTuple):
@@ -500,42 +497,15 @@ def run(problem: Problem, seed: int) -> None:
 # ---- texts of kernels
 
 
-@cache
-def imported(path: Path) -> frozenset[Path]:
-    """The files of the package that one imports itself."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [each.name for each in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-        for name in names:
-            at = ROOT / name.replace(".", "/")
-            found |= {file for file in (at.with_suffix(".py"), at / "__init__.py") if file.is_file()}
-    return frozenset(found)
-
-
-def sources(module: str) -> list[Path]:
-    """All files that kernels of a module of `numba_flash.cuda` are made of."""
-    open_, closed = {ROOT / "numba_flash/cuda" / f"{module.replace('.', '/')}.py", Path(compile.__file__)}, set()
-    while open_:
-        file = open_.pop()
-        closed.add(file)
-        open_ |= imported(file) - closed
-    return sorted(closed)
-
-
 def kept_in(directory: Path):
-    """`kernels.ptx`, of which every text is compiled once for all processes that find the same sources."""
+    """`kernels.ptx`, of which every text is compiled once for all processes whose package makes it of the same sources."""
 
     @cache
     def ptx(builder, config, capability):
-        texts = [file.read_text() for file in sources(builder.rsplit(".", 1)[0])]
-        file = directory / hashlib.sha256(repr((builder, config, capability, texts)).encode()).hexdigest()
+        file = directory / compile.cache_key(builder, config, capability)
         if not file.is_file():
             made = file.with_suffix(f".{os.getpid()}")
-            made.write_text(compile.intermediate(builder, config, capability, ptx=True))
+            made.write_text(compiler.intermediate(builder, config, capability, ptx=True))
             made.replace(file)
         return file.read_text()
 

@@ -75,5 +75,5 @@ def test_a_kernel_for_hopper_has_registers_for_lengths_that_are_numbers():
         options = Options(kv_lengths=kv_lengths, follows=True)
         tile = forward_tile(Problem((1, 3), 8, 8, 4096, 4096, 128, 128, "bfloat16", 1.0, -4096, 0, options, "float32"))
         kernel = compiled.Kernel("sm90.forward.build", ("bfloat16", 128, 128, False, "above", "map", options.structure, tile))
-        used.append(compile._resources(compiled.linked(kernel).log))
+        used.append(compile.resources(compiled.linked(kernel).log))
     assert [each["spill_bytes"] for each in used] == [0, 0]

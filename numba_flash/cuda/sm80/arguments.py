@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda.arguments import Vectors
 from numba_flash.cuda.sm80.tiles import padded
 
@@ -75,29 +74,6 @@ class Sizes(NamedTuple):
     section: int
     b0: int
     doublings: int
-
-
-class Temporaries(NamedTuple):
-    """Arrays that the kernels of one call hand to each other.
-
-    Attributes
-    ----------
-    rows : float32 (2, b0, b1, heads, rows)
-        The lse and delta, as kernels number rows.
-    dq_sum : float32 (b0, b1, heads, row blocks, copies * BLOCK_M * D)
-        Sums of dQ, in the order of fragments.
-    flags : int32
-        How many blocks of keys have added to each row block's copies, and the number of the next
-        work item.
-    """
-
-    rows: Layout
-    dq_sum: Layout
-    flags: Layout
-
-    def scratch(self) -> Scratch:
-        """Where such arrays come from."""
-        return Scratch(self, ("rows", "sums of dq", "flags"))
 
 
 def finds_again(options, shape, tile) -> bool:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.arguments import (
     BASE_2,
@@ -32,10 +31,11 @@ from numba_flash.cuda.sm80 import (
     prepare_dq_dbias,
     prepare_dq_dbias_split,
 )
-from numba_flash.cuda.sm80.arguments import Shape, Sizes, Temporaries
+from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
 from numba_flash.cuda.sm80.few_tiles import backward_few_tile
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
+from numba_flash.cuda.sm80.prepare_temporaries import Temporaries, temporaries_of
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
@@ -150,7 +150,7 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
     columns = tile.padded(p.d), tile.padded(p.dv)
     splitter = Splitter(p, gpu, inputs, columns) if split else None
-    there = _temporaries(p, tile, copies)
+    there = temporaries_of(p, tile, copies)
     this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
     preprocess, dbias = _preprocess(this), None
     if results.dbias is not None:
@@ -209,7 +209,7 @@ def copies_of_sums(p, tile, multiprocessors: int) -> int:
     heads = max(1, grid.items(p, p.nk, p.hk, tile.block_n) // max(1, blocks))
     together = min(heads, section(p, tile, multiprocessors, True))
     at_work = -(-multiprocessors * tile.min_blocks // together)
-    sums = _temporaries(p, tile, 1).dq_sum
+    sums = temporaries_of(p, tile, 1).dq_sum
     size = math.prod(sums.shape) * np.dtype(sums.dtype).itemsize
     most = min(SUMS_OF_COPIES // max(1, size), 2 * min(blocks, at_work) - 1, ROW_THREADS)
     return 1 << max(1, most).bit_length() - 1
@@ -221,24 +221,8 @@ def padded_sums(p, there) -> int:
         return 0
     of = float64_tiles if p.dtype == "float64" else backward_tiles
     tile = of.backward_tile(p, there)
-    found = _temporaries(p, tile, 1)
+    found = temporaries_of(p, tile, 1)
     return found.dq_sum.nbytes if found.rows.shape[-1] > 2 * p.nq else 0
-
-
-def _temporaries(p, tile, copies: int) -> Temporaries:
-    batch = (1, 1) if p.options.packed else p.batch
-    blocks = (*batch, p.hq, grid.blocks(p, p.nq, tile.block_m))
-    number = "float64" if p.dtype == "float64" else "float32"
-    if tile.slots:
-        dq_sum = prepare_dq.slots(p, tile)
-    else:
-        elements = copies * tile.block_m * tile.padded(p.d)
-        dq_sum = Layout.compact((*blocks, elements), number)
-    return Temporaries(
-        rows=Layout.compact((2, *blocks[:3], blocks[3] * tile.block_m), number),
-        dq_sum=dq_sum,
-        flags=Layout.compact((math.prod(blocks) * copies + 1,), "int32"),
-    )
 
 
 def _preprocess(this: Pass) -> Launch:

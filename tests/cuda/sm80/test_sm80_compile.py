@@ -102,7 +102,7 @@ def test_resources(name):
     """No more is spilled than `SPILLS` allows, no array lies in local memory, and as many blocks have room as the tile says."""
     kernel, launch = KERNELS[name], LAUNCHES[name]
     assert ".local" not in compiled.ptx(kernel)
-    used = compile._resources(compiled.linked(kernel).log)
+    used = compile.resources(compiled.linked(kernel).log)
     print(used)
     assert used["stack_bytes"] <= used["spill_bytes"] <= may_spill(name)
     assert used["warnings"] == 0
@@ -139,7 +139,7 @@ def test_a_mask_of_blocks_is_lists_alone(name):
     same = lambda found: {what: n for what, n in found.items() if not what.startswith(("ld.", "parameters", kernel_counts.ALL))}
     assert same(with_list) == same(without)
     assert with_list[kernel_counts.ALL] < 1.05 * without[kernel_counts.ALL]
-    of_list, of_none = (compile._resources(compiled.linked(each).log) for each in (kernel, plain))
+    of_list, of_none = (compile.resources(compiled.linked(each).log) for each in (kernel, plain))
     print(of_list, of_none)
     assert of_list["registers"] <= of_none["registers"] + 2  # what the assembler makes of it
 

@@ -32,7 +32,7 @@ from sm90_kernels import (
     KERNELS,
 )
 
-from numba_flash.cuda import compile
+from numba_flash.cuda import compile, compiler
 from numba_flash.cuda.sm90 import walk_backward
 from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
@@ -79,7 +79,7 @@ def instructions(name: str) -> set[str]:
 
 
 def resources(name: str) -> dict[str, int]:
-    return compile._resources(compiled.linked(KERNELS[name]).log)
+    return compile.resources(compiled.linked(KERNELS[name]).log)
 
 
 @pytest.mark.parametrize("name", named(KERNELS, QUICK))
@@ -329,8 +329,8 @@ def test_every_look_at_a_flag_is_there(name):
 def test_a_mask_makes_no_difference_to_who_adds_in_turns():
     """Blocks that claim their work need not share it out evenly, so one kernel serves both."""
     dtype, d, dv, banded, *others = BACKWARD["backward 64"]
-    with_mask = compile.intermediate("sm90.backward.build", (dtype, d, dv, not banded, *others), H200)
-    assert compile.link(with_mask, H200) == compile.link(compiled.code(KERNELS["backward 64"]), H200)
+    with_mask = compiler.intermediate("sm90.backward.build", (dtype, d, dv, not banded, *others), H200)
+    assert compiler.link(with_mask, H200).cubin == compiler.link(compiled.code(KERNELS["backward 64"]), H200).cubin
 
 
 @pytest.mark.parametrize("name", named([*AROUND, *COMBINE], QUICK))
@@ -370,7 +370,7 @@ def test_the_compiler_is_left_as_it_was():
     from numba.cuda.cudadrv import nvvm
 
     before = nvvm.compile_ir
-    with compile._tensor_maps_by_value(("maps.0",)):
+    with compiler._tensor_maps_by_value(("maps.0",)):
         assert nvvm.compile_ir is not before
     assert nvvm.compile_ir is before
 
@@ -382,7 +382,7 @@ def test_a_kernel_compiled_meanwhile_by_another_thread_is_left_alone(monkeypatch
     compiled = []
     monkeypatch.setattr(nvvm, "compile_ir", lambda modules, **options: compiled.append(modules))
     original = nvvm.compile_ir
-    with compile._tensor_maps_by_value(("maps.0",)):
+    with compiler._tensor_maps_by_value(("maps.0",)):
         assert nvvm.compile_ir is not original
         other = threading.Thread(target=nvvm.compile_ir, args=(["somebody else's"],))
         other.start()
