@@ -276,8 +276,12 @@ INLINED = {"inline", "device"}  # decorators of functions that kernels call
 def test_kernels_take_no_powers(name):
     """Numba computes `2.0**-N` of constants when the kernel runs, by a call in float64. Builders do, once."""
     tree = TREES[name]
-    compiled = [f for f in functions(tree) if f.name in kernel_names(tree) or {d.id for d in f.decorator_list if isinstance(d, ast.Name)} & INLINED]
-    assert [(node.lineno, ast.unparse(node)) for f in compiled for node in ast.walk(f) if isinstance(getattr(node, "op", None), ast.Pow)] == []
+    compiled = [
+        f for f in functions(tree) if f.name in kernel_names(tree) or {d.id for d in f.decorator_list if isinstance(d, ast.Name)} & INLINED
+    ]
+    assert [
+        (node.lineno, ast.unparse(node)) for f in compiled for node in ast.walk(f) if isinstance(getattr(node, "op", None), ast.Pow)
+    ] == []
 
 
 # ---- names, not positions --------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """What a call hands to each kernel is what the kernel was prepared for: as many arrays, none smaller, and numbers of the same kinds.
 
-A kernel that gets others reads beyond its arguments, and no driver says so. Random problems, on paper: nothing is compiled, nothing runs.
+A kernel that gets others reads beyond its arguments, and no driver says so. Random problems, on paper: nothing is compiled, nothing runs; but
+each kernel is built as far as the compiler would take it, and says what it takes.
 """
 
+import importlib
 import math
 import weakref
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ import numba_flash
 from numba_flash import arrays
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import packing
+from numba_flash.cuda import lang, packing
 from numba_flash.cuda.launch import Launch
 
 GPUS = {"sm90": [(9, 0)], "sm80": [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0)], "simt": [(7, 0), (9, 0)]}
@@ -32,6 +35,37 @@ def bytes_of(x) -> int:
     return 0 if x is None else math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
+NUMBERS = {int: "int64", float: "float64"}  # Numba's names, where they are not NumPy's
+
+
+def taken(kind) -> list:
+    """Numba's types of the arguments that the driver sees: those of tuples one by one."""
+    return [x for each in kind.types for x in taken(each)] if isinstance(kind, lang.types.BaseTuple) else [kind]
+
+
+@cache
+def takes(builder: str, config: tuple) -> list:
+    """What the kernel was written for."""
+    module, build = builder.rsplit(".", 1)
+    _, signature, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
+    return [kind for each in signature.args for kind in taken(each)]
+
+
+def check_kinds(prepared: Launch) -> None:
+    """A kernel gets as many arguments as it takes: arrays of its dtypes and dimensions, and numbers of its kinds."""
+    kinds, views = takes(prepared.builder, prepared.config), (*prepared.operands, *prepared.extras)
+    numbers, first = packing.flat(prepared.numbers), len(prepared.maps)
+    assert len(kinds) == first + len(views) + len(numbers), prepared.builder
+    for kind, (x, view) in zip(kinds[first:], views, strict=False):
+        assert kind.ndim == (view if isinstance(view, int) else len(view)), prepared.builder
+        if x is not None:
+            dtype = np.dtype(x.dtype)
+            bits = f"uint{8 * dtype.itemsize}" if dtype.itemsize == 2 else dtype.name  # as some kernels read float16, and all bfloat16
+            assert str(kind.dtype) in (dtype.name, bits), f"{prepared.builder} takes {kind.dtype}, not {dtype}"
+    for kind, number in zip(kinds[first + len(views) :], numbers, strict=True):
+        assert str(kind) == NUMBERS.get(type(number), type(number).__name__), prepared.builder
+
+
 class Compared:
     """In the place of a `Launch`'s call: its arguments beside those that were prepared; `seen` counts launches."""
 
@@ -39,6 +73,7 @@ class Compared:
 
     def __init__(self, prepared: Launch):
         self.prepared = prepared
+        check_kinds(prepared)
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared, Compared.seen = self.prepared, Compared.seen + 1
@@ -55,7 +90,7 @@ class Compared:
 def call(inputs, options, backend: str) -> int:
     """Forward and backward, as far as the backend serves them; returns how many of the two it did."""
     q, k, v, do = inputs
-    of_forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse")}
+    of_forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")}
     o, lse, done = np.zeros_like(do), np.zeros(do.shape[:-1], np.float64 if q.dtype == "float64" else np.float32), 0
     for run in (
         lambda: numba_flash.forward(q, k, v, return_lse=True, backend=backend, **of_forward),
@@ -79,7 +114,7 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
             rng = np.random.default_rng((7, number, problem))
             capability, multiprocessors = GPUS[backend][rng.integers(len(GPUS[backend]))], int(rng.choice([1, 4, 132]))
             inputs, options = random_problems.drawn(structure, rng)
-            options["scale"] = abs(options["scale"])
+            options |= {"scale": abs(options["scale"]), "deterministic": bool(rng.integers(2))}
             with in_place_of_launches(Compared, multiprocessors, capability):
                 try:
                     done += call(inputs, options, backend)
@@ -171,6 +206,7 @@ def test_calls_allocate_what_was_foretold(backend, count, monkeypatch):
                 rng = np.random.default_rng((8, number, problem))
                 capability, multiprocessors = gpus[rng.integers(len(gpus))], int(rng.choice([1, 4, 132]))
                 inputs, options = random_problems.drawn(structure, rng)
+                options["deterministic"] = bool(rng.integers(2))
                 with in_place_of_launches(nothing, multiprocessors, capability), monkeypatch.context() as own:
                     seen += check_plans(inputs, options, backend, Foretold(own))
     assert seen > count
