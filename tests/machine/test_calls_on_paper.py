@@ -1,7 +1,7 @@
 """What a call hands to each kernel is what the kernel was prepared for: as many arrays, none smaller, and numbers of the same kinds.
 
-A kernel that gets others reads beyond its arguments, and no driver says so. Random problems, on paper: nothing is compiled, nothing runs; but
-each kernel is built as far as the compiler would take it, and says what it takes.
+A kernel that gets others reads beyond its arguments, and no driver says so. Random problems, on paper: nothing is compiled, nothing runs.
+Kernels are only built, as far as the compiler would take them, for what they say of their arguments.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import pytest
 import random_problems
-from support import SIMULATED
+from support import DTYPES, SIMULATED
 
 if SIMULATED:
     pytest.skip("its kernels get the arrays themselves", allow_module_level=True)
@@ -24,8 +24,10 @@ import numba_flash
 from numba_flash import arrays
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import lang, packing
+from numba_flash.cuda import lang, packing, prepare_lengths
 from numba_flash.cuda.launch import Launch
+from numba_flash.pages import PagedInputs
+from numba_flash.problem import ForwardInputs, bind, bind_packed, bind_paged
 
 GPUS = {"sm90": [(9, 0)], "sm80": [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0)], "simt": [(7, 0), (9, 0)]}
 
@@ -123,6 +125,26 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
                     raise
     assert done >= count * len(random_problems.STRUCTURES) / 2
     assert Compared.seen >= done
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", GPUS)
+def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
+    """In the dtype of sums, whatever those of q and of the bias are."""
+    sums, made = "float64" if dtype == "float64" else "float32", []
+
+    def noted(prepared):
+        if prepared.builder == "sum_shares.build":
+            made.append([x.dtype.name for x, _ in prepared.operands])
+        return Compared(prepared)
+
+    x = np.zeros((16, 2, 64, 64), DTYPES[dtype])
+    biases = [np.zeros((64, 64), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
+    with in_place_of_launches(noted, 132, (9, 0)):
+        done = [call((x,) * 4, {"bias": bias, "bias_grad": True}, backend) for bias in biases]
+    served = backend != "sm90" or dtype in ("float16", "bfloat16")
+    assert done == [2 * served] * len(biases)
+    assert made == [[sums, bias.dtype.name] for bias in biases if served]
 
 
 # ---- scratch memory ----------------------------------------------------------------------------------------------------------------------
@@ -238,3 +260,70 @@ def test_what_goes_to_out_by_way_of_another_array_is_foretold(monkeypatch):
         numba_flash.forward(q, q, q, out=out, backend="sm90")
     (only,) = foretold.calls
     assert only.foretold == sum(only.arrays) == q.nbytes
+
+
+# ---- lengths of the host -----------------------------------------------------------------------------------------------------------------
+
+
+def of_lengths(batch: int, *names: str) -> tuple:
+    """A problem of 3 queries and 5 keys, its inputs, and the greatest of the lengths with these names."""
+    q, k = np.zeros((batch, 1, 3, 64), np.float16), np.zeros((batch, 1, 5, 64), np.float16)
+    most = {name: n for name, n in {"q_lengths": 3, "kv_lengths": 5}.items() if name in names}
+    given = {name: np.full(batch, n, np.int32) for name, n in most.items()}
+    return bind(q, k, k, **given), ForwardInputs(q, k, k, **given), most
+
+
+def of_pages() -> tuple:
+    """The same of pages of 2 keys, 3 for each of two sequences."""
+    q, pages, table, lengths = np.zeros((2, 1, 3, 64), np.float16), np.zeros((4, 1, 2, 64), np.float16), np.full((2, 3), 3), np.full(2, 6)
+    inputs = PagedInputs(q=q, k=pages, v=pages, page_table=table, kv_lengths=lengths)
+    return bind_paged(q, pages, pages, table, lengths), inputs, {"page_table": 3, "kv_lengths": 6}
+
+
+def of_offsets() -> tuple:
+    """The same of two sequences, one after the other; the second has no queries."""
+    q, k, offsets = np.zeros((3, 1, 64), np.float16), np.zeros((5, 1, 64), np.float16), (np.array([0, 3, 3]), np.array([0, 2, 5]))
+    return bind_packed(q, k, k, *offsets), ForwardInputs(q, k, k, None, None, *offsets), {"q_lengths": 3, "kv_lengths": 5}
+
+
+SENT = {
+    "lengths of keys": of_lengths(2, "kv_lengths"),
+    "lengths of queries": of_lengths(2, "q_lengths"),
+    "both": of_lengths(2, "q_lengths", "kv_lengths"),
+    "as many as go with a launch": of_lengths(64, "kv_lengths"),
+    "more": of_lengths(65, "kv_lengths"),
+    "both, more": of_lengths(33, "q_lengths", "kv_lengths"),
+    "pages": of_pages(),
+    "offsets": of_offsets(),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_lengths_are_checked_before_they_are_sent(name, monkeypatch):
+    """In every call; the greatest that there may be are sent as they are."""
+    (problem, inputs, most), sent = SENT[name], []
+    monkeypatch.setattr(arrays, "to_gpu", lambda name, x: sent.append(x.copy()) or x)
+
+    def sending(prepared):
+        count = sum(x.shape[0] for x, _ in prepared.operands if x is not None)
+        return lambda *_, numbers, **more: sent.append(np.frombuffer(numbers, np.int64)[:count])
+
+    with in_place_of_launches(sending, 4, (9, 0)):
+        send = prepare_lengths.sender(problem, inputs, [*most], 0)
+        for _ in range(2):
+            of_call = send(inputs)
+            for each in most:  # those that kernels take as numbers are stored when they are asked for
+                assert getattr(of_call, each).data is not None
+        assert sent[-1].max() == max(most.values())
+        count = len(sent)
+        for each, greatest in most.items():
+            for bad in (-1, greatest + 1):
+                wrong = getattr(inputs, each).copy()
+                wrong.flat[-1] = bad
+                with pytest.raises(ValueError, match=rf"^({each}|[qk]_offsets).* {bad}$"):
+                    send(inputs._replace(**{each: wrong}))
+        if name == "offsets":
+            for each in most:
+                with pytest.raises(ValueError, match=r"^[qk]_offsets must go from 0 to .* it goes from 1 to"):
+                    send(inputs._replace(**{each: np.maximum(getattr(inputs, each), 1)}))
+        assert len(sent) == count
