@@ -7,7 +7,7 @@ the GIL. A call returns, or raises, when nobody works for it any more, whatever 
 import os
 import threading
 from collections import deque
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -130,14 +130,19 @@ class Blas:
     Their numbers of threads belong to the whole process, and whoever sets one with threadpoolctl puts back what it found, later. So other
     threads are told the number outside of calls while one runs, and a number that they set meanwhile is left alone. Nobody forks while it
     changes: OpenBLAS then holds a lock of its own, which in the child no one would open.
+
+    Since threadpoolctl 3.8 the first thread that sets a number keeps others from it, silently; what is set here counts nevertheless.
     """
 
     def __init__(self):
         everything = ThreadpoolController()
         self.libraries = [everything.select(filepath=x.filepath) for x in everything.select(user_api="blas").lib_controllers]
         self.held, self.outside, self.holder, self.changing = [], {}, None, threading.RLock()
-        for kind in {type(x) for library in self.libraries for x in library.lib_controllers}:
+        self.meanwhile = set()  # files of libraries whose number another thread has set
+        self.kinds = {type(x) for library in self.libraries for x in library.lib_controllers}
+        for kind in self.kinds:
             kind.get_num_threads = self._as_outside(kind.get_num_threads)
+            kind.set_num_threads = self._noticed(kind.set_num_threads)
 
     def _as_outside(self, get_num_threads):
         """The method of a controller, for threads other than the one that holds BLAS."""
@@ -149,12 +154,35 @@ class Blas:
 
         return reported
 
+    def _noticed(self, set_num_threads):
+        """The method of a controller: what another thread than the holder sets may be 1, too, and is no less a number that was set."""
+
+        @wraps(set_num_threads)
+        def noticed(controller, threads):
+            if self.holder not in (None, threading.get_ident()):
+                self.meanwhile.add(controller.filepath)
+            return set_num_threads(controller, threads)
+
+        return noticed
+
+    @contextmanager
+    def _setting(self):
+        """Numbers change here, whichever thread has set some before, and afterwards in any thread."""
+        free = lambda: [kind.clear_controlling_thread(force=True) for kind in self.kinds if hasattr(kind, "clear_controlling_thread")]
+        with self.changing:
+            free()
+            try:
+                yield
+            finally:
+                free()
+
     def run(self, passes) -> None:
         """``passes()`` with one BLAS thread."""
         try:
             self.outside = {x.filepath: x.num_threads for library in self.libraries for x in library.lib_controllers}
+            self.meanwhile.clear()
             self.holder = threading.get_ident()
-            with self.changing:
+            with self._setting():
                 for library in self.libraries:
                     self.held.append(Held(library, library.limit(limits=1)))
             passes()
@@ -166,9 +194,10 @@ class Blas:
 
     def release(self) -> None:
         """What was there before, unless somebody else has set another number meanwhile."""
-        with self.changing:
+        with self._setting():
             for library, limiter in self.held:
-                changed = library.lib_controllers[0].num_threads != 1
+                (own,) = library.lib_controllers
+                changed = own.filepath in self.meanwhile or own.num_threads != 1
                 with library.limit() if changed else nullcontext(), limiter:
                     pass  # to leave a limiter is to put back what was there when it was made
         self.held, self.outside, self.holder = [], {}, None

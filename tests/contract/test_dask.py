@@ -178,6 +178,52 @@ def test_tasks_leave_blocks_alone():
     assert (tasks.zeros(q) == 0).all()
 
 
+def sent(x: np.ndarray) -> np.ndarray:
+    """The array as dask may bring it: it begins at any byte, and nobody may write into it."""
+    buffer = np.zeros(x.nbytes + 1, np.uint8)
+    buffer[1:] = x.reshape(-1).view(np.uint8)
+    block = buffer[1:].view(x.dtype).reshape(x.shape)
+    block.flags.writeable = False
+    return block
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_task(dtype):
+    """What it makes of blocks that dask has sent is what it makes of others, in the dtypes of sums until it is rounded."""
+    inputs = q, k, v, do = random_inputs(batch=(), hq=2, hk=1, nq=12, nk=16, d=8, dv=5, dtype=dtype)
+    sums = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    names, parts = ("do", "q", "k", "v", "o", "lse"), [tasks.attend(("q", "k", "v"), {}, q, x, y) for x, y in ((k, v), (-k, v))]
+    o, lse = tasks.merged(parts)
+    tasks_of = {
+        "attend": lambda q, k, v, do, *_: tasks.attend(("q", "k", "v"), {"causal": True}, q, k, v),
+        "nothing": lambda q, *_: tasks.nothing(5, q),
+        "merged": lambda q, k, v, do, *parts: tasks.merged([parts[:2], parts[2:]]),
+        "differentiate": lambda q, k, v, do, o, lse, *_: tasks.differentiate(names, {}, do, q, k, v, tasks.rounded(q.dtype, o), lse),
+        "added": lambda q, *_: (tasks.added([q, q, q]),),
+        "rounded": lambda q, k, v, do, o, lse, *_: (tasks.rounded(q.dtype, o), tasks.rounded_o(q.dtype, (o, lse)), tasks.log_sum((o, lse))),
+        "zeros": lambda q, *_: (tasks.zeros(q),),
+    }
+    blocks = (*inputs, *parts[0], *parts[1])
+    made = {name: task(*blocks) for name, task in tasks_of.items()}
+    for name, task in tasks_of.items():
+        assert all(map(same_bits, made[name], map(np.asarray, task(*map(sent, blocks))))), name
+    dtypes = {name: [x.dtype for x in results] for name, results in made.items()}
+    assert dtypes == {
+        "attend": [sums] * 2,
+        "nothing": [sums] * 2,
+        "merged": [sums] * 2,
+        "differentiate": [q.dtype] * 3,
+        "added": [sums],
+        "rounded": [q.dtype, q.dtype, sums],
+        "zeros": [q.dtype],
+    }
+    assert [x.shape for x in made["nothing"]] == [do.shape, lse.shape]
+    assert (made["nothing"][0] == 0).all()
+    assert np.isneginf(made["nothing"][1]).all()
+    assert (made["zeros"][0] == 0).all()
+    assert same_bits(made["merged"][0], o)
+
+
 def test_nothing_is_computed_before_it_is_wanted():
     def fail(block):
         raise AssertionError("a block has been computed")

@@ -440,6 +440,21 @@ LOOK_ALIKES = [
     ({"window": (1, 0)}, {"window": (1.0, 0)}, TypeError, "window"),
     ({"window": (1, 0)}, {"window": (1, False)}, TypeError, "window"),
 ]
+STATE = {"dropout": 0.5, "rng": (1, 2, 3, 8)}  # a prepared call serves all states
+BAD_STATES = [
+    (STATE, STATE | {"rng": state}, error, pattern)
+    for state, error, pattern in (
+        ((-1, 2, 3, 8), ValueError, r"^rng\[0\]"),
+        ((1, 2**32, 3, 8), ValueError, r"^rng\[1\]"),
+        ((1, 2**32), ValueError, r"^rng\[1\]"),
+        ((1, 2, 2**30, 8), ValueError, r"^rng\[2\]"),
+        ((1, 2, -1, 8), ValueError, r"^rng\[2\]"),
+        ((1, 2, 3, 2**30), ValueError, r"^rng\[3\]"),
+        ((1, 2, 3, 12), ValueError, r"^rng\[3\]"),
+        ((1, 2, 3, True), TypeError, r"^rng\[3\]"),
+        ((1, 2, 3), TypeError, "^rng must be a tuple"),
+    )
+]
 
 
 @pytest.mark.parametrize("value", [1, 0, "no", None, np.int64(1), np.array(True)], ids=repr)
@@ -490,9 +505,9 @@ def test_a_bad_pair_is_refused_after_an_equal_good_one(name):
 
 
 @pytest.mark.parametrize("call", [call_forward, call_backward])
-@pytest.mark.parametrize(("right", "wrong", "error", "pattern"), LOOK_ALIKES)
+@pytest.mark.parametrize(("right", "wrong", "error", "pattern"), LOOK_ALIKES + BAD_STATES)
 def test_a_bad_option_is_refused_after_an_equal_good_one(call, right, wrong, error, pattern):
-    """1 == 1.0 == True: a call that was prepared for one must not serve the other."""
+    """1 == 1.0 == True: a call that was prepared for one must not serve the other; nor one for any state a bad state."""
     with pytest.raises(AssertionError, match="was reached"):
         call(good(), **right)
     assert_raises(error, pattern, call, good(), **wrong)

@@ -221,9 +221,27 @@ print(os.waitstatus_to_exitcode(status), blas() == before, right())
 
 @pytest.mark.skipif(os.cpu_count() < 2, reason="BLAS has one thread anyway")
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("at_first", [1, 2])
 @pytest.mark.parametrize(("enters", "leaves"), [("before", "during"), ("before", "after"), ("during", "during"), ("during", "after")])
-def test_a_limit_that_another_thread_sets_beside_a_call(enters, leaves, threads):
-    """Before, during and after the call; in the end there is what was there at first."""
+def test_a_limit_that_another_thread_sets_beside_a_call(enters, leaves, at_first, threads):
+    """Before, during and after the call; in the end there is what was there at first, also where that is what the call sets."""
+    before = blas_threads()
+    set_blas_threads([at_first] * len(before))
+    try:
+        set_beside_a_call(enters, leaves, threads)
+    finally:
+        set_blas_threads(before)
+
+
+def set_blas_threads(numbers: list[int]) -> None:
+    """So that any thread may set others."""
+    for x, threads in zip(ThreadpoolController().select(user_api="blas").lib_controllers, numbers, strict=True):
+        x.set_num_threads(threads)
+        if hasattr(x, "clear_controlling_thread"):  # since threadpoolctl 3.8
+            x.clear_controlling_thread()
+
+
+def set_beside_a_call(enters: str, leaves: str, threads: int) -> None:
     before, seen = blas_threads(), []
     steps = {name: (threading.Event(), threading.Event()) for name in ("enter", "leave")}
 
@@ -251,8 +269,7 @@ def test_a_limit_that_another_thread_sets_beside_a_call(enters, leaves, threads)
     take("after")
     thread.join(10)
     assert blas_threads() == before
-    if enters == "during":
-        assert set(seen) == {1}
+    assert {*seen} == {1}
     numba_flash.forward(*inputs(), backend="cpu")
     assert blas_threads() == before
 

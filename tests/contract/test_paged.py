@@ -53,6 +53,11 @@ def test_sizes_of_pages(backend, size, nq):
     check(backend, *arrays_of(size, nq=nq, more=2))
 
 
+def test_a_page_that_begins_in_the_middle_of_a_tile(backend):
+    """And ends beyond it, in tiles of up to 512 keys."""
+    check(backend, *arrays_of(7, nq=3, lengths=(600, 513, 520)))
+
+
 LAST = -(-NK // SIZE) * SIZE  # as many keys as a row of the table has room for
 OPTIONS = {
     "window": {"window": (20, 3)},

@@ -338,3 +338,21 @@ def test_a_row_for_each_head_is_needed(function, message):
 def test_other_arguments_are_refused(function, message):
     with pytest.raises(TypeError, match=message):
         numba_flash.forward(Q, Q, Q, score_mod=function)
+
+
+@pytest.mark.parametrize("q_start", [0, 9, -9])
+@pytest.mark.parametrize(
+    "function_of",
+    [
+        lambda q_start: numba_flash.alibi([0.5, -2.0], q_start),
+        lambda q_start: numba_flash.relative_position([[0.5, 1.0, 0.25], [-3.0, 0.0, 1.0]], q_start),
+    ],
+    ids=["alibi", "relative_position"],
+)
+def test_the_greatest_number_that_is_added(function_of, q_start):
+    """Within a distance: it is reached, and not exceeded. Kernels of plain attention serve such functions as long as it is far from Inf."""
+    function = function_of(q_start)
+    for distance in (0, 1, 30):
+        added = [abs(function.py_func(0.0, 0, h, i, 30)) for h in range(2) for i in range(30 - distance, 31 + distance)]
+        assert max(added) <= function.greatest(distance)
+    assert max(added) == function.greatest(30)

@@ -139,9 +139,9 @@ def arguments(mapped, x, y, *numbers):
 
 @pytest.mark.usefixtures("maps_at_one_more")
 def test_every_call_has_its_own_arrays_and_numbers(driver):
-    driver.kinds, prepared = KINDS, small()
+    driver.kinds, prepared, numbers = KINDS, small(), ((1, 2), 0.25)
     for _ in range(2):
-        prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),), numbers=((1, 2), 0.25))
+        prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),), numbers=numbers)
         prepared(on_gpu(160), on_gpu(320), None, extras=(on_gpu(480),))
     assert driver.launched == 2 * [arguments(16, 32, 48, 1, 2, 0.25), arguments(160, 320, 480, 7, 8, 0.5)]
     assert len(prepared._blocks) == 1, "calls one after the other use the same memory"
@@ -150,11 +150,12 @@ def test_every_call_has_its_own_arrays_and_numbers(driver):
 
 @pytest.mark.usefixtures("maps_at_one_more")
 def test_every_call_has_the_current_stream(driver):
-    driver.kinds, prepared = KINDS, small()
-    for stream in (3, 0, 0, 4):
+    """Also one that is used again after another, which the memory of the launch holds."""
+    driver.kinds, prepared, streams = KINDS, small(), (3, 0, 0, 4, 3, 4, 0)
+    for stream in streams:
         sys.modules["cupy"].cuda.get_current_stream().ptr = stream
         prepared(on_gpu(16), on_gpu(32), None, extras=(on_gpu(48),))
-    assert driver.configs == [(5, 1, 1, 1, 32, 1, 1, 4096, stream, 0, 0, 0) for stream in (3, 0, 0, 4)]
+    assert driver.configs == [(5, 1, 1, 1, 32, 1, 1, 4096, stream, 0, 0, 0) for stream in streams]
 
 
 @pytest.mark.usefixtures("maps_at_one_more")

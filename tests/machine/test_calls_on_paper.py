@@ -1,15 +1,18 @@
 """What a call hands to each kernel is what the kernel was prepared for: as many arrays, none smaller, and numbers of the same kinds.
 
 A kernel that gets others reads beyond its arguments, and no driver says so. Random problems, on paper: nothing is compiled, nothing runs.
+Kernels are only built, as far as the compiler would take them, for what they say of their arguments.
 """
 
+import importlib
 import math
 import weakref
+from functools import cache
 
 import numpy as np
 import pytest
 import random_problems
-from support import SIMULATED
+from support import DTYPES, SIMULATED
 
 if SIMULATED:
     pytest.skip("its kernels get the arrays themselves", allow_module_level=True)
@@ -21,8 +24,10 @@ import numba_flash
 from numba_flash import arrays
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import packing
+from numba_flash.cuda import lang, packing, prepare_lengths
 from numba_flash.cuda.launch import Launch
+from numba_flash.pages import PagedInputs
+from numba_flash.problem import ForwardInputs, bind, bind_packed, bind_paged
 
 GPUS = {"sm90": [(9, 0)], "sm80": [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0)], "simt": [(7, 0), (9, 0)]}
 
@@ -32,6 +37,37 @@ def bytes_of(x) -> int:
     return 0 if x is None else math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
+NUMBERS = {int: "int64", float: "float64"}  # Numba's names, where they are not NumPy's
+
+
+def taken(kind) -> list:
+    """Numba's types of the arguments that the driver sees: those of tuples one by one."""
+    return [x for each in kind.types for x in taken(each)] if isinstance(kind, lang.types.BaseTuple) else [kind]
+
+
+@cache
+def takes(builder: str, config: tuple) -> list:
+    """What the kernel was written for."""
+    module, build = builder.rsplit(".", 1)
+    _, signature, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
+    return [kind for each in signature.args for kind in taken(each)]
+
+
+def check_kinds(prepared: Launch) -> None:
+    """A kernel gets as many arguments as it takes: arrays of its dtypes and dimensions, and numbers of its kinds."""
+    kinds, views = takes(prepared.builder, prepared.config), (*prepared.operands, *prepared.extras)
+    numbers, first = packing.flat(prepared.numbers), len(prepared.maps)
+    assert len(kinds) == first + len(views) + len(numbers), prepared.builder
+    for kind, (x, view) in zip(kinds[first:], views, strict=False):
+        assert kind.ndim == (view if isinstance(view, int) else len(view)), prepared.builder
+        if x is not None:
+            dtype = np.dtype(x.dtype)
+            bits = f"uint{8 * dtype.itemsize}" if dtype.itemsize == 2 else dtype.name  # as some kernels read float16, and all bfloat16
+            assert str(kind.dtype) in (dtype.name, bits), f"{prepared.builder} takes {kind.dtype}, not {dtype}"
+    for kind, number in zip(kinds[first + len(views) :], numbers, strict=True):
+        assert str(kind) == NUMBERS.get(type(number), type(number).__name__), prepared.builder
+
+
 class Compared:
     """In the place of a `Launch`'s call: its arguments beside those that were prepared; `seen` counts launches."""
 
@@ -39,6 +75,7 @@ class Compared:
 
     def __init__(self, prepared: Launch):
         self.prepared = prepared
+        check_kinds(prepared)
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared, Compared.seen = self.prepared, Compared.seen + 1
@@ -55,7 +92,7 @@ class Compared:
 def call(inputs, options, backend: str) -> int:
     """Forward and backward, as far as the backend serves them; returns how many of the two it did."""
     q, k, v, do = inputs
-    of_forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse")}
+    of_forward = {name: x for name, x in options.items() if name not in ("bias_grad", "dlse", "deterministic")}
     o, lse, done = np.zeros_like(do), np.zeros(do.shape[:-1], np.float64 if q.dtype == "float64" else np.float32), 0
     for run in (
         lambda: numba_flash.forward(q, k, v, return_lse=True, backend=backend, **of_forward),
@@ -79,7 +116,7 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
             rng = np.random.default_rng((7, number, problem))
             capability, multiprocessors = GPUS[backend][rng.integers(len(GPUS[backend]))], int(rng.choice([1, 4, 132]))
             inputs, options = random_problems.drawn(structure, rng)
-            options["scale"] = abs(options["scale"])
+            options |= {"scale": abs(options["scale"]), "deterministic": bool(rng.integers(2))}
             with in_place_of_launches(Compared, multiprocessors, capability):
                 try:
                     done += call(inputs, options, backend)
@@ -88,6 +125,26 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
                     raise
     assert done >= count * len(random_problems.STRUCTURES) / 2
     assert Compared.seen >= done
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", GPUS)
+def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
+    """In the dtype of sums, whatever those of q and of the bias are."""
+    sums, made = "float64" if dtype == "float64" else "float32", []
+
+    def noted(prepared):
+        if prepared.builder == "sum_shares.build":
+            made.append([x.dtype.name for x, _ in prepared.operands])
+        return Compared(prepared)
+
+    x = np.zeros((16, 2, 64, 64), DTYPES[dtype])
+    biases = [np.zeros((64, 64), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
+    with in_place_of_launches(noted, 132, (9, 0)):
+        done = [call((x,) * 4, {"bias": bias, "bias_grad": True}, backend) for bias in biases]
+    served = backend != "sm90" or dtype in ("float16", "bfloat16")
+    assert done == [2 * served] * len(biases)
+    assert made == [[sums, bias.dtype.name] for bias in biases if served]
 
 
 # ---- scratch memory ----------------------------------------------------------------------------------------------------------------------
@@ -171,6 +228,7 @@ def test_calls_allocate_what_was_foretold(backend, count, monkeypatch):
                 rng = np.random.default_rng((8, number, problem))
                 capability, multiprocessors = gpus[rng.integers(len(gpus))], int(rng.choice([1, 4, 132]))
                 inputs, options = random_problems.drawn(structure, rng)
+                options["deterministic"] = bool(rng.integers(2))
                 with in_place_of_launches(nothing, multiprocessors, capability), monkeypatch.context() as own:
                     seen += check_plans(inputs, options, backend, Foretold(own))
     assert seen > count
@@ -202,3 +260,70 @@ def test_what_goes_to_out_by_way_of_another_array_is_foretold(monkeypatch):
         numba_flash.forward(q, q, q, out=out, backend="sm90")
     (only,) = foretold.calls
     assert only.foretold == sum(only.arrays) == q.nbytes
+
+
+# ---- lengths of the host -----------------------------------------------------------------------------------------------------------------
+
+
+def of_lengths(batch: int, *names: str) -> tuple:
+    """A problem of 3 queries and 5 keys, its inputs, and the greatest of the lengths with these names."""
+    q, k = np.zeros((batch, 1, 3, 64), np.float16), np.zeros((batch, 1, 5, 64), np.float16)
+    most = {name: n for name, n in {"q_lengths": 3, "kv_lengths": 5}.items() if name in names}
+    given = {name: np.full(batch, n, np.int32) for name, n in most.items()}
+    return bind(q, k, k, **given), ForwardInputs(q, k, k, **given), most
+
+
+def of_pages() -> tuple:
+    """The same of pages of 2 keys, 3 for each of two sequences."""
+    q, pages, table, lengths = np.zeros((2, 1, 3, 64), np.float16), np.zeros((4, 1, 2, 64), np.float16), np.full((2, 3), 3), np.full(2, 6)
+    inputs = PagedInputs(q=q, k=pages, v=pages, page_table=table, kv_lengths=lengths)
+    return bind_paged(q, pages, pages, table, lengths), inputs, {"page_table": 3, "kv_lengths": 6}
+
+
+def of_offsets() -> tuple:
+    """The same of two sequences, one after the other; the second has no queries."""
+    q, k, offsets = np.zeros((3, 1, 64), np.float16), np.zeros((5, 1, 64), np.float16), (np.array([0, 3, 3]), np.array([0, 2, 5]))
+    return bind_packed(q, k, k, *offsets), ForwardInputs(q, k, k, None, None, *offsets), {"q_lengths": 3, "kv_lengths": 5}
+
+
+SENT = {
+    "lengths of keys": of_lengths(2, "kv_lengths"),
+    "lengths of queries": of_lengths(2, "q_lengths"),
+    "both": of_lengths(2, "q_lengths", "kv_lengths"),
+    "as many as go with a launch": of_lengths(64, "kv_lengths"),
+    "more": of_lengths(65, "kv_lengths"),
+    "both, more": of_lengths(33, "q_lengths", "kv_lengths"),
+    "pages": of_pages(),
+    "offsets": of_offsets(),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_lengths_are_checked_before_they_are_sent(name, monkeypatch):
+    """In every call; the greatest that there may be are sent as they are."""
+    (problem, inputs, most), sent = SENT[name], []
+    monkeypatch.setattr(arrays, "to_gpu", lambda name, x: sent.append(x.copy()) or x)
+
+    def sending(prepared):
+        count = sum(x.shape[0] for x, _ in prepared.operands if x is not None)
+        return lambda *_, numbers, **more: sent.append(np.frombuffer(numbers, np.int64)[:count])
+
+    with in_place_of_launches(sending, 4, (9, 0)):
+        send = prepare_lengths.sender(problem, inputs, [*most], 0)
+        for _ in range(2):
+            of_call = send(inputs)
+            for each in most:  # those that kernels take as numbers are stored when they are asked for
+                assert getattr(of_call, each).data is not None
+        assert sent[-1].max() == max(most.values())
+        count = len(sent)
+        for each, greatest in most.items():
+            for bad in (-1, greatest + 1):
+                wrong = getattr(inputs, each).copy()
+                wrong.flat[-1] = bad
+                with pytest.raises(ValueError, match=rf"^({each}|[qk]_offsets).* {bad}$"):
+                    send(inputs._replace(**{each: wrong}))
+        if name == "offsets":
+            for each in most:
+                with pytest.raises(ValueError, match=r"^[qk]_offsets must go from 0 to .* it goes from 1 to"):
+                    send(inputs._replace(**{each: np.maximum(getattr(inputs, each), 1)}))
+        assert len(sent) == count

@@ -297,6 +297,7 @@ DOUBLE = {
         capability=AMPERE,
         layouts=("strided", "reversed", "transposed", "heads last"),
     ),
+    "float64 24, 8 window": double(24, 8, (Shape(PAIR, 70, 130, {"window": (40, 5)}), WINDOWS[2])),
 }
 WIDE, LONG = also(LARGE, window=(150, 40), **blocks_of_a_mask(LARGE, 128, 0.7)), Shape(PAIR, 70, 520)
 BLOCKS_ON_HOPPER = {
@@ -417,6 +418,17 @@ FORWARD_ALONE |= {"sm90 float16 256 mask and dropout", *(f"sm90 {name}" for name
 @pytest.mark.parametrize("name", [x for x in named(QUICK) if x.values[0] not in FORWARD_ALONE])
 def test_backward(name, pytestconfig):
     check(backward, name, pytestconfig.option.full)
+
+
+@pytest.mark.full
+def test_gradients_of_float64_with_dropout_in_wide_heads():
+    """On a GPU that has no forward pass of them."""
+    group = double(128, 40, (), capability=AMPERE)
+    shape = Shape(PAIR, 40, 50, DROPOUT)
+    arrays = inputs_of(group, shape)
+    with machine(capability=AMPERE):
+        results = backward(group, arrays, **shape.options)
+    compare(results, *arrays, **shape.options)
 
 
 every_tier = pytest.mark.parametrize("backend", [SM90, SM80], ids=lambda backend: backend.name)

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from numba_flash.cuda.sm80.tiles import KB, ROWS, WARP, Row
+from numba_flash.options import SHARING
 
 BYTES = 8  # of an element
 # GPUs whose tensor cores multiply float64 faster than the rest of them does.
@@ -128,6 +129,12 @@ class BackwardTile:
         return self.block_n // self.scores // ROWS
 
     @property
+    def shares_counters(self) -> bool:
+        """True if lanes that share a counter of the dropout's generator have a query for each."""
+        queries = self.block_m // (self.warps // self.scores) // 4  # of a lane
+        return queries % (SHARING // (2 * self.m_tiles)) == 0
+
+    @property
     def threads(self) -> int:
         return WARP * self.warps
 
@@ -226,6 +233,8 @@ BACKWARD_TILES = (
     Row(64, 163 * KB, BackwardTile(64, 32, 8, 4, 2, 2, terms=4)),
     Row(128, 163 * KB, BackwardTile(32, 32, 8, 2, 2, 2, terms=4)),
 )
+# With dropout, where a lane of the one above has too few queries to share counters with others.
+DROPOUT_BACKWARD_TILES = (Row(128, 163 * KB, BackwardTile(32, 32, 4, 2, 2, 2, terms=4)),)
 # The first, N = 2048, D = 64, 16 heads, 2 in a batch, on an H200: all gradients 4.90 ms, torch with
 # the whole matrix 4.06. The others have not been timed.
 DBIAS_TILES = (
@@ -256,7 +265,10 @@ def small_tile(problem, hardware, few: bool) -> Tile | None:
 def backward_tile(problem, hardware) -> BackwardTile:
     """That of the backward pass."""
     modified = MODIFIED_BACKWARD_TILES if problem.options.modifies else ()
-    return _first((*modified, *BACKWARD_TILES), problem, hardware)
+    rows = (*modified, *BACKWARD_TILES)
+    if problem.options.dropout:
+        rows = [x for x in (*rows, *DROPOUT_BACKWARD_TILES) if x.tile.shares_counters]
+    return _first(rows, problem, hardware)
 
 
 def dbias_tile(problem, hardware, summed: bool) -> DbiasTile:

@@ -504,6 +504,9 @@ IN_SLOTS = {
     "more than there is room for": ({"nq": 2**17, "nk": 2**17}, {}, H200, False),
     "a softcap": ({}, {"softcap": 2.0}, H200, False),
     "lengths": ({}, {"kv_lengths": np.array([500, 3])}, H200, False),
+    "no keys": ({"nk": 0}, {}, H200, False),
+    "no queries": ({"nq": 0}, {}, H200, False),
+    "no heads": ({"hq": 0, "hk": 2}, {}, H200, False),
     "blocks, whose lists have not all tiles": ({}, {"mask": BlockMask(np.ones((4, 4), bool), 128)}, H200, False),
 }
 
