@@ -114,9 +114,9 @@ def test_a_kernel_of_the_tests_is_kept_under_its_own_source(tmp_path, monkeypatc
         scope = {}
         exec(compile(source.read_text(), source, "exec"), scope)
         module.build = SimpleNamespace(__code__=scope["build"].__code__)
-        return compiled._of_tests("of_this_test.build")
+        return compiled.of_tests("of_this_test.build")
 
-    assert compiled._of_tests("delta.build") == ""
+    assert compiled.of_tests("delta.build") == ""
     package = tmp_path / "numba_flash"
     shutil.copytree(Path(numba_flash.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(fingerprint, "package", lambda: fingerprint.Sources(package))
