@@ -49,12 +49,13 @@ class Trace:
         Those that it asked for, in that order; the values are not used.
     events : list of str
         All that was noted, in order. A kernel is named by its place in `kernels`.
-    launches : int
+    launches, processes : int
         How many there were.
     """
 
     def __init__(self, paper: bool):
-        self.paper, self.kernels, self.events, self.launches, self._allocated = paper, {}, [], 0, []
+        self.paper, self.kernels, self.events, self._allocated = paper, {}, [], []
+        self.launches = self.processes = 0
 
     def note(self, *what) -> None:
         """Something that the test depends on, whose repr says all of it."""
@@ -71,6 +72,13 @@ class Trace:
     def text(self, *kernel) -> None:
         """A test reads the text of a kernel."""
         self.note(TEXT, self.kernel(*kernel))
+        if self.paper:
+            raise Enough
+
+    def process(self, *what) -> None:
+        """A test runs something in a process of its own, of which this tells what it depends on."""
+        self.processes += 1
+        self.note(*what)
         if self.paper:
             raise Enough
 
@@ -99,6 +107,11 @@ class Trace:
         """Values that the test compares."""
         x = np.asarray(x)
         self.note(x.dtype.str, x.shape, _digest(x))
+
+    def tells_all_of(self, earnest: "Trace") -> bool:
+        """Whether a trace on paper has come as far as one in earnest, and of something that is traced."""
+        far = [(x.launches, x.processes, [*x.kernels]) for x in (self, earnest)]
+        return far[0] == far[1] != (0, 0, [])
 
     def _place(self, x: np.ndarray) -> Place:
         """Where it lies."""

@@ -79,7 +79,7 @@ class Proof:
 
     def by_ptx(self, whole: bool) -> str:
         """Hash of what the compiler makes."""
-        if self.trace is None or not whole:
+        if not (whole and self.trace and self.trace.kernels):
             return "-"
         return _hash(self.base, [evidence.kernel_text(each) for each in self.trace.kernels])
 
@@ -90,7 +90,7 @@ class Proof:
 
     def record(self, earnest) -> str:
         """What to keep after it has passed in earnest."""
-        whole = self.trace is None or (self.trace.launches, [*self.trace.kernels]) == (earnest.launches, [*earnest.kernels])
+        whole = self.trace is not None and self.trace.tells_all_of(earnest)
         return f"{self.by_sources(whole)} {self.by_ptx(whole)}"
 
 
