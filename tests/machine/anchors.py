@@ -172,12 +172,14 @@ def _readings(text: str) -> list[list[ast.AST]]:
 
 def _replaced(nodes: list[ast.AST], items: list, start: int, new: str) -> Iterator[tuple[int, int, list[ast.AST]]]:
     """From where to where nodes stand among others, if they do from `start` on, and what they become."""
+    item = items[start]
     if len(nodes) == 1 and _is(nodes[0], str):
-        piece, item = nodes[0].value, items[start]
-        for _ in range(item.value.count(piece) if isinstance(item, ast.Constant) and _is(item, str) else 0):
-            yield start, start + 1, [ast.Constant(item.value.replace(piece, _arguments(new)[0].value))]
+        for _ in range(item.value.count(nodes[0].value) if isinstance(item, ast.Constant) and _is(item, str) else 0):
+            yield start, start + 1, [ast.Constant(str.replace(item.value, nodes[0].value, ast.literal_eval(new)))]
+    elif len(nodes) > 1 and isinstance(nodes[0], ast.stmt) != isinstance(item, ast.stmt):
+        return  # arguments are not statements, though they look alike
     elif (matched := _match(nodes, items[start:])) is not None:
-        made = _statements(new) if isinstance(items[start], ast.stmt) else _arguments(new)
+        made = _statements(new) if isinstance(item, ast.stmt) else _arguments(new)
         yield start, start + matched[0], _filled(made, iter(matched[1]))
 
 
@@ -191,8 +193,8 @@ class Sources:
         for file, tree in trees.items():
             folders = Path(file).parts[:-1]
             around = tuple({name} for name in folders)
-            for i, name in enumerate(folders):
-                self.scopes[name].append((around[:i], file, tree, tree))
+            for i, name in enumerate(("", *folders)):
+                self.scopes[name].append((around[: max(i - 1, 0)], file, tree, tree))
             self._add(around, file, tree, tree)
 
     @classmethod
@@ -221,7 +223,7 @@ class Sources:
 
     def places(self, where: str, old: str, new: str) -> Iterator[Place]:
         """Every place with these names around it where `old` stands."""
-        *outer, last = where.split()
+        *outer, last = where.split() or [""]
         readings = _readings(old)
         for around, file, scope, tree in self.scopes.get(last, ()):
             rest = iter(around)
@@ -236,15 +238,17 @@ class Sources:
         Raises
         ------
         LookupError
-            There is none, or there are several: names the mutant, and where they are.
+            There is none, or there are several: names the mutant, and where they are, or where else `old` stands.
         ValueError
-            A text is no Python, or `new` has more ``...`` than `old`.
+            A text is no Python, or `new` has more ``...`` than `old`, or is no string where `old` is one.
         """
         try:
             places = list(self.places(*mutant[1:4]))
-        except (SyntaxError, RuntimeError) as error:  # of a generator whose gaps have ended
+            if len(places) == 1:
+                return places[0]
+            others = places or list(self.places("", *mutant[2:4]))
+        except (SyntaxError, RuntimeError, ValueError, TypeError) as error:  # one of a generator whose gaps have ended
             raise ValueError(f"{mutant.name!r}: {mutant.old!r} cannot become {mutant.new!r}: {error}") from error
-        if len(places) != 1:
-            found = f"{len(places)} times: {', '.join(map(str, places[:8]))}" if places else "nowhere"
-            raise LookupError(f"{mutant.name!r}: {mutant.old!r} should be in {mutant.where!r} once, and is found {found}")
-        return places[0]
+        lines = ", ".join(map(str, others[:8]))
+        found = f"{len(places)} times: {lines}" if places else f"nowhere there, but elsewhere: {lines}" if others else "nowhere"
+        raise LookupError(f"{mutant.name!r}: {mutant.old!r} should be in {mutant.where!r} once, and is found {found}")

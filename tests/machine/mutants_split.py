@@ -2,8 +2,7 @@
 
 from anchors import Mutant
 
-GRADIENTS = "wgmma, gradients"
-BACKWARD_WIDE, WIDE, ITEM = "cuda/sm90/backward_split_wide.py", "wgmma, gradients, D128", "cuda/sm90/item_split.py"
+GRADIENTS, WIDE = "wgmma, gradients", "wgmma, gradients, D128"
 
 MUTANTS_SPLIT = (
     # ---- planes

@@ -19,6 +19,7 @@ def build(kernel):
             store(rows[0],
                   head, last=True)  # wrapped
         sync()
+        sync()
         return (rows +
                 1)
 
@@ -67,7 +68,7 @@ def test_an_expression_is_found_however_it_is_written():
 
 
 def test_what_is_another_number_is_not_found():
-    with pytest.raises(LookupError, match="nowhere"):
+    with pytest.raises(LookupError, match=r"nowhere$"):
         find("consume", "rows + 1.0")
     with pytest.raises(LookupError, match="nowhere"):
         find("consume", "rows + True")
@@ -86,7 +87,14 @@ def test_statements():
     assert line("consume", "load(head)", "rows = head; load(rows)") == (["load(head)"], ["rows = head", "load(rows)"])
     assert line("consume", "store(rows[0], head, last=True)", "") == (["store(rows[0], head, last=True)"], ["pass"])
     assert line("build_pair", "first, last = rows", "first = last = rows") == (["first, last = rows"], ["first = last = rows"])
+    assert line("build_pair", "last", "first") == (["first, last = rows"], ["first, first = rows"])
     assert line("consume", "sync(); return rows + 1", "return rows + 1") == (["sync()"], [])
+
+
+def test_arguments_are_no_statements():
+    sources = Sources({"one.py": ast.parse("def f():\n    g(a(), b())\n    a()\n    b()")})
+    assert sources.find(Mutant("", "f", "a(); b()", "b(); a()", "")).fields == ("body",)
+    assert sources.find(Mutant("", "f", "a(), b()", "b(), a()", "")).fields == ("args", "keywords")
 
 
 def test_dots_are_whatever_stands_there():
@@ -100,6 +108,8 @@ def test_dots_are_whatever_stands_there():
     )
     assert line("consume", "sync()\nif ...: ...", "if ...: ...") == (["sync()"], [])
     assert line("consume", "load(head)\n...\nfor row in ...: ...", "load(head)\n...\nfor row in ...: ...; sync()") == ([], ["sync()"])
+    nearest = find("consume", "if rows > LIMIT: ...\n...\nsync()")
+    assert nearest.stop - nearest.start == 2
     assert find("consume", "return ...").stop == find("consume", "return rows + 1").stop
 
 
@@ -108,6 +118,8 @@ def test_a_piece_of_a_string():
     assert line("build", "kernel", "0")[1] == ["asm = f'add.f32 {0}, $1; mul.rn.f32 $2;'"]
     with pytest.raises(LookupError, match=r"one\.py:6, cuda/one\.py:6"):
         find("build", "'.f32'", "'.f64'")
+    with pytest.raises(LookupError, match="2 times"):
+        find("build", "'$'", "'%'")
 
 
 def test_names_say_which_of_several():
@@ -115,8 +127,8 @@ def test_names_say_which_of_several():
         find("consume", "head")
     for where in ("sm90 consume", "forward_two consume", "sm90 forward_two consume"):
         assert find(where, "store(...)").module == "numba_flash.cuda.sm90.two"
-    for where in ("consume build", "sm80 consume", "two consume", "forward_one forward_two consume", "nobody"):
-        with pytest.raises(LookupError, match="nowhere"):
+    for where in ("consume build", "sm80 consume", "two consume", "forward_two sm90 consume", "forward_one forward_two consume", "nobody"):
+        with pytest.raises(LookupError, match=r"nowhere there, but elsewhere: cuda/one\.py:12, cuda/sm90/two\.py:5"):
             find(where, "store(...)")
 
 
@@ -131,7 +143,9 @@ def test_a_source_leaves_the_trees_as_they_are():
     assert {file: ast.unparse(tree) for file, tree in TREES.items()} == BEFORE
 
 
-@pytest.mark.parametrize(("old", "new"), [("row >", "0"), ("rows > LIMIT", "rows >"), ("store(..., last=True)", "f(..., ...)")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("row >", "0"), ("rows > LIMIT", "rows >"), ("store(..., last=True)", "f(..., ...)"), ("'a'", "a")]
+)
 def test_what_cannot_stand_there_is_named(old, new):
     with pytest.raises(ValueError, match="'a mistake'"):
         find("consume", old, new)
