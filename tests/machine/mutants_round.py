@@ -1,54 +1,60 @@
 """Mistakes in the Hopper backward where the main kernel rounds dQ."""
 
-from mutants import Mutant
+from anchors import Mutant
 
-ROUND = "cuda/sm90/round_dq.py"
 ROUNDED, D128, UPWARD, FEW = (f"gradients, rounded{name}" for name in ("", ", D128", ", upward", ", few"))
-FIRST = "        if is_first():\n"
 
 MUTANTS_ROUND = (
     # ---- who waits for whom
-    Mutant("rounded when the first have added", ROUND, "(flag)) == read(smem, WORD.blocks)", "(flag)) == i32(1)", ROUNDED),
-    Mutant("rounded before the last has added", ROUND, "after + i32(1))", "after)", UPWARD),
-    Mutant("sums that nobody has waited for", ROUND, "pipeline.uniform(ptx.load_flag(flag)) == read(smem, WORD.blocks)", "True", ROUNDED),
-    Mutant("sums before they are there", ROUND, "ptx.copy_wait_but(SUM_SLOTS - 1)", "ptx.copy_wait_but(SUM_SLOTS)", ROUNDED),
-    Mutant("rounded where it has not left", ROUND, "bulk_wait_read_but(ROUNDED_SLOTS - 1)", "bulk_wait_read_but(ROUNDED_SLOTS)", ROUNDED),
-    Mutant("no fence before what is rounded leaves", ROUND, "        ptx.fence_proxy_async()\n", "", ROUNDED),
-    Mutant("the end before all is stored", ROUND, FIRST + "            ptx.bulk_wait()\n", "", ROUNDED),
-    Mutant("what others have not written down", ROUND, "ptx.nap(u32(NAP))\n            cuda.syncwarp()\n", "ptx.nap(u32(NAP))\n", UPWARD),
-    Mutant("claims that wait for a tile of dQ", ROUND, "there = pipeline.is_ready(", "there = i32(0) * pipeline.is_ready(", UPWARD),
+    Mutant("rounded when the first have added", "is_complete", "read(smem, WORD.blocks)", "i32(1)", ROUNDED),
+    Mutant("rounded before the last has added", "begin_tile", "after + i32(1)", "after", UPWARD),
+    Mutant(
+        "sums that nobody has waited for",
+        "is_complete",
+        "pipeline.uniform(ptx.load_flag(flag)) == read(smem, WORD.blocks)",
+        "True",
+        ROUNDED,
+    ),
+    Mutant("sums before they are there", "sm90 build", "SUM_SLOTS - 1", "SUM_SLOTS", ROUNDED),
+    Mutant("rounded where it has not left", "sm90 build", "ROUNDED_SLOTS - 1", "ROUNDED_SLOTS", ROUNDED),
+    Mutant("no fence before what is rounded leaves", "round_part", "ptx.fence_proxy_async()", "", ROUNDED),
+    Mutant("the end before all is stored", "write_and_round", "if is_first(): ptx.bulk_wait()", "", ROUNDED),
+    Mutant("what others have not written down", "write_and_round", "part = ...; ...; cuda.syncwarp()", "part = ...; ...", UPWARD),
+    Mutant(
+        "claims that wait for a tile of dQ",
+        "may_claim",
+        "pipeline.is_ready(smem, FETCHED, u32(turn - u32(1)))",
+        "i32(0) * pipeline.is_ready(smem, FETCHED, u32(turn - u32(1)))",
+        UPWARD,
+    ),
     # ---- which tile, and where it goes
-    Mutant("rounded again while there is work", ROUND, " and read(smem, WORD.left) != i32(0):", ":", FEW),
-    Mutant("fewer tiles than there are", ROUND, "u32(tiles + u32(grid - u32(1)) - block)", "u32(tiles - block)", ROUNDED),
-    Mutant("a block's tiles beside each other", ROUND, "WORD.place)) + u32(cuda.gridDim.x))", "WORD.place)) + u32(1))", ROUNDED),
-    Mutant("a head for every tile", ROUND, "u32(pair - u32(b * heads))", "pair", D128),
-    Mutant("columns of the part after", ROUND, "i32(i32(part % u32(PARTS)) * COLUMNS)", "i32(i32(part // u32(PARTS)) * COLUMNS)", ROUNDED),
-    Mutant("sums of another head", ROUND, "u32(pair * blocks) + u32(at)", "u32(at)", ROUNDED),
-    Mutant("sums of the first part", ROUND, "* u32(ALL) + part))", "* u32(ALL)))", ROUNDED),
-    Mutant("the next chunk but one", ROUND, "u64((chunk + SUM_SLOTS) * CHUNK_BYTES)", "u64((chunk + 2) * CHUNK_BYTES)", D128),
-    Mutant("no chunk of the last part", ROUND, "part < u32(ALL - (chunk", "part < u32(ALL - 1 - (chunk", D128),
-    Mutant("a slot of another chunk", ROUND, "part * u32(CHUNKS) % u32(SUM_SLOTS)", "part % u32(2)", ROUNDED),
-    Mutant("chunks behind the last", ROUND, "if part < u32(ALL - (chunk + SUM_SLOTS) // CHUNKS):", "if True:", D128),
+    Mutant("rounded again while there is work", "may_claim", "turn != u32(0), read(smem, WORD.left) != i32(0)", "turn != u32(0)", FEW),
+    Mutant("fewer tiles than there are", "sm90 parts", "tiles + u32(grid - u32(1))", "tiles", ROUNDED),
+    Mutant("a block's tiles beside each other", "sm90 next_tile", "cuda.gridDim.x", "1", ROUNDED),
+    Mutant("a head for every tile", "begin_tile", "u32(pair - u32(b * heads))", "pair", D128),
+    Mutant("columns of the part after", "store_part", "part % u32(PARTS)", "part // u32(PARTS)", ROUNDED),
+    Mutant("sums of another head", "begin_tile", "u32(pair * blocks) + u32(at)", "u32(at)", ROUNDED),
     Mutant(
-        "slots beyond the last",
-        ROUND,
-        "            if at == u32(sums + u32(SUM_SLOTS * CHUNK_BYTES)):\n                at = sums\n",
-        "",
-        D128,
+        "sums of the first part",
+        "round_part",
+        "u32(read(smem, WORD.number)) * u32(ALL) + part",
+        "u32(read(smem, WORD.number)) * u32(ALL)",
+        ROUNDED,
     ),
-    Mutant("rows of a swizzle of another width", ROUND, "row // u32(2) % u32(4)", "row % u32(4)", ROUNDED),
-    Mutant("chunks where others are", ROUND, "u32(to ^ u32(16 * chunk))", "to", ROUNDED),
-    Mutant("the same rows twice", ROUND, "u32(32 * half * ROW_BYTES)", "u32(0 * half * ROW_BYTES)", ROUNDED),
+    Mutant("the next chunk but one", "round_part", "(chunk + SUM_SLOTS) * CHUNK_BYTES", "(chunk + 2) * CHUNK_BYTES", D128),
     Mutant(
-        "columns of the part before",
-        ROUND,
-        "row0, column = read(smem, WORD.row0), i32(part * ",
-        "row0, column = read(smem, WORD.row0), i32(part // u32(2) * ",
-        D128,
+        "no chunk of the last part", "round_part", "ALL - (chunk + SUM_SLOTS) // CHUNKS", "ALL - 1 - (chunk + SUM_SLOTS) // CHUNKS", D128
     ),
-    Mutant("rows of the consumer before", ROUND, "row0 + i32(part // u32(PARTS)) * KEYS", "row0 + i32(part // u32(4)) * KEYS", ROUNDED),
+    Mutant("a slot of another chunk", "round_part", "part * u32(CHUNKS) % u32(SUM_SLOTS)", "part % u32(2)", ROUNDED),
+    Mutant("chunks behind the last", "round_part", "part < u32(ALL - (chunk + SUM_SLOTS) // CHUNKS)", "True", D128),
+    Mutant("slots beyond the last", "round_part", "if at == u32(sums + u32(SUM_SLOTS * CHUNK_BYTES)): at = sums", "", D128),
+    Mutant("rows of a swizzle of another width", "round_part", "row // u32(2)", "row", ROUNDED),
+    Mutant("chunks where others are", "round_part", "u32(to ^ u32(16 * chunk))", "to", ROUNDED),
+    Mutant("the same rows twice", "round_part", "32 * half", "0 * half", ROUNDED),
+    Mutant("columns of the part before", "store_part", "part * u32(COLUMNS)", "part // u32(2) * u32(COLUMNS)", D128),
+    Mutant("rows of the consumer before", "store_part", "part // u32(PARTS)", "part // u32(4)", ROUNDED),
     # ---- what it is
-    Mutant("dQ that is rounded without its scale", ROUND, "pack2(x[0] * scale,", "pack2(x[0],", ROUNDED),
-    Mutant("rows of fragments exchanged", ROUND, "pack2(x[2] * scale, x[3] * scale)", "pack2(x[3] * scale, x[2] * scale)", ROUNDED),
-    Mutant("the same work item again", ROUND, "WORD.turn, read(smem, WORD.turn) + i32(1)", "WORD.turn, read(smem, WORD.turn)", ROUNDED),
+    Mutant("dQ that is rounded without its scale", "round_rows", "x[0] * scale", "x[0]", ROUNDED),
+    Mutant("rows of fragments exchanged", "round_rows", "pack2(x[2] * scale, x[3] * scale)", "pack2(x[3] * scale, x[2] * scale)", ROUNDED),
+    Mutant("the same work item again", "write_and_round", "read(smem, WORD.turn) + i32(1)", "read(smem, WORD.turn)", ROUNDED),
 )

@@ -1,7 +1,12 @@
 """Every mistake of a list is found by the machine that executes PTX, or by the oracle: proof that the tests which use it would notice."""
 
+import ast
+import gc
 import os
 import shutil
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
+from anchors import Sources
 from apart import run
 from mutants import MUTANTS
 from mutants_bias import MUTANTS_BIAS
@@ -29,6 +35,7 @@ from mutants_split import MUTANTS_SPLIT
 from mutants_wide import MUTANTS_WIDE
 from problems import CAUGHT, PROBLEMS
 
+PACKAGE = ROOT / "numba_flash"
 ALL = (
     *MUTANTS,
     *MUTANTS_SPLIT,
@@ -65,25 +72,64 @@ def test_what_is_right_passes(problem, tmp_path, texts):
     assert ended.code == 0, ended.said
 
 
-@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
-def test_mutants_can_be_made(mutant):
-    assert (ROOT / "numba_flash" / mutant.file).read_text().count(mutant.old) == 1
+@contextmanager
+def nothing_collected():
+    """Trees are many objects, and none is garbage: to look for some takes as long as all the rest."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@cache
+def sources() -> Sources:
+    with nothing_collected():
+        return Sources.of(PACKAGE)
+
+
+def found(sources: Sources) -> list:
+    """The place of each mutant, in order; fails with all that have none or several."""
+    places, wrong = [], []
+    with nothing_collected():
+        for mutant in ALL:
+            try:
+                places.append(sources.find(mutant))
+            except (LookupError, ValueError) as error:
+                wrong.append(str(error))
+    assert wrong == []
+    return places
+
+
+def test_mutants_can_be_made():
+    assert [mutant.name for mutant, place in zip(ALL, found(sources()), strict=True) if place.changes_nothing()] == []
+
+
+def test_mutants_are_found_wherever_their_functions_move_and_however_these_are_written():
+    """All files of a folder are one, without comments, and every line is written anew."""
+    folders = defaultdict(list)
+    for file, tree in sources().trees.items():
+        folders[str(Path(file).parent / "moved.py")] += tree.body
+    moved = {file: ast.parse(ast.unparse(ast.Module(body, []))) for file, body in folders.items()}
+    for mutant, before, after in zip(ALL, found(sources()), found(Sources(moved)), strict=True):
+        assert after.file == str(Path(before.file).parent / "moved.py"), mutant.name
+        assert list(map(ast.unparse, after.new)) == list(map(ast.unparse, before.new)), mutant.name
 
 
 def test_mutants_are_many_and_no_two_the_same_and_every_problem_has_one():
     assert len(ALL) >= 100
     assert {mutant.problem for mutant in ALL} == set(PROBLEMS)
-    assert len({mutant.name for mutant in ALL}) == len({mutant[1:4] for mutant in ALL}) == len(ALL)
+    assert len({mutant.name for mutant in ALL}) == len({mutant[1:] for mutant in ALL}) == len(ALL)
 
 
 @pytest.mark.full
 @pytest.mark.machine
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant, tmp_path, texts):
-    compiled = shutil.ignore_patterns(f"{Path(mutant.file).stem}.*.pyc")
-    shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=compiled)
-    changed = tmp_path / "numba_flash" / mutant.file
-    changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
+    place = sources().find(mutant)
+    compiled = shutil.ignore_patterns(f"{Path(place.file).stem}.*.pyc")
+    shutil.copytree(PACKAGE, tmp_path / "numba_flash", ignore=compiled)
+    (tmp_path / "numba_flash" / place.file).write_text(place.source())
     ended = run(mutant.problem, tmp_path, texts, 2, tmp_path / "output")
     said = "\n".join(ended.said.splitlines()[-15:])
-    assert ended.code == CAUGHT, f"{mutant.file}:\n{mutant.old}\nbecame\n{mutant.new}\nand {mutant.problem!r} said\n{said}"
+    assert ended.code == CAUGHT, f"{place}:\n{mutant.old}\nbecame\n{mutant.new}\nand {mutant.problem!r} said\n{said}"
