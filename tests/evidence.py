@@ -189,7 +189,8 @@ def traced(paper: bool) -> Iterator[Trace]:
     before, _current = _current, Trace(paper)
     try:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(compiler, "intermediate", text_of(lambda *kernel, **_: kernel[:3])(compiler.intermediate)))
+            noted = text_of(lambda *kernel, **_: kernel[:3])(compiler.intermediate)
+            stack.enter_context(mock.patch.object(compiler, "intermediate", noted))
             if paper:
                 stack.enter_context(mock.patch.object(subprocess, "Popen", _no_process))
             for name in ("assert_allclose", "assert_array_equal", "assert_array_less", "assert_equal") if paper else ():

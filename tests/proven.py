@@ -1,5 +1,6 @@
-"""``--affected``: the slow tests whose code has changed since they passed. ``tests/data/proven.json`` has, for each that passed, two hashes of
-what it is a function of (`evidence`): one of the sources that its kernels are made of, looked up without compiling, and one of their PTX.
+"""``--affected``: the slow tests whose code has changed since they passed. ``tests/data/proven.json`` has, for each that passed, two
+hashes of what it is a function of (`evidence`): one of the sources that its kernels are made of, looked up without compiling, and one of
+their PTX.
 
 A slow test that is no such function (of time, of threads and processes, of what is installed) is marked `unproven`, with the reason, and
 runs whenever slow tests do. Every other one outside the folders of kernels is a function of all sources.
@@ -10,7 +11,6 @@ import json
 import random
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import evidence

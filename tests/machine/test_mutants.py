@@ -17,7 +17,7 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from anchors import Sources
-from apart import run
+from apart import foresee, run
 from mutants import MUTANTS
 from mutants_bias import MUTANTS_BIAS
 from mutants_blocks import MUTANTS_BLOCKS
@@ -34,6 +34,8 @@ from mutants_sm80 import MUTANTS_SM80
 from mutants_split import MUTANTS_SPLIT
 from mutants_wide import MUTANTS_WIDE
 from problems import CAUGHT, PROBLEMS
+
+from numba_flash import fingerprint
 
 PACKAGE = ROOT / "numba_flash"
 ALL = (
@@ -68,6 +70,7 @@ def texts(tmp_path_factory) -> Path:
 @pytest.mark.machine
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_what_is_right_passes(problem, tmp_path, texts):
+    foresee(problem)
     ended = run(problem, ROOT, texts, 1, tmp_path / "output")
     assert ended.code == 0, ended.said
 
@@ -127,6 +130,7 @@ def test_mutants_are_many_and_no_two_the_same_and_every_problem_has_one():
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant, tmp_path, texts):
     place = sources().find(mutant)
+    foresee(mutant.problem, mutant, fingerprint.package().closure(place.module.removeprefix("numba_flash.")))
     compiled = shutil.ignore_patterns(f"{Path(place.file).stem}.*.pyc")
     shutil.copytree(PACKAGE, tmp_path / "numba_flash", ignore=compiled)
     (tmp_path / "numba_flash" / place.file).write_text(place.source())
