@@ -55,7 +55,7 @@ MUTANTS_RAISED = (
         "RAISED = softmax.raised(..., softmax.LAZY)",
         f"{ENDS}, few, bias",
     ),
-    Mutant("shifts rounded to nearest", "ptx", "'mul.rp.f32'", "'mul.rn.f32'", "large scores"),
+    Mutant("shifts rounded to nearest", "ptx", "'add.rp.f32'", "'add.rn.f32'", "large scores"),
     Mutant("shifts that are not lowered", "cuda powers", "ptx.fma_up(shift, scale_log2, ACC(-UP))", "shift * scale_log2", "mma"),
     Mutant("differences that are not raised", "cuda power", "x + ACC(UP) if UP > 0 else x", "x", "far bias"),
     Mutant("products far from 0", "exponentials", "differ_first or abs(m_i[r]) >= ACC(FAR)", "differ_first", "far bias"),

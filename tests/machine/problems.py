@@ -623,9 +623,9 @@ def tiny_weights(q, k, v, do):
 
 
 def large_scores(q, k, v, do):
-    """Products with a scale that float32 rounds by up to 2, which is a power of two of weights."""
-    q, k = np.zeros_like(q), np.full_like(k, 3000)
-    q[...] = 3000 + 4 * np.arange(q.shape[-2])[:, None]
+    """Products with a scale that float32 rounds to multiples of 16, which are powers of two of weights."""
+    q, k = np.zeros_like(q), np.full_like(k, 6000)
+    q[...] = 6000 + 4 * np.arange(q.shape[-2])[:, None]
     return q, k, v, do
 
 
@@ -642,7 +642,7 @@ def slope_by_batch(score, batch, head, i, j):
     return 1 + 0.5 * batch
 
 
-AT_THE_END, LAZIER = at_the_ends(1, 1.5 * 2.0**-11), at_the_ends(1.9)  # 2**1.9998 is the greatest P, and 2**3.8
+AT_THE_END, LAZIER = at_the_ends(1, -1.5 * 2.0**-14), at_the_ends(1.9)  # 2**1.9998 is the greatest P, and 2**3.8
 OF_RATIO = {"scale": RATIO}
 NO_BIAS = lambda *shape: OF_RATIO | {"bias": np.zeros(shape, np.float16)}
 FAR = np.full((NQ, NK), -1.2e12, np.float32)
