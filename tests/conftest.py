@@ -2,6 +2,7 @@
 
 import os
 import re
+import zlib
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("full")
     if not (config.option.full or config.option.affected):
         deselect(config, items, "full")
+    if config.option.affected:  # should time end, it is not always for the same ones
+        drawn = lambda item: zlib.crc32(f"{config.option.order} {scope(item.nodeid)}".encode())
+        items.sort(key=lambda item: (1, drawn(item)) if item.get_closest_marker("full") else (0, 0))
     if SIMULATED:
         deselect(config, items, "simulator", lambda mark: mark is None or (mark.kwargs.get("full") and not config.option.full))
     elif NO_GPU is not None:
@@ -114,7 +118,7 @@ def pytest_report_header(config):
     if config.option.full:
         slow += "run"
     elif config.option.affected:
-        slow += "run unless they have passed on the same code"
+        slow += f"run unless they have passed on the same code; in order {config.option.order}"
     else:
         slow += "are deselected; --affected runs those that a change can affect, --full all"
     if SIMULATED:

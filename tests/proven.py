@@ -33,6 +33,7 @@ def pytest_addoption(parser):
         help=f"run the slow tests, too, but for those that {RECORD.name} says have passed on the same code",
     )
     parser.addoption("--audit", type=int, metavar="N", help="with --affected, also a random Nth of those that have passed")
+    parser.addoption("--order", type=int, metavar="SEED", help="with --affected, of slow tests; another one in each run, by default")
     parser.addoption("--minutes", type=float, help="with --affected, begin no slow test after so many; those left out are listed")
 
 
@@ -170,6 +171,8 @@ class Records:
 
 def pytest_configure(config):
     if config.option.full or config.option.affected:
+        if config.option.order is None:
+            config.option.order = random.randrange(2**16)
         config.pluginmanager.register(Proofs(config), "proofs")
         if not hasattr(config, "workerinput"):
             config.pluginmanager.register(Records(), "records")

@@ -53,8 +53,8 @@ def test_slow_on_a_gpu(): ...
         ((), {"passed": 2, "deselected": 2}, {"passed": 1, "deselected": 3}),
         (("--full",), {"passed": 4}, {"passed": 2, "deselected": 2}),
         (("-m", "gpu"), {"passed": 1, "deselected": 3}, {"skipped": 1, "deselected": 3}),
-        (("--affected",), {"passed": 4}, {"passed": 2, "deselected": 2}),
-        (("-m", "gpu", "--full"), {"passed": 2, "deselected": 2}, {"skipped": 2, "deselected": 2}),
+        (("--affected", "--order", "7"), {"passed": 4}, {"passed": 2, "deselected": 2}),
+        (("--full", "-m", "gpu"), {"passed": 2, "deselected": 2}, {"skipped": 2, "deselected": 2}),
     ],
 )
 def test_what_runs(suite, options, with_a_gpu, without):
@@ -63,8 +63,8 @@ def test_what_runs(suite, options, with_a_gpu, without):
         assert done.parseoutcomes() == expected
         said = {
             "--full": "run",
-            "--affected": "run unless they have passed on the same code",
-        }.get(options[-1] if options else "", "are deselected; --affected runs those that a change can affect, --full all")
+            "--affected": "run unless they have passed on the same code; in order 7",
+        }.get(options[0] if options else "", "are deselected; --affected runs those that a change can affect, --full all")
         assert f"numba_flash: slow and exhaustive tests {said}" in done.outlines
 
 
