@@ -1,7 +1,8 @@
 """A prepared call takes the state of the dropout's generator that each call brings, not the one that it was prepared with.
 
-Two calls with two states and one preparation, on paper: each launch gets the state of its own call, and what it gets besides is the same in
-both. Every function of the hosts that reads a state is reached by one of these calls, so a new one has to be.
+Two calls with two states and one preparation, on paper: each launch gets the state of its own call, and what it gets besides is the same.
+Every function of the hosts that reads a state is reached by one of these calls, so a new one has to be. On the machine each call drops what
+its state says.
 """
 
 import ast
@@ -16,13 +17,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support import DTYPES, SIMULATED
+from support import DTYPES, SIMULATED, random_inputs
 
 if SIMULATED:
     pytest.skip("its kernels get the arrays themselves", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it compiles")
 
-from kernels import in_place_of_launches, lengths_as_numbers
+from kernels import HOPPER, SM80, SM90, in_place_of_launches, lengths_as_numbers, machine
+from naive import compare
+from test_contract import AMPERE, Group, backward, forward
 
 import numba_flash
 from numba_flash import arrays, call, scoremod, sections
@@ -288,3 +291,34 @@ def test_every_function_that_reads_a_state_got_one(of_all_cases):
     assert functions(reading=True) - of_all_cases.reached == set()
     assert functions(reading=False) & of_all_cases.reached == set()
     assert of_all_cases.refused.keys() == {f"{tier}, wide heads" for tier in ("sm90, float16", "sm80, float32", "sm80, float64")}
+
+
+# ---- on the machine ----------------------------------------------------------------------------------------------------------------------
+
+BIAS = {"bias": np.random.default_rng(0).standard_normal((1, 2, 70, 96)), "bias_grad": True}
+ON_MACHINE = {
+    "sm90": (Group(SM90, "float16", 64, 64, (), HOPPER), 70, BIAS),
+    "sm80": (Group(SM80, "bfloat16", 64, 64, (), AMPERE), 70, BIAS),
+    "sm80, float32": (Group(SM80, "float32", 64, 64, (), AMPERE), 70, {}),
+    "sm80, few queries": (Group(SM80, "float16", 64, 64, (), AMPERE), 3, {}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.machine
+@pytest.mark.parametrize("name", ON_MACHINE)
+def test_each_call_drops_what_its_state_says(name):
+    group, nq, options = ON_MACHINE[name]
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=nq, nk=96, d=64, dtype=group.dtype)
+    if options:
+        options = options | {"bias": options["bias"].astype(DTYPES[group.dtype])}
+    with (
+        machine(capability=group.capability),
+        mock.patch.object(call, "find", FIND),
+        mock.patch.dict(call._prepared, clear=True),
+        mock.patch.object(call, "remember", wraps=call.remember) as remember,
+    ):
+        for rng in STATES:
+            given = {"dropout": 0.25, "rng": rng} | options
+            compare(forward(group, arrays, **given) | backward(group, arrays, **given), *arrays, **given)
+    assert remember.call_count == 2  # of each pass
