@@ -21,10 +21,10 @@ pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it c
 from kernels import in_place_of_launches
 
 import numba_flash
-from numba_flash import arrays
+from numba_flash import arrays, sections
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import lang, packing, prepare_lengths
+from numba_flash.cuda import lang, packing, prepare_lengths, prepare_parts
 from numba_flash.cuda.launch import Launch
 from numba_flash.pages import PagedInputs
 from numba_flash.problem import ForwardInputs, bind, bind_packed, bind_paged
@@ -125,6 +125,29 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
                     raise
     assert done >= count * len(random_problems.STRUCTURES) / 2
     assert Compared.seen >= done
+
+
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+def test_sections_get_what_they_were_prepared_for(backend, monkeypatch):
+    """Also of what has one element for all of them."""
+    monkeypatch.setattr(sections, "MOST", 2**12)
+    monkeypatch.setattr(sections, "room", lambda inputs: 2**12)
+    parts, made = [], sections._part
+    monkeypatch.setattr(sections, "_part", lambda *of: parts.append(of) or made(*of))
+    with in_place_of_launches(Compared, 132, (9, 0)):
+        for number, structure in enumerate(random_problems.STRUCTURES):
+            for problem in range(3):
+                inputs, options = random_problems.drawn(structure, np.random.default_rng((9, number, problem)))
+                call(inputs, options | {"scale": abs(options["scale"])}, backend)
+    assert len(parts) > 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_results_have_the_dtype_of_sums(dtype):
+    x = np.zeros((2, 1, 3, 8), DTYPES[dtype])
+    found = prepare_parts.layouts(bind(x, x, x), 5)
+    sums = np.float64 if dtype == "float64" else np.float32
+    assert [(each.shape, each.dtype) for each in found] == [((5, 2, 1, 3, 8), sums), ((5, 2, 1, 3), sums)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

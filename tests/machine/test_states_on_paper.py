@@ -39,11 +39,12 @@ FIELDS = "seed", "offset", "first_query", "first_key"  # of a state
 
 
 class Launched(NamedTuple):
-    """A kernel, the states among its numbers, and the numbers that are no state."""
+    """A kernel, the states among its numbers, the numbers that are no state, and the first batch element of each state's problem."""
 
     kernel: str
     states: list[tuple]
     others: list
+    firsts: list[int]
 
 
 def launched(kernel: str, numbers) -> Launched:
@@ -51,7 +52,8 @@ def launched(kernel: str, numbers) -> Launched:
     parameters = [x for x in numbers if "seed" in getattr(x, "_fields", ())]
     others = [x._replace(**dict.fromkeys(FIELDS, 0)) if "seed" in getattr(x, "_fields", ()) else x for x in numbers]
     assert all(x.threshold > 0 for x in parameters), kernel  # it drops
-    return Launched(kernel, [tuple(int(getattr(x, name)) for name in FIELDS) for x in parameters], packing.flat(others))
+    states = [tuple(int(getattr(x, name)) for name in FIELDS) for x in parameters]
+    return Launched(kernel, states, packing.flat(others), [int(getattr(x, "first_batch", 0)) for x in parameters])
 
 
 @contextmanager
@@ -284,6 +286,12 @@ def test_each_launch_gets_the_state_of_its_call(of_all_cases):
 def test_nothing_else_depends_on_the_state(of_all_cases):
     for name, (first, second) in of_all_cases.found.items():
         assert [each._replace(states=[]) for each in first] == [each._replace(states=[]) for each in second], name
+
+
+def test_sections_draw_for_their_own_batch_elements(of_all_cases):
+    for tier in ("sm90, float16", "sm80, float16", "sm80, float64"):
+        launches, _ = of_all_cases.found[f"{tier}, in sections, pass 1"]
+        assert {first for each in launches for first in each.firsts} == {0, 1}, tier
 
 
 def test_every_function_that_reads_a_state_got_one(of_all_cases):
