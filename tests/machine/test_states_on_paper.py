@@ -289,9 +289,9 @@ def test_nothing_else_depends_on_the_state(of_all_cases):
 
 
 def test_sections_draw_for_their_own_batch_elements(of_all_cases):
-    for tier in ("sm90, float16", "sm80, float16", "sm80, float64"):
-        launches, _ = of_all_cases.found[f"{tier}, in sections, pass 1"]
-        assert {first for each in launches for first in each.firsts} == {0, 1}, tier
+    for name in ("sm90, float16", "sm80, float16", "sm80, float64"):
+        launches, _ = of_all_cases.found[f"{name}, in sections, pass 1"]
+        assert {first for each in launches for first in each.firsts} == {0, 1}, name
 
 
 def test_every_function_that_reads_a_state_got_one(of_all_cases):
