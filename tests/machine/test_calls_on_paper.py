@@ -161,18 +161,22 @@ def test_parts_of_results_have_the_dtype_of_sums(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", GPUS)
 def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
-    """In the dtype of sums, whatever those of q and of the bias are."""
-    sums, made = "float64" if dtype == "float64" else "float32", []
+    """In the dtype of sums, whatever those of q and of the bias are; there are blocks for all shares, and threads for all elements."""
+    sums, made, before = "float64" if dtype == "float64" else "float32", [], []
 
     def noted(prepared):
         if prepared.builder == "sum_shares.build":
-            made.append([x.dtype.name for x, _ in prepared.operands])
+            (shares, whole) = (x for x, _ in prepared.operands)
+            made.append([shares.dtype.name, whole.dtype.name])
+            assert before[-1].grid >= shares.shape[0] > 1
+            assert prepared.grid * prepared.threads >= math.prod(whole.shape)
+        before.append(prepared)
         return Compared(prepared)
 
-    x = np.zeros((16, 2, 64, 64), DTYPES[dtype])
-    biases = [np.zeros((64, 64), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
+    x, k = (np.zeros((16, 2, n, 64), DTYPES[dtype]) for n in (64, 61))
+    biases = [np.zeros((64, 61), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
     with in_place_of_launches(noted, 132, (9, 0)):
-        done = [call((x,) * 4, {"bias": bias, "bias_grad": True}, backend) for bias in biases]
+        done = [call((x, k, k, x), {"bias": bias, "bias_grad": True}, backend) for bias in biases]
     served = backend != "sm90" or dtype in ("float16", "bfloat16")
     assert done == [2 * served] * len(biases)
     assert made == [[sums, bias.dtype.name] for bias in biases if served]
