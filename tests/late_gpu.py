@@ -188,8 +188,8 @@ _thread = threading.local()
 
 def _current() -> list[Stream]:
     """Current streams of this thread, the innermost last."""
-    if _thread.__dict__.get("of") is not Array.streams:
-        _thread.of, _thread.stack = Array.streams, [Array.streams.null or Stream(Array.streams, False)]
+    if "stack" not in _thread.__dict__:
+        _thread.stack = [Array.streams.null or Stream(Array.streams, False)]
     return _thread.stack
 
 
@@ -499,9 +499,11 @@ def merged(o1, lse1, o2, lse2) -> tuple[Array, Array]:
 
 def install(monkeypatch, seed: int = 0, preferred: str | None = None, shared: bool = False) -> Streams:
     """Put it all where the package looks for it. Each thread has a stream of its own, unless the default one is `shared` by all."""
-    from numba_flash.distributed import loops
+    from numba_flash.distributed import loops, streams
 
     monkeypatch.setattr(Array, "streams", Streams(seed, preferred, shared), raising=False)
+    for module in (streams, sys.modules[__name__]):  # what threads keep are streams, devices and groups of an earlier one
+        monkeypatch.setattr(module, "_thread", threading.local())
     cuda = SimpleNamespace(
         Stream=lambda non_blocking=False: Stream(Array.streams, non_blocking),
         Event=lambda disable_timing=False: Event(Array.streams),

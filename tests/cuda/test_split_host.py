@@ -64,10 +64,12 @@ def test_powers_of_heads_that_can_be_split_are_undone_in_float32():
 
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (300, 100), (1, 8448), (8449, 3), (20_000, 100_000)])
 def test_every_piece_of_a_head_is_looked_at_again(nq, nk):
-    """A lane of the second kernel reads each of the pieces that the first one made."""
+    """A lane of the second kernel reads each of the pieces that the first one made; both have a block for everything."""
     q, k = np.broadcast_to(np.float32(0), (1, 1, nq, 64)), np.broadcast_to(np.float32(0), (1, 1, nk, 64))
     problem = bind(q, k, k)
-    (parts, pieces, _) = Splitter(problem, Gpu(0, (9, 0), 132), ForwardInputs(*map(Layout.of, (q, k, k))), (64, 64)).made.extremes.shape
+    splitter = Splitter(problem, Gpu(0, (9, 0), 132), ForwardInputs(*map(Layout.of, (q, k, k))), (64, 64))
+    (parts, pieces, _), (statistics, planes) = splitter.made.extremes.shape, splitter.launches
+    assert (statistics.grid, planes.grid) == (parts * pieces, parts * -(-max(nq, nk) // split.ROWS))
     extremes = np.arange(1, 1 + parts * pieces * 2).reshape(parts, pieces, 2)
     for part, first in product(range(parts), (0, 1)):
         seen = set()

@@ -21,10 +21,10 @@ pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it c
 from kernels import in_place_of_launches
 
 import numba_flash
-from numba_flash import arrays
+from numba_flash import arrays, sections
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import lang, packing, prepare_lengths
+from numba_flash.cuda import lang, packing, prepare_lengths, prepare_parts
 from numba_flash.cuda.launch import Launch
 from numba_flash.pages import PagedInputs
 from numba_flash.problem import ForwardInputs, bind, bind_packed, bind_paged
@@ -127,21 +127,56 @@ def test_calls_hand_over_what_was_prepared(backend, count, monkeypatch):
     assert Compared.seen >= done
 
 
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+def test_sections_get_what_they_were_prepared_for(backend, monkeypatch):
+    """Also of what has one element for all of them."""
+    monkeypatch.setattr(sections, "MOST", 2**12)
+    monkeypatch.setattr(sections, "room", lambda inputs: 2**12)
+    parts, cut_out = set(), sections._cut
+
+    def checked(problem, cut, given):
+        own, group = cut_out(problem, cut, given), problem.hq // problem.hk
+        parts.add(cut.axis)
+        if cut.axis == "heads" and hasattr(own, "q") and not problem.options.packed and own.q.ndim > 2:
+            assert (own.q.shape[-3], own.k.shape[-3]) == ((cut.stop - cut.start) * group, cut.stop - cut.start)
+        return own
+
+    monkeypatch.setattr(sections, "_cut", checked)
+    with in_place_of_launches(Compared, 132, (9, 0)):
+        for number, structure in enumerate(random_problems.STRUCTURES):
+            for problem in range(3):
+                inputs, options = random_problems.drawn(structure, np.random.default_rng((9, number, problem)))
+                call(inputs, options | {"scale": abs(options["scale"])}, backend)
+    assert parts == {*sections.AXES}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_results_have_the_dtype_of_sums(dtype):
+    x = np.zeros((2, 1, 3, 8), DTYPES[dtype])
+    found = prepare_parts.layouts(bind(x, x, x), 5)
+    sums = np.float64 if dtype == "float64" else np.float32
+    assert [(each.shape, each.dtype) for each in found] == [((5, 2, 1, 3, 8), sums), ((5, 2, 1, 3), sums)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", GPUS)
 def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
-    """In the dtype of sums, whatever those of q and of the bias are."""
-    sums, made = "float64" if dtype == "float64" else "float32", []
+    """In the dtype of sums, whatever those of q and of the bias are; there are blocks for all shares, and threads for all elements."""
+    sums, made, before = "float64" if dtype == "float64" else "float32", [], []
 
     def noted(prepared):
         if prepared.builder == "sum_shares.build":
-            made.append([x.dtype.name for x, _ in prepared.operands])
+            (shares, whole) = (x for x, _ in prepared.operands)
+            made.append([shares.dtype.name, whole.dtype.name])
+            assert before[-1].grid >= shares.shape[0] > 1
+            assert prepared.grid * prepared.threads >= math.prod(whole.shape)
+        before.append(prepared)
         return Compared(prepared)
 
-    x = np.zeros((16, 2, 64, 64), DTYPES[dtype])
-    biases = [np.zeros((64, 64), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
+    x, k = (np.zeros((16, 2, n, 64), DTYPES[dtype]) for n in (64, 61))
+    biases = [np.zeros((64, 61), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
     with in_place_of_launches(noted, 132, (9, 0)):
-        done = [call((x,) * 4, {"bias": bias, "bias_grad": True}, backend) for bias in biases]
+        done = [call((x, k, k, x), {"bias": bias, "bias_grad": True}, backend) for bias in biases]
     served = backend != "sm90" or dtype in ("float16", "bfloat16")
     assert done == [2 * served] * len(biases)
     assert made == [[sums, bias.dtype.name] for bias in biases if served]

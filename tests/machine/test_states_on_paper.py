@@ -1,7 +1,8 @@
 """A prepared call takes the state of the dropout's generator that each call brings, not the one that it was prepared with.
 
-Two calls with two states and one preparation, on paper: each launch gets the state of its own call, and what it gets besides is the same in
-both. Every function of the hosts that reads a state is reached by one of these calls, so a new one has to be.
+Two calls with two states and one preparation, on paper: each launch gets the state of its own call, and what it gets besides is the same.
+Every function of the hosts that reads a state is reached by one of these calls, so a new one has to be. On the machine each call drops what
+its state says.
 """
 
 import ast
@@ -16,13 +17,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support import DTYPES, SIMULATED
+from support import DTYPES, SIMULATED, random_inputs
 
 if SIMULATED:
     pytest.skip("its kernels get the arrays themselves", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it compiles")
 
-from kernels import in_place_of_launches, lengths_as_numbers
+from kernels import HOPPER, SM80, SM90, in_place_of_launches, lengths_as_numbers, machine
+from naive import compare
+from test_contract import AMPERE, Group, backward, forward
 
 import numba_flash
 from numba_flash import arrays, call, scoremod, sections
@@ -36,11 +39,12 @@ FIELDS = "seed", "offset", "first_query", "first_key"  # of a state
 
 
 class Launched(NamedTuple):
-    """A kernel, the states among its numbers, and the numbers that are no state."""
+    """A kernel, the states among its numbers, the numbers that are no state, and the first batch element of each state's problem."""
 
     kernel: str
     states: list[tuple]
     others: list
+    firsts: list[int]
 
 
 def launched(kernel: str, numbers) -> Launched:
@@ -48,7 +52,8 @@ def launched(kernel: str, numbers) -> Launched:
     parameters = [x for x in numbers if "seed" in getattr(x, "_fields", ())]
     others = [x._replace(**dict.fromkeys(FIELDS, 0)) if "seed" in getattr(x, "_fields", ()) else x for x in numbers]
     assert all(x.threshold > 0 for x in parameters), kernel  # it drops
-    return Launched(kernel, [tuple(int(getattr(x, name)) for name in FIELDS) for x in parameters], packing.flat(others))
+    states = [tuple(int(getattr(x, name)) for name in FIELDS) for x in parameters]
+    return Launched(kernel, states, packing.flat(others), [int(getattr(x, "first_batch", 0)) for x in parameters])
 
 
 @contextmanager
@@ -283,8 +288,45 @@ def test_nothing_else_depends_on_the_state(of_all_cases):
         assert [each._replace(states=[]) for each in first] == [each._replace(states=[]) for each in second], name
 
 
+def test_sections_draw_for_their_own_batch_elements(of_all_cases):
+    for name in ("sm90, float16", "sm80, float16", "sm80, float64"):
+        launches, _ = of_all_cases.found[f"{name}, in sections, pass 1"]
+        assert {first for each in launches for first in each.firsts} == {0, 1}, name
+
+
 def test_every_function_that_reads_a_state_got_one(of_all_cases):
     """Of a new one the first of these calls that reaches it has to be written down here; one that ignores a state may not get any."""
     assert functions(reading=True) - of_all_cases.reached == set()
     assert functions(reading=False) & of_all_cases.reached == set()
     assert of_all_cases.refused.keys() == {f"{tier}, wide heads" for tier in ("sm90, float16", "sm80, float32", "sm80, float64")}
+
+
+# ---- on the machine ----------------------------------------------------------------------------------------------------------------------
+
+BIAS = {"bias": np.random.default_rng(0).standard_normal((1, 2, 70, 96)), "bias_grad": True}
+ON_MACHINE = {
+    "sm90": (Group(SM90, "float16", 64, 64, (), HOPPER), 70, BIAS),
+    "sm80": (Group(SM80, "bfloat16", 64, 64, (), AMPERE), 70, BIAS),
+    "sm80, float32": (Group(SM80, "float32", 64, 64, (), AMPERE), 70, {}),
+    "sm80, few queries": (Group(SM80, "float16", 64, 64, (), AMPERE), 3, {}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.machine
+@pytest.mark.parametrize("name", ON_MACHINE)
+def test_each_call_drops_what_its_state_says(name):
+    group, nq, options = ON_MACHINE[name]
+    arrays = random_inputs(batch=(1,), hq=2, hk=1, nq=nq, nk=96, d=64, dtype=group.dtype)
+    if options:
+        options = options | {"bias": options["bias"].astype(DTYPES[group.dtype])}
+    with (
+        machine(capability=group.capability),
+        mock.patch.object(call, "find", FIND),
+        mock.patch.dict(call._prepared, clear=True),
+        mock.patch.object(call, "remember", wraps=call.remember) as remember,
+    ):
+        for rng in STATES:
+            given = {"dropout": 0.25, "rng": rng} | options
+            compare(forward(group, arrays, **given) | backward(group, arrays, **given), *arrays, **given)
+    assert remember.call_count == 2  # of each pass

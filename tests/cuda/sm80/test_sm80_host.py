@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -429,6 +430,12 @@ def test_who_counts_arrivals_where(monkeypatch):
     captures.clear()
     assert prepare_parts.arrivals(like, 3) is other
     assert prepare_parts.arrivals(like, 5000).size >= 5000
+    stream.ptr = prepare_parts.PER_THREAD_STREAM  # one handle, a stream of each thread
+    own, others = prepare_parts.arrivals(like, 3), []
+    thread = threading.Thread(target=lambda: others.append(prepare_parts.arrivals(like, 3)))
+    thread.start()
+    thread.join()
+    assert others[0] is not own
 
 
 def test_one_kernel_combines_any_number_of_parts():
