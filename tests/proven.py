@@ -138,10 +138,17 @@ class Proofs:
 
 
 class Records:
-    """The plugin of the process that reports: writes what has passed."""
+    """The plugin of the process that reports: writes what has passed. After a run of all tests, nothing else is left in the record."""
 
-    def __init__(self):
+    def __init__(self, config):
         self.passed, self.left_out, self.lied = {}, [], []
+        named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr not in ("", "full")
+        self.all = config.option.full and not named
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        """All processes of pytest-xdist have the same order."""
+        node.workerinput["order"] = node.config.option.order
 
     def pytest_runtest_logreport(self, report):
         said = dict(report.user_properties)
@@ -154,8 +161,10 @@ class Records:
         if report.skipped and LEFT_OUT in said:
             self.left_out.append(report.nodeid)
 
-    def pytest_sessionfinish(self):
-        record = {name: hashes for name, hashes in kept().items() if name not in self.lied} | self.passed
+    def pytest_sessionfinish(self, exitstatus):
+        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        others = {} if self.all and ended else {name: hashes for name, hashes in kept().items() if name not in self.lied}
+        record = others | self.passed
         if record != kept():
             RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
 
@@ -172,7 +181,7 @@ class Records:
 def pytest_configure(config):
     if config.option.full or config.option.affected:
         if config.option.order is None:
-            config.option.order = random.randrange(2**16)
+            config.option.order = getattr(config, "workerinput", {}).get("order", random.randrange(2**16))
         config.pluginmanager.register(Proofs(config), "proofs")
         if not hasattr(config, "workerinput"):
-            config.pluginmanager.register(Records(), "records")
+            config.pluginmanager.register(Records(config), "records")

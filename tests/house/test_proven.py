@@ -141,3 +141,21 @@ def test_who_says_so_is_not_recorded(project):
     for _ in range(2):
         assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 1}
     assert not (project.path / "proven.json").exists()
+
+
+def test_after_a_run_of_all_tests_the_record_is_of_these(project):
+    """Not after one of some of them, nor one that is interrupted."""
+    run(project)
+    before = record(project)
+    project.makepyfile(test_more="import pytest\n@pytest.mark.full\ndef test_more(): pass\n")
+    (project.path / "machine" / "test_kernels_of_paper.py").rename(project.path / "elsewhere.txt")
+    more = {"test_more.py::test_more"}
+    for options in (("--full", "test_more.py"), ("--full", "-k", "more"), ("--affected",)):
+        project.runpytest_inprocess("-p", "proven", *options)
+        assert {*record(project)} == {*before} | more
+    project.makepyfile(test_interrupt="import pytest\ndef test_it(): pytest.exit('interrupted')\n")
+    project.runpytest_inprocess("-p", "proven", "--full")
+    assert {*record(project)} == {*before} | more
+    (project.path / "test_interrupt.py").unlink()
+    project.runpytest_inprocess("-p", "proven", "--full")
+    assert {*record(project)} == more

@@ -125,6 +125,8 @@ def test_processes_take_tests_by_kernel(pytester, monkeypatch):
         def test_one(x):
             note(x)
 
+        @pytest.mark.full  # in an order that is drawn, once for both processes
+        @pytest.mark.unproven("of processes")
         @pytest.mark.parametrize("x", range(8))
         def test_other(x):
             note(x)
@@ -133,7 +135,7 @@ def test_processes_take_tests_by_kernel(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    assert pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2").parseoutcomes()["passed"] == 16
+    assert pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2", "--affected").parseoutcomes()["passed"] == 16
     ran = sorted(file.name for file in pytester.path.glob("*-gw*"))
     assert [name.split("-")[0] for name in ran] == list("01234567")
     assert {name.split("-")[1] for name in ran} == {"gw0", "gw1"}
