@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("full_on_cpu") and item.callspec.params["backend"].name == "cpu":
             item.add_marker("full")
-    if not (config.option.full or config.option.affected):
+    if not config.option.full:
         deselect(config, items, "full")
     if config.option.affected:  # should time end, it is not always for the same ones
         drawn = lambda item: zlib.crc32(f"{config.option.order} {scope(item.nodeid)}".encode())
@@ -115,10 +115,10 @@ def deselect(config, items, name: str, unwanted=lambda mark: mark is not None):
 
 def pytest_report_header(config):
     slow = "slow and exhaustive tests "
-    if config.option.full:
-        slow += "run"
-    elif config.option.affected:
+    if config.option.affected:
         slow += f"run unless they have passed on the same code; in order {config.option.order}"
+    elif config.option.full:
+        slow += "run"
     else:
         slow += "are deselected; --affected runs those that a change can affect, --full all"
     if SIMULATED:

@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import evidence
 import numpy as np
@@ -102,7 +103,9 @@ class Proof:
 def _on_paper(item) -> evidence.Trace:
     """The trace of a test on paper. It may end as it likes: results are not those of attention."""
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
-    with evidence.traced(paper=True) as trace:
+    with evidence.traced(paper=True) as trace, pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
+        own = {"monkeypatch": patch, "tmp_path": Path(directory)}  # it leaves nothing behind for the run in earnest
+        arguments |= {name: own[name] for name in own if name in arguments}
         try:
             item.obj(**arguments)
         except (Exception, evidence.Enough) as error:
@@ -156,7 +159,7 @@ class Records:
     def __init__(self, config):
         self.passed, self.left_out, self.lied = {}, [], []
         named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr not in ("", "full")
-        self.all = config.option.full and not named
+        self.all = not (config.option.affected or named)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -193,6 +196,7 @@ class Records:
 
 def pytest_configure(config):
     if config.option.full or config.option.affected:
+        config.option.full = True  # slow tests run, and whoever asks whether they do is told so
         if config.option.order is None:
             config.option.order = getattr(config, "workerinput", {}).get("order", random.randrange(2**16))
         config.pluginmanager.register(Proofs(config), "proofs")

@@ -159,3 +159,20 @@ def test_after_a_run_of_all_tests_the_record_is_of_these(project):
     (project.path / "test_interrupt.py").unlink()
     project.runpytest_inprocess("-p", "proven", "--full")
     assert {*record(project)} == more
+
+
+def test_paper_leaves_nothing_behind(project):
+    """What the test patches, and the files that it makes."""
+    source = """
+import evidence, os, pytest
+
+@pytest.mark.full
+def test_it(monkeypatch, tmp_path, pytestconfig):
+    assert pytestconfig.option.full
+    (tmp_path / "made").mkdir()
+    assert "PATCHED" not in os.environ
+    monkeypatch.setenv("PATCHED", "1")
+"""
+    (project.mkdir("machine") / "test_it.py").write_text(source)
+    for options in (("--affected",), ("--full",)):
+        assert project.runpytest_inprocess("-p", "proven", *options).parseoutcomes() == {"passed": 1}
