@@ -108,7 +108,7 @@ def _on_paper(item) -> evidence.Trace:
         arguments |= {name: own[name] for name in own if name in arguments}
         try:
             item.obj(**arguments)
-        except (Exception, evidence.Enough) as error:
+        except (Exception, evidence.Enough, pytest.fail.Exception, pytest.skip.Exception) as error:
             trace.note(type(error).__name__)
     return trace
 

@@ -172,6 +172,9 @@ def test_it(monkeypatch, tmp_path, pytestconfig):
     (tmp_path / "made").mkdir()
     assert "PATCHED" not in os.environ
     monkeypatch.setenv("PATCHED", "1")
+    trace = evidence.current()
+    with pytest.raises(ValueError):
+        int("0" if trace.paper else "x")  # on paper it does not raise what it should
 """
     (project.mkdir("machine") / "test_it.py").write_text(source)
     for options in (("--affected",), ("--full",)):
