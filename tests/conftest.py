@@ -61,17 +61,15 @@ FOR_THE_CPU = (
     "test_asv_bench",
     "test_bench",
 )
-FOR_A_GPU = ("test_sm90_compile", "test_sm80_compile", "test_compile")
-FIRST = (*FOR_THE_CPU, "test_simulator", *FOR_A_GPU)
+FIRST = (*FOR_THE_CPU, "test_simulator", "test_sm90_compile", "test_sm80_compile", "test_compile")
 LAST = ("bench", "contract", "cpu")  # folders
 
 
 def scope(nodeid: str) -> str:
-    """What the test has in common with those that have to run in the same process, so that each kernel is compiled once."""
+    """What the test has in common with those that have to run in the same process, so that each kernel of the CPU is compiled once."""
     file, name = Path(nodeid.split("::")[0]).stem, nodeid.split("::", 1)[-1]
-    if file in FOR_THE_CPU and not re.search(r"\[(sm90|sm80|simt)-|_with_a_gpu", name):
-        return "kernels of the CPU"
-    return f"{file} {name[name.index('[') :]}" if file in FOR_A_GPU and "[" in name else nodeid
+    on_the_cpu = file in FOR_THE_CPU and not re.search(r"\[(sm90|sm80|simt)-|_with_a_gpu", name)
+    return "kernels of the CPU" if on_the_cpu else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,11 +77,11 @@ def pytest_xdist_make_scheduler(config, log):
     """By `scope`: the marks of pytest-xdist 3.8 form no groups under pytest 9.2, and nobody is told."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByKernel(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return scope(nodeid)
 
-    return ByKernel(config, log)
+    return ByScope(config, log)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -21,10 +21,12 @@ from unittest import mock
 import numpy as np
 
 TESTS = Path(__file__).parent
-OF_NO_RESULT = ("test_", "mutants", "evidence", "proven")  # begin names of modules that no test's result depends on by being imported
+# Begin names of modules that no test's result depends on by being imported. The last three say which kernels there are: for a test, those
+# count that it asks for, and what else it `uses` of them.
+OF_NO_RESULT = ("test_", "mutants", "evidence", "proven", "simt_kernels", "sm80_kernels", "sm90_kernels")
 HELPERS = {path.stem: path for path in sorted(TESTS.rglob("*.py")) if not path.stem.startswith(OF_NO_RESULT)}
 # Names of tables whose entries count for the tests that use them (`uses`), not for all.
-TABLES = {"PROBLEMS", "SPILLS", "CASES", "KERNELS", "LAUNCHES", "ALL"}
+TABLES = {"PROBLEMS", "SPILLS", "CASES", "KERNELS", "LAUNCHES", "INSPECTIONS", "ALL"}
 ORACLES = ("reference.py", "oracle.py")  # of the package
 TEXT = "text"
 

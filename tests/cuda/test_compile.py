@@ -21,8 +21,8 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 import compiled
-import kernel_counts
-from compiled import H200, disassembler, shared_bytes
+from compiled import H200, Kernel, shared_bytes
+from inspections import check_counts_of_machine_code, check_counts_of_ptx, check_entry_point, inspect, serving
 from numba import njit
 from simt_kernels import CHOSEN, KERNELS, kernel, name_of
 
@@ -40,34 +40,55 @@ SPILL_LIMIT = 1024  # bytes per thread: the largest that the measurements beside
 
 # Two accumulators; what is left are further kernels, tiles and dtypes.
 QUICK = ("forward-float32-64-64", "delta-bfloat16-64-64", "delta-float64-64-64")
+NAMED = {name_of(chosen): chosen for chosen in CHOSEN}
 
 
-def ptx(*chosen) -> str:
-    return compiled.ptx(kernel(*chosen))
-
-
-@pytest.mark.parametrize("chosen", named(CHOSEN, QUICK, name_of))
-def test_instructions_and_resources(chosen):
-    text = ptx(*chosen)
-    name, dtype, *_ = chosen
+def check_instructions(name: str, kernel: Kernel) -> None:
+    """Of the accumulators' precision, and nothing in local memory; for the products several numbers are read at once."""
+    text = compiled.ptx(kernel)
+    which, dtype, *_ = NAMED[name]
     assert ".local" not in text
     assert "__local_depot" not in text
-    assert shared_bytes(text) <= STATIC_SHARED_LIMIT
-    assert (shared_bytes(text) == 0) == (name == "lanes"), "what its tile says is all that it has"
     number = "f64" if dtype == "float64" else "f32"
     assert f"fma.rn.{number}" in text
     if dtype != "float64":
         assert ".f64" not in text.split("bar.sync")[1], "double precision in the loop of a kernel that accumulates in float32"
-    if name != "delta":
-        single = "ld.shared.v4.b32" if name == "lanes" else "ld.shared.v4.f32"
+    if which != "delta":
+        single = "ld.shared.v4.b32" if which == "lanes" else "ld.shared.v4.f32"
         assert ("ld.shared.v2.f64" if dtype == "float64" else single) in text
         assert f"ex2.approx.{number}" in text or dtype == "float64"
-    used = compile.resources(compiled.linked(kernel(*chosen)).log)
+
+
+def check_resources(name: str, kernel: Kernel) -> None:
+    """Registers, what is spilled, and shared memory, before and after the assembler."""
+    shared = shared_bytes(compiled.ptx(kernel))
+    assert shared <= STATIC_SHARED_LIMIT
+    assert (shared == 0) == (NAMED[name][0] == "lanes"), "what its tile says is all that it has"
+    used = compile.resources(compiled.linked(kernel).log)
     print(used)
     assert 0 < used["registers"] <= 255
     assert used["stack_bytes"] <= SPILL_LIMIT
     assert used["spill_bytes"] == 0 or used["stack_bytes"] > 0
-    assert 0 <= used["shared_bytes"] - shared_bytes(text) <= 1024  # one kilobyte per block is the system's, and counted
+    assert 0 <= used["shared_bytes"] - shared <= 1024  # one kilobyte per block is the system's, and counted
+
+
+def check_arguments(_, kernel: Kernel) -> None:
+    """None is for options."""
+    arrays, scalars = 4 * (5 + 2 * 5) + (5 + 2 * 4), 3
+    assert len(re.findall(r"\.param ", compiled.ptx(kernel))) == arrays + scalars
+
+
+# Names of kernels, and what inspects them. The counts say that an option that is off costs no parameter, no load, no operation more than
+# plain attention had; what compilers may choose, addresses, within a tolerance.
+INSPECTIONS = (
+    (KERNELS, check_entry_point, check_instructions, check_resources, check_counts_of_ptx, check_counts_of_machine_code),
+    (["forward-float32-64-64"], check_arguments),
+)
+
+
+@pytest.mark.parametrize("name", named(KERNELS, QUICK))
+def test_kernel(name):
+    inspect(name, KERNELS[name], serving(name, INSPECTIONS))
 
 
 PRODUCTS = [("forward", 64), ("forward", 128), ("dkdv", 64), ("dq", 64), ("dq", 128)]
@@ -97,24 +118,6 @@ def test_float64_is_multiplied_elsewhere_where_tensor_cores_do_not(capability):
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", named(KERNELS, QUICK))
-def test_an_option_that_is_off_costs_nothing(name):
-    """No parameter, no load, no operation more than plain attention had; what compilers may choose, addresses, within a tolerance."""
-    kernel_counts.compare(name, kernel_counts.PTX, KERNELS[name])
-
-
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(KERNELS, QUICK[:1]))
-def test_machine_code_is_as_it_was(name):
-    kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
-
-
-@pytest.mark.parametrize("chosen", named([("forward", "float32", 64, 64)], QUICK, name_of))
-def test_plain_kernels_take_no_argument_for_options(chosen):
-    arrays, scalars = 4 * (5 + 2 * 5) + (5 + 2 * 4), 3
-    assert len(re.findall(r"\.param ", ptx(*chosen))) == arrays + scalars
 
 
 ALIBI = ScoreMod.bind(numba_flash.alibi([0.5, 0.25]), None, "float32", 2)
@@ -193,12 +196,7 @@ def test_a_function_of_the_user_is_in_the_key():
     assert len({key(functions(1.0)), key(functions(2.0)), key(ALIBI), key(None)}) == 4
 
 
-# ---- entry points and architectures ------------------------------------------------------------------------------------------------------
-
-
-def test_one_entry_point_called_kernel():
-    text = ptx("delta", "float32", 64, 64)
-    assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
+# ---- architectures -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids=lambda capability: "sm_{}{}".format(*capability))

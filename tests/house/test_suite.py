@@ -84,9 +84,7 @@ def test_ids_can_be_read():
     assert readable([lambda: 0, object(), np.int8, "x" * 100, {}]) == f"[<lambda>, object, int8, {'x' * 40}, default]"
 
 
-def test_tests_of_one_kernel_run_in_one_process():
-    of_kernels = ["test_resources[packed, 128]", "test_instructions[packed, 128]"]
-    assert len({scope(f"tests/cuda/sm90/test_sm90_compile.py::{name}") for name in of_kernels}) == 1
+def test_what_needs_kernels_of_the_cpu_runs_in_one_process():
     on_the_cpu = [
         "contract/test_api.py::test_threads",
         "contract/test_attention.py::test_dtypes[cpu-float32]",
@@ -96,7 +94,7 @@ def test_tests_of_one_kernel_run_in_one_process():
     ]
     assert len({scope(f"tests/{name}") for name in on_the_cpu}) == 1
     others = [
-        "cuda/test_compile.py::test_resources[packed, 128]",
+        "cuda/test_compile.py::test_kernel[packed, 128]",
         "contract/test_attention.py::test_dtypes[simt-cupy-float32]",
         "contract/test_attention.py::test_dtypes[sm80-cupy-float16]",
         "contract/test_api_more.py::test_threads",
@@ -110,11 +108,11 @@ def test_files_that_come_first_are_there():
     assert set(FIRST) <= {file.stem for file in TESTS.rglob("test_*.py")}
 
 
-def test_processes_take_tests_by_kernel(pytester, monkeypatch):
-    """What pytest-xdist does with that: it once ignored its own marks, and every kernel was compiled in every process."""
+def test_processes_take_tests_by_scope(pytester, monkeypatch):
+    """What pytest-xdist does with that: it once ignored its own marks, and every kernel of the CPU was compiled in every process."""
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makepyfile(
-        test_compile="""
+        test_cpu="""
         import os, pathlib, pytest, time
 
         def note(x):
@@ -122,13 +120,13 @@ def test_processes_take_tests_by_kernel(pytester, monkeypatch):
             pathlib.Path(f"{x}-{os.environ['PYTEST_XDIST_WORKER']}").touch()
 
         @pytest.mark.parametrize("x", range(8))
-        def test_one(x):
-            note(x)
+        def test_on_the_cpu(x):
+            note(f"cpu-{x}")
 
         @pytest.mark.full  # in an order that is drawn, once for both processes
         @pytest.mark.unproven("of processes")
-        @pytest.mark.parametrize("x", range(8))
-        def test_other(x):
+        @pytest.mark.parametrize("x", [f"simt-{i}" for i in range(8)])
+        def test_elsewhere(x):
             note(x)
         """
     )
@@ -136,6 +134,7 @@ def test_processes_take_tests_by_kernel(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     assert pytester.runpytest_subprocess("-p", "xdist.plugin", "-n", "2", "--affected").parseoutcomes()["passed"] == 16
-    ran = sorted(file.name for file in pytester.path.glob("*-gw*"))
-    assert [name.split("-")[0] for name in ran] == list("01234567")
-    assert {name.split("-")[1] for name in ran} == {"gw0", "gw1"}
+    ran = [file.name.split("-") for file in pytester.path.glob("*-gw*")]
+    assert sorted(what + i for what, i, _ in ran) == [f"{what}{i}" for what in ("cpu", "simt") for i in range(8)]
+    assert len({process for what, _, process in ran if what == "cpu"}) == 1
+    assert {process for *_, process in ran} == {"gw0", "gw1"}

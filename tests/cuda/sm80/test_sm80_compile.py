@@ -13,7 +13,8 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 import compiled
 import kernel_counts
-from compiled import SHARED_LIMIT, disassembler
+from compiled import SHARED_LIMIT, Kernel
+from inspections import check_counts_of_machine_code, check_counts_of_ptx, inspect, of_machine_code, serving
 from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
 
 from numba_flash.cuda import compile
@@ -86,41 +87,105 @@ def test_every_case_is_prepared(name):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", named(COUNTED, ()))
-def test_counts_of_ptx(name):
-    kernel_counts.compare(name, kernel_counts.PTX, KERNELS[name])
-
-
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(COUNTED, ()))
-def test_counts_of_machine_code(name):
-    kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
-
-
-@pytest.mark.parametrize("name", named(KERNELS, ()))
-def test_resources(name):
+def check_resources(name: str, kernel: Kernel) -> None:
     """No more is spilled than `SPILLS` allows, no array lies in local memory, and as many blocks have room as the tile says."""
-    kernel, launch = KERNELS[name], LAUNCHES[name]
+    launch = LAUNCHES[name]
     assert ".local" not in compiled.ptx(kernel)
     used = compile.resources(compiled.linked(kernel).log)
     print(used)
     assert used["stack_bytes"] <= used["spill_bytes"] <= may_spill(name)
     assert used["warnings"] == 0
-    tile = launch.config[-1]
+    tile = kernel.config[-1]
     blocks = getattr(tile, "min_blocks", 1)
     assert 0 < used["registers"] * launch.threads * blocks <= REGISTERS
     assert used["shared_bytes"] + launch.shared_bytes <= SHARED_LIMIT[kernel.capability]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("page", "words"), [(1, 16), (16, 4), (256, 2)])
-def test_a_table_of_pages_is_read_once_for_rows_of_one_page(page, words):
-    """Of 16 rows of a thread in a warp's 32 keys of a tile, before the loop and in it: once for K and V, if there are few words; else
-    four at a time, for each.
+def check_instructions_of_float64(_, kernel: Kernel) -> None:
+    """As many products as there are to make, as large as the generation has them; copies that go on."""
+    found = compiled.ptx_instructions(compiled.ptx(kernel))
+    _, shape, *_, tile = kernel.config
+    rows, terms = (16, 16) if kernel.capability >= (9, 0) else (8, 4)
+    if kernel.builder == "sm80.forward_float64.build":
+        warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in shape[:2]]
+    else:
+        warps, d, dv = tile.warps, tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
+        sizes = [tile.block_m * tile.block_n * each for each in (d, dv, d, dv, d)]
+    products = f"mma.sync.aligned.m{rows}n8k{terms}.row.col.f64.f64.f64.f64"
+    assert {each for each in found if "mma" in each} == {products}
+    assert found.count(products) == sum(sizes) // (warps * rows * 8 * terms)
+    assert f"cp.async.{'cg' if shape.asynchronous else 'ca'}.shared.global" in found
+
+
+@of_machine_code
+def check_machine_code_of_float64(name: str, kernel: Kernel) -> None:
+    """Nothing is moved between products."""
+    machine = {each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))}
+    assert {"DMMA", "LDGSTS"} <= machine
+    assert may_spill(name) or not machine & {"STL", "LDL"}
+
+
+def copies(found: list[str]) -> int:
+    """How many of these instructions copy to shared memory while others run."""
+    return sum(each.startswith("cp.async.cg.shared.global") for each in found)
+
+
+def check_instructions(_, kernel: Kernel) -> None:
+    """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
+    found = compiled.ptx_instructions(compiled.ptx(kernel))
+    config = kernel.config if isinstance(kernel.config[0], str) else ("float32", *kernel.config)  # of short heads
+    dtype, shape, *_ = config
+    short, depth = "bf16" if dtype == "bfloat16" else "f16", 8 if kernel.capability < (8, 0) else 16
+    products = {each for each in found if "mma" in each}
+    count = sum("mma" in each for each in found)
+    if dtype == "float32" and kernel.builder == "sm80.forward.build":  # three for one: all but low times low
+        tile, columns = kernel.config[-1], padded(shape.head_dim) + padded(shape.head_dim_v)
+        assert count == 3 * tile.m_tiles * tile.block_n * columns // (8 * 16)
+    assert dtype != "float32" or count % 3 == 0
+    assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
+    assert any(each.startswith("ldmatrix.sync.aligned.m8n8.x4.trans") for each in found)
+    tiles = copies(found) > 0
+    whole = kernel.builder.startswith("sm80.backward") and kernel.builder != "sm80.backward_few.build"  # lse and delta are, in any case
+    assert tiles == (shape.asynchronous or (whole and depth == 16))
+    assert not (tiles and depth == 8)
+
+
+@of_machine_code
+def check_machine_code(name: str, kernel: Kernel) -> None:
+    """The same; a copy each, not one for rows that are there and one for zeros."""
+    made = copies(compiled.ptx_instructions(compiled.ptx(kernel)))
+    machine = [each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))]
+    assert {"HMMA", "LDSM"} <= {*machine}
+    assert may_spill(name) or not {*machine} & {"STL", "LDL"}
+    assert ("LDGSTS" in machine) == (made > 0)
+    # the assembler may unroll the loop of several words of a table
+    assert machine.count("LDGSTS") < 2 * made or made == 0 or "pages of 1," in name
+
+
+def check_reads_of_a_table(_, kernel: Kernel) -> None:
+    """A table of pages is read once for rows of one page. Of 16 rows of a thread in a warp's 32 keys of a tile, before the loop and in it:
+    once for K and V, if there are few words; else four at a time, for each.
     """
-    text = compiled.ptx(KERNELS[f"sm80 forward 128, pages of {page}, 16 rows for 9.0"])
-    assert text.count("ld.global.nc.b32") == words
+    page = kernel.config[-2].paged.size
+    text = compiled.ptx(kernel)
+    assert text.count("ld.global.nc.b32") == {1: 16, 16: 4, 256: 2}[page]
     assert text.count("cp.async.cg") >= 4 * (4 if page == 1 else 16)
+
+
+# Names of kernels, and what inspects them.
+INSPECTIONS = (
+    (KERNELS, check_resources),
+    ([name for name in MAIN if KERNELS[name].config[0] == "float64"], check_instructions_of_float64, check_machine_code_of_float64),
+    ([name for name in MAIN if KERNELS[name].config[0] != "float64"], check_instructions, check_machine_code),
+    ([f"sm80 forward 128, pages of {page}, 16 rows for 9.0" for page in (1, 16, 256)], check_reads_of_a_table),
+    (COUNTED, check_counts_of_ptx, check_counts_of_machine_code),
+)
+
+
+@pytest.mark.parametrize("name", named(KERNELS, ()))
+def test_kernel(name):
+    launch = LAUNCHES[name]
+    inspect(name, KERNELS[name], serving(name, INSPECTIONS), may_spill(name), launch.threads, launch.shared_bytes)
 
 
 LIST_LOADS = 6  # of a list: how long it is, the first tile, and the next
@@ -142,55 +207,3 @@ def test_a_mask_of_blocks_is_lists_alone(name):
     of_list, of_none = (compile.resources(compiled.linked(each).log) for each in (kernel, plain))
     print(of_list, of_none)
     assert of_list["registers"] <= of_none["registers"] + 2  # what the assembler makes of it
-
-
-@pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] == "float64"], ()))
-def test_instructions_of_float64(name):
-    """As many products as there are to make, as large as the generation has them; copies that go on; nothing is moved between products."""
-    kernel = KERNELS[name]
-    found = compiled.ptx_instructions(compiled.ptx(kernel))
-    _, shape, *_, tile = kernel.config
-    rows, terms = (16, 16) if kernel.capability >= (9, 0) else (8, 4)
-    if kernel.builder == "sm80.forward_float64.build":
-        warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in shape[:2]]
-    else:
-        warps, d, dv = tile.warps, tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
-        sizes = [tile.block_m * tile.block_n * each for each in (d, dv, d, dv, d)]
-    products = f"mma.sync.aligned.m{rows}n8k{terms}.row.col.f64.f64.f64.f64"
-    assert {each for each in found if "mma" in each} == {products}
-    assert found.count(products) == sum(sizes) // (warps * rows * 8 * terms)
-    assert f"cp.async.{'cg' if shape.asynchronous else 'ca'}.shared.global" in found
-    if disassembler() is not None:
-        machine = {each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))}
-        assert {"DMMA", "LDGSTS"} <= machine
-        assert may_spill(name) or not machine & {"STL", "LDL"}
-
-
-@pytest.mark.parametrize("name", named([name for name in MAIN if KERNELS[name].config[0] != "float64"], ()))
-def test_instructions(name):
-    """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
-    kernel = KERNELS[name]
-    found = compiled.ptx_instructions(compiled.ptx(kernel))
-    config = kernel.config if isinstance(kernel.config[0], str) else ("float32", *kernel.config)  # of short heads
-    dtype, shape, *_ = config
-    short, depth = "bf16" if dtype == "bfloat16" else "f16", 8 if kernel.capability < (8, 0) else 16
-    products = {each for each in found if "mma" in each}
-    count = sum("mma" in each for each in found)
-    if dtype == "float32" and kernel.builder == "sm80.forward.build":  # three for one: all but low times low
-        tile, columns = kernel.config[-1], padded(shape.head_dim) + padded(shape.head_dim_v)
-        assert count == 3 * tile.m_tiles * tile.block_n * columns // (8 * 16)
-    assert dtype != "float32" or count % 3 == 0
-    assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
-    assert any(each.startswith("ldmatrix.sync.aligned.m8n8.x4.trans") for each in found)
-    copies = sum(each.startswith("cp.async.cg.shared.global") for each in found)
-    tiles = copies > 0
-    whole = kernel.builder.startswith("sm80.backward") and kernel.builder != "sm80.backward_few.build"  # lse and delta are, in any case
-    assert tiles == (shape.asynchronous or (whole and depth == 16))
-    assert not (tiles and depth == 8)
-    if disassembler() is not None:
-        machine = [each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(kernel))]
-        assert {"HMMA", "LDSM"} <= {*machine}
-        assert may_spill(name) or not {*machine} & {"STL", "LDL"}
-        assert ("LDGSTS" in machine) == tiles
-        # one each, not one for rows that are there and one for zeros; the assembler may unroll the loop of several words of a table
-        assert machine.count("LDGSTS") < 2 * copies or not tiles or "pages of 1," in name

@@ -12,12 +12,13 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 import compiled
-import kernel_counts
-from compiled import H200, disassembler
+from compiled import H200, Kernel
+from inspections import check_counts_of_machine_code, check_counts_of_ptx, check_entry_point, inspect, of_machine_code, serving
 from sm90_kernels import (
     AROUND,
     BACKWARD,
     BACKWARD_OPTIONS,
+    BACKWARD_ROUNDING,
     BACKWARD_SPLIT,
     COMBINE,
     DBIAS,
@@ -73,104 +74,35 @@ QUICK = (
 )
 
 
-def instructions(name: str) -> set[str]:
-    """Names of the machine instructions, without what follows their first dot."""
-    return {each.split(".")[0] for each in compiled.machine_instructions(compiled.machine_text(KERNELS[name]))}
+def machine_code(kernel: Kernel) -> list[str]:
+    """Its instructions."""
+    return compiled.machine_instructions(compiled.machine_text(kernel))
 
 
-def resources(name: str) -> dict[str, int]:
-    return compile.resources(compiled.linked(KERNELS[name]).log)
+def first_parts(found: list[str]) -> set[str]:
+    """Names of instructions without what follows their first dot."""
+    return {each.split(".")[0] for each in found}
 
 
-@pytest.mark.parametrize("name", named(KERNELS, QUICK))
-def test_counts_of_ptx(name):
-    kernel_counts.compare(name, kernel_counts.PTX, KERNELS[name])
+def count(found: list[str], begins: str) -> int:
+    """How many instructions have a name that begins so."""
+    return sum(each.startswith(begins) for each in found)
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(KERNELS, QUICK[:1]))
-def test_counts_of_machine_code(name):
-    kernel_counts.compare(name, kernel_counts.MACHINE, KERNELS[name])
+def resources(kernel: Kernel) -> dict[str, int]:
+    used = compile.resources(compiled.linked(kernel).log)
+    print(used)
+    return used
 
 
-@pytest.mark.parametrize("name", named([*FORWARD, *FORWARD_OPTIONS, *BACKWARD, *BACKWARD_OPTIONS], QUICK))
-def test_resources(name):
+# ---- registers and memory ----------------------------------------------------------------------------------------------------------------
+
+
+def fits(name: str, kernel: Kernel, shared_bytes: int) -> None:
     """No more is spilled than `SPILLS` allows, nothing is serialised, and the registers that the warp groups ask for are those that the
     block has been given.
     """
-    _, d, dv, *_, tile = KERNELS[name].config
-    check_resources(name, tile, tile.layout(d, dv).bytes)
-
-
-@pytest.mark.parametrize("name", named([*FORWARD_SPLIT, *BACKWARD_SPLIT], QUICK))
-def test_resources_of_float32(name):
-    """The same; rings hold both planes."""
-    d, dv, *_, tile = KERNELS[name].config
-    width = tile.width if name in BACKWARD_SPLIT else padded
-    check_resources(name, tile, tile.layout(width(d), width(dv)).bytes)
-
-
-@pytest.mark.parametrize("name", named(FORWARD_KEPT, QUICK))
-def test_a_kept_bias(name):
-    """Nothing is serialised, and nothing spilled, as `SPILLS` names none of these; between two products, scores are read four at a time,
-    and nothing else is; of 16 bits, eight.
-    """
-    tile = FORWARD_KEPT[name][-1]
-    check_resources(name, tile, tile.layout().bytes)
-    if disassembler() is not None:
-        found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-        of_scores = [i for i, each in enumerate(found) if each.startswith(f"HGMMA.64x{tile.block_n}x16")]
-        assert len(of_scores) == 2 * -(-FORWARD_KEPT[name][1] // 16)
-        before = found[: of_scores[len(of_scores) // 2]]  # the loop's
-        filled = max(i for i, each in enumerate(before) if each == "STS.128")
-        assert before[filled:].count("LDS.128") == tile.block_n // (8 if tile.wide else 16)
-
-
-@pytest.mark.parametrize("name", named([*DQ_DBIAS_KEPT, *DK_DV_KEPT], QUICK))
-def test_resources_of_gradients_where_a_bias_is_kept(name):
-    """The same."""
-    tile = KERNELS[name].config[-1]
-    check_resources(name, tile, tile.layout().bytes)
-
-
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named([*DQ_DBIAS_KEPT, *DK_DV_KEPT], QUICK))
-def test_instructions_of_gradients_where_a_bias_is_kept(name):
-    """As many products as there are: of each chunk, and before the loop, S and dP, and in the loop what they are for; of dQ and dbias in
-    two loops. Nothing is added to in memory.
-    """
-    _, d, dv, *_, tile = KERNELS[name].config
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    names, steps = {each.split(".")[0] for each in found}, -(-d // 16) - (-dv // 16)
-    assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
-    assert not names & {"HMMA", "ATOMG", "REDG", "RED"}
-    of_keys = name in DK_DV_KEPT
-    assert ("UBLKCP" in names) == of_keys
-    products = 2 * steps + 2 * (tile.queries // 16) if of_keys else 2 * (steps * (tile.chunks + 1) + 4 * tile.chunks)
-    assert sum(each.startswith("HGMMA") for each in found) == products
-
-
-# Kernels that may be launched early; what in machine code reads or writes global memory.
-EARLY = [name for name in KERNELS if re.match(r"(pre|post)process($|,| lengths| packed)", name)]
-EARLY += [name for name in (*FORWARD, *BACKWARD) if "lists" not in name and "stored" not in name]
-REACHES_GLOBAL = re.compile(r"(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG)\b|UTMA(LD|ST|RED)G|UBLK")
-
-
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(EARLY, QUICK))
-def test_kernels_that_begin_early_wait_first(name):
-    """Neither compiler moves anything in front of the wait for the kernels before, nor the leave of the next one; and global memory is not
-    read as if it stayed the same all the time.
-    """
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    uses = [i for i, each in enumerate(found) if REACHES_GLOBAL.match(each)]
-    assert found.index("ACQBULK") < min(found.index("PREEXIT"), *uses)
-    assert not any("CONSTANT" in found[i] for i in uses)
-
-
-def check_resources(name, tile, shared_bytes):
-    used = resources(name)
-    print(used)
+    used, tile = resources(kernel), kernel.config[-1]
     assert used["stack_bytes"] <= used["spill_bytes"] <= SPILLS.get(name, 0)
     assert used["warnings"] == 0
     assert 0 < used["registers"] <= 65536 // tile.threads
@@ -179,150 +111,269 @@ def check_resources(name, tile, shared_bytes):
     assert used["shared_bytes"] + shared_bytes <= SHARED_LIMIT
 
 
-@pytest.mark.parametrize("name", named([*DBIAS, *DBIAS_ROWS], QUICK))
-def test_resources_of_the_gradient_of_a_bias(name):
-    """The same."""
-    _, d, dv, *_, tile = KERNELS[name].config
-    check_resources(name, tile, tile.layout(d, dv).bytes)
+def check_resources(name: str, kernel: Kernel) -> None:
+    _, d, dv, *_, tile = kernel.config
+    fits(name, kernel, tile.layout(d, dv).bytes)
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(DBIAS, QUICK))
-def test_instructions_of_the_gradient_of_a_bias(name):
-    """As many products as there are, of each part S and dP; no sum leaves its registers but to be stored."""
-    _, d, dv, *_, tile = DBIAS[name]
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    names = {each.split(".")[0] for each in found}
-    assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= names
-    assert not names & {"HMMA", "UTMASTG", "ATOMG", "REDG"}
-    assert sum(each.startswith("HGMMA") for each in found) == tile.parts * (-(-d // 16) - (-dv // 16))
+def check_resources_of_float32(name: str, kernel: Kernel) -> None:
+    """The same; rings hold both planes."""
+    d, dv, *_, tile = kernel.config
+    width = padded if kernel.builder == "sm90.forward_split.build" else tile.width
+    fits(name, kernel, tile.layout(width(d), width(dv)).bytes)
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(DBIAS_ROWS, QUICK))
-def test_instructions_where_queries_stay(name):
-    """S before the loop, then dP, and S of the next step while exponentials are made; bias and gradient by matrices of 8 x 8."""
-    _, d, dv, *_ = DBIAS_ROWS[name]
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    of_s, of_dp = -(-d // 16), -(-dv // 16)
-    products = [i for i, each in enumerate(found) if each.startswith("HGMMA")]
-    assert len(products) == 2 * of_s + of_dp
-    first, last = products[of_s + of_dp], products[-1]
-    assert found[first:last].count("MUFU.EX2") > 8
-    names = {each.split(".")[0] for each in found}
-    assert {"LDSM", "STSM", "UTMALDG", "UTMASTG", "UBLKCP", "USETMAXREG"} <= names
-    assert not names & {"HMMA", "LDG", "STG", "ATOMG", "REDG"}
+def check_resources_where_a_bias_is_kept(name: str, kernel: Kernel) -> None:
+    """The same, where a tile says all."""
+    fits(name, kernel, kernel.config[-1].layout().bytes)
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(FORWARD_SPLIT, QUICK))
-def test_instructions_of_float32(name):
-    """Three products for one of float16, or one if that is accurate enough."""
-    d, dv, *_, tile = KERNELS[name].config
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    products = padded(d) // 16 + tile.block_n // 16 * -(-dv // 64)
-    assert sum(each.startswith("HGMMA") for each in found) == products * (3 if tile.planes > 1 else 1)
-    names = {each.split(".")[0] for each in found}
-    assert {"UTMALDG", "USETMAXREG", "SYNCS"} <= names
-    assert not names & {"STL", "LDL", "HMMA", "UTMASTG"}
+def check_resources_around_the_loops(_, kernel: Kernel) -> None:
+    """Nothing is spilled."""
+    used = resources(kernel)
+    assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(BACKWARD_SPLIT, QUICK))
-def test_instructions_of_the_backward_pass_of_float32(name):
-    d, dv, *_, tile = KERNELS[name].config
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    width, width_v, last = tile.width(d), tile.width(dv), tile.block_n == 64
-    # of S, dP, panels of dV and dK, and dQ, which the first of consumers that share keys makes a tile later, or after the last one
-    halves = 3 if last else 1
-    steps = (width + width_v + tile.block_m * (-(-width // 64) - (-width_v // 64)) + 64 * halves) // 16
-    assert sum(each.startswith("HGMMA") for each in found) == 3 * steps
-    names = {each.split(".")[0] for each in found}
-    assert {"UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
-    assert "UTMASTG" not in names
+def check_memory_of_dq(_, kernel: Kernel) -> None:
+    _, d, *_, tile = kernel.config
+    assert resources(kernel)["shared_bytes"] + tile.dq_layout(d).bytes <= SHARED_LIMIT
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(FORWARD, QUICK))
-def test_instructions(name):
+# ---- arguments ---------------------------------------------------------------------------------------------------------------------------
+
+
+def check_tensor_maps(_, kernel: Kernel) -> None:
+    """The first parameters are 128 bytes each, at multiples of 64: q, k, v, and o if that is stored so."""
+    maps = 4 if kernel.config[5] == "map" else 3
+    text = compiled.ptx(kernel)
+    by_value = re.findall(r"\.param \.align 64 \.b8 kernel_param_(\d+)\[128\]", text[text.index(".entry") :].split(")")[0])
+    assert by_value == [str(i) for i in range(maps)]
+    assert "wgmma.mma_async" in text
+    assert "cp.async.bulk.tensor" in text
+
+
+# ---- instructions ------------------------------------------------------------------------------------------------------------------------
+
+
+@of_machine_code
+def check_instructions(_, kernel: Kernel) -> None:
     """Tensor cores, the copy engine and register reallocation; no local memory."""
-    store = FORWARD[name][5]
-    found = instructions(name)
+    store = kernel.config[5]
+    found = first_parts(machine_code(kernel))
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == (store == "map")
     assert not found & {"STL", "LDL", "HMMA"}
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(FORWARD_OPTIONS, QUICK))
-def test_instructions_with_options(name):
+@of_machine_code
+def check_instructions_with_options(_, kernel: Kernel) -> None:
     """The same; and what belongs to a tile is asked for before the scores are waited for."""
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    names = {each.split(".")[0] for each in found}
+    found = machine_code(kernel)
+    names = first_parts(found)
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"STL", "LDL", "HMMA"}
-    options, tile = FORWARD_OPTIONS[name][7], FORWARD_OPTIONS[name][-1]
+    options, tile = kernel.config[7], kernel.config[-1]
     wait = next(i for i, each in enumerate(found) if each.startswith("WARPGROUP.DEPBAR"))
     if tile.pair_stages:
-        assert sum(each.startswith("LDG") for each in found) < tile.block_n // 8, "of lists alone"
+        assert count(found, "LDG") < tile.block_n // 8, "of lists alone"
         loads = tile.block_n // 16 if options.bias else tile.block_n // 4
-        assert sum(each.startswith("LDSM" if options.bias else "LDS.U16") for each in found[:wait]) == loads
+        assert count(found[:wait], "LDSM" if options.bias else "LDS.U16") == loads
     elif options.bias or options.mask:
-        assert sum(each.startswith("LDG") for each in found[:wait]) >= tile.block_n // 4
+        assert count(found[:wait], "LDG") >= tile.block_n // 4
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(BACKWARD, QUICK))
-def test_instructions_of_the_backward_pass(name):
+@of_machine_code
+def check_reads_of_a_kept_bias(_, kernel: Kernel) -> None:
+    """Between two products, scores are read four at a time, and nothing else is; of 16 bits, eight."""
+    _, d, *_, tile = kernel.config
+    found = machine_code(kernel)
+    of_scores = [i for i, each in enumerate(found) if each.startswith(f"HGMMA.64x{tile.block_n}x16")]
+    assert len(of_scores) == 2 * -(-d // 16)
+    before = found[: of_scores[len(of_scores) // 2]]  # the loop's
+    filled = max(i for i, each in enumerate(before) if each == "STS.128")
+    assert before[filled:].count("LDS.128") == tile.block_n // (8 if tile.wide else 16)
+
+
+@of_machine_code
+def check_gradients_where_a_bias_is_kept(_, kernel: Kernel) -> None:
+    """As many products as there are: of each chunk, and before the loop, S and dP, and in the loop what they are for; of dQ and dbias in
+    two loops. Nothing is added to in memory.
+    """
+    _, d, dv, *_, tile = kernel.config
+    found = machine_code(kernel)
+    names, steps = first_parts(found), -(-d // 16) - (-dv // 16)
+    assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"HMMA", "ATOMG", "REDG", "RED"}
+    of_keys = kernel.builder == "sm90.dk_dv_kept.build"
+    assert ("UBLKCP" in names) == of_keys
+    products = 2 * steps + 2 * (tile.queries // 16) if of_keys else 2 * (steps * (tile.chunks + 1) + 4 * tile.chunks)
+    assert count(found, "HGMMA") == products
+
+
+@of_machine_code
+def check_gradient_of_a_bias(_, kernel: Kernel) -> None:
+    """As many products as there are, of each part S and dP; no sum leaves its registers but to be stored."""
+    _, d, dv, *_, tile = kernel.config
+    found = machine_code(kernel)
+    names = first_parts(found)
+    assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"HMMA", "UTMASTG", "ATOMG", "REDG"}
+    assert count(found, "HGMMA") == tile.parts * (-(-d // 16) - (-dv // 16))
+
+
+@of_machine_code
+def check_gradient_of_a_bias_where_queries_stay(_, kernel: Kernel) -> None:
+    """S before the loop, then dP, and S of the next step while exponentials are made; bias and gradient by matrices of 8 x 8."""
+    _, d, dv, *_ = kernel.config
+    found = machine_code(kernel)
+    of_s, of_dp = -(-d // 16), -(-dv // 16)
+    products = [i for i, each in enumerate(found) if each.startswith("HGMMA")]
+    assert len(products) == 2 * of_s + of_dp
+    first, last = products[of_s + of_dp], products[-1]
+    assert found[first:last].count("MUFU.EX2") > 8
+    names = first_parts(found)
+    assert {"LDSM", "STSM", "UTMALDG", "UTMASTG", "UBLKCP", "USETMAXREG"} <= names
+    assert not names & {"HMMA", "LDG", "STG", "ATOMG", "REDG"}
+
+
+@of_machine_code
+def check_instructions_of_float32(_, kernel: Kernel) -> None:
+    """Three products for one of float16, or one if that is accurate enough."""
+    d, dv, *_, tile = kernel.config
+    found = machine_code(kernel)
+    products = padded(d) // 16 + tile.block_n // 16 * -(-dv // 64)
+    assert count(found, "HGMMA") == products * (3 if tile.planes > 1 else 1)
+    names = first_parts(found)
+    assert {"UTMALDG", "USETMAXREG", "SYNCS"} <= names
+    assert not names & {"STL", "LDL", "HMMA", "UTMASTG"}
+
+
+@of_machine_code
+def check_backward_pass_of_float32(_, kernel: Kernel) -> None:
+    d, dv, *_, tile = kernel.config
+    found = machine_code(kernel)
+    width, width_v, last = tile.width(d), tile.width(dv), tile.block_n == 64
+    # of S, dP, panels of dV and dK, and dQ, which the first of consumers that share keys makes a tile later, or after the last one
+    halves = 3 if last else 1
+    steps = (width + width_v + tile.block_m * (-(-width // 64) - (-width_v // 64)) + 64 * halves) // 16
+    assert count(found, "HGMMA") == 3 * steps
+    names = first_parts(found)
+    assert {"UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
+    assert "UTMASTG" not in names
+
+
+@of_machine_code
+def check_backward_pass(name: str, kernel: Kernel) -> None:
     """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV through tensor maps or not; flags if ordered.
 
     Items of lists and bands are claimed in any order, too.
     """
-    *_, banded, to_map, ordered, options, tile = BACKWARD[name]
+    *_, banded, to_map, ordered, options, tile = kernel.config
     claimed = {"ATOMG"} if walk_backward.claims(banded, ordered, options, tile) else set()
-    found = instructions(name)
+    found = first_parts(machine_code(kernel))
     assert {"HGMMA", "UTMALDG", "UBLKRED" if tile.adds_dq else "UBLKCP", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == to_map
     assert found & {"ATOMG", "REDG"} == claimed | ({"REDG"} if ordered else set())
     assert not found & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(BACKWARD_OPTIONS, QUICK))
-def test_instructions_of_the_backward_pass_with_options(name):
-    """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK. P is made before dP is waited for, and what
-    belongs to the next part is asked for between; keys in pairs.
-    """
-    _, d, dv, banded, to_map, ordered, vectors, options, tile = BACKWARD_OPTIONS[name]
+@of_machine_code
+def check_backward_pass_with_options(name: str, kernel: Kernel) -> None:
+    """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK; and the same otherwise."""
+    _, d, dv, banded, to_map, ordered, _, options, tile = kernel.config
     claimed = {"ATOMG"} if walk_backward.claims(banded, ordered, options, tile) else set()
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    names = {each.split(".")[0] for each in found}
+    found = machine_code(kernel)
+    names = first_parts(found)
     assert {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
     assert ("UTMASTG" in names) == to_map
     assert names & {"ATOMG", "REDG"} == claimed | ({"REDG"} if ordered else set())
     assert not names & ({"HMMA"} if name in SPILLS else {"STL", "LDL", "HMMA"})
     of_part = -(-d // 16) + -(-dv // 16) + tile.part // 16
-    assert sum(each.startswith("HGMMA") for each in found) == of_part + (tile.block_n + tile.block_m) // 16
+    assert count(found, "HGMMA") == of_part + (tile.block_n + tile.block_m) // 16
+
+
+@of_machine_code
+def check_order_of_the_backward_pass_with_options(_, kernel: Kernel) -> None:
+    """P is made before dP is waited for, and what belongs to the next part is asked for between; keys in pairs."""
+    *_, vectors, options, tile = kernel.config
+    found = machine_code(kernel)
     first = next(i for i, each in enumerate(found) if each.startswith("HGMMA"))
     scores, dp = [i for i, each in enumerate(found) if i > first and each.startswith("WARPGROUP.DEPBAR")][:2]
-    assert not any(each.startswith("VHMNMX") for each in found[first:scores])  # S does not wait for a bias
+    assert not count(found[first:scores], "VHMNMX")  # S does not wait for a bias
     between = found[scores:dp]
-    assert sum(each.startswith("MUFU.EX2") for each in between) >= tile.part // 2
+    assert count(between, "MUFU.EX2") >= tile.part // 2
     if options.mask or (options.bias and not tile.copies_bias):
         within = options.blocks and options.blocks.keys % 2 == 0  # no block ends between two keys
         pairs = tile.part // 4 if all(vectors) or within else tile.part // 2
-        assert sum(each.startswith("LDG") for each in between) >= pairs
+        assert count(between, "LDG") >= pairs
     else:
-        assert not any(each.startswith("LDG") for each in between)
+        assert not count(between, "LDG")
 
 
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named([name for name in BACKWARD if "rounding" in name], QUICK))
-def test_every_look_at_a_flag_is_there(name):
-    """One whose result nobody uses would be left out, and nothing would be acquired."""
-    looks = re.findall(r"ld\.acquire\.gpu\.global", compiled.ptx(KERNELS[name]))
-    found = compiled.machine_instructions(compiled.machine_text(KERNELS[name]))
-    assert len(looks) == sum(each.startswith("LDG.E.STRONG.GPU") for each in found) == 3
+@of_machine_code
+def check_looks_at_a_flag(_, kernel: Kernel) -> None:
+    """All are there. One whose result nobody uses would be left out, and nothing would be acquired."""
+    looks = re.findall(r"ld\.acquire\.gpu\.global", compiled.ptx(kernel))
+    assert len(looks) == count(machine_code(kernel), "LDG.E.STRONG.GPU") == 3
+
+
+@of_machine_code
+def check_instructions_of_dq(_, kernel: Kernel) -> None:
+    _, _, _, to_map, *_ = kernel.config
+    found = first_parts(machine_code(kernel))
+    assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= found
+    assert ("UTMASTG" in found) == to_map
+    assert not found & {"STL", "LDL", "HMMA"}
+
+
+# What in machine code reads or writes global memory.
+REACHES_GLOBAL = re.compile(r"(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG)\b|UTMA(LD|ST|RED)G|UBLK")
+
+
+@of_machine_code
+def check_that_it_waits_first(_, kernel: Kernel) -> None:
+    """Of kernels that begin early: neither compiler moves anything in front of the wait for the kernels before, nor the leave of the next
+    one; and global memory is not read as if it stayed the same all the time.
+    """
+    found = machine_code(kernel)
+    uses = [i for i, each in enumerate(found) if REACHES_GLOBAL.match(each)]
+    assert found.index("ACQBULK") < min(found.index("PREEXIT"), *uses)
+    assert not any("CONSTANT" in found[i] for i in uses)
+
+
+# ---- which are made of which kernels -----------------------------------------------------------------------------------------------------
+
+EARLY = [name for name in KERNELS if re.match(r"(pre|post)process($|,| lengths| packed)", name)]
+EARLY += [name for name in (*FORWARD, *BACKWARD) if "lists" not in name and "stored" not in name]
+# Names of kernels, and what inspects them. `SPILLS` names none where a bias is kept, and none around the loops.
+INSPECTIONS = (
+    (KERNELS, check_counts_of_ptx, check_counts_of_machine_code),
+    (FORWARD, check_resources, check_instructions),
+    (FORWARD_OPTIONS, check_resources, check_instructions_with_options),
+    (FORWARD_KEPT, check_resources_where_a_bias_is_kept, check_reads_of_a_kept_bias),
+    (FORWARD_SPLIT, check_resources_of_float32, check_instructions_of_float32),
+    (BACKWARD, check_resources, check_backward_pass),
+    (BACKWARD_OPTIONS, check_resources, check_backward_pass_with_options, check_order_of_the_backward_pass_with_options),
+    (BACKWARD_SPLIT, check_resources_of_float32, check_backward_pass_of_float32),
+    (DBIAS, check_resources, check_gradient_of_a_bias),
+    (DBIAS_ROWS, check_resources, check_gradient_of_a_bias_where_queries_stay),
+    (DQ_DBIAS_KEPT | DK_DV_KEPT, check_resources_where_a_bias_is_kept, check_gradients_where_a_bias_is_kept),
+    (DQ, check_resources_around_the_loops, check_memory_of_dq, check_instructions_of_dq),
+    (AROUND | COMBINE, check_resources_around_the_loops, check_entry_point),
+    (EARLY, check_that_it_waits_first),
+    (BACKWARD_ROUNDING, check_looks_at_a_flag),
+    (["lengths in parts", f"64-{2**31}-none"], check_entry_point, check_tensor_maps),
+)
+
+
+def test_resources_of_every_kernel_are_inspected():
+    served = [name for names, *made in INSPECTIONS if any("resources" in each.__name__ for each in made) for name in names]
+    assert sorted(served) == sorted(KERNELS)
+
+
+@pytest.mark.parametrize("name", named(KERNELS, QUICK))
+def test_kernel(name):
+    inspect(name, KERNELS[name], serving(name, INSPECTIONS), SPILLS.get(name))
 
 
 @pytest.mark.full
@@ -331,38 +382,6 @@ def test_a_mask_makes_no_difference_to_who_adds_in_turns():
     dtype, d, dv, banded, *others = BACKWARD["backward 64"]
     with_mask = compiler.intermediate("sm90.backward.build", (dtype, d, dv, not banded, *others), H200)
     assert compiler.link(with_mask, H200).cubin == compiler.link(compiled.code(KERNELS["backward 64"]), H200).cubin
-
-
-@pytest.mark.parametrize("name", named([*AROUND, *COMBINE], QUICK))
-def test_kernels_around_the_loops(name):
-    assert re.findall(r"\.entry (\w+)", compiled.ptx(KERNELS[name])) == ["kernel"]
-    used = resources(name)
-    assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
-
-
-@pytest.mark.skipif(disassembler() is None, reason="there is no nvdisasm (nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("name", named(DQ, QUICK))
-def test_the_kernel_that_makes_dq_of_ds(name):
-    _, d, _, to_map, _, tile = DQ[name]
-    used = resources(name)
-    assert used["spill_bytes"] == used["stack_bytes"] == used["warnings"] == 0
-    assert used["shared_bytes"] + tile.dq_layout(d).bytes <= SHARED_LIMIT
-    found = instructions(name)
-    assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= found
-    assert ("UTMASTG" in found) == to_map
-    assert not found & {"STL", "LDL", "HMMA"}
-
-
-@pytest.mark.parametrize("name", [pytest.param("lengths in parts", marks=pytest.mark.full), f"64-{2**31}-none"])
-def test_tensor_maps_are_passed_by_value(name):
-    """The kernel is called "kernel"; its first parameters are 128 bytes each, at multiples of 64: q, k, v, and o if that is stored so."""
-    maps = 4 if FORWARD[name][5] == "map" else 3
-    text = compiled.ptx(KERNELS[name])
-    assert re.findall(r"\.entry (\w+)", text) == ["kernel"]
-    by_value = re.findall(r"\.param \.align 64 \.b8 kernel_param_(\d+)\[128\]", text[text.index(".entry") :].split(")")[0])
-    assert by_value == [str(i) for i in range(maps)]
-    assert "wgmma.mma_async" in text
-    assert "cp.async.bulk.tensor" in text
 
 
 def test_the_compiler_is_left_as_it_was():
