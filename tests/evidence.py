@@ -25,8 +25,12 @@ TESTS = Path(__file__).parent
 # count that it asks for, and what else it `uses` of them.
 OF_NO_RESULT = ("test_", "mutants", "evidence", "proven", "simt_kernels", "sm80_kernels", "sm90_kernels")
 HELPERS = {path.stem: path for path in sorted(TESTS.rglob("*.py")) if not path.stem.startswith(OF_NO_RESULT)}
-# Names of tables whose entries count for the tests that use them (`uses`), not for all.
-TABLES = {"PROBLEMS", "SPILLS", "CASES", "KERNELS", "LAUNCHES", "INSPECTIONS", "ALL"}
+# Tables, by module, whose entries count for the tests that use them (`uses`), not for all.
+TABLES = {
+    "problems": ("PROBLEMS",),
+    "test_mutants": ("ALL",),
+    **dict.fromkeys(("test_compile", "test_sm80_compile", "test_sm90_compile"), ("SPILLS", "INSPECTIONS")),
+}
 ORACLES = ("reference.py", "oracle.py")  # of the package
 TEXT = "text"
 
@@ -215,11 +219,11 @@ def normalised(tree: ast.Module, without=lambda node: False) -> str:
     return ast.dump(tree)
 
 
-def is_table(node: ast.stmt) -> bool:
-    """A statement that fills a table."""
+def is_table(module: str, node: ast.stmt) -> bool:
+    """A statement that fills a table of a module."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
     names = {each.value if isinstance(each, ast.Subscript) else each for each in targets}
-    return bool(names) and all(isinstance(each, ast.Name) and each.id in TABLES for each in names)
+    return bool(names) and all(isinstance(each, ast.Name) and each.id in TABLES.get(module, ()) for each in names)
 
 
 def helpers(tree: ast.Module) -> set[str]:
@@ -240,7 +244,8 @@ def own_source(path: Path, function: str) -> str:
 
     tree = ast.parse(path.read_text())
     open_, closed = helpers(tree), set()
-    other = lambda node: is_table(node) or (isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != function)
+    is_other = lambda node: isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != function
+    other = lambda node: is_table(path.stem, node) or is_other(node)
     texts = [normalised(tree, other)]
     while open_:
         name = open_.pop()
@@ -253,7 +258,7 @@ def own_source(path: Path, function: str) -> str:
 
 @cache
 def _helper(name: str) -> str:
-    return normalised(ast.parse(HELPERS[name].read_text()), is_table)
+    return normalised(ast.parse(HELPERS[name].read_text()), lambda node: is_table(name, node))
 
 
 @cache

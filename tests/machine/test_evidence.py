@@ -68,3 +68,69 @@ def test_values_count_as_far_as_all_machines_agree():
     assert len(digests) == 1
     assert evidence._digest(x * (1 + 2**-20)) not in digests
     assert evidence._digest(np.array([np.nan])) == evidence._digest(-np.array([np.nan]))
+
+
+SOURCE = '''
+"""What it is about."""
+import helper
+TABLE = {1: 2}
+TABLE |= {3: 4}
+TABLE[5] = OTHER = 6
+LIMIT = 7
+
+def test_it():
+    assert helper
+
+def test_other():
+    assert LIMIT
+'''
+HELPER = "import another\nTABLE = {1: 2}\nvalue = 1  # of something\n"
+
+
+@pytest.fixture
+def source_of(tmp_path, monkeypatch):
+    """``source_of(edited, old, new)``: the hash of `test_it`, where one of three files is edited."""
+
+    def hashed(edited="test_this.py", old="", new=""):
+        for name, text in (("test_this.py", SOURCE), ("helper.py", HELPER), ("another.py", "x = 1\n")):
+            assert name != edited or old in text
+            (tmp_path / name).write_text(text.replace(old, new) if name == edited and old else text)
+        monkeypatch.setattr(evidence, "HELPERS", {name: tmp_path / f"{name}.py" for name in ("helper", "another")})
+        monkeypatch.setattr(evidence, "TABLES", {"test_this": {"TABLE", "OTHER"}})
+        evidence._helper.cache_clear()
+        evidence.own_source.cache_clear()
+        return evidence.own_source(tmp_path / "test_this.py", "test_it")
+
+    yield hashed
+    evidence._helper.cache_clear()
+    evidence.own_source.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("edited", "old", "new"),
+    [
+        ("test_this.py", "assert helper", "assert helper.value"),
+        ("test_this.py", "LIMIT = 7", "LIMIT = 8"),
+        ("helper.py", "value = 1", "value = 2"),
+        ("helper.py", "{1: 2}", "{1: 3}"),
+        ("another.py", "x = 1", "x = 2"),
+    ],
+)
+def test_a_test_is_a_function_of_its_source(source_of, edited, old, new):
+    assert source_of(edited, old, new) != source_of()
+
+
+@pytest.mark.parametrize(
+    ("edited", "old", "new"),
+    [
+        ("test_this.py", "assert LIMIT", "assert LIMIT > 1"),
+        ("test_this.py", "{1: 2}", "{1: 3}"),
+        ("test_this.py", "{3: 4}", "{3: 5}"),
+        ("test_this.py", "= 6", "= 8"),
+        ("test_this.py", "it is about", "this tests"),
+        ("test_this.py", "\ndef test_it", "\n\n\ndef test_it"),
+        ("helper.py", "of something", "of something else"),
+    ],
+)
+def test_a_test_is_no_function_of_others_nor_of_comments(source_of, edited, old, new):
+    assert source_of(edited, old, new) == source_of()
