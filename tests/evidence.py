@@ -276,10 +276,10 @@ def all_sources() -> str:
 
 @cache
 def tools() -> tuple[str, ...]:
-    """Versions of all that makes code."""
+    """Versions of all that makes code, and of what computes what it should give."""
     from numba_flash.cuda import compile
 
-    return compile._tool_versions()
+    return *compile._tool_versions(), *(f"{name} {compile._version(name)}" for name in ("numpy", "scipy", "ml_dtypes"))
 
 
 @cache

@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import evidence
-import numpy as np
 import pytest
 from support import SIMULATED
 
@@ -67,7 +66,7 @@ class Proof:
 
     def __init__(self, item):
         self.nodeid, self.trace = item.nodeid, None
-        versions = np.__version__, sys.version_info[:2], evidence.tools()
+        versions = sys.version_info[:2], evidence.tools()
         if item.path.parent.name in OF_KERNELS:
             self.trace = _on_paper(item)
             self.base = evidence.own_source(item.path, item.function.__name__), item.name, versions, self.trace.events
