@@ -103,14 +103,14 @@ def test_repeated_calls_are_prepared_once(prepared):
 @pytest.mark.parametrize("integer", [int, np.uint64])
 def test_another_state_of_the_generator_is_not_another_preparation(prepared, integer):
     """Training takes a new one in every step. (States that are no plain integers are prepared for each.)"""
-    q, k, v, do = random_inputs(nq=5, nk=7, dtype="float64")
+    q, k, v, do = random_inputs(nq=5, nk=7)
     for seed, offset in ((1, 2), (3, 4), (2**64 - 1, 2**32 - 1)):
         options = {"dropout": 0.3, "rng": (integer(seed), integer(offset))}
         o, lse = numba_flash.forward(q, k, v, return_lse=True, backend="cpu", **options)
         ours = (o, *numba_flash.backward(do, q, k, v, o, lse, backend="cpu", **options))
         expected, _, *gradients = whole.everything(do, q, k, v, **options)
         for x, y in zip(ours, (expected, *gradients), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6)
     assert prepared == ({"forward": 1, "backward": 1} if integer is int else {"forward": 3, "backward": 3})
 
 

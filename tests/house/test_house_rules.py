@@ -309,13 +309,11 @@ INLINED = {"inline", "device"}  # decorators of functions that kernels call
 @OF_A_KERNEL
 def test_kernels_take_no_powers(name):
     """Numba computes `2.0**-N` of constants when the kernel runs, by a call in float64. Builders do, once."""
-    tree = TREES[name]
-    compiled = [
-        f for f in functions(tree) if f.name in kernel_names(tree) or {d.id for d in f.decorator_list if isinstance(d, ast.Name)} & INLINED
-    ]
-    assert [
-        (node.lineno, ast.unparse(node)) for f in compiled for node in ast.walk(f) if isinstance(getattr(node, "op", None), ast.Pow)
-    ] == []
+    kernels = kernel_names(TREES[name])
+    decorators = lambda function: {each.id for each in function.decorator_list if isinstance(each, ast.Name)}
+    inside = [f for f in functions(TREES[name]) if f.name in kernels or decorators(f) & INLINED]
+    powers = [node for f in inside for node in ast.walk(f) if isinstance(getattr(node, "op", None), ast.Pow)]
+    assert [(node.lineno, ast.unparse(node)) for node in powers] == []
 
 
 # ---- names, not positions --------------------------------------------------------------------------------------------------------------
