@@ -248,7 +248,7 @@ def test_one_kernel_serves_any_length():
     assert 132 * 2 <= forward.grid <= 132 * 4 * 8
 
 
-@simulator
+@simulator(full=True)
 @pytest.mark.parametrize("missing", [False, True])
 def test_keys_in_pages(backend, missing):
     """As many keys in pages that lie in any order; a page that does not exist gives NaN for its sequence on a GPU, an error on the host."""

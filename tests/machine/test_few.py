@@ -72,6 +72,7 @@ def test_few_queries(name):
             assert all(same_bits(x, again[key]) for key, x in results.items())
 
 
+@pytest.mark.full
 def test_a_number_of_another_kind_than_its_parameter_is_a_fault(monkeypatch):
     """The driver copies bytes: a float of 64 bits for a parameter of 32 would be another number on a GPU."""
     monkeypatch.setattr(prepare_few, "np", SimpleNamespace(float32=float))

@@ -35,10 +35,9 @@ def test_kernels_compute_attention_and_its_gradients(name):
         assert x is y is None or x.tobytes() == y.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("backend", "capability"), [pytest.param(SM90, (9, 0), id="sm90"), pytest.param(SM80, (8, 0), id="sm80", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("backend", "capability"), [(SM90, (9, 0)), (SM80, (8, 0))], ids=["sm90", "sm80"])
 def test_the_oracle_accepts_what_tensor_cores_compute(backend, capability, dtype):
     """O and lse with weights of 16 bits and sums that are cut off, and the gradients that are wanted of them."""
     q, k, v, do = random_inputs(batch=(1,), hq=2, hk=1, nq=70, nk=130, d=64, dtype=dtype)

@@ -108,6 +108,7 @@ def test_mutants_can_be_made():
     assert [mutant.name for mutant, place in zip(ALL, found(sources()), strict=True) if place.changes_nothing()] == []
 
 
+@pytest.mark.full
 def test_mutants_are_found_wherever_their_functions_move_and_however_these_are_written():
     """All files of a folder are one, without comments, and every line is written anew."""
     folders = defaultdict(list)

@@ -100,7 +100,8 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "offset" else pytest.mark.full) for x in GIVEN])
+@pytest.mark.full
+@pytest.mark.parametrize("name", GIVEN)
 def test_planes_are_the_numbers_without_their_centres(name):
     """With powers of two that are exact, and what undoes them for each head of k."""
     given = GIVEN[name]
