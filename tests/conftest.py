@@ -72,6 +72,12 @@ def scope(nodeid: str) -> str:
     return "kernels of the CPU" if on_the_cpu else nodeid
 
 
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """More do not make the quick suite faster; whoever asks for more (``-n 60 --full``) gets them."""
+    return min(8, (yield))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """By `scope`: the marks of pytest-xdist 3.8 form no groups under pytest 9.2, and nobody is told."""

@@ -21,6 +21,7 @@ from support import SIMULATED
 RECORD = Path(__file__).parent / "data" / "proven.json"
 OF_KERNELS = {"machine", "cuda", "sm80", "sm90"}  # folders of tests that are traced
 BEGUN = time.monotonic()
+EVERY = 60  # seconds: what has passed is written so often, so that a run that is cut off has not been in vain
 PASSED, LEFT_OUT, LIED = "proven", "left out", "lied"
 BEFORE = "passed before, with the same kernels, arguments and sources"
 
@@ -164,6 +165,7 @@ class Records:
 
     def __init__(self, config):
         self.passed, self.left_out, self.lied = {}, [], []
+        self.written = time.monotonic()
         named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr not in ("", "full")
         self.all = not (config.option.affected or named)
 
@@ -178,6 +180,8 @@ class Records:
             return
         if PASSED in said and not report.failed:
             self.passed[report.nodeid] = said[PASSED]
+            if time.monotonic() - self.written > EVERY:
+                self._write(kept())
         if report.failed and LIED in said:
             self.lied.append(report.nodeid)
         if report.skipped and LEFT_OUT in said:
@@ -186,9 +190,15 @@ class Records:
     def pytest_sessionfinish(self, exitstatus):
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         others = {} if self.all and ended else {name: hashes for name, hashes in kept().items() if name not in self.lied}
-        record = others | self.passed
+        self._write(others)
+
+    def _write(self, others: dict[str, str]) -> None:
+        """Keep what has passed, beside `others`."""
+        record, self.written = others | self.passed, time.monotonic()
         if record != kept():
-            RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+            new = RECORD.with_suffix(".new")
+            new.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+            new.replace(RECORD)
 
     def pytest_terminal_summary(self, terminalreporter):
         for what, names in (

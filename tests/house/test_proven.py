@@ -115,6 +115,17 @@ def test_an_audit_names_a_record_that_lied(project):
     assert record(project) == {}
 
 
+@pytest.mark.parametrize(("every", "is_written"), [(0, True), (60, False)])
+def test_what_has_passed_is_written_during_the_run(project, monkeypatch, every, is_written):
+    """A run that is cut off has not been in vain."""
+    monkeypatch.setattr(proven, "EVERY", every)
+    other = f"import pathlib; assert pathlib.Path('proven.json').exists() is {is_written}"
+    path = project.mkdir("machine") / "test_kernels_of_paper.py"
+    path.write_text(TEST.format(then="pass", used="1", other=other, kernel=KERNEL))
+    assert project.runpytest_inprocess("-p", "proven", "-q", "--full").parseoutcomes() == {"passed": 2}
+    assert len(record(project)) == 2
+
+
 def test_what_does_not_fit_is_listed(project):
     outcomes, said = run(project, "--affected", "--minutes", "0")
     assert outcomes == PROVEN
