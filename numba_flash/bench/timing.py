@@ -57,7 +57,10 @@ class HostClock:
 
 
 class GpuClock(HostClock):
-    """CUDA events on one stream that is CuPy's and PyTorch's current one within `current`; L2 is not flushed."""
+    """CUDA events on one stream that is CuPy's and PyTorch's current one within `current`; L2 is not flushed.
+
+    Everything happens on the device that was current first: a peer that finds all devices (JAX does) may leave another one current.
+    """
 
     place = "gpu"
 
@@ -65,13 +68,14 @@ class GpuClock(HostClock):
         import cupy
 
         self.xp, self.cuda = cupy, cupy.cuda
+        self.device = cupy.cuda.Device()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.start, self.stop = cupy.cuda.Event(), cupy.cuda.Event()
 
     @contextmanager
     def current(self):
         """Context for everything that is bound and timed."""
-        with self.stream, torch_on(self.stream.ptr):
+        with self.device, self.stream, torch_on(self.stream.ptr):
             yield
 
     def wait(self) -> None:

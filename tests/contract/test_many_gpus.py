@@ -141,3 +141,17 @@ def test_threads_with_a_gpu_each(gpus, dtype):
     assert sorted(results) == list(range(gpus))
     for each in results.values():
         assert all(same_bits(x, y) for one in each for x, y in zip(one, expected, strict=True))
+
+
+def test_what_is_timed_stays_on_the_device_that_was_current_first(gpus):
+    """Whatever a peer makes current before it runs: JAX finds all devices."""
+    import cupy
+
+    from numba_flash.bench import timing
+
+    with cupy.cuda.Device(0):
+        clock = timing.GpuClock()
+    with cupy.cuda.Device(1):
+        with clock.current():
+            assert cupy.cuda.Device().id == cupy.zeros(1).device.id == 0
+        assert cupy.cuda.Device().id == 1
