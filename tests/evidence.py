@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 import subprocess
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
@@ -89,8 +90,8 @@ class Trace:
             raise Enough
 
     def allocated(self, x: np.ndarray) -> None:
-        """An array that a call has made for its results."""
-        self._allocated.append(x)
+        """An array that a call has made for its results. It is not kept alive: tests count what is."""
+        self._allocated.append(weakref.ref(x))
 
     def launch(self, prepared, operands, extras, numbers) -> None:
         """A launch, with a call's arguments."""
@@ -105,7 +106,7 @@ class Trace:
             [self._described(x) for x in (*operands, *extras)],
         )
         places = {self._place(x).number for x in (*operands, *extras) if x is not None}
-        for x in (self._allocated[number] for number in places if number is not None):
+        for x in (self._allocated[number]() for number in places if number is not None):
             if x.dtype.kind not in "iub":  # lists are the host's
                 x[...] = (self.launches % 3 + np.arange(x.size) % 11).reshape(x.shape)
 
@@ -122,7 +123,9 @@ class Trace:
     def _place(self, x: np.ndarray) -> Place:
         """Where it lies."""
         at = x.__array_interface__["data"][0]
-        for i, each in enumerate(self._allocated):
+        for i, each in enumerate(allocated() for allocated in self._allocated):
+            if each is None:
+                continue
             first = each.__array_interface__["data"][0]
             if first <= at < first + max(each.nbytes, 1):
                 return Place(i, at - first)

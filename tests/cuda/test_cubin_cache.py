@@ -26,7 +26,7 @@ import sm80_kernels
 import sm90_kernels
 
 import numba_flash
-from numba_flash import disk, notice, warmup
+from numba_flash import disk, durations, fingerprint, notice, warmup
 from numba_flash.__main__ import main
 from numba_flash.cpu import kernels as cpu_kernels
 from numba_flash.cuda import compile
@@ -366,4 +366,6 @@ def test_processes_on_one_cold_cache(tmp_path):
             assert all(found == expected for found in pool.map(fetch, [directory] * processes))
             left = [disk.load(path) for path in directory.glob("*.cubin")]
             assert sorted(map(instructions, left)) == sorted(expected.values())
-            assert len([*directory.iterdir()]) == 2 * len(DTYPES) + 1  # and what each took
+            others = [path for path in directory.iterdir() if path.suffix not in (".cubin", ".log")]
+            assert sorted(path.name for path in others) == [durations.FILE, fingerprint.FILE]
+            assert len([*directory.iterdir()]) == 2 * len(DTYPES) + len(others)

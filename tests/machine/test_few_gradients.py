@@ -14,7 +14,7 @@ from kernels import HOPPER, SM80, machine
 from naive import compare
 from test_contract import AMPERE, SMALL, TURING, Group, Shape, backward, inputs_of, lengths
 
-from numba_flash import call
+from numba_flash import call, reference
 
 pytestmark = pytest.mark.machine
 
@@ -72,7 +72,8 @@ def test_impossible_lengths_give_nan(monkeypatch):
     monkeypatch.setattr(call, "check_values", lambda *_: None)  # the machine's arrays are NumPy's, whose values could be checked
     group = GROUPS["lengths"]
     arrays = inputs_of(group, Shape((2, 4, 2), 4, 530))
-    o, lse = np.zeros_like(arrays[3]), np.zeros(arrays[3].shape[:-1], np.float32)
+    o, lse = reference.forward(*arrays[:3], return_lse=True)
+    o, lse = o.astype(arrays[3].dtype), lse.astype(np.float32)
     with machine(multiprocessors=MANY, capability=AMPERE):
         gradients = SM80.backward(arrays[3], *arrays[:3], o, lse, kv_lengths=np.array([530, 531]))
     for x in gradients:
