@@ -1,9 +1,9 @@
 """What every kernel becomes in machine code, kept in a file or compared with what it was before an edit:
 
     python tests/freeze.py compare HEAD                          # the last commit, and the files as they are
-    python tests/freeze.py compare main --only sm90.forward -j 2
+    python tests/freeze.py compare main topic --only sm90.forward -j 2
     python tests/freeze.py save before.json                      # all kernels
-    python tests/freeze.py compare before.json after.json --renamed table.json
+    python tests/freeze.py compare before.json HEAD --renamed table.json
 
 Kernels whose sources are the same on both sides are not compiled; what was compiled once is found in the cache of kernels. A row is
 printed for each kernel whose code is another. The exit status is 1 if one of them breaks the gate: it has more of something that
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,7 @@ WITHIN = 0.003  # of all instructions
 TABLES = "names", "builders", "configs"
 MADE_BY = compiled, kernel_counts, sys.modules[__name__]
 HERE = "."
+NOTHING = {"tools": {}, "kernels": {}}
 
 
 # ---- a freeze
@@ -95,13 +97,16 @@ def chosen(only: str, name: str, builder: str) -> bool:
     return re.search(only, f"{builder} {name}") is not None
 
 
-def outline(only: str) -> dict:
-    """A freeze with nothing that has to be compiled."""
-    names = sorted(name for name, kernel in KERNELS.items() if chosen(only, name, kernel.builder))
-    return {"tools": kernel_counts.tools(), "kernels": {name: identity(name) for name in names}}
+def machine_codes(names: list[str], jobs: int) -> Iterator[dict]:
+    """`machine_code` of each, made by so many processes."""
+    if jobs <= 1:
+        yield from map(machine_code, names)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(machine_code, names)
 
 
-def freeze(only: str = "", jobs: int = 1, known: dict | None = None) -> dict:
+def freeze(only: str = "", jobs: int = 1, known: dict = NOTHING) -> dict:
     """Records of kernels of this tree.
 
     Parameters
@@ -109,7 +114,7 @@ def freeze(only: str = "", jobs: int = 1, known: dict | None = None) -> dict:
     only
         A pattern: of which kernels.
     jobs
-        Processes that compile.
+        Processes that compile. With 0 nothing is compiled, and a record is the `identity` of a kernel.
     known
         Another freeze. A kernel that it has under the same name and key is not compiled: all that it knows of it is taken over.
 
@@ -118,16 +123,16 @@ def freeze(only: str = "", jobs: int = 1, known: dict | None = None) -> dict:
     dict
         ``{"tools": kernel_counts.tools(), "kernels": {name: record}}``.
     """
-    have, kernels = {} if known is None else known["kernels"], outline(only)["kernels"]
-    missing = [name for name, record in kernels.items() if name not in have or have[name]["key"] != record["key"]]
-    kernels |= {name: have[name] for name in kernels.keys() - {*missing}}
+    have = known["kernels"]
+    kernels = {name: identity(name) for name in sorted(KERNELS) if chosen(only, name, KERNELS[name].builder)}
+    same = [name for name, record in kernels.items() if name in have and have[name]["key"] == record["key"]]
+    kernels |= {name: have[name] for name in same}
+    missing = [name for name in kernels if name not in same] if jobs else []
     if missing and compiled.disassembler() is None:
         raise SystemExit("there is no nvdisasm (nvidia-cuda-nvdisasm)")
-    with ProcessPoolExecutor(jobs) as pool:
-        made = map(machine_code, missing) if jobs == 1 else pool.map(machine_code, missing)
-        for number, (name, record) in enumerate(zip(missing, made, strict=True), 1):
-            print(f"{number}/{len(missing)} {name}", file=sys.stderr, flush=True)
-            kernels[name] |= record
+    for number, (name, record) in enumerate(zip(missing, machine_codes(missing, jobs), strict=True), 1):
+        print(f"{number}/{len(missing)} {name}", file=sys.stderr, flush=True)
+        kernels[name] |= record
     return {"tools": kernel_counts.tools(), "kernels": kernels}
 
 
@@ -233,7 +238,7 @@ def judge(name: str, old: dict, new: dict, renamed: Renamed) -> Row:
     others = others or ["counts, registers, spills equal"]
     others += [f"another {what}" for what, was, now in made_of if was != now]
     verdict = BREAKS if any(map(breaks, found)) else WITHIN_GATE
-    change = f"{before} -> {after} ({100 * (after / before - 1):+.2f} %)"
+    change = f"{before} -> {after} ({100 * (after / before - 1):+.2f} %)" if before != after else f"{before}"
     return Row(name, verdict, change + " !" * any(breaks(x) for x in found if x.instruction == ALL), "; ".join(others))
 
 
@@ -273,13 +278,16 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     save, compared = commands.add_parser("save", help="write a freeze"), commands.add_parser("compare", help="print what differs")
     save.add_argument("file", type=Path)
     save.add_argument("--known", type=Path, help="a freeze whose kernels are not compiled again")
-    compared.add_argument("old", help="a freeze, or a revision")
-    compared.add_argument("new", nargs="?", default=HERE, help="a freeze; the files as they are by default")
+    compared.add_argument("old", help=f'a freeze in a file, a revision, or "{HERE}": the files as they are')
+    compared.add_argument("new", nargs="?", default=HERE, help="likewise; the files as they are by default")
     compared.add_argument("--renamed", type=Path, metavar="TABLE", help="JSON of what is called otherwise in the new one")
     for each in (save, compared):
         each.add_argument("--only", default="", metavar="PATTERN", help="of kernels in whose builder or name this is found")
-        each.add_argument("-j", "--jobs", type=int, default=1, help="processes that compile")
-    return parser.parse_args(arguments)
+        each.add_argument("-j", "--jobs", type=int, default=1, help="processes that compile; for save, 0: none does")
+    asked = parser.parse_args(arguments)
+    if asked.command == "compare" and asked.jobs < 1:
+        parser.error(f"-j is {asked.jobs}; to compare, at least one process compiles")
+    return asked
 
 
 def without(frozen: dict, names) -> dict:
@@ -287,22 +295,21 @@ def without(frozen: dict, names) -> dict:
     return frozen | {"kernels": {name: record for name, record in frozen["kernels"].items() if name not in names}}
 
 
-def read(file: str, only: str) -> dict:
-    """The kernels in question of a freeze in a file."""
-    frozen = json.loads(Path(file).read_text())
+def made(source: str, only: str, jobs: int, known: dict) -> dict:
+    """The freeze that a source of the command names."""
+    if source == HERE:
+        return freeze(only, jobs, known)
+    if not Path(source).is_file():
+        return freeze_revision(source, only, jobs, known)
+    frozen = json.loads(Path(source).read_text())
     return without(frozen, [name for name, record in frozen["kernels"].items() if not chosen(only, name, record["builder"])])
 
 
 def both(asked: argparse.Namespace, renamed: Renamed) -> tuple[dict, dict]:
     """The two freezes that are compared. What is not compiled of two trees has equal keys on both sides, and nothing else."""
-    new = outline(asked.only) if asked.new == HERE else read(asked.new, asked.only)
-    if Path(asked.old).is_file():
-        old = read(asked.old, asked.only)
-    else:
-        old = freeze_revision(asked.old, asked.only, asked.jobs, without(new, renamed.names))
-    if asked.new == HERE:
-        new = freeze(asked.only, asked.jobs, without(old, renamed.names.values()))
-    return old, new
+    new = made(asked.new, asked.only, 0, NOTHING)
+    old = made(asked.old, asked.only, asked.jobs, without(new, renamed.names))
+    return old, made(asked.new, asked.only, asked.jobs, without(old, renamed.names.values()))
 
 
 def main(arguments: list[str]) -> int:
@@ -311,7 +318,7 @@ def main(arguments: list[str]) -> int:
     if imported != ROOT:
         raise SystemExit(f"numba_flash is imported from {imported}, not from here: set PYTHONPATH={ROOT}")
     if asked.command == "save":
-        known = None if asked.known is None else json.loads(asked.known.read_text())
+        known = NOTHING if asked.known is None else json.loads(asked.known.read_text())
         asked.file.write_text(as_text(freeze(asked.only, asked.jobs, known)))
         return 0
     renamed = Renamed.read(asked.renamed)

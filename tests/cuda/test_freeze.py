@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import compiled
 import evidence
@@ -185,12 +186,12 @@ def test_a_comparison_is_printed(saved, capsys):
     new = saved("new", a=record(), long_name=record(code="4567"), b=spills, c=record(builder="c"))
     assert main(["compare", old, new]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "| kernel    | verdict | instructions           | what else differs (! breaks the gate) |",
-        "| --------- | ------- | ---------------------- | ------------------------------------- |",
-        "| b         | BREAKS  | 1000 -> 999 (-0.10 %)  | 8 -> 16 spill_bytes !                 |",
-        "| dropped   | GONE    |                        | the same code as the new c            |",
-        "| long_name | within  | 1000 -> 1000 (+0.00 %) | counts, registers, spills equal       |",
-        "| c         | new     |                        |                                       |",
+        "| kernel    | verdict | instructions          | what else differs (! breaks the gate) |",
+        "| --------- | ------- | --------------------- | ------------------------------------- |",
+        "| b         | BREAKS  | 1000 -> 999 (-0.10 %) | 8 -> 16 spill_bytes !                 |",
+        "| dropped   | GONE    |                       | the same code as the new c            |",
+        "| long_name | within  | 1000                  | counts, registers, spills equal       |",
+        "| c         | new     |                       |                                       |",
         "5 kernels: 1 identical, 1 within, 1 BREAKS, 1 GONE, 0 dropped, 1 new",
     ]
 
@@ -247,6 +248,41 @@ def test_what_is_saved(tree, tmp_path):
     assert (json.loads(file.read_text()), len(tree)) == (said, 2)
     assert main(["save", str(file), "--only", "^ring"]) == 0
     assert [*json.loads(file.read_text())["kernels"]] == ["the ring"]
+
+
+def test_nothing_is_compiled_for_a_list_of_kernels(tree, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "frozen"
+    monkeypatch.setattr(compiled, "disassembler", lambda: None)
+    assert main(["save", str(file), "-j", "0"]) == 0
+    assert [*json.loads(file.read_text())["kernels"]["the ring"]] == ["builder", "config", "arch", "key"]
+    assert not tree
+    with pytest.raises(SystemExit):
+        main(["compare", str(file), "-j", "0"])
+    assert "-j is 0; to compare, at least one process compiles" in capsys.readouterr().err
+
+
+def test_several_processes_compile(tree, monkeypatch):
+    """Here, threads."""
+    pools = []
+    monkeypatch.setattr(freeze, "ProcessPoolExecutor", lambda jobs: pools.append(ThreadPoolExecutor(jobs)) or pools[0])
+    assert freeze.freeze(jobs=2) == freeze.freeze()
+    assert [pool._max_workers for pool in pools] == [2]
+    assert sorted(tree) == ["loop.build", "ring.build"]
+
+
+def test_two_revisions_are_compared(monkeypatch, capsys):
+    """Each knows the other's kernels, so that those which are the same are compiled in neither."""
+    asked = []
+
+    def freeze_revision(revision, only, jobs, known):
+        asked.append((revision, only, jobs, [*known["kernels"]]))
+        return {"tools": {}, "kernels": {"ring": record(key=revision), "loop": record()}}
+
+    monkeypatch.setattr(freeze, "freeze_revision", freeze_revision)
+    assert main(["compare", "HEAD~1", "topic", "-j", "3", "--only", "o"]) == 0
+    both = ["ring", "loop"]
+    assert asked == [("topic", "o", 0, []), ("HEAD~1", "o", 3, both), ("topic", "o", 3, both)]
+    assert capsys.readouterr().out == "2 kernels: 2 identical, 0 within, 0 BREAKS, 0 GONE, 0 dropped, 0 new\n"
 
 
 def test_the_files_as_they_are(tree, tmp_path, monkeypatch, capsys):
@@ -309,14 +345,15 @@ def test_a_revision_is_frozen_by_its_own_command(tree, tmp_path, monkeypatch):
         git("add", ".")
         git("commit", "-q", "-m", message)
     (repository / "tests" / "freeze.py").write_text("not this one")
-    found = freeze.freeze_revision("HEAD", "ring", 2, freeze.outline(""))
+    listed = freeze.freeze(jobs=0)
+    found = freeze.freeze_revision("HEAD", "ring", 2, listed)
     assert sorted(found["kernels"]) == ["old", "the loop", "the ring"]
     assert found["kernels"]["old"]["config"] == "[['--only', 'ring', '-j', '2'], True]"
     assert not tree, "nothing is compiled"
     with pytest.raises(SystemExit, match=r"HEAD~1 has no tests/freeze.py"):
-        freeze.freeze_revision("HEAD~1", "", 1, freeze.outline(""))
+        freeze.freeze_revision("HEAD~1", "", 1, listed)
     with pytest.raises(SystemExit, match="no_such is neither a file nor a revision"):
-        freeze.freeze_revision("no_such", "", 1, freeze.outline(""))
+        freeze.freeze_revision("no_such", "", 1, listed)
 
 
 def test_all_kernels_are_frozen():
