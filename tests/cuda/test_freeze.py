@@ -143,7 +143,7 @@ def test_kernels_are_paired():
     """By name; by a table; by builder and configuration where just one kernel is made of them."""
     old = {name: record(builder=f"{name}.build") for name in ("same", "moved", "twins", "dropped", "gone", "called")}
     new = {name: record(builder=f"{builder}.build") for name, builder in (("same", "same"), ("as", "called"), ("moved here", "far.moved"))}
-    new |= {name: record(builder="twins.build") for name in ("one", "other")}
+    new |= {name: record(builder="twins.build") for name in ("one", "other")} | {"another": record(builder="dropped.build")}
     renamed = Renamed({"called": "as", "dropped": None}, {"moved.": "far.moved."}, {})
     paired = {"same": "same", "called": "as", "moved": "moved here", "twins": None, "dropped": None, "gone": None}
     assert freeze.pairs(old, new, renamed) == paired
@@ -152,7 +152,7 @@ def test_kernels_are_paired():
     verdicts = {row.kernel: row.verdict for row in freeze.compare(old, new, renamed)}
     assert verdicts == {
         **dict.fromkeys(["same", "called -> as", "moved -> moved here"], "identical"),
-        **{"dropped": "dropped", "gone": "GONE", "twins": "GONE", "one": "new", "other": "new"},
+        **{"dropped": "dropped", "gone": "GONE", "twins": "GONE", "one": "new", "other": "new", "another": "new"},
     }
 
 
@@ -230,8 +230,8 @@ def tree(tmp_path, monkeypatch) -> list[str]:
     return linked
 
 
-def test_what_is_saved(tree, tmp_path):
-    """One line per kernel, sorted; compiled once."""
+def test_what_is_saved(tree, tmp_path, monkeypatch):
+    """One line per kernel, sorted; compiled once by one version of the tools."""
     file = tmp_path / "frozen"
     assert main(["save", str(file)]) == 0
     said = json.loads(file.read_text())
@@ -248,6 +248,12 @@ def test_what_is_saved(tree, tmp_path):
     assert (json.loads(file.read_text()), len(tree)) == (said, 2)
     assert main(["save", str(file), "--only", "^ring"]) == 0
     assert [*json.loads(file.read_text())["kernels"]] == ["the ring"]
+    monkeypatch.setattr(freeze, "MADE_BY", (evidence,))
+    assert main(["save", str(file), "--only", "^ring"]) == 0
+    assert tree == ["loop.build", "ring.build", "ring.build"]
+    again = tmp_path / "again"
+    assert main(["save", str(again), "--known", str(file)]) == 0
+    assert (json.loads(again.read_text()), tree[3:]) == (said, ["loop.build"])
 
 
 def test_nothing_is_compiled_for_a_list_of_kernels(tree, tmp_path, monkeypatch, capsys):
@@ -270,8 +276,8 @@ def test_several_processes_compile(tree, monkeypatch):
     assert sorted(tree) == ["loop.build", "ring.build"]
 
 
-def test_two_revisions_are_compared(monkeypatch, capsys):
-    """Each knows the other's kernels, so that those which are the same are compiled in neither."""
+def test_two_revisions_are_compared(monkeypatch, tmp_path, capsys):
+    """Each knows the other's kernels, so that those which are the same are compiled in neither; but not what is compared with others."""
     asked = []
 
     def freeze_revision(revision, only, jobs, known):
@@ -283,6 +289,10 @@ def test_two_revisions_are_compared(monkeypatch, capsys):
     both = ["ring", "loop"]
     assert asked == [("topic", "o", 0, []), ("HEAD~1", "o", 3, both), ("topic", "o", 3, both)]
     assert capsys.readouterr().out == "2 kernels: 2 identical, 0 within, 0 BREAKS, 0 GONE, 0 dropped, 0 new\n"
+    asked.clear()
+    (tmp_path / "table").write_text('{"names": {"ring": "loop"}}')
+    assert main(["compare", "HEAD~1", "topic", "--renamed", str(tmp_path / "table")]) == 0
+    assert asked == [("topic", "", 0, []), ("HEAD~1", "", 1, ["loop"]), ("topic", "", 1, ["ring"])]
 
 
 def test_the_files_as_they_are(tree, tmp_path, monkeypatch, capsys):
