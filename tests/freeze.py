@@ -6,10 +6,10 @@
     python tests/freeze.py compare before.json HEAD --renamed table.json
 
 Kernels whose sources are the same on both sides are not compiled; what was compiled once is found in the cache of kernels. A row is
-printed for each kernel whose code is another. The exit status is 1 if one of them breaks the gate: it has more of something that
-`kernel_counts` counts, more registers, spilled bytes or whatever else the assembler reports, or it has more than 0.3 % more or fewer
-instructions (without NOP); or it is gone. Kernels are paired by their names. A table tells which names, builders and configurations
-changed:
+printed for each kernel whose code is another. The exit status is 1 if one of them breaks the gate, or is gone: it has more of something
+that `kernel_counts` counts, more registers, more spilled bytes or more of what else the assembler reports, or the number of its
+instructions, without NOP, differs by more than 0.3 %. Kernels are paired by their names. A table tells which names, builders and
+configurations changed:
 
     {"names": {"old": "new", "of a kernel that is dropped": null}, "builders": {"old": "new"}, "configs": {"old": "new"}}
 
@@ -283,7 +283,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     compared.add_argument("--renamed", type=Path, metavar="TABLE", help="JSON of what is called otherwise in the new one")
     for each in (save, compared):
         each.add_argument("--only", default="", metavar="PATTERN", help="of kernels in whose builder or name this is found")
-        each.add_argument("-j", "--jobs", type=int, default=1, help="processes that compile; for save, 0: none does")
+        each.add_argument("-j", "--jobs", type=int, default=1, help="processes that compile")
     asked = parser.parse_args(arguments)
     if asked.command == "compare" and asked.jobs < 1:
         parser.error(f"-j is {asked.jobs}; to compare, at least one process compiles")

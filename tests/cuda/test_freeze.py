@@ -366,5 +366,5 @@ def test_a_revision_is_frozen_by_its_own_command(tree, tmp_path, monkeypatch):
         freeze.freeze_revision("no_such", "", 1, listed)
 
 
-def test_all_kernels_are_frozen():
+def test_no_two_kernels_have_the_same_name():
     assert len(freeze.KERNELS) == sum(map(len, (simt_kernels.KERNELS, freeze.sm80_kernels.KERNELS, freeze.sm90_kernels.KERNELS)))
