@@ -19,6 +19,7 @@ from numba_flash.cuda import compile, compiler
 from numba_flash.cuda.compiler import Linked
 
 H200 = (9, 0)
+SCHEDULE = 41  # the first of the bits, in the upper half of an instruction, that say when it may be issued
 KB = 1024
 # Bytes of shared memory that a block may have (CUDA C++ Programming Guide, "Compute Capabilities").
 SHARED_LIMIT = {
@@ -101,10 +102,10 @@ def disassembler() -> str | None:
 @evidence.text_of(lambda kernel: kernel)
 @cache
 def machine_text(kernel: Kernel) -> str:
-    """Machine code, one instruction per line."""
+    """Machine code, one instruction per line; beside it, in two lines, its 128 bits."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(linked(kernel).cubin)
-        run = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True)
+        run = subprocess.run([disassembler(), "-c", "-hex", file.name], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -117,6 +118,18 @@ def ptx_instructions(text: str) -> list[str]:
 def machine_instructions(text: str) -> list[str]:
     """The same, as ``"BAR.SYNC.DEFER_BLOCKING"``."""
     return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text, re.MULTILINE)
+
+
+def without_addresses(text: str) -> list[str]:
+    """Labels and instructions of machine code, each instruction with the bits of its schedule (stalls, barriers), which its words do not
+    tell: equal for equal code, wherever it lies, whatever its labels and Numba's functions are called, however it is padded.
+    """
+    names = {}
+    named = lambda line: re.sub(r"\.L_\w+|_cudapy_\w+|_Z\w+", lambda name: names.setdefault(name[0], f"name{len(names)}"), line)
+    instruction = r"\s+/\*[0-9a-f]+\*/\s+(.*?) ?;\s+/\* 0x\w{16} \*/\n\s+/\* 0x(\w{16}) \*/"
+    lines = re.findall(rf"^(?:([\w.$]+:)|{instruction})", text, re.MULTILINE)
+    kept = (label or f"{words} {int(bits, 16) >> SCHEDULE:x}" for label, words, bits in lines if words != "NOP")
+    return [named(line) for line in kept]
 
 
 def normalised(text: str) -> str:

@@ -42,7 +42,7 @@ CLASSES = {
         r"\S*sync\S*",
     ),
     MACHINE: (
-        r"(HGMMA|HMMA|WARPGROUP|SYNCS|BAR|FENCE|MEMBAR|ERRBAR|CCTL|DEPBAR|LDGDEPBAR|WARPSYNC|USETMAXREG|ELECT|SHFL|VOTE|MATCH|REDUX)\b\S*",
+        r"(HGMMA|HMMA|DMMA|WARPGROUP|SYNCS|BAR|FENCE|MEMBAR|ERRBAR|CCTL|DEPBAR|LDGDEPBAR|WARPSYNC|USETMAXREG|ELECT|SHFL|VOTE|MATCH|REDUX)\b\S*",
         r"(ACQBULK|PREEXIT)\b",
         r"(UTMA|UBLK|LDG|STG|LDS|STS|ATOM|RED|MUFU|CREDUX)\S*",
         r"(LD|ST)\b\S*",
@@ -110,13 +110,18 @@ def kept() -> dict:
     return json.loads(KEPT.read_text())
 
 
+def changed_tools(before: dict[str, str], now: dict[str, str]) -> str:
+    """Those of another version, with both."""
+    return ", ".join(f"{tool} {before.get(tool)} -> {now.get(tool)}" for tool in sorted(before | now) if before.get(tool) != now.get(tool))
+
+
 def complaint(off: list[Difference], before: dict[str, str], now: dict[str, str]) -> str:
     """What a test says: what changed, whether the tools did, too, and how to keep it so."""
-    other = [f"{tool} {before.get(tool)} -> {now.get(tool)}" for tool in sorted(before | now) if before.get(tool) != now.get(tool)]
+    other = changed_tools(before, now)
     return "\n".join(
         [
             *map(str, off),
-            f"other tools than those that the counts are kept of: {', '.join(other)}" if other else "the tools are the same",
+            f"other tools than those that the counts are kept of: {other}" if other else "the tools are the same",
             f"if that was meant: {ANEW}",
         ]
     )

@@ -78,11 +78,12 @@ WORDS = """
         /*10130*/                  LDC R1, c[0x0][0x28] ;
         /*10140*/                  LDS.128 R4, [R3] ;
         /*10150*/                  LDL R4, [R1] ;
+        /*10160*/                  DMMA.8x8x4 R4, R6, R8, R4 ;
 """
 WORDS_COUNTED = {
     **dict.fromkeys(["FENCE.VIEW.ASYNC.S", "HGMMA.64x128x16.F32.BF16", "LDS.128", "SYNCS.PHASECHK.TRANS64.TRYWAIT"], 1),
-    **dict.fromkeys(["UTMALDG.5D", "WARPGROUP.ARRIVE"], 1),
-    "instructions": 10,
+    **dict.fromkeys(["DMMA.8x8x4", "UTMALDG.5D", "WARPGROUP.ARRIVE"], 1),
+    "instructions": 11,
 }
 
 
@@ -109,7 +110,7 @@ def test_one_instruction_less_is_named(removed, said):
 def test_one_instruction_more_is_named():
     assert [str(x) for x in differences("ring", MACHINE, WORDS_COUNTED | {"instructions": 1000}, WORDS_COUNTED | {"BAR.SYNC": 2})] == [
         "ring, machine code: 0 -> 2 BAR.SYNC",
-        "ring, machine code: 1000 -> 10 instructions",
+        "ring, machine code: 1000 -> 11 instructions",
     ]
 
 
