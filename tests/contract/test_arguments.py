@@ -195,6 +195,19 @@ def test_names_of_other_libraries_lead_to_options_that_there_are(name):
         assert hasattr(__import__(f"numba_flash.{home}", fromlist=["_"]) if home else numba_flash, last)
 
 
+@pytest.mark.parametrize("name", ["sliding_window", "sliding_window_length"])
+def test_a_sliding_window_has_the_positions_that_it_has_elsewhere(name):
+    """A query's own and those before it, as many as the number says: what the sentence says to pass, tried."""
+    (said,) = re.findall(r"window=(\(.*?, 0\))", elsewhere.NAMES[name].advice)
+    n = np.arange(20)
+    for size in (1, 2, 7):
+        distance = n[:, None] - n
+        expected = (distance >= 0) & (distance < size)
+        x = np.eye(20, dtype=np.float32)
+        o = reference.forward(x, x, x, window=eval(said, {name: size}))
+        np.testing.assert_array_equal(o > 0, expected)
+
+
 def test_a_misspelled_option_is_taken_for_itself():
     """Names of other libraries that resemble options do not stand in their way."""
     options = [name for name in inspect.signature(numba_flash.forward).parameters if len(name) > 3]

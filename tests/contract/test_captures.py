@@ -149,6 +149,14 @@ def test_an_equal_value_is_the_same_function():
     assert capture(through_an_array).fingerprint == before.fingerprint
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 2), np.float64), ((4, 1), np.float64), ((4,), np.int64)], ids=str)
+def test_an_array_of_the_same_bytes_is_another_one(shape, dtype):
+    """Of another shape, which is compiled with it, or another dtype."""
+    before = capture(through_an_array)
+    globals()["TABLE"] = TABLE.view(dtype).reshape(shape)
+    assert capture(through_an_array).fingerprint != before.fingerprint
+
+
 def test_a_hidden_builtin_is_noticed(monkeypatch):
     function = lambda score, b, h, i, j: abs(score)
     before = capture(function)

@@ -1,7 +1,9 @@
 """`numba_flash.dask`: chunks are nothing but a way to compute the same."""
 
 import inspect
+import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +163,31 @@ def test_who_sees_nothing_and_is_not_seen():
     assert (results["dq"][..., :20, :] == 0).all()
     assert (results["dk"][..., 20:, :] == 0).all()
     compare(results, q, k, v, do, causal=True, q_start=-20)
+
+
+@pytest.mark.parametrize(
+    ("of_q", "of_k", "expected"),
+    [((3, 1), (2,), (4,)), ((1, 1, 1, 1), (2,), (2, 2)), ((2, 2), (2,), (2, 2)), ((4,), (1, 1), (2, 2)), ((1, 2, 1), (2,), (4,))],
+    ids=str,
+)
+def test_a_chunk_of_heads_holds_whole_groups(of_q, of_k, expected):
+    """And no more chunks than that takes, none of them empty."""
+    q, k = (da.ones((sum(heads), 6, 4), chunks=(heads, 6, 4), dtype=np.float32) for heads in (of_q, of_k))
+    o, lse = numba_flash.dask.forward(q, k, k, return_lse=True)
+    gradients = numba_flash.dask.backward(o, q, k, k, o, lse)
+    assert [x.chunks[0] for x in (o, lse, gradients[0])] == [expected] * 3
+    assert gradients[1].chunks[0] == tuple(n // 2 for n in expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)], ids=str)
+def test_a_block_of_a_gpu_is_what_it_was_before_it_was_sent(dtype, shape):
+    """Where CuPy has given up the name of bfloat16, an empty one, too."""
+    block = np.arange(6, dtype=np.float32)[: math.prod(shape)].reshape(shape).astype(DTYPES[dtype])
+    on_gpu = lambda x: SimpleNamespace(dtype=x.dtype, view=x.view, astype=x.astype)  # no array of NumPy
+    arrived = tasks._received(on_gpu(block.view("V2") if dtype == "bfloat16" else block))
+    assert arrived.dtype == block.dtype
+    assert same_bits(np.asarray(arrived.astype(np.float32)), block.astype(np.float32))
 
 
 def test_tasks_leave_blocks_alone():

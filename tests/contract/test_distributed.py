@@ -162,6 +162,20 @@ def test_every_position_belongs_to_one_process(n, size, layout):
         assert all(np.array_equal(z, y) for z in again)
 
 
+@pytest.mark.parametrize(("more", "expected"), [(0, "Gather"), (-1, "Ring")])
+def test_the_size_of_k_and_v_decides_how_they_come(more, expected, monkeypatch):
+    """Of all processes, and of their own heads, of which q has more."""
+    inputs = problem()
+    _, _, k, v = inputs
+    monkeypatch.setattr(carriers, "GATHERED", k.nbytes + v.nbytes + more)
+    made = []
+    for name in ("Ring", "Gather"):
+        carrier = getattr(carriers, name)
+        monkeypatch.setattr(carriers, name, lambda *given, _name=name, _made=carrier: (made.append(_name), _made(*given))[1])
+    check(2, "contiguous", None, inputs)
+    assert made == [expected] * 4  # of two processes, both passes
+
+
 def test_a_zigzag_balances_causal_work():
     seen = together(4, lambda comm: int((nd.positions(832, comm=comm, layout="zigzag") + 1).sum()))
     assert max(seen) == min(seen)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import no_gpu
 
 import numba_flash
@@ -744,6 +746,25 @@ def interleaved_views():
 def test_overlap_is_exact(name):
     x, y, expected = interleaved_views()[name]
     assert overlap.shared(x, y) is expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_views_of_any_strides_share_what_they_share(seed):
+    """Some axes in steps, some in reverse, in any order: an element at the same address."""
+    rng, memory = np.random.default_rng(seed), np.arange(360, dtype=np.float32).reshape(6, 5, 4, 3)
+
+    def view():
+        cut = [slice(*sorted(rng.integers(0, n + 1, 2).tolist()), int(rng.integers(1, 3))) for n in memory.shape]
+        turned = tuple(slice(None, None, -1 if rng.random() < 0.5 else 1) for _ in cut)
+        return memory[tuple(cut)][turned].transpose(rng.permutation(4))
+
+    x, y = view(), view()
+    assert overlap.shared(x, y) is bool(np.isin(x, y).any())
+    reach, start = overlap.Reach.of(x), memory.ctypes.data
+    if x.size:
+        at = x.__array_interface__["data"][0]
+        assert (at + reach.low, at + reach.high) == (start + 4 * int(x.min()), start + 4 * int(x.max()) + 4)
 
 
 def test_interleaved_out_is_accepted(monkeypatch):

@@ -279,6 +279,21 @@ def test_packed_lse_has_heads_first():
         numba_flash.backward_packed(x, x, x, x, x, lse, np.array([0, 5]), np.array([0, 5]), backend="cpu")
 
 
+@pytest.mark.parametrize(
+    ("dlse", "error", "pattern"),
+    [
+        (ones(5, 2), ValueError, r"^dlse\.shape \(5, 2\) must be \(2, 5\)"),
+        (ones(2, 5).astype(np.float64), TypeError, r"^dlse\.dtype \(float64\) must be float32"),
+        (ones(2, 5).astype(">f4"), ValueError, r"^dlse must be in native byte order"),
+    ],
+    ids=["shape", "dtype", "byte order"],
+)
+def test_packed_gradients_of_lse(dlse, error, pattern):
+    x, offsets = ones(5, 2, 4), np.array([0, 5])
+    with pytest.raises(error, match=pattern):
+        numba_flash.backward_packed(x, x, x, x, x, ones(2, 5), offsets, offsets, dlse=dlse, backend="cpu")
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------------------------
 
 

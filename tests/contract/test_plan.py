@@ -89,6 +89,15 @@ def test_shorter_sequences_take_no_more_than_is_foretold(monkeypatch):
     assert 3 * 500 * 3 * 256 * 4 < peak < plan.scratch + 2**16
 
 
+@pytest.mark.parametrize("limit", [2**12, 2**16, 2**20])
+def test_a_sequence_of_all_tokens_takes_what_it_takes_without_lengths(limit, monkeypatch):
+    """At least, however little the buffer should be, which has room for some queries of a head in any case."""
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", limit)
+    x = ones(1, 4, 700, 64)
+    whole, alone = (numba_flash.plan(x, x, x, kind="backward", backend="cpu", **lengths).scratch for lengths in ({}, {"kv_lengths": [700]}))
+    assert whole <= alone <= whole + max(limit, 192 * 4 * 64 * 4)
+
+
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_nothing_is_allocated_for_empty_arrays(kind):
     x = ones(2, 0, 5, 8)

@@ -21,6 +21,8 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 
 import compiled
+import evidence
+import kernel_counts
 from compiled import H200, Kernel, shared_bytes
 from inspections import check_counts_of_machine_code, check_counts_of_ptx, check_entry_point, inspect, serving
 from numba import njit
@@ -89,6 +91,17 @@ INSPECTIONS = (
 @pytest.mark.parametrize("name", named(KERNELS, QUICK))
 def test_kernel(name):
     inspect(name, KERNELS[name], serving(name, INSPECTIONS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["delta", "dkdv", "dq"])
+def test_a_block_that_takes_several_items_meets_after_each(name):
+    """Its threads share memory that the next item overwrites: one barrier more than is counted where a block has one item."""
+    of_one = kernel_counts.kept()["kernels"][name_of((name, "float32", 64, 64))]["PTX"]["bar.sync"]
+    evidence.uses(of_one)
+    alone = kernel(name, "float32", 64, 64)
+    of_several = alone._replace(config=(*alone.config, True))  # those heads that another tier leaves
+    assert compiled.ptx(of_several).count("bar.sync") == of_one + 1
 
 
 PRODUCTS = [("forward", 64), ("forward", 128), ("dkdv", 64), ("dq", 64), ("dq", 128)]

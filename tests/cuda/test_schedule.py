@@ -14,9 +14,10 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 import numpy as np
 
 from numba_flash import mask
-from numba_flash.cuda import grid, schedule
+from numba_flash.cuda import grid, row_blocks, schedule
 from numba_flash.cuda.sm90.arguments import Sizes
 from numba_flash.options import PLAIN
+from numba_flash.problem import bind_packed
 
 ANY = 2**31
 small = st.integers(1, 4)
@@ -51,6 +52,43 @@ def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, 
         start, stop = mask.kv_range.py_func(row0, min(row0 + block_m, nq), nk, low, high)
         needed = list(range(start // block_n, -(-stop // block_n))) if start < stop else []
         assert sorted(tiles.get((b0, b1, head, row0), [])) == needed
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.tuples(small, small), heads=small, blocks=small, section=st.integers(1, 20))
+def test_each_number_is_another_block_of_rows(batch, heads, blocks, section):
+    """Of all heads of all batch elements along both axes, whoever numbers them."""
+    pairs = batch[0] * batch[1] * heads
+    numbered = {
+        "one after the other": lambda n: row_blocks.row_block.py_func(n, blocks, heads, batch[1]),
+        "in sections": lambda n: row_blocks.row_block_in_sections.py_func(n, blocks, section, pairs, heads, batch[1]),
+        "of few queries": lambda n: row_blocks.row_block_of_few.py_func(n, blocks, heads, batch[1]),
+    }
+    expected = [(b0, b1, h, n) for b0, b1 in np.ndindex(batch) for h in range(heads) for n in range(blocks)]
+    for name, of_number in numbered.items():
+        found = [tuple(map(int, of_number(number))) for number in range(pairs * blocks)]
+        assert sorted(found) == expected, name
+    assert [at[:3] for at in found] == [at[:3] for at in expected], "of few queries, in the order of memory"
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 50), max_size=7), heads=small, block=st.integers(1, 20), keys=st.booleans())
+def test_the_grid_of_packed_sequences_has_a_block_for_each_of_theirs(lengths, heads, block, keys):
+    """And none that would belong to another head, or to a sequence that there is not."""
+    offsets = np.append(0, np.cumsum(lengths, dtype=int))
+    total = int(offsets[-1])
+    x = np.broadcast_to(np.float16(0), (total, heads, 8))
+    problem = bind_packed(x, x, x, offsets, offsets)
+    rows, of = (problem.nk, problem.hk) if keys else (problem.nq, problem.hq)
+    items = grid.items(problem, rows, of, block)
+    seen = []
+    for index in range(items):
+        at = row_blocks.packed_row_block.py_func(index, offsets, total, block)
+        assert (at.b0, 0 <= at.b1 < len(lengths), 0 <= at.head < heads) == (0, True, True)
+        if at.block * block < lengths[at.b1]:
+            seen.append((int(at.b1), int(at.head), int(at.block)))
+    expected = [(b, h, n) for b, length in enumerate(lengths) for h in range(heads) for n in range(-(-length // block))]
+    assert sorted(seen) == expected
 
 
 def test_sections_take_the_last_row_blocks_first():

@@ -374,6 +374,7 @@ HIDES[:, 5], HIDES[3, 7], HIDES[11] = -np.inf, -np.inf, -np.inf
 of_a_bias = lambda *shape: {"bias": np.random.default_rng(11).standard_normal(shape).astype(np.float16), "bias_grad": True}
 PROBLEMS |= {
     "mma, dq and bias gradient": mma_gradients(d=32, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136)),
+    "mma, dq and bias gradient, D24": mma_gradients(d=24, nq=70, nk=136, batch=4, hq=2, options=of_a_bias(70, 136)),
     "mma, dq and bias gradient, hidden": mma_gradients(
         nq=70, nk=136, batch=4, hq=2, dtype="bfloat16", made=beyond, options={"bias": HIDES.astype("bfloat16"), "bias_grad": True}
     ),
@@ -556,6 +557,7 @@ rows_of_bias = partial(Problem, backward_pass, hq=2, nq=150, nk=200, multiproces
 PROBLEMS |= {
     "bias gradient, rows": rows_of_bias(d=64, batch=4, options=learned_bias(1, 2, 150, 200)),
     "bias gradient, rows of each": rows_of_bias(batch=2, options=learned_bias(2, 2, 150, 200)),
+    "bias gradient, rows, heads": rows_of_bias(batch=2, hq=4, hk=2, nq=80, nk=80, options=learned_bias(1, 4, 80, 80)),
     "bias gradient, rows, hidden": rows_of_bias(
         nq=70,
         nk=136,

@@ -191,7 +191,7 @@ class Foretold:
     """In the place of `plan.prepare` and `arrays.compact`: what calls were prepared to allocate, and what they did."""
 
     def __init__(self, monkeypatch):
-        self.calls, self._prepare, self._compact, self._this = [], plan.prepare, arrays.compact, None
+        self.calls, self._prepare, self._compact, self._this, self._runs = [], plan.prepare, arrays.compact, None, False
         monkeypatch.setattr(plan, "prepare", self.prepare)
         monkeypatch.setattr(arrays, "compact", self.compact)
 
@@ -199,9 +199,14 @@ class Foretold:
         prepared = self._prepare(*arguments, **settings)
 
         def run(*arguments):
-            self._this = Allocated(prepared.scratch)
+            if self._runs:  # of which this is a section
+                return prepared.run(*arguments)
+            self._this, self._runs = Allocated(prepared.scratch), True
             self.calls.append(self._this)
-            return prepared.run(*arguments)
+            try:
+                return prepared.run(*arguments)
+            finally:
+                self._runs = False
 
         return prepared._replace(run=run)
 
@@ -286,13 +291,52 @@ def test_what_parts_of_keys_would_need_is_foretold_where_there_are_parts(name, m
         check_plans((q, k, v, do), options, backend, Foretold(own))  # what it patches goes back before what the machine does
 
 
-def test_what_goes_to_out_by_way_of_another_array_is_foretold(monkeypatch):
-    """The copy engine cannot write every second column."""
-    q = np.zeros((64, 4, 128, 64), np.float16)
-    out = np.zeros((64, 4, 128, 128), np.float16)[..., ::2]
+SHARED_BIAS = {"bias": np.zeros((9, 16), np.float16), "bias_grad": True}
+SECTIONS = {  # batch and heads, options, bytes of the shares that two sections have of the gradient of a bias
+    "alike": ((8, 2), {}, 0),
+    "the last one shorter": ((7, 2), {}, 0),
+    "a bias that sections share": ((8, 2), SHARED_BIAS, 4 * 2 * 9 * 16),
+    "a bias that heads share": ((16,), SHARED_BIAS, 4 * 2 * 9 * 16),
+    "a bias of each": ((8, 2), {"bias": np.zeros((8, 2, 9, 16), np.float16), "bias_grad": True}, 0),
+    "one axis, then the other": ((3, 8, 2), {}, 0),
+}
+
+
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+@pytest.mark.parametrize("name", SECTIONS)
+def test_memory_of_sections_is_foretold(name, backend, monkeypatch):
+    """That of one of them, the largest, and of what all of them add up in the end: neither less nor more."""
+    heads, options, shares = SECTIONS[name]
+    q, k = np.zeros((*heads, 9, 64), np.float16), np.zeros((*heads, 16, 64), np.float16)
+    alone, calls, prepare = {}, [], sections.prepare
+    monkeypatch.setattr(sections, "MOST", 3 * 2**16)
+    monkeypatch.setattr(sections, "room", lambda inputs: 3 * 2**16)
+    monkeypatch.setattr(sections, "too_large", lambda *arguments: None)
+
+    def noted(whole, *arguments):
+        part = lambda *of_one: alone.setdefault(of_one[0], whole(*of_one))
+        calls.append(prepare(part, *arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(sections, "prepare", noted)
+    with in_place_of_launches(lambda prepared: lambda *operands, **more: None, 132, (9, 0)), monkeypatch.context() as own:
+        foretold = Foretold(own)
+        assert call((q, k, k, q), options, backend) == 2
+    assert calls
+    backward = foretold.calls[-1]
+    largest = max(each.scratch for each in alone.values())
+    assert largest + shares <= backward.foretold <= largest + 8 * shares
+    assert backward.peak <= backward.foretold <= backward.peak + 2**12
+
+
+@pytest.mark.parametrize("nq", [128, 126])
+def test_what_goes_to_out_by_way_of_another_array_is_foretold(nq, monkeypatch):
+    """The copy engine cannot write every second column. The lse goes where it belongs, wherever its heads begin."""
+    q = np.zeros((64, 4, nq, 64), np.float16)
+    out = np.zeros((64, 4, nq, 128), np.float16)[..., ::2]
     foretold = Foretold(monkeypatch)
     with in_place_of_launches(lambda prepared: lambda *operands, **more: None, 4, (9, 0)):
-        numba_flash.forward(q, q, q, out=out, backend="sm90")
+        numba_flash.forward(q, q, q, out=out, return_lse=True, backend="sm90")
     (only,) = foretold.calls
     assert only.foretold == sum(only.arrays) == q.nbytes
 

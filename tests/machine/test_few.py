@@ -1,5 +1,6 @@
 """Few queries with many keys: tiles whose rows are the queries of all heads of a group, and whose keys warps share, against the oracle."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,24 +132,24 @@ def test_lengths_of_the_host_are_numbers(name, size):
 
 @pytest.mark.parametrize(("parts", "dv"), [(1, 7), *(pytest.param(*each, marks=pytest.mark.full) for each in ((9, 64), (40, 40)))])
 def test_many_parts_are_combined(parts, dv):
-    """Of rows that saw nothing in some, or in any; the weights are those of the union."""
-    rng = np.random.default_rng(parts)
-    lse_parts = rng.standard_normal((parts * 2, 1, 3, 2)).astype(np.float32) * 5
+    """Of rows that saw nothing in some, or in any, of two axes of batch elements; the weights are those of the union."""
+    rng, shape = np.random.default_rng(parts), (2, 3, 3, 2)
+    lse_parts = rng.standard_normal((parts * shape[0], *shape[1:])).astype(np.float32) * 5
     lse_parts[rng.random(lse_parts.shape) < 0.3] = -np.inf
     lse_parts[::2, 0, 1, 1] = -np.inf
     o_parts = np.where(lse_parts[..., None] == -np.inf, 0, rng.standard_normal((*lse_parts.shape, dv))).astype(np.float32)
-    o, lse = np.full((2, 1, 3, 2, dv), np.nan, np.float32), np.full((2, 1, 3, 2), np.nan, np.float32)
+    o, lse = np.full((*shape, dv), np.nan, np.float32), np.full(shape, np.nan, np.float32)
     views = tuple((Layout.of(x), n) for x, n in ((o_parts, 5), (lse_parts, 4), (o, 5), (lse, 4)))
     launch = Launch(
         *("combine.build_many", ("float32", "float32", dv, True, 8), Gpu(0, AMPERE, 8)),
-        grid=12,
+        grid=math.prod(shape),
         threads=256,
         operands=views,
         numbers=(parts,),
     )
     with machine(capability=AMPERE):
         launch(o_parts, lse_parts, o, lse)
-    by_part = lse_parts.reshape(parts, 2, 1, 3, 2).astype(np.float64)
+    by_part = lse_parts.reshape(parts, *shape).astype(np.float64)
     with np.errstate(divide="ignore"):
         ref = np.log(np.exp(by_part).sum(0))
     weights = np.exp(by_part - np.where(ref == -np.inf, 0, ref))

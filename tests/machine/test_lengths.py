@@ -11,6 +11,8 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 import compiled
 from kernels import HOPPER, forward_pass, lengths_as_numbers, machine
 
+import numba_flash
+from numba_flash import call
 from numba_flash.arrays import Layout
 from numba_flash.cuda import compile
 from numba_flash.cuda.launch import Gpu
@@ -65,6 +67,33 @@ def test_kernels_for_hopper_take_lengths_of_keys_as_numbers(name, monkeypatch):
     lengths = np.array([arrays[1].shape[-2], 0, 77], np.int16)
     with lengths_as_numbers():
         forward_pass("sm90", arrays, 0, multiprocessors, causal=True, kv_lengths=lengths)
+
+
+IMPOSSIBLE = {  # the backend, the dtype, the lengths that it gets
+    "sm90": ("sm90", "float16", {"kv_lengths": np.array([60, 71, 0])}),
+    "sm90, queries": ("sm90", "bfloat16", {"q_lengths": np.array([40, -1, 9]), "kv_lengths": np.array([60, 7, 70])}),
+    "sm80": ("sm80", "float16", {"kv_lengths": np.array([60, 71, 70])}),
+    "sm80, float64": ("sm80", "float64", {"q_lengths": np.array([40, 41, 9])}),
+    "simt": ("simt", "float32", {"kv_lengths": np.array([60, -1, 70]), "causal": True}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_lengths_on_a_gpu_give_nan(name, monkeypatch):
+    """For their sequence alone; and for the gradient of a bias that others share with it, the first and the last of them, too."""
+    monkeypatch.setattr(call, "check_values", lambda *_: None)  # the machine's arrays are NumPy's, whose values could be checked
+    backend, dtype, lengths = IMPOSSIBLE[name]
+    q, k, v, do = random_inputs(batch=(3,), hq=2, hk=1, nq=40, nk=70, d=16, dtype=dtype)
+    bias = np.zeros((2, 40, 70), q.dtype)
+    with machine(capability=HOPPER):
+        o, lse = numba_flash.forward(q, k, v, return_lse=True, backend=backend, **lengths)
+        gradients = numba_flash.backward(do, q, k, v, o, lse, bias=bias, bias_grad=True, backend=backend, **lengths)
+    for x in (o, lse, *gradients[:3]):
+        x = x.astype(np.float64)
+        assert np.isnan(x[1]).all()
+        assert not np.isnan(x[[0, 2]]).any()
+    assert np.isnan(gradients[3].astype(np.float64)).all()
 
 
 @pytest.mark.full

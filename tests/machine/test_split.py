@@ -17,7 +17,7 @@ from kernels import HOPPER, machine
 import numba_flash
 from numba_flash import reference
 from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm80.tiles import padded
 from numba_flash.cuda.sm90 import prepare_turns
@@ -239,8 +239,8 @@ NQ, NK = 70, 90
 BIAS = np.random.default_rng(0).standard_normal((NQ, NK)).astype(np.float32)
 
 
-def on_machine(arrays, backend, **options):
-    capability = HOPPER if backend == "sm90" else AMPERE
+def on_machine(arrays, backend, capability=None, **options):
+    capability = capability or (HOPPER if backend == "sm90" else AMPERE)
     with machine(capability=capability), np.errstate(all="ignore"):
         return numba_flash.forward(*arrays.values(), backend=backend, return_lse=True, **options)
 
@@ -249,12 +249,12 @@ def plain_arrays() -> dict:
     return dict(zip("qkv", random_inputs(batch=(1,), hq=4, hk=2, nq=NQ, nk=NK, d=16)[:3], strict=True))
 
 
-def check_spoilt(name: str, backend: str = "sm80", **options) -> None:
+def check_spoilt(name: str, backend: str = "sm80", capability=None, **options) -> None:
     spoil, heads = SPOILT[name]
     arrays = plain_arrays()
-    before = on_machine(arrays, backend, **options)
+    before = on_machine(arrays, backend, capability, **options)
     spoil(arrays)
-    after, by_simt = on_machine(arrays, backend, **options), on_machine(arrays, "simt", **options)
+    after, by_simt = (on_machine(arrays, each, capability, **options) for each in (backend, "simt"))
     with np.errstate(all="ignore"):
         refs = reference.forward(*arrays.values(), **options, return_lse=True)
     changed = [(x != y).any(axis=(0, 2, 3)) for x, y in zip(arrays.values(), plain_arrays().values(), strict=True)]
@@ -283,6 +283,16 @@ def test_heads_that_cannot_be_split_are_those_of_simt(name):
 @pytest.mark.parametrize("name", ["NaN in k", "Inf in v", "what can be split still"])
 def test_the_same_on_hopper(name, options):
     check_spoilt(name, "sm90", **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["NaN in k", "Inf in v", "a row of k far below", "k near 0", "what can be split still"])
+def test_the_same_where_blocks_make_planes_themselves(name, monkeypatch):
+    """In the shared memory of a GPU which has room for all keys of a head."""
+    built, launched = set(), Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda self, *operands, **more: (built.add(self.builder), launched(self, *operands, **more)))
+    check_spoilt(name, capability=HOPPER)
+    assert "sm80.forward_head.build" in built
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ from kernels import SM80, machine
 from numba_flash import BlockMask, oracle, reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, own_axes
 from numba_flash.cuda.tile_lists import FIRST
 from numba_flash.problem import ForwardInputs, bind
 
@@ -43,6 +43,28 @@ def made(tiles: Tiles, mask, nq: int, nk: int, **options):
         found = extras.of(inputs)
     of_all_heads = lambda x: np.broadcast_to(x, (*problem.batch, HEADS, *x.shape[3:])).reshape(BATCH, HEADS, *x.shape[3:])
     return {name: of_all_heads(getattr(found, name)) for name in tiles.names}
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "expected"),
+    [
+        ((40, 50), (), (1, 1, 1)),
+        ((BATCH, 1, 40, 50), (), (1, BATCH, 1)),
+        ((HEADS, 40, 50), (), (1, 1, HEADS)),
+        ((40, 50), ("q_lengths",), (1, BATCH, 1)),
+        ((40, 50), ("kv_lengths",), (1, BATCH, 1)),
+        ((HEADS, 40, 50), ("q_lengths", "kv_lengths"), (1, BATCH, HEADS)),
+    ],
+    ids=str,
+)
+def test_lists_are_of_all_whose_tiles_may_differ(shape, lengths, expected):
+    """Under lengths of either kind, of each batch element, though they share the mask."""
+    q, k = np.empty((BATCH, HEADS, 40, 8), np.float16), np.empty((BATCH, HEADS, 50, 8), np.float16)
+    mask = np.ones(shape, bool)
+    problem = bind(q, k, k, mask=mask, **{name: np.zeros(BATCH, int) for name in lengths})
+    assert own_axes(problem, Layout.of(mask)) == expected
+    of_one = np.broadcast_to(mask, (BATCH, HEADS, 40, 50))
+    assert own_axes(problem, Layout.of(of_one)) == expected
 
 
 def visible(mask, nq: int, nk: int, q_lengths=(), kv_lengths=(), **options) -> np.ndarray:

@@ -19,7 +19,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm80 import dq_dbias, head_tiles, tier
+from numba_flash.cuda.sm80 import dq_dbias, head_tiles, prepare_head, tier
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
@@ -620,6 +620,19 @@ def test_short_heads_of_float32_make_their_planes_themselves(sizes, options, gpu
     built = [each.builder for each in launches("forward", problem(options, **sizes), gpu, inputs_of(**sizes))]
     assert ("sm80.forward_head.build" in built) == short
     assert ("split.build" in built) == (not short)
+
+
+@pytest.mark.parametrize("axis", [-4, -3, -2])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_short_heads_that_lie_in_reverse_are_planes_of_others(name, axis):
+    """The kernel adds up addresses without signs."""
+    q, k, v, bias = (np.empty((100, 2, n, m), np.float32) for n, m in ((100, 32), (72, 32), (72, 32), (100, 72)))
+    p, usual = bind(q, k, v, bias=bias), ForwardInputs(q, k, v, bias=bias)
+    turned = usual._replace(**{name: np.flip(getattr(usual, name), axis)})
+    for inputs, short in ((usual, True), (turned, False)):
+        layouts = ForwardInputs(*map(Layout.of, inputs))
+        results = ForwardResults(Layout.compact(inputs.q.shape, "float32"), None)
+        assert (prepare_head.tile_of(p, layouts, results, H200) is not None) == short
 
 
 def test_shared_memory_of_short_heads_fits():
