@@ -2,7 +2,7 @@
 
 from anchors import Mutant
 
-BOTH, HIDDEN, DLSE = (f"mma, dq and bias gradient{more}" for more in ("", ", hidden", ", dlse"))
+BOTH, HIDDEN, DLSE, D24 = (f"mma, dq and bias gradient{more}" for more in ("", ", hidden", ", dlse", ", D24"))
 
 MUTANTS_BIAS = (
     # ---- who may touch which shared memory when
@@ -34,6 +34,13 @@ MUTANTS_BIAS = (
     Mutant("columns of dQ that no warp adds", "sm80 build_add_dq", "-(-VECTORS // WARPS_N)", "VECTORS // WARPS_N", BOTH),
     Mutant("columns of dQ that there are not", "sm80 add", "n >= VECTORS", "n > VECTORS + 9", BOTH),
     Mutant("dQ of the first warp's keys alone", "sm80 add", "range(1, WARPS_N)", "range(1, 1)", BOTH),
+    Mutant(
+        "columns of dQ beyond those of a head",
+        "sm80 build_add_dq add",
+        "row = ...\nif column < HEAD_DIM: ...",
+        "row = ...\nif column <= HEAD_DIM: ...",
+        D24,
+    ),
     Mutant("dQ of every half from 0", "half", "number == 0", "number >= 0", BOTH),
     Mutant("the bias of a half for both", "sm80 four", "number // 2 * WORDS + 8 * m + number % 2 * 2", "number // 2 * WORDS + 8 * m", BOTH),
     Mutant("the bias of the first key for all of a lane's", "half", "words[x // 2]", "words[0]", BOTH),

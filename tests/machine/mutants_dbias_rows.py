@@ -34,6 +34,13 @@ MUTANTS_DBIAS_ROWS = (
     ),
     Mutant("keys of the first tile for all", "sm90 load_keys", "i32(x.col0 + tile * BLOCK_N)", "x.col0", "bias gradient, rows"),
     Mutant("queries of the first element for all", "sm90 element", "i32(own.b1 + walk.b1)", "walk.b1", "bias gradient, rows of each"),
+    Mutant(
+        "the next key head for each query head",
+        "run_of",
+        "kv_head=i32(u32(own.head) // u32(group))",
+        "kv_head=i32(u32(own.head) % u32(extent.kv_heads))",
+        "bias gradient, rows, heads",
+    ),
     # ---- a bias that is read ahead, also where it has no gradient
     Mutant("pairs of the next item ahead", "sm90 weigh", "AHEAD and more", "AHEAD", "copied bias"),
     Mutant("pairs of the first tile of an item for all", "sm90 weigh", "u32(n + 1)", "n", "copied bias"),
