@@ -9,6 +9,7 @@ from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, Vectors
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
+from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
@@ -114,6 +115,7 @@ def options_tile_of(options: Options, d: int) -> Tile:
 
 
 FORWARD |= {name: (*config, options_tile_of(config[-1], config[1])) for name, config in LISTS.items()}
+FORWARD = {name: ForwardConfig(*config) for name, config in FORWARD.items()}
 
 # One for each tile: dtype, head dimensions, lse, band, store, how bias and mask are read, options.
 FORWARD_OPTIONS = {
@@ -138,6 +140,9 @@ FORWARD_OPTIONS |= {
     "forward sm90 64 copied bias, causal": ("float16", 64, 64, True, "above", "parts", PAIRS, BIAS_16, first(COPYING["bias"], 64, 64)),
     "forward sm90 64 copied mask": ("float16", 64, 64, True, "none", "map", PAIRS, MASK, first(COPYING["mask"], 64, 64)),
 }
+FORWARD_OPTIONS = {
+    name: ForwardConfig(*sizes, options, tile, vectors) for name, (*sizes, vectors, options, tile) in FORWARD_OPTIONS.items()
+}
 
 # dtype, head dimensions, lse, how the bias is read, options, queries and keys
 FORWARD_KEPT = {
@@ -152,7 +157,10 @@ def kept_tile_of(options: Options, nq: int, nk: int) -> KeptTile:
     return kept_tile(SimpleNamespace(options=options, nq=nq, nk=nk))
 
 
-FORWARD_KEPT = {name: (*config, kept_tile_of(config[-1], nq, nk)) for name, (*config, nq, nk) in FORWARD_KEPT.items()}
+FORWARD_KEPT = {
+    name: ForwardConfig(*sizes, "none", "words", options, kept_tile_of(options, nq, nk), vectors)
+    for name, (*sizes, vectors, options, nq, nk) in FORWARD_KEPT.items()
+}
 
 ALL_BATCHES = (False, True, False, False, False)  # what dbias is summed over
 DQ_DBIAS_KEPT = {  # dtype, head dimensions, how the bias is read, options, dlse, out and how it is written, tile
@@ -163,17 +171,26 @@ DK_DV_KEPT = {  # dtype, head dimensions, how the bias is read, options, tile
     "dk and dv, kept": ("bfloat16", 32, 32, PAIRS, BIAS, KeysTile(128, 4, 4, 2, 96)),
     "dk and dv 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, KeysTile(128, 2, 6, 2, 64)),
 }
+DQ_DBIAS_KEPT = {
+    name: BiasGradientConfig(*sizes, False, options, tile, out, summed, wide, vectors, dlse)
+    for name, (*sizes, vectors, options, dlse, out, wide, summed, tile) in DQ_DBIAS_KEPT.items()
+}
+DK_DV_KEPT = {
+    name: BackwardConfig(*sizes, False, False, False, options, tile, vectors)
+    for name, (*sizes, vectors, options, tile) in DK_DV_KEPT.items()
+}
 
-# Head dimensions, lse, band, parts, options, tile.
+# Head dimensions, lse, band, how o is stored, options, tile.
 SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
 FORWARD_SPLIT = {
-    "float32 64": (64, 64, True, "none", False, PLAIN, SPLIT_64),
-    "float32 64, causal": (64, 64, True, "above", False, PLAIN, SPLIT_64),
-    "float32 128": (128, 128, True, "none", False, PLAIN, SPLIT_128),
-    "float32 128, window, lengths, parts": (128, 128, True, "both", True, LENGTHS, SPLIT_128),
-    "float32 72, 40, packed": (72, 40, False, "above", False, PACKED, SPLIT_128),
-    "float32 64, less accurate": (64, 64, True, "none", False, PLAIN, replace(SPLIT_64, planes=1)),
+    "float32 64": (64, 64, True, "none", "floats", PLAIN, SPLIT_64),
+    "float32 64, causal": (64, 64, True, "above", "floats", PLAIN, SPLIT_64),
+    "float32 128": (128, 128, True, "none", "floats", PLAIN, SPLIT_128),
+    "float32 128, window, lengths, parts": (128, 128, True, "both", "parts", LENGTHS, SPLIT_128),
+    "float32 72, 40, packed": (72, 40, False, "above", "floats", PACKED, SPLIT_128),
+    "float32 64, less accurate": (64, 64, True, "none", "floats", PLAIN, replace(SPLIT_64, planes=1)),
 }
+FORWARD_SPLIT = {name: ForwardConfig("float32", *config) for name, config in FORWARD_SPLIT.items()}
 
 # dtype, head dimensions, banded, stored through maps, ordered, options
 BACKWARD = {
@@ -224,6 +241,7 @@ BACKWARD_STORED = {
     "backward 72, 40 stored, lengths": ("bfloat16", 72, 40, True, True, False, LISTED_LENGTHS),
 }
 BACKWARD |= {name: (*config, STORING_TILE) for name, config in BACKWARD_STORED.items()}
+BACKWARD = {name: BackwardConfig(*config) for name, config in BACKWARD.items()}
 
 # dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
 BACKWARD_OPTIONS = {
@@ -266,6 +284,9 @@ BACKWARD_OPTIONS |= {
     name: (*config, replace(first(BACKWARD_OPTION_TILES[crowded(config[-1])], *config[1:3]), copies_bias=True))
     for name, config in COPIED_BIAS.items()
 }
+BACKWARD_OPTIONS = {
+    name: BackwardConfig(*sizes, options, tile, vectors) for name, (*sizes, vectors, options, tile) in BACKWARD_OPTIONS.items()
+}
 
 # dtype, head dimensions, banded, how bias and mask are read, pairs written at once, options, what is written, summed, tiles
 OF_BATCH, OF_QUERIES, OF_KEYS = (True, False, False, False, False), (True, False, True, True, False), (True, False, False, False, True)
@@ -280,7 +301,10 @@ DBIAS = {
     "dbias sm90 64 bias of float32": ("float16", 64, 64, True, PAIRS, True, BIAS_32, "float32", OF_BATCH, CROWDED),
     "dbias sm90 72, 40 everything": ("float16", 72, 40, True, ONES, False, EVERYTHING, "float32", OF_KEYS, CROWDED),
 }
-DBIAS = {name: (*config[:-1], first(config[-1], *config[1:3])) for name, config in DBIAS.items()}
+DBIAS = {
+    name: BiasGradientConfig(dtype, d, dv, banded, options, first(tiles, d, dv), out, summed, wide, vectors)
+    for name, (dtype, d, dv, banded, vectors, wide, options, out, summed, tiles) in DBIAS.items()
+}
 
 # dtype, head dimensions, summed, options, what is written, batch elements
 DBIAS_ROWS = {
@@ -288,7 +312,10 @@ DBIAS_ROWS = {
     "dbias sm90 64 rows of three": ("float16", 64, 64, OF_BATCH, BIAS_16, "float16", 3),
     "dbias sm90 40, 64 rows of each": ("float16", 40, 64, (False,) * 5, BIAS, "bfloat16", 1),
 }
-DBIAS_ROWS = {name: (*config, ROWS_TILES[elements]) for name, (*config, elements) in DBIAS_ROWS.items()}
+DBIAS_ROWS = {
+    name: BiasGradientConfig(*sizes, False, options, ROWS_TILES[elements], out, summed)
+    for name, (*sizes, summed, options, out, elements) in DBIAS_ROWS.items()
+}
 
 
 EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early
@@ -319,12 +346,17 @@ DQ_LISTS = {
     "dq 72 lists, lengths": ("bfloat16", 72, True, True, LISTED_LENGTHS),
 }
 DQ |= {name: (*config, DQ_TILE) for name, config in DQ_LISTS.items()}
+DQ = {name: DqConfig(*config) for name, config in DQ.items()}
 
 BACKWARD_SPLIT = {  # head dimensions, banded, ordered, options, tile
     "backward float32 64": (64, 64, False, True, PLAIN, SplitBackwardTile(64, 2, 2, False)),
     "backward float32 40, 64, packed": (40, 64, True, False, PACKED, SplitBackwardTile(64, 2, 2, False)),
     "backward float32 128": (128, 128, False, True, PLAIN, WideSplitBackwardTile(64, 2, 1, False)),
     "backward float32 72, 96, packed": (72, 96, True, False, PACKED, WideSplitBackwardTile(64, 2, 1, False)),
+}
+BACKWARD_SPLIT = {
+    name: BackwardConfig("float32", d, dv, banded, False, ordered, options, tile)
+    for name, (d, dv, banded, ordered, options, tile) in BACKWARD_SPLIT.items()
 }
 AROUND |= {
     "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SplitBackwardTile(64, 2, 2, False))),
@@ -347,18 +379,18 @@ COMBINE = {
 }
 
 KERNELS = {
-    **{name: Kernel("sm90.forward.build", config) for name, config in FORWARD.items()},
-    **{name: Kernel("sm90.forward_options.build", config) for name, config in FORWARD_OPTIONS.items()},
-    **{name: Kernel("sm90.forward_kept.build", config) for name, config in FORWARD_KEPT.items()},
-    **{name: Kernel("sm90.dq_dbias_kept.build", config) for name, config in DQ_DBIAS_KEPT.items()},
-    **{name: Kernel("sm90.dk_dv_kept.build", config) for name, config in DK_DV_KEPT.items()},
-    **{name: Kernel("sm90.forward_split.build", config) for name, config in FORWARD_SPLIT.items()},
-    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD.items()},
-    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_OPTIONS.items()},
-    **{name: Kernel(config[-1].kernel, config) for name, config in BACKWARD_SPLIT.items()},
-    **{name: Kernel("sm90.dbias.build", config) for name, config in DBIAS.items()},
-    **{name: Kernel("sm90.dbias_rows.build", config) for name, config in DBIAS_ROWS.items()},
+    **{name: Kernel("sm90.forward.build", (config,)) for name, config in FORWARD.items()},
+    **{name: Kernel("sm90.forward_options.build", (config,)) for name, config in FORWARD_OPTIONS.items()},
+    **{name: Kernel("sm90.forward_kept.build", (config,)) for name, config in FORWARD_KEPT.items()},
+    **{name: Kernel("sm90.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
+    **{name: Kernel("sm90.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},
+    **{name: Kernel("sm90.forward_split.build", (config,)) for name, config in FORWARD_SPLIT.items()},
+    **{name: Kernel(config.tile.kernel, (config,)) for name, config in BACKWARD.items()},
+    **{name: Kernel(config.tile.kernel, (config,)) for name, config in BACKWARD_OPTIONS.items()},
+    **{name: Kernel(config.tile.kernel, (config,)) for name, config in BACKWARD_SPLIT.items()},
+    **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS.items()},
+    **{name: Kernel("sm90.dbias_rows.build", (config,)) for name, config in DBIAS_ROWS.items()},
     **AROUND,
-    **{name: Kernel("sm90.dq.build", config) for name, config in DQ.items()},
+    **{name: Kernel("sm90.dq.build", (config,)) for name, config in DQ.items()},
     **COMBINE,
 }

@@ -150,6 +150,9 @@ class Vectors(NamedTuple):
     mask: bool = False
 
 
+ONE_BY_ONE = Vectors()
+
+
 def vectors_of(problem, inputs, width: int) -> Vectors:
     """Of the inputs of a call, or their layouts."""
     mask = inputs.mask if problem.options.mask and problem.options.blocks is None else None

@@ -5,7 +5,7 @@ under a key of all that it is made of.
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -98,7 +98,7 @@ def kept_resources(builder: str, config: tuple, capability: tuple[int, int]) -> 
     return resources((_load(f"{cache_key(builder, config, capability)}.log") or b"").decode())
 
 
-def of_config(config: tuple) -> str:
+def of_config(config: Iterable) -> str:
     """What a kernel is built with, as text."""
     return ", ".join(map(_constant, config))
 
@@ -108,7 +108,7 @@ def _constant(x) -> str:
         on = [each.name for each in fields(x) if getattr(x, each.name) != each.default]
         return ", ".join(f"{name}={getattr(x, name)}" for name in on) or "plain"
     if is_dataclass(x):
-        return f"{type(x).__name__}{tuple(getattr(x, each.name) for each in fields(x))}"
+        return f"{type(x).__name__}({of_config(getattr(x, each.name) for each in fields(x))})"
     return str(x)
 
 

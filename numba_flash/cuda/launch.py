@@ -196,7 +196,7 @@ class Launch:
         that it is built with; None of another one.
         """
         *_, module, function = self.builder.split(".")
-        tile = self.config[-1]
+        tile = getattr(self.config[-1], "tile", self.config[-1])
         if not hasattr(tile, "block_n"):
             return None
         name = function.removeprefix("build_") if "_" in function else module

@@ -73,7 +73,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
-    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|(\w+\.)?prepare_\w+)"
+    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|sm90\.config|(\w+\.)?prepare_\w+)"
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
@@ -268,7 +268,7 @@ HOSTS_OF_CPU = {"cpu.tier", "cpu.pool", "cpu.scratch", "cpu.sequences", "cpu.cac
 def of_kernels(module: str) -> bool:
     """Nothing that only prepares, launches or keeps kernels; of the hosts, tiles and the arguments that kernels take."""
     if module.startswith("cuda."):
-        return module != "cuda.compile" and (not CUDA_HOSTS.fullmatch(module) or module.endswith(("tiles", "arguments")))
+        return module != "cuda.compile" and (not CUDA_HOSTS.fullmatch(module) or module.endswith(("tiles", "arguments", "config")))
     return module in SHARED or (module.startswith("cpu.") and module not in HOSTS_OF_CPU)
 
 

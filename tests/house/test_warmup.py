@@ -41,23 +41,23 @@ def problem_of(cell: Cell) -> Problem:
 @pytest.mark.parametrize(("length", "head_dim"), [(512, 64), (2048, 64), (2048, 128), (8192, 128), (512, 256)])
 def test_forward_on_hopper(length, head_dim, mask):
     problem = problem_of(cell(mask=mask, length=length, head_dim=head_dim))
-    ((builder, config),) = warmup.kernels_of(cell(mask=mask, length=length, head_dim=head_dim), None, H200)
+    ((builder, (config,)),) = warmup.kernels_of(cell(mask=mask, length=length, head_dim=head_dim), None, H200)
     assert builder == "sm90.forward.build"
-    assert config[:4] == ("bfloat16", head_dim, head_dim, False)
-    assert config[-1] == forward_tile(problem)
+    assert (config.dtype, config.d, config.dv, config.write_lse) == ("bfloat16", head_dim, head_dim, False)
+    assert config.tile == forward_tile(problem)
 
 
 def test_backward_on_hopper_comes_after_a_forward_that_keeps_lse():
     forward, *others = warmup.kernels_of(cell("backward", "causal"), None, H200)
     assert forward[0] == "sm90.forward.build"
-    assert forward[1][3] is True
+    assert forward[1][0].write_lse is True
     assert [builder for builder, _ in others] == ["preprocess.build", "sm90.backward.build", "sm90.postprocess.build"]
-    assert others[1][1][-1] == backward_tile(problem_of(cell()))
+    assert others[1][1][0].tile == backward_tile(problem_of(cell()))
 
 
 def test_few_queries_take_the_kernels_for_keys_in_parts():
-    (_, config), (combine, _) = warmup.kernels_of(cell(batch=1, heads=1, heads_kv=1, length=4096), None, H200)
-    assert config[5] == "parts"
+    (_, (config,)), (combine, _) = warmup.kernels_of(cell(batch=1, heads=1, heads_kv=1, length=4096), None, H200)
+    assert config.store == "parts"
     assert combine == "combine.build"
 
 

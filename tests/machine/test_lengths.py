@@ -18,6 +18,7 @@ from numba_flash.cuda import compile
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_lengths import MOST, launch_of
 from numba_flash.cuda.sm90 import prepare_forward
+from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import AS_NUMBERS, Options
 from numba_flash.problem import Problem
@@ -103,6 +104,7 @@ def test_a_kernel_for_hopper_has_registers_for_lengths_that_are_numbers():
     for kv_lengths in ("int32", AS_NUMBERS):
         options = Options(kv_lengths=kv_lengths, follows=True)
         tile = forward_tile(Problem((1, 3), 8, 8, 4096, 4096, 128, 128, "bfloat16", 1.0, -4096, 0, options, "float32"))
-        kernel = compiled.Kernel("sm90.forward.build", ("bfloat16", 128, 128, False, "above", "map", options.structure, tile))
+        config = ForwardConfig("bfloat16", 128, 128, False, "above", "map", options.structure, tile)
+        kernel = compiled.Kernel("sm90.forward.build", (config,))
         used.append(compile.resources(compiled.linked(kernel).log))
     assert [each["spill_bytes"] for each in used] == [0, 0]

@@ -70,7 +70,8 @@ class Traced(Executed):
         self.watch, self.timed = watch, None
 
     def machine(self, text: str) -> Timed:
-        _, head_dim, head_dim_v, *_, tile = self.prepared.config
+        (config,) = self.prepared.config
+        tile, head_dim, head_dim_v = config.tile, config.d, config.dv
         self.timed = Timed(text, barriers=names_of_barriers(tile.consumers), watch=self.watch)
         self.timed.mbarriers = names_of_mbarriers(tile, head_dim, head_dim_v, self.timed.kernel.shared_bytes)
         return self.timed
@@ -230,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run, print, draw; up to an error, if there is one."""
     options = parsed(arguments)
     this, error = prepare(options), None
-    roles = roles_of(this.main.prepared.config[-1])
+    roles = roles_of(this.main.prepared.config[0].tile)
     if options.ptx:
         options.ptx.write_text(this.main.text)
     try:

@@ -15,6 +15,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import begin_backward, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, may_go_upward, one_type
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import ROWS
@@ -22,13 +23,12 @@ from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
-def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``,
     its signature and compile options.
 
-    banded : True if some query does not see every key; it makes no difference if `ordered`.
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a
-        tile, and with `to_map` of dk and dv; where a warp rounds dQ, of dq.
+        tile, and with ``config.to_map`` of dk and dv; where a warp rounds dQ, of dq.
     dk, dv : (b0, b1, kv_heads, nk, head_dim), as words of two elements.
     lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as
         `numba_flash.cuda.sm90.preprocess` numbers and writes them.
@@ -39,6 +39,9 @@ def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
     extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    banded, to_map, ordered = config.banded, config.to_map, config.ordered
+    options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))

@@ -12,6 +12,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32, u64
 from numba_flash.cuda.sm90 import begin_backward, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, StoredNote, one_type, words
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
@@ -22,13 +23,16 @@ from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 NOTE = words(StoredNote)
 
 
-def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel as `numba_flash.cuda.sm90.backward.build`'s with ``options.listed``, but that
 
     dq_sum : dS^T, as panels of 64 queries and the keys of a tile, in the slots of a section.
     flags : none.
     sizes : of the section; the items of others are not done.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    banded, to_map, ordered = config.banded, config.to_map, config.ordered
+    options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
     Q, K, V, DO, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.work))

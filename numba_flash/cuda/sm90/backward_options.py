@@ -19,6 +19,7 @@ from numba_flash.cuda.sm90 import (
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, one_type
 from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.interleave import build_interleave
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
@@ -27,15 +28,17 @@ from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
-def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, vectors, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``,
     its signature and compile options.
 
     Arguments are those of `numba_flash.cuda.sm90.backward.build` and its kernel, and
 
-    vectors : which arrays are read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
     scales : `OptionScales` of `numba_flash.cuda.sm90.arguments`.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    banded, to_map, ordered = config.banded, config.to_map, config.ordered
+    vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))

@@ -11,12 +11,13 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, may_go_upward, one_type
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.softmax_backward import BOUND, ROWS
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
-def build(head_dim, head_dim_v, banded, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales)``,
     its signature and compile options.
 
@@ -25,9 +26,10 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     lse2, delta : as `numba_flash.cuda.preprocess` writes them for such planes, in base e.
     dq_sum : as in `numba_flash.cuda.sm90.backward`, but each consumer's part is of all columns, and
         dQ is the sum of both.
-    banded, ordered, flags, extras, sizes, scales : as there, and factors among the `extras`.
+    flags, extras, sizes, scales : as there, and factors among the `extras`.
     """
-    D, DV, PLANES = tile.width(head_dim), tile.width(head_dim_v), tile.planes
+    banded, ordered, options, tile = config.banded, config.ordered, config.options, config.tile
+    D, DV, PLANES = tile.width(config.d), tile.width(config.dv), tile.planes
     BLOCK_M, BLOCK_N, SMEM = tile.block_m, tile.block_n, tile.layout(D, DV)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
     WORK, DS, DS_BYTES, MINE = one_type(SMEM.work), SMEM.ds, SMEM.ds_bytes, ROWS * ROW_BYTES
@@ -51,7 +53,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     differentiate = shared.differentiate
     commit_dq, put_dq = store.build_hand_over(SMEM.dq, D)
     begin_item, common_power, store_dk, store_dv = item_split.build(
-        head_dim, head_dim_v, note_bounds, options, tile
+        config.d, config.dv, note_bounds, options, tile
     )
 
     @inline

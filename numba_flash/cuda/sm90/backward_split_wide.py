@@ -12,17 +12,19 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, may_go_upward, one_type
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.softmax_backward import BOUND
 from numba_flash.cuda.sm90.tiles import KEYS, WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
 
 
-def build(head_dim, head_dim_v, banded, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel as `numba_flash.cuda.sm90.backward_split.build`'s, but that a consumer's part in
     `dq_sum` is of some columns, as in `numba_flash.cuda.sm90.backward`.
     """
-    D, DV, PLANES = tile.width(head_dim), tile.width(head_dim_v), tile.planes
+    banded, ordered, options, tile = config.banded, config.ordered, config.options, config.tile
+    D, DV, PLANES = tile.width(config.d), tile.width(config.dv), tile.planes
     BLOCK_M, BLOCK_N, SMEM = tile.block_m, tile.block_n, tile.layout(D, DV)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
     CONSUMERS = tile.consumers
@@ -52,7 +54,7 @@ def build(head_dim, head_dim_v, banded, ordered, options, tile):
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
     begin_item, common_power, store_dk, store_dv = item_split.build(
-        head_dim, head_dim_v, note_bounds, options, tile
+        config.d, config.dv, note_bounds, options, tile
     )
 
     @inline

@@ -15,6 +15,7 @@ from numba_flash.cuda import ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, one_type
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import BOUND
@@ -22,13 +23,16 @@ from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 
 
-def build(dtype, head_dim, head_dim_v, banded, to_map, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel as `numba_flash.cuda.sm90.backward.build`'s, but that
 
     dq_sum : dS^T, a tile of 64 keys and 128 queries, panels of 64 queries, per (b0, b1, head, row
         block, block of keys).
     sizes : the items of other blocks of keys than those are not done.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    banded, to_map, ordered = config.banded, config.to_map, config.ordered
+    options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)
     Q, K, V, DO, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.work))

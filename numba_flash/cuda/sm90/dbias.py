@@ -20,6 +20,7 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, DbiasKind, one_type
+from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_tiles import LOADERS, WARPS
 from numba_flash.cuda.sm90.load_dbias import NOTE, build_loads, build_note
 from numba_flash.cuda.sm90.softmax_dbias import (
@@ -76,7 +77,7 @@ class Bias(NamedTuple):
     extras: Any
 
 
-def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype, summed, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dbias_sm90(maps, rows, out, extras, extent, items, parameters)`` with its signature
     and compile options.
 
@@ -84,11 +85,12 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
         tile of queries, or of a part of the keys.
     rows : (2, b0, b1, heads, at least n): the lse in base 2 and delta of each query, as
         `numba_flash.cuda.preprocess` writes them; a multiple of 64.
-    out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags);
-        `wide`: pairs of keys are written at once.
-    vectors : which arrays are read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
+    out : (shares, b0, b1, heads, n, n) of dtype ``config.out``, with sizes 1 where it is summed.
     items : tiles of the gradient, times shares.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    out_dtype, wide, summed = config.out, config.wide, config.summed
+    banded, vectors, options, tile = config.banded, config.vectors, config.options, config.tile
     BLOCK_M, PART, PARTS, CONSUMERS = tile.block_m, tile.part, tile.parts, tile.consumers
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     QUERIES, KEY_TILES, NOTES = map(one_type, (SMEM.rows, SMEM.keys, SMEM.notes))

@@ -17,6 +17,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
+from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.load_dbias_rows import build_loads, build_runs
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, WARP, build_take_pairs
 from numba_flash.cuda.sm90.pipeline import Place
@@ -82,7 +83,7 @@ class Tile(NamedTuple):
     more: bool
 
 
-def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dbias_rows_sm90(maps, rows, extras, extent, across, items, scale_log2)`` with its
     signature and compile options.
 
@@ -93,6 +94,8 @@ def build(dtype, head_dim, head_dim_v, summed, options, out_dtype, tile):
         `numba_flash.cuda.preprocess` writes them; a multiple of 64.
     across, items : tiles of a run, and how many runs there are.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    out_dtype, summed, options, tile = config.out, config.summed, config.options, config.tile
     BLOCK_M, BLOCK_N, WALK, CONSUMERS = tile.block_m, tile.block_n, tile.elements, tile.consumers
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
     QUERIES, KEYS, PAIRS = map(one_type, (SMEM.rows, SMEM.keys, SMEM.pairs))

@@ -18,6 +18,7 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm90 import keep_columns, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.gradient_tiles import ROW_BYTES
 from numba_flash.cuda.sm90.load_gradients import build_produce_queries
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -70,17 +71,17 @@ def build_weigh(queries, bfloat16, away, raised, hidden):
     return ptx.repeated(queries // 16, weigh_vector)
 
 
-def build(dtype, head_dim, head_dim_v, vectors, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``dk_dv_kept_sm90(maps, dk, dv, rows, extras, sizes, scales)`` with its signature and
     compile options.
 
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one narrow panel.
     dk, dv : (b0, b1, heads, nk, head_dim) as words of two elements.
     rows : (b0, b1, heads, row blocks * 64, 2), as `numba_flash.cuda.sm90.begin_rows` writes them.
-    vectors : whether the bias is read without its strides along keys,
-        `numba_flash.cuda.arguments.Vectors`.
     sizes : `UnitSizes`, of blocks of keys: these are its "queries", and queries its "keys".
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    vectors, options, tile = config.vectors, config.options, config.tile
     SMEM, TILES, CONSUMERS, (FEWEST, REGISTERS) = (
         tile.layout(),
         tile.tiles,

@@ -15,6 +15,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import dq_listed, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, DqWork, Scales, Sizes, one_type, words
+from numba_flash.cuda.sm90.config import DqConfig
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
@@ -120,12 +121,12 @@ def build_produce(head_dim, tile, layout):
     return produce
 
 
-def build(dtype, head_dim, banded, to_map, options, tile):
+def build(config: DqConfig):
     """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
     compile options.
 
     maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
-        with `to_map` of dq.
+        with ``config.to_map`` of dq.
     dq : (b0, b1, heads, nq, head_dim), as words of two elements.
     dq_sum : float32, what there is of the sum: per row block and consumer in the order of
         fragments.
@@ -136,6 +137,8 @@ def build(dtype, head_dim, banded, to_map, options, tile):
     extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
     sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
     """
+    dtype, head_dim, options, tile = config.dtype, config.d, config.options, config.tile
+    banded, to_map = config.banded, config.to_map
     BLOCK_N, CONSUMERS = tile.block_n, tile.consumers
     SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
     TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))

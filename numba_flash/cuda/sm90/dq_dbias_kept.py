@@ -20,6 +20,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, type
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import begin_rows, keep_rows, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
+from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.gradient_tiles import CHUNK, QUERIES, ROW_BYTES
 from numba_flash.cuda.sm90.keep_rows import AWAY, VECTORS
 from numba_flash.cuda.sm90.load_gradients import Walks, build_produce_keys
@@ -226,18 +227,21 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     return go
 
 
-def build(dtype, head_dim, head_dim_v, vectors, options, has_dlse, out_dtype, wide, summed, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dq_dbias_kept_sm90(maps, dq, lse, dlse, rows, out, extras, extent, scales)`` with
     its signature and compile options.
 
     maps : tensor maps of do, q, k, v and o as (b0, b1, heads, n, head_dim), boxes of one narrow
         panel.
     dq : (b0, b1, heads, nq, head_dim) as words of two elements.
-    lse, dlse : (b0, b1, heads, nq); dlse is not read unless the kernel `has_dlse`.
+    lse, dlse : (b0, b1, heads, nq); dlse is not read unless ``config.dlse``.
     rows : (b0, b1, heads, row blocks * 64, 2), written as `numba_flash.cuda.sm90.begin_rows` says.
-    out : (shares, b0, b1, heads, nq, nk) of `out_dtype`, with sizes 1 where `summed` (five flags;
-        the last two are not); `wide`: rows are written by two elements at a time.
+    out : (shares, b0, b1, heads, nq, nk) of dtype ``config.out``, with sizes 1 where it is summed;
+        the last two axes are not.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    out_dtype, wide, summed = config.out, config.wide, config.summed
+    vectors, options, tile = config.vectors, config.options, config.tile
     SMEM, CONSUMERS, (FEWEST, REGISTERS) = tile.layout(), tile.consumers, tile.registers
     Q, KV, DQ, NOTES = map(one_type, (SMEM.q, SMEM.kv, SMEM.dq, SMEM.rows))
     ALIGNMENT, ON, OFF, KEYS, BLOCK_N = SMEM.ALIGNMENT, 1, 0, tile.keys, tile.block_n
@@ -247,7 +251,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, has_dlse, out_dtype, wi
     place_of, _, proceed = build_places(options, False, summed, QUERIES, BLOCK_N)
     walks = Walks(begin, place_of, proceed)
     produce = build_produce_keys(tile, walks)
-    make_rows = begin_rows.build(dtype, has_dlse, tile, walks)
+    make_rows = begin_rows.build(dtype, config.dlse, tile, walks)
     fill, bias_of = keep_rows.build(options, vectors, tile)
     of_go = dtype, head_dim, head_dim_v, tile, bias_of, walks
     go, go_where_some_are_hidden = (build_go(*of_go, hidden) for hidden in (False, True))

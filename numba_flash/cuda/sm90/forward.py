@@ -27,6 +27,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
+from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
 from numba_flash.cuda.sm90.rows import (
@@ -41,20 +42,21 @@ from numba_flash.cuda.softcap import build_tanh
 from numba_flash.cuda.swizzle import panel_bytes
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and compile
     options.
 
-    band : "none" if every query sees every key, "above" if only keys above a diagonal are hidden,
-        "both" if some below one are, too.
     maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a tile,
-        and with `store_by` "map" one of o.
-    o : (b0, b1, heads, n, head_dim_v) as words of two elements, or with `store_by` "parts" as
-        float32, b0 repeated for each part of the keys.
+        and if ``config.store`` is "map" one of o.
+    o : (b0, b1, heads, n, head_dim_v) as words of two elements; if it is "parts" as float32, b0
+        repeated for each part of the keys.
     lse : (b0, b1, heads, n), natural logarithm.
     extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    write_lse, band, store_by = config.write_lse, config.band, config.store
+    options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers

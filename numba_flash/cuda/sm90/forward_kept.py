@@ -17,6 +17,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import LOG2E, one_type
+from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.load_kept import build_produce
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
@@ -26,21 +27,22 @@ NEG_INF, LN2 = -math.inf, math.log(2.0)
 ROWS = 64  # of a consumer
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, vectors, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_kept_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and
     compile options.
 
     maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), boxes of one narrow panel.
     o : (b0, b1, heads, n, head_dim_v) as words of two elements.
     lse : (b0, b1, heads, n), natural logarithm.
-    vectors : whether the bias is read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
     sizes, scales : `UnitSizes` and `KeptScales` of `numba_flash.cuda.arguments`.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_N, TILES, CONSUMERS, SMEM = tile.block_n, tile.tiles, tile.consumers, tile.layout()
     Q, K, V, (FEWEST, REGISTERS) = *map(one_type, (SMEM.q, SMEM.k, SMEM.v)), tile.registers
     ALIGNMENT, Q_ROWS, ON, OFF = SMEM.ALIGNMENT, ROWS * NARROW_ROW_BYTES, 1, 0
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
-    WRITE_LSE, BFLOAT16, MOST = write_lse, dtype == "bfloat16", softmax.LAZIER
+    WRITE_LSE, BFLOAT16, MOST = config.write_lse, dtype == "bfloat16", softmax.LAZIER
     produce = build_produce(tile)
     kept_by = tile, SMEM.kept, WARP_GROUP, pipeline.any_of_warp_group
     first_of, unit_of, after = build_units(tile.block_m)

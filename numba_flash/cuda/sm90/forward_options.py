@@ -16,6 +16,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
+from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, build_load_pairs, build_take_pairs
@@ -24,16 +25,18 @@ from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
 
 
-def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters)`` with its
     signature and compile options.
 
-    band, maps, o, lse, sizes : as in `numba_flash.cuda.sm90.forward`.
-    vectors : which arrays are read by two keys at a time, `numba_flash.cuda.arguments.Vectors`.
+    maps, o, lse, sizes : as in `numba_flash.cuda.sm90.forward`.
     extras, parameters : see `numba_flash.cuda.arguments`.
     scale_log2 : what leads from scores to base 2, or, where options hide and drop alone, from raw
         products.
     """
+    dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
+    write_lse, band, store_by = config.write_lse, config.band, config.store
+    vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
     SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers

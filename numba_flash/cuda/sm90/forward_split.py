@@ -15,6 +15,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
+from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.load_forward import WORD, build_produce
 from numba_flash.cuda.sm90.rows import ROWS, build_begin, build_hide
 from numba_flash.cuda.sm90.split_tiles import padded
@@ -22,19 +23,20 @@ from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panels
 
 
-def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_split_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and
     compile options.
 
-    band : as in `numba_flash.cuda.sm90.forward`.
     maps : tensor maps of the planes of q, k and v as (b0, b1, heads, n, planes of columns), boxes
         of one panel of a tile.
-    o : (b0, b1, heads, n, head_dim_v), b0 repeated for each part of the keys if there are `parts`.
+    o : (b0, b1, heads, n, head_dim_v), b0 repeated for each part of the keys if
+        ``config.store`` is "parts".
     lse : (b0, b1, heads, n), natural logarithm.
     extras : lengths, see `numba_flash.cuda.arguments`, and factors, shifts and centres.
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
-    D, DV, planes = padded(head_dim), padded(head_dim_v), tile.planes
+    band, options, tile, head_dim_v = config.band, config.options, config.tile, config.dv
+    D, DV, planes = padded(config.d), padded(head_dim_v), tile.planes
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
     SMEM, (FEWEST, REGISTERS) = tile.layout(D, DV), tile.registers
@@ -43,7 +45,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
     ALL_SCORES = panels(D) * SCORES  # of as many sums as a score has
     LOW_SCORES, OF_PANEL = SCORES if planes > 1 else 1, min(DV, PANEL) // 2
     LOW_OF_PANEL, P_WORDS = OF_PANEL if planes > 1 else 1, planes * BLOCK_N // 4
-    BANDED, PARTS, WRITE_LSE = band != "none", parts, write_lse
+    BANDED, PARTS, WRITE_LSE = band != "none", config.store == "parts", config.write_lse
     SEQUENCES, PACKED, CENTRED = options.sequences, options.packed, Centred.of(options)
     SHIFTED, LOWERED = CENTRED.keys, 2.0**-softmax.RAISED_P
     NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0

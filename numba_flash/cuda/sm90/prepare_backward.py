@@ -8,11 +8,12 @@ import numpy as np
 
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import RAISED_BASE_2, build_extras
+from numba_flash.cuda.arguments import ONE_BY_ONE, RAISED_BASE_2, build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, rounding_tile
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.config import BackwardConfig, DqConfig
 from numba_flash.cuda.sm90.prepare_temporaries import (
     RowBlocks,
     Temporaries,
@@ -169,14 +170,41 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
     )
 
 
+def config_of(this: Pass, vectors=ONE_BY_ONE) -> BackwardConfig:
+    """What the main kernel is compiled for."""
+    p = this.p
+    return BackwardConfig(
+        dtype=p.dtype,
+        d=p.d,
+        dv=p.dv,
+        banded=p.band != "none" and not this.ordered,
+        to_map=not p.options.packed,
+        ordered=this.ordered,
+        options=p.options.structure,
+        tile=this.tile,
+        vectors=vectors,
+    )
+
+
+def dq_config_of(p, tile) -> DqConfig:
+    """What the kernel that makes dQ of dS is compiled for."""
+    return DqConfig(
+        dtype=p.dtype,
+        d=p.d,
+        banded=p.band != "none",
+        to_map=not p.options.packed,
+        options=p.options.structure,
+        tile=tile,
+    )
+
+
 def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
     """The main kernel; `sums` is what its tile makes of dS, for some `blocks` of keys at a time."""
     p, tile, results, rows = this.p, this.tile, this.results, this.rows
-    banded = p.band != "none" and not this.ordered
     sizes = sizes_of(this, blocks)
     return Launch(
         tile.kernel,
-        (p.dtype, p.d, p.dv, banded, not p.options.packed, this.ordered, p.options.structure, tile),
+        (config_of(this),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,
@@ -250,7 +278,7 @@ def _prepare_parts(this: Pass) -> Prepared:
     maps = ((this.inputs.k, tile.block_n), (dq_layout, KEYS))
     sum_dq = Launch(
         "sm90.dq.build",
-        (p.dtype, p.d, p.band != "none", not p.options.packed, p.options.structure, tile),
+        (dq_config_of(p, tile),),
         this.gpu,
         grid=min(items, multiprocessors),
         threads=tile.threads,

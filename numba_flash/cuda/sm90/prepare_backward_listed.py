@@ -16,6 +16,8 @@ from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
     boxes,
+    config_of,
+    dq_config_of,
     preprocess_launch,
 )
 from numba_flash.cuda.sm90.prepare_temporaries import RowBlocks, Temporaries
@@ -210,10 +212,9 @@ def _main(this: Pass, lists: Lists, slots: Slots) -> Launch:
         b0=p.batch[0],
         blocks=slots.room,
     )
-    banded = p.band != "none"
     return Launch(
         tile.kernel,
-        (p.dtype, p.d, p.dv, banded, True, False, p.options.structure, tile),
+        (config_of(this),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,
@@ -244,7 +245,7 @@ def _sum_dq(this: Pass, lists: Lists, slots: Slots) -> Launch:
     )
     return Launch(
         "sm90.dq.build",
-        (p.dtype, p.d, p.band != "none", True, p.options.structure, DQ_TILE),
+        (dq_config_of(p, DQ_TILE),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=DQ_TILE.threads,

@@ -8,13 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
+from numba_flash.cuda.arguments import ONE_BY_ONE, build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90 import prepare_backward_listed, prepare_turns
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
-from numba_flash.cuda.sm90.prepare_backward import Pass, boxes, preprocess_launch, sizes_of
+from numba_flash.cuda.sm90.prepare_backward import (
+    Pass,
+    boxes,
+    config_of,
+    preprocess_launch,
+    sizes_of,
+)
 from numba_flash.cuda.sm90.prepare_dbias import Dbias
 from numba_flash.cuda.sm90.prepare_dbias_rows import DbiasRows, serves
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
@@ -100,13 +106,12 @@ def _main(this: Pass, lists: Extras, bias_tiles):
     sizes = _sizes_of(this)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
-    how_read = (vectors_of(p, this.inputs, KEYS_OF_RUN),)
+    vectors = vectors_of(p, this.inputs, KEYS_OF_RUN)
     if p.options.only_lists:
-        numbers, how_read = lambda: (sizes, scales(p)), ()
-    banded, to_map = p.band != "none" and not this.ordered, not p.options.packed
+        numbers, vectors = lambda: (sizes, scales(p)), ONE_BY_ONE
     main = Launch(
         tile.kernel,
-        (p.dtype, p.d, p.dv, banded, to_map, this.ordered, *how_read, p.options.structure, tile),
+        (config_of(this, vectors),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,

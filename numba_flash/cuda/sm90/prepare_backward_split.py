@@ -1,6 +1,7 @@
 """The backward pass of float32 on the `sm90` tier from the host: kernels and grids."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import scales
-from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, sizes_of
+from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, config_of, sizes_of
 from numba_flash.cuda.sm90.prepare_forward_split import as_float16
 from numba_flash.cuda.sm90.prepare_temporaries import row_blocks_of
 from numba_flash.cuda.sm90.prepare_temporaries import temporaries as temporaries_of
@@ -101,10 +102,7 @@ def _main(this: Pass, made) -> Launch:
     boxes += ((made.v, tile.block_n),)
     return Launch(
         tile.kernel,
-        (
-            *(p.d, p.dv, p.band != "none" and not this.ordered, this.ordered),
-            *(p.options.structure, tile),
-        ),
+        (replace(config_of(this), to_map=False),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,

@@ -4,6 +4,7 @@ from numba_flash.cuda.arguments import Extent, in_vectors, parameters_of, vector
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
+from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
@@ -29,13 +30,21 @@ class Dbias:
         self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
         extent = Extent(*p.batch, p.hq, p.hk, p.nq, p.nk, p.low, p.high)
         self._numbers = lambda rng=None: (extent, items, parameters_of(p, rng))
+        config = BiasGradientConfig(
+            dtype=p.dtype,
+            d=p.d,
+            dv=p.dv,
+            banded=p.band != "none",
+            options=p.options.structure,
+            tile=tile,
+            out=out.dtype.name,
+            summed=self._shares.summed,
+            wide=in_vectors(p, out, KEYS_OF_RUN),
+            vectors=vectors_of(p, x, KEYS_OF_RUN),
+        )
         self._sum = Launch(
             "sm90.dbias.build",
-            (
-                *(p.dtype, p.d, p.dv, p.band != "none", vectors_of(p, x, KEYS_OF_RUN)),
-                *(in_vectors(p, out, KEYS_OF_RUN), p.options.structure, out.dtype.name),
-                *(self._shares.summed, tile),
-            ),
+            (config,),
             gpu,
             grid=min(items, gpu.multiprocessors),
             threads=tile.threads,

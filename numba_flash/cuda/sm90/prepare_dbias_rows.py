@@ -11,6 +11,7 @@ from numba_flash.cuda.arguments import Extent
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.sm90.arguments import LOG2E
+from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_tiles import dbias_rows_tile
 from numba_flash.cuda.sm90.prepare_pairs import HALF, tiles_of_bias
 from numba_flash.options import Options
@@ -43,15 +44,25 @@ class DbiasRows:
 
     def __init__(self, problem, gpu, inputs, dbias, rows):
         p, x = problem, inputs
-        summed, tile = grid.summed_axes(p, dbias), dbias_rows_tile(p, elements_of(p, dbias))
+        tile = dbias_rows_tile(p, elements_of(p, dbias))
         self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n))
         tiles = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n).tiles
         across = -(-p.nk // tile.block_n)
         runs = runs_of(tiles // across, across, tile.elements, gpu.multiprocessors)
         extent = Extent(*p.batch, p.hq, p.hk, p.nq, p.nk, p.low, p.high)
+        config = BiasGradientConfig(
+            dtype=p.dtype,
+            d=p.d,
+            dv=p.dv,
+            banded=False,
+            options=p.options.structure,
+            tile=tile,
+            out=dbias.dtype.name,
+            summed=grid.summed_axes(p, dbias),
+        )
         self._sum = Launch(
             "sm90.dbias_rows.build",
-            (p.dtype, p.d, p.dv, summed, p.options, dbias.dtype.name, tile),
+            (config,),
             gpu,
             grid=min(runs.items, gpu.multiprocessors),
             threads=tile.threads,

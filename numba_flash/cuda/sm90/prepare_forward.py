@@ -1,10 +1,11 @@
 """The forward pass of the `sm90` tier from the host: which kernels run with which grid."""
 
 from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
-from numba_flash.cuda.arguments import build_extras
+from numba_flash.cuda.arguments import ONE_BY_ONE, build_extras
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.fold import folded
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
 from numba_flash.problem import Prepared
@@ -83,6 +84,21 @@ def sizes_of(p, gpu, tile, parts: int) -> Sizes:
     )
 
 
+def config_of(p, write_lse: bool, store: str, tile, vectors=ONE_BY_ONE) -> ForwardConfig:
+    """What the attention kernel of a problem is compiled for."""
+    return ForwardConfig(
+        dtype=p.dtype,
+        d=p.d,
+        dv=p.dv,
+        write_lse=write_lse,
+        band=p.band,
+        store=store,
+        options=p.options.structure,
+        tile=tile,
+        vectors=vectors,
+    )
+
+
 def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> tuple:
     """The attention kernel, on results of the problem, or on float32 parts of them; and
     ``numbers(inputs)`` of a call, None if they are always the same.
@@ -95,7 +111,7 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> tuple:
     numbers = numbers_of(p, (sizes, scales(p)))
     forward = Launch(
         "sm90.forward.build",
-        (p.dtype, p.d, p.dv, results.lse is not None, p.band, store, p.options.structure, tile),
+        (config_of(p, results.lse is not None, store, tile),),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,

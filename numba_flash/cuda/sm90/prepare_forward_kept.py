@@ -7,6 +7,7 @@ from numba_flash.cuda.arguments import build_extras, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_kept import scales_of, shared_alone, sizes_of
 from numba_flash.cuda.sm90.kept_tiles import MOST, KeptTile, kept_tile
+from numba_flash.cuda.sm90.prepare_forward import config_of
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
 
@@ -40,7 +41,7 @@ def _forward(p, inputs, results, gpu, tile: KeptTile) -> Launch:
     box = lambda x, rows: (x, rows, NARROW)
     return Launch(
         "sm90.forward_kept.build",
-        (p.dtype, p.d, p.dv, results.lse is not None, vectors, p.options.structure, tile),
+        (config_of(p, results.lse is not None, "words", tile, vectors),),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),
         threads=tile.threads,

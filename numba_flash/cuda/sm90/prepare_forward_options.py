@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
-from numba_flash.cuda.arguments import parameters_of, vectors_of
+from numba_flash.cuda.arguments import ONE_BY_ONE, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_relative import Added, alone
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
-from numba_flash.cuda.sm90.prepare_forward import sizes_of
+from numba_flash.cuda.sm90.prepare_forward import config_of, sizes_of
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask
 from numba_flash.cuda.sm90.relative_tiles import relative_tile
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
@@ -115,14 +115,13 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, co
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
-    builder, how_read = "sm90.forward_options.build", (vectors,)
+    builder = "sm90.forward_options.build"
     if p.options.only_lists or p.options.relative:
-        builder, how_read = "sm90.forward.build", ()
+        builder, vectors = "sm90.forward.build", ONE_BY_ONE
         numbers = lambda: (sizes, scales(p))
-    write_lse, structure = results.lse is not None, p.options.structure
     forward = Launch(
         builder,
-        (p.dtype, p.d, p.dv, write_lse, p.band, store, *how_read, structure, tile),
+        (config_of(p, results.lse is not None, store, tile, vectors),),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,

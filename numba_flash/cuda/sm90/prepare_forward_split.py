@@ -6,7 +6,7 @@ from numba_flash.cuda.arguments import SPLIT, build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.sm90.arguments import scales
-from numba_flash.cuda.sm90.prepare_forward import sizes_of
+from numba_flash.cuda.sm90.prepare_forward import config_of, sizes_of
 from numba_flash.cuda.sm90.split_tiles import SplitTile, padded, split_tile
 from numba_flash.problem import Prepared
 
@@ -52,7 +52,7 @@ def _forward(p, inputs, splitter: Splitter, results, gpu, tile: SplitTile, parts
     rows = ((made.q, tile.block_m), (made.k, tile.block_n), (made.v, tile.block_n))
     return Launch(
         "sm90.forward_split.build",
-        (p.d, p.dv, results.lse is not None, p.band, parts > 1, p.options.structure, tile),
+        (config_of(p, results.lse is not None, "parts" if parts > 1 else "floats", tile),),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,

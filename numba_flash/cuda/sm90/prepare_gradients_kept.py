@@ -14,6 +14,7 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_kept import shared_alone, sizes_of
 from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
+from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queries_tile
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
@@ -78,14 +79,23 @@ def _scales(p) -> GradientScales:
 def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
     """The kernel that makes dQ, dbias or shares of it, and what there is to know of rows."""
     x, tile, out = inputs, queries_tile(p), shares.out
-    vectors, wide = vectors_of(p, x, KEYS_OF_RUN), in_vectors(p, out, KEYS_OF_RUN)
+    config = BiasGradientConfig(
+        dtype=p.dtype,
+        d=p.d,
+        dv=p.dv,
+        banded=False,
+        options=p.options.structure,
+        tile=tile,
+        out=out.dtype.name,
+        summed=shares.summed,
+        wide=in_vectors(p, out, KEYS_OF_RUN),
+        vectors=vectors_of(p, x, KEYS_OF_RUN),
+        dlse=x.dlse is not None,
+    )
     box = lambda x, rows: (x, rows, NARROW)
     return Launch(
         "sm90.dq_dbias_kept.build",
-        (
-            *(p.dtype, p.d, p.dv, vectors, p.options.structure, x.dlse is not None),
-            *(out.dtype.name, wide, shares.summed, tile),
-        ),
+        (config,),
         gpu,
         grid=shares.items,
         threads=tile.threads,
@@ -111,9 +121,20 @@ def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
     sizes = sizes_of(p, tile.block_m)._replace(
         units=math.prod(p.batch) * p.hk * blocks, blocks=blocks, queries=p.nk, keys=p.nq
     )
+    config = BackwardConfig(
+        dtype=p.dtype,
+        d=p.d,
+        dv=p.dv,
+        banded=False,
+        to_map=False,
+        ordered=False,
+        options=p.options.structure,
+        tile=tile,
+        vectors=vectors_of(p, x, 1),
+    )
     return Launch(
         "sm90.dk_dv_kept.build",
-        (p.dtype, p.d, p.dv, vectors_of(p, x, 1), p.options.structure, tile),
+        (config,),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),
         threads=tile.threads,

@@ -129,7 +129,7 @@ def test_dq_is_rounded_where_that_was_measured_to_be_faster(given, rounded):
     """Then there is no kernel after the main one, which has a map of dq more."""
     p = problem(**LIKE_MEASURED | given)
     _, main, *after = backward_launches(p)
-    tile, q = main.config[-1], layouts_of(p)[0]
+    tile, q = main.config[0].tile, layouts_of(p)[0]
     assert isinstance(tile, RoundingTile) == rounded
     assert len(after) == (0 if rounded else 1)
     if rounded:

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 from support import SIMULATED, named
@@ -35,6 +36,7 @@ from sm90_kernels import (
 
 from numba_flash.cuda import compile, compiler
 from numba_flash.cuda.sm90 import walk_backward
+from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 
@@ -89,6 +91,12 @@ def count(found: list[str], begins: str) -> int:
     return sum(each.startswith(begins) for each in found)
 
 
+def config_of(kernel: Kernel):
+    """What a loop is compiled for."""
+    (config,) = kernel.config
+    return config
+
+
 def resources(kernel: Kernel) -> dict[str, int]:
     used = compile.resources(compiled.linked(kernel).log)
     print(used)
@@ -102,7 +110,7 @@ def fits(name: str, kernel: Kernel, shared_bytes: int) -> None:
     """No more is spilled than `SPILLS` allows, nothing is serialised, and the registers that the warp groups ask for are those that the
     block has been given.
     """
-    used, tile = resources(kernel), kernel.config[-1]
+    used, tile = resources(kernel), config_of(kernel).tile
     assert used["stack_bytes"] <= used["spill_bytes"] <= SPILLS.get(name, 0)
     assert used["warnings"] == 0
     assert 0 < used["registers"] <= 65536 // tile.threads
@@ -112,20 +120,22 @@ def fits(name: str, kernel: Kernel, shared_bytes: int) -> None:
 
 
 def check_resources(name: str, kernel: Kernel) -> None:
-    _, d, dv, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, dv, tile = config.d, config.dv, config.tile
     fits(name, kernel, tile.layout(d, dv).bytes)
 
 
 def check_resources_of_float32(name: str, kernel: Kernel) -> None:
     """The same; rings hold both planes."""
-    d, dv, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, dv, tile = config.d, config.dv, config.tile
     width = padded if kernel.builder == "sm90.forward_split.build" else tile.width
     fits(name, kernel, tile.layout(width(d), width(dv)).bytes)
 
 
 def check_resources_where_a_bias_is_kept(name: str, kernel: Kernel) -> None:
     """The same, where a tile says all."""
-    fits(name, kernel, kernel.config[-1].layout().bytes)
+    fits(name, kernel, config_of(kernel).tile.layout().bytes)
 
 
 def check_resources_around_the_loops(_, kernel: Kernel) -> None:
@@ -135,7 +145,8 @@ def check_resources_around_the_loops(_, kernel: Kernel) -> None:
 
 
 def check_memory_of_dq(_, kernel: Kernel) -> None:
-    _, d, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, tile = config.d, config.tile
     assert resources(kernel)["shared_bytes"] + tile.dq_layout(d).bytes <= SHARED_LIMIT
 
 
@@ -144,7 +155,7 @@ def check_memory_of_dq(_, kernel: Kernel) -> None:
 
 def check_tensor_maps(_, kernel: Kernel) -> None:
     """The first parameters are 128 bytes each, at multiples of 64: q, k, v, and o if that is stored so."""
-    maps = 4 if kernel.config[5] == "map" else 3
+    maps = 4 if config_of(kernel).store == "map" else 3
     text = compiled.ptx(kernel)
     by_value = re.findall(r"\.param \.align 64 \.b8 kernel_param_(\d+)\[128\]", text[text.index(".entry") :].split(")")[0])
     assert by_value == [str(i) for i in range(maps)]
@@ -158,10 +169,9 @@ def check_tensor_maps(_, kernel: Kernel) -> None:
 @of_machine_code
 def check_instructions(_, kernel: Kernel) -> None:
     """Tensor cores, the copy engine and register reallocation; no local memory."""
-    store = kernel.config[5]
     found = first_parts(machine_code(kernel))
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= found
-    assert ("UTMASTG" in found) == (store == "map")
+    assert ("UTMASTG" in found) == (config_of(kernel).store == "map")
     assert not found & {"STL", "LDL", "HMMA"}
 
 
@@ -172,7 +182,8 @@ def check_instructions_with_options(_, kernel: Kernel) -> None:
     names = first_parts(found)
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"STL", "LDL", "HMMA"}
-    options, tile = kernel.config[7], kernel.config[-1]
+    config = config_of(kernel)
+    options, tile = config.options, config.tile
     wait = next(i for i, each in enumerate(found) if each.startswith("WARPGROUP.DEPBAR"))
     if tile.pair_stages:
         assert count(found, "LDG") < tile.block_n // 8, "of lists alone"
@@ -185,7 +196,8 @@ def check_instructions_with_options(_, kernel: Kernel) -> None:
 @of_machine_code
 def check_reads_of_a_kept_bias(_, kernel: Kernel) -> None:
     """Between two products, scores are read four at a time, and nothing else is; of 16 bits, eight."""
-    _, d, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, tile = config.d, config.tile
     found = machine_code(kernel)
     of_scores = [i for i, each in enumerate(found) if each.startswith(f"HGMMA.64x{tile.block_n}x16")]
     assert len(of_scores) == 2 * -(-d // 16)
@@ -199,7 +211,8 @@ def check_gradients_where_a_bias_is_kept(_, kernel: Kernel) -> None:
     """As many products as there are: of each chunk, and before the loop, S and dP, and in the loop what they are for; of dQ and dbias in
     two loops. Nothing is added to in memory.
     """
-    _, d, dv, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, dv, tile = config.d, config.dv, config.tile
     found = machine_code(kernel)
     names, steps = first_parts(found), -(-d // 16) - (-dv // 16)
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
@@ -213,7 +226,8 @@ def check_gradients_where_a_bias_is_kept(_, kernel: Kernel) -> None:
 @of_machine_code
 def check_gradient_of_a_bias(_, kernel: Kernel) -> None:
     """As many products as there are, of each part S and dP; no sum leaves its registers but to be stored."""
-    _, d, dv, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, dv, tile = config.d, config.dv, config.tile
     found = machine_code(kernel)
     names = first_parts(found)
     assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= names
@@ -224,7 +238,8 @@ def check_gradient_of_a_bias(_, kernel: Kernel) -> None:
 @of_machine_code
 def check_gradient_of_a_bias_where_queries_stay(_, kernel: Kernel) -> None:
     """S before the loop, then dP, and S of the next step while exponentials are made; bias and gradient by matrices of 8 x 8."""
-    _, d, dv, *_ = kernel.config
+    config = config_of(kernel)
+    d, dv = config.d, config.dv
     found = machine_code(kernel)
     of_s, of_dp = -(-d // 16), -(-dv // 16)
     products = [i for i, each in enumerate(found) if each.startswith("HGMMA")]
@@ -239,7 +254,8 @@ def check_gradient_of_a_bias_where_queries_stay(_, kernel: Kernel) -> None:
 @of_machine_code
 def check_instructions_of_float32(_, kernel: Kernel) -> None:
     """Three products for one of float16, or one if that is accurate enough."""
-    d, dv, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, dv, tile = config.d, config.dv, config.tile
     found = machine_code(kernel)
     products = padded(d) // 16 + tile.block_n // 16 * -(-dv // 64)
     assert count(found, "HGMMA") == products * (3 if tile.planes > 1 else 1)
@@ -250,7 +266,8 @@ def check_instructions_of_float32(_, kernel: Kernel) -> None:
 
 @of_machine_code
 def check_backward_pass_of_float32(_, kernel: Kernel) -> None:
-    d, dv, *_, tile = kernel.config
+    config = config_of(kernel)
+    d, dv, tile = config.d, config.dv, config.tile
     found = machine_code(kernel)
     width, width_v, last = tile.width(d), tile.width(dv), tile.block_n == 64
     # of S, dP, panels of dV and dK, and dQ, which the first of consumers that share keys makes a tile later, or after the last one
@@ -262,14 +279,19 @@ def check_backward_pass_of_float32(_, kernel: Kernel) -> None:
     assert "UTMASTG" not in names
 
 
+def claimed_by(config: BackwardConfig) -> set[str]:
+    """What claims work items."""
+    return {"ATOMG"} if walk_backward.claims(config.banded, config.ordered, config.options, config.tile) else set()
+
+
 @of_machine_code
 def check_backward_pass(name: str, kernel: Kernel) -> None:
     """The same, and the reduction that adds up dQ, or the copy of dS; dK and dV through tensor maps or not; flags if ordered.
 
     Items of lists and bands are claimed in any order, too.
     """
-    *_, banded, to_map, ordered, options, tile = kernel.config
-    claimed = {"ATOMG"} if walk_backward.claims(banded, ordered, options, tile) else set()
+    config = config_of(kernel)
+    claimed, to_map, ordered, tile = claimed_by(config), config.to_map, config.ordered, config.tile
     found = first_parts(machine_code(kernel))
     assert {"HGMMA", "UTMALDG", "UBLKRED" if tile.adds_dq else "UBLKCP", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == to_map
@@ -280,8 +302,9 @@ def check_backward_pass(name: str, kernel: Kernel) -> None:
 @of_machine_code
 def check_backward_pass_with_options(name: str, kernel: Kernel) -> None:
     """As many products as there are: of a part of a tile S, dP and dV, of the tile dQ and dK; and the same otherwise."""
-    _, d, dv, banded, to_map, ordered, _, options, tile = kernel.config
-    claimed = {"ATOMG"} if walk_backward.claims(banded, ordered, options, tile) else set()
+    config = config_of(kernel)
+    d, dv, to_map, ordered, tile = config.d, config.dv, config.to_map, config.ordered, config.tile
+    claimed = claimed_by(config)
     found = machine_code(kernel)
     names = first_parts(found)
     assert {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG", "SYNCS"} <= names
@@ -295,7 +318,8 @@ def check_backward_pass_with_options(name: str, kernel: Kernel) -> None:
 @of_machine_code
 def check_order_of_the_backward_pass_with_options(_, kernel: Kernel) -> None:
     """P is made before dP is waited for, and what belongs to the next part is asked for between; keys in pairs."""
-    *_, vectors, options, tile = kernel.config
+    config = config_of(kernel)
+    vectors, options, tile = config.vectors, config.options, config.tile
     found = machine_code(kernel)
     first = next(i for i, each in enumerate(found) if each.startswith("HGMMA"))
     scores, dp = [i for i, each in enumerate(found) if i > first and each.startswith("WARPGROUP.DEPBAR")][:2]
@@ -319,7 +343,7 @@ def check_looks_at_a_flag(_, kernel: Kernel) -> None:
 
 @of_machine_code
 def check_instructions_of_dq(_, kernel: Kernel) -> None:
-    _, _, _, to_map, *_ = kernel.config
+    to_map = config_of(kernel).to_map
     found = first_parts(machine_code(kernel))
     assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= found
     assert ("UTMASTG" in found) == to_map
@@ -379,8 +403,8 @@ def test_kernel(name):
 @pytest.mark.full
 def test_a_mask_makes_no_difference_to_who_adds_in_turns():
     """Blocks that claim their work need not share it out evenly, so one kernel serves both."""
-    dtype, d, dv, banded, *others = BACKWARD["backward 64"]
-    with_mask = compiler.intermediate("sm90.backward.build", (dtype, d, dv, not banded, *others), H200)
+    config = BACKWARD["backward 64"]
+    with_mask = compiler.intermediate("sm90.backward.build", (replace(config, banded=not config.banded),), H200)
     assert compiler.link(with_mask, H200).cubin == compiler.link(compiled.code(KERNELS["backward 64"]), H200).cubin
 
 

@@ -239,7 +239,7 @@ def copied_in_forward(p: Problem, **arrays):
     inputs = ForwardInputs(q, k, v, **{name: Layout.of(x) for name, x in arrays.items()})
     results = ForwardResults(o, Layout.compact(q.shape[:-1], "float32"))
     *_, main = prepare_forward_options.prepare(p, inputs, results, H200).launches
-    return main.config[-1], main.maps[4:]
+    return main.config[0].tile, main.maps[4:]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_a_bias_is_copied_in_tiles_where_a_tensor_map_can_describe_it(shape, dty
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))._replace(bias=Layout.of(bias))
     *_, main, _ = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
-    assert main.config[-1].copies_bias == (described is not None)
+    assert main.config[0].tile.copies_bias == (described is not None)
     assert main.maps[6:] == (((found, 64),) if described else ())
 
 
@@ -519,7 +519,8 @@ def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     prepared = prepare_forward.prepare(p, *layouts, H200)
     prepared.run(inputs, results)
     forward, *combine = prepared.launches
-    *_, store, _, tile = forward.config
+    (config,) = forward.config
+    store, tile = config.store, config.tile
     sizes, _ = forward.numbers
     assert sizes.items == sizes.parts * 2 * -(-nq // tile.block_m)
     assert (sizes.low, sizes.high, sizes.columns, sizes.group, sizes.b0) == (p.low, p.high, nk, 1, 1)
@@ -618,7 +619,7 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
     for deterministic in (True, False):
         prepared = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), deterministic, H200)
         lists, *order, preprocess, main, postprocess = prepared.launches
-        *_, options, tile = main.config
+        options, tile = main.config[0].options, main.config[0].tile
         assert options == replace(p.options.structure, mask=not fits, listed=fits, blocks=None if fits else p.options.blocks)
         assert tile == backward_options_tile(replace(p, options=options))  # rows of the bias do not lie at multiples of 16 bytes
         assert (tile.part == tile.block_m // 2) == fits
@@ -654,7 +655,7 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
         assert last.builder == ("sm90.dq.build" if stores else "sm90.postprocess.build")
         if plain:
             assert forward.numbers[1] == main.numbers[1] == scales(p)
-            tile, usual = main.config[-1], backward_tile(p)
+            tile, usual = main.config[0].tile, backward_tile(p)
             assert (tile.block_m, tile.stages, tile.do_stages, tile.ahead) == (usual.block_m, usual.stages, usual.do_stages, usual.ahead)
             assert tile.layout(d, d).bytes <= SHARED_LIMIT
 
@@ -890,8 +891,8 @@ def test_tiles_of_the_gradient_of_a_bias_under_blocks(size):
     p = problem(nq=300, nk=300, bias=bias, **({} if blocks is None else {"mask": blocks}))
     arrays = {} if blocks is None else {"mask": blocks.blocks}
     sums = dbias_launch(p, bias, **arrays)
-    assert sums.config[-1].block_n == 128
-    assert sums.config[-4].mask == (size in (100, (128, 192)))
+    assert sums.config[0].tile.block_n == 128
+    assert sums.config[0].options.mask == (size in (100, (128, 192)))
 
 
 # ---- who computes what ---------------------------------------------------------------------------------------------------------------
