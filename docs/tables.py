@@ -578,6 +578,17 @@ def _rate(row: dict) -> str:
     return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['gb_per_s']:.0f} GB/s"
 
 
+def recipes(of: str) -> str:
+    """Rows of a table of `numba_flash.cuda.sm90.recipes`; empty columns are left out."""
+    from numba_flash.cuda.sm90 import recipes
+
+    code = lambda names: ", ".join(f"`{name}`" for name in names)
+    rows = [(each.problems, code(each.loops), each.stage, each.work, each.dq) for each in recipes.PASSES[of]]
+    columns = ("problems", "main loops", "scores", "work", "dQ")
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
 @dataclass(frozen=True)
 class Block:
     """What stands between two marks.
@@ -587,7 +598,7 @@ class Block:
     make : callable
         Markdown from the results.
     sources : tuple of str
-        Names of the results; it is made of those that there are.
+        Names of the results; it is made of those that there are. None where it is made of the code.
     command : str
         What measures them.
     """
@@ -653,6 +664,9 @@ BLOCKS = {
     "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
     "examples": Block(examples, ("2-core-cpu/facts", "h200/facts")),
     "once": Block(once, ("h200/facts", "h100/facts", "2-core-cpu/facts")),
+    "kernels-forward": Block(lambda: recipes("forward"), ()),
+    "kernels-backward": Block(lambda: recipes("backward"), ()),
+    "kernels-bias-gradient": Block(lambda: recipes("gradient of a bias"), ()),
 }
 
 
@@ -668,7 +682,7 @@ def content(name: str, figures: dict[str, str]) -> str:
     """
     block = BLOCKS[name]
     sources = present(block.sources)
-    if not sources:
+    if block.sources and not sources:
         return f"Not measured yet: `{block.command}`.\n"
     text = block.make(*map(load, sources))
     return f"{figures[name]}\n\n{text}" if name in figures else text

@@ -37,6 +37,9 @@ class Plan:
         Bytes that a call allocates for itself, at most, beside inputs and results, and gives back: results over parts of the keys, rows,
         sums and the like. Not in it are tiles of a fixed size, which each thread has on the CPU, and copies of NumPy arrays on a GPU.
         None where nothing was prepared.
+    recipes : tuple of str
+        Main loops of a call, what they do to scores, how work is listed, and where dQ goes: rows of `numba_flash.cuda.sm90.recipes`. None
+        of other backends.
     """
 
     backend: Backend
@@ -46,12 +49,14 @@ class Plan:
     tiles: tuple[tuple[str, tuple[int, int]], ...] = ()
     kind: Kind = "forward"
     scratch: int | None = None
+    recipes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         tiles = ", ".join(f"{kernel} {rows} x {columns}" for kernel, (rows, columns) in self.tiles)
         runs = f"runs on {self.backend}{' in tiles of ' * bool(tiles)}{tiles}: {self.algorithm}"
         runs = runs if self.kind == "forward" else f"{self.kind} {runs}"
         takes = [] if self.scratch is None else [f"  scratch memory: {in_words(self.scratch) if self.scratch else 'none'}"]
+        takes += [f"  kernels: {each}" for each in self.recipes]
         return "\n".join([runs, *takes, *(f"  not {backend}: {reason}" for backend, reason in self.refused)])
 
 
@@ -159,9 +164,9 @@ AS_USUAL = Settings()
 
 
 def detailed(chosen: Plan, inputs, settings: Settings = AS_USUAL) -> Plan:
-    """The same with what is known once a call on arrays like `inputs` is prepared: tiles, and scratch memory."""
+    """The same with what is known once a call on arrays like `inputs` is prepared: tiles, scratch memory and kernels."""
     prepared = on_paper(chosen.backend, chosen.kind, chosen.problem, inputs, settings)
-    return replace(chosen, tiles=tiles_of(prepared), scratch=prepared.scratch)
+    return replace(chosen, tiles=tiles_of(prepared), scratch=prepared.scratch, recipes=prepared.recipes)
 
 
 def tiles_of(prepared: Prepared) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -222,4 +227,4 @@ def _prepare_whole(backend: Backend, kind: str, problem: Problem, inputs, result
     def run(inputs, results, *state):
         rest.run(inputs, results, *state, left=first.run(inputs, results, *state))
 
-    return Prepared(run, (*first.launches, *rest.launches), sums=first.sums)
+    return Prepared(run, (*first.launches, *rest.launches), sums=first.sums, recipes=first.recipes)

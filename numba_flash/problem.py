@@ -88,6 +88,8 @@ class Prepared(NamedTuple):
         Bytes of sums of dq among those, which have whole tiles for each head; `numba_flash.sections` bounds them.
     scratch : int
         Bytes that `run` allocates besides results, added up; `plan.prepare` fills it in.
+    recipes : tuple of str
+        The rows of the tier's tables that it was made by, in words (`numba_flash.cuda.recipe`); none where a tier has no tables.
     """
 
     run: Any
@@ -96,6 +98,7 @@ class Prepared(NamedTuple):
     tiles: tuple = ()
     sums: int = 0
     scratch: int = 0
+    recipes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def prepare(whole, problem: Problem, inputs, results, sums: int) -> Prepared:
         if shares:
             results.dbias[...] = sums.sum(0)
 
-    return Prepared(run, next(iter(made.values())).launches)
+    first = next(iter(made.values()))
+    return Prepared(run, first.launches, recipes=first.recipes)
 
 
 def _part(problem: Problem, cut: Cut) -> Problem:

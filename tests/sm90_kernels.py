@@ -16,7 +16,7 @@ from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.gradient_tiles import KeysTile, QueriesTile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
-from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, StoringTile, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
@@ -318,6 +318,19 @@ DBIAS_ROWS = {
 }
 
 
+LOOPS = {
+    WideTile: "backward_wide",
+    StoringTile: "backward_listed",
+    SplitBackwardTile: "backward_split",
+    WideSplitBackwardTile: "backward_split_wide",
+}
+
+
+def loop_of(tile) -> str:
+    """Builder of the backward loop that has tiles of a kind."""
+    return f"sm90.{LOOPS.get(type(tile), 'backward')}.build"
+
+
 EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early
 
 
@@ -385,9 +398,9 @@ KERNELS = {
     **{name: Kernel("sm90.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
     **{name: Kernel("sm90.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},
     **{name: Kernel("sm90.forward_split.build", (config,)) for name, config in FORWARD_SPLIT.items()},
-    **{name: Kernel(config.tile.kernel, (config,)) for name, config in BACKWARD.items()},
-    **{name: Kernel(config.tile.kernel, (config,)) for name, config in BACKWARD_OPTIONS.items()},
-    **{name: Kernel(config.tile.kernel, (config,)) for name, config in BACKWARD_SPLIT.items()},
+    **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD.items()},
+    **{name: Kernel("sm90.backward_options.build", (config,)) for name, config in BACKWARD_OPTIONS.items()},
+    **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD_SPLIT.items()},
     **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS.items()},
     **{name: Kernel("sm90.dbias_rows.build", (config,)) for name, config in DBIAS_ROWS.items()},
     **AROUND,

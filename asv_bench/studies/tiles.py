@@ -19,7 +19,7 @@ from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
 from numba_flash.cuda import launch
 from numba_flash.cuda.simt import tier as simt
-from numba_flash.cuda.sm90 import prepare_backward, prepare_forward
+from numba_flash.cuda.sm90 import recipes
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, BackwardTile, Tile
 from numba_flash.plan import tier
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, bind
@@ -30,7 +30,7 @@ LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 STUDIES = {
     "sm90 forward": (
         "bfloat16",
-        (prepare_forward, "forward_tile"),
+        (recipes, "forward_tile"),
         {
             64: [Tile(m, n, 2, 4 if n < 128 else 3, 1, True) for m in (128, 192) for n in (64, 96, 128)] + [Tile(128, 160, 2, 3, 1, True)],
             128: [Tile(128, n, 1, 2, 1, True) for n in (64, 96, 112, 128, 144, 160, 176)],
@@ -38,7 +38,7 @@ STUDIES = {
     ),
     "sm90 backward": (
         "bfloat16",
-        (prepare_backward, "backward_tile"),
+        (recipes, "backward_tile"),
         {
             64: [BackwardTile(m, 2, 2, ahead) for m in (64, 128) for ahead in (False, True)],
             128: [BackwardTile(64, stages, 2, ahead) for stages in (2, 3) for ahead in (False, True)],

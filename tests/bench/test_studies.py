@@ -211,7 +211,8 @@ def test_tiles_are_those_that_are_asked_for(module):
             results = ForwardResults(x, None) if direction == "forward" else BackwardResults(x, x, x)
             for tile in found:
                 done = tiles.prepare(tile, choice, backend, direction, bind(x, x, x), arrays, results)
-                used = {value for launch in done.launches for value in launch.config if type(value) is type(tile)}
+                configs = [getattr(value, "tile", value) for launch in done.launches for value in launch.config]
+                used = {value for value in configs if type(value) is type(tile)}
                 assert used == {tile}, (name, d)
 
 

@@ -55,7 +55,8 @@ LAYERS = (
     "__init__ diagnose vjp packed paged planning api arguments annotations merge dropout reference",
     "call",
     "plan",
-    " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name]),
+    " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name or name.endswith(".recipes")]),
+    "cuda.recipe",
     "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver",
     "cuda.compiler",
     # kernels, and what only they have
@@ -73,7 +74,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
-    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|sm90\.config|(\w+\.)?prepare_\w+)"
+    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|recipe|sm90\.(config|recipes)|(\w+\.)?prepare_\w+)"
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 

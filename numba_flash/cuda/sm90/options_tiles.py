@@ -80,7 +80,6 @@ class StoringTile(BackwardTile):
     v_stages: int
     adds_dq: ClassVar[bool] = False
     in_slots: ClassVar[bool] = True
-    kernel: ClassVar[str] = "sm90.backward_listed.build"
     registers: ClassVar[tuple[int, int]] = (56, 224)  # the producer follows lists
 
     @property
@@ -131,7 +130,6 @@ class OptionsBackwardTile(NotedTile):
     do_stages: int
     part: int
     copies_bias: bool = False
-    kernel: ClassVar[str] = "sm90.backward_options.build"
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)
 

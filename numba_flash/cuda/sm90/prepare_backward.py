@@ -1,17 +1,17 @@
 """The backward pass of the `sm90` tier from the host: which kernels run with which grid."""
 
 import math
-from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
 
 from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import ONE_BY_ONE, RAISED_BASE_2, build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
-from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, rounding_tile
+from numba_flash.cuda.recipe import Chosen
+from numba_flash.cuda.sm90 import prepare_turns, rounding_tile
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.config import BackwardConfig, DqConfig
 from numba_flash.cuda.sm90.prepare_temporaries import (
@@ -21,9 +21,8 @@ from numba_flash.cuda.sm90.prepare_temporaries import (
     row_blocks_of,
     temporaries,
 )
-from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
-from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP, backward_tile
+from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
 
 ROW_THREADS = 256  # of the kernel before the main one
@@ -37,12 +36,13 @@ MOST_ITEMS_EARLY = 8
 
 
 class Pass(NamedTuple):
-    """A backward pass that is being prepared: the problem, its tile and GPU, layouts with heads
-    first; whether its kernels are launched early.
+    """A backward pass that is being prepared: the problem, its tile, loops and GPU, layouts with
+    heads first; whether its kernels are launched early.
     """
 
     p: Problem
     tile: object
+    loops: tuple[str, ...]
     gpu: Gpu
     ordered: bool
     inputs: BackwardInputs
@@ -62,34 +62,29 @@ class Pass(NamedTuple):
         return Layout.compact(self.temporaries.rows.shape[1:], "float32")
 
 
-def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
-    """``run(inputs, results)`` on arrays like these layouts; the same bits in every run if
-    `deterministic`.
-    """
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    tile = relative_backward_tile(p) if p.options.relative else backward_tile(p)
-    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
-        # only arrays of the user's are like that
-        again = lambda results: prepare(p, inputs, results, deterministic, gpu)
-        return tensor_maps.through_compact(again, results)
-    row_blocks, items = row_blocks_of(p, tile), grid.items(p, p.nk, p.hk, tile.block_n)
-    many = items > MOST_ITEMS_EARLY * gpu.multiprocessors
-    ordered = prepare_turns.ordered(p, tile, deterministic)
-    if many and ordered and prepare_rounding.rounds(p, tile):
-        tile = RoundingTile(**asdict(tile))
+def many_items(p, tile, gpu) -> bool:
+    """Whether there are so many work items that kernels are not launched early."""
+    return grid.items(p, p.nk, p.hk, tile.block_n) > MOST_ITEMS_EARLY * gpu.multiprocessors
+
+
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts."""
+    p, tile, (_, inputs, results, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
+    row_blocks = row_blocks_of(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     this = Pass(
         p=p,
         tile=tile,
+        loops=chosen.recipe.loops,
         gpu=gpu,
-        ordered=ordered,
+        ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
         results=BackwardResults(dq, dk, dv),
         row_blocks=row_blocks,
         temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
         added=Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None,
-        early=tile.adds_dq and not many,
+        early=tile.adds_dq and not many_items(p, tile, gpu),
     )
     preprocess = preprocess_launch(this)
     main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
@@ -203,7 +198,7 @@ def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
     p, tile, results, rows = this.p, this.tile, this.results, this.rows
     sizes = sizes_of(this, blocks)
     return Launch(
-        tile.kernel,
+        f"{this.loops[0]}.build",
         (config_of(this),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
@@ -277,7 +272,7 @@ def _prepare_parts(this: Pass) -> Prepared:
     )
     maps = ((this.inputs.k, tile.block_n), (dq_layout, KEYS))
     sum_dq = Launch(
-        "sm90.dq.build",
+        f"{this.loops[1]}.build",
         (dq_config_of(p, tile),),
         this.gpu,
         grid=min(items, multiprocessors),

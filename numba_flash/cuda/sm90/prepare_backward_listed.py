@@ -11,6 +11,7 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import LISTS, own_axes
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 from numba_flash.cuda.sm90.prepare_backward import (
@@ -85,14 +86,16 @@ def serves(p) -> bool:
     return slots.sections <= min(MOST_SECTIONS, grid.MOST_BLOCKS // slots.room)
 
 
-def prepare(p, tile, inputs, results, gpu) -> Prepared:
-    """``run(inputs, results)`` of a problem that goes through lists."""
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts."""
+    p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     slots = slots_of(p)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     row_blocks = RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, DQ_TILE.block_m))
     this = Pass(
         p=p,
         tile=tile,
+        loops=chosen.recipe.loops,
         gpu=gpu,
         ordered=False,  # it is so anyway
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
@@ -213,7 +216,7 @@ def _main(this: Pass, lists: Lists, slots: Slots) -> Launch:
         blocks=slots.room,
     )
     return Launch(
-        tile.kernel,
+        f"{this.loops[0]}.build",
         (config_of(this),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
@@ -244,7 +247,7 @@ def _sum_dq(this: Pass, lists: Lists, slots: Slots) -> Launch:
         blocks=slots.room,
     )
     return Launch(
-        "sm90.dq.build",
+        f"{this.loops[1]}.build",
         (dq_config_of(p, DQ_TILE),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),

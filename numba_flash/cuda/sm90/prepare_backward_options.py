@@ -3,17 +3,16 @@ lists of tiles alone, from the host: kernels and grids.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.arguments import ONE_BY_ONE, build_extras, parameters_of, vectors_of
+from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import build_extras, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm90 import prepare_backward_listed, prepare_turns
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
+from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
-from numba_flash.cuda.sm90.options_tiles import backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_backward import (
     Pass,
     boxes,
@@ -21,8 +20,6 @@ from numba_flash.cuda.sm90.prepare_backward import (
     preprocess_launch,
     sizes_of,
 )
-from numba_flash.cuda.sm90.prepare_dbias import Dbias
-from numba_flash.cuda.sm90.prepare_dbias_rows import DbiasRows, serves
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.prepare_temporaries import row_blocks_of, temporaries
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
@@ -37,26 +34,18 @@ KEYS_OF_RUN = 2  # neighbours among a lane's scores
 SUMS_AT_WORK = 2**26
 
 
-def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
-    dropout. The same bits in every run if `deterministic`.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like the call's layouts; `rng` is left out if there
+    is no dropout.
     """
-    gpu, (p, tile) = gpu or launch.gpu(inputs.q.device), choose(problem, backward_options_tile)
+    p, tile, (_, inputs, results, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
     bias_tiles = tiles_of_bias(p, inputs.bias)
-    if bias_tiles is not None:
-        tile = replace(tile, copies_bias=True)
-    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
-        # only arrays of the user's are like that
-        again = lambda results: prepare(problem, inputs, results, deterministic, gpu)
-        return tensor_maps.through_compact(again, results)
-    stores = storing_tile(p) if deterministic else None
-    if stores is not None and prepare_backward_listed.serves(p):
-        return prepare_backward_listed.prepare(p, stores, inputs, results, gpu)
     row_blocks = row_blocks_of(p, tile)
     do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     this = Pass(
         p=p,
         tile=tile,
+        loops=chosen.recipe.loops,
         gpu=gpu,
         ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
@@ -70,9 +59,8 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     (main, numbers), postprocess = _main(this, lists, bias_tiles), _postprocess(this, lists, tiles)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
     dbias = None
-    if results.dbias is not None:
-        sums = DbiasRows if serves(problem, inputs, results.dbias) else Dbias
-        dbias = sums(problem, gpu, this.inputs, results.dbias, this.temporaries.rows)
+    if chosen.beside is not None:
+        dbias = chosen.beside.recipe.prepare(chosen.beside, this.inputs, this.temporaries.rows)
 
     def run(inputs, results, rng=None):
         x, there, own = inputs, scratch.beside(inputs.q), lists.of(inputs)
@@ -108,9 +96,9 @@ def _main(this: Pass, lists: Extras, bias_tiles):
     numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
     vectors = vectors_of(p, this.inputs, KEYS_OF_RUN)
     if p.options.only_lists:
-        numbers, vectors = lambda: (sizes, scales(p)), ONE_BY_ONE
+        numbers = lambda: (sizes, scales(p))
     main = Launch(
-        tile.kernel,
+        f"{this.loops[0]}.build",
         (config_of(this, vectors),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),

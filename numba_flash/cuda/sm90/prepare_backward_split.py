@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import (
     BASE_E,
     FACTORS,
@@ -16,31 +16,28 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import scales
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, config_of, sizes_of
 from numba_flash.cuda.sm90.prepare_forward_split import as_float16
 from numba_flash.cuda.sm90.prepare_temporaries import row_blocks_of
 from numba_flash.cuda.sm90.prepare_temporaries import temporaries as temporaries_of
-from numba_flash.cuda.sm90.split_tiles import split_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.problem import BackwardResults, Prepared
 
 
-def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
-    """``run(inputs, results)`` on arrays like these layouts, which returns flags of heads that are
-    left to another tier; the same bits in every run if `deterministic`.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts, which returns flags of heads that
+    are left to another tier.
     """
-    p, gpu, tile = problem, gpu or launch.gpu(inputs.q.device), split_backward_tile(problem)
-    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
-        # rows are stored by two elements at a time
-        again = lambda results: prepare(p, inputs, results, deterministic, gpu)
-        return tensor_maps.through_compact(again, results)
+    p, tile, (_, inputs, results, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
     row_blocks = row_blocks_of(p, tile)
     do, o = grid.heads_first(p, inputs.do, inputs.o)
     this = Pass(
         p=p,
         tile=tile,
+        loops=chosen.recipe.loops,
         gpu=gpu,
         ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=inputs._replace(do=do, o=o),
@@ -101,7 +98,7 @@ def _main(this: Pass, made) -> Launch:
     boxes = (made.do, tile.block_m), (made.q, tile.block_m), (made.k, tile.block_n)
     boxes += ((made.v, tile.block_n),)
     return Launch(
-        tile.kernel,
+        f"{this.loops[0]}.build",
         (replace(config_of(this), to_map=False),),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),

@@ -3,9 +3,9 @@
 from numba_flash.cuda.arguments import Extent, in_vectors, parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.config import BiasGradientConfig
-from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 
@@ -15,16 +15,17 @@ class Dbias:
 
     Parameters
     ----------
-    problem, gpu
+    chosen : Chosen
         What it is prepared for.
     inputs : BackwardInputs
-        Layouts.
-    dbias, rows : Layout
-        The result; the lse in base 2 and delta, as `numba_flash.cuda.preprocess` writes them.
+        Layouts, with heads first.
+    rows : Layout
+        The lse in base 2 and delta, as `numba_flash.cuda.preprocess` writes them.
     """
 
-    def __init__(self, problem, gpu, inputs, dbias, rows):
-        x, (p, tile) = inputs, choose(problem, dbias_tile)
+    def __init__(self, chosen: Chosen, inputs, rows):
+        p, tile, x = chosen.p, chosen.tile, inputs
+        dbias, gpu = chosen.call.results.dbias, chosen.call.gpu
         self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors)
         out, items = self._shares.out, self._shares.items
         self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
@@ -43,7 +44,7 @@ class Dbias:
             vectors=vectors_of(p, x, KEYS_OF_RUN),
         )
         self._sum = Launch(
-            "sm90.dbias.build",
+            chosen.builder,
             (config,),
             gpu,
             grid=min(items, gpu.multiprocessors),

@@ -10,9 +10,10 @@ from numba_flash.cuda import grid, tensor_maps
 from numba_flash.cuda.arguments import Extent
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E
 from numba_flash.cuda.sm90.config import BiasGradientConfig
-from numba_flash.cuda.sm90.dbias_tiles import dbias_rows_tile
+from numba_flash.cuda.sm90.dbias_tiles import DbiasRowsTile, dbias_rows_tile
 from numba_flash.cuda.sm90.prepare_pairs import HALF, tiles_of_bias
 from numba_flash.options import Options
 
@@ -42,9 +43,9 @@ def runs_of(rows: int, tiles: int, elements: int, turns: int) -> Runs:
 class DbiasRows:
     """One launch; arguments as of `numba_flash.cuda.sm90.prepare_dbias.Dbias`."""
 
-    def __init__(self, problem, gpu, inputs, dbias, rows):
-        p, x = problem, inputs
-        tile = dbias_rows_tile(p, elements_of(p, dbias))
+    def __init__(self, chosen: Chosen, inputs, rows):
+        p, tile, x = chosen.p, chosen.tile, inputs
+        dbias, gpu = chosen.call.results.dbias, chosen.call.gpu
         self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n))
         tiles = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n).tiles
         across = -(-p.nk // tile.block_n)
@@ -61,7 +62,7 @@ class DbiasRows:
             summed=grid.summed_axes(p, dbias),
         )
         self._sum = Launch(
-            "sm90.dbias_rows.build",
+            chosen.builder,
             (config,),
             gpu,
             grid=min(runs.items, gpu.multiprocessors),
@@ -90,6 +91,11 @@ def elements_of(problem, dbias) -> int:
     return int(np.prod([n for n, each in zip(problem.batch, gone, strict=True) if each]))
 
 
+def tile_of(problem, dbias) -> DbiasRowsTile | None:
+    """That of the kernel, if there is room for queries of as many batch elements."""
+    return dbias_rows_tile(problem, elements_of(problem, dbias))
+
+
 def serves(problem, inputs, dbias) -> bool:
     """True if it sums the gradient of layout `dbias`: heads, queries and keys have elements of
     their own, the copy engine brings and takes these, and nothing else acts on scores.
@@ -99,6 +105,6 @@ def serves(problem, inputs, dbias) -> bool:
         return False
     if any(grid.summed_axes(p, dbias)[2:]) or dbias.dtype.name not in HALF:
         return False
-    if dbias_rows_tile(p, elements_of(p, dbias)) is None:
+    if tile_of(p, dbias) is None:
         return False
     return tiles_of_bias(p, inputs.bias) is not None and tensor_maps.why_not("", dbias) is None

@@ -1,13 +1,14 @@
 """The forward pass of the `sm90` tier from the host: which kernels run with which grid."""
 
-from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
+from numba_flash.cuda import grid, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import ONE_BY_ONE, build_extras
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.fold import folded
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile, forward_tile, part_tile
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
 from numba_flash.problem import Prepared
 
 # Work items of a multiprocessor, up to which lengths are numbers. With each, threads choose one of
@@ -17,26 +18,24 @@ from numba_flash.problem import Prepared
 FEW_ITEMS = 4
 
 
-def prepare(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results)`` on arrays like these layouts."""
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    if grid.items(p, p.nq, p.hq, forward_tile(p).block_m) <= FEW_ITEMS * gpu.multiprocessors:
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts."""
+    p, call, tile = chosen.p, chosen.call, chosen.tile
+    inputs, results, gpu = call.inputs, call.results, call.gpu
+    if grid.items(p, p.nq, p.hq, tile.block_m) <= FEW_ITEMS * gpu.multiprocessors:
         p = with_numbers(p, inputs)
-    if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
-        return tensor_maps.through_compact(
-            lambda results: prepare(p, inputs, results, gpu), results
-        )
-    fold = folded(p, inputs, results, forward_tile(p).block_m)
+    fold = folded(p, inputs, results, tile.block_m)
     if fold is not None and fold.results.o is not None:
-        return prepare(*fold, gpu)
+        problem, inputs, results = fold
+        return chosen.again(call._replace(problem=problem, inputs=inputs, results=results))
     if fold is not None:  # the same bits wherever o goes
-        again = lambda results: prepare(p, inputs, results, gpu)
+        again = lambda results: chosen.again(call._replace(problem=p, results=results))
         return tensor_maps.through_compact(again, results, unfit=lambda o: True)
-    tile = part_tile(p)
-    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    of_parts = chosen.part_tile
+    parts = grid.parts(p, of_parts.block_m, of_parts.block_n, gpu.multiprocessors)
     if parts > 1:
-        return _prepare_parts(p, inputs, results, gpu, tile, parts)
-    forward, numbers = _forward(p, inputs, results, gpu, forward_tile(p), 1)
+        return _prepare_parts(chosen, p, parts)
+    forward, numbers = _forward(chosen, p, results, tile, 1)
     extras_of = build_extras(p.options)
 
     def run(inputs, results):
@@ -52,11 +51,11 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     return Prepared(run if len(forward.maps) == 4 else run_without_map, (forward,))
 
 
-def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
+def _prepare_parts(chosen: Chosen, p, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
     partial = prepare_parts.layouts(p, parts)
-    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
-    combine = prepare_parts.combine(partial, results, gpu, parts)
+    forward, numbers = _forward(chosen, p, partial, chosen.part_tile, parts)
+    combine = prepare_parts.combine(partial, chosen.call.results, chosen.call.gpu, parts)
     extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
 
     def run(inputs, results):
@@ -99,10 +98,11 @@ def config_of(p, write_lse: bool, store: str, tile, vectors=ONE_BY_ONE) -> Forwa
     )
 
 
-def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> tuple:
+def _forward(chosen: Chosen, p, results, tile: Tile, parts: int) -> tuple:
     """The attention kernel, on results of the problem, or on float32 parts of them; and
     ``numbers(inputs)`` of a call, None if they are always the same.
     """
+    inputs, gpu = chosen.call.inputs, chosen.call.gpu
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
     in_float32 = o.dtype.name == "float32"
     store = "parts" if in_float32 else "words" if p.options.packed else "map"
@@ -110,7 +110,7 @@ def _forward(p, inputs, results, gpu, tile: Tile, parts: int) -> tuple:
     sizes = sizes_of(p, gpu, tile, parts)
     numbers = numbers_of(p, (sizes, scales(p)))
     forward = Launch(
-        "sm90.forward.build",
+        chosen.builder,
         (config_of(p, results.lse is not None, store, tile),),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),

@@ -2,11 +2,12 @@
 from the host.
 """
 
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_kept import scales_of, shared_alone, sizes_of
-from numba_flash.cuda.sm90.kept_tiles import MOST, KeptTile, kept_tile
+from numba_flash.cuda.recipe import Chosen
+from numba_flash.cuda.sm90.kept_tiles import MOST, kept_tile
 from numba_flash.cuda.sm90.prepare_forward import config_of
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
@@ -20,14 +21,9 @@ def serves(problem, inputs, results=None) -> bool:
     return alone and kept_tile(problem) is not None
 
 
-def prepare(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results)`` on arrays like these layouts."""
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
-        return tensor_maps.through_compact(
-            lambda results: prepare(problem, inputs, results, gpu), results
-        )
-    forward, extras_of = _forward(p, inputs, results, gpu, kept_tile(p)), build_extras(p.options)
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts."""
+    forward, extras_of = _forward(chosen), build_extras(chosen.p.options)
 
     def run(inputs, results):
         forward(inputs.q, inputs.k, inputs.v, *results, extras=extras_of(inputs))
@@ -35,12 +31,13 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     return Prepared(run, (forward,))
 
 
-def _forward(p, inputs, results, gpu, tile: KeptTile) -> Launch:
+def _forward(chosen: Chosen) -> Launch:
     """The kernel."""
+    p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     sizes, vectors = sizes_of(p, tile.block_m), vectors_of(p, inputs, KEYS_OF_RUN)
     box = lambda x, rows: (x, rows, NARROW)
     return Launch(
-        "sm90.forward_kept.build",
+        chosen.builder,
         (config_of(p, results.lse is not None, "words", tile, vectors),),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),

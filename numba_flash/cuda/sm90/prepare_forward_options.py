@@ -6,28 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
-from numba_flash.cuda.arguments import ONE_BY_ONE, parameters_of, vectors_of
+from numba_flash.cuda import grid, prepare_parts
+from numba_flash.cuda.arguments import parameters_of, vectors_of
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_relative import Added, alone
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
+from numba_flash.cuda.prepare_relative import Added
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import OPTIONS, RELATIVE, Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
-from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
+from numba_flash.cuda.sm90.forward_options_tiles import copying_tile
 from numba_flash.cuda.sm90.prepare_forward import config_of, sizes_of
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias, tiles_of_mask
-from numba_flash.cuda.sm90.relative_tiles import relative_tile
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, Tile
 from numba_flash.problem import Prepared
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
-
-
-def options_tile(problem) -> Tile:
-    """Tile of the forward kernel, as far as the problem tells."""
-    relative = alone(problem)
-    if relative is not None:
-        return relative_tile(relative)
-    return choose(problem, tile_of).tile
 
 
 class Copied(NamedTuple):
@@ -35,14 +27,6 @@ class Copied(NamedTuple):
 
     name: str
     tiles: Any
-
-
-class Chosen(NamedTuple):
-    """A problem, its tile, and what is `Copied`, or None."""
-
-    p: Any
-    tile: Tile
-    copied: Any
 
 
 def copied_pairs(p, inputs) -> Copied | None:
@@ -54,35 +38,20 @@ def copied_pairs(p, inputs) -> Copied | None:
     return Copied(name, tiles) if tiles is not None and copying_tile(p, name) else None
 
 
-def choose_copying(problem, inputs) -> Chosen:
-    """For inputs of such layouts."""
-    relative = alone(problem)
-    if relative is not None:
-        return Chosen(relative, relative_tile(relative), None)
-    p, tile = choose(problem, tile_of)
-    copied = copied_pairs(p, inputs)
-    return Chosen(p, tile if copied is None else copying_tile(p, copied.name), copied)
-
-
-def prepare(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
-    dropout.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like the call's layouts; `rng` is left out if there
+    is no dropout.
     """
-    gpu, (p, tile, copied) = gpu or launch.gpu(inputs.q.device), choose_copying(problem, inputs)
-    if tensor_maps.why_not("o", results.o) is not None:  # only an array of the user's is like that
-        return tensor_maps.through_compact(
-            lambda results: prepare(problem, inputs, results, gpu), results
-        )
-    if p.options.relative:
-        split = relative_tile(p, split=True)
-        parts = grid.parts(p, split.block_m, split.block_n, gpu.multiprocessors)
-        tile = split if parts > 1 else tile
+    p, (_, inputs, results, gpu, _), of_parts = chosen.p, chosen.call, chosen.part_tile
+    copied = copied_pairs(p, inputs)
+    parts = grid.parts(p, of_parts.block_m, of_parts.block_n, gpu.multiprocessors)
+    tile = of_parts if parts > 1 else chosen.tile
+    if chosen.recipe.stage == RELATIVE:
         extras = Added(p, gpu, inputs, tile.block_m, tile.block_n)
     else:
         extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
-        parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
-    forward, numbers = _forward(p, inputs, extras, partial, gpu, tile, parts, copied)
+    forward, numbers = _forward(chosen, extras, partial, tile, parts, copied)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
     scratch = combine and prepare_parts.scratch(partial)
     mapped_count = len(forward.maps) - int(copied is not None)
@@ -100,10 +69,11 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     return Prepared(run, (*extras.launches, forward, *((combine,) if combine else ())))
 
 
-def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, copied):
+def _forward(chosen: Chosen, extras: Extras, results, tile: Tile, parts: int, copied):
     """The attention kernel, on results of the problem, or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
+    p, inputs, gpu = chosen.p, chosen.call.inputs, chosen.call.gpu
     q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
     in_float32 = o.dtype.name == "float32"
     store = "parts" if in_float32 else "words" if p.options.packed else "map"
@@ -115,12 +85,10 @@ def _forward(p, inputs, extras: Extras, results, gpu, tile: Tile, parts: int, co
     sizes, vectors = sizes_of(p, gpu, tile, parts), vectors_of(p, inputs, KEYS_OF_RUN)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
-    builder = "sm90.forward_options.build"
-    if p.options.only_lists or p.options.relative:
-        builder, vectors = "sm90.forward.build", ONE_BY_ONE
+    if chosen.recipe.stage != OPTIONS:
         numbers = lambda: (sizes, scales(p))
     forward = Launch(
-        builder,
+        chosen.builder,
         (config_of(p, results.lse is not None, store, tile, vectors),),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),

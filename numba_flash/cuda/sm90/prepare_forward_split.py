@@ -1,30 +1,26 @@
 """The forward pass of float32 on the `sm90` tier from the host: kernels and grids."""
 
 from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch, prepare_parts, tensor_maps
+from numba_flash.cuda import grid, prepare_parts
 from numba_flash.cuda.arguments import SPLIT, build_extras, extras_class
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import scales
 from numba_flash.cuda.sm90.prepare_forward import config_of, sizes_of
-from numba_flash.cuda.sm90.split_tiles import SplitTile, padded, split_tile
+from numba_flash.cuda.sm90.split_tiles import padded
 from numba_flash.problem import Prepared
 
 
-def prepare(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results)`` on arrays like these layouts, which returns flags of heads that are
-    left to another tier.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts, which returns flags of heads that
+    are left to another tier.
     """
-    p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    if tensor_maps.why_not("o", results.o) is not None:  # rows are stored by two elements at a time
-        return tensor_maps.through_compact(
-            lambda results: prepare(p, inputs, results, gpu), results
-        )
-    tile = split_tile(p)
+    p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     partial = prepare_parts.layouts(p, parts) if parts > 1 else results
-    forward = _forward(p, inputs, splitter, partial, gpu, tile, parts)
+    forward = _forward(chosen, splitter, partial, parts)
     combine = prepare_parts.combine(partial, results, gpu, parts) if parts > 1 else None
     lengths_of, scratch = build_extras(p.options), combine and prepare_parts.scratch(partial)
     extras = extras_class(p.options, (), SPLIT)
@@ -43,15 +39,15 @@ def prepare(problem, inputs, results, gpu=None) -> Prepared:
     return Prepared(run, launches, splitter.made.flags)
 
 
-def _forward(p, inputs, splitter: Splitter, results, gpu, tile: SplitTile, parts: int) -> Launch:
+def _forward(chosen: Chosen, splitter: Splitter, results, parts: int) -> Launch:
     """The attention kernel, on results of the problem, or on parts of them."""
-    made = splitter.made
+    p, tile, (_, inputs, _, gpu, _), made = chosen.p, chosen.tile, chosen.call, splitter.made
     (o,) = grid.heads_first(p, results.o)
     sizes = sizes_of(p, gpu, tile, parts)
     d, dv = padded(p.d), padded(p.dv)
     rows = ((made.q, tile.block_m), (made.k, tile.block_n), (made.v, tile.block_n))
     return Launch(
-        "sm90.forward_split.build",
+        chosen.builder,
         (config_of(p, results.lse is not None, "parts" if parts > 1 else "floats", tile),),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),

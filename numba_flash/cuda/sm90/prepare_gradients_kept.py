@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from numba_flash.arrays import Layout, Scratch
-from numba_flash.cuda import grid, launch, tensor_maps
+from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import Extent, build_extras, in_vectors, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_kept import shared_alone, sizes_of
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queries_tile
@@ -44,19 +45,14 @@ def serves(problem, inputs, dbias) -> bool:
     return queries_tile(p) is not None and keys_tile(p) is not None
 
 
-def prepare(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts."""
-    gpu = gpu or launch.gpu(inputs.q.device)
-    if any(tensor_maps.why_not("", x) for x in (results.dq, results.dk, results.dv)):
-        # only arrays of the user's are like that
-        again = lambda results: prepare(problem, inputs, results, gpu)
-        return tensor_maps.through_compact(again, results)
-    p, blocks = problem, grid.blocks(problem, problem.nq, QUERIES)
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like the call's layouts."""
+    p, results, gpu = chosen.p, chosen.call.results, chosen.call.gpu
+    blocks = grid.blocks(p, p.nq, QUERIES)
     rows = Layout.compact((*p.batch, p.hq, blocks * QUERIES, 2), "float32")
     scratch, extras_of = Scratch(Known(rows), Known._fields), build_extras(p.options)
-    shares = Shares(p, gpu, results.dbias, queries_tile(p), gpu.multiprocessors)
-    dq_dbias = _dq_dbias(p, inputs, results, gpu, shares, rows)
-    dk_dv = _dk_dv(p, inputs, results, gpu, rows)
+    shares = Shares(p, gpu, results.dbias, chosen.tile, gpu.multiprocessors)
+    dq_dbias, dk_dv = _dq_dbias(chosen, shares, rows), _dk_dv(chosen, rows)
 
     def run(inputs, results, rng=None):
         x, extras = inputs, extras_of(inputs)
@@ -76,9 +72,10 @@ def _scales(p) -> GradientScales:
     return GradientScales(np.float32(p.scale * LOG2E), np.float32(p.scale))
 
 
-def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
+def _dq_dbias(chosen: Chosen, shares: Shares, rows: Layout) -> Launch:
     """The kernel that makes dQ, dbias or shares of it, and what there is to know of rows."""
-    x, tile, out = inputs, queries_tile(p), shares.out
+    p, tile, (_, x, results, gpu, _) = chosen.p, chosen.tile, chosen.call
+    out = shares.out
     config = BiasGradientConfig(
         dtype=p.dtype,
         d=p.d,
@@ -94,7 +91,7 @@ def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
     )
     box = lambda x, rows: (x, rows, NARROW)
     return Launch(
-        "sm90.dq_dbias_kept.build",
+        chosen.builder,
         (config,),
         gpu,
         grid=shares.items,
@@ -114,9 +111,9 @@ def _dq_dbias(p, inputs, results, gpu, shares: Shares, rows: Layout) -> Launch:
     )
 
 
-def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
+def _dk_dv(chosen: Chosen, rows: Layout) -> Launch:
     """The kernel that makes dK and dV."""
-    x, tile = inputs, keys_tile(p)
+    p, tile, (_, x, results, gpu, _) = chosen.p, keys_tile(chosen.p), chosen.call
     blocks = -(-p.nk // tile.block_m)
     sizes = sizes_of(p, tile.block_m)._replace(
         units=math.prod(p.batch) * p.hk * blocks, blocks=blocks, queries=p.nk, keys=p.nq
@@ -133,7 +130,7 @@ def _dk_dv(p, inputs, results, gpu, rows: Layout) -> Launch:
         vectors=vectors_of(p, x, 1),
     )
     return Launch(
-        "sm90.dk_dv_kept.build",
+        f"{chosen.recipe.loops[1]}.build",
         (config,),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),

@@ -86,7 +86,6 @@ class SplitBackwardTile(BackwardTile):
 
     planes: ClassVar[int] = 2
     dq_parts: ClassVar[int] = 2  # of the same columns of a tile of dQ, to be added
-    kernel: ClassVar[str] = "sm90.backward_split.build"
 
     def width(self, head_dim: int) -> int:
         return padded(head_dim)
@@ -108,7 +107,6 @@ class WideSplitBackwardTile(SplitBackwardTile):
 
     queries_apart: ClassVar[int] = KEYS  # and no keys
     dq_parts: ClassVar[int] = 1
-    kernel: ClassVar[str] = "sm90.backward_split_wide.build"
 
     @property
     def block_n(self) -> int:

@@ -6,16 +6,11 @@ from numba_flash import sections
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
-from numba_flash.cuda.prepare_relative import alone
 from numba_flash.cuda.prepare_split import ALGORITHMS
-from numba_flash.cuda.sm90 import fold, prepare_temporaries
-from numba_flash.cuda.sm90 import prepare_backward as backward
-from numba_flash.cuda.sm90 import prepare_backward_options as backward_options
-from numba_flash.cuda.sm90 import prepare_backward_split as backward_split
-from numba_flash.cuda.sm90 import prepare_forward as forward
+from numba_flash.cuda.recipe import Call, prepare
+from numba_flash.cuda.sm90 import fold, prepare_temporaries, recipes
 from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
-from numba_flash.cuda.sm90 import prepare_forward_split as forward_split
 from numba_flash.cuda.sm90 import prepare_gradients_kept as gradients_kept
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST
@@ -45,23 +40,14 @@ GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e
 
 def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
-    with_options = forward_options if problem.options.modifies_beyond_softcap else forward
-    if forward_kept.serves(problem, inputs, results):
-        return forward_kept.prepare(problem, inputs, results, gpu)
-    of = forward_split if planes_of(problem) else with_options
-    return of.prepare(problem, inputs, results, gpu)
+    call = Call(problem, inputs, results, gpu or launch.gpu(inputs.q.device))
+    return prepare(recipes.FORWARD, call)
 
 
 def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
-    """The same for gradients."""
-    relative = alone(problem)
-    if relative is not None and max(problem.d, problem.dv) <= MOST_WITH_OPTIONS:
-        return backward.prepare(relative, inputs, results, deterministic, gpu)
-    if gradients_kept.serves(problem, inputs, results.dbias is not None):
-        return gradients_kept.prepare(problem, inputs, results, gpu)
-    with_options = backward_options if problem.options.modifies_beyond_softcap else backward
-    of = backward_split if planes_of(problem) else with_options
-    return of.prepare(problem, inputs, results, deterministic, gpu)
+    """The same for gradients; the same bits in every run if `deterministic`."""
+    call = Call(problem, inputs, results, gpu or launch.gpu(inputs.q.device), deterministic)
+    return prepare(recipes.BACKWARD, call)
 
 
 def takes_numpy() -> bool:

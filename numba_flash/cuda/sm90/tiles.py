@@ -176,7 +176,6 @@ class BackwardTile(AddingTile):
     do_stages: int
     ahead: bool
     keeps_ds: bool = field(default=False, kw_only=True)
-    kernel: ClassVar[str] = "sm90.backward.build"
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -206,7 +205,6 @@ class WideTile:
     share: ClassVar[int] = 1
     planes: ClassVar[int] = 1
     copies_bias: ClassVar[bool] = False
-    kernel: ClassVar[str] = "sm90.backward_wide.build"
     registers: ClassVar[tuple[int, int]] = REGISTERS[2]
     threads: ClassVar[int] = 3 * WARP_GROUP
 

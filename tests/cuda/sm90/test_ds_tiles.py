@@ -20,7 +20,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import dq, load_backward, prepare_backward, prepare_temporaries
+from numba_flash.cuda.sm90 import dq, load_backward, prepare_temporaries, tier
 from numba_flash.cuda.sm90.arguments import END, Sizes
 from numba_flash.cuda.sm90.tiles import WideTile
 from numba_flash.options import PLAIN, Options
@@ -219,9 +219,9 @@ def test_each_part_has_its_blocks_of_keys(monkeypatch):
     lse, lengths = np.zeros(q.shape[:-1], np.float32), np.array([[500, 3]])
     inputs, results = BackwardInputs(q, q, k, k, q, lse, kv_lengths=lengths), BackwardResults(q, k, k)
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
-    prepared = prepare_backward.prepare(bind(q, k, k, kv_lengths=lengths), *layouts, True, Gpu(0, (9, 0), MULTIPROCESSORS))
+    prepared = tier.prepare_backward(bind(q, k, k, kv_lengths=lengths), *layouts, True, Gpu(0, (9, 0), MULTIPROCESSORS))
     prepared.run(inputs, results)
-    assert [launch.builder for launch in prepared.launches] == ["preprocess.build", TILE.kernel, "sm90.dq.build"]
+    assert [launch.builder for launch in prepared.launches] == ["preprocess.build", "sm90.backward_wide.build", "sm90.dq.build"]
     preprocess, main, sum_dq = prepared.launches
     assert [launch for launch, *_ in calls] == [preprocess, *[main, sum_dq] * 3]
     for launch, operands, extras, _ in calls:

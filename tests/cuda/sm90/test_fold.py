@@ -11,7 +11,7 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 import numba_flash
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.sm90 import prepare_forward, tier
+from numba_flash.cuda.sm90 import tier
 from numba_flash.cuda.sm90.fold import folded
 from numba_flash.problem import ForwardInputs, ForwardResults, Problem, bind
 
@@ -91,7 +91,7 @@ def test_a_kernel_gets_one_head_for_each_of_the_keys():
     p = problem(x, softcap=3.0, kv_lengths=np.array([5, 6, 7]))
     inputs = x._replace(kv_lengths=np.array([5, 6, 7]))
     for there, parts in ((H200, 3), (H200._replace(multiprocessors=2), 1)):
-        forward, *_ = prepare_forward.prepare(p, type(x)(*map(Layout.of, inputs)), results, there).launches
+        forward, *_ = tier.prepare_forward(p, type(x)(*map(Layout.of, inputs)), results, there).launches
         sizes, _ = forward.numbers
         assert (sizes.group, sizes.items, sizes.parts) == (1, 3 * 2 * parts, parts)
 
@@ -101,7 +101,7 @@ def test_o_in_any_order_has_the_same_kernel():
     x = arrays_of(nk=2000)
     p, inputs = problem(x), type(x)(*map(Layout.of, x))
     last, lse = x.q.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3), Layout.compact(x.q.shape[:3], "float32")
-    usual, other = (prepare_forward.prepare(p, inputs, ForwardResults(Layout.of(o), lse), H200) for o in (x.q, last))
+    usual, other = (tier.prepare_forward(p, inputs, ForwardResults(Layout.of(o), lse), H200) for o in (x.q, last))
     assert [each.config for each in usual.launches] == [each.config for each in other.launches]
     assert other.launches[0].numbers[0].group == 1
 

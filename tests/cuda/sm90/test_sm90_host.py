@@ -22,25 +22,21 @@ from numba_flash.cuda.arguments import Extent, build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.prepare_tile_lists import choose as choose_tile
 from numba_flash.cuda.sm90 import (
     load_dbias_rows,
-    prepare_backward,
     prepare_backward_listed,
-    prepare_backward_options,
     prepare_dbias_rows,
-    prepare_forward,
-    prepare_forward_options,
     prepare_pairs,
     tier,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, dbias_tile
-from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
+from numba_flash.cuda.sm90.forward_options_tiles import COPYING, tile_of, words_held
 from numba_flash.cuda.sm90.gradient_tiles import keys_tile, queries_tile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
-from numba_flash.cuda.sm90.prepare_forward_options import options_tile
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
 from numba_flash.cuda.sm90.tiles import (
     FORWARD_TILES,
@@ -238,7 +234,7 @@ def copied_in_forward(p: Problem, **arrays):
     q, k, v, o = layouts_of(p)
     inputs = ForwardInputs(q, k, v, **{name: Layout.of(x) for name, x in arrays.items()})
     results = ForwardResults(o, Layout.compact(q.shape[:-1], "float32"))
-    *_, main = prepare_forward_options.prepare(p, inputs, results, H200).launches
+    *_, main = tier.prepare_forward(p, inputs, results, H200).launches
     return main.config[0].tile, main.maps[4:]
 
 
@@ -370,7 +366,7 @@ def test_every_problem_with_options_has_a_tile_that_fits(options):
     """And what a lane keeps of bias and mask is what tiles were chosen by."""
     base = replace(problem(), options=options)
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
-        tile = options_tile(replace(base, d=d, dv=dv))
+        tile = choose_tile(replace(base, d=d, dv=dv), tile_of).tile
         assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
         assert tile.block_n % 16 == 0
         assert held(options, runs_of_columns(tile.block_n)).words * 4 == words_held(options) * tile.block_n
@@ -419,7 +415,7 @@ def test_a_bias_is_copied_in_tiles_where_a_tensor_map_can_describe_it(shape, dty
     assert (found and found.shape) == described
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))._replace(bias=Layout.of(bias))
-    *_, main, _ = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+    *_, main, _ = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
     assert main.config[0].tile.copies_bias == (described is not None)
     assert main.maps[6:] == (((found, 64),) if described else ())
 
@@ -516,7 +512,7 @@ def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     results = ForwardResults(q.copy(), np.zeros((1, 1, 2, nq), np.float32))
     inputs = ForwardInputs(q, k, v, kv_lengths=options.get("kv_lengths"))
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
-    prepared = prepare_forward.prepare(p, *layouts, H200)
+    prepared = tier.prepare_forward(p, *layouts, H200)
     prepared.run(inputs, results)
     forward, *combine = prepared.launches
     (config,) = forward.config
@@ -561,7 +557,7 @@ def layouts_of(p: Problem) -> tuple[Layout, ...]:
 def backward_launches(p: Problem) -> tuple[Launch, ...]:
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))
-    return prepare_backward.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+    return tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
 
 
 def early(launches) -> list[bool]:
@@ -585,7 +581,7 @@ def test_no_other_backward_pass_is_launched_early():
     p = problem(mask=np.ones((100, 200), bool))
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((100, 200), "bool"))
-    assert not any(early(prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches))
+    assert not any(early(tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches))
 
 
 @pytest.mark.parametrize(("n", "expected"), [(100, [True]), (100000, [True, False])])
@@ -593,7 +589,7 @@ def test_the_forward_kernel_is_launched_early(n, expected):
     """But not what puts parts of the keys together."""
     p = problem(nq=100, nk=n)
     q, k, v, o = layouts_of(p)
-    launches = prepare_forward.prepare(p, ForwardInputs(q, k, v), ForwardResults(o, None), H200).launches
+    launches = tier.prepare_forward(p, ForwardInputs(q, k, v), ForwardResults(o, None), H200).launches
     assert early(launches) == expected
 
 
@@ -617,7 +613,7 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))
     inputs = inputs._replace(bias=Layout.of(bias), mask=Layout.compact((1, 1), "bool"))
     for deterministic in (True, False):
-        prepared = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), deterministic, H200)
+        prepared = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), deterministic, H200)
         lists, *order, preprocess, main, postprocess = prepared.launches
         options, tile = main.config[0].options, main.config[0].tile
         assert options == replace(p.options.structure, mask=not fits, listed=fits, blocks=None if fits else p.options.blocks)
@@ -643,12 +639,12 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
     q, k, v, o = layouts_of(p)
     of_mask, lse = Layout.compact((1, 1), "bool"), Layout.compact(q.shape[:-1], "float32")
     given = {"mask": of_mask, "bias": Layout.of(options["bias"]) if "bias" in options else None}
-    lists, queue, forward = prepare_forward_options.prepare(p, ForwardInputs(q, k, v, **given), ForwardResults(o, lse), H200).launches
+    lists, queue, forward = tier.prepare_forward(p, ForwardInputs(q, k, v, **given), ForwardResults(o, lse), H200).launches
     assert (lists.builder, queue.builder) == ("block_lists.build", "tile_lists.build_queue")
     assert forward.builder == ("sm90.forward.build" if plain else "sm90.forward_options.build")
     inputs = BackwardInputs(o, q, k, v, o, lse, **given)
     for deterministic in (True, False):
-        *_, main, last = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
+        *_, main, last = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
         stores = plain and deterministic and d > 64
         adds = "sm90.backward.build" if plain else "sm90.backward_options.build"
         assert main.builder == ("sm90.backward_listed.build" if stores else adds)
@@ -670,7 +666,7 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     assert slots == (whole, min(math.prod(p.batch) * hq * rows**2, whole + hq // hk * rows), sections)
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
-    launches = prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), True, H200).launches
+    launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
     lists, number, preprocess, main, sum_dq = launches
     assert [each.builder for each in (lists, number)] == ["block_lists.build_both", "sm90.ds_slots.build"]
     (places, _), (dq_sum, _), (ds, _) = number.operands[2], *sum_dq.operands[1:3]
@@ -689,7 +685,7 @@ def test_more_heads_are_at_work_where_blocks_of_lists_wait_for_each_other():
         q, k, v, o = layouts_of(p)
         inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
         sections = [
-            prepare_backward_options.prepare(p, inputs, BackwardResults(q, k, v), ordered, H200).launches[3].numbers[0].section
+            tier.prepare_backward(p, inputs, BackwardResults(q, k, v), ordered, H200).launches[3].numbers[0].section
             for ordered in (True, False)
         ]
         assert sections == [listed, dense]
@@ -719,7 +715,7 @@ def test_boxes_have_as_many_rows_as_tiles(d, dv, causal):
     """Fewer bytes than a tile has would never complete it; more would be another's."""
     p = problem(nq=5000, nk=7000, d=d, dv=dv, hq=8, hk=4, causal=causal)
     q, k, v, o = layouts_of(p)
-    (forward,) = prepare_forward.prepare(p, ForwardInputs(q, k, v), ForwardResults(o, None), H200).launches
+    (forward,) = tier.prepare_forward(p, ForwardInputs(q, k, v), ForwardResults(o, None), H200).launches
     tile = forward_tile(p)
     assert forward.maps == ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (o, OUTPUT_ROWS))
     _, main, last = backward_launches(p)
@@ -737,7 +733,7 @@ def dbias_launch(p: Problem, bias, **arrays) -> Launch:
     given = {name: Layout.of(x) for name, x in arrays.items()}
     lse, bias = Layout.compact((*p.batch, p.hq, p.nq), "float32"), Layout.of(bias)
     inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias, **given), BackwardResults(q, k, v, bias)
-    launches = prepare_backward_options.prepare(p, inputs, results, True, H200).launches
+    launches = tier.prepare_backward(p, inputs, results, True, H200).launches
     return next(each for each in launches if each.builder == "sm90.dbias.build")
 
 
@@ -799,7 +795,7 @@ def gradient_launches(p: Problem, bias, **arrays) -> list[str]:
     lse, bias = Layout.compact((*p.batch, p.hq, p.nq), "float32"), Layout.of(bias)
     given = {name: Layout.of(x) for name, x in arrays.items()}
     inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias, **given), BackwardResults(q, k, v, bias)
-    return [each.builder for each in prepare_backward_options.prepare(p, inputs, results, True, H200).launches]
+    return [each.builder for each in tier.prepare_backward(p, inputs, results, True, H200).launches]
 
 
 SHARED_BIAS = np.zeros((1, 4, 136, 200), np.float16)
@@ -840,7 +836,7 @@ def test_boxes_where_queries_stay():
     q, k, v, o = layouts_of(p)
     lse, bias = Layout.compact((4, 4, 136), "float32"), Layout.of(SHARED_BIAS)
     inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias), BackwardResults(q, k, v, bias)
-    *_, sums = prepare_backward_options.prepare(p, inputs, results, True, H200).launches
+    *_, sums = tier.prepare_backward(p, inputs, results, True, H200).launches
     tiles = prepare_pairs.tiles_of_bias(p, bias)
     assert sums.maps == ((o, 128), (q, 128), (k, 64), (v, 64), (tiles, 128), (bias, 16))
     extent, across, items, scale_log2 = sums.numbers

@@ -1,0 +1,349 @@
+"""Which kernels of the `sm90` tier serve a problem: a table for each pass, whose first row that
+serves it is taken. Nothing else decides. Numba is not imported here.
+"""
+
+from dataclasses import asdict, replace
+
+from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.prepare_relative import alone
+from numba_flash.cuda.prepare_tile_lists import choose
+from numba_flash.cuda.recipe import OPTIONS, PLAIN, RELATIVE, RESIDENT, Call, Recipe
+from numba_flash.cuda.sm90 import (
+    prepare_backward,
+    prepare_backward_listed,
+    prepare_backward_options,
+    prepare_backward_split,
+    prepare_dbias,
+    prepare_dbias_rows,
+    prepare_forward,
+    prepare_forward_kept,
+    prepare_forward_options,
+    prepare_forward_split,
+    prepare_gradients_kept,
+    prepare_rounding,
+    prepare_turns,
+)
+from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
+from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
+from numba_flash.cuda.sm90.gradient_tiles import queries_tile
+from numba_flash.cuda.sm90.kept_tiles import kept_tile
+from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
+from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile, relative_tile
+from numba_flash.cuda.sm90.rounding_tile import RoundingTile
+from numba_flash.cuda.sm90.split_tiles import split_backward_tile, split_tile
+from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile, part_tile
+from numba_flash.cuda.swizzle import PANEL
+
+# Work lists, and where dQ goes, in words.
+ROW_BLOCKS = "blocks of queries (dense, band, packed)"
+KEY_BLOCKS = "blocks of keys (dense, band, packed)"
+LISTED = "listed tiles"
+ROWS_OR_LISTED = "blocks of queries (dense, band, packed), or listed tiles"
+KEYS_OR_LISTED = "blocks of keys (dense, band, packed), or listed tiles"
+UNITS = "blocks of queries, batch innermost"
+SUMS = "summed in memory, then rounded"
+
+
+# ---- forward: the problem as its kernels see it, if a row serves it
+
+
+def _listed(call: Call):
+    """A problem whose scores have options beyond a softcap, with lists for a mask of blocks that
+    tiles fit.
+    """
+    p = call.problem
+    return choose(p, tile_of).problem if p.options.modifies_beyond_softcap else None
+
+
+def _lists_alone(call: Call):
+    p = _listed(call)
+    return p if p is not None and p.options.only_lists else None
+
+
+def _copied(call: Call):
+    p = _listed(call)
+    found = p is not None and prepare_forward_options.copied_pairs(p, call.inputs) is not None
+    return p if found else None
+
+
+def _resident(call: Call):
+    served = prepare_forward_kept.serves(call.problem, call.inputs, call.results)
+    return call.problem if served else None
+
+
+def _planes(call: Call):
+    return call.problem if planes_of(call.problem) else None
+
+
+def _any(call: Call):
+    return call.problem
+
+
+FORWARD = (
+    Recipe(
+        problems="a bias that batch elements share, narrow heads, no other option",
+        serves=_resident,
+        loops=("sm90.forward_kept",),
+        tile=lambda p, call: kept_tile(p),
+        work=UNITS,
+        stage=RESIDENT,
+        prepare=prepare_forward_kept.prepare,
+    ),
+    Recipe(
+        problems="float32",
+        serves=_planes,
+        loops=("sm90.forward_split",),
+        tile=lambda p, call: split_tile(p),
+        work=ROW_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_forward_split.prepare,
+    ),
+    Recipe(
+        problems="a `score_mod` that adds a number for each distance, no other option",
+        serves=lambda call: alone(call.problem),
+        loops=("sm90.forward",),
+        tile=lambda p, call: relative_tile(p),
+        part_tile=lambda p: relative_tile(p, split=True),
+        work=ROW_BLOCKS,
+        stage=RELATIVE,
+        prepare=prepare_forward_options.prepare,
+    ),
+    Recipe(
+        problems="a `BlockMask` of whole tiles, no other option",
+        serves=_lists_alone,
+        loops=("sm90.forward",),
+        tile=lambda p, call: tile_of(p),
+        work=LISTED,
+        stage=PLAIN,
+        prepare=prepare_forward_options.prepare,
+    ),
+    Recipe(
+        problems="a bias, or a mask of pairs, that the copy engine brings",
+        serves=_copied,
+        loops=("sm90.forward_options",),
+        tile=lambda p, call: copying_tile(p, "bias" if p.options.bias else "mask"),
+        work=ROWS_OR_LISTED,
+        stage=OPTIONS,
+        prepare=prepare_forward_options.prepare,
+    ),
+    Recipe(
+        problems="any other bias, mask, dropout or `score_mod`",
+        serves=_listed,
+        loops=("sm90.forward_options",),
+        tile=lambda p, call: tile_of(p),
+        work=ROWS_OR_LISTED,
+        stage=OPTIONS,
+        prepare=prepare_forward_options.prepare,
+    ),
+    Recipe(
+        problems="all others",
+        serves=_any,
+        loops=("sm90.forward",),
+        tile=lambda p, call: forward_tile(p),
+        part_tile=lambda p: part_tile(p),
+        work=ROW_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_forward.prepare,
+    ),
+)
+
+
+# ---- the gradient of a bias, where it is made by a kernel of its own
+
+
+def _rows_stay(call: Call):
+    p = call.problem
+    return p if prepare_dbias_rows.serves(p, call.inputs, call.results.dbias) else None
+
+
+BIAS_GRADIENT = (
+    Recipe(
+        problems="16 bits of each pair, heads of its own, no other option, D up to 64",
+        serves=_rows_stay,
+        loops=("sm90.dbias_rows",),
+        tile=lambda p, call: prepare_dbias_rows.tile_of(p, call.results.dbias),
+        work="runs of tiles of a block of queries, batch innermost",
+        stage=OPTIONS,
+        prepare=prepare_dbias_rows.DbiasRows,
+    ),
+    Recipe(
+        problems="all others",
+        serves=lambda call: choose(call.problem, dbias_tile).problem,
+        loops=("sm90.dbias",),
+        tile=lambda p, call: dbias_tile(p),
+        work="tiles of the gradient, and what it is summed over",
+        stage=OPTIONS,
+        prepare=prepare_dbias.Dbias,
+    ),
+)
+
+
+# ---- backward
+
+
+def _relative(call: Call):
+    p = alone(call.problem)
+    return p if p is not None and max(p.d, p.dv) <= MOST else None
+
+
+def _resident_gradients(call: Call):
+    p, wanted = call.problem, call.results.dbias is not None
+    return p if prepare_gradients_kept.serves(p, call.inputs, wanted) else None
+
+
+def _planes_up_to_64(call: Call):
+    p = _planes(call)
+    return p if p is not None and max(p.d, p.dv) <= PANEL else None
+
+
+def _options(call: Call):
+    """A problem whose scores have options beyond a softcap, with lists where tiles fit."""
+    p = call.problem
+    return choose(p, backward_options_tile).problem if p.options.modifies_beyond_softcap else None
+
+
+def _gradients_of_lists(call: Call):
+    p = _options(call)
+    return p if p is not None and p.options.only_lists else None
+
+
+def _stored(call: Call):
+    p = _gradients_of_lists(call)
+    if p is None or not call.deterministic or storing_tile(p) is None:
+        return None
+    return p if prepare_backward_listed.serves(p) else None
+
+
+def _copied_bias(call: Call):
+    p = _options(call)
+    return p if p is not None and tiles_of_bias(p, call.inputs.bias) is not None else None
+
+
+def _wide(call: Call):
+    return call.problem if not backward_tile(call.problem).adds_dq else None
+
+
+def _rounding(call: Call):
+    p, tile = call.problem, backward_tile(call.problem)
+    many = prepare_backward.many_items(p, tile, call.gpu)
+    ordered = prepare_turns.ordered(p, tile, call.deterministic)
+    return p if many and ordered and prepare_rounding.rounds(p, tile) else None
+
+
+BACKWARD = (
+    Recipe(
+        problems="a `score_mod` that adds a number for each distance, no other option, D up to 128",
+        serves=_relative,
+        loops=("sm90.backward",),
+        tile=lambda p, call: relative_backward_tile(p),
+        work=KEY_BLOCKS,
+        stage=RELATIVE,
+        prepare=prepare_backward.prepare,
+        dq=SUMS,
+    ),
+    Recipe(
+        problems="gradients with that of a bias that batch elements share, narrow heads, no other",
+        serves=_resident_gradients,
+        loops=("sm90.dq_dbias_kept", "sm90.dk_dv_kept"),
+        tile=lambda p, call: queries_tile(p),
+        work=UNITS,
+        stage=RESIDENT,
+        prepare=prepare_gradients_kept.prepare,
+        dq="in registers, beside the bias gradient",
+    ),
+    Recipe(
+        problems="float32, D up to 64",
+        serves=_planes_up_to_64,
+        loops=("sm90.backward_split",),
+        tile=lambda p, call: split_backward_tile(p),
+        work=KEY_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_backward_split.prepare,
+        dq=SUMS,
+    ),
+    Recipe(
+        problems="float32, D up to 128",
+        serves=_planes,
+        loops=("sm90.backward_split_wide",),
+        tile=lambda p, call: split_backward_tile(p),
+        work=KEY_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_backward_split.prepare,
+        dq=SUMS,
+    ),
+    Recipe(
+        problems="a `BlockMask` of whole tiles of dS, no other option, D beyond 64, deterministic",
+        serves=_stored,
+        loops=("sm90.backward_listed", "sm90.dq"),
+        tile=lambda p, call: storing_tile(p),
+        work=LISTED,
+        stage=PLAIN,
+        prepare=prepare_backward_listed.prepare,
+        dq="of dS, stored in slots",
+    ),
+    Recipe(
+        problems="a `BlockMask` of whole tiles, no other option",
+        serves=_gradients_of_lists,
+        loops=("sm90.backward",),
+        tile=lambda p, call: backward_options_tile(p),
+        work=LISTED,
+        stage=PLAIN,
+        prepare=prepare_backward_options.prepare,
+        dq=SUMS,
+    ),
+    Recipe(
+        problems="a bias that the copy engine brings, D up to 128",
+        serves=_copied_bias,
+        loops=("sm90.backward_options",),
+        tile=lambda p, call: replace(backward_options_tile(p), copies_bias=True),
+        work=KEYS_OR_LISTED,
+        stage=OPTIONS,
+        prepare=prepare_backward_options.prepare,
+        dq=SUMS,
+        beside=BIAS_GRADIENT,
+    ),
+    Recipe(
+        problems="any other bias, mask, dropout or `score_mod`, D up to 128",
+        serves=_options,
+        loops=("sm90.backward_options",),
+        tile=lambda p, call: backward_options_tile(p),
+        work=KEYS_OR_LISTED,
+        stage=OPTIONS,
+        prepare=prepare_backward_options.prepare,
+        dq=SUMS,
+        beside=BIAS_GRADIENT,
+    ),
+    Recipe(
+        problems="D beyond 128",
+        serves=_wide,
+        loops=("sm90.backward_wide", "sm90.dq"),
+        tile=lambda p, call: backward_tile(p),
+        work=KEY_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_backward.prepare,
+        dq="of dS, stored for some blocks of keys at a time",
+    ),
+    Recipe(
+        problems="plain or causal, many work items, few blocks of keys",
+        serves=_rounding,
+        loops=("sm90.backward",),
+        tile=lambda p, call: RoundingTile(**asdict(backward_tile(p))),
+        work=KEY_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_backward.prepare,
+        dq="summed in memory, and rounded by a warp of the same kernel",
+    ),
+    Recipe(
+        problems="all others",
+        serves=_any,
+        loops=("sm90.backward",),
+        tile=lambda p, call: backward_tile(p),
+        work=KEY_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_backward.prepare,
+        dq=SUMS,
+    ),
+)
+
+PASSES = {"forward": FORWARD, "backward": BACKWARD, "gradient of a bias": BIAS_GRADIENT}
