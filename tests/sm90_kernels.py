@@ -7,6 +7,7 @@ from compiled import Kernel
 
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, Vectors
+from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
@@ -334,13 +335,17 @@ def loop_of(tile) -> str:
 EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early
 
 
+def preprocess(*config) -> Kernel:
+    return Kernel("preprocess.build", (PreprocessConfig(*config),))
+
+
 def around(name: str, options: Options) -> dict[str, Kernel]:
     """What is done once per query before and after the backward loop."""
     tile = backward_tile(96, 72)
     sizes = tile.block_m, 4 * DQ_PART * tile.consumers
     return {
-        f"preprocess{name}": Kernel("preprocess.build", ("bfloat16", 72, True, *sizes, True, True, RAISED_BASE_2, options, *EARLY)),
-        f"preprocess{name}, zeros": Kernel("preprocess.build", ("float16", 72, False, *sizes, False, True, RAISED_BASE_2, options, *EARLY)),
+        f"preprocess{name}": preprocess("bfloat16", 72, True, *sizes, True, True, RAISED_BASE_2, options, *EARLY),
+        f"preprocess{name}, zeros": preprocess("float16", 72, False, *sizes, False, True, RAISED_BASE_2, options, *EARLY),
         f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
     }
 
@@ -374,7 +379,7 @@ BACKWARD_SPLIT = {
 AROUND |= {
     "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SplitBackwardTile(64, 2, 2, False))),
     "postprocess float32 96": Kernel("sm90.postprocess_split.build", (96, PLAIN, WideSplitBackwardTile(64, 2, 1, False))),
-    "preprocess float32": Kernel("preprocess.build", ("float32", 64, False, 64, 8 * DQ_PART, True, True, BASE_E, PLAIN, ROW_THREADS)),
+    "preprocess float32": preprocess("float32", 64, False, 64, 8 * DQ_PART, True, True, BASE_E, PLAIN, ROW_THREADS),
 }
 
 OF_MASK = first(BACKWARD_OPTION_TILES[False], 96, 96)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import early, ptx, schedule
 from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, extras_type
 from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
+from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.fragment import ALL_LANES
 from numba_flash.cuda.lang import cuda, device, f32, f64, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
@@ -49,51 +50,38 @@ class Held(NamedTuple):
     rows: int
 
 
-def build(
-    dtype,
-    head_dim_v,
-    has_dlse,
-    block_m,
-    sum_bytes,
-    ordered,
-    chunked,
-    lse_in,
-    options,
-    threads,
-    copies=False,
-    begins_early=False,
-):
+def build(config: PreprocessConfig):
     """Kernel ``preprocess(do, o, lse, dlse, rows, dq_sum, flags, extras, nk)`` of one block of
     threads per row block:
 
-    lse2 = lse log2(e), or lse if `lse_in` is BASE_E, but +inf for a row that saw nothing or does
-    not exist, so that its P is 0; rounded up, so that P of a large lse is not too large,
+    lse2 = lse log2(e), or lse if ``config.lse_in`` is BASE_E, but +inf for a row that saw nothing
+    or does not exist, so that its P is 0; rounded up, so that P of a large lse is not too large,
     delta = rowsum(dO * O) - dlse, but 0 there, both in `rows`,
-    and flags = 0, one per row block, or as many for each with `copies`, and one more, and unless
-    `ordered` dq_sum = 0, `sum_bytes` of each row block; neither if that is 0.
+    and flags = 0, one per row block, or as many for each with ``config.copies``, and one more, and
+    unless it is ordered dq_sum = 0, ``config.sum_bytes`` of each row block; neither if that is 0.
 
     If it is RAISED_BASE_2, lse2 is lower by `numba_flash.cuda.softmax.raised_backward`, and delta
     is divided by that power of two: what is made of them is a larger P, and dS as it is.
-    With `begins_early`, which needs compute capability 9.0, it may be launched early
-    (`numba_flash.cuda.early`).
 
     Float32 is split (`numba_flash.cuda.split`): the lse is that of keys without their centre, o is
     without that of the values, and delta is in units of the products of planes.
 
-    do, o : (b0, b1, heads, nq, head_dim_v); `chunked`: rows are whole chunks of 16 bytes.
-        A warp has a thread for each chunk, and asks for several rows at once.
+    do, o : (b0, b1, heads, nq, head_dim_v); of rows of whole chunks
+        a warp has a thread for each chunk, and asks for several rows at once.
         Float64 is read one by one.
     lse, dlse : float32 (b0, b1, heads, nq), of float64 that, as all that follows.
     rows : float32 (2, b0, b1, heads, row blocks * BLOCK_M).
     dq_sum, flags : as in `numba_flash.cuda.sm90.backward.build`'s kernel.
     """
-    BLOCK_M, HAS_DLSE, THREADS = block_m, has_dlse, threads
+    dtype, head_dim_v, options, lse_in = config.dtype, config.dv, config.options, config.lse_in
+    block_m, threads, sum_bytes = config.block_m, config.threads, config.sum_bytes
+    BLOCK_M, HAS_DLSE, THREADS = block_m, config.dlse, threads
     SPLIT, DOUBLE = dtype == "float32", dtype == "float64"
     ACC = f64 if DOUBLE else f32
     ELEMENT = ACC if SPLIT or DOUBLE else types.uint16
-    CHUNKED = chunked = chunked and not DOUBLE
-    FLAGS, ZEROS, COPIES = sum_bytes > 0, sum_bytes > 0 and not ordered, copies
-    EARLY = begins_early
+    CHUNKED = chunked = config.chunked and not DOUBLE
+    FLAGS, ZEROS = sum_bytes > 0, sum_bytes > 0 and not config.ordered
+    COPIES, EARLY = config.copies, config.early
     CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
     CHUNKS = -(-head_dim_v // CHUNK)
     FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
@@ -106,7 +94,7 @@ def build(
     BATCHED = chunked and not SPLIT
     AT_ONCE = max(1, min(MOST_AT_ONCE, LANES, block_m // STEP)) if BATCHED else 1
     rows_of = schedule.build_rows(options, block_m)
-    WORDS, fetch = 8 * AT_ONCE, ptx.fetch(4, begins_early)
+    WORDS, fetch = 8 * AT_ONCE, ptx.fetch(4, config.early)
     load = ptx.load_global_four if SPLIT else ptx.load_global_words
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 

@@ -64,7 +64,7 @@ LAYERS = (
     "cuda.split_rows cuda.kept_bias cuda.units",
     "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
     "cuda.row_blocks cuda.relative cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias cuda.powers",
-    "cuda.broadcast cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
+    "cuda.broadcast cuda.config cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
     "problem oracle sections",
     "option_checks rng",
     "options",
@@ -74,7 +74,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
-    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|recipe|sm90\.(config|recipes)|(\w+\.)?prepare_\w+)"
+    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|recipe|(sm90\.)?config|sm90\.recipes|(\w+\.)?prepare_\w+)"
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 

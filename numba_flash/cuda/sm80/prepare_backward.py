@@ -20,6 +20,7 @@ from numba_flash.cuda.arguments import (
     parameters_of,
     vectors_of,
 )
+from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
@@ -230,13 +231,22 @@ def _preprocess(this: Pass) -> Launch:
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
     sum_bytes = this.number().itemsize * tile.block_m * tile.padded(p.d) if this.copies else 0
     whole = chunked(x.do, x.o)
+    config = PreprocessConfig(
+        dtype=p.dtype,
+        dv=p.dv,
+        dlse=x.dlse is not None,
+        block_m=tile.block_m,
+        sum_bytes=sum_bytes,
+        ordered=this.ordered,
+        chunked=whole,
+        lse_in=BASE_E if this.split or (this.shape.double and p.options.changes) else BASE_2,
+        options=p.options.arrays,
+        threads=ROW_THREADS,
+        copies=this.ordered,
+    )
     return Launch(
         "preprocess.build",
-        (
-            *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered, whole),
-            BASE_E if this.split or (this.shape.double and p.options.changes) else BASE_2,
-            *(p.options.arrays, ROW_THREADS, this.ordered),
-        ),
+        (config,),
         this.gpu,
         grid=this.row_blocks,
         threads=ROW_THREADS,

@@ -8,6 +8,7 @@ import numpy as np
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import ONE_BY_ONE, RAISED_BASE_2, build_extras
+from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.recipe import Chosen
@@ -109,16 +110,22 @@ def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
     """lse in base 2, delta, and flags or zeros; row blocks have so many rows, or the tile's."""
     p, x, there = this.p, this.inputs, this.temporaries
     sums = there.dq_sum if this.tile.adds_dq else None
+    config = PreprocessConfig(
+        dtype=p.dtype,
+        dv=p.dv,
+        dlse=x.dlse is not None,
+        block_m=block_m or this.tile.block_m,
+        sum_bytes=4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
+        ordered=this.ordered,
+        chunked=True,
+        lse_in=RAISED_BASE_2,
+        options=p.options.arrays,
+        threads=ROW_THREADS,
+        early=True,
+    )
     return Launch(
         "preprocess.build",
-        (
-            p.dtype,
-            p.dv,
-            x.dlse is not None,
-            block_m or this.tile.block_m,
-            4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
-            *(this.ordered, True, RAISED_BASE_2, p.options.arrays, ROW_THREADS, False, True),
-        ),
+        (config,),
         this.gpu,
         grid=math.prod(this.row_blocks),
         threads=ROW_THREADS,

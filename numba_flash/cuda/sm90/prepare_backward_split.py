@@ -14,6 +14,7 @@ from numba_flash.cuda.arguments import (
     chunked,
     extras_class,
 )
+from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.recipe import Chosen
@@ -71,13 +72,21 @@ def prepare(chosen: Chosen) -> Prepared:
 def _preprocess(this: Pass, made) -> Launch:
     """The lse, delta, and flags or zeros."""
     p, x, there, tile = this.p, this.inputs, this.temporaries, this.tile
-    sum_bytes = 4 * DQ_PART * tile.consumers
+    config = PreprocessConfig(
+        dtype=p.dtype,
+        dv=p.dv,
+        dlse=x.dlse is not None,
+        block_m=tile.block_m,
+        sum_bytes=4 * DQ_PART * tile.consumers,
+        ordered=this.ordered,
+        chunked=chunked(x.do, x.o),
+        lse_in=BASE_E,
+        options=p.options.arrays,
+        threads=ROW_THREADS,
+    )
     return Launch(
         "preprocess.build",
-        (
-            *(p.dtype, p.dv, x.dlse is not None, tile.block_m, sum_bytes, this.ordered),
-            *(chunked(x.do, x.o), BASE_E, p.options.arrays, ROW_THREADS),
-        ),
+        (config,),
         this.gpu,
         grid=math.prod(this.row_blocks),
         threads=ROW_THREADS,

@@ -20,6 +20,7 @@ from test_ds_tiles import described, draw
 
 from numba_flash.cuda import grid, preprocess
 from numba_flash.cuda.arguments import RAISED_BASE_2
+from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.schedule import Rows
 from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_temporaries, prepare_turns
@@ -296,7 +297,7 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, ordered, ti
         cuda.local = SimpleNamespace(array=lambda size, kind: [0] * size)
         with on_host(preprocess, cuda=cuda, ptx=ptx, schedule=no_rows):
             kernel, *_ = preprocess.build(
-                "float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, ordered, True, RAISED_BASE_2, PLAIN, 256
+                PreprocessConfig("float16", 64, False, tile.block_m, 4 * DQ_PART * tile.consumers, ordered, True, RAISED_BASE_2, PLAIN, 256)
             )
             x = mock.MagicMock(strides=[0] * 5)
             kernel(x, x, SimpleNamespace(shape=(1, 1, 1, 0)), None, "rows", None, "flags", (), 0)

@@ -675,7 +675,7 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     assert dq_sum.shape[4] == (128 * 128 if sections > 1 else 0)
     for each in (main, sum_dq):
         assert (each.numbers[0].parts, each.numbers[0].blocks) == (sections, slots.room)
-    assert preprocess.config[3] == 128
+    assert preprocess.config[0].block_m == 128
 
 
 def test_more_heads_are_at_work_where_blocks_of_lists_wait_for_each_other():
