@@ -14,6 +14,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.load import build_store
 
 # Columns of dK and dV beside which there are registers for the bias of the next scores, so that it
@@ -36,7 +37,7 @@ def signature(options, ordered):
     )
 
 
-def build(dtype, shape, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm80(do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2,
     scale, parameters)`` with its signature and compile options.
 
@@ -44,8 +45,10 @@ def build(dtype, shape, ordered, options, tile):
     rows : (2, b0, b1, heads, row blocks * BLOCK_M): the lse and delta of each query, as
         `numba_flash.cuda.preprocess` numbers and writes them.
     dq_sum, flags : see `numba_flash.cuda.sm80.sum_dq`; flags has one more element, the number of
-        the next work item, read only if `ordered`.
+        the next work item, read only if ``config.ordered``.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    ordered = config.ordered
     BLOCK_M, BLOCK_N, M_TILES, COLUMNS = tile.block_m, tile.block_n, tile.m_tiles, tile.columns
     STAGES, WARP_KEYS, KEY_ROWS = tile.stages, 16 * tile.m_tiles, 2 * tile.m_tiles
     D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)

@@ -19,6 +19,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm80 import few, products, softmax_backward
 from numba_flash.cuda.sm80.block import build_block
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.load import build_load, build_store
 from numba_flash.cuda.sm80.tiles import WARP, padded
 
@@ -118,13 +119,15 @@ def build_hide(tile):
     return hide
 
 
-def build(dtype, shape, has_dlse, parts, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_few(do, q, k, v, o, lse, dlse, dk, dv, dq, extras, scale_log2, scale, low,
     high, parts)`` with its signature and compile options.
 
-    dq : float32 results over each of `parts` of the keys, one after the other, if there are some.
-    dlse : not read unless the kernel `has_dlse`.
+    dq : with ``config.parts`` float32 results over each of these of the keys.
+    dlse : not read unless ``config.dlse``.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    parts = config.parts
     BLOCK_M, BLOCK_N, WARP_N, STAGES = tile.block_m, tile.block_n, tile.warp_n, tile.stages
     ASYNCHRONOUS, PARTS, GROUP = shape.asynchronous, parts, tile.group
     D, DV, NAN = padded(shape.head_dim), padded(shape.head_dim_v), math.nan
@@ -142,7 +145,7 @@ def build(dtype, shape, has_dlse, parts, options, tile):
     load_do = few.build_load(tile, shape.head_dim_v, ASYNCHRONOUS)
     load_of = lambda d: build_load(WARP_N, d, WARP, None, ASYNCHRONOUS, around=tile.around)
     load_k, load_v = load_of(shape.head_dim), load_of(shape.head_dim_v)
-    put_rows = build_rows(dtype, tile, shape.head_dim_v, has_dlse)
+    put_rows = build_rows(dtype, tile, shape.head_dim_v, config.dlse)
     hide = build_hide(tile)
     of_warp = softmax_backward.build(dtype, options, shape.vectors, 1, BLOCK_M, kind)
     exponentiate = of_warp.exponentiate

@@ -17,6 +17,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import load_backward, softmax_backward_float64, sum_dq
 from numba_flash.cuda.sm80 import products_float64 as products
 from numba_flash.cuda.sm80.arguments import Sizes
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.float64_tiles import BYTES
 from numba_flash.cuda.sm80.softmax_backward import tile_of
 from numba_flash.cuda.sm80.sum_dq_float64 import build_add
@@ -39,13 +40,14 @@ class Own(NamedTuple):
     part: int
 
 
-def build(dtype, shape, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm80(do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2,
     scale, parameters)`` with its signature and compile options.
 
     do, q, k, v, dk, dv : (b0, b1, heads, n, head_dim).
     rows, dq_sum, flags : as in `numba_flash.cuda.sm80.backward.build`.
     """
+    shape, ordered, options, tile = config.shape, config.ordered, config.options, config.tile
     BLOCK_M, BLOCK_N, STAGES, LAST = tile.block_m, tile.block_n, tile.stages, tile.warps - 1
     D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)

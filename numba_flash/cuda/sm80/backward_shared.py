@@ -13,13 +13,16 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, types, u32
 from numba_flash.cuda.sm80 import ds_slots, load_backward, products, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.backward import signature
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.load import build_store
 
 
-def build(dtype, shape, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm80(do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2,
     scale, parameters)``, as that of `numba_flash.cuda.sm80.backward.build`.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    ordered = config.ordered
     BLOCK_M, M_TILES, COLUMNS = tile.block_m, tile.m_tiles, tile.columns
     STAGES, WAYS, GROUP_KEYS = tile.stages, tile.ways, 16 * tile.m_tiles
     KEY_ROWS, STORED_KEYS = 2 * tile.m_tiles, 16 * tile.m_tiles // tile.ways

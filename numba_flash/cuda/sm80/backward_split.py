@@ -16,11 +16,12 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm80 import load_backward, products, products_split, softmax_backward, sum_dq
 from numba_flash.cuda.sm80.arguments import Sizes
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.load import build_store_floats
 from numba_flash.cuda.softmax import RAISED_BACKWARD as RAISED
 
 
-def build(dtype, shape, ordered, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``backward_sm80(do, q, k, v, dk, dv, rows, dq_sum, flags, extras, sizes, scale_log2,
     scale, parameters)`` with its signature and compile options.
 
@@ -29,6 +30,8 @@ def build(dtype, shape, ordered, options, tile):
     rows, dq_sum, flags : as in `numba_flash.cuda.sm80.backward.build`; lse and delta as
         `numba_flash.cuda.preprocess` writes them for such planes.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    ordered = config.ordered
     BLOCK_M, M_TILES, COLUMNS = tile.block_m, tile.m_tiles, tile.columns
     STAGES, WARPS, WARP_KEYS, KEY_ROWS = tile.stages, tile.warps, 16 * M_TILES, 2 * M_TILES
     D, DV = tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)

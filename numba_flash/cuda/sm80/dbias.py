@@ -24,6 +24,7 @@ from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products, products_split
+from numba_flash.cuda.sm80.config import BiasGradientConfig
 from numba_flash.cuda.sm80.load_dbias import Tensors, build_loads
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.store_dbias import Fragments, build_store
@@ -125,7 +126,7 @@ def build_softmax(options, m_tiles, split):
     return recompute_p, differentiate
 
 
-def build(dtype, shape, banded, options, out_dtype, summed, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dbias_sm80(do, q, k, v, rows, out, extras, low, high, parameters)`` with its
     signature and compile options.
 
@@ -133,8 +134,10 @@ def build(dtype, shape, banded, options, out_dtype, summed, tile):
         among the `extras`: heads that are flagged are left out.
     rows : (2, b0, b1, heads, at least n): the lse and delta of each query, as
         `numba_flash.cuda.preprocess` writes them.
-    out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags).
+    out : (shares, b0, b1, heads, n, n) of dtype ``config.out``, with sizes 1 where it is summed.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    out_dtype, summed, banded = config.out, config.summed, config.banded
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
     M_TILES, WARPS_N, PARTS, STAGES = tile.m_tiles, tile.warps_n, tile.parts, tile.stages
     WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS

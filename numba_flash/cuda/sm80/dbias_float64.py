@@ -17,6 +17,7 @@ from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products_float64 as products
+from numba_flash.cuda.sm80.config import BiasGradientConfig
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.load_dbias import Tensors
 from numba_flash.cuda.sm80.load_float64 import build_load
@@ -110,10 +111,12 @@ def build_softmax(options, keys):
     return read_rows, recompute_p, differentiate
 
 
-def build(dtype, shape, banded, options, out_dtype, summed, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dbias_sm80(do, q, k, v, rows, out, extras, low, high, parameters)`` with its
     signature and compile options, as that of `numba_flash.cuda.sm80.dbias.build`.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    out_dtype, summed, banded = config.out, config.summed, config.banded
     BLOCK_M, BLOCK_N, KEYS, WARPS_N = tile.block_m, tile.block_n, tile.keys, tile.warps_n
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     Q, DO, K, V, PITCH_K, PITCH_V = SMEM.q, SMEM.do, SMEM.k, SMEM.v, SMEM.pitch_k, SMEM.pitch_v

@@ -17,6 +17,7 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.begin_rows import ROW_BYTES
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.load import build_store, in_order
 from numba_flash.cuda.sm80.load_dq_dbias import build_copy, build_copy_rows
 from numba_flash.cuda.sm80.tiles import padded, pitch
@@ -179,13 +180,14 @@ def build_go(shape, half, tile):
     return load, go
 
 
-def build(dtype, shape, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``dk_dv_sm80(do, q, k, v, dk, dv, rows, hides_some, extras, scale_log2, scale)``
     with its signature and compile options.
 
     do, q, k, v, dk, dv : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes.
     rows, hides_some : as `numba_flash.cuda.sm80.dq_dbias` writes them.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
     BLOCK_N, THREADS, M_TILES = tile.block_n, tile.threads, tile.m_tiles
     SMEM, WARP_KEYS, KEY_ROWS = tile.layout(*shape.columns), 16 * tile.m_tiles, 2 * tile.m_tiles
     K, V, (D, DV) = SMEM.k, SMEM.v, shape.columns

@@ -17,6 +17,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm80 import products_split
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.head_planes import RAISED, build_pack, inverse_power
 from numba_flash.cuda.sm80.load import in_order
 from numba_flash.cuda.sm80.load_dq_dbias import plus
@@ -168,7 +169,7 @@ def build_weigh(m_tiles, columns, queries):
     return ptx.repeated(columns // 8, weigh_pair)
 
 
-def build(shape, options, tile):
+def build(config: BackwardConfig):
     """Kernel ``dk_dv_split_sm80(do, q, k, v, dk, dv, rows, extras, scale)`` with its signature and
     compile options.
 
@@ -177,6 +178,7 @@ def build(shape, options, tile):
     dk, dv : float32 (b0, b1, heads, n, head_dim), rows at multiples of 8 bytes.
     rows : as `numba_flash.cuda.sm80.split_heads` writes them.
     """
+    shape, options, tile = config.shape, config.options, config.tile
     M_TILES, COLUMNS, QUERIES, WARPS = tile.m_tiles, tile.columns, tile.queries, tile.warps
     HEAD_DIM, HEAD_DIM_V = shape.head_dim, shape.head_dim_v
     SMEM, D, DV = tile.layout(shape), padded(HEAD_DIM), padded(HEAD_DIM_V)

@@ -25,6 +25,7 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.begin_rows import ROW_BYTES, build_rows
+from numba_flash.cuda.sm80.config import BiasGradientConfig
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
 from numba_flash.cuda.sm80.load_dq_dbias import Tensors, build_loads, head_address
@@ -209,19 +210,21 @@ def build_go(shape, kind, places, loads, half, tile):
     return go
 
 
-def build(dtype, shape, options, has_dlse, out_dtype, summed, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dq_dbias_sm80(do, o, q, k, v, dq, lse, dlse, rows, out, hides_some, extras,
     scale_log2, scale)`` with its signature and compile options.
 
     do, o, q, k, v, dq : (b0, b1, heads, n, head_dim), 16 bits, rows at multiples of 16 bytes; no
         more keys than a tile has.
-    lse, dlse : (b0, b1, heads, n); dlse is not read unless the kernel `has_dlse`.
+    lse, dlse : (b0, b1, heads, n); dlse is not read unless ``config.dlse``.
     rows : (b0, b1, heads, row blocks * BLOCK_M, 2), written as
         `numba_flash.cuda.sm80.begin_rows` says.
-    out : (shares, b0, b1, heads, n, n) of `out_dtype`, with sizes 1 where `summed` (five flags; the
-        last two are not).
+    out : (shares, b0, b1, heads, n, n) of dtype ``config.out``, with sizes 1 where it is summed;
+        the last two axes are not.
     hides_some : int32, for each tile of dbias whether a bias in it is -inf.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    out_dtype, summed = config.out, config.summed
     BLOCK_M, BLOCK_N, THREADS, PARTS = tile.block_m, tile.block_n, tile.threads, tile.parts
     M_TILES, WARPS_N, ROWS_OF_LANE = tile.m_tiles, tile.warps_n, 2 * tile.m_tiles
     WARP_ROWS, WARP_KEYS = 16 * M_TILES, KEYS * PARTS
@@ -237,7 +240,7 @@ def build(dtype, shape, options, has_dlse, out_dtype, summed, tile):
     kind = products.Kind(dtype == "bfloat16", False)
     load_tile, (load_rows, begin) = (
         build_loads(shape, tile),
-        build_rows(dtype, shape, has_dlse, tile),
+        build_rows(dtype, shape, config.dlse, tile),
     )
     zero, _ = softmax.build_zero(ALL_SCORES)
     fetch_bias = build_fetch(options, runs, shape.vectors)

@@ -16,6 +16,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products, products_split
+from numba_flash.cuda.sm80.config import BiasGradientConfig
 from numba_flash.cuda.sm80.dbias import synchronise
 from numba_flash.cuda.sm80.head_planes import build_pack, inverse_power
 from numba_flash.cuda.sm80.load_dq_dbias import head_address
@@ -235,16 +236,17 @@ def build_go(shape, following, tile):
     return go
 
 
-def build(shape, options, summed, tile):
+def build(config: BiasGradientConfig):
     """Kernel ``dq_dbias_split_sm80(do, q, k, v, dq, rows, out, extras, scale)`` with its signature
     and compile options.
 
     do, q, k, v : planes; heads that the flags among the `extras` name are left out.
     dq : float32 (b0, b1, heads, n, head_dim), rows at multiples of 8 bytes.
     rows : as `numba_flash.cuda.sm80.split_heads` writes them.
-    out : float32 (shares, b0, b1, heads, n, n), with sizes 1 where `summed` (five flags; the last
-        two are not).
+    out : float32 (shares, b0, b1, heads, n, n), with sizes 1 where it is summed; the last
+        two axes are not.
     """
+    shape, options, tile, summed = config.shape, config.options, config.tile, config.summed
     BLOCK_M, CHUNKS = tile.block_m, tile.chunks
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
     SMEM, ALL_SCORES, AHEAD = tile.layout(shape), CHUNKS * DBIAS, tile.slots - 1

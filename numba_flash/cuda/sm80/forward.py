@@ -27,6 +27,7 @@ from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import products
 from numba_flash.cuda.sm80.block import build_block
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.load import build_load, build_store_floats
 from numba_flash.cuda.sm80.load_added import build_added
 from numba_flash.cuda.sm80.load_pages import build_load_keys
@@ -59,10 +60,12 @@ class Tiles(NamedTuple):
     count: int
 
 
-def build(dtype, shape, write_lse, band, parts, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters)``
     with its signature and compile options.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    write_lse, band, parts = config.write_lse, config.band, config.parts
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
     WARP_N, WAYS = tile.warp_n, tile.ways
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers

@@ -26,6 +26,7 @@ from numba_flash.cuda.pages import build_missing
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import few, products
 from numba_flash.cuda.sm80.block import build_block
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.few_join import build_join
 from numba_flash.cuda.sm80.load_pages import build_load_few
 from numba_flash.cuda.sm80.tiles import padded, pitch
@@ -56,14 +57,17 @@ def signature_of(out_dtype, options, parts):
     )
 
 
-def build(dtype, shape, out_dtype, write_lse, band, parts, joined, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_few(q, k, v, o, lse, whole_o, whole_lse, arrivals, extras, scale_log2, low,
     high, parts, parameters)`` with its signature and compile options.
 
-    o, lse : results; float32 results over each of `parts` of the keys, one after the other.
-    whole_o, whole_lse, arrivals : if parts are `joined`, so many at the same time, what the last
+    o, lse : results; if there are parts of the keys float32 over each, one after the other.
+    whole_o, whole_lse, arrivals : if parts are joined, so many at the same time, what the last
         block of those that share rows makes of them; see `numba_flash.cuda.sm80.few_join`.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    write_lse, band, parts = config.write_lse, config.band, config.parts
+    out_dtype, joined = config.out, config.joined
     BLOCK_N, THREADS, STAGES = tile.block_n, tile.threads, tile.stages
     WARP_N, GROUP, M_TILES, Q_REGISTERS = tile.warp_n, tile.group, tile.m_tiles, tile.q_registers
     ROWS, BLOCK_M = 2 * tile.m_tiles, tile.block_m

@@ -17,14 +17,17 @@ from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import Region
 from numba_flash.cuda.sm80 import products_float64 as products
 from numba_flash.cuda.sm80.block import build_block
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.float64_tiles import BYTES, padded
 from numba_flash.cuda.sm80.load_float64 import build_load
 
 
-def build(dtype, shape, write_lse, band, parts, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters)``
     with its signature and compile options; there is one of the `parts`.
     """
+    dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
+    write_lse, band = config.write_lse, config.band
     BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
     M_TILES, STAGES, TERMS = tile.m_tiles, tile.stages, tile.terms
     ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES

@@ -18,6 +18,7 @@ from numba_flash.cuda.lang import cuda, f32, f64, i32, inline, once, types, u32,
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head
 from numba_flash.cuda.sm80 import products_split
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.head_planes import (
     MOST_SCORE,
     WORD,
@@ -170,14 +171,15 @@ def build_fetch(m_tiles, columns):
     return fetch
 
 
-def build(shape, write_lse, options, tile):
+def build(config: ForwardConfig):
     """Kernel ``forward_head_sm80(q, k, v, o, lse, flags, extras, scale)`` with its signature and
     compile options.
 
     q, k, v, o : float32 (b0, b1, heads, n, head_dim), rows at multiples of 16 bytes.
-    lse : float32 (b0, b1, heads, nq), written if `write_lse`.
+    lse : float32 (b0, b1, heads, nq), written if ``config.write_lse``.
     flags : int32 (b0, b1, heads of q), written: 1 where a number is out of range.
     """
+    shape, options, tile = config.shape, config.options, config.tile
     D, DV, WARPS, M_TILES = shape.head_dim, shape.head_dim_v, tile.warps, tile.m_tiles
     COLUMNS, BLOCK_M, ROWS, BIASED = tile.columns, tile.block_m, 2 * M_TILES, bool(options.bias)
     SMEM, PITCH_K, PITCH_V = tile.layout(D, DV), pitch(2 * padded(D)), pitch(2 * padded(DV))
@@ -185,7 +187,7 @@ def build(shape, write_lse, options, tile):
     SCORES, OUTPUTS = COLUMNS // 2, padded(DV) // 2  # registers of a tile of 16 rows
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
     Q_WORDS, PAIRS, P_WORDS = 2 * M_TILES * padded(D) // 4, ALL_SCORES // 2, ALL_SCORES
-    WRITE_LSE = write_lse
+    WRITE_LSE = config.write_lse
     load_keys, make_keys = build_keys(shape, tile)
     load_q, power_of, split_q = build_rows(M_TILES, D)
     shifts, store = build_shifts(M_TILES, D), build_store_pairs(M_TILES, DV, centred=True)

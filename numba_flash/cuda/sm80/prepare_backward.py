@@ -34,6 +34,7 @@ from numba_flash.cuda.sm80 import (
 )
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.few_tiles import backward_few_tile
 from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.prepare_temporaries import Temporaries, temporaries_of
@@ -278,7 +279,7 @@ def _main(this: Pass):
     numbers = lambda rng=None: (sizes, scale_log2, this.number(p.scale), parameters_of(p, rng))
     main = Launch(
         tile.kernel,
-        (p.dtype, this.shape, this.ordered, p.options.structure, tile),
+        (BackwardConfig(p.dtype, this.shape, p.options.structure, tile, this.ordered),),
         this.gpu,
         grid=items,
         threads=tile.threads,

@@ -13,6 +13,7 @@ from numba_flash.cuda.arguments import build_extras, chunked
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import sum_shares
 from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.few_tiles import BackwardFewTile
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import Prepared
@@ -68,9 +69,17 @@ def _main(p, x, y, gpu, tile: BackwardFewTile, parts: int) -> Launch:
         asynchronous=not turing and chunked(x.do, x.q, x.k, x.v),
         wide=chunked(y.dk, y.dv),
     )
+    config = BackwardConfig(
+        dtype=p.dtype,
+        shape=shape,
+        options=p.options.structure,
+        tile=tile,
+        dlse=x.dlse is not None,
+        parts=parts > 1,
+    )
     return Launch(
         "sm80.backward_few.build",
-        (p.dtype, shape, x.dlse is not None, parts > 1, p.options.structure, tile),
+        (config,),
         gpu,
         grid=grid.items(p, p.nq * tile.group, p.hk, tile.block_m) * parts,
         threads=tile.threads,

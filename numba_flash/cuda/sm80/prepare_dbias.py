@@ -12,6 +12,7 @@ from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
 from numba_flash.cuda.sm80 import dbias_tiles, float64_tiles
+from numba_flash.cuda.sm80.config import BiasGradientConfig
 from numba_flash.cuda.sm80.tiles import hardware
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
@@ -51,12 +52,18 @@ class Dbias:
             read, more = planes, ((planes.factors, 4), (planes.flags, 3))
         self._with_planes = extras_class(p.options, ("bits",), OF_DBIAS)
         self._numbers = lambda rng=None: (p.low, p.high, parameters_of(p, rng))
+        config = BiasGradientConfig(
+            dtype=p.dtype,
+            shape=shape,
+            options=p.options.structure,
+            tile=tile,
+            out=out.dtype.name,
+            summed=self._shares.summed,
+            banded=p.band != "none",
+        )
         self._sum = Launch(
             "sm80.dbias_float64.build" if shape.double else "sm80.dbias.build",
-            (
-                *(p.dtype, shape, p.band != "none", p.options.structure),
-                *(out.dtype.name, self._shares.summed, tile),
-            ),
+            (config,),
             gpu,
             grid=self._shares.items,
             threads=tile.threads,

@@ -12,6 +12,7 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, chunked, in_vectors, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.sm80.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, dq_dbias_tile
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
 from numba_flash.problem import Prepared
@@ -98,12 +99,18 @@ class DqDbias:
             hides_some=Layout.compact((self._shares.items,), "int32"),
         )
         self._scratch = Scratch(self.beside, ("rows", "tiles of the bias"))
+        config = BiasGradientConfig(
+            dtype=p.dtype,
+            shape=shape,
+            options=p.options.structure,
+            tile=tile,
+            out=out.dtype.name,
+            summed=self._shares.summed,
+            dlse=x.dlse is not None,
+        )
         self._main = Launch(
             "sm80.dq_dbias.build",
-            (
-                *(p.dtype, shape, p.options.structure, x.dlse is not None),
-                *(out.dtype.name, self._shares.summed, tile),
-            ),
+            (config,),
             gpu,
             grid=self._shares.items,
             threads=tile.threads,
@@ -139,7 +146,7 @@ class DkDv:
         self._extras_of = build_extras(p.options)
         self.launch = Launch(
             "sm80.dk_dv.build",
-            (p.dtype, shape, p.options.structure, tile),
+            (BackwardConfig(p.dtype, shape, p.options.structure, tile),),
             gpu,
             grid=grid.items(p, p.nk, p.hk, tile.block_n),
             threads=tile.threads,

@@ -19,6 +19,7 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.sm80.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm80.head_tiles import (
     FEWEST_ROWS,
     KINDS,
@@ -96,9 +97,17 @@ def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepa
         numbers=(np.float32(p.scale),),
     )
     read = ((made.do, 5), (made.q, 5), (made.k, 5), (made.v, 5))
+    config = BiasGradientConfig(
+        dtype=p.dtype,
+        shape=shape,
+        options=p.options.structure,
+        tile=tiles.dq_dbias,
+        out="float32",
+        summed=shares.summed,
+    )
     dq_dbias = Launch(
         "sm80.dq_dbias_split.build",
-        (shape, p.options.structure, shares.summed, tiles.dq_dbias),
+        (config,),
         gpu,
         grid=shares.items,
         threads=tiles.dq_dbias.threads,
@@ -108,7 +117,7 @@ def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepa
     )
     dk_dv = Launch(
         "sm80.dk_dv_split.build",
-        (shape, p.options.structure, tiles.dk_dv),
+        (BackwardConfig(p.dtype, shape, p.options.structure, tiles.dk_dv),),
         gpu,
         grid=math.prod(p.batch) * p.hk,
         threads=tiles.dk_dv.threads,

@@ -16,6 +16,7 @@ from numba_flash.cuda.arguments import (
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.few_tiles import (
     ENOUGH_BLOCKS,
     FEW_TILES_EACH,
@@ -116,18 +117,20 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
     )
     known = numbers_of(p, drawn())
     operands = (inputs.q, 5), (inputs.k, 5), (inputs.v, 5), (into.o, 5), (into.lse, 4)
-    config = (
-        p.dtype,
-        shape,
-        last.o.dtype.name,
-        last.lse is not None,
-        p.band,
-        parts > 1,
-        asked(parts) * joined,
+    config = ForwardConfig(
+        dtype=p.dtype,
+        shape=shape,
+        write_lse=last.lse is not None,
+        band=p.band,
+        parts=parts > 1,
+        options=p.options.structure,
+        tile=tile,
+        out=last.o.dtype.name,
+        joined=asked(parts) * joined,
     )
     forward = Launch(
         "sm80.forward_few.build",
-        (*config, p.options.structure, tile),
+        (config,),
         gpu,
         grid=items * parts,
         threads=tile.threads,

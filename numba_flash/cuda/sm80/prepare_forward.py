@@ -20,6 +20,7 @@ from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Chosen, Extras, Tiles, choose
 from numba_flash.cuda.sm80 import float64_tiles, prepare_few, prepare_head, tiles
 from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.few_tiles import few_tile
 from numba_flash.cuda.sm80.tiles import Hardware, Tile, hardware, padded
 from numba_flash.problem import Prepared
@@ -214,11 +215,18 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         parts,
         parameters_of(p, rng),
     )
-    write_lse = results.lse is not None
-    in_parts = parts > 1 or o.dtype.name != p.dtype  # float32, as those of parts
+    config = ForwardConfig(
+        dtype=p.dtype,
+        shape=shape,
+        write_lse=results.lse is not None,
+        band=p.band,
+        parts=parts > 1 or o.dtype.name != p.dtype,  # float32, as those of parts
+        options=p.options.structure,
+        tile=tile,
+    )
     forward = Launch(
         builder,
-        (p.dtype, shape, write_lse, p.band, in_parts, p.options.structure, tile),
+        (config,),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,

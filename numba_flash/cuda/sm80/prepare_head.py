@@ -12,6 +12,7 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, chunked, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm80.arguments import Shape
+from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.head_tiles import HeadTile, forward_head_tile, many_heads
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import Prepared
@@ -54,9 +55,18 @@ def prepare(problem, inputs, results, gpu, tile: HeadTile) -> Prepared:
         wide=True,
         split=2,
     )
+    config = ForwardConfig(
+        dtype=p.dtype,
+        shape=shape,
+        write_lse=results.lse is not None,
+        band=p.band,
+        parts=False,
+        options=p.options.structure,
+        tile=tile,
+    )
     forward = Launch(
         "sm80.forward_head.build",
-        (shape, results.lse is not None, p.options.structure, tile),
+        (config,),
         gpu,
         grid=math.prod(made.flags.shape),
         threads=tile.threads,

@@ -97,8 +97,8 @@ def check_resources(name: str, kernel: Kernel) -> None:
     print(used)
     assert used["stack_bytes"] <= used["spill_bytes"] <= may_spill(name)
     assert used["warnings"] == 0
-    tile = kernel.config[-1]
-    blocks = getattr(tile, "min_blocks", 1)
+    last = kernel.config[-1]
+    blocks = getattr(getattr(last, "tile", last), "min_blocks", 1)
     assert 0 < used["registers"] * launch.threads * blocks <= REGISTERS
     assert used["shared_bytes"] + launch.shared_bytes <= SHARED_LIMIT[kernel.capability]
 
@@ -106,7 +106,8 @@ def check_resources(name: str, kernel: Kernel) -> None:
 def check_instructions_of_float64(_, kernel: Kernel) -> None:
     """As many products as there are to make, as large as the generation has them; copies that go on."""
     found = compiled.ptx_instructions(compiled.ptx(kernel))
-    _, shape, *_, tile = kernel.config
+    (config,) = kernel.config
+    shape, tile = config.shape, config.tile
     rows, terms = (16, 16) if kernel.capability >= (9, 0) else (8, 4)
     if kernel.builder == "sm80.forward_float64.build":
         warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in shape[:2]]
@@ -135,13 +136,13 @@ def copies(found: list[str]) -> int:
 def check_instructions(_, kernel: Kernel) -> None:
     """Products as wide as the generation has them, of the inputs' dtype; ldmatrix, and cp.async where there is that."""
     found = compiled.ptx_instructions(compiled.ptx(kernel))
-    config = kernel.config if isinstance(kernel.config[0], str) else ("float32", *kernel.config)  # of short heads
-    dtype, shape, *_ = config
+    (config,) = kernel.config
+    dtype, shape, tile = config.dtype, config.shape, config.tile
     short, depth = "bf16" if dtype == "bfloat16" else "f16", 8 if kernel.capability < (8, 0) else 16
     products = {each for each in found if "mma" in each}
     count = sum("mma" in each for each in found)
     if dtype == "float32" and kernel.builder == "sm80.forward.build":  # three for one: all but low times low
-        tile, columns = kernel.config[-1], padded(shape.head_dim) + padded(shape.head_dim_v)
+        columns = padded(shape.head_dim) + padded(shape.head_dim_v)
         assert count == 3 * tile.m_tiles * tile.block_n * columns // (8 * 16)
     assert dtype != "float32" or count % 3 == 0
     assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
@@ -168,7 +169,8 @@ def check_reads_of_a_table(_, kernel: Kernel) -> None:
     """A table of pages is read once for rows of one page. Of 16 rows of a thread in a warp's 32 keys of a tile, before the loop and in it:
     once for K and V, if there are few words; else four at a time, for each.
     """
-    page = kernel.config[-2].paged.size
+    (config,) = kernel.config
+    page = config.options.paged.size
     text = compiled.ptx(kernel)
     assert text.count("ld.global.nc.b32") == {1: 16, 16: 4, 256: 2}[page]
     assert text.count("cp.async.cg") >= 4 * (4 if page == 1 else 16)
@@ -177,8 +179,8 @@ def check_reads_of_a_table(_, kernel: Kernel) -> None:
 # Names of kernels, and what inspects them.
 INSPECTIONS = (
     (KERNELS, check_resources),
-    ([name for name in MAIN if KERNELS[name].config[0] == "float64"], check_instructions_of_float64, check_machine_code_of_float64),
-    ([name for name in MAIN if KERNELS[name].config[0] != "float64"], check_instructions, check_machine_code),
+    ([name for name in MAIN if KERNELS[name].config[0].dtype == "float64"], check_instructions_of_float64, check_machine_code_of_float64),
+    ([name for name in MAIN if KERNELS[name].config[0].dtype != "float64"], check_instructions, check_machine_code),
     ([f"sm80 forward 128, pages of {page}, 16 rows for 9.0" for page in (1, 16, 256)], check_reads_of_a_table),
     (COUNTED, check_counts_of_ptx, check_counts_of_machine_code),
 )
@@ -197,9 +199,9 @@ LIST_LOADS = 6  # of a list: how long it is, the first tile, and the next
 def test_a_mask_of_blocks_is_lists_alone(name):
     """Where tiles lie within blocks, kernels are those of plain attention but for a list: no mask, no number of the options."""
     kernel = KERNELS[name]
-    dtype, shape, write_lse, band, parts, options, tile = kernel.config
-    assert options == replace(PLAIN, listed=True)
-    plain = kernel._replace(config=(dtype, shape, write_lse, band, parts, PLAIN, tile))
+    (config,) = kernel.config
+    assert config.options == replace(PLAIN, listed=True)
+    plain = kernel._replace(config=(replace(config, options=PLAIN),))
     with_list, without = (kernel_counts.counts(each, kernel_counts.PTX) for each in (kernel, plain))
     loads = lambda found: sum(n for what, n in found.items() if what.startswith("ld.global"))
     assert 0 < loads(with_list) - loads(without) <= LIST_LOADS

@@ -124,7 +124,7 @@ def test_tiles_of_float64_fit(kind, gpu, d):
         return
     for dv in (d, 16):
         launch = main_launch(kind, problem(dtype="float64", d=d, dv=dv, nq=5000), gpu)
-        tile = launch.config[-1]
+        tile = launch.config[0].tile
         assert launch.shared_bytes <= SHARED_LIMIT[gpu.capability]
         assert tile.terms == (4 if gpu is A100 else 16)
         if kind == "forward":
@@ -192,7 +192,7 @@ def test_every_problem_has_a_tile_that_fits(capability, options, kind):
         for each in launches(kind, p, gpu, inputs):
             assert each.shared_bytes <= there.shared_limit, (d, dv, each)
         main = main_launch(kind, p, gpu, inputs)
-        tile = main.config[-1]
+        tile = main.config[0].tile
         assert main.threads == tile.threads <= 512
         assert (tile.block_m % 16, tile.block_n % 16) == (0, 0)
         if kind == "forward":
@@ -233,7 +233,7 @@ def test_rows_that_are_copied_in_whole_chunks(x, whole):
 
 def joins(forward) -> bool:
     """True if the last block of a kernel puts parts together, without a second kernel."""
-    return forward.builder == "sm80.forward_few.build" and forward.config[6]
+    return forward.builder == "sm80.forward_few.build" and forward.config[0].joined
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -247,7 +247,7 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     o = Layout.compact((2, 2, nq, d), "float16")
     results = ForwardResults(o, Layout.compact(o.shape[:-1], "float32"))
     forward, *combine = tier.prepare_forward(p, ForwardInputs(*map(Layout.of, inputs)), results, gpu).launches
-    tile = forward.config[-1]
+    tile = forward.config[0].tile
     row_blocks = 2 * 1 * math.ceil(2 * nq / tile.block_m) if tile.group else 2 * 2 * math.ceil(nq / tile.block_m)
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
@@ -259,7 +259,7 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_there_is_a_block_for_every_block_of_keys(nq, nk, hq, hk, d):
     main = main_launch("backward", problem(nq=nq, nk=nk, hq=hq, hk=hk, d=d), A100)
-    assert main.grid == 2 * hk * math.ceil(nk / main.config[-1].block_n)
+    assert main.grid == 2 * hk * math.ceil(nk / main.config[0].tile.block_n)
 
 
 @KINDS
@@ -276,7 +276,7 @@ def test_what_is_read_and_written_in_whole_chunks(kind):
         else:
             results = BackwardResults(*(wide(name, n, h) for name, n, h in (("dq", 100, 2), ("dk", 200, 1), ("dv", 200, 1))))
             _, main, *_ = tier.prepare_backward(p, BackwardInputs(o, q, k, v, o, lse), results, True, gpu).launches
-        return main.config[1]
+        return main.config[0].shape
 
     assert (shape_of(A100).asynchronous, shape_of(A100).wide) == (True, True)
     for name in ("q", "k", "v"):
@@ -305,7 +305,7 @@ def test_what_is_read_and_written_in_whole_chunks(kind):
 )
 def test_small_problems_have_small_blocks(sizes, options, rows, keys):
     """Fewer than 132 blocks of 128 rows leave multiprocessors idle."""
-    tile = main_launch("forward", problem(options, hq=4, batch=(1,), **sizes), H200, inputs_of(hq=4, batch=(1,), **sizes)).config[-1]
+    tile = main_launch("forward", problem(options, hq=4, batch=(1,), **sizes), H200, inputs_of(hq=4, batch=(1,), **sizes)).config[0].tile
     assert (tile.block_m, tile.block_n) == (rows, keys)
 
 
@@ -348,7 +348,7 @@ def test_copies_of_the_sums_of_dq(sizes, options, copies):
 def test_rows_of_few_queries(sizes, rows, group):
     """Those of all heads that share keys; a block of 16 or 32, where there are that many."""
     sizes = {"nk": 3000, "d": 128} | sizes
-    tile = main_launch("forward", problem(**sizes), H200).config[-1]
+    tile = main_launch("forward", problem(**sizes), H200).config[0].tile
     assert tile.group == group
     assert rows is None or tile.block_m == rows
     assert tile.threads == 32 * tile.warps
@@ -451,7 +451,9 @@ def test_one_kernel_combines_any_number_of_parts():
 
 
 def test_options_of_few_queries_have_the_registers_of_other_rows():
-    plain, capped = (main_launch("forward", problem(options, nq=16, hq=2, d=128), H200).config[-1] for options in ({}, {"softcap": 2.0}))
+    plain, capped = (
+        main_launch("forward", problem(options, nq=16, hq=2, d=128), H200).config[0].tile for options in ({}, {"softcap": 2.0})
+    )
     assert (plain.block_m, capped.block_m) == (32, 16)
 
 
@@ -680,7 +682,7 @@ def test_there_is_a_loop_of_a_bias_alone_for_every_number_of_keys(nk, d):
     (launch,) = (each for each in gradients_of(bias, {}, H200, **sizes) if each.builder == JOINT[0])
     _, _, options = dq_dbias.build(*launch.config)
     assert options["launch_bounds"] == (launch.threads, 1)
-    assert launch.config[-1].block_n >= nk
+    assert launch.config[0].tile.block_n >= nk
 
 
 @pytest.mark.parametrize(("nk", "warps", "block_n"), [(96, 12, 96), (128, 8, 128), (136, 12, 192), (200, 8, 256), (384, 12, 384)])
