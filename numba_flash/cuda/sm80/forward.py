@@ -65,11 +65,9 @@ def build(config: ForwardConfig):
     with its signature and compile options.
     """
     dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
-    write_lse, band, parts = config.write_lse, config.band, config.parts
-    BLOCK_M, BLOCK_N, THREADS = tile.block_m, tile.block_n, tile.threads
-    WARP_N, WAYS = tile.warp_n, tile.ways
+    BLOCK_M, BLOCK_N, WARP_N, WAYS = tile.block_m, tile.block_n, tile.warp_n, tile.ways
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
-    ROWS, WARP_ROWS = 2 * M_TILES, 16 * M_TILES
+    ROWS, WARP_ROWS, THREADS = 2 * M_TILES, 16 * M_TILES, tile.threads
     D, DV = padded(shape.head_dim), tile.columns(shape.head_dim_v) // WAYS  # of a warp
     SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split > 0, shape.columns  # of a row of a tile
     ALL_V = tile.columns(COLUMNS_V)  # with those that no warp may lack
@@ -85,13 +83,13 @@ def build(config: ForwardConfig):
     CENTRED = Centred.of(options) if SPLIT else Centred(False, False)
     LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
     RAISED = RAISED_P if SPLIT else softmax.raised(dtype == "bfloat16", LAZY)
-    LOWERED, SHIFTED, FLOATS = 2.0**-RAISED, CENTRED.keys, parts or SPLIT
-    WRITE_LSE, PARTS, MASKED = write_lse, parts, options.tiled
+    LOWERED, SHIFTED, FLOATS = 2.0**-RAISED, CENTRED.keys, config.parts or SPLIT
+    WRITE_LSE, PARTS, MASKED = config.write_lse, config.parts, options.tiled
     SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
     key_bytes = 2 * (D + DV * WAYS) * max(1, shape.split)
-    block_of = build_block(options, band != "none", BLOCK_M, key_bytes, parts)
+    block_of = build_block(options, config.band != "none", BLOCK_M, key_bytes, PARTS)
     missing, runs = build_missing(options), fragment.runs_of_queries(M_TILES, WARP_N)
     HELD = max(1, held(options, runs).words)
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
@@ -110,7 +108,7 @@ def build(config: ForwardConfig):
     modify = build_modify(dtype, options, runs, False, shape.turing, powers=POWERS)
     is_rough, powers = build_is_rough(POWERS), build_powers(SCORES, M_TILES)
     list_of, listed = tile_lists.build_access(MASKED)
-    hide_row = softmax.build_hide(SCORES, band == "both", True)
+    hide_row = softmax.build_hide(SCORES, config.band == "both", True)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
     share = build_share(tile, shape, dtype == "bfloat16", raising, values, store_floats)
     raise_shifts, values, add_sums, store_floats, store = share
