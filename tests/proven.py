@@ -1,6 +1,6 @@
 """``--affected``: the slow tests whose code has changed since they passed. ``tests/data/proven.json`` has, for each that passed, two
 hashes of what it is a function of (`evidence`): one of the sources that its kernels are made of, looked up without compiling, and one of
-their PTX.
+their PTX. It also has a hash of all sources for which all of it was last looked up: while they are the same, nobody looks again.
 
 A slow test that is no such function (of time, of threads and processes, of what is installed) is marked `unproven`, with the reason, and
 runs whenever slow tests do. Every other one outside the folders of kernels is a function of all sources.
@@ -22,7 +22,8 @@ RECORD = Path(__file__).parent / "data" / "proven.json"
 OF_KERNELS = {"machine", "cuda", "sm80", "sm90"}  # folders of tests that are traced
 BEGUN = time.monotonic()
 EVERY = 60  # seconds: what has passed is written so often, so that a run that is cut off has not been in vain
-PASSED, LEFT_OUT, LIED = "proven", "left out", "lied"
+PASSED, CONFIRMED, LEFT_OUT, LIED = "proven", "confirmed", "left out", "lied"
+ALL = "all sources"  # beside the names of tests
 BEFORE = "passed before, with the same kernels, arguments and sources"
 
 
@@ -41,6 +42,15 @@ def pytest_addoption(parser):
 def kept() -> dict[str, str]:
     """What is recorded: two hashes of each test, with a space between them."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def tree() -> str:
+    """Hash of all that any record is a function of."""
+    return _hash(evidence.all_sources(), *_versions())
+
+
+def _versions() -> tuple:
+    return sys.version_info[:2], evidence.tools()
 
 
 def _hash(*what) -> str:
@@ -67,7 +77,7 @@ class Proof:
 
     def __init__(self, item):
         self.nodeid, self.trace = item.nodeid, None
-        versions = sys.version_info[:2], evidence.tools()
+        versions = _versions()
         if item.path.parent.name in OF_KERNELS:
             self.trace = _on_paper(item)
             self.base = evidence.own_source(item.path, item.function.__name__), item.name, versions, self.trace.events
@@ -124,6 +134,7 @@ class Proofs:
 
     def __init__(self, config):
         self.config, self.record = config, kept()
+        self.looked_up = self.config.option.affected and ALL in self.record and self.record[ALL] == tree()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem):
@@ -134,8 +145,10 @@ class Proofs:
         record = self.record.get(pyfuncitem.nodeid) if self.config.option.affected else None
         if record is None:
             self._leave_out_late(pyfuncitem)
+        elif self.looked_up:
+            self._leave_out_confirmed(pyfuncitem)
         proof = Proof(pyfuncitem)
-        if record is not None:
+        if record is not None and not self.looked_up:
             self._leave_out_proven(pyfuncitem, proof, record)
         with evidence.traced(paper=False) as earnest:
             result = yield
@@ -148,8 +161,12 @@ class Proofs:
             if not proof.has_ptx(record):
                 return
             item.user_properties.append((PASSED, proof.renewed()))
+        self._leave_out_confirmed(item)
+
+    def _leave_out_confirmed(self, item) -> None:
         audit = self.config.option.audit
         if not audit or random.random() * audit >= 1:
+            item.user_properties.append((CONFIRMED, True))
             pytest.skip(BEFORE)
         item.user_properties.append((LIED, True))
 
@@ -161,13 +178,15 @@ class Proofs:
 
 
 class Records:
-    """The plugin of the process that reports: writes what has passed. After a run of all tests, nothing else is left in the record."""
+    """The plugin of the process that reports: writes what has passed. After a run of all slow tests, what has neither passed nor been
+    looked up is no longer in the record.
+    """
 
     def __init__(self, config):
-        self.passed, self.left_out, self.lied = {}, [], []
+        self.passed, self.confirmed, self.left_out, self.lied = {}, set(), [], []
         self.written = time.monotonic()
         named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr not in ("", "full")
-        self.all = not (config.option.affected or named)
+        self.all = not named
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -182,14 +201,19 @@ class Records:
             self.passed[report.nodeid] = said[PASSED]
             if time.monotonic() - self.written > EVERY:
                 self._write(kept())
+        if CONFIRMED in said:
+            self.confirmed.add(report.nodeid)
         if report.failed and LIED in said:
             self.lied.append(report.nodeid)
         if report.skipped and LEFT_OUT in said:
             self.left_out.append(report.nodeid)
 
     def pytest_sessionfinish(self, exitstatus):
-        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        others = {} if self.all and ended else {name: hashes for name, hashes in kept().items() if name not in self.lied}
+        before = kept()
+        if self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            others = {name: before[name] for name in self.confirmed} | {ALL: tree()}
+        else:
+            others = {name: hashes for name, hashes in before.items() if name not in self.lied}
         self._write(others)
 
     def _write(self, others: dict[str, str]) -> None:

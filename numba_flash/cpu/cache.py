@@ -7,6 +7,7 @@ has a file of its own, which is replaced as a whole, begins with a checksum, and
 import hashlib
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 
 import numba
@@ -66,6 +67,13 @@ def cached(dispatcher, fingerprint: str | None = None):
     except RuntimeError:
         disk.give_up(Path(__file__).parent / "__pycache__", "neither it nor the user's folder for caches can be written to")
     return dispatcher
+
+
+PART = {"forceinline": True}
+part = partial(njit, **PART)
+"""Compile what kernels call and what `fastmath` lets the compiler round as it likes. It has to be within the kernel: of a function beside
+it, a process that compiles has two, each made into code of its own, and a process that finds the kernel on disk takes the other one.
+"""
 
 
 def kernel(py_func):

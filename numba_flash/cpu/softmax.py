@@ -8,6 +8,7 @@ from numba.extending import overload
 
 from numba_flash import mask, numeric
 from numba_flash.cpu.arguments import Span, is_plain
+from numba_flash.cpu.cache import PART, part
 from numba_flash.cpu.scores import absent, drop_row, is_negative_zero, keep_scale, modify_row, unit
 from numba_flash.cpu.tiles import MINUS_INF
 
@@ -92,7 +93,7 @@ def dot_columns(p, x, out, clean, region, extras):
 # ---- rows -----------------------------------------------------------------------------------------------------------------------------
 
 
-@njit(fastmath={"contract", "reassoc", "nsz"})
+@part(fastmath={"contract", "reassoc", "nsz"})
 def exp2_row(row, shift):
     """``row = exp2(row - shift)``; returns its sum."""
     total = row.dtype.type(0)
@@ -103,7 +104,7 @@ def exp2_row(row, shift):
     return total
 
 
-@njit(fastmath={"contract", "reassoc"})
+@part(fastmath={"contract", "reassoc"})
 def marked_exp_row(row, shift):
     """``row = exp(row - shift)``, and its sum; the weight of a hidden term is -0.0."""
     total, log2e = row.dtype.type(0), row.dtype.type(numeric.LOG2E)
@@ -114,7 +115,7 @@ def marked_exp_row(row, shift):
     return total
 
 
-@njit(fastmath={"contract", "nsz"})
+@part(fastmath={"contract", "nsz"})
 def recompute_row(p, dp, shift, delta):
     """``p = exp2(p - shift)``, ``dp = p * (dp - delta)``."""
     for c in range(p.size):
@@ -123,7 +124,7 @@ def recompute_row(p, dp, shift, delta):
         dp[c] = prob * (dp[c] - delta)
 
 
-@njit(fastmath={"contract"})
+@part(fastmath={"contract"})
 def marked_gradient_row(p, dp, slope, delta):
     """``dp = p * (dp - delta) * slope`` of weights p, again -0.0 where they are hidden."""
     for c in range(p.size):
@@ -150,7 +151,7 @@ def _scores(row, slope, span, extras):
     return lambda row, slope, span, extras: modify_row(row, slope, span, extras)
 
 
-@overload(weights)
+@overload(weights, jit_options=PART)
 def _weights(row, shift, span, extras):
     if is_plain(extras):
         return lambda row, shift, span, extras: exp2_row(row, shift)
@@ -164,7 +165,7 @@ def _weights(row, shift, span, extras):
     return weights
 
 
-@overload(gradients)
+@overload(gradients, jit_options=PART)
 def _gradients(p, dp, slope, shift, delta, bend, span, extras):
     if is_plain(extras):
         return lambda p, dp, slope, shift, delta, bend, span, extras: recompute_row(p, dp, shift, delta)
@@ -186,7 +187,7 @@ def _gradients(p, dp, slope, shift, delta, bend, span, extras):
 # ---- tiles ----------------------------------------------------------------------------------------------------------------------------
 
 
-@njit
+@part
 def online_softmax(s, rows, region, at, extras):
     """One step of the online softmax: s becomes P, and the `ForwardRows` what they are after it."""
     for r in range(s.shape[0]):
@@ -203,7 +204,7 @@ def online_softmax(s, rows, region, at, extras):
         s[r, last:] = 0
 
 
-@njit
+@part
 def recompute_p(s, dp, rows, region, at, extras):
     """s becomes P = exp(S - lse), dp becomes dS = P * (dP - delta); hidden elements of both become 0. `rows` are `BackwardRows`."""
     for r in range(s.shape[0]):

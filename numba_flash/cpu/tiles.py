@@ -13,6 +13,7 @@ from numba.cpython.unsafe.tuple import tuple_setitem
 from numba.extending import intrinsic, overload
 
 from numba_flash import numeric
+from numba_flash.cpu.cache import part
 
 MINUS_INF = -np.inf
 
@@ -99,7 +100,7 @@ def unpack(x, start, tile, factor, add):
             store_row(x[start + r], tile[r], factor, add)
 
 
-@njit(fastmath={"contract"})
+@part(fastmath={"contract"})
 def rescale_add(acc, alpha, x):
     """``acc = alpha * acc + x``, one alpha for each row."""
     for r in range(acc.shape[0]):

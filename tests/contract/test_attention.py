@@ -26,7 +26,7 @@ from support import (
     same_bits,
 )
 
-simulator = pytest.mark.simulator
+simulator, full_on_cpu = pytest.mark.simulator, pytest.mark.full_on_cpu
 NAMES = ("o", "lse", "dq", "dk", "dv")
 
 
@@ -48,6 +48,7 @@ def test_dtypes(backend, dtype):
     check(backend, *random_inputs(dtype=dtype))
 
 
+@full_on_cpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_dtypes_at_head_dim_64(backend, dtype, causal):
@@ -81,13 +82,20 @@ def test_outliers(backend, dtype):
     ],
 )
 def test_options(backend, options):
-    check(backend, *random_inputs(seed=2), **options)
+    check(backend, *random_inputs(batch=(), seed=2), **options)
 
 
-GROUPS = [(hq, hk, causal) for hq, hk in ((2, 1), (4, 2), (6, 1), (3, 3)) for causal in (False, True)]
-
-
-@pytest.mark.parametrize(("hq", "hk", "causal"), [*GROUPS[:1], pytest.param(*GROUPS[1], marks=simulator(full=True)), *GROUPS[2:]])
+@pytest.mark.parametrize(
+    ("hq", "hk", "causal"),
+    [
+        (2, 1, False),
+        pytest.param(2, 1, True, marks=simulator(full=True)),
+        pytest.param(4, 2, False, marks=full_on_cpu),
+        (4, 2, True),
+        (6, 1, False),
+        *(pytest.param(*group, marks=full_on_cpu) for group in ((6, 1, True), (3, 3, False), (3, 3, True))),
+    ],
+)
 def test_grouped_queries(backend, hq, hk, causal):
     check(backend, *random_inputs(hq=hq, hk=hk, seed=3), causal=causal)
 
@@ -136,7 +144,7 @@ TILE_EDGES = list(itertools.product((-1, 0, 1), repeat=2))
 
 
 @pytest.mark.parametrize(("m", "n"), TILE_EDGES)
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", pytest.param("dq", marks=full_on_cpu)])
 def test_sizes_around_a_tile(backend, kernel, m, n):
     dtype = "float16" if backend.refuses else "float32"
     block_m, block_n = backend.blocks(kernel, dtype, 16)

@@ -421,7 +421,7 @@ else:
 
 @pytest.mark.parametrize(
     "before",
-    ["", NO_UNIT, pytest.param(NO_ROW_STACK, marks=pytest.mark.full)],
+    ["", *(pytest.param(x, marks=pytest.mark.full) for x in (NO_UNIT, NO_ROW_STACK))],
     ids=["first", "after an import by the user failed", "after a kernel of the user failed"],
 )
 def test_coming_numpy(before):

@@ -69,18 +69,14 @@ def texts(seed: int, *names: str) -> dict[str, list[str]]:
     return json.loads(run.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "other"),
     [
         ("small 32", "small 64"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.full)
-            for pair in [
-                ("64-2147483648-none", "backward packed"),
-                ("sm80 forward 64 alibi", "sm80 forward 64 for 7.5"),
-                ("forward-float32-40-96", "sm80 forward 64 alibi"),
-            ]
-        ),
+        ("64-2147483648-none", "backward packed"),
+        ("sm80 forward 64 alibi", "sm80 forward 64 for 7.5"),
+        ("forward-float32-40-96", "sm80 forward 64 alibi"),
     ],
 )
 def test_text_of_a_kernel_is_the_same_in_every_process(name, other):

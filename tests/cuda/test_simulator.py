@@ -4,21 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support import ROOT, TESTS
 
-FILES = [str(file) for file in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.simulator" in file.read_text()]
+FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if path != Path(__file__) and "pytest.mark.simulator" in path.read_text()]
 
 
-@pytest.mark.parametrize(
-    ("options", "fewest"),  # so that a change of marks cannot leave the run empty
-    [((), 40), pytest.param(("--full",), 60, marks=pytest.mark.full)],
-    ids=["quick", "full"],
-)
-def test_simt_kernels_in_the_cuda_simulator(options, fewest):
+def simulated(*arguments) -> int:
+    """How many tests passed in the simulator, none of them failing."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "simulator", "-p", "no:cacheprovider", *options, *FILES],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "simulator", "-p", "no:cacheprovider", *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
         stdout=subprocess.PIPE,
@@ -29,4 +26,14 @@ def test_simt_kernels_in_the_cuda_simulator(options, fewest):
     assert run.returncode == 0
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed
-    assert int(passed[1]) >= fewest
+    return int(passed[1])
+
+
+def test_simt_kernels_in_the_cuda_simulator():
+    assert simulated(*FILES) >= 40  # so that a change of marks cannot leave the run empty
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_all_of_a_file_in_the_cuda_simulator(path):
+    assert simulated("--full", path) >= 1

@@ -50,7 +50,8 @@ def run(project, *options, then="pass", used="1", other="pass", kernel=KERNEL, f
 
 
 def record(project) -> dict:
-    return json.loads((project.path / "proven.json").read_text())
+    """What is recorded of tests."""
+    return {name: hashes for name, hashes in json.loads((project.path / "proven.json").read_text()).items() if name != proven.ALL}
 
 
 PASSED, PROVEN = {"passed": 1, "deselected": 1}, {"skipped": 1, "deselected": 1}
@@ -126,6 +127,23 @@ def test_what_has_passed_is_written_during_the_run(project, monkeypatch, every, 
     assert len(record(project)) == 2
 
 
+def test_nobody_looks_again_while_all_sources_are_the_same(project, monkeypatch):
+    """Not after a run of some tests, nor where a record was of other code."""
+    monkeypatch.setattr(evidence, "all_sources", lambda: project.all)
+    project.all, affected = "all", ("-p", "proven", "-q", "--affected")
+    run(project)
+    project.ptx = project.sources = "looked at"
+    assert run(project)[0] == PASSED
+    assert project.runpytest_inprocess(*affected).parseoutcomes() == {"passed": 1, "skipped": 1}
+    project.ptx = project.sources = "not looked at"
+    assert project.runpytest_inprocess(*affected).parseoutcomes() == {"skipped": 2}
+    assert project.runpytest_inprocess(*affected, "--audit", "1").parseoutcomes() == {"passed": 2}
+    project.all = "edited"
+    outcomes = project.runpytest_inprocess(*affected, "--minutes", "0").parseoutcomes()
+    assert outcomes == {"skipped": 2}
+    assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]  # the other one is of all sources
+
+
 def test_what_does_not_fit_is_listed(project):
     outcomes, said = run(project, "--affected", "--minutes", "0")
     assert outcomes == PROVEN
@@ -152,7 +170,7 @@ def test_who_says_so_is_not_recorded(project):
     path.write_text("import pytest\n@pytest.mark.unproven('of time')\n@pytest.mark.full\ndef test_it(): pass\n")
     for _ in range(2):
         assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 1}
-    assert not (project.path / "proven.json").exists()
+    assert record(project) == {}
 
 
 def test_after_a_run_of_all_tests_the_record_is_of_these(project):
@@ -162,7 +180,7 @@ def test_after_a_run_of_all_tests_the_record_is_of_these(project):
     project.makepyfile(test_more="import pytest\n@pytest.mark.full\ndef test_more(): pass\n")
     (project.path / "machine" / "test_kernels_of_paper.py").rename(project.path / "elsewhere.txt")
     more = {"test_more.py::test_more"}
-    for options in (("--full", "test_more.py"), ("--full", "-k", "more"), ("--affected",)):
+    for options in (("--full", "test_more.py"), ("--full", "-k", "more"), ("--affected", "-k", "more")):
         project.runpytest_inprocess("-p", "proven", *options)
         assert {*record(project)} == {*before} | more
     project.makepyfile(test_interrupt="import pytest\ndef test_it(): pytest.exit('interrupted')\n")
