@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant("keys of a kernel that still runs", "forward_sm90", "early.begin()", "", "plain"),
     Mutant("dO of a kernel that still runs", "preprocess", "if EARLY: early.begin()", "", "gradients"),
     Mutant("dO as if it had always been there", "cuda build", "ptx.fetch(4, begins_early)", "ptx.fetch(4)", "gradients"),
-    Mutant("delta of a kernel that still runs", "backward_sm90", "early.begin()", "", "gradients"),
+    Mutant("delta of a kernel that still runs", "hopper_kernel", "early.begin()", "", "gradients"),
     Mutant("sums of dQ of a kernel that still runs", "postprocess", "early.begin()", "", "gradients"),
     Mutant("a kernel that nothing waits for", "cuda begin", "ptx.griddepcontrol_wait()", "", "plain"),
     Mutant(
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant("the bias of the row below", "read_run_inside", "u64(query_of(n)) * inside.row", "inside.row", "bias"),
     Mutant("a bias of pairs where it is read", "sm90 load", "pipeline.wait_free(smem, PAIRS, n)", "", "copied bias"),
     Mutant("a bias of pairs before it is there", "take_pairs", "pipeline.wait_ready(smem, PAIRS, n)", "", "copied bias"),
-    Mutant("pairs that one warp has read", "sm90", "WARP_GROUP // WARP", "1", "copied bias"),
+    Mutant("pairs that one warp has read", "sm90", "RELEASES = WARP_GROUP // WARP", "RELEASES = 1", "copied bias"),
     Mutant("pairs of the first warp for all", "take_pairs", "me * MINE + warp * 16 * ROW_BYTES", "me * MINE", "copied bias"),
     Mutant(
         "pairs of the first consumer for all", "take_pairs", "me * MINE + warp * 16 * ROW_BYTES", "warp * 16 * ROW_BYTES", "copied bias"
@@ -234,12 +234,12 @@ MUTANTS = (
     Mutant("tiles of Q overwritten", "sm90 load_rows", "wait_free(smem, RING, n)", "", "gradients, long"),
     Mutant(
         "work items without their fourth reader",
-        "build_kernel",
-        "CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1",
-        "CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ",
+        "rings_of",
+        "CONSUMERS * WARP_GROUP + ADDERS * tile.adds_dq + 1",
+        "CONSUMERS * WARP_GROUP + ADDERS * tile.adds_dq",
         "gradients, items",
     ),
-    Mutant("dQ ready when half of it is", "backward_sm90", "CONSUMERS * WARP_GROUP", "WARP_GROUP", "gradients"),
+    Mutant("dQ ready when half of it is", "rings_of", "(DQ,), CONSUMERS * WARP_GROUP", "(DQ,), WARP_GROUP", "gradients"),
     # ---- steps through tiles and heads
     Mutant("a head too far back", "note_bounds", "i32(heads - i32(1))", "heads", HEADS),
     Mutant("the first clear tile, not its step", "note_bounds", "tiles_hidden * heads", "tiles_hidden", HEADS),
@@ -415,9 +415,9 @@ MUTANTS = (
     Mutant("a counter that nobody sets", "preprocess", "if own == 0: ...", "if own < 0: ...", "gradients"),
     Mutant(
         "a work item is read after its release",
-        "dq_sm90 finish",
-        "Place(0, row0, h, b1, b0)",
-        "Place(0, row0, pipeline.read(smem, WORK, turn, WORD.head), b1, b0)",
+        "sm90 finish",
+        "stage(maps[1], room, acc, factor, me, Place(0, row0, h, b1, b0))",
+        "stage(maps[1], room, acc, factor, me, Place(0, row0, pipeline.read(smem, WORK, turn, WORD.head), b1, b0))",
         "gradients, D136, items",
     ),
     Mutant(

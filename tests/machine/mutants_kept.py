@@ -86,7 +86,7 @@ MUTANTS_KEPT = (
     Mutant(
         "queries of keys that are there too early", "consume", "if more: pipeline.wait_ready(smem, Q, n); ...", "if more: ...", GRADIENTS
     ),
-    Mutant("keys that are free while they are read", "dk_dv_kept_sm90 consume", "TILES - 1", "0", GRADIENTS),
+    Mutant("keys that are free while they are read", "sm90 add consume", "TILES - 1", "0", GRADIENTS),
     Mutant("queries that are free while they are read", "consume", "if t > 1: ...", "if t > 6: ...", GRADIENTS),
     Mutant("rows of queries that are there too early", "note_rows", "pipeline.wait_ready(x.smem, NOTES, n)", "", GRADIENTS),
     Mutant("parts of dQ that are there too early", "add_parts", "pipeline.wait_ready(x.smem, DQ, n)", "", GRADIENTS),
