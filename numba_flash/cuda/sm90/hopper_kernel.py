@@ -22,7 +22,11 @@ WARPS = WARP_GROUP // WARP
 
 
 class Arrivals(NamedTuple):
-    """Rings, and how many arrivals make a slot of them ready, `fills`, and free, `releases`."""
+    """Rings, and how many arrivals make a slot of them ready, `fills`, and free, `releases`.
+
+    Several are initialised in a loop. Written out one by one, those of the backward pass change
+    what the assembler spills in its consumers.
+    """
 
     rings: tuple[Ring, ...]
     fills: int
@@ -30,7 +34,7 @@ class Arrivals(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """A role in the first warp group.
+    """A role in the first warp group: that of one thread, unless it has more warps or is `whole`.
 
     Attributes
     ----------
@@ -56,7 +60,7 @@ class Roles(NamedTuple):
     tile
         Tells how many consumers there are, and how many registers a thread of either kind has.
     producers : tuple of Producer
-        Threads of the first warp group that have no role leave at once.
+        Threads of the first warp group that none of them names leave at once.
     consume : function
         ``consume(smem, me, x)``: the role of every other warp group.
     ping_pong : bool
