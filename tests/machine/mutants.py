@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant("O of the item of one tile before", "consume", "u32(item.count - 1)", "u32(item.count)", "many items"),
     Mutant("O of the item before, with options", "consume", "u32(t - 1)", "u32(t)", "copied bias"),
     Mutant("a sum of products that always goes on", "_times_rows codegen", "'setp.ne.b32'", "'setp.eq.b32'", "plain"),
-    Mutant("a tile free when one consumer has left", "sm90", "CONSUMERS * RELEASES_OF_K", "1", "long items"),
+    Mutant("a tile free when one consumer has left", "rings_of", "CONSUMERS * k_readers", "1", "long items"),
     Mutant("K overwritten", "produce", "pipeline.wait_free(smem, K, u32(n + t))", "", "long items"),
     Mutant(
         "work items overwritten",

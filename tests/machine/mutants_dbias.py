@@ -9,15 +9,19 @@ MUTANTS_DBIAS = (
     Mutant("delta before it is there", "add_step", "pipeline.wait_ready(t.smem, QUERIES, following)", "", "bias gradient"),
     Mutant(
         "Q free when one consumer has read it",
-        "sm90 build",
-        "Arrivals((NOTES,), ...), Arrivals((QUERIES,), 1, CONSUMERS * WARP_GROUP)",
-        "Arrivals((NOTES,), ...), Arrivals((QUERIES,), 1, WARP_GROUP)",
+        "rings_of",
+        "(QUERIES,), 1, tile.consumers * WARP_GROUP",
+        "(QUERIES,), 1, WARP_GROUP",
         "bias gradient",
     ),
     Mutant("parts of V overwritten", "sm90 load_keys", "pipeline.wait_free(smem, RING, m)", "", "bias gradient, D128"),
     Mutant("V where K is", "sm90 build_loads", "build_load_keys(1, head_dim_v)", "build_load_keys(0, head_dim_v)", "bias gradient"),
     Mutant(
-        "steps that nobody has read", "sm90 build", "CONSUMERS * WARP_GROUP + LOADERS", "CONSUMERS * WARP_GROUP", "bias gradient, causal"
+        "steps that nobody has read",
+        "rings_of",
+        "tile.consumers * WARP_GROUP + LOADERS",
+        "tile.consumers * WARP_GROUP",
+        "bias gradient, causal",
     ),
     Mutant("no step between tiles", "store_run_inside", "part * PART_KEYS + key_of(n)", "key_of(n)", "bias gradient"),
     Mutant("steps overwritten", "note_step", "pipeline.wait_free(smem, NOTES, turn)", "", "bias gradient, causal"),

@@ -46,9 +46,9 @@ MUTANTS_SPLIT = (
     Mutant("Q for one tile", "consume", "t == item.count - 1", "t == 0", "wgmma"),
     Mutant(
         "a tile of V that one consumer has left",
-        "sm90 build",
-        "rings = (..., Arrivals((V,), 1, CONSUMERS)); ...; roles = Roles(tile, ..., ping_pong=PING_PONG)",
-        "rings = (..., Arrivals((V,), 1, 1)); ...; roles = Roles(tile, ..., ping_pong=PING_PONG)",
+        "rings_of",
+        "(V,), 1, CONSUMERS",
+        "(V,), 1, 1",
         "wgmma",
     ),
     Mutant("no fence behind mbarriers of planes", "hopper_kernel", "ptx.fence_mbarrier_init()", "", "wgmma"),

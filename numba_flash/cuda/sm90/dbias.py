@@ -77,6 +77,16 @@ class Bias(NamedTuple):
     extras: Any
 
 
+def rings_of(tile, layout):
+    """The rings of a block, and who arrives there."""
+    QUERIES, KEYS, NOTES = map(one_type, (layout.rows, layout.keys, layout.notes))
+    return (
+        Arrivals((NOTES,), 1, tile.consumers * WARP_GROUP + LOADERS),
+        Arrivals((QUERIES,), 1, tile.consumers * WARP_GROUP),
+        Arrivals((KEYS,), 1, tile.consumers),
+    )
+
+
 def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype, summed, tile):
     """Kernel of (maps, rows, out, extras, extent, items, parameters) with its signature and
     compile options.
@@ -91,22 +101,20 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
     items : tiles of the gradient, times shares.
     """
     BLOCK_M, PART, PARTS, CONSUMERS = tile.block_m, tile.part, tile.parts, tile.consumers
-    SMEM = tile.layout(head_dim, head_dim_v)
+    SMEM, runs = tile.layout(head_dim, head_dim_v), fragment.runs_of_columns(PART)
     QUERIES, KEY_TILES, NOTES = map(one_type, (SMEM.rows, SMEM.keys, SMEM.notes))
     VALUES, SUMS, VALUES_BYTES = SMEM.values, SMEM.sums, 4 * BLOCK_M
     SCORES, ALL_SCORES, MINE = PART // 2, PARTS * PART // 2, ROWS * ROW_BYTES
     BFLOAT16, DROPOUT, MASKED = dtype == "bfloat16", bool(options.dropout), options.mask
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     KIND, NONE, ONE, NAN = one_type(DbiasKind()), 0, 1, math.nan
-    runs = fragment.runs_of_columns(PART)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
     note_steps = build_note(SMEM.notes, banded, summed, options, tile)
     load_queries, load_keys, load_values = build_loads(head_dim, head_dim_v, tile)
     start_scores = wgmma.build_scores(PART, head_dim, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(PART, head_dim_v, BLOCK_M, BFLOAT16)
-    fetch_bias = build_fetch(options, runs, vectors, ("bias",))
-    fetch_mask = build_fetch(options, runs, vectors, ("mask",))
+    fetch_bias, fetch_mask = (build_fetch(options, runs, vectors, (x,)) for x in ("bias", "mask"))
     modify, drop = build_modify(dtype, options, runs), build_drop(options, runs)
     recompute_p, differentiate = build_differentiate(options, SCORES, dtype == "bfloat16")
     zero, _ = softmax.build_zero(ALL_SCORES)
@@ -279,27 +287,25 @@ def build(dtype, head_dim, head_dim_v, banded, vectors, wide, options, out_dtype
             turn = u32(turn + u32(1))
             kind = kind_of(smem, turn)
 
-    rings = (
-        Arrivals((NOTES,), 1, CONSUMERS * WARP_GROUP + LOADERS),
-        Arrivals((QUERIES,), 1, CONSUMERS * WARP_GROUP),
-        Arrivals((KEY_TILES,), 1, CONSUMERS),
-    )
-
     def note(smem, me, x):
         note_steps(smem, x.out.shape[0], x.extras, x.extent, i32(x.items))
 
-    roles = Roles(
-        tile,
-        producers=(
-            Producer(note, 0),
-            Producer(lambda smem, me, x: load_queries(x.maps, smem, x.rows), 1),
-            Producer(lambda smem, me, x: load_keys(x.maps[2], smem), 2),
-            Producer(lambda smem, me, x: load_values(x.maps[3], smem), 3),
-        ),
-        consume=lambda smem, me, x: consume(smem, me, x.out, x.extras, x.extent, x.parameters),
-    )
+    def bring_queries(smem, me, x):
+        load_queries(x.maps, smem, x.rows)
+
+    def bring_keys(smem, me, x):
+        load_keys(x.maps[2], smem)
+
+    def bring_values(smem, me, x):
+        load_values(x.maps[3], smem)
+
+    def compute(smem, me, x):
+        consume(smem, me, x.out, x.extras, x.extent, x.parameters)
+
+    acts = note, bring_queries, bring_keys, bring_values
+    roles = Roles(tile, tuple(Producer(act, i) for i, act in enumerate(acts)), compute)
     return hopper_kernel(
-        rings,
+        rings_of(tile, SMEM),
         roles,
         maps=4,
         rows=array(f32, 5),

@@ -28,8 +28,8 @@ from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
+from numba_flash.cuda.sm90.hopper_kernel import Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, rings_of
 from numba_flash.cuda.sm90.rows import (
     build_begin,
     build_begin_sums,
@@ -58,7 +58,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
     SMEM, V_PANEL = tile.layout(head_dim, head_dim_v), panel_bytes(BLOCK_N)
-    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    Q, K, V = map(one_type, (SMEM.q, SMEM.k, SMEM.v))
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     TO_MAP, PARTS, LISTED = store_by == "map", store_by == "parts", options.listed
     BANDED, MASKS_FIRST = band != "none", band == "above" and not LISTED
@@ -235,24 +235,16 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, options, tile)
             last_values(s, p, acc, smem, u32(n - 1), before)
             finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, batches, ())
 
-    rings = (
-        Arrivals((WORK,), 1, CONSUMERS * WARP_GROUP),
-        Arrivals((Q,), 1, CONSUMERS),
-        Arrivals((K,), 1, CONSUMERS * RELEASES_OF_K),
-        Arrivals((V,), 1, CONSUMERS),
-    )
+    rings = rings_of(tile, SMEM, RELEASES_OF_K)
+
+    def load(smem, me, x):
+        produce(x.maps, smem, x.o, x.extras, x.sizes)
 
     def compute(smem, me, x):
         lists, batches = lists_among(x.extras), i32(x.sizes.b0)
         consume(x.maps, smem, me, x.o, x.lse, lists, batches, x.scales)
 
-    roles = Roles(
-        tile,
-        producers=(Producer(lambda smem, me, x: produce(x.maps, smem, x.o, x.extras, x.sizes), 0),),
-        consume=compute,
-        ping_pong=PING_PONG,
-        senders=WARP_GROUP if TO_MAP else 0,
-    )
+    roles = Roles(tile, (Producer(load, 0),), compute, PING_PONG, WARP_GROUP if TO_MAP else 0)
     return hopper_kernel(
         rings,
         roles,

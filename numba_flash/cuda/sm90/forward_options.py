@@ -18,7 +18,7 @@ from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.finish import build_finish
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing, rings_of
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, build_load_pairs, build_take_pairs
 from numba_flash.cuda.sm90.rows_options import build_rows
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -38,7 +38,7 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
     SMEM, V_PANEL = tile.layout(head_dim, head_dim_v), panel_bytes(BLOCK_N)
-    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
+    Q, K, V = map(one_type, (SMEM.q, SMEM.k, SMEM.v))
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     SEQUENCES, BFLOAT16, TO_MAP = options.sequences, dtype == "bfloat16", store_by == "map"
     DROPOUT, CHANGES, PARTS = bool(options.dropout), options.changes, store_by == "parts"
@@ -206,26 +206,18 @@ def build(dtype, head_dim, head_dim_v, write_lse, band, store_by, vectors, optio
             last_values(s, p, acc, smem, u32(n - 1), before)
             finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, batches, parameters)
 
-    rings = (
-        Arrivals((WORK,), 1, CONSUMERS * WARP_GROUP),
-        Arrivals((Q,), 1, CONSUMERS),
-        Arrivals((K,), 1, CONSUMERS),
-        Arrivals((V,), 1, CONSUMERS),
-    )
+    rings = rings_of(tile, SMEM)
     if COPIES:
         rings += (Arrivals((PAIR_TILES,), 1, CONSUMERS * RELEASES),)
+
+    def load(smem, me, x):
+        produce(x.maps, smem, x.o, x.extras, x.sizes)
 
     def compute(smem, me, x):
         batches, scale = i32(x.sizes.b0), x.scale_log2
         consume(x.maps, smem, me, x.o, x.lse, x.extras, batches, scale, x.parameters)
 
-    roles = Roles(
-        tile,
-        producers=(Producer(lambda smem, me, x: produce(x.maps, smem, x.o, x.extras, x.sizes), 0),),
-        consume=compute,
-        ping_pong=PING_PONG,
-        senders=WARP_GROUP if TO_MAP else 0,
-    )
+    roles = Roles(tile, (Producer(load, 0),), compute, PING_PONG, WARP_GROUP if TO_MAP else 0)
     return hopper_kernel(
         rings,
         roles,

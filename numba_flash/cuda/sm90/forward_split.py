@@ -15,11 +15,10 @@ from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
-from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.load_forward import WORD, build_produce
+from numba_flash.cuda.sm90.hopper_kernel import Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.load_forward import WORD, build_produce, rings_of
 from numba_flash.cuda.sm90.rows import ROWS, build_begin, build_hide
 from numba_flash.cuda.sm90.split_tiles import padded
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panels
 
 
@@ -162,12 +161,7 @@ def build(head_dim, head_dim_v, write_lse, band, parts, options, tile):
             turn = u32(turn + 1)
             item = begin_item(smem, me, turn)
 
-    rings = (
-        Arrivals((WORK,), 1, CONSUMERS * WARP_GROUP),
-        Arrivals((Q,), 1, CONSUMERS),
-        Arrivals((K,), 1, CONSUMERS),
-        Arrivals((V,), 1, CONSUMERS),
-    )
+    rings = rings_of(tile, SMEM)
 
     def compute(smem, me, x):
         scale = x.scales.scale_log2

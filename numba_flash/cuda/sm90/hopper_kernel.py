@@ -150,11 +150,10 @@ def build_produce(producers):
 
     @inline
     def produce(smem, x):
-        thread = i32(cuda.threadIdx.x)
         if BY_WARP:
-            act_by_warp(smem, i32(thread // WARP), x)
+            act_by_warp(smem, cuda.threadIdx.x // WARP, x)
         else:
-            act(smem, thread, x)
+            act(smem, cuda.threadIdx.x, x)
 
     return produce
 
