@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
     where : str
         Names of what is around the place, the outermost first: folders, classes and functions, no files. As few as there have to be, so
         that there is one such place: ``"online"``, ``"sm90 consume"``, ``"build_alone meet"``. What encloses the last may be called by
-        what is defined in it, as a builder by its kernel: ``"forward_sm90 consume"``.
+        what is defined in it, as a builder by its kernel: ``"forward_sm80 consume"``.
     old, new : str
         What stands there, and what shall: an expression, arguments that follow each other (``"row, head, first=True"``) or statements.
         ``...`` in `old` is what happens to stand there, as little as possible, and in `new` the same again: ``"if tiles > 1: ..."``. A

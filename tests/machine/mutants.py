@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant("a shift that stays", "cuda online", "m_new > before + ACC(LAZY)", "before < ACC(-1e38)", "steeper"),
     Mutant(
         "the state of the item before",
-        "forward_sm90 consume",
+        "first_softmax consume",
         "while True: ...; reset(m_i, l_i); ...",
         "while True: ...; ...",
         "many items",
@@ -57,10 +57,10 @@ MUTANTS = (
     Mutant("a scale of base e", "scales", "scale * LOG2E", "scale", "plain"),
     Mutant("causal and one more", "sm90 hide", "i32(i + 1)", "i32(i + 2)", "causal"),
     # ---- kernels that begin early
-    Mutant("keys of a kernel that still runs", "forward_sm90", "early.begin()", "", "plain"),
+    Mutant("keys of a kernel that still runs", "hopper_kernel", "early.begin()", "", "plain"),
     Mutant("dO of a kernel that still runs", "preprocess", "if EARLY: early.begin()", "", "gradients"),
     Mutant("dO as if it had always been there", "cuda build", "ptx.fetch(4, begins_early)", "ptx.fetch(4)", "gradients"),
-    Mutant("delta of a kernel that still runs", "backward_sm90", "early.begin()", "", "gradients"),
+    Mutant("delta of a kernel that still runs", "hopper_kernel", "early.begin()", "", "gradients"),
     Mutant("sums of dQ of a kernel that still runs", "postprocess", "early.begin()", "", "gradients"),
     Mutant("a kernel that nothing waits for", "cuda begin", "ptx.griddepcontrol_wait()", "", "plain"),
     Mutant(
@@ -78,18 +78,18 @@ MUTANTS = (
         "gradients, lengths",
     ),
     # ---- the forward loop
-    Mutant("no wait for K", "forward_sm90 first_scores", "pipeline.wait_ready(smem, K, n)", "", "plain"),
-    Mutant("no wait for V", "forward_sm90 last_values", "pipeline.wait_ready(smem, V, n)", "", "plain"),
+    Mutant("no wait for K", "first_softmax first_scores", "pipeline.wait_ready(smem, K, n)", "", "plain"),
+    Mutant("no wait for V", "first_softmax last_values", "pipeline.wait_ready(smem, V, n)", "", "plain"),
     Mutant(
         "the state of the item before, apart",
-        "forward_sm90 consume",
+        "first_softmax consume",
         "while True: ...; reset(m_i, l_i); ...",
         "while True: ...; ...",
         "D136",
     ),
     Mutant(
         "V is released before its last product",
-        "forward_sm90 last_values",
+        "first_softmax last_values",
         "wait_all(acc, s); pipeline.release_group(smem, V, n)",
         "pipeline.release_group(smem, V, n); wait_all(acc, s)",
         "D136, items",
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant("O of the item of one tile before", "consume", "u32(item.count - 1)", "u32(item.count)", "many items"),
     Mutant("O of the item before, with options", "consume", "u32(t - 1)", "u32(t)", "copied bias"),
     Mutant("a sum of products that always goes on", "_times_rows codegen", "'setp.ne.b32'", "'setp.eq.b32'", "plain"),
-    Mutant("a tile free when one consumer has left", "forward_sm90", "CONSUMERS * RELEASES_OF_K", "1", "long items"),
+    Mutant("a tile free when one consumer has left", "rings_of", "CONSUMERS * k_readers", "1", "long items"),
     Mutant("K overwritten", "produce", "pipeline.wait_free(smem, K, u32(n + t))", "", "long items"),
     Mutant(
         "work items overwritten",
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant("the bias of the row below", "read_run_inside", "u64(query_of(n)) * inside.row", "inside.row", "bias"),
     Mutant("a bias of pairs where it is read", "sm90 load", "pipeline.wait_free(smem, PAIRS, n)", "", "copied bias"),
     Mutant("a bias of pairs before it is there", "take_pairs", "pipeline.wait_ready(smem, PAIRS, n)", "", "copied bias"),
-    Mutant("pairs that one warp has read", "sm90", "WARP_GROUP // WARP", "1", "copied bias"),
+    Mutant("pairs that one warp has read", "sm90", "RELEASES = WARP_GROUP // WARP", "RELEASES = 1", "copied bias"),
     Mutant("pairs of the first warp for all", "take_pairs", "me * MINE + warp * 16 * ROW_BYTES", "me * MINE", "copied bias"),
     Mutant(
         "pairs of the first consumer for all", "take_pairs", "me * MINE + warp * 16 * ROW_BYTES", "warp * 16 * ROW_BYTES", "copied bias"
@@ -234,12 +234,12 @@ MUTANTS = (
     Mutant("tiles of Q overwritten", "sm90 load_rows", "wait_free(smem, RING, n)", "", "gradients, long"),
     Mutant(
         "work items without their fourth reader",
-        "build_kernel",
-        "CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1",
-        "CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ",
+        "rings_of",
+        "CONSUMERS * WARP_GROUP + ADDERS * tile.adds_dq + 1",
+        "CONSUMERS * WARP_GROUP + ADDERS * tile.adds_dq",
         "gradients, items",
     ),
-    Mutant("dQ ready when half of it is", "backward_sm90", "CONSUMERS * WARP_GROUP", "WARP_GROUP", "gradients"),
+    Mutant("dQ ready when half of it is", "rings_of", "(DQ,), CONSUMERS * WARP_GROUP", "(DQ,), WARP_GROUP", "gradients"),
     # ---- steps through tiles and heads
     Mutant("a head too far back", "note_bounds", "i32(heads - i32(1))", "heads", HEADS),
     Mutant("the first clear tile, not its step", "note_bounds", "tiles_hidden * heads", "tiles_hidden", HEADS),
@@ -399,7 +399,7 @@ MUTANTS = (
     Mutant("dQ overwritten", "put_dq", "pipeline.wait_free(smem, DQ, u32(n + u32(1)))", "", "gradients, long"),
     Mutant("added before its turn", "add_tile", "ptx.load_flag(flag) != before", "ptx.load_flag(flag) > before", "gradients, long"),
     Mutant("dS overwritten while it is copied", "consume", "await_store()", "", "gradients, D136"),
-    Mutant("no fence behind mbarriers", "forward_sm90", "ptx.fence_mbarrier_init()", "", "plain"),
+    Mutant("no fence behind mbarriers", "hopper_kernel", "ptx.fence_mbarrier_init()", "", "plain"),
     Mutant("no fence before dQ is added", "commit_dq", "ptx.fence_proxy_async()", "", "gradients"),
     Mutant(
         "no fence between dS and its products",
@@ -415,9 +415,9 @@ MUTANTS = (
     Mutant("a counter that nobody sets", "preprocess", "if own == 0: ...", "if own < 0: ...", "gradients"),
     Mutant(
         "a work item is read after its release",
-        "dq_sm90 finish",
-        "Place(0, row0, h, b1, b0)",
-        "Place(0, row0, pipeline.read(smem, WORK, turn, WORD.head), b1, b0)",
+        "sm90 finish",
+        "stage(maps[1], room, acc, factor, me, Place(0, row0, h, b1, b0))",
+        "stage(maps[1], room, acc, factor, me, Place(0, row0, pipeline.read(smem, WORK, turn, WORD.head), b1, b0))",
         "gradients, D136, items",
     ),
     Mutant(
@@ -427,5 +427,5 @@ MUTANTS = (
         "if cuda.threadIdx.x % WARP_GROUP == 0: ...",
         "gradients, D136",
     ),
-    Mutant("shared memory goes while O is read", "forward_sm90", "ptx.bulk_wait_read()", "pass", "plain"),
+    Mutant("shared memory goes while O is read", "hopper_kernel", "ptx.bulk_wait_read()", "pass", "plain"),
 )

@@ -7,11 +7,21 @@ MUTANTS_DBIAS = (
     Mutant("no wait for K of a part", "sm90 weigh_and_add", "pipeline.wait_ready(smem, KEY_TILES, k_tile)", "", "bias gradient"),
     Mutant("no wait for V of a part", "sm90 weigh_and_add", "pipeline.wait_ready(smem, KEY_TILES, v_tile)", "", "bias gradient"),
     Mutant("delta before it is there", "add_step", "pipeline.wait_ready(t.smem, QUERIES, following)", "", "bias gradient"),
-    Mutant("Q free when one consumer has read it", "dbias_sm90", "1, CONSUMERS * WARP_GROUP", "1, WARP_GROUP", "bias gradient"),
+    Mutant(
+        "Q free when one consumer has read it",
+        "rings_of",
+        "(QUERIES,), 1, tile.consumers * WARP_GROUP",
+        "(QUERIES,), 1, WARP_GROUP",
+        "bias gradient",
+    ),
     Mutant("parts of V overwritten", "sm90 load_keys", "pipeline.wait_free(smem, RING, m)", "", "bias gradient, D128"),
     Mutant("V where K is", "sm90 build_loads", "build_load_keys(1, head_dim_v)", "build_load_keys(0, head_dim_v)", "bias gradient"),
     Mutant(
-        "steps that nobody has read", "dbias_sm90", "CONSUMERS * WARP_GROUP + LOADERS", "CONSUMERS * WARP_GROUP", "bias gradient, causal"
+        "steps that nobody has read",
+        "rings_of",
+        "tile.consumers * WARP_GROUP + LOADERS",
+        "tile.consumers * WARP_GROUP",
+        "bias gradient, causal",
     ),
     Mutant("no step between tiles", "store_run_inside", "part * PART_KEYS + key_of(n)", "key_of(n)", "bias gradient"),
     Mutant("steps overwritten", "note_step", "pipeline.wait_free(smem, NOTES, turn)", "", "bias gradient, causal"),
@@ -25,7 +35,7 @@ MUTANTS_DBIAS = (
     ),
     Mutant("sums over those of the tile before", "cuda store", "add_all(t); meet()", "add_all(t)", "bias gradient, keys"),
     # ---- the sum
-    Mutant("a sum that goes on", "dbias_sm90 consume", "zero(acc)", "", "bias gradient"),
+    Mutant("a sum that goes on", "weigh_and_add consume", "zero(acc)", "", "bias gradient"),
     Mutant("the bias of the first tile for all", "sm90 weigh_and_add", "fetch_part(part, bias_next(t))", "pass", "bias gradient"),
     Mutant("the bias of this tile again", "bias_next", "NOTE.next_row0", "NOTE.row0", "bias gradient"),
     Mutant("the bias of no tile", "consume", "fetched = there", "fetched = True", "bias gradient, causal"),

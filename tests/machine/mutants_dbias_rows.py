@@ -10,7 +10,13 @@ MUTANTS_DBIAS_ROWS = (
     ),
     Mutant("Q of a run before it is there", "add_step", "pipeline.wait_ready(smem, QUERIES, following)", "pass", "bias gradient, rows"),
     Mutant("keys overwritten", "sm90 load_keys", "pipeline.wait_free(smem, KEYS, m)", "", "bias gradient, rows"),
-    Mutant("rows free when one consumer has read them", "dbias_rows_sm90", "CONSUMERS * WARP_GROUP", "WARP_GROUP", "bias gradient, rows"),
+    Mutant(
+        "rows free when one consumer has read them",
+        "sm90 build",
+        "Arrivals((QUERIES,), 1, CONSUMERS * WARP_GROUP), Arrivals((KEYS,), ...)",
+        "Arrivals((QUERIES,), 1, WARP_GROUP), Arrivals((KEYS,), ...)",
+        "bias gradient, rows",
+    ),
     Mutant("a bias where a tile of the gradient still leaves from", "release_slot", "ptx.bulk_wait_read()", "", "bias gradient, rows"),
     Mutant(
         "a tile of the gradient that leaves before it is there",
@@ -21,7 +27,7 @@ MUTANTS_DBIAS_ROWS = (
     ),
     # ---- the sum
     Mutant("a bias that hides nothing", "take_bias", "least != f32(NEG_INF)", "least == least", "bias gradient, rows, hidden"),
-    Mutant("a sum over two tiles", "dbias_rows_sm90 consume", "zero(acc)", "", "bias gradient, rows"),
+    Mutant("a sum over two tiles", "bring_rows consume", "zero(acc)", "", "bias gradient, rows"),
     Mutant("a bias in base e", "take_bias", "value * f32(LOG2E)", "value", "bias gradient, rows"),
     Mutant("the lse of the query below", "find_exponents", "e // 2 % 2", "e % 2", "bias gradient, rows"),
     Mutant("K in the place of V", "add_step", "u32(keys_of(t, m) + u32(V_BEHIND_K))", "keys_of(t, m)", "bias gradient, rows"),

@@ -14,7 +14,7 @@ MUTANTS_KEPT = (
     Mutant(
         "queries that are there too early", "consume", "if t == TILES: ...; pipeline.wait_ready(smem, Q, turn)", "if t == TILES: ...", KEPT
     ),
-    Mutant("queries that are free a tile too early", "forward_kept_sm90 consume", "TILES - 1", "0", KEPT),
+    Mutant("queries that are free a tile too early", "row_of consume", "TILES - 1", "0", KEPT),
     Mutant(
         "values that are never free",
         "consume",
@@ -25,7 +25,7 @@ MUTANTS_KEPT = (
     Mutant("tiles that nobody waits for", "sm90 load", "pipeline.wait_free(smem, RING, n)", "", KEPT),
     Mutant("bytes of a wide panel", "sm90 build_load", "rows * NARROW_ROW_BYTES", "rows * 128", KEPT),
     # ---- which numbers
-    Mutant("the bias of the first head for all", "forward_kept_sm90 consume", "x.b1 == 0", "x.b1 < 0", KEPT),
+    Mutant("the bias of the first head for all", "row_of consume", "x.b1 == 0", "x.b1 < 0", KEPT),
     Mutant(
         "o of the unit that follows",
         "consume",
@@ -86,7 +86,7 @@ MUTANTS_KEPT = (
     Mutant(
         "queries of keys that are there too early", "consume", "if more: pipeline.wait_ready(smem, Q, n); ...", "if more: ...", GRADIENTS
     ),
-    Mutant("keys that are free while they are read", "dk_dv_kept_sm90 consume", "TILES - 1", "0", GRADIENTS),
+    Mutant("keys that are free while they are read", "sm90 add consume", "TILES - 1", "0", GRADIENTS),
     Mutant("queries that are free while they are read", "consume", "if t > 1: ...", "if t > 6: ...", GRADIENTS),
     Mutant("rows of queries that are there too early", "note_rows", "pipeline.wait_ready(x.smem, NOTES, n)", "", GRADIENTS),
     Mutant("parts of dQ that are there too early", "add_parts", "pipeline.wait_ready(x.smem, DQ, n)", "", GRADIENTS),

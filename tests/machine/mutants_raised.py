@@ -91,7 +91,7 @@ MUTANTS_RAISED = (
     Mutant("dP that is not lowered in dQ", "weigh_vector", "w.dp[e] * f32(LOWERED)", "w.dp[e]", GRADIENTS),
     Mutant("dV that is not lowered", "factors", "factor[r] *= f32(LOWERED)", "", "gradients"),
     Mutant("dV that is not lowered, with options", "sm90 finish", "factor[r] *= f32(LOWERED)", "", "gradients, bias"),
-    Mutant("dV that is not lowered beside a bias", "dk_dv_kept_sm90 finish", "f32(LOWERED)", "f32(1)", GRADIENTS),
+    Mutant("dV that is not lowered beside a bias", "sm90 add finish", "f32(LOWERED)", "f32(1)", GRADIENTS),
     Mutant(
         "dV of few that is not lowered",
         "sm80 build",

@@ -46,12 +46,12 @@ MUTANTS_SPLIT = (
     Mutant("Q for one tile", "consume", "t == item.count - 1", "t == 0", "wgmma"),
     Mutant(
         "a tile of V that one consumer has left",
-        "forward_split_sm90",
-        "pipeline.initialise(smem, V, 1, CONSUMERS)",
-        "pipeline.initialise(smem, V, 1, 1)",
+        "rings_of",
+        "(V,), 1, CONSUMERS",
+        "(V,), 1, 1",
         "wgmma",
     ),
-    Mutant("no fence behind mbarriers of planes", "forward_split_sm90", "ptx.fence_mbarrier_init()", "", "wgmma"),
+    Mutant("no fence behind mbarriers of planes", "hopper_kernel", "ptx.fence_mbarrier_init()", "", "wgmma"),
     Mutant("P in the units of scores", "consume", "raise_shifts(s, acc, m_i, l_i, scale_log2)", "", "wgmma"),
     Mutant("no fence between P and its products", "ptx codegen", "'low; wgmma.fence.sync.aligned;'", "'low;'", "wgmma"),
     # ---- backward

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import Extent, extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import Head, Region
@@ -22,6 +22,7 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, DbiasKind, one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_tiles import LOADERS, WARPS
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_dbias import NOTE, build_loads, build_note
 from numba_flash.cuda.sm90.softmax_dbias import (
     ROWS,
@@ -77,9 +78,19 @@ class Bias(NamedTuple):
     extras: Any
 
 
+def rings_of(tile, layout):
+    """The rings of a block, and who arrives there."""
+    QUERIES, KEYS, NOTES = map(one_type, (layout.rows, layout.keys, layout.notes))
+    return (
+        Arrivals((NOTES,), 1, tile.consumers * WARP_GROUP + LOADERS),
+        Arrivals((QUERIES,), 1, tile.consumers * WARP_GROUP),
+        Arrivals((KEYS,), 1, tile.consumers),
+    )
+
+
 def build(config: BiasGradientConfig):
-    """Kernel ``dbias_sm90(maps, rows, out, extras, extent, items, parameters)`` with its signature
-    and compile options.
+    """Kernel of (maps, rows, out, extras, extent, items, parameters) with its signature and
+    compile options.
 
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a
         tile of queries, or of a part of the keys.
@@ -92,22 +103,20 @@ def build(config: BiasGradientConfig):
     out_dtype, wide, summed = config.out, config.wide, config.summed
     banded, vectors, options, tile = config.banded, config.vectors, config.options, config.tile
     BLOCK_M, PART, PARTS, CONSUMERS = tile.block_m, tile.part, tile.parts, tile.consumers
-    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
+    SMEM, runs = tile.layout(head_dim, head_dim_v), fragment.runs_of_columns(PART)
     QUERIES, KEY_TILES, NOTES = map(one_type, (SMEM.rows, SMEM.keys, SMEM.notes))
-    VALUES, SUMS, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.sums, SMEM.ALIGNMENT, 4 * BLOCK_M
+    VALUES, SUMS, VALUES_BYTES = SMEM.values, SMEM.sums, 4 * BLOCK_M
     SCORES, ALL_SCORES, MINE = PART // 2, PARTS * PART // 2, ROWS * ROW_BYTES
     BFLOAT16, DROPOUT, MASKED = dtype == "bfloat16", bool(options.dropout), options.mask
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
-    KIND, NONE, ONE, ON, OFF, NAN = one_type(DbiasKind()), 0, 1, 1, 0, math.nan
-    runs = fragment.runs_of_columns(PART)
+    KIND, NONE, ONE, NAN = one_type(DbiasKind()), 0, 1, math.nan
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
     note_steps = build_note(SMEM.notes, banded, summed, options, tile)
     load_queries, load_keys, load_values = build_loads(head_dim, head_dim_v, tile)
     start_scores = wgmma.build_scores(PART, head_dim, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(PART, head_dim_v, BLOCK_M, BFLOAT16)
-    fetch_bias = build_fetch(options, runs, vectors, ("bias",))
-    fetch_mask = build_fetch(options, runs, vectors, ("mask",))
+    fetch_bias, fetch_mask = (build_fetch(options, runs, vectors, (x,)) for x in ("bias", "mask"))
     modify, drop = build_modify(dtype, options, runs), build_drop(options, runs)
     recompute_p, differentiate = build_differentiate(options, SCORES, dtype == "bfloat16")
     zero, _ = softmax.build_zero(ALL_SCORES)
@@ -280,38 +289,31 @@ def build(config: BiasGradientConfig):
             turn = u32(turn + u32(1))
             kind = kind_of(smem, turn)
 
-    def dbias_sm90(maps, rows, out, extras, extent, items, parameters):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, NOTES, 1, CONSUMERS * WARP_GROUP + LOADERS)
-            pipeline.initialise(smem, QUERIES, 1, CONSUMERS * WARP_GROUP)
-            pipeline.initialise(smem, KEY_TILES, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
+    def note(smem, me, x):
+        note_steps(smem, x.out.shape[0], x.extras, x.extent, i32(x.items))
 
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                note_steps(smem, out.shape[0], extras, extent, i32(items))
-            elif cuda.threadIdx.x == 32:
-                load_queries(maps, smem, rows)
-            elif cuda.threadIdx.x == 64:
-                load_keys(maps[2], smem)
-            elif cuda.threadIdx.x == 96:
-                load_values(maps[3], smem)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(smem, group - 1, out, extras, extent, parameters)
+    def bring_queries(smem, me, x):
+        load_queries(x.maps, smem, x.rows)
 
-    maps = [f"maps.{i}" for i in range(4)]
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        array(f32, 5),
-        array(f32 if out_dtype == "float32" else types.uint16, 6),
-        extras_type(options, ("bits",)),
-        named(Extent, i64),
-        i64,
-        parameters_type(options),
+    def bring_keys(smem, me, x):
+        load_keys(x.maps[2], smem)
+
+    def bring_values(smem, me, x):
+        load_values(x.maps[3], smem)
+
+    def compute(smem, me, x):
+        consume(smem, me, x.out, x.extras, x.extent, x.parameters)
+
+    acts = note, bring_queries, bring_keys, bring_values
+    roles = Roles(tile, tuple(Producer(act, i) for i, act in enumerate(acts)), compute)
+    return hopper_kernel(
+        rings_of(tile, SMEM),
+        roles,
+        maps=4,
+        rows=array(f32, 5),
+        out=array(f32 if out_dtype == "float32" else types.uint16, 6),
+        extras=extras_type(options, ("bits",)),
+        extent=named(Extent, i64),
+        items=i64,
+        parameters=parameters_type(options),
     )
-    return dbias_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import Extent, extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_dbias_rows import build_loads, build_runs
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, WARP, build_take_pairs
 from numba_flash.cuda.sm90.pipeline import Place
@@ -84,8 +85,8 @@ class Tile(NamedTuple):
 
 
 def build(config: BiasGradientConfig):
-    """Kernel ``dbias_rows_sm90(maps, rows, extras, extent, across, items, scale_log2)`` with its
-    signature and compile options.
+    """Kernel of (maps, rows, extras, extent, across, items, scale_log2) with its signature and
+    compile options.
 
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a
         tile; of the bias as (b0, b1, heads, n, n), without the axes that it is broadcast along,
@@ -97,12 +98,12 @@ def build(config: BiasGradientConfig):
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
     out_dtype, summed, options, tile = config.out, config.summed, config.options, config.tile
     BLOCK_M, BLOCK_N, WALK, CONSUMERS = tile.block_m, tile.block_n, tile.elements, tile.consumers
-    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
+    SMEM = tile.layout(head_dim, head_dim_v)
     QUERIES, KEYS, PAIRS = map(one_type, (SMEM.rows, SMEM.keys, SMEM.pairs))
-    VALUES, ALIGNMENT, VALUES_BYTES = SMEM.values, SMEM.ALIGNMENT, 4 * BLOCK_M
+    VALUES, VALUES_BYTES = SMEM.values, 4 * BLOCK_M
     SCORES, WORDS, MINE = BLOCK_N // 2, BLOCK_N // 4, ROWS * ROW_BYTES
     BFLOAT16, V_BEHIND_K = dtype == "bfloat16", panel_bytes(BLOCK_N) // UNIT
-    NONE, ONE, ON, OFF = 0, 1, 1, 0
+    NONE, ONE = 0, 1
     load_keys, load_rows = build_loads(head_dim, head_dim_v, summed, options, tile)
     run_of, _ = build_runs(summed, tile)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16)
@@ -267,37 +268,35 @@ def build(config: BiasGradientConfig):
             x = run_of(number, extent, across)
         store(maps[5], words, smem, me, acc, tiles, at)
 
-    def dbias_rows_sm90(maps, rows, extras, extent, across, items, scale_log2):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, QUERIES, 1, CONSUMERS * WARP_GROUP)
-            pipeline.initialise(smem, KEYS, 1, CONSUMERS)
-            pipeline.initialise(smem, PAIRS, 1, CONSUMERS * RELEASES)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                load_keys(maps, smem, extras, extent, i32(across), i32(items))
-            elif cuda.threadIdx.x == 32:
-                load_rows(maps, smem, rows, extent, i32(across), i32(items))
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, extent, i32(across), i32(items), scale_log2)
-            if cuda.threadIdx.x % WARP == 0:
-                ptx.bulk_wait_read()  # shared memory may go: all has been read from there
-
-    maps = [f"maps.{i}" for i in range(6)]
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        array(f32, 5),
-        extras_type(options),
-        named(Extent, i64),
-        i64,
-        i64,
-        f32,
+    rings = (
+        Arrivals((QUERIES,), 1, CONSUMERS * WARP_GROUP),
+        Arrivals((KEYS,), 1, CONSUMERS),
+        Arrivals((PAIRS,), 1, CONSUMERS * RELEASES),
     )
-    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
-    return dbias_rows_sm90, signature, more
+
+    def bring_keys(smem, me, x):
+        load_keys(x.maps, smem, x.extras, x.extent, i32(x.across), i32(x.items))
+
+    def bring_rows(smem, me, x):
+        load_rows(x.maps, smem, x.rows, x.extent, i32(x.across), i32(x.items))
+
+    def compute(smem, me, x):
+        consume(x.maps, smem, me, x.extent, i32(x.across), i32(x.items), x.scale_log2)
+
+    roles = Roles(
+        tile,
+        producers=(Producer(bring_keys, 0), Producer(bring_rows, 1)),
+        consume=compute,
+        senders=WARP,
+    )
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=6,
+        rows=array(f32, 5),
+        extras=extras_type(options),
+        extent=named(Extent, i64),
+        across=i64,
+        items=i64,
+        scale_log2=f32,
+    )

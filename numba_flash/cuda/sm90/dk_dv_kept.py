@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import UnitSizes, extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E
 from numba_flash.cuda.sm90 import keep_columns, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.gradient_tiles import ROW_BYTES
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_gradients import build_produce_queries
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
 from numba_flash.cuda.units import build_units
 
@@ -72,8 +72,7 @@ def build_weigh(queries, bfloat16, away, raised, hidden):
 
 
 def build(config: BackwardConfig):
-    """Kernel ``dk_dv_kept_sm90(maps, dk, dv, rows, extras, sizes, scales)`` with its signature and
-    compile options.
+    """Kernel of (maps, dk, dv, rows, extras, sizes, scales) with its signature and compile options.
 
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one narrow panel.
     dk, dv : (b0, b1, heads, nk, head_dim) as words of two elements.
@@ -82,13 +81,8 @@ def build(config: BackwardConfig):
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
     vectors, options, tile = config.vectors, config.options, config.tile
-    SMEM, TILES, CONSUMERS, (FEWEST, REGISTERS) = (
-        tile.layout(),
-        tile.tiles,
-        tile.consumers,
-        tile.registers,
-    )
-    Q, KV, ALIGNMENT, ON, OFF = one_type(SMEM.q), one_type(SMEM.kv), SMEM.ALIGNMENT, 1, 0
+    SMEM, TILES, CONSUMERS = tile.layout(), tile.tiles, tile.consumers
+    Q, KV = one_type(SMEM.q), one_type(SMEM.kv)
     DO, ROWS_AT, V, MINE = SMEM.do, SMEM.rows, SMEM.v, ROWS * NARROW_ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = (
         tile.queries // 2,
@@ -200,31 +194,20 @@ def build(config: BackwardConfig):
             zero_k(dk_acc)
             zero_v(dv_acc)
 
-    def dk_dv_kept_sm90(maps, dk, dv, rows, extras, sizes, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, Q, 1, CONSUMERS * WARPS)
-            pipeline.initialise(smem, KV, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, rows, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(smem, group - 1, dk, dv, extras, sizes, scales)
-
-    maps = [f"maps.{i}" for i in range(4)]
-    signature = types.void(
-        types.UniTuple(u64, 4),
-        *[array(u32, 5)] * 2,
-        array(f32, 5),
-        extras_type(options),
-        named(UnitSizes, i64),
-        named(GradientScales, f32),
+    rings = Arrivals((Q,), 1, CONSUMERS * WARPS), Arrivals((KV,), 1, CONSUMERS)
+    roles = Roles(
+        tile,
+        producers=(Producer(lambda smem, me, x: produce(x.maps, smem, x.rows, x.sizes), 0),),
+        consume=lambda smem, me, x: consume(smem, me, x.dk, x.dv, x.extras, x.sizes, x.scales),
     )
-    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
-    return dk_dv_kept_sm90, signature, more
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=4,
+        dk=array(u32, 5),
+        dv=array(u32, 5),
+        rows=array(f32, 5),
+        extras=extras_type(options),
+        sizes=named(UnitSizes, i64),
+        scales=named(GradientScales, f32),
+    )

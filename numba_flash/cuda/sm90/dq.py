@@ -11,11 +11,12 @@ import math
 
 from numba_flash.cuda import ptx, schedule, softmax
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import dq_listed, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, DqWork, Scales, Sizes, one_type, words
 from numba_flash.cuda.sm90.config import DqConfig
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import panel_bytes
@@ -122,8 +123,8 @@ def build_produce(head_dim, tile, layout):
 
 
 def build(config: DqConfig):
-    """Kernel ``dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales)``, its signature and
-    compile options.
+    """Kernel of (maps, dq, dq_sum, ds, lse2, extras, sizes, scales) with its signature and compile
+    options.
 
     maps : tensor maps of k as (b0, b1, kv_heads, nk, head_dim), boxes of one panel of a tile, and
         with ``config.to_map`` of dq.
@@ -140,15 +141,15 @@ def build(config: DqConfig):
     dtype, head_dim, options, tile = config.dtype, config.d, config.options, config.tile
     banded, to_map = config.banded, config.to_map
     BLOCK_N, CONSUMERS = tile.block_n, tile.consumers
-    SMEM, (FEWEST, REGISTERS) = tile.dq_layout(head_dim), tile.registers
+    SMEM = tile.dq_layout(head_dim)
     TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
-    STAGE, ALIGNMENT, OUTPUTS = SMEM.o, SMEM.ALIGNMENT, head_dim // 2
+    STAGE, OUTPUTS = SMEM.o, head_dim // 2
     PANEL_BYTES, STAGE_BYTES = panel_bytes(BLOCK_N), panel_bytes(ROWS)
     K_BYTES = SMEM.tiles.slot_bytes - tile.ds_bytes
     SUM_BYTES = 4 * ROWS * head_dim
     TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
     SEQUENCES = options.sequences
-    NAN, ON, OFF, NONE = math.nan, 1, 0, 0
+    NAN, NONE = math.nan, 0
     if options.listed:
         write_work = dq_listed.build_write_work(banded, options, tile, SMEM)
         produce = dq_listed.build_produce(head_dim, tile, SMEM)
@@ -230,36 +231,26 @@ def build(config: DqConfig):
                 n = u32(n + 1)
             finish(maps, smem, turn, me, dq, acc, address, scale)
             turn = u32(turn + 1)
-        if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
-            ptx.bulk_wait_read()
 
-    def dq_sm90(maps, dq, dq_sum, ds, lse2, extras, sizes, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP + 1)
-            pipeline.initialise(smem, TILES, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                write_work(smem, dq, lse2, extras, sizes)
-            elif cuda.threadIdx.x == 32:
-                produce(maps, smem, ds, extras, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, dq, dq_sum, scales.scale)
-
-    maps = [f"maps.{i}" for i in range(2 if TO_MAP else 1)]
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        array(u32, 5),
-        *[array(f32, 5)] * 2,
-        array(f32, 4),
-        extras_type(options, LISTS),
-        named(Sizes, i64),
-        named(Scales, f32),
+    rings = Arrivals((WORK,), 1, CONSUMERS * WARP_GROUP + 1), Arrivals((TILES,), 1, CONSUMERS)
+    roles = Roles(
+        tile,
+        producers=(
+            Producer(lambda smem, me, x: write_work(smem, x.dq, x.lse2, x.extras, x.sizes), 0),
+            Producer(lambda smem, me, x: produce(x.maps, smem, x.ds, x.extras, x.sizes), 1),
+        ),
+        consume=lambda smem, me, x: consume(x.maps, smem, me, x.dq, x.dq_sum, x.scales.scale),
+        senders=WARP_GROUP if to_map else 0,
     )
-    return dq_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=2 if to_map else 1,
+        dq=array(u32, 5),
+        dq_sum=array(f32, 5),
+        ds=array(f32, 5),
+        lse2=array(f32, 4),
+        extras=extras_type(options, LISTS),
+        sizes=named(Sizes, i64),
+        scales=named(Scales, f32),
+    )

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import Extent, extras_type
 from numba_flash.cuda.kept_bias import VECTOR
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import begin_rows, keep_rows, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.gradient_tiles import CHUNK, QUERIES, ROW_BYTES
+from numba_flash.cuda.sm90.hopper_kernel import WARPS, Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.keep_rows import AWAY, VECTORS
 from numba_flash.cuda.sm90.load_gradients import Walks, build_produce_keys
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -228,8 +229,8 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
 
 
 def build(config: BiasGradientConfig):
-    """Kernel ``dq_dbias_kept_sm90(maps, dq, lse, dlse, rows, out, extras, extent, scales)`` with
-    its signature and compile options.
+    """Kernel of (maps, dq, lse, dlse, rows, out, extras, extent, scales) with its signature and
+    compile options.
 
     maps : tensor maps of do, q, k, v and o as (b0, b1, heads, n, head_dim), boxes of one narrow
         panel.
@@ -242,11 +243,11 @@ def build(config: BiasGradientConfig):
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
     out_dtype, wide, summed = config.out, config.wide, config.summed
     vectors, options, tile = config.vectors, config.options, config.tile
-    SMEM, CONSUMERS, (FEWEST, REGISTERS) = tile.layout(), tile.consumers, tile.registers
+    SMEM, CONSUMERS, KEYS, BLOCK_N = tile.layout(), tile.consumers, tile.keys, tile.block_n
     Q, KV, DQ, NOTES = map(one_type, (SMEM.q, SMEM.kv, SMEM.dq, SMEM.rows))
-    ALIGNMENT, ON, OFF, KEYS, BLOCK_N = SMEM.ALIGNMENT, 1, 0, tile.keys, tile.block_n
     SCORES, ALL_SCORES, OUTPUTS = CHUNK // 2, tile.chunks * CHUNK // 2, head_dim // 2
-    PAIRS, OTHERS, ROW_THREADS = CHUNK // 4, (tile.consumers - 1) * WARP_GROUP, begin_rows.THREADS
+    PAIRS, OTHERS, ROW_THREADS = CHUNK // 4, (CONSUMERS - 1) * WARP_GROUP, begin_rows.THREADS
+    ROW_WARPS = ROW_THREADS // pipeline.WARP
     begin = build_begin(summed, QUERIES, BLOCK_N)
     place_of, _, proceed = build_places(options, False, summed, QUERIES, BLOCK_N)
     walks = Walks(begin, place_of, proceed)
@@ -290,37 +291,39 @@ def build(config: BiasGradientConfig):
         of_head = out[index(share), index(own.b0), index(own.b1), index(own.head)]
         put_dbias(of_head, acc, smem, i32(row0 - me * QUERIES), i32(me * KEYS))
 
-    def dq_dbias_kept_sm90(maps, dq, lse, dlse, rows, out, extras, extent, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, Q, 1, CONSUMERS + ROW_THREADS)
-            pipeline.initialise(smem, KV, 1, CONSUMERS)
-            pipeline.initialise(smem, NOTES, ROW_THREADS, CONSUMERS * WARP_GROUP)
-            pipeline.initialise(smem, DQ, OTHERS, WARP_GROUP)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, out.shape[0], extras, extent)
-            elif cuda.threadIdx.x >= WARP_GROUP - ROW_THREADS:
-                make_rows(smem, lse, dlse, rows, out.shape[0], extras, extent)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(smem, group - 1, dq, out, extras, extent, scales)
-
-    maps = [f"maps.{i}" for i in range(5)]
-    signature = types.void(
-        types.UniTuple(u64, 5),
-        array(u32, 5),
-        *[array(f32, 4)] * 2,
-        array(f32, 5),
-        array(f32 if out_dtype == "float32" else types.uint16, 6),
-        extras_type(options),
-        named(Extent, i64),
-        named(GradientScales, f32),
+    rings = (
+        Arrivals((Q,), 1, CONSUMERS + ROW_THREADS),
+        Arrivals((KV,), 1, CONSUMERS),
+        Arrivals((NOTES,), ROW_THREADS, CONSUMERS * WARP_GROUP),
+        Arrivals((DQ,), OTHERS, WARP_GROUP),
     )
-    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
-    return dq_dbias_kept_sm90, signature, more
+
+    @inline
+    def load(smem, me, x):
+        produce(x.maps, smem, x.out.shape[0], x.extras, x.extent)
+
+    @inline
+    def know_rows(smem, me, x):
+        make_rows(smem, x.lse, x.dlse, x.rows, x.out.shape[0], x.extras, x.extent)
+
+    roles = Roles(
+        tile,
+        producers=(
+            Producer(load, 0),
+            Producer(know_rows, WARPS - ROW_WARPS, ROW_WARPS, whole=True),
+        ),
+        consume=lambda smem, me, x: consume(smem, me, x.dq, x.out, x.extras, x.extent, x.scales),
+    )
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=5,
+        dq=array(u32, 5),
+        lse=array(f32, 4),
+        dlse=array(f32, 4),
+        rows=array(f32, 5),
+        out=array(f32 if out_dtype == "float32" else types.uint16, 6),
+        extras=extras_type(options),
+        extent=named(Extent, i64),
+        scales=named(GradientScales, f32),
+    )

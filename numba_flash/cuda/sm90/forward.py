@@ -20,16 +20,17 @@ at D = 64, at 0.98, 0.93 and 0.94 at D = 256; and at 0.96, 0.96 and 0.98 at D = 
 kept the exponentials before that wait (H200).
 """
 
-from numba_flash.cuda import early, fragment, ptx, softmax
+from numba_flash.cuda import fragment, softmax
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.number import array
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_produce, lists_of
+from numba_flash.cuda.sm90.hopper_kernel import Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, rings_of
 from numba_flash.cuda.sm90.rows import (
     build_begin,
     build_begin_sums,
@@ -43,8 +44,7 @@ from numba_flash.cuda.swizzle import panel_bytes
 
 
 def build(config: ForwardConfig):
-    """Kernel ``forward_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and compile
-    options.
+    """Kernel of (maps, o, lse, extras, sizes, scales) with its signature and compile options.
 
     maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a tile,
         and if ``config.store`` is "map" one of o.
@@ -59,14 +59,13 @@ def build(config: ForwardConfig):
     options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
-    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
-    ALIGNMENT, V_PANEL = SMEM.ALIGNMENT, panel_bytes(BLOCK_N)
+    SMEM, V_PANEL = tile.layout(head_dim, head_dim_v), panel_bytes(BLOCK_N)
+    Q, K, V = map(one_type, (SMEM.q, SMEM.k, SMEM.v))
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     TO_MAP, PARTS, LISTED = store_by == "map", store_by == "parts", options.listed
     BANDED, MASKS_FIRST = band != "none", band == "above" and not LISTED
     CAPPED, PACKS_EARLY = bool(options.softcap), tile.packs_early
-    SEQUENCES, BFLOAT16, ON, OFF = options.sequences, dtype == "bfloat16", 1, 0
+    SEQUENCES, BFLOAT16 = options.sequences, dtype == "bfloat16"
     produce = build_produce(head_dim, head_dim_v, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     (zero, _), reset = softmax.build_zero(OUTPUTS), softmax.build_reset(1, LEAST_FLOAT32)
@@ -238,39 +237,24 @@ def build(config: ForwardConfig):
             last_values(s, p, acc, smem, u32(n - 1), before)
             finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, batches, ())
 
-    def forward_sm90(maps, o, lse, extras, sizes, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
-            pipeline.initialise(smem, Q, 1, CONSUMERS)
-            pipeline.initialise(smem, K, 1, CONSUMERS * RELEASES_OF_K)
-            pipeline.initialise(smem, V, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-        early.begin()
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, o, extras, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            me = group - 1
-            if PING_PONG and me == CONSUMERS - 1:
-                pipeline.pass_turn(0)
-            consume(maps, smem, me, o, lse, lists_among(extras), i32(sizes.b0), scales)
-            if PING_PONG and me == 0:
-                pipeline.await_turn(0)  # the turn that nobody takes
-            if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
-                ptx.bulk_wait_read()  # shared memory may go: all of O has been read from there
+    rings = rings_of(tile, SMEM, RELEASES_OF_K)
 
-    maps = [f"maps.{i}" for i in range(4 if TO_MAP else 3)]
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        array(f32 if PARTS else u32, 5),
-        array(f32, 4),
-        extras_type(options, lists_of(options)),
-        named(Sizes, i64),
-        named(Scales, f32),
+    def load(smem, me, x):
+        produce(x.maps, smem, x.o, x.extras, x.sizes)
+
+    def compute(smem, me, x):
+        lists, batches = lists_among(x.extras), i32(x.sizes.b0)
+        consume(x.maps, smem, me, x.o, x.lse, lists, batches, x.scales)
+
+    roles = Roles(tile, (Producer(load, 0),), compute, PING_PONG, WARP_GROUP if TO_MAP else 0)
+    return hopper_kernel(
+        rings,
+        roles,
+        begins_early=True,
+        maps=4 if TO_MAP else 3,
+        o=array(f32 if PARTS else u32, 5),
+        lse=array(f32, 4),
+        extras=extras_type(options, lists_of(options)),
+        sizes=named(Sizes, i64),
+        scales=named(Scales, f32),
     )
-    return forward_sm90, signature, {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}

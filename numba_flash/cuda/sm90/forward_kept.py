@@ -13,11 +13,12 @@ import math
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import KeptScales, UnitSizes, extras_type
 from numba_flash.cuda.kept_bias import build_keep
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import LOG2E, one_type
 from numba_flash.cuda.sm90.config import ForwardConfig
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_kept import build_produce
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
@@ -28,8 +29,7 @@ ROWS = 64  # of a consumer
 
 
 def build(config: ForwardConfig):
-    """Kernel ``forward_kept_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and
-    compile options.
+    """Kernel of (maps, o, lse, extras, sizes, scales) with its signature and compile options.
 
     maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), boxes of one narrow panel.
     o : (b0, b1, heads, n, head_dim_v) as words of two elements.
@@ -39,10 +39,10 @@ def build(config: ForwardConfig):
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
     vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_N, TILES, CONSUMERS, SMEM = tile.block_n, tile.tiles, tile.consumers, tile.layout()
-    Q, K, V, (FEWEST, REGISTERS) = *map(one_type, (SMEM.q, SMEM.k, SMEM.v)), tile.registers
-    ALIGNMENT, Q_ROWS, ON, OFF = SMEM.ALIGNMENT, ROWS * NARROW_ROW_BYTES, 1, 0
+    Q, K, V = map(one_type, (SMEM.q, SMEM.k, SMEM.v))
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     WRITE_LSE, BFLOAT16, MOST = config.write_lse, dtype == "bfloat16", softmax.LAZIER
+    Q_ROWS = ROWS * NARROW_ROW_BYTES
     produce = build_produce(tile)
     kept_by = tile, SMEM.kept, WARP_GROUP, pipeline.any_of_warp_group
     first_of, unit_of, after = build_units(tile.block_m)
@@ -177,32 +177,19 @@ def build(config: ForwardConfig):
         wait_all(acc, s)
         finish(me, before, acc, m_i, l_i, o, lse, unit_before)
 
-    def forward_kept_sm90(maps, o, lse, extras, sizes, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, Q, 1, CONSUMERS)
-            pipeline.initialise(smem, K, 1, CONSUMERS)
-            pipeline.initialise(smem, V, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(smem, group - 1, o, lse, extras, sizes, scales)
-
-    maps = [f"maps.{i}" for i in range(3)]
-    signature = types.void(
-        types.UniTuple(u64, 3),
-        array(u32, 5),
-        array(f32, 4),
-        extras_type(options),
-        named(UnitSizes, i64),
-        named(KeptScales, f32),
+    rings = Arrivals((Q,), 1, CONSUMERS), Arrivals((K,), 1, CONSUMERS), Arrivals((V,), 1, CONSUMERS)
+    roles = Roles(
+        tile,
+        producers=(Producer(lambda smem, me, x: produce(x.maps, smem, x.sizes), 0),),
+        consume=lambda smem, me, x: consume(smem, me, x.o, x.lse, x.extras, x.sizes, x.scales),
     )
-    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
-    return forward_kept_sm90, signature, more
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=3,
+        o=array(u32, 5),
+        lse=array(f32, 4),
+        extras=extras_type(options),
+        sizes=named(UnitSizes, i64),
+        scales=named(KeptScales, f32),
+    )

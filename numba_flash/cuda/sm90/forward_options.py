@@ -7,10 +7,10 @@ can bring it (`pair_tiles`), else straight from memory. Of a mask only the tiles
 leaves something of.
 """
 
-from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda import fragment, softmax
 from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
@@ -18,7 +18,8 @@ from numba_flash.cuda.sm90 import pipeline, softmax_options, wgmma
 from numba_flash.cuda.sm90.arguments import END, Sizes, one_type
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.finish import build_finish
-from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.load_forward import build_produce, lists_of, load_nothing, rings_of
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, build_load_pairs, build_take_pairs
 from numba_flash.cuda.sm90.rows_options import build_rows
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -26,8 +27,8 @@ from numba_flash.cuda.swizzle import panel_bytes
 
 
 def build(config: ForwardConfig):
-    """Kernel ``forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters)`` with its
-    signature and compile options.
+    """Kernel of (maps, o, lse, extras, sizes, scale_log2, parameters) with its signature and
+    compile options.
 
     maps, o, lse, sizes : as in `numba_flash.cuda.sm90.forward`.
     extras, parameters : see `numba_flash.cuda.arguments`.
@@ -39,9 +40,8 @@ def build(config: ForwardConfig):
     vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
-    SMEM, (FEWEST, REGISTERS) = tile.layout(head_dim, head_dim_v), tile.registers
-    Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
-    ALIGNMENT, V_PANEL, ON, OFF = SMEM.ALIGNMENT, panel_bytes(BLOCK_N), 1, 0
+    SMEM, V_PANEL = tile.layout(head_dim, head_dim_v), panel_bytes(BLOCK_N)
+    Q, K, V = map(one_type, (SMEM.q, SMEM.k, SMEM.v))
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     SEQUENCES, BFLOAT16, TO_MAP = options.sequences, dtype == "bfloat16", store_by == "map"
     DROPOUT, CHANGES, PARTS = bool(options.dropout), options.changes, store_by == "parts"
@@ -209,43 +209,26 @@ def build(config: ForwardConfig):
             last_values(s, p, acc, smem, u32(n - 1), before)
             finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, batches, parameters)
 
-    def forward_options_sm90(maps, o, lse, extras, sizes, scale_log2, parameters):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
-            pipeline.initialise(smem, Q, 1, CONSUMERS)
-            pipeline.initialise(smem, K, 1, CONSUMERS)
-            pipeline.initialise(smem, V, 1, CONSUMERS)
-            if COPIES:
-                pipeline.initialise(smem, PAIR_TILES, 1, CONSUMERS * RELEASES)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
+    rings = rings_of(tile, SMEM)
+    if COPIES:
+        rings += (Arrivals((PAIR_TILES,), 1, CONSUMERS * RELEASES),)
 
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, o, extras, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            me = group - 1
-            if PING_PONG and me == CONSUMERS - 1:
-                pipeline.pass_turn(0)
-            consume(maps, smem, me, o, lse, extras, i32(sizes.b0), scale_log2, parameters)
-            if PING_PONG and me == 0:
-                pipeline.await_turn(0)  # the turn that nobody takes
-            if TO_MAP and cuda.threadIdx.x % WARP_GROUP == 0:
-                ptx.bulk_wait_read()  # shared memory may go: all of O has been read from there
+    def load(smem, me, x):
+        produce(x.maps, smem, x.o, x.extras, x.sizes)
 
-    maps = [f"maps.{i}" for i in range(pairs_map + int(COPIES))]
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        array(f32 if PARTS else u32, 5),
-        array(f32, 4),
-        extras_type(options, lists_of(options)),
-        named(Sizes, i64),
-        f32,
-        parameters_type(options),
+    def compute(smem, me, x):
+        batches, scale = i32(x.sizes.b0), x.scale_log2
+        consume(x.maps, smem, me, x.o, x.lse, x.extras, batches, scale, x.parameters)
+
+    roles = Roles(tile, (Producer(load, 0),), compute, PING_PONG, WARP_GROUP if TO_MAP else 0)
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=pairs_map + COPIES,
+        o=array(f32 if PARTS else u32, 5),
+        lse=array(f32, 4),
+        extras=extras_type(options, lists_of(options)),
+        sizes=named(Sizes, i64),
+        scale_log2=f32,
+        parameters=parameters_type(options),
     )
-    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
-    return forward_options_sm90, signature, more

@@ -11,21 +11,20 @@ import math
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import SPLIT, Centred, extras_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.config import ForwardConfig
-from numba_flash.cuda.sm90.load_forward import WORD, build_produce
+from numba_flash.cuda.sm90.hopper_kernel import Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.load_forward import WORD, build_produce, rings_of
 from numba_flash.cuda.sm90.rows import ROWS, build_begin, build_hide
 from numba_flash.cuda.sm90.split_tiles import padded
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panels
 
 
 def build(config: ForwardConfig):
-    """Kernel ``forward_split_sm90(maps, o, lse, extras, sizes, scales)`` with its signature and
-    compile options.
+    """Kernel of (maps, o, lse, extras, sizes, scales) with its signature and compile options.
 
     maps : tensor maps of the planes of q, k and v as (b0, b1, heads, n, planes of columns), boxes
         of one panel of a tile.
@@ -39,16 +38,15 @@ def build(config: ForwardConfig):
     D, DV, planes = padded(config.d), padded(head_dim_v), tile.planes
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG = tile.consumers, tile.ping_pong
-    SMEM, (FEWEST, REGISTERS) = tile.layout(D, DV), tile.registers
+    SMEM, SCORES, OUTPUTS = tile.layout(D, DV), BLOCK_N // 2, DV // 2
     Q, K, V, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.work))
-    ALIGNMENT, SCORES, OUTPUTS = SMEM.ALIGNMENT, BLOCK_N // 2, DV // 2
     ALL_SCORES = panels(D) * SCORES  # of as many sums as a score has
     LOW_SCORES, OF_PANEL = SCORES if planes > 1 else 1, min(DV, PANEL) // 2
     LOW_OF_PANEL, P_WORDS = OF_PANEL if planes > 1 else 1, planes * BLOCK_N // 4
     BANDED, PARTS, WRITE_LSE = band != "none", config.store == "parts", config.write_lse
     SEQUENCES, PACKED, CENTRED = options.sequences, options.packed, Centred.of(options)
     SHIFTED, LOWERED = CENTRED.keys, 2.0**-softmax.RAISED_P
-    NEG_INF, NAN, LN2, ON, OFF = -math.inf, math.nan, math.log(2.0), 1, 0
+    NEG_INF, NAN, LN2 = -math.inf, math.nan, math.log(2.0)
     produce = build_produce(D, DV, BANDED, PARTS, options, tile)
     clear_tail = pipeline.build_clear_tail(planes * PANEL * panels(DV), BLOCK_N)
     start_scores, wait_scores, add_low = wgmma.build_split_scores(BLOCK_N, D, BLOCK_M, planes)
@@ -165,44 +163,25 @@ def build(config: ForwardConfig):
             turn = u32(turn + 1)
             item = begin_item(smem, me, turn)
 
-    def forward_split_sm90(maps, o, lse, extras, sizes, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, CONSUMERS * WARP_GROUP)
-            pipeline.initialise(smem, Q, 1, CONSUMERS)
-            pipeline.initialise(smem, K, 1, CONSUMERS)
-            pipeline.initialise(smem, V, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
+    rings = rings_of(tile, SMEM)
 
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            if cuda.threadIdx.x == 0:
-                produce(maps, smem, o, extras, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            me = group - 1
-            if PING_PONG and me == CONSUMERS - 1:
-                pipeline.pass_turn(0)
-            consume(smem, me, o, lse, extras, i32(sizes.b0), scales.scale_log2)
-            if PING_PONG and me == 0:
-                pipeline.await_turn(0)  # the turn that nobody takes
+    def compute(smem, me, x):
+        scale = x.scales.scale_log2
+        consume(smem, me, x.o, x.lse, x.extras, i32(x.sizes.b0), scale)
 
-    maps = tuple(f"maps.{i}" for i in range(3))
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        array(f32, 5),
-        array(f32, 4),
-        extras_type(options, (), SPLIT),
-        named(Sizes, i64),
-        named(Scales, f32),
+    roles = Roles(
+        tile,
+        producers=(Producer(lambda smem, me, x: produce(x.maps, smem, x.o, x.extras, x.sizes), 0),),
+        consume=compute,
+        ping_pong=PING_PONG,
     )
-    return (
-        forward_split_sm90,
-        signature,
-        {
-            "launch_bounds": (tile.threads, 1),
-            "tensor_maps": maps,
-        },
+    return hopper_kernel(
+        rings,
+        roles,
+        maps=3,
+        o=array(f32, 5),
+        lse=array(f32, 4),
+        extras=extras_type(options, (), SPLIT),
+        sizes=named(Sizes, i64),
+        scales=named(Scales, f32),
     )

@@ -5,9 +5,9 @@ dQ, too (`numba_flash.cuda.sm90.round_dq`).
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import early, ptx, relative, schedule, tile_lists
+from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import ds_slots, pipeline, walk_backward
 from numba_flash.cuda.sm90.add_dq import build_add_dq
@@ -26,6 +26,7 @@ from numba_flash.cuda.sm90.arguments import (
     words,
 )
 from numba_flash.cuda.sm90.bias_tiles import build_load_bias
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.round_dq import build_write_and_round
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
@@ -263,6 +264,51 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     return produce
 
 
+def rings_of(tile, layout):
+    """The rings of a block, and who arrives there."""
+    CONSUMERS = tile.consumers
+    Q, K, V, DO = map(one_type, (layout.q, layout.k, layout.v, layout.do))
+    DQ, WORK, FETCHED = map(one_type, (layout.dq, layout.work, layout.fetched))
+    readers = CONSUMERS * WARP_GROUP + ADDERS * tile.adds_dq + 1
+    rings = (
+        Arrivals((WORK,), 1, readers),
+        Arrivals((Q, DO, K, V), 1, CONSUMERS),
+        Arrivals((DQ,), CONSUMERS * WARP_GROUP, 1),
+        Arrivals((FETCHED,), 1, 1),
+    )
+    return (*rings, Arrivals((one_type(layout.bias),), 1, CONSUMERS)) if tile.copies_bias else rings
+
+
+def build_producers(head_dim, head_dim_v, banded, ordered, options, tile, bfloat16):
+    """Roles of the first warp group; arguments are those of `build_kernel`."""
+    SMEM, walked = tile.layout(head_dim, head_dim_v), (banded, ordered, options, tile)
+    claims, upward = walk_backward.claims(*walked), may_go_upward(ordered, options)
+    write_work, write_next = build_write_work(*walked, SMEM)
+    produce = build_produce(head_dim, head_dim_v, claims, upward, options, tile, SMEM)
+    add_dq, ADDS_DQ = build_add_dq(ordered, options, tile, SMEM), tile.adds_dq
+    rounds_dq, write_and_round = isinstance(tile, RoundingTile), None
+    if rounds_dq:
+        write_and_round = build_write_and_round(tile, SMEM, bfloat16, write_next)
+
+    def write_alone(smem, me, x):
+        write_work(smem, x.dk, x.lse2, x.flags, x.extras, x.sizes)
+
+    def write_rounding(smem, me, x):
+        scale = x.scales.scale
+        write_and_round(x.maps, smem, x.dk, x.lse2, x.dq_sum, x.flags, x.extras, x.sizes, scale)
+
+    def load(smem, me, x):
+        produce(x.maps, smem, x.lse2, x.delta, x.extras, i32(x.sizes.group), x.sizes)
+
+    def add(smem, me, x):
+        if ADDS_DQ:
+            add_dq(smem, me, x.lse2, x.dq_sum, x.flags, x.extras, x.sizes)
+
+    write = write_rounding if rounds_dq else write_alone
+    writer = Producer(write, ADDERS + 1, whole=rounds_dq)
+    return writer, Producer(load, ADDERS), Producer(add, 0, ADDERS)
+
+
 def build_kernel(
     head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume, bfloat16=False
 ):
@@ -270,67 +316,28 @@ def build_kernel(
     moves data, every other one does what `consume` says, with the kernel's arguments. The former
     rounds dQ, too, to `bfloat16` or float16, if the tile is a `RoundingTile`.
     """
-    SMEM, CONSUMERS = tile.layout(head_dim, head_dim_v), tile.consumers
-    (FEWEST, REGISTERS), ADDS_DQ = tile.registers, tile.adds_dq
-    ROUNDS_DQ = isinstance(tile, RoundingTile)
-    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
-    DQ, WORK, FETCHED = map(one_type, (SMEM.dq, SMEM.work, SMEM.fetched))
-    COPIES_BIAS, BIAS = tile.copies_bias, one_type(SMEM.bias) if tile.copies_bias else None
-    ALIGNMENT, ON, OFF = SMEM.ALIGNMENT, 1, 0
-    WORK_READERS = CONSUMERS * WARP_GROUP + ADDERS * ADDS_DQ + 1
-    write_work, write_next = build_write_work(banded, ordered, options, tile, SMEM)
-    write_and_round = None
-    if ROUNDS_DQ:
-        write_and_round = build_write_and_round(tile, SMEM, bfloat16, write_next)
-    claims = walk_backward.claims(banded, ordered, options, tile)
-    upward = may_go_upward(ordered, options)
-    produce = build_produce(head_dim, head_dim_v, claims, upward, options, tile, SMEM)
-    add_dq = build_add_dq(ordered, options, tile, SMEM)
+    planes = tile.planes
+    producers = build_producers(head_dim, head_dim_v, banded, ordered, options, tile, bfloat16)
 
-    def backward_sm90(maps, dk, dv, lse2, delta, dq_sum, flags, extras, sizes, scales):
-        smem = pipeline.shared_base(ALIGNMENT)
-        group = pipeline.uniform(i32(cuda.threadIdx.x) // WARP_GROUP)
-        if cuda.threadIdx.x == 0:
-            pipeline.initialise(smem, WORK, 1, WORK_READERS)
-            for ring in (Q, DO, K, V):
-                pipeline.initialise(smem, ring, 1, CONSUMERS)
-            pipeline.initialise(smem, DQ, CONSUMERS * WARP_GROUP, 1)
-            pipeline.initialise(smem, FETCHED, 1, 1)
-            if COPIES_BIAS:
-                pipeline.initialise(smem, BIAS, 1, CONSUMERS)
-            ptx.fence_mbarrier_init()
-        cuda.syncthreads()  # everyone sees the barriers initialised
-        early.begin()
-        if group == 0:
-            ptx.setmaxnreg(FEWEST, OFF)
-            warp = cuda.threadIdx.x // 32
-            if ROUNDS_DQ and warp == ADDERS + 1:
-                write_and_round(maps, smem, dk, lse2, dq_sum, flags, extras, sizes, scales.scale)
-            elif cuda.threadIdx.x % 32 == 0:
-                if warp == ADDERS + 1:
-                    if not ROUNDS_DQ:
-                        write_work(smem, dk, lse2, flags, extras, sizes)
-                elif warp == ADDERS:
-                    produce(maps, smem, lse2, delta, extras, i32(sizes.group), sizes)
-                elif ADDS_DQ:
-                    add_dq(smem, i32(warp), lse2, dq_sum, flags, extras, sizes)
-        else:
-            ptx.setmaxnreg(REGISTERS, ON)
-            consume(maps, smem, group - 1, dk, dv, lse2, dq_sum, extras, sizes, scales)
+    def consume_all(smem, me, x):
+        consume(x.maps, smem, me, x.dk, x.dv, x.lse2, x.dq_sum, x.extras, x.sizes, x.scales)
 
-    maps = [f"maps.{i}" for i in range((6 if to_map else 4) + COPIES_BIAS + ROUNDS_DQ)]
-    numbers = named(OptionScales, f32, f32, parameters_type(options))
+    scales = named(OptionScales, f32, f32, parameters_type(options))
     if options.only_lists or not options.modifies_or_lists:
-        numbers = named(Scales, f32)
-    signature = types.void(
-        types.UniTuple(u64, len(maps)),
-        *[array(u32 if tile.planes == 1 else f32, 5)] * 2,
-        *[array(f32, 4)] * 2,
-        array(f32, 5),
-        array(i32, 1),
-        extras_type(options, lists_of(options, ordered, tile), () if tile.planes == 1 else FACTORS),
-        named(Sizes, i64),
-        numbers,
+        scales = named(Scales, f32)
+    lists = lists_of(options, ordered, tile)
+    return hopper_kernel(
+        rings_of(tile, tile.layout(head_dim, head_dim_v)),
+        Roles(tile, producers, consume_all),
+        begins_early=True,
+        maps=(6 if to_map else 4) + tile.copies_bias + isinstance(tile, RoundingTile),
+        dk=array(u32 if planes == 1 else f32, 5),
+        dv=array(u32 if planes == 1 else f32, 5),
+        lse2=array(f32, 4),
+        delta=array(f32, 4),
+        dq_sum=array(f32, 5),
+        flags=array(i32, 1),
+        extras=extras_type(options, lists, () if planes == 1 else FACTORS),
+        sizes=named(Sizes, i64),
+        scales=scales,
     )
-    more = {"launch_bounds": (tile.threads, 1), "tensor_maps": tuple(maps)}
-    return backward_sm90, signature, more

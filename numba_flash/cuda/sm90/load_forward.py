@@ -8,7 +8,9 @@ from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import END, SCORES_B1, ForwardWork, one_type, words
+from numba_flash.cuda.sm90.hopper_kernel import Arrivals
 from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
 WORD = words(ForwardWork)
 
@@ -26,6 +28,17 @@ class Tiles(NamedTuple):
 def lists_of(options) -> tuple[str, ...]:
     """What the kernels want of a mask."""
     return ("tiles", "queue") if options.listed else ("tiles",)
+
+
+def rings_of(tile, layout, k_readers=1):
+    """The rings of a block, and who arrives there: so many of each consumer for a tile of K."""
+    CONSUMERS, Q, K, V = tile.consumers, *map(one_type, (layout.q, layout.k, layout.v))
+    return (
+        Arrivals((one_type(layout.work),), 1, CONSUMERS * WARP_GROUP),
+        Arrivals((Q,), 1, CONSUMERS),
+        Arrivals((K,), 1, CONSUMERS * k_readers),
+        Arrivals((V,), 1, CONSUMERS),
+    )
 
 
 @once
