@@ -59,7 +59,7 @@ MUTANTS = (
     # ---- kernels that begin early
     Mutant("keys of a kernel that still runs", "hopper_kernel", "early.begin()", "", "plain"),
     Mutant("dO of a kernel that still runs", "preprocess", "if EARLY: early.begin()", "", "gradients"),
-    Mutant("dO as if it had always been there", "cuda build", "ptx.fetch(4, begins_early)", "ptx.fetch(4)", "gradients"),
+    Mutant("dO as if it had always been there", "cuda build", "ptx.fetch(4, config.early)", "ptx.fetch(4)", "gradients"),
     Mutant("delta of a kernel that still runs", "hopper_kernel", "early.begin()", "", "gradients"),
     Mutant("sums of dQ of a kernel that still runs", "postprocess", "early.begin()", "", "gradients"),
     Mutant("a kernel that nothing waits for", "cuda begin", "ptx.griddepcontrol_wait()", "", "plain"),

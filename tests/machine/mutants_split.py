@@ -47,8 +47,8 @@ MUTANTS_SPLIT = (
     Mutant(
         "a tile of V that one consumer has left",
         "rings_of",
-        "(V,), 1, CONSUMERS",
-        "(V,), 1, 1",
+        "(layout.v, CONSUMERS)",
+        "(layout.v, 1)",
         "wgmma",
     ),
     Mutant("no fence behind mbarriers of planes", "hopper_kernel", "ptx.fence_mbarrier_init()", "", "wgmma"),

@@ -100,7 +100,6 @@ def build(config: BiasGradientConfig):
     items : tiles of the gradient, times shares.
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
-    out_dtype, wide, summed = config.out, config.wide, config.summed
     banded, vectors, options, tile = config.banded, config.vectors, config.options, config.tile
     BLOCK_M, PART, PARTS, CONSUMERS = tile.block_m, tile.part, tile.parts, tile.consumers
     SMEM, runs = tile.layout(head_dim, head_dim_v), fragment.runs_of_columns(PART)
@@ -108,7 +107,7 @@ def build(config: BiasGradientConfig):
     VALUES, SUMS, VALUES_BYTES = SMEM.values, SMEM.sums, 4 * BLOCK_M
     SCORES, ALL_SCORES, MINE = PART // 2, PARTS * PART // 2, ROWS * ROW_BYTES
     BFLOAT16, DROPOUT, MASKED = dtype == "bfloat16", bool(options.dropout), options.mask
-    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
+    SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed = config.summed
     KIND, NONE, ONE, NAN = one_type(DbiasKind()), 0, 1, math.nan
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
@@ -126,7 +125,7 @@ def build(config: BiasGradientConfig):
         pipeline.meet_consumers(CONSUMERS)
 
     fragments = Fragments(runs, PARTS, PART, CONSUMERS * WARPS, 1, 16, 2, WARPS, True, meet)
-    store = build_store(out_dtype, wide, False, summed, fragments)
+    store = build_store(config.out, config.wide, False, summed, fragments)
 
     @inline
     def read(t, word):
@@ -311,7 +310,7 @@ def build(config: BiasGradientConfig):
         roles,
         maps=4,
         rows=array(f32, 5),
-        out=array(f32 if out_dtype == "float32" else types.uint16, 6),
+        out=array(f32 if config.out == "float32" else types.uint16, 6),
         extras=extras_type(options, ("bits",)),
         extent=named(Extent, i64),
         items=i64,

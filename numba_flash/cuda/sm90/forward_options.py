@@ -51,10 +51,8 @@ def build(config: ForwardConfig):
     AHEAD, PACKS_EARLY = tile.pairs_ahead, tile.packs_early
     load_pairs = build_load_pairs(options, tile, SMEM.pairs) if COPIES else load_nothing
     take_pairs = build_take_pairs(options, tile, SMEM.pairs) if COPIES else None
-    banded, pairs_map = band != "none", 4 if TO_MAP else 3
-    produce = build_produce(
-        head_dim, head_dim_v, banded, PARTS, options, tile, pairs_map, load_pairs
-    )
+    banded, at_map = band != "none", 4 if TO_MAP else 3
+    produce = build_produce(head_dim, head_dim_v, banded, PARTS, options, tile, at_map, load_pairs)
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     reset = softmax.reset if CHANGES else softmax.build_reset(1, LEAST_FLOAT32)
@@ -68,8 +66,7 @@ def build(config: ForwardConfig):
     fetch, drop = build_fetch(options, runs, vectors), build_drop(options, runs)
     modify = build_modify(dtype, options, runs, ends_apart=True)
     begin_scores, next_scores = build_rows(options, BLOCK_M, BLOCK_N, SMEM.q, SMEM.work)
-    in_base_e = (CHANGES, RAISED)
-    finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, *in_base_e)
+    finish = build_finish(head_dim_v, write_lse, store_by, BFLOAT16, options, SMEM, CHANGES, RAISED)
 
     @inline
     def weigh(s, bias_mask, m_i, l_i, alpha, x, scale_log2, parameters, smem, me, n, more):
@@ -224,7 +221,7 @@ def build(config: ForwardConfig):
     return hopper_kernel(
         rings,
         roles,
-        maps=pairs_map + COPIES,
+        maps=at_map + COPIES,
         o=array(f32 if PARTS else u32, 5),
         lse=array(f32, 4),
         extras=extras_type(options, lists_of(options)),

@@ -32,13 +32,14 @@ def lists_of(options) -> tuple[str, ...]:
 
 def rings_of(tile, layout, k_readers=1):
     """The rings of a block, and who arrives there: so many of each consumer for a tile of K."""
-    CONSUMERS, Q, K, V = tile.consumers, *map(one_type, (layout.q, layout.k, layout.v))
-    return (
-        Arrivals((one_type(layout.work),), 1, CONSUMERS * WARP_GROUP),
-        Arrivals((Q,), 1, CONSUMERS),
-        Arrivals((K,), 1, CONSUMERS * k_readers),
-        Arrivals((V,), 1, CONSUMERS),
+    CONSUMERS = tile.consumers
+    readers = (
+        (layout.work, CONSUMERS * WARP_GROUP),
+        (layout.q, CONSUMERS),
+        (layout.k, CONSUMERS * k_readers),
+        (layout.v, CONSUMERS),
     )
+    return tuple(Arrivals((one_type(ring),), 1, releases) for ring, releases in readers)
 
 
 @once
