@@ -211,15 +211,16 @@ class Records:
     def pytest_sessionfinish(self, exitstatus):
         before = kept()
         if self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            others = {name: before[name] for name in self.confirmed} | {ALL: tree()}
+            self._write({name: before[name] for name in self.confirmed} | {ALL: tree()})
         else:
-            others = {name: hashes for name, hashes in before.items() if name not in self.lied}
-        self._write(others)
+            self._write({name: hashes for name, hashes in before.items() if name not in self.lied})
 
     def _write(self, others: dict[str, str]) -> None:
-        """Keep what has passed, beside `others`."""
+        """Keep what has passed, beside `others`. What passed on other sources than `others` were looked up for has not passed on those."""
         record, self.written = others | self.passed, time.monotonic()
         if record != kept():
+            if record.get(ALL) != tree():
+                record.pop(ALL, None)
             new = RECORD.with_suffix(".new")
             new.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
             new.replace(RECORD)

@@ -144,6 +144,17 @@ def test_nobody_looks_again_while_all_sources_are_the_same(project, monkeypatch)
     assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]  # the other one is of all sources
 
 
+def test_what_passed_on_other_sources_runs_again_where_these_are_undone(project, monkeypatch):
+    monkeypatch.setattr(evidence, "all_sources", lambda: project.all)
+    project.all, affected = "all", ("-p", "proven", "-q", "--affected")
+    assert run(project, then="assert 0")[0] == {"failed": 1, "deselected": 1}
+    assert project.runpytest_inprocess(*affected).parseoutcomes() == {"failed": 1, "passed": 1}
+    project.all = "edited"
+    assert run(project)[0] == PASSED
+    project.all = "all"
+    assert run(project, then="assert 0")[0] == {"failed": 1, "deselected": 1}
+
+
 def test_what_does_not_fit_is_listed(project):
     outcomes, said = run(project, "--affected", "--minutes", "0")
     assert outcomes == PROVEN
