@@ -187,6 +187,7 @@ class Records:
         self.written = time.monotonic()
         named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr not in ("", "full")
         self.all = not named
+        self.ours = config.rootpath in RECORD.parents  # not those that a test of this project makes and runs
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -218,7 +219,7 @@ class Records:
     def _write(self, others: dict[str, str]) -> None:
         """Keep what has passed, beside `others`. What passed on other sources than `others` were looked up for has not passed on those."""
         record, self.written = others | self.passed, time.monotonic()
-        if record != kept():
+        if self.ours and record != kept():
             if record.get(ALL) != tree():
                 record.pop(ALL, None)
             new = RECORD.with_suffix(".new")

@@ -155,6 +155,16 @@ def test_what_passed_on_other_sources_runs_again_where_these_are_undone(project,
     assert run(project, then="assert 0")[0] == {"failed": 1, "deselected": 1}
 
 
+def test_a_run_of_other_tests_leaves_the_record_alone(project, monkeypatch, tmp_path_factory):
+    """As those that a test of this project makes and runs."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "proven.json"
+    elsewhere.write_text(kept := '{"tests/test_it.py::test_it": "1 2"}')
+    monkeypatch.setattr(proven, "RECORD", elsewhere)
+    assert run(project)[0] == PASSED
+    assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 2}
+    assert elsewhere.read_text() == kept
+
+
 def test_what_does_not_fit_is_listed(project):
     outcomes, said = run(project, "--affected", "--minutes", "0")
     assert outcomes == PROVEN
