@@ -4,7 +4,7 @@ their PTX. It also has a hash of all sources for which all of it was last looked
 
 A slow test that is no such function (of time, of threads and processes, of what is installed) is marked `unproven`, with the reason, and
 runs whenever slow tests do. Every other one outside the folders of kernels is a function of its own source and of the package, or of what
-its backend consists of.
+its backend consists of. So is one of Hypothesis: where slow tests run, the same source draws the same examples, elsewhere others each time.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import evidence
+import hypothesis
 import pytest
 from support import SIMULATED
 
@@ -62,8 +63,11 @@ def _hash(*what) -> str:
 def is_provable(item) -> bool:
     """Its result is a function of code."""
     slow, others = item.get_closest_marker("full"), ("unproven", "gpu")
-    draws = getattr(item.function, "is_hypothesis_test", False)
-    return slow is not None and not draws and not SIMULATED and not any(map(item.get_closest_marker, others))
+    return slow is not None and not SIMULATED and not any(map(item.get_closest_marker, others))
+
+
+def _draws(item) -> bool:
+    return getattr(item.function, "is_hypothesis_test", False)
 
 
 class Proof:
@@ -81,7 +85,7 @@ class Proof:
         self.nodeid, self.trace, function = item.nodeid, None, item.function.__name__
         self.base = item.name, _versions()
         self._host = lambda: evidence.host_sources(item.path, function, _backend(item))
-        if item.path.parent.name in OF_KERNELS:
+        if item.path.parent.name in OF_KERNELS and not _draws(item):
             self.trace = _on_paper(item)
             self.base += evidence.own_source(item.path, function), self.trace.events
 
@@ -248,6 +252,10 @@ class Records:
 def pytest_configure(config):
     if config.option.full or config.option.affected:
         config.option.full = True  # slow tests run, and whoever asks whether they do is told so
+        before = hypothesis.settings.get_current_profile_name()
+        hypothesis.settings.register_profile("proven", derandomize=True)
+        hypothesis.settings.load_profile("proven")
+        config.add_cleanup(lambda: hypothesis.settings.load_profile(before))
         if config.option.order is None:
             config.option.order = getattr(config, "workerinput", {}).get("order", random.randrange(2**16))
         config.pluginmanager.register(Proofs(config), "proofs")

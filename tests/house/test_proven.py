@@ -3,6 +3,7 @@
 import json
 
 import evidence
+import hypothesis
 import proven
 import pytest
 from support import SIMULATED
@@ -199,6 +200,29 @@ def test_a_test_of_one_backend_is_not_one_of_the_others(project, monkeypatch, fo
     (project.mkdir(folder) / "test_one.py").write_text(source + "@pytest.mark.full\ndef test_it(backend): pass\n")
     assert project.runpytest_inprocess("-p", "proven", "-q", "--full").parseoutcomes() == {"passed": 1}
     assert {*asked} == {("test_one.py", "test_it", found)}
+
+
+@pytest.mark.parametrize("folder", ["machine", "contract"])
+def test_slow_tests_draw_the_same_each_time(project, monkeypatch, folder):
+    monkeypatch.setattr(evidence, "host_sources", lambda *_: "the same")
+    source = """
+import pytest
+from hypothesis import given, strategies as st
+
+@pytest.mark.full
+@given(st.integers())
+def test_it(n):
+    with open("drawn.txt", "a") as file:
+        print(n, file=file)
+"""
+    (project.mkdir(folder) / "test_drawn.py").write_text(source)
+    drawn, file = [], project.path / "drawn.txt"
+    for option, outcome in (("--full", "passed"), ("--affected", "skipped"), ("--full", "passed")):
+        assert project.runpytest_inprocess("-p", "proven", "-q", option).parseoutcomes() == {outcome: 1}
+        drawn.append(file.read_text() if file.exists() else "")
+        file.unlink(missing_ok=True)
+    assert drawn[0] == drawn[2] != drawn[1] == ""
+    assert not hypothesis.settings().derandomize
 
 
 def test_a_list_of_tests_leaves_the_record_alone(project):
