@@ -33,6 +33,9 @@ TABLES = {
     **dict.fromkeys(("test_compile", "test_sm80_compile", "test_sm90_compile"), ("SPILLS", "INSPECTIONS")),
 }
 ORACLES = ("reference.py", "oracle.py")  # of the package
+PROGRAMS = {"docs": "docs/examples", "bench": "asv_bench"}  # by folder of tests: what these run
+# Of the package, by what runs without a GPU. What their modules import in turn belongs to it, too.
+FOLDERS = {"cpu": ("cpu",), "simulator": ("cuda", "cuda/simt", "cuda/ptx")}
 TEXT = "text"
 
 
@@ -238,22 +241,26 @@ def helpers(tree: ast.Module) -> set[str]:
     return names & {*HELPERS}
 
 
-@cache
-def own_source(path: Path, function: str) -> str:
-    """Hash of a test's own source: its module without the other tests, the modules of the tests that this imports, and the oracles."""
-    import numba_flash
-
-    tree = ast.parse(path.read_text())
-    open_, closed = helpers(tree), set()
-    is_other = lambda node: isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name != function
-    other = lambda node: is_table(path.stem, node) or is_other(node)
-    texts = [normalised(tree, other)]
+def all_helpers(path: Path) -> list[Path]:
+    """Modules of the tests that one imports, and that these import."""
+    open_, closed = helpers(ast.parse(path.read_text())), set()
     while open_:
         name = open_.pop()
         closed.add(name)
         open_ |= helpers(ast.parse(HELPERS[name].read_text())) - closed
-    texts += [_helper(name) for name in sorted(closed)]
-    texts += [normalised(ast.parse((Path(numba_flash.__file__).parent / name).read_text())) for name in ORACLES]
+    return [HELPERS[name] for name in sorted(closed)]
+
+
+@cache
+def own_source(path: Path, function: str | None = None) -> str:
+    """Hash of a test's own source: its module without the other tests, or with all, the modules of the tests that this imports, and the
+    oracles.
+    """
+    is_test = lambda node: function and isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    other = lambda node: is_table(path.stem, node) or (is_test(node) and node.name != function)
+    texts = [normalised(ast.parse(path.read_text()), other)]
+    texts += [_helper(helper.stem) for helper in all_helpers(path)]
+    texts += [normalised(ast.parse((package() / name).read_text())) for name in ORACLES]
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
@@ -262,14 +269,57 @@ def _helper(name: str) -> str:
     return normalised(ast.parse(HELPERS[name].read_text()), lambda node: is_table(name, node))
 
 
-@cache
-def all_sources() -> str:
-    """Hash of the package and of all tests."""
+def package() -> Path:
+    """The folder of the package."""
     import numba_flash
 
-    files = [*Path(numba_flash.__file__).parent.rglob("*.py"), *TESTS.rglob("*.py")]
-    texts = sorted((path.relative_to(TESTS.parent).as_posix(), normalised(ast.parse(path.read_text()))) for path in files)
-    return hashlib.sha256(repr(texts).encode()).hexdigest()
+    return Path(numba_flash.__file__).parent
+
+
+@cache
+def sources(*folders: Path) -> str:
+    """Hash of all modules in some folders."""
+    paths = [(path.relative_to(folder).as_posix(), path) for folder in folders for path in folder.rglob("*.py")]
+    texts = [(name, normalised(ast.parse(path.read_text()))) for name, path in paths]
+    return hashlib.sha256(repr(sorted(texts)).encode()).hexdigest()
+
+
+def all_sources() -> str:
+    """Hash of the package, of all tests, and of the programs that some run."""
+    return sources(package(), TESTS, *(TESTS.parent / name for name in PROGRAMS.values()))
+
+
+def modules_of_backend(backend: str, path: Path) -> set[str]:
+    """Modules of the package that a backend consists of, and that a test imports, with all that these import."""
+    from numba_flash import fingerprint
+
+    modules = fingerprint.package()
+    own = [module for folder in FOLDERS[backend] for module in (package() / folder).glob("*.py")]
+    imported = [modules.imported(each.read_bytes()) for each in (*own, path, *all_helpers(path))]
+    return modules.modules_of("__init__", *map(_module, own), *(name for names in imported for name in names))
+
+
+def of_backend(backend: str, path: Path) -> str:
+    """Hash of `modules_of_backend`."""
+    from numba_flash import fingerprint
+
+    return fingerprint.package().closure(*sorted(modules_of_backend(backend, path)))
+
+
+def _module(path: Path) -> str:
+    """Its name relative to the package."""
+    parts = path.relative_to(package()).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def host_sources(path: Path, function: str, backend: str | None) -> str:
+    """Hash of what a test is a function of whose kernels are not all known: its own source, the programs that tests of its folder run,
+    and the package, or of that what the only backend that it runs consists of.
+    """
+    folder = path.parent.name
+    programs = [sources(TESTS.parent / PROGRAMS[folder])] if folder in PROGRAMS else []
+    of_package = sources(package()) if backend not in FOLDERS else of_backend(backend, path)
+    return hashlib.sha256(repr((own_source(path, function), programs, of_package)).encode()).hexdigest()
 
 
 # ---- kernels

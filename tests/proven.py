@@ -3,7 +3,8 @@ hashes of what it is a function of (`evidence`): one of the sources that its ker
 their PTX. It also has a hash of all sources for which all of it was last looked up: while they are the same, nobody looks again.
 
 A slow test that is no such function (of time, of threads and processes, of what is installed) is marked `unproven`, with the reason, and
-runs whenever slow tests do. Every other one outside the folders of kernels is a function of all sources.
+runs whenever slow tests do. Every other one outside the folders of kernels is a function of its own source and of the package, or of what
+its backend consists of. So is one of Hypothesis: where slow tests run, the same source draws the same examples, elsewhere others each time.
 """
 
 import hashlib
@@ -15,11 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import evidence
+import hypothesis
 import pytest
 from support import SIMULATED
 
 RECORD = Path(__file__).parent / "data" / "proven.json"
 OF_KERNELS = {"machine", "cuda", "sm80", "sm90"}  # folders of tests that are traced
+OF_THE_CPU = {"cpu", "docs"}  # of those whose package runs on the CPU alone
 BEGUN = time.monotonic()
 EVERY = 60  # seconds: what has passed is written so often, so that a run that is cut off has not been in vain
 PASSED, CONFIRMED, LEFT_OUT, LIED = "proven", "confirmed", "left out", "lied"
@@ -60,8 +63,11 @@ def _hash(*what) -> str:
 def is_provable(item) -> bool:
     """Its result is a function of code."""
     slow, others = item.get_closest_marker("full"), ("unproven", "gpu")
-    draws = getattr(item.function, "is_hypothesis_test", False)
-    return slow is not None and not draws and not SIMULATED and not any(map(item.get_closest_marker, others))
+    return slow is not None and not SIMULATED and not any(map(item.get_closest_marker, others))
+
+
+def _draws(item) -> bool:
+    return getattr(item.function, "is_hypothesis_test", False)
 
 
 class Proof:
@@ -76,18 +82,17 @@ class Proof:
     """
 
     def __init__(self, item):
-        self.nodeid, self.trace = item.nodeid, None
-        versions = _versions()
-        if item.path.parent.name in OF_KERNELS:
+        self.nodeid, self.trace, function = item.nodeid, None, item.function.__name__
+        self.base = item.name, _versions()
+        self._host = lambda: evidence.host_sources(item.path, function, _backend(item))
+        if item.path.parent.name in OF_KERNELS and not _draws(item):
             self.trace = _on_paper(item)
-            self.base = evidence.own_source(item.path, item.function.__name__), item.name, versions, self.trace.events
-        else:
-            self.base = evidence.all_sources(), item.name, versions
+            self.base += evidence.own_source(item.path, function), self.trace.events
 
     def by_sources(self, whole: bool) -> str:
-        """Hash without compiling; of all sources if the trace on paper is not the `whole` of it."""
+        """Hash without compiling; of sources of the host, too, if the trace on paper is not the `whole` of it."""
         kernels = [] if self.trace is None else [evidence.kernel_key(each) for each in self.trace.kernels]
-        return _hash(self.base, kernels, () if whole else evidence.all_sources())
+        return _hash(self.base, kernels, () if whole else self._host())
 
     def by_ptx(self, whole: bool) -> str:
         """Hash of what the compiler makes."""
@@ -97,7 +102,8 @@ class Proof:
 
     def has_sources(self, record: str) -> bool:
         """The test has passed on these sources."""
-        return record.split()[0] in (self.by_sources(True), self.by_sources(False))
+        sources = record.split()[0]
+        return sources == self.by_sources(False) or (self.trace is not None and sources == self.by_sources(True))
 
     def has_ptx(self, record: str) -> bool:
         """The test has passed on this PTX, which may have to be compiled."""
@@ -114,6 +120,12 @@ class Proof:
 
     def _said(self, whole: bool) -> str:
         return f"{self.by_sources(whole)} {self.by_ptx(whole)}"
+
+
+def _backend(item) -> str | None:
+    """The only one that it runs, if that is known and needs no GPU."""
+    given = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+    return getattr(given, "name", None) or ("cpu" if item.path.parent.name in OF_THE_CPU else None)
 
 
 def _on_paper(item) -> evidence.Trace:
@@ -187,6 +199,8 @@ class Records:
         self.written = time.monotonic()
         named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr not in ("", "full")
         self.all = not named
+        # Not those that a test of this project makes and runs, and not where tests are only listed.
+        self.ours = config.rootpath in RECORD.parents and not config.option.collectonly
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -211,15 +225,16 @@ class Records:
     def pytest_sessionfinish(self, exitstatus):
         before = kept()
         if self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            others = {name: before[name] for name in self.confirmed} | {ALL: tree()}
+            self._write({name: before[name] for name in self.confirmed} | {ALL: tree()})
         else:
-            others = {name: hashes for name, hashes in before.items() if name not in self.lied}
-        self._write(others)
+            self._write({name: hashes for name, hashes in before.items() if name not in self.lied})
 
     def _write(self, others: dict[str, str]) -> None:
-        """Keep what has passed, beside `others`."""
+        """Keep what has passed, beside `others`. What passed on other sources than `others` were looked up for has not passed on those."""
         record, self.written = others | self.passed, time.monotonic()
-        if record != kept():
+        if self.ours and record != kept():
+            if record.get(ALL) != tree():
+                record.pop(ALL, None)
             new = RECORD.with_suffix(".new")
             new.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
             new.replace(RECORD)
@@ -237,6 +252,10 @@ class Records:
 def pytest_configure(config):
     if config.option.full or config.option.affected:
         config.option.full = True  # slow tests run, and whoever asks whether they do is told so
+        before = hypothesis.settings.get_current_profile_name()
+        hypothesis.settings.register_profile("proven", derandomize=True)
+        hypothesis.settings.load_profile("proven")
+        config.add_cleanup(lambda: hypothesis.settings.load_profile(before))
         if config.option.order is None:
             config.option.order = getattr(config, "workerinput", {}).get("order", random.randrange(2**16))
         config.pluginmanager.register(Proofs(config), "proofs")

@@ -64,7 +64,7 @@ def test_outliers(backend, dtype):
     "options",
     [
         {"scale": 0.9},
-        in_simulator({"scale": -0.4, "causal": True}),
+        pytest.param({"scale": -0.4, "causal": True}, marks=simulator(full=True)),
         {"scale": 0.0},
         {"scale": np.float32(0.3), "q_start": np.int64(2), "causal": np.True_},
         pytest.param({"causal": True, "q_start": 0}, marks=simulator(full=True)),
@@ -103,7 +103,7 @@ def test_grouped_queries(backend, hq, hk, causal):
 @pytest.mark.parametrize(
     ("d", "dv"),
     [
-        pytest.param(6, 3, marks=simulator),
+        pytest.param(6, 3, marks=simulator(full=True)),
         (1, 1),
         (3, 17),
         (40, 40),
@@ -153,8 +153,7 @@ def test_sizes_around_a_tile(backend, kernel, m, n):
     check(backend, *inputs, causal=True)
 
 
-@simulator
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (0, -1)])
+@pytest.mark.parametrize(("m", "n"), [pytest.param(1, 1, marks=simulator), pytest.param(0, -1, marks=simulator(full=True))])
 def test_sizes_around_a_small_tile(backend, m, n):
     check(backend, *random_inputs(batch=(), nq=4 + m, nk=8 + n, seed=6), window=(3, 2))
 
@@ -238,7 +237,7 @@ def test_results_follow_the_memory_layout_of_inputs(backend, layout):
         assert x.nbytes == abs(max(x.strides, key=abs)) * x.shape[strides_order(x)[0]], "the result is not dense"
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=simulator(full=x != "contiguous")) for x in ("contiguous", "strided")])
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=simulator(full=True)) for x in ("contiguous", "strided")])
 def test_out_is_written_in_place_and_returned(backend, layout):
     inputs = random_inputs(nq=3, nk=5, d=4, dv=2, seed=11)
     q, k, v, do = map(backend.to_device, inputs)

@@ -251,9 +251,7 @@ def test_lengths_of_a_single_sequence(backend):
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        pytest.param("kv_lengths", NK + 1, marks=simulator),
-        pytest.param("kv_lengths", -1, marks=simulator(full=True)),
-        pytest.param("q_lengths", NQ + 1, marks=simulator(full=True)),
+        *(pytest.param(*x, marks=simulator(full=True)) for x in (("kv_lengths", NK + 1), ("kv_lengths", -1), ("q_lengths", NQ + 1))),
     ],
 )
 def test_impossible_lengths_on_a_gpu_give_nan(monkeypatch, name, length):

@@ -46,7 +46,7 @@ def test_dtypes(backend, dtype):
     check(backend, *arrays_of(dtype=dtype), causal=True)
 
 
-@pytest.mark.parametrize("size", [pytest.param(n, marks=simulator(full=n != 1)) for n in (1, 7, 64, 512)])
+@pytest.mark.parametrize("size", [pytest.param(n, marks=simulator(full=True)) for n in (1, 7, 64, 512)])
 @pytest.mark.parametrize("nq", [1, pytest.param(NQ, marks=[simulator(full=True), full_on_cpu])])
 def test_sizes_of_pages(backend, size, nq):
     """Of one key, of no power of two, longer than a tile, longer than all keys; the table has entries that nobody uses."""
@@ -70,7 +70,7 @@ OPTIONS = {
 
 
 @full_on_cpu
-@pytest.mark.parametrize("name", [pytest.param(name, marks=simulator(full=name != "bias and mask")) for name in OPTIONS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=simulator(full=True)) for name in OPTIONS])
 def test_options(backend, name):
     options, more = OPTIONS[name], {}
     if name == "alibi":

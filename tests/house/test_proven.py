@@ -3,6 +3,7 @@
 import json
 
 import evidence
+import hypothesis
 import proven
 import pytest
 from support import SIMULATED
@@ -130,6 +131,7 @@ def test_what_has_passed_is_written_during_the_run(project, monkeypatch, every, 
 def test_nobody_looks_again_while_all_sources_are_the_same(project, monkeypatch):
     """Not after a run of some tests, nor where a record was of other code."""
     monkeypatch.setattr(evidence, "all_sources", lambda: project.all)
+    monkeypatch.setattr(evidence, "host_sources", lambda *_: project.all)
     project.all, affected = "all", ("-p", "proven", "-q", "--affected")
     run(project)
     project.ptx = project.sources = "looked at"
@@ -141,7 +143,28 @@ def test_nobody_looks_again_while_all_sources_are_the_same(project, monkeypatch)
     project.all = "edited"
     outcomes = project.runpytest_inprocess(*affected, "--minutes", "0").parseoutcomes()
     assert outcomes == {"skipped": 2}
-    assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]  # the other one is of all sources
+    assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]  # the other one is of sources of the host
+
+
+def test_what_passed_on_other_sources_runs_again_where_these_are_undone(project, monkeypatch):
+    monkeypatch.setattr(evidence, "all_sources", lambda: project.all)
+    project.all, affected = "all", ("-p", "proven", "-q", "--affected")
+    assert run(project, then="assert 0")[0] == {"failed": 1, "deselected": 1}
+    assert project.runpytest_inprocess(*affected).parseoutcomes() == {"failed": 1, "passed": 1}
+    project.all = "edited"
+    assert run(project)[0] == PASSED
+    project.all = "all"
+    assert run(project, then="assert 0")[0] == {"failed": 1, "deselected": 1}
+
+
+def test_a_run_of_other_tests_leaves_the_record_alone(project, monkeypatch, tmp_path_factory):
+    """As those that a test of this project makes and runs."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "proven.json"
+    elsewhere.write_text(kept := '{"tests/test_it.py::test_it": "1 2"}')
+    monkeypatch.setattr(proven, "RECORD", elsewhere)
+    assert run(project)[0] == PASSED
+    assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 2}
+    assert elsewhere.read_text() == kept
 
 
 def test_what_does_not_fit_is_listed(project):
@@ -154,15 +177,60 @@ def test_what_does_not_fit_is_listed(project):
     assert "did not fit" not in run(project, "--affected", "--minutes", "0")[1]
 
 
-def test_a_test_of_no_kernel_is_one_of_all_sources(project, monkeypatch):
+def test_a_test_of_no_kernel_is_one_of_the_host(project, monkeypatch):
     """Also one that asks for more kernels than it does on paper, and one of another folder."""
     for folder, kernel, then in (("machine", KERNEL, "compiled.text('other.build', (), (9, 0))"), ("contract", KERNEL, "pass")):
-        monkeypatch.setattr(evidence, "all_sources", lambda: "all")
+        monkeypatch.setattr(evidence, "host_sources", lambda *_: "all")
         assert run(project, folder=folder, kernel=kernel, then=then)[0] == PASSED
         assert run(project, folder=folder, kernel=kernel, then=then)[0] == PROVEN
-        monkeypatch.setattr(evidence, "all_sources", lambda: "one of them edited")
+        monkeypatch.setattr(evidence, "host_sources", lambda *_: "one of them edited")
         assert run(project, folder=folder, kernel=kernel, then=then)[0] == PASSED
         (project.path / folder / "test_kernels_of_paper.py").unlink()
+
+
+@pytest.mark.parametrize(
+    ("folder", "backend", "found"),
+    [("contract", "cpu", "cpu"), ("contract", None, None), ("cpu", None, "cpu"), ("docs", None, "cpu"), ("bench", None, None)],
+)
+def test_a_test_of_one_backend_is_not_one_of_the_others(project, monkeypatch, folder, backend, found):
+    asked = []
+    monkeypatch.setattr(evidence, "host_sources", lambda path, function, backend: asked.append((path.name, function, backend)))
+    parameter = f"SimpleNamespace(name={backend!r})" if backend else "'something else'"
+    source = f"import pytest\nfrom types import SimpleNamespace\n@pytest.mark.parametrize('backend', [{parameter}])\n"
+    (project.mkdir(folder) / "test_one.py").write_text(source + "@pytest.mark.full\ndef test_it(backend): pass\n")
+    assert project.runpytest_inprocess("-p", "proven", "-q", "--full").parseoutcomes() == {"passed": 1}
+    assert {*asked} == {("test_one.py", "test_it", found)}
+
+
+@pytest.mark.parametrize("folder", ["machine", "contract"])
+def test_slow_tests_draw_the_same_each_time(project, monkeypatch, folder):
+    monkeypatch.setattr(evidence, "host_sources", lambda *_: "the same")
+    source = """
+import pytest
+from hypothesis import given, strategies as st
+
+@pytest.mark.full
+@given(st.integers())
+def test_it(n):
+    with open("drawn.txt", "a") as file:
+        print(n, file=file)
+"""
+    (project.mkdir(folder) / "test_drawn.py").write_text(source)
+    drawn, file = [], project.path / "drawn.txt"
+    for option, outcome in (("--full", "passed"), ("--affected", "skipped"), ("--full", "passed")):
+        assert project.runpytest_inprocess("-p", "proven", "-q", option).parseoutcomes() == {outcome: 1}
+        drawn.append(file.read_text() if file.exists() else "")
+        file.unlink(missing_ok=True)
+    assert drawn[0] == drawn[2] != drawn[1] == ""
+    assert not hypothesis.settings().derandomize
+
+
+def test_a_list_of_tests_leaves_the_record_alone(project):
+    assert run(project)[0] == PASSED
+    before = record(project)
+    assert before
+    project.runpytest_inprocess("-p", "proven", "-q", "--affected", "--collect-only")
+    assert record(project) == before
 
 
 def test_who_says_so_is_not_recorded(project):

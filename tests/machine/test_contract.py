@@ -440,7 +440,7 @@ def test_parts_of_the_keys_are_combined(backend, d, nk):
     """Few queries on a GPU with many multiprocessors: several blocks share the keys of one, or the tiles that a mask leaves."""
     nq = 17 if backend is SM80 else 3  # there, fewer have a kernel of their own
     arrays = random_inputs(batch=(1,), hq=1, hk=1, nq=nq, nk=nk, d=d, dtype="float16")
-    some = RNG.random((nq, nk)) < 0.02
+    some = np.random.default_rng(0).random((nq, nk)) < 0.02
     masks = [{"mask": some}, {"mask": some | True}][: 2 if backend is SM80 else 1]
     for options in ({}, {"kv_lengths": np.array([nk * 3 // 4])}, *masks):
         with machine(multiprocessors=8, capability=AMPERE if backend is SM80 else HOPPER):

@@ -3,7 +3,7 @@
 import evidence
 import numpy as np
 import pytest
-from support import SIMULATED, random_inputs
+from support import SIMULATED, TESTS, random_inputs
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
@@ -134,3 +134,51 @@ def test_a_test_is_a_function_of_its_source(source_of, edited, old, new):
 )
 def test_a_test_is_no_function_of_others_nor_of_comments(source_of, edited, old, new):
     assert source_of(edited, old, new) == source_of()
+
+
+@pytest.mark.parametrize(
+    ("backend", "test", "some", "none"),
+    [
+        ("cpu", "contract/test_options.py", ("cpu.softmax", "scoremod", "api"), ("cuda.sm", "cuda.simt", "cuda.modify", "dask", "bench")),
+        ("cpu", "contract/test_dask.py", ("cpu.softmax", "dask.tasks"), ("cuda.sm", "cuda.simt", "bench")),
+        ("simulator", "contract/test_options.py", ("cuda.simt.forward", "cuda.merge", "api"), ("cuda.sm", "dask", "bench")),
+    ],
+)
+def test_a_backend_consists_of_its_modules_and_what_they_import(backend, test, some, none):
+    found = evidence.modules_of_backend(backend, TESTS / test)
+    assert found >= {*some}
+    assert not [module for module in found if module.startswith(none)]
+
+
+TREE = (
+    "tests/docs/test_it.py",
+    "tests/docs/test_other.py",
+    "docs/examples/program.py",
+    "asv_bench/studies/study.py",
+    "numba_flash/oracle.py",
+    "numba_flash/reference.py",
+    "numba_flash/cuda/sm90/forward.py",
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [("cpu", TREE[:1] + TREE[2:3] + TREE[4:6]), (None, TREE[:1] + TREE[2:3] + TREE[4:])],
+)
+def test_a_test_of_the_host_is_a_function_of_what_it_runs(tmp_path, monkeypatch, backend, found):
+    monkeypatch.setattr(evidence, "TESTS", tmp_path / "tests")
+    monkeypatch.setattr(evidence, "package", lambda: tmp_path / "numba_flash")
+    monkeypatch.setattr(evidence, "of_backend", lambda *_: "its modules")
+
+    def hashed(edited=""):
+        for name in TREE:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"x = {name == edited}\n")
+        evidence.own_source.cache_clear()
+        evidence.sources.cache_clear()
+        return evidence.host_sources(tmp_path / TREE[0], "test_it", backend)
+
+    before = hashed()
+    assert [name for name in TREE if hashed(name) != before] == [*found]
+    evidence.own_source.cache_clear()
+    evidence.sources.cache_clear()

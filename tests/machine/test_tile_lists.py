@@ -19,16 +19,15 @@ from numba_flash.problem import ForwardInputs, bind
 
 pytestmark = pytest.mark.machine
 
-RNG = np.random.default_rng(11)
 BATCH, HEADS = 2, 3
 
 
 def drawn(*shape) -> np.ndarray:
     """A mask of stretches of 16 queries and 16 keys, most of which are all hidden or all visible."""
-    *lead, nq, nk = shape
-    kinds = RNG.choice([0, 0, 1, 2], (*lead, -(-nq // 48), -(-nk // 48)))
+    (*lead, nq, nk), rng = shape, np.random.default_rng(11)
+    kinds = rng.choice([0, 0, 1, 2], (*lead, -(-nq // 48), -(-nk // 48)))
     kinds = kinds.repeat(48, -2).repeat(48, -1)[..., :nq, :nk]
-    return (kinds == 2) | (kinds == 1) & (RNG.random(shape) < 0.1)
+    return (kinds == 2) | (kinds == 1) & (rng.random(shape) < 0.1)
 
 
 def made(tiles: Tiles, mask, nq: int, nk: int, **options):
@@ -138,7 +137,7 @@ def test_lists_and_their_order(name, transposed):
 def test_a_queue_begins_with_the_longest_lists(heads, lengths):
     """Each block has one place in it, of equals the first one the first; and nobody has taken any."""
     nq, nk = 1300, 160
-    mask = BlockMask(RNG.random((heads, -(-nq // 32), nk // 32)) < 0.4, 32)
+    mask = BlockMask(np.random.default_rng(11).random((heads, -(-nq // 32), nk // 32)) < 0.4, 32)
     options = {"q_lengths": np.array([1300, 70])} if lengths else {}
     found = made(Tiles(32, 32, queue=True), mask, nq, nk, **options)
     assert found["queue"][0, 0, 0, -1] == 0
@@ -168,7 +167,7 @@ def test_lists_made_of_blocks_are_those_of_pairs(name, of):
     nq, nk = 150, options.get("nk", 160)
     options = {each: x for each, x in options.items() if each != "nk"}
     counts = BlockMask(np.ones((1, 1), bool), size).block_size.counts(nq, nk)
-    mask = BlockMask(RNG.random((heads, *counts)) < 0.4, size)
+    mask = BlockMask(np.random.default_rng(11).random((heads, *counts)) < 0.4, size)
     assert mask.blocks.nbytes < mask.dense(nq, nk).nbytes
     by_blocks, by_pairs = (made(of, each, nq, nk, **options) for each in (mask, mask.dense(nq, nk)))
     for kind, x in by_blocks.items():
