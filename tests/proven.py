@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -146,7 +147,11 @@ class Proofs:
 
     def __init__(self, config):
         self.config, self.record = config, kept()
-        self.looked_up = self.config.option.affected and ALL in self.record and self.record[ALL] == tree()
+
+    @cached_property
+    def looked_up(self) -> bool:
+        """Nobody has to look again."""
+        return ALL in self.record and self.record[ALL] == tree()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem):
@@ -224,7 +229,7 @@ class Records:
 
     def pytest_sessionfinish(self, exitstatus):
         before = kept()
-        if self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if self.ours and self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self._write({name: before[name] for name in self.confirmed} | {ALL: tree()})
         else:
             self._write({name: hashes for name, hashes in before.items() if name not in self.lied})
