@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import evidence
-import hypothesis
 import pytest
 from support import SIMULATED
 
@@ -257,10 +256,12 @@ class Records:
 def pytest_configure(config):
     if config.option.full or config.option.affected:
         config.option.full = True  # slow tests run, and whoever asks whether they do is told so
-        before = hypothesis.settings.get_current_profile_name()
-        hypothesis.settings.register_profile("proven", derandomize=True)
-        hypothesis.settings.load_profile("proven")
-        config.add_cleanup(lambda: hypothesis.settings.load_profile(before))
+        from hypothesis import settings
+
+        before = settings.get_current_profile_name()
+        settings.register_profile("proven", derandomize=True)
+        settings.load_profile("proven")
+        config.add_cleanup(lambda: settings.load_profile(before))
         if config.option.order is None:
             config.option.order = getattr(config, "workerinput", {}).get("order", random.randrange(2**16))
         config.pluginmanager.register(Proofs(config), "proofs")
