@@ -83,11 +83,11 @@ class Proof:
 
     def __init__(self, item):
         self.nodeid, self.trace, function = item.nodeid, None, item.function.__name__
-        self.base = item.name, _versions()
+        self.base = evidence.own_source(item.path, function), item.name, _versions()
         self._host = lambda: evidence.host_sources(item.path, function, _backend(item))
         if item.path.parent.name in OF_KERNELS and not _draws(item):
             self.trace = _on_paper(item)
-            self.base += evidence.own_source(item.path, function), self.trace.events
+            self.base += (self.trace.events,)
 
     def by_sources(self, whole: bool) -> str:
         """Hash without compiling; of sources of the host, too, if the trace on paper is not the `whole` of it."""
