@@ -12,11 +12,11 @@ import json
 import random
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import evidence
-import hypothesis
 import pytest
 from support import SIMULATED
 
@@ -83,11 +83,11 @@ class Proof:
 
     def __init__(self, item):
         self.nodeid, self.trace, function = item.nodeid, None, item.function.__name__
-        self.base = item.name, _versions()
+        self.base = evidence.own_source(item.path, function), item.name, _versions()
         self._host = lambda: evidence.host_sources(item.path, function, _backend(item))
         if item.path.parent.name in OF_KERNELS and not _draws(item):
             self.trace = _on_paper(item)
-            self.base += evidence.own_source(item.path, function), self.trace.events
+            self.base += (self.trace.events,)
 
     def by_sources(self, whole: bool) -> str:
         """Hash without compiling; of sources of the host, too, if the trace on paper is not the `whole` of it."""
@@ -146,7 +146,11 @@ class Proofs:
 
     def __init__(self, config):
         self.config, self.record = config, kept()
-        self.looked_up = self.config.option.affected and ALL in self.record and self.record[ALL] == tree()
+
+    @cached_property
+    def looked_up(self) -> bool:
+        """Nobody has to look again."""
+        return ALL in self.record and self.record[ALL] == tree()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem):
@@ -224,7 +228,7 @@ class Records:
 
     def pytest_sessionfinish(self, exitstatus):
         before = kept()
-        if self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if self.ours and self.all and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self._write({name: before[name] for name in self.confirmed} | {ALL: tree()})
         else:
             self._write({name: hashes for name, hashes in before.items() if name not in self.lied})
@@ -252,10 +256,12 @@ class Records:
 def pytest_configure(config):
     if config.option.full or config.option.affected:
         config.option.full = True  # slow tests run, and whoever asks whether they do is told so
-        before = hypothesis.settings.get_current_profile_name()
-        hypothesis.settings.register_profile("proven", derandomize=True)
-        hypothesis.settings.load_profile("proven")
-        config.add_cleanup(lambda: hypothesis.settings.load_profile(before))
+        from hypothesis import settings
+
+        before = settings.get_current_profile_name()
+        settings.register_profile("proven", derandomize=True)
+        settings.load_profile("proven")
+        config.add_cleanup(lambda: settings.load_profile(before))
         if config.option.order is None:
             config.option.order = getattr(config, "workerinput", {}).get("order", random.randrange(2**16))
         config.pluginmanager.register(Proofs(config), "proofs")

@@ -71,8 +71,8 @@ def cached(dispatcher, fingerprint: str | None = None):
 
 PART = {"forceinline": True}
 part = partial(njit, **PART)
-"""Compile what kernels call and what `fastmath` lets the compiler round as it likes. It has to be within the kernel: of a function beside
-it, a process that compiles has two, each made into code of its own, and a process that finds the kernel on disk takes the other one.
+"""Compile a function into each kernel that calls it. Where `fastmath` lets the compiler reorder sums, a function compiled beside the kernel
+may round otherwise: a process that compiles the kernel has two versions of it, one that reads the kernel from disk has another one.
 """
 
 

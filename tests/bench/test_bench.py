@@ -27,6 +27,11 @@ free_bytes = peers._free_bytes
 ANYWHERE = lambda place, dtype: None
 
 
+@pytest.fixture(autouse=True)
+def few_turns(monkeypatch):
+    monkeypatch.setattr(timing, "HOST_TURNS", 2)
+
+
 def cell(direction="forward", mask="full", dtype="float32", **sizes) -> Cell:
     return Cell(direction, mask, dtype, **({"batch": 2, "heads": 4, "heads_kv": 2, "length": 150, "head_dim": 16} | sizes))
 

@@ -35,6 +35,8 @@ def project(pytester, monkeypatch):
     pytester.sources, pytester.ptx, pytester.runs = "sources", "ptx", []
     monkeypatch.setattr(evidence, "kernel_key", lambda kernel: pytester.sources)
     monkeypatch.setattr(evidence, "kernel_text", lambda kernel: pytester.ptx)
+    for name in ("all_sources", "host_sources"):
+        monkeypatch.setattr(evidence, name, lambda *_, name=name: name)
     monkeypatch.setattr("compiled._code", lambda *kernel: pytester.runs.append(kernel) or "text")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeini("[pytest]\nmarkers =\n    full\n    unproven\n    gpu\n")

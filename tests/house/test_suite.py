@@ -2,6 +2,7 @@
 
 import os
 
+import evidence
 import numpy as np
 import proven
 import pytest
@@ -19,6 +20,8 @@ def suite(pytester, monkeypatch):
     pytester.makeconftest((TESTS / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu\n    unproven")
     monkeypatch.setattr(proven, "RECORD", pytester.path / "proven.json")
+    for name in ("all_sources", "host_sources"):
+        monkeypatch.setattr(evidence, name, lambda *_, name=name: name)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def run(source: str, *options: str, gpu: bool = False):
