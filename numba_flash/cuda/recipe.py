@@ -10,7 +10,15 @@ from numba_flash.problem import Prepared
 
 # What happens to scores.
 PLAIN, RELATIVE, OPTIONS, RESIDENT = "plain", "relative", "options", "resident bias"
-STORED = "o", "dq", "dk", "dv"  # results that kernels store through tensor maps, or in vectors
+PLAIN_OR_OPTIONS = "plain, or options"
+# Work lists, and where dQ goes, in words.
+ROW_BLOCKS = "blocks of queries (dense, band, packed)"
+KEY_BLOCKS = "blocks of keys (dense, band, packed)"
+LISTED = "listed tiles"
+ROWS_OR_LISTED = "blocks of queries (dense, band, packed), or listed tiles"
+KEYS_OR_LISTED = "blocks of keys (dense, band, packed), or listed tiles"
+OF_GRADIENT = "tiles of the gradient, and what it is summed over"
+SUMS = "summed in memory, then rounded"
 
 
 class Call(NamedTuple):
@@ -107,26 +115,27 @@ class Chosen(NamedTuple):
         return self.recipe.part_tile(self.p) if self.recipe.part_tile else self.tile
 
 
-def choose(table: tuple[Recipe, ...], call: Call) -> Chosen:
+def choose(table: tuple[Recipe, ...], call: Call, again: Callable) -> Chosen:
     """The first row that serves a call."""
     for recipe in table:
         p = recipe.serves(call)
         if p is not None:
             wanted = recipe.beside and call.results.dbias is not None
-            beside = choose(recipe.beside, call) if wanted else None
-            again = lambda call: prepare(table, call)
+            beside = choose(recipe.beside, call, again) if wanted else None
             return Chosen(recipe, call, p, recipe.tile(p, call), beside, again)
     raise LookupError(f"no row serves {call.problem}")
 
 
-def prepare(table: tuple[Recipe, ...], call: Call) -> Prepared:
+def prepare(table: tuple[Recipe, ...], call: Call, stored: tuple[str, ...] = ()) -> Prepared:
     """What the first row that serves a call makes of it, by way of compact arrays where its kernels
-    cannot store results; only arrays of the user's are like that.
+    cannot store those results that are named `stored`, as they do through tensor maps or in
+    vectors; only arrays of the user's are like that.
     """
-    stored = (getattr(call.results, name, None) for name in STORED)
-    if any(tensor_maps.why_not("", x) for x in stored if x is not None):
-        again = lambda results: prepare(table, call._replace(results=results))
-        return tensor_maps.through_compact(again, call.results)
-    chosen = choose(table, call)
+    again = lambda call: prepare(table, call, stored)
+    named = (getattr(call.results, name, None) for name in stored)
+    if any(tensor_maps.why_not("", x) for x in named if x is not None):
+        into = lambda results: again(call._replace(results=results))
+        return tensor_maps.through_compact(into, call.results)
+    chosen = choose(table, call, again)
     others = () if chosen.beside is None else (chosen.beside.recipe.about,)
     return chosen.recipe.prepare(chosen)._replace(recipes=(chosen.recipe.about, *others))

@@ -7,7 +7,21 @@ from dataclasses import asdict, replace
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_relative import alone
 from numba_flash.cuda.prepare_tile_lists import choose
-from numba_flash.cuda.recipe import OPTIONS, PLAIN, RELATIVE, RESIDENT, Call, Recipe
+from numba_flash.cuda.recipe import (
+    KEY_BLOCKS,
+    KEYS_OR_LISTED,
+    LISTED,
+    OF_GRADIENT,
+    OPTIONS,
+    PLAIN,
+    RELATIVE,
+    RESIDENT,
+    ROW_BLOCKS,
+    ROWS_OR_LISTED,
+    SUMS,
+    Call,
+    Recipe,
+)
 from numba_flash.cuda.sm90 import (
     prepare_backward,
     prepare_backward_listed,
@@ -35,14 +49,7 @@ from numba_flash.cuda.sm90.split_tiles import split_backward_tile, split_tile
 from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile, part_tile
 from numba_flash.cuda.swizzle import PANEL
 
-# Work lists, and where dQ goes, in words.
-ROW_BLOCKS = "blocks of queries (dense, band, packed)"
-KEY_BLOCKS = "blocks of keys (dense, band, packed)"
-LISTED = "listed tiles"
-ROWS_OR_LISTED = "blocks of queries (dense, band, packed), or listed tiles"
-KEYS_OR_LISTED = "blocks of keys (dense, band, packed), or listed tiles"
-UNITS = "blocks of queries, batch innermost"
-SUMS = "summed in memory, then rounded"
+UNITS = "blocks of queries, batch innermost"  # a list of work, in words
 
 
 # ---- forward: the problem as its kernels see it, if a row serves it
@@ -74,10 +81,6 @@ def _resident(call: Call):
 
 def _planes(call: Call):
     return call.problem if planes_of(call.problem) else None
-
-
-def _any(call: Call):
-    return call.problem
 
 
 FORWARD = (
@@ -138,7 +141,7 @@ FORWARD = (
     ),
     Recipe(
         problems="all others",
-        serves=_any,
+        serves=lambda call: call.problem,
         loops=("sm90.forward",),
         tile=lambda p, call: forward_tile(p),
         part_tile=lambda p: part_tile(p),
@@ -172,7 +175,7 @@ BIAS_GRADIENT = (
         serves=lambda call: choose(call.problem, dbias_tile).problem,
         loops=("sm90.dbias",),
         tile=lambda p, call: dbias_tile(p),
-        work="tiles of the gradient, and what it is summed over",
+        work=OF_GRADIENT,
         stage=OPTIONS,
         prepare=prepare_dbias.Dbias,
     ),
@@ -218,10 +221,6 @@ def _stored(call: Call):
 def _copied_bias(call: Call):
     p = _options(call)
     return p if p is not None and tiles_of_bias(p, call.inputs.bias) is not None else None
-
-
-def _wide(call: Call):
-    return call.problem if not backward_tile(call.problem).adds_dq else None
 
 
 def _rounding(call: Call):
@@ -316,7 +315,7 @@ BACKWARD = (
     ),
     Recipe(
         problems="D beyond 128",
-        serves=_wide,
+        serves=lambda call: None if backward_tile(call.problem).adds_dq else call.problem,
         loops=("sm90.backward_wide", "sm90.dq"),
         tile=lambda p, call: backward_tile(p),
         work=KEY_BLOCKS,
@@ -336,7 +335,7 @@ BACKWARD = (
     ),
     Recipe(
         problems="all others",
-        serves=_any,
+        serves=lambda call: call.problem,
         loops=("sm90.backward",),
         tile=lambda p, call: backward_tile(p),
         work=KEY_BLOCKS,

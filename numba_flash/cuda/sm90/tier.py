@@ -35,19 +35,20 @@ MOST_WAITING_FOR_COPIES = 32
 # head dimension 64 and beyond. Time of sm80 over that of sm90 on an H200, 16 x 32k keys of 8 heads:
 # D = 64, 64 queries 0.95, 128 1.88; D = 128, 32 1.00, 40 1.47, 64 1.50, 128 2.81.
 MOST_OF_OTHERS = {64: 64, MAX_HEAD_DIM: 32}
+STORED = "o", "dq", "dk", "dv"  # results that kernels store through tensor maps, or in vectors
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)
 
 
 def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
     """``run(inputs, results)`` on arrays like these layouts."""
     call = Call(problem, inputs, results, gpu or launch.gpu(inputs.q.device))
-    return prepare(recipes.FORWARD, call)
+    return prepare(recipes.FORWARD, call, STORED)
 
 
 def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     """The same for gradients; the same bits in every run if `deterministic`."""
     call = Call(problem, inputs, results, gpu or launch.gpu(inputs.q.device), deterministic)
-    return prepare(recipes.BACKWARD, call)
+    return prepare(recipes.BACKWARD, call, STORED)
 
 
 def takes_numpy() -> bool:
