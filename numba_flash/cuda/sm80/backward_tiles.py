@@ -73,13 +73,6 @@ class BackwardTile:
     slots: bool = False
 
     @property
-    def kernel(self) -> str:
-        """What builds the main kernel."""
-        if self.split:
-            return "sm80.backward_split.build"
-        return "sm80.backward.build" if self.ways == 1 else "sm80.backward_shared.build"
-
-    @property
     def block_n(self) -> int:
         return ROWS * self.m_tiles * self.warps // self.ways
 

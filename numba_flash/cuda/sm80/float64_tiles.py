@@ -121,7 +121,7 @@ class BackwardTile:
     share: int = 1
     terms: int = 16
 
-    kernel, split, slots = "sm80.backward_float64.build", 0, False
+    split, slots = 0, False
 
     @property
     def m_tiles(self) -> int:

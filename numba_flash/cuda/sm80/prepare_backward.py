@@ -1,12 +1,11 @@
-"""The backward pass of the `sm80` tier from the host: which kernels run with which grid."""
+"""The backward pass of the `sm80` tier from the host: kernels and grids."""
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch
+from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import (
     BASE_2,
     BASE_E,
@@ -18,25 +17,18 @@ from numba_flash.cuda.arguments import (
     chunked,
     extras_class,
     parameters_of,
+    planes_of,
     vectors_of,
 )
 from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import (
-    backward_tiles,
-    float64_tiles,
-    prepare_backward_few,
-    prepare_dq,
-    prepare_dq_dbias,
-    prepare_dq_dbias_split,
-)
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
+from numba_flash.cuda.sm80 import prepare_dq
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
 from numba_flash.cuda.sm80.backward_tiles import BackwardTile
 from numba_flash.cuda.sm80.config import BackwardConfig
-from numba_flash.cuda.sm80.few_tiles import backward_few_tile
-from numba_flash.cuda.sm80.prepare_dbias import Dbias
 from numba_flash.cuda.sm80.prepare_temporaries import Temporaries, temporaries_of
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
@@ -54,13 +46,14 @@ LAG, PATIENCE = 2, 8
 
 
 class Pass(NamedTuple):
-    """A backward pass that is being prepared: the problem, its GPU and tile, layouts with heads
-    first.
+    """A backward pass that is being prepared: the problem, its GPU, tile and main loops, layouts
+    with heads first.
     """
 
     p: Problem
     gpu: Gpu
     tile: BackwardTile
+    loops: tuple[str, ...]
     shape: Shape
     ordered: bool
     inputs: BackwardInputs
@@ -109,56 +102,15 @@ class Pass(NamedTuple):
         return grid.extras_layouts(self.p, self.inputs)
 
 
-def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
-    dropout. The same bits in every run if `deterministic`.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like the call's layouts; `rng` is left out if there
+    is no dropout. The same bits in every run if the call is `deterministic`.
     """
-    gpu = gpu or launch.gpu(inputs.q.device)
-    there = hardware(gpu.capability)
-    if grid.few_gradients(problem):
-        few = backward_few_tile(problem, there)
-        return prepare_backward_few.prepare(problem, inputs, results, gpu, few)
-    of = float64_tiles if problem.dtype == "float64" else backward_tiles
-    p, tile = choose(problem, lambda p: of.backward_tile(p, there))
-    deterministic = deterministic and p.nq * p.hq > 0  # without rows nobody sets the flags to 0
-    split = tile.split > 0
-    x, y = (
-        grid.inputs_heads_first(p, inputs),
-        results._replace(
-            **dict(zip(("dq", "dk", "dv"), grid.heads_first(p, *results[:3]), strict=True))
-        ),
-    )
-    shape = Shape(
-        head_dim=p.d,
-        head_dim_v=p.dv,
-        turing=there.turing,
-        asynchronous=not there.turing and (split or chunked(x.do, x.q, x.k, x.v)),
-        wide=chunked(y.dq, y.dk, y.dv),
-        split=tile.split,
-        fours=gpu.capability >= (9, 0),
-        vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
-        double=p.dtype == "float64",
-    )
-    # of the problem as it is: these kernels know no lists either
-    bias_tile = None if shape.double else prepare_dq_dbias.tile_of(problem, shape, x, y, there)
-    if bias_tile is not None:
-        return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)
-    tiles = None if shape.double else prepare_dq_dbias_split.tiles_of(problem, shape, x, y, gpu)
-    if tiles is not None:
-        return prepare_dq_dbias_split.prepare(p, gpu, shape, inputs, y, tiles)
-    copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1
-    if prepare_dq.serves(p, shape, tile):
-        tile, copies, deterministic = replace(tile, slots=True), 0, False
-    share = tile.share if deterministic else 0
-    lists = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, transposed=True, share=share))
-    columns = tile.padded(p.d), tile.padded(p.dv)
-    splitter = Splitter(p, gpu, inputs, columns) if split else None
-    there = temporaries_of(p, tile, copies)
-    this = Pass(p, gpu, tile, shape, deterministic, x, y, there, copies, lists, splitter)
-    preprocess, dbias = _preprocess(this), None
-    if results.dbias is not None:
-        dbias = _dbias(this, problem)
-    (main, numbers), postprocess = _main(this), _postprocess(this)
+    this, dbias = _pass(chosen), None
+    p, tile, lists, there = this.p, this.tile, this.lists, this.temporaries
+    if chosen.beside is not None:
+        dbias = _dbias(this, chosen.beside)
+    preprocess, (main, numbers), postprocess = _preprocess(this), _main(this), _postprocess(this)
     extras_of, scratch = build_extras(p.options), there.scratch()
 
     def run(inputs, results, rng=None):
@@ -173,9 +125,9 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
             dbias.run(x, rows, results, rng)
 
     made = *lists.launches, preprocess, main, postprocess, *(dbias.launches if dbias else ())
-    if not split:
+    if not this.split:
         return Prepared(run, made, sums=there.dq_sum.nbytes)
-    wanted = ("tiles", "order") if deterministic else ("tiles",)
+    wanted, splitter = ("tiles", "order") if this.ordered else ("tiles",), this.splitter
     of_preprocess = extras_class(p.options, more=SPLIT)
     of_main = extras_class(p.options, wanted, FACTORS)
     of_postprocess = extras_class(p.options, wanted, this.of_dlse)
@@ -201,6 +153,53 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
     return Prepared(run_split, made, splitter.made.flags, sums=there.dq_sum.nbytes)
 
 
+def _pass(chosen: Chosen) -> Pass:
+    """What its kernels have in common."""
+    p, tile, (_, inputs, results, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
+    # without rows nobody sets the flags to 0; in slots nothing is added up
+    ordered = deterministic and p.nq * p.hq > 0 and not tile.slots
+    copies = copies_of_sums(p, tile, gpu.multiprocessors) if ordered else 0 if tile.slots else 1
+    x, share = grid.inputs_heads_first(p, inputs), tile.share if ordered else 0
+    dq, dk, dv = grid.heads_first(p, *results[:3])
+    splitter = None
+    if tile.split:
+        splitter = Splitter(p, gpu, inputs, (tile.padded(p.d), tile.padded(p.dv)))
+    listed = Tiles(tile.block_m, tile.block_n, transposed=True, share=share)
+    return Pass(
+        p=p,
+        gpu=gpu,
+        tile=tile,
+        loops=chosen.recipe.loops,
+        shape=shape_of(chosen, 2 * tile.m_tiles),
+        ordered=ordered,
+        inputs=x,
+        results=results._replace(dq=dq, dk=dk, dv=dv),
+        temporaries=temporaries_of(p, tile, copies),
+        copies=copies,
+        lists=Extras(p, gpu, x, listed),
+        splitter=splitter,
+    )
+
+
+def shape_of(chosen: Chosen, run: int) -> Shape:
+    """How kernels of a backward pass read and write the arrays of a call, of whose bias and mask a
+    lane has `run` neighbouring keys.
+    """
+    p, (_, x, y, gpu, _), split = chosen.p, chosen.call, planes_of(chosen.p)
+    turing = hardware(gpu.capability).turing
+    return Shape(
+        head_dim=p.d,
+        head_dim_v=p.dv,
+        turing=turing,
+        asynchronous=not turing and (split > 0 or chunked(x.do, x.q, x.k, x.v)),
+        wide=chunked(y.dq, y.dk, y.dv),
+        split=split,
+        fours=gpu.capability >= (9, 0),
+        vectors=vectors_of(p, x, run),
+        double=p.dtype == "float64",
+    )
+
+
 def copies_of_sums(p, tile, multiprocessors: int) -> int:
     """Copies of the sums of dq, of a deterministic pass: a power of two, as many as blocks of keys
     of one head are at work at the same time, unless that is too much memory. Lists of a mask know
@@ -216,16 +215,6 @@ def copies_of_sums(p, tile, multiprocessors: int) -> int:
     size = math.prod(sums.shape) * np.dtype(sums.dtype).itemsize
     most = min(SUMS_OF_COPIES // max(1, size), 2 * min(blocks, at_work) - 1, ROW_THREADS)
     return 1 << max(1, most).bit_length() - 1
-
-
-def padded_sums(p, there) -> int:
-    """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
-    if grid.few_gradients(p):
-        return 0
-    of = float64_tiles if p.dtype == "float64" else backward_tiles
-    tile = of.backward_tile(p, there)
-    found = temporaries_of(p, tile, 1)
-    return found.dq_sum.nbytes if found.rows.shape[-1] > 2 * p.nq else 0
 
 
 def _preprocess(this: Pass) -> Launch:
@@ -279,7 +268,7 @@ def _main(this: Pass):
     scale_log2 = this.number(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, this.number(p.scale), parameters_of(p, rng))
     main = Launch(
-        tile.kernel,
+        f"{this.loops[0]}.build",
         (BackwardConfig(p.dtype, this.shape, p.options.structure, tile, this.ordered),),
         this.gpu,
         grid=items,
@@ -313,14 +302,13 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
     return max(1, min(at_work, most))
 
 
-def _dbias(this: Pass, problem) -> Dbias:
+def _dbias(this: Pass, beside: Chosen):
     """The gradient of the bias; tiles of planes have as many columns as those of dq, dk, dv."""
     shape, planes = this.shape, None
     if this.split:
         d, dv = map(this.tile.padded, shape[:2])
         shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.splitter.made
-    rows = this.temporaries.rows
-    return Dbias(problem, this.gpu, shape, this.inputs, this.results.dbias, rows, planes)
+    return beside.recipe.prepare(beside, shape, this.inputs, this.temporaries.rows, planes)
 
 
 def _postprocess(this: Pass) -> Launch:

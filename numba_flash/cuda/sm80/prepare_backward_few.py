@@ -12,9 +12,9 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, chunked
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import sum_shares
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.config import BackwardConfig
-from numba_flash.cuda.sm80.few_tiles import BackwardFewTile
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import Prepared
 
@@ -27,14 +27,15 @@ class Partial(NamedTuple):
     dq: Layout | None
 
 
-def prepare(p, inputs, results, gpu, tile: BackwardFewTile) -> Prepared:
-    """``run(inputs, results)`` on arrays like these layouts, the same bits in every run."""
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` on arrays like the call's layouts, the same bits in every run."""
+    p, tile, (_, _, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     parts = grid.few_parts(p, tile, gpu.multiprocessors * tile.min_blocks, whole=True)
     if parts == 1:
-        return _prepare_whole(p, inputs, results, gpu, tile)
+        return _prepare_whole(chosen)
     sizes = *p.batch, p.hq, p.nq, p.d
     partial = Partial(Layout.compact((parts * sizes[0], *sizes[1:]), "float32"))
-    main = _main(p, inputs, results._replace(dq=partial.dq), gpu, tile, parts)
+    main = _main(chosen, results._replace(dq=partial.dq), parts)
     add = sum_shares(Layout.compact((parts, *sizes), "float32"), results.dq, p.dtype, gpu)
     extras_of, scratch = build_extras(p.options), Scratch(partial, ("parts of dq",))
 
@@ -47,9 +48,9 @@ def prepare(p, inputs, results, gpu, tile: BackwardFewTile) -> Prepared:
     return Prepared(run, (main, add))
 
 
-def _prepare_whole(p, inputs, results, gpu, tile: BackwardFewTile) -> Prepared:
+def _prepare_whole(chosen: Chosen) -> Prepared:
     """All keys of a head by one block."""
-    main, extras_of = _main(p, inputs, results, gpu, tile, 1), build_extras(p.options)
+    main, extras_of = _main(chosen, chosen.call.results, 1), build_extras(chosen.p.options)
 
     def run(inputs, results):
         x, y = inputs, results
@@ -59,8 +60,9 @@ def _prepare_whole(p, inputs, results, gpu, tile: BackwardFewTile) -> Prepared:
     return Prepared(run, (main,))
 
 
-def _main(p, x, y, gpu, tile: BackwardFewTile, parts: int) -> Launch:
-    """The kernel, on inputs x and results y, of which dq may be parts."""
+def _main(chosen: Chosen, y, parts: int) -> Launch:
+    """The kernel, on results y, of which dq may be parts."""
+    p, tile, x, gpu = chosen.p, chosen.tile, chosen.call.inputs, chosen.call.gpu
     turing = hardware(gpu.capability).turing
     shape = Shape(
         head_dim=p.d,
@@ -78,7 +80,7 @@ def _main(p, x, y, gpu, tile: BackwardFewTile, parts: int) -> Launch:
         parts=parts > 1,
     )
     return Launch(
-        "sm80.backward_few.build",
+        chosen.builder,
         (config,),
         gpu,
         grid=grid.items(p, p.nq * tile.group, p.hk, tile.block_m) * parts,

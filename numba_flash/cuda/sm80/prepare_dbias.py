@@ -1,6 +1,5 @@
 """The gradient of the bias in the `sm80` tier from the host: which kernels run with which grid."""
 
-from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import (
     OF_DBIAS,
     extras_class,
@@ -10,10 +9,9 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, choose
-from numba_flash.cuda.sm80 import dbias_tiles, float64_tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm80.config import BiasGradientConfig
-from numba_flash.cuda.sm80.tiles import hardware
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
@@ -24,23 +22,21 @@ class Dbias:
 
     Parameters
     ----------
-    problem, gpu
+    chosen : Chosen
         What it is prepared for.
     shape : Shape
         Of the backward pass; its head dimensions are those of planes, if there are some.
     inputs : BackwardInputs
-        Layouts.
-    dbias, rows : Layout
-        The result; the lse and delta, as `numba_flash.cuda.preprocess` writes them.
+        Layouts, with heads first.
+    rows : Layout
+        The lse and delta, as `numba_flash.cuda.preprocess` writes them.
     planes : Split, optional
         Of float32: layouts of what is read in the place of q, k, v and do.
     """
 
-    def __init__(self, problem, gpu, shape, inputs, dbias, rows, planes=None):
-        x, there = inputs, hardware(gpu.capability)
-        sums = any(grid.summed_axes(problem, dbias))
-        of = float64_tiles if shape.double else dbias_tiles
-        p, tile = choose(problem, lambda p: of.dbias_tile(p, there, sums))
+    def __init__(self, chosen: Chosen, shape, inputs, rows, planes=None):
+        p, tile, x = chosen.p, chosen.tile, inputs
+        dbias, gpu = chosen.call.results.dbias, chosen.call.gpu
         self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors * tile.min_blocks)
         out = self._shares.out
         shape = shape._replace(
@@ -62,7 +58,7 @@ class Dbias:
             banded=p.band != "none",
         )
         self._sum = Launch(
-            "sm80.dbias_float64.build" if shape.double else "sm80.dbias.build",
+            chosen.builder,
             (config,),
             gpu,
             grid=self._shares.items,

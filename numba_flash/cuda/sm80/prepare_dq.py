@@ -6,6 +6,7 @@ import numpy as np
 
 from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
+from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.sm80.backward_tiles import DqTile
 from numba_flash.options import PLAIN
@@ -16,13 +17,15 @@ MOST_BYTES = 2**32  # of dS; beyond that dQ is added up in memory
 STAGES = 3
 
 
-def serves(p, shape, tile) -> bool:
+def serves(p, inputs, tile, turing: bool) -> bool:
     """True if dS of a problem without options goes to memory: where there are so many columns that
     warps share dK and dV, and if there is room.
     """
     if p.dtype not in ("float16", "bfloat16") or p.options.structure != PLAIN:
         return False
-    if tile.ways != 4 or not shape.asynchronous or p.hq * p.nq * p.nk == 0:
+    if tile.ways != 4 or p.hq * p.nq * p.nk == 0:
+        return False
+    if turing or not chunked(inputs.do, inputs.q, inputs.k, inputs.v):
         return False
     return math.prod(slots(p, tile).shape) * 4 <= MOST_BYTES
 
@@ -38,7 +41,7 @@ def launch(this) -> Launch:
     """The kernel of a `numba_flash.cuda.sm80.prepare_backward.Pass`."""
     p, tile = this.p, DqTile(2, 4, STAGES, this.tile)
     return Launch(
-        "sm80.dq.build",
+        f"{this.loops[1]}.build",
         (p.dtype, this.shape, tile),
         this.gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),

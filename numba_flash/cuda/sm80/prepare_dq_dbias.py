@@ -12,40 +12,44 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, chunked, in_vectors, vectors_of
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.recipe import Call, Chosen
 from numba_flash.cuda.sm80.config import BackwardConfig, BiasGradientConfig
-from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, dq_dbias_tile
+from numba_flash.cuda.sm80.dbias_tiles import KEYS_TILE, DqDbiasTile, dq_dbias_tile
+from numba_flash.cuda.sm80.prepare_backward import shape_of
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
+from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
 MOST_STRIDE = 2**32  # bytes
 
 
-def tile_of(problem, shape, inputs, results, hardware):
-    """The `DqDbiasTile` of a problem that has one, and arrays that are read and written by whole
-    chunks, else None.
+def tile_of(call: Call) -> DqDbiasTile | None:
+    """The tile of a problem that has one, and arrays that are read and written by whole chunks,
+    else None.
     """
-    vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
-    if results.dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
+    problem, x, y, gpu, _ = call
+    if y.dbias is None or not vectors_of(problem, x, KEYS_OF_RUN).bias:
         return None
     optional = () if x.dlse is None else (x.dlse,)
-    read_and_written = (x.do, x.o, x.q, x.k, x.v, x.lse, *optional, x.bias, results.dq)
-    if not chunked(x.o) or not all(
+    read_and_written = (x.do, x.o, x.q, x.k, x.v, x.lse, *optional, x.bias, y.dq)
+    if not chunked(x.do, x.o, x.q, x.k, x.v, y.dq, y.dk, y.dv) or not all(
         0 <= stride < MOST_STRIDE for each in read_and_written for stride in each.strides
     ):
         return None
-    *shared, rows, columns = grid.summed_axes(problem, results.dbias)
+    *shared, rows, columns = grid.summed_axes(problem, y.dbias)
     if rows or columns:
         return None
     sizes = (*problem.batch, problem.hq)
     steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
-    return dq_dbias_tile(problem, hardware, steps)
+    return dq_dbias_tile(problem, hardware(gpu.capability), steps)
 
 
-def prepare(problem, gpu, shape, inputs, results, tile) -> Prepared:
-    """As `numba_flash.cuda.sm80.prepare_backward.prepare` says, of layouts with heads first."""
-    dq_dbias = DqDbias(problem, gpu, shape, inputs, results, tile)
-    dk_dv = DkDv(problem, gpu, shape, inputs, results, dq_dbias.beside)
+def prepare(chosen: Chosen) -> Prepared:
+    """As `numba_flash.cuda.sm80.prepare_backward.prepare` says."""
+    shape = shape_of(chosen, KEYS_OF_RUN)
+    dq_dbias = DqDbias(chosen, shape)
+    dk_dv = DkDv(chosen, shape, dq_dbias.beside)
 
     def run(inputs, results, rng=None):
         dk_dv.run(inputs, results, dq_dbias.run(inputs, results))
@@ -73,25 +77,18 @@ class DqDbias:
 
     Parameters
     ----------
-    problem, gpu
+    chosen : Chosen
         What it is prepared for.
     shape : Shape
         Of the backward pass.
-    inputs : BackwardInputs
-        Layouts.
-    results : BackwardResults
-        Layouts.
-    tile : DqDbiasTile
-        As `tile_of` says.
     """
 
-    def __init__(self, problem, gpu, shape, inputs, results, tile):
-        p, x, dbias = problem, inputs, results.dbias
+    def __init__(self, chosen: Chosen, shape):
+        p, tile, (_, x, results, gpu, _) = chosen.p, chosen.tile, chosen.call
+        dbias = results.dbias
         self._shares = Shares(p, gpu, dbias, tile, gpu.multiprocessors * tile.min_blocks)
         out = self._shares.out
-        shape = shape._replace(
-            vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
-        )
+        shape = shape._replace(wide=in_vectors(p, out, KEYS_OF_RUN))
         self._extras_of = build_extras(p.options)
         rows = tile.block_m * grid.blocks(p, p.nq, tile.block_m)
         self.beside = Beside(
@@ -109,7 +106,7 @@ class DqDbias:
             dlse=x.dlse is not None,
         )
         self._main = Launch(
-            "sm80.dq_dbias.build",
+            chosen.builder,
             (config,),
             gpu,
             grid=self._shares.items,
@@ -141,11 +138,11 @@ class DqDbias:
 class DkDv:
     """One launch, after those of `DqDbias`; `beside` has the layouts of what these return."""
 
-    def __init__(self, problem, gpu, shape, inputs, results, beside):
-        p, x, y, tile = problem, inputs, results, KEYS_TILE
+    def __init__(self, chosen: Chosen, shape, beside):
+        p, tile, (_, x, y, gpu, _) = chosen.p, KEYS_TILE, chosen.call
         self._extras_of = build_extras(p.options)
         self.launch = Launch(
-            "sm80.dk_dv.build",
+            f"{chosen.recipe.loops[1]}.build",
             (BackwardConfig(p.dtype, shape, p.options.structure, tile),),
             gpu,
             grid=grid.items(p, p.nk, p.hk, tile.block_n),

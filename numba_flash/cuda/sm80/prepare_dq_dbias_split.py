@@ -19,6 +19,7 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_dbias import Shares
+from numba_flash.cuda.recipe import Call, Chosen
 from numba_flash.cuda.sm80.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm80.head_tiles import (
     FEWEST_ROWS,
@@ -27,6 +28,7 @@ from numba_flash.cuda.sm80.head_tiles import (
     gradient_tiles,
     many_heads,
 )
+from numba_flash.cuda.sm80.prepare_backward import shape_of
 from numba_flash.cuda.sm80.prepare_dbias import KEYS_OF_RUN
 from numba_flash.cuda.sm80.prepare_dq_dbias import MOST_STRIDE
 from numba_flash.cuda.sm80.tiles import hardware, padded
@@ -58,12 +60,13 @@ class Made(NamedTuple):
 NAMES = ("planes of do", "planes of q", "planes of k", "planes of v", "rows", "factors", "flags")
 
 
-def tiles_of(problem, shape, inputs, results, gpu) -> GradientTiles | None:
+def tiles_of(call: Call) -> GradientTiles | None:
     """The tiles of a problem that has some, and arrays that are read and written by whole chunks,
     else None. Its forward pass is that of short heads, so that scores are the same bits.
     """
-    x, dbias = inputs, results.dbias
-    if dbias is None or x.dlse is not None or not shape.wide:
+    problem, x, results, gpu, _ = call
+    dbias = results.dbias
+    if dbias is None or x.dlse is not None or not chunked(results.dq, results.dk, results.dv):
         return None
     if not many_heads(problem, gpu.multiprocessors) or problem.nq < FEWEST_ROWS:
         return None
@@ -83,13 +86,14 @@ def tiles_of(problem, shape, inputs, results, gpu) -> GradientTiles | None:
     return gradient_tiles(problem, hardware(gpu.capability), steps)
 
 
-def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepared:
-    """As `numba_flash.cuda.sm80.prepare_backward.prepare` says, of `results` with heads first."""
-    p, x, y = problem, inputs, results
+def prepare(chosen: Chosen) -> Prepared:
+    """As `numba_flash.cuda.sm80.prepare_backward.prepare` says."""
+    p, tiles, (_, x, y, gpu, _) = chosen.p, chosen.tile, chosen.call
     extras = grid.extras_layouts(p, x)
     block_m = tiles.dq_dbias.block_m
     made = _made(p, grid.blocks(p, p.nq, block_m) * block_m)
     shares = Shares(p, gpu, y.dbias, tiles.dq_dbias, gpu.multiprocessors)
+    shape = shape_of(chosen, KEYS_OF_RUN)
     shape = shape._replace(wide=in_vectors(p, shares.out, KEYS_OF_RUN))
     split = _split(p, gpu, shape, x, made, tiles.split)
     of_main = dict(
@@ -106,7 +110,7 @@ def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepa
         summed=shares.summed,
     )
     dq_dbias = Launch(
-        "sm80.dq_dbias_split.build",
+        chosen.builder,
         (config,),
         gpu,
         grid=shares.items,
@@ -116,7 +120,7 @@ def prepare(problem, gpu, shape, inputs, results, tiles: GradientTiles) -> Prepa
         **of_main,
     )
     dk_dv = Launch(
-        "sm80.dk_dv_split.build",
+        f"{chosen.recipe.loops[1]}.build",
         (BackwardConfig(p.dtype, shape, p.options.structure, tiles.dk_dv),),
         gpu,
         grid=math.prod(p.batch) * p.hk,

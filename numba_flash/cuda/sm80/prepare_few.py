@@ -15,13 +15,13 @@ from numba_flash.cuda.arguments import (
 )
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.few_tiles import (
     ENOUGH_BLOCKS,
     FEW_TILES_EACH,
     MOST_JOINED,
-    FewTile,
     asked,
 )
 from numba_flash.cuda.sm80.tiles import hardware
@@ -31,27 +31,29 @@ LOG2E = math.log2(math.e)
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
-def prepare(p, inputs, results, gpu, tile: FewTile) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
-    dropout.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like the call's layouts; `rng` is left out if there
+    is no dropout.
     """
-    p = p if p.options.dropout else with_numbers(p, inputs)
-    there = hardware(gpu.capability)
-    blocks = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, there))
+    p, tile, gpu = chosen.p, chosen.tile, chosen.call.gpu
+    if not p.options.dropout:
+        p = with_numbers(p, chosen.call.inputs)
+        chosen = chosen._replace(p=p)
+    blocks = min(ENOUGH_BLOCKS, tile.resident(p.d, p.dv, hardware(gpu.capability)))
     parts = grid.few_parts(p, tile, gpu.multiprocessors * blocks)
     if parts > MOST_JOINED and p.nk <= MOST_JOINED * FEW_TILES_EACH * tile.block_n:
         parts = MOST_JOINED
     if parts == 1:
-        return _prepare_whole(p, inputs, results, gpu, tile)
+        return _prepare_whole(chosen)
     if parts > MOST_JOINED:
-        return _prepare_parts(p, inputs, results, gpu, tile, parts)
-    return _prepare_joined(p, inputs, results, gpu, tile, parts)
+        return _prepare_parts(chosen, parts)
+    return _prepare_joined(chosen, parts)
 
 
-def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
+def _prepare_whole(chosen: Chosen) -> Prepared:
     """All keys at once."""
-    forward, numbers = _forward(p, inputs, results, gpu, tile, 1)
-    extras_of = build_extras(p.options)
+    forward, numbers = _forward(chosen, chosen.call.results, 1)
+    extras_of = build_extras(chosen.p.options)
 
     def run(inputs, results, rng=None):
         q, k, v, extras = inputs.q, inputs.k, inputs.v, extras_of(inputs)
@@ -60,11 +62,11 @@ def _prepare_whole(p, inputs, results, gpu, tile: FewTile) -> Prepared:
     return Prepared(run, (forward,))
 
 
-def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepared:
+def _prepare_joined(chosen: Chosen, parts: int) -> Prepared:
     """By way of float32 results over parts of the keys, made one by the last block of each."""
-    partial = prepare_parts.layouts(p, parts)
-    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts, results)
-    extras_of, count = build_extras(p.options), forward.grid // parts
+    partial = prepare_parts.layouts(chosen.p, parts)
+    forward, numbers = _forward(chosen, partial, parts, chosen.call.results)
+    extras_of, count = build_extras(chosen.p.options), forward.grid // parts
     scratch = prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
@@ -76,12 +78,12 @@ def _prepare_joined(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepa
     return Prepared(run, (forward,))
 
 
-def _prepare_parts(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepared:
+def _prepare_parts(chosen: Chosen, parts: int) -> Prepared:
     """The same of so many parts that another kernel combines them."""
-    partial = prepare_parts.layouts(p, parts)
-    forward, numbers = _forward(p, inputs, partial, gpu, tile, parts)
-    combine = prepare_parts.combine_many(partial, results, gpu, parts)
-    extras_of, scratch = build_extras(p.options), prepare_parts.scratch(partial)
+    partial = prepare_parts.layouts(chosen.p, parts)
+    forward, numbers = _forward(chosen, partial, parts)
+    combine = prepare_parts.combine_many(partial, chosen.call.results, chosen.call.gpu, parts)
+    extras_of, scratch = build_extras(chosen.p.options), prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
         o, lse = scratch.beside(inputs.q)
@@ -92,10 +94,11 @@ def _prepare_parts(p, inputs, results, gpu, tile: FewTile, parts: int) -> Prepar
     return Prepared(run, (forward, combine))
 
 
-def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
+def _forward(chosen: Chosen, into, parts: int, whole=None):
     """The kernel, on results of the problem, or on float32 parts of them, which it joins if there
     are `whole` ones; and ``numbers(inputs, rng)`` of a call.
     """
+    p, tile, inputs, gpu = chosen.p, chosen.tile, chosen.call.inputs, chosen.call.gpu
     joined = whole is not None
     whole_o, whole_lse = whole if joined else (None, None)
     last = whole if joined else into
@@ -129,7 +132,7 @@ def _forward(p, inputs, into, gpu, tile: FewTile, parts: int, whole=None):
         joined=asked(parts) * joined,
     )
     forward = Launch(
-        "sm80.forward_few.build",
+        chosen.builder,
         (config,),
         gpu,
         grid=items * parts,

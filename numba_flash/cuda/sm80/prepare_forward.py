@@ -1,11 +1,11 @@
-"""The forward pass of the `sm80` tier from the host: which kernels run with which grid."""
+"""The forward pass of the `sm80` tier from the host: kernels and grids."""
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch, prepare_parts
+from numba_flash.cuda import grid, prepare_parts
 from numba_flash.cuda.arguments import (
     SPLIT,
     chunked,
@@ -15,38 +15,29 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.prepare_relative import Added, alone
+from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.prepare_tile_lists import Chosen, Extras, Tiles, choose
-from numba_flash.cuda.sm80 import float64_tiles, prepare_few, prepare_head, tiles
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.config import ForwardConfig
-from numba_flash.cuda.sm80.few_tiles import few_tile
-from numba_flash.cuda.sm80.tiles import Hardware, Tile, hardware, padded
+from numba_flash.cuda.sm80.tiles import Tile, hardware, padded
 from numba_flash.problem import Prepared
 
 LOG2E = math.log2(math.e)
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
-def prepare(problem, inputs, results, gpu=None) -> Prepared:
-    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
-    dropout.
+def prepare(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like the call's layouts; `rng` is left out if there
+    is no dropout.
     """
-    gpu = gpu or launch.gpu(inputs.q.device)
-    head = prepare_head.tile_of(problem, inputs, results, gpu)
-    if head is not None:
-        return prepare_head.prepare(problem, inputs, results, gpu, head)
-    p, tile = _relative(problem, gpu) or choose(
-        problem, lambda p: _tile(p, gpu), lambda p: _within_blocks(p, gpu)
-    )
-    if tile.group:
-        return prepare_few.prepare(p, inputs, results, gpu, tile)
+    p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
-    if parts > 1 and p.dtype != "float64":
-        return _prepare_parts(p, inputs, results, gpu, tile, parts)
     operands = Operands(p, gpu, inputs, tile)
-    forward, numbers = _forward(p, operands, results, gpu, tile, 1)
+    if parts > 1 and p.dtype != "float64":
+        return _prepare_parts(chosen, operands, parts)
+    forward, numbers = _forward(chosen, operands, results, 1)
 
     def run(inputs, results, rng=None):
         x = operands.of(inputs)
@@ -118,65 +109,17 @@ class Operands:
         return Read(made.q, made.k, made.v, self._class(*extras, *made.extras), made.flags)
 
 
-def _tile(p, gpu) -> Tile:
-    there, of = hardware(gpu.capability), _tiles_of(p)
-    tile = tile_of(p, there)
-    if tile.group:
-        return tile
-    few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
-    return of.small_tile(p, there, few) or tile
-
-
-def _relative(problem, gpu) -> Chosen | None:
-    """Its tile and the problem, if numbers that a `score_mod` adds for each distance are read from
-    an array, and there is room for them in shared memory.
-    """
-    p = alone(problem)
-    tile = None if p is None else _tile(p, gpu)
-    if tile is None or tile.group:
-        return None
-    there = _shared_bytes(p, tile, (p.d, p.dv)) <= hardware(gpu.capability).shared_limit
-    return Chosen(p, tile) if there else None
-
-
-def _shared_bytes(p, tile: Tile, columns) -> int:
+def shared_bytes(p, tile: Tile, columns) -> int:
     """Of rows of so many columns, with numbers for each distance, if there are any."""
     more = tile.stages * tile.added_bytes if p.options.relative else 0
     return tile.shared_bytes(*columns) + more
 
 
-def _within_blocks(p, gpu) -> Tile | None:
-    """The first tile of all for as many columns that lies within the blocks of the mask, if one
-    does.
-    """
-    d, limit = max(p.d, p.dv), hardware(gpu.capability).shared_limit
-    rows = (*tiles.MODIFIED_TILES, *tiles.SMALL_TILES)
-    if p.dtype == "float32":
-        rows = tiles.SPLIT_TILES
-    if p.dtype == "float64":
-        rows = (*float64_tiles.FORWARD_TILES, *float64_tiles.SMALL_TILES)
-    fit = (row.tile for row in rows if d <= row.d and row.shared <= limit)
-    return next((t for t in fit if p.options.blocks.divided_by(t.block_m, t.block_n)), None)
-
-
-def tile_of(p, there: Hardware) -> Tile:
-    """That of few queries, or of many with as many heads."""
-    # planes of float32 are written and read anew
-    few = grid.few_queries(p) and p.dtype in ("float16", "bfloat16")
-    return (few_tile(p, there) if few else None) or _tiles_of(p).forward_tile(p, there)
-
-
-def _tiles_of(p):
-    """The module that chooses among a dtype's."""
-    return float64_tiles if p.dtype == "float64" else tiles
-
-
-def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
+def _prepare_parts(chosen: Chosen, operands: Operands, parts: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
-    partial = prepare_parts.layouts(p, parts)
-    operands = Operands(p, gpu, inputs, tile)
-    forward, numbers = _forward(p, operands, partial, gpu, tile, parts)
-    combine = prepare_parts.combine(partial, results, gpu, parts)
+    partial = prepare_parts.layouts(chosen.p, parts)
+    forward, numbers = _forward(chosen, operands, partial, parts)
+    combine = prepare_parts.combine(partial, chosen.call.results, chosen.call.gpu, parts)
     scratch = prepare_parts.scratch(partial)
 
     def run(inputs, results, rng=None):
@@ -190,13 +133,13 @@ def _prepare_parts(p, inputs, results, gpu, tile: Tile, parts: int) -> Prepared:
     return Prepared(run, (*operands.launches, forward, combine), operands.layouts.flags)
 
 
-def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
+def _forward(chosen: Chosen, operands: Operands, results, parts: int):
     """The attention kernel, on results of the problem or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
+    p, tile, gpu = chosen.p, chosen.tile, chosen.call.gpu
     (o,), x = grid.heads_first(p, results.o), operands.layouts
     there, double = hardware(gpu.capability), p.dtype == "float64"
-    builder = "sm80.forward_float64.build" if double else "sm80.forward.build"
     shape = Shape(
         head_dim=p.d,
         head_dim_v=p.dv,
@@ -225,12 +168,12 @@ def _forward(p, operands: Operands, results, gpu, tile: Tile, parts: int):
         tile=tile,
     )
     forward = Launch(
-        builder,
+        chosen.builder,
         (config,),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
         threads=tile.threads,
-        shared_bytes=_shared_bytes(p, tile, shape.columns),
+        shared_bytes=shared_bytes(p, tile, shape.columns),
         operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),
         extras=x.extras,
         numbers=numbers(),

@@ -11,6 +11,7 @@ from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import build_extras, chunked, vectors_of
 from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.recipe import Call, Chosen
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.head_tiles import HeadTile, forward_head_tile, many_heads
@@ -27,8 +28,9 @@ class Made(NamedTuple):
     flags: Layout
 
 
-def tile_of(problem, inputs, results, gpu) -> HeadTile | None:
+def tile_of(call: Call) -> HeadTile | None:
     """The tile of a problem that has one, of arrays whose rows are whole chunks, else None."""
+    problem, inputs, results, gpu, _ = call
     x = inputs.q, inputs.k, inputs.v, results.o
     tile = forward_head_tile(problem, hardware(gpu.capability))
     if tile is None or not many_heads(problem, gpu.multiprocessors) or not chunked(*x):
@@ -42,9 +44,10 @@ def tile_of(problem, inputs, results, gpu) -> HeadTile | None:
     return None if results.o.dtype.name != "float32" else tile
 
 
-def prepare(problem, inputs, results, gpu, tile: HeadTile) -> Prepared:
+def prepare(chosen: Chosen) -> Prepared:
     """As `numba_flash.cuda.sm80.prepare_forward.prepare` says."""
-    p, extras_of = problem, build_extras(problem.options)
+    p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
+    extras_of = build_extras(p.options)
     made = Made(Layout.compact((*p.batch, p.hq), "int32"))
     scratch = Scratch(made, ("heads that are left",))
     shape = Shape(
@@ -65,7 +68,7 @@ def prepare(problem, inputs, results, gpu, tile: HeadTile) -> Prepared:
         tile=tile,
     )
     forward = Launch(
-        "sm80.forward_head.build",
+        chosen.builder,
         (config,),
         gpu,
         grid=math.prod(made.flags.shape),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
-from numba_flash.cuda.sm80 import prepare_dq
+from numba_flash.cuda.sm80 import backward_tiles, float64_tiles, prepare_dq
 
 
 class Temporaries(NamedTuple):
@@ -46,3 +46,17 @@ def temporaries_of(p, tile, copies: int) -> Temporaries:
         dq_sum=dq_sum,
         flags=Layout.compact((math.prod(blocks) * copies + 1,), "int32"),
     )
+
+
+def backward_tile(p, there):
+    """The tile of the main loop of gradients of this dtype that knows every option."""
+    of = float64_tiles if p.dtype == "float64" else backward_tiles
+    return of.backward_tile(p, there)
+
+
+def padded_sums(p, there) -> int:
+    """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
+    if grid.few_gradients(p):
+        return 0
+    found = temporaries_of(p, backward_tile(p, there), 1)
+    return found.dq_sum.nbytes if found.rows.shape[-1] > 2 * p.nq else 0

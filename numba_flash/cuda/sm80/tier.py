@@ -7,15 +7,28 @@ from numba_flash import sections
 from numba_flash.cuda import grid, launch, prepare_split
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
-from numba_flash.cuda.sm80 import float64_tiles
-from numba_flash.cuda.sm80 import prepare_backward as backward
-from numba_flash.cuda.sm80 import prepare_forward as forward
+from numba_flash.cuda.recipe import Call, prepare
+from numba_flash.cuda.sm80 import float64_tiles, prepare_temporaries, recipes
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.options import NAMES
+from numba_flash.problem import Prepared
 
-prepare_forward, prepare_backward = forward.prepare, backward.prepare
 LEAST = (7, 5)
 LEAST_SHARED_FLOAT32, MOST_FLOAT32_BACKWARD = 163 * 1024, 128
+
+
+def prepare_forward(problem, inputs, results, gpu=None) -> Prepared:
+    """``run(inputs, results, rng)`` on arrays like these layouts; `rng` is left out if there is no
+    dropout.
+    """
+    call = Call(problem, inputs, results, gpu or launch.gpu(inputs.q.device))
+    return prepare(recipes.FORWARD, call)
+
+
+def prepare_backward(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
+    """The same for gradients; the same bits in every run if `deterministic`."""
+    call = Call(problem, inputs, results, gpu or launch.gpu(inputs.q.device), deterministic)
+    return prepare(recipes.BACKWARD, call)
 
 
 def takes_numpy() -> bool:
@@ -70,7 +83,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     if not 0 < problem.scale < math.inf:
         return f"needs a positive, finite scale; got {problem.scale}"
     if kind == "backward":
-        padded_sums = partial(backward.padded_sums, there=hardware(gpu.capability))
+        padded_sums = partial(prepare_temporaries.padded_sums, there=hardware(gpu.capability))
         return sections.too_large(problem, inputs, padded_sums)
     return None
 

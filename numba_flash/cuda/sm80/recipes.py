@@ -1,0 +1,303 @@
+"""Which kernels of the `sm80` tier serve a problem: a table for each pass, whose first row that
+serves it is taken. Nothing else decides. Numba is not imported here.
+"""
+
+from dataclasses import replace
+
+from numba_flash.cuda import grid, prepare_tile_lists
+from numba_flash.cuda.prepare_relative import alone
+from numba_flash.cuda.recipe import (
+    KEY_BLOCKS,
+    KEYS_OR_LISTED,
+    OF_GRADIENT,
+    PLAIN,
+    PLAIN_OR_OPTIONS,
+    RELATIVE,
+    RESIDENT,
+    ROW_BLOCKS,
+    ROWS_OR_LISTED,
+    SUMS,
+    Call,
+    Recipe,
+)
+from numba_flash.cuda.sm80 import (
+    dbias_tiles,
+    float64_tiles,
+    prepare_backward,
+    prepare_backward_few,
+    prepare_dbias,
+    prepare_dq,
+    prepare_dq_dbias,
+    prepare_dq_dbias_split,
+    prepare_few,
+    prepare_forward,
+    prepare_head,
+    tiles,
+)
+from numba_flash.cuda.sm80.few_tiles import backward_few_tile, few_tile
+from numba_flash.cuda.sm80.prepare_temporaries import backward_tile
+from numba_flash.cuda.sm80.tiles import Hardware, hardware
+
+# Work lists, and where dQ goes, in words.
+FEW_ROWS = "queries of all heads that share keys, times parts of the keys"
+BESIDE_DBIAS = "beside the bias gradient"
+
+
+def _there(call: Call) -> Hardware:
+    return hardware(call.gpu.capability)
+
+
+def _if_any(tile_of):
+    """The problem of a call that there is a tile for."""
+    return lambda call: None if tile_of(call) is None else call.problem
+
+
+# ---- forward: the problem as its kernels see it, if a row serves it
+
+
+def _few_tile(call: Call):
+    p = call.problem
+    # planes of float32 are written and read anew
+    few = grid.few_queries(p) and p.dtype in ("float16", "bfloat16")
+    return few_tile(p, _there(call)) if few else None
+
+
+def forward_tile(p, gpu):
+    """The tile of many queries, or of few blocks of them."""
+    of, there = float64_tiles if p.dtype == "float64" else tiles, hardware(gpu.capability)
+    tile = of.forward_tile(p, there)
+    few = grid.items(p, p.nq, p.hq, tile.block_m) <= gpu.multiprocessors
+    return of.small_tile(p, there, few) or tile
+
+
+def _within_blocks(p, gpu):
+    """The first tile of all for as many columns that lies within the blocks of the mask, if one
+    does.
+    """
+    d, limit = max(p.d, p.dv), hardware(gpu.capability).shared_limit
+    rows = (*tiles.MODIFIED_TILES, *tiles.SMALL_TILES)
+    if p.dtype == "float32":
+        rows = tiles.SPLIT_TILES
+    if p.dtype == "float64":
+        rows = (*float64_tiles.FORWARD_TILES, *float64_tiles.SMALL_TILES)
+    fit = (row.tile for row in rows if d <= row.d and row.shared <= limit)
+    return next((t for t in fit if p.options.blocks.divided_by(t.block_m, t.block_n)), None)
+
+
+def _forward(call: Call):
+    """The tile, and the problem with lists for a mask of blocks, if one fits these."""
+    tiles_of = forward_tile, _within_blocks
+    return prepare_tile_lists.choose(
+        call.problem, *(lambda p, of=of: of(p, call.gpu) for of in tiles_of)
+    )
+
+
+def _relative(call: Call):
+    """A problem whose numbers for each distance there is room for in shared memory."""
+    p = alone(call.problem)
+    if p is None:
+        return None
+    room = prepare_forward.shared_bytes(p, forward_tile(p, call.gpu), (p.d, p.dv))
+    return p if room <= _there(call).shared_limit else None
+
+
+def _float64(call: Call):
+    return _forward(call).problem if call.problem.dtype == "float64" else None
+
+
+FORWARD = (
+    Recipe(
+        problems="float32, short and narrow heads, many of them, no option but a bias",
+        serves=_if_any(prepare_head.tile_of),
+        loops=("sm80.forward_head",),
+        tile=lambda p, call: prepare_head.tile_of(call),
+        work="heads",
+        stage="plain, or a bias",
+        prepare=prepare_head.prepare,
+    ),
+    Recipe(
+        problems="up to 16 queries, 16 bits, no `BlockMask`",
+        serves=_if_any(_few_tile),
+        loops=("sm80.forward_few",),
+        tile=lambda p, call: _few_tile(call),
+        work=FEW_ROWS,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_few.prepare,
+    ),
+    Recipe(
+        problems="16 bits, a `score_mod` that adds a number for each distance, no other option",
+        serves=_relative,
+        loops=("sm80.forward",),
+        tile=lambda p, call: forward_tile(p, call.gpu),
+        work=ROW_BLOCKS,
+        stage=RELATIVE,
+        prepare=prepare_forward.prepare,
+    ),
+    Recipe(
+        problems="float64",
+        serves=_float64,
+        loops=("sm80.forward_float64",),
+        tile=lambda p, call: _forward(call).tile,
+        work=ROWS_OR_LISTED,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_forward.prepare,
+    ),
+    Recipe(
+        problems="all others",
+        serves=lambda call: _forward(call).problem,
+        loops=("sm80.forward",),
+        tile=lambda p, call: _forward(call).tile,
+        work=ROWS_OR_LISTED,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_forward.prepare,
+    ),
+)
+
+
+# ---- the gradient of a bias, where it is made by a kernel of its own
+
+
+def _dbias(call: Call):
+    p, there = call.problem, _there(call)
+    of = float64_tiles if p.dtype == "float64" else dbias_tiles
+    sums = any(grid.summed_axes(p, call.results.dbias))
+    return prepare_tile_lists.choose(p, lambda p: of.dbias_tile(p, there, sums))
+
+
+BIAS_GRADIENT = (
+    Recipe(
+        problems="float64",
+        serves=lambda call: _dbias(call).problem if call.problem.dtype == "float64" else None,
+        loops=("sm80.dbias_float64",),
+        tile=lambda p, call: _dbias(call).tile,
+        work=OF_GRADIENT,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_dbias.Dbias,
+    ),
+    Recipe(
+        problems="all others",
+        serves=lambda call: _dbias(call).problem,
+        loops=("sm80.dbias",),
+        tile=lambda p, call: _dbias(call).tile,
+        work=OF_GRADIENT,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_dbias.Dbias,
+    ),
+)
+
+
+# ---- backward
+
+
+def _few_gradients(call: Call):
+    return call.problem if grid.few_gradients(call.problem) else None
+
+
+def _backward(call: Call):
+    """The tile, and the problem with lists for a mask of blocks, if it fits these."""
+    there = _there(call)
+    return prepare_tile_lists.choose(call.problem, lambda p: backward_tile(p, there))
+
+
+def _in_slots(call: Call):
+    p, tile = _backward(call)
+    return p if prepare_dq.serves(p, call.inputs, tile, _there(call).turing) else None
+
+
+def _backward_of(dtype: str):
+    return lambda call: _backward(call).problem if call.problem.dtype == dtype else None
+
+
+def _shared(call: Call):
+    p, tile = _backward(call)
+    return p if tile.ways > 1 else None
+
+
+BACKWARD = (
+    Recipe(
+        problems="few queries, from 512 keys on, 16 bits, no option, D up to 128",
+        serves=_few_gradients,
+        loops=("sm80.backward_few",),
+        tile=lambda p, call: backward_few_tile(p, _there(call)),
+        work=FEW_ROWS,
+        stage=PLAIN,
+        prepare=prepare_backward_few.prepare,
+        dq="in registers, of parts of the keys that are added up",
+    ),
+    Recipe(
+        problems="16 bits, gradients with that of a bias that short, narrow heads share, no other",
+        serves=_if_any(prepare_dq_dbias.tile_of),
+        loops=("sm80.dq_dbias", "sm80.dk_dv"),
+        tile=lambda p, call: prepare_dq_dbias.tile_of(call),
+        work=OF_GRADIENT,
+        stage=RESIDENT,
+        prepare=prepare_dq_dbias.prepare,
+        dq=BESIDE_DBIAS,
+    ),
+    Recipe(
+        problems="float32, the same of many heads",
+        serves=_if_any(prepare_dq_dbias_split.tiles_of),
+        loops=("sm80.dq_dbias_split", "sm80.dk_dv_split"),
+        tile=lambda p, call: prepare_dq_dbias_split.tiles_of(call),
+        work=OF_GRADIENT,
+        stage=RESIDENT,
+        prepare=prepare_dq_dbias_split.prepare,
+        dq=BESIDE_DBIAS,
+    ),
+    Recipe(
+        problems="16 bits, plain or causal, D beyond 128, blocks with 163 KB of shared memory",
+        serves=_in_slots,
+        loops=("sm80.backward_shared", "sm80.dq"),
+        tile=lambda p, call: replace(_backward(call).tile, slots=True),
+        work=KEY_BLOCKS,
+        stage=PLAIN,
+        prepare=prepare_backward.prepare,
+        dq="of dS, stored in slots",
+    ),
+    Recipe(
+        problems="float64",
+        serves=_backward_of("float64"),
+        loops=("sm80.backward_float64",),
+        tile=lambda p, call: _backward(call).tile,
+        work=KEYS_OR_LISTED,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_backward.prepare,
+        dq=SUMS,
+        beside=BIAS_GRADIENT,
+    ),
+    Recipe(
+        problems="float32",
+        serves=_backward_of("float32"),
+        loops=("sm80.backward_split",),
+        tile=lambda p, call: _backward(call).tile,
+        work=KEYS_OR_LISTED,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_backward.prepare,
+        dq=SUMS,
+        beside=BIAS_GRADIENT,
+    ),
+    Recipe(
+        problems="D beyond 64 or 128, where several warps share keys",
+        serves=_shared,
+        loops=("sm80.backward_shared",),
+        tile=lambda p, call: _backward(call).tile,
+        work=KEYS_OR_LISTED,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_backward.prepare,
+        dq=SUMS,
+        beside=BIAS_GRADIENT,
+    ),
+    Recipe(
+        problems="all others",
+        serves=lambda call: _backward(call).problem,
+        loops=("sm80.backward",),
+        tile=lambda p, call: _backward(call).tile,
+        work=KEYS_OR_LISTED,
+        stage=PLAIN_OR_OPTIONS,
+        prepare=prepare_backward.prepare,
+        dq=SUMS,
+        beside=BIAS_GRADIENT,
+    ),
+)
+
+PASSES = {"forward": FORWARD, "backward": BACKWARD, "gradient of a bias": BIAS_GRADIENT}
