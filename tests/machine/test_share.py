@@ -14,7 +14,7 @@ from kernels import forward_pass
 from support import random_inputs
 
 import numba_flash
-from numba_flash.cuda.sm80 import prepare_forward
+from numba_flash.cuda.sm80 import recipes
 from numba_flash.cuda.sm80.tiles import Tile
 
 pytestmark = [pytest.mark.full, pytest.mark.machine]
@@ -39,7 +39,7 @@ CASES = {
 
 def run(tile, options, d=16, dv=40, multiprocessors=2, dtype="float16", seed=1):
     sizes = {"batch": (BATCH,), "hq": HQ, "hk": HK, "nq": NQ, "nk": NK, "d": d, "dv": dv}
-    with mock.patch.object(prepare_forward, "_tile", return_value=tile):
+    with mock.patch.object(recipes, "forward_tile", return_value=tile):
         return forward_pass("sm80", random_inputs(**sizes, dtype=dtype), seed, multiprocessors, **options)
 
 

@@ -9,12 +9,12 @@ from support import Backend, random_inputs
 
 import numba_flash
 from numba_flash import call
-from numba_flash.cuda.sm80 import prepare_backward, prepare_dbias, prepare_few, prepare_forward, tier
+from numba_flash.cuda.sm80 import prepare_backward, prepare_backward_few, prepare_dq_dbias, prepare_few, prepare_forward, recipes, tier
 from numba_flash.cuda.sm80.tiles import hardware
 
 pytestmark = pytest.mark.gpu
 
-CHOOSERS = (prepare_backward, prepare_dbias, prepare_few, prepare_forward, tier)
+CHOOSERS = (prepare_backward, prepare_backward_few, prepare_dq_dbias, prepare_few, prepare_forward, recipes, tier)
 NQ, NK = 150, 200
 DRAWN = np.random.default_rng(19)
 BIAS = {"bias": DRAWN.standard_normal((4, NQ, NK)).astype(np.float16), "bias_grad": True}

@@ -19,6 +19,7 @@ from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.recipe import Call
 from numba_flash.cuda.sm80 import dq_dbias, head_tiles, prepare_head, tier
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
@@ -636,7 +637,7 @@ def test_short_heads_that_lie_in_reverse_are_planes_of_others(name, axis):
     for inputs, short in ((usual, True), (turned, False)):
         layouts = ForwardInputs(*map(Layout.of, inputs))
         results = ForwardResults(Layout.compact(inputs.q.shape, "float32"), None)
-        assert (prepare_head.tile_of(p, layouts, results, H200) is not None) == short
+        assert (prepare_head.tile_of(Call(p, layouts, results, H200)) is not None) == short
 
 
 def test_shared_memory_of_short_heads_fits():

@@ -1,0 +1,140 @@
+"""Which kernels of a tier serve which problems, and that nothing but its tables decides that."""
+
+import importlib
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import SIMULATED
+
+import numba_flash
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.sm80 import recipes as sm80
+from numba_flash.cuda.sm90 import recipes as sm90
+from numba_flash.plan import Settings, backward_inputs, choose, detailed
+from numba_flash.problem import ForwardInputs, bind
+
+pytestmark = pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
+
+H200 = Gpu(0, (9, 0), 132, 4.9e12)
+BFLOAT16 = ml_dtypes.bfloat16
+TABLES = {"sm90": sm90, "sm80": sm80}
+LOOPS = {loop for tables in TABLES.values() for table in tables.PASSES.values() for each in table for loop in each.loops}
+HOSTS = [path for tables in TABLES.values() for path in sorted(Path(tables.__file__).parent.glob("*.py")) if path.name != "recipes.py"]
+
+
+def blocks(size: int) -> numba_flash.BlockMask:
+    return numba_flash.BlockMask(np.ones((2048 // size,) * 2, bool), size)
+
+
+def planned(backend, kind, d=64, batch=(1,), heads=32, nq=None, n=2048, dtype=BFLOAT16, dbias=False, deterministic=True, **options):
+    """The plan of a call on an H200."""
+    k = np.zeros((*batch, heads, n, d), dtype)
+    q = k[..., :nq, :]
+    mask = options.get("mask")
+    mask = mask.blocks if isinstance(mask, numba_flash.BlockMask) else mask
+    inputs, p = ForwardInputs(q, k, k, options.get("bias"), mask), bind(q, k, k, **options)
+    inputs = backward_inputs(p, inputs) if kind == "backward" else inputs
+    chosen = choose(p, inputs, backend, kind, gpu=H200, **({"dbias": True} if dbias else {}))
+    return detailed(chosen, inputs, Settings(gpu=H200, dbias=dbias, deterministic=deterministic))
+
+
+SHARED = {"bias": np.zeros((1, 32, 256, 256), BFLOAT16), "d": 32, "batch": (64,), "n": 256}
+FULL = {"bias": np.zeros((32, 2048, 2048), BFLOAT16)}
+OF_KEYS = {"bias": np.zeros((32, 1, 2048), BFLOAT16)}
+ALIBI, LATE = {"score_mod": numba_flash.alibi(np.ones(32))}, {"batch": (8,), "n": 512}
+SHORT = {"dtype": np.float32, "batch": (8,), "n": 256, "d": 32}
+# Beside each row of a table, in its order, a call that it serves.
+CALLS = {
+    ("sm90", "forward"): (
+        SHARED,
+        {"dtype": np.float32},
+        ALIBI,
+        {"mask": blocks(128)},
+        FULL,
+        {"mask": blocks(128), "dropout": 0.5, "rng": (1, 2)},
+        {"causal": True},
+    ),
+    ("sm90", "backward"): (
+        ALIBI,
+        SHARED | {"dbias": True},
+        {"dtype": np.float32},
+        {"dtype": np.float32, "d": 128},
+        {"mask": blocks(128), "d": 128},
+        {"mask": blocks(128)},
+        FULL,
+        {"mask": blocks(64), "softcap": 1.0},
+        {"d": 256},
+        LATE | {"batch": (32,)},
+        {"heads": 1},
+    ),
+    ("sm90", "gradient of a bias"): (FULL | {"dbias": True}, OF_KEYS | {"dbias": True}),
+    ("sm80", "forward"): (SHORT, {"nq": 1}, ALIBI, {"dtype": np.float64}, FULL),
+    ("sm80", "backward"): (
+        {"nq": 1},
+        SHARED | {"dbias": True},
+        SHORT | {"bias": np.zeros((1, 32, 256, 256), np.float32), "dbias": True},
+        {"d": 256, "causal": True},
+        {"dtype": np.float64},
+        SHORT,
+        {"d": 128},
+        {"mask": blocks(128), "dropout": 0.5, "rng": (1, 2)},
+    ),
+    ("sm80", "gradient of a bias"): (
+        {"bias": np.zeros((32, 1, 2048)), "dtype": np.float64, "dbias": True},
+        FULL | {"dbias": True},
+    ),
+}
+ROWS = [
+    pytest.param(backend, "forward" if name == "forward" else "backward", recipe, call, id=f"{backend}, {name}: {recipe.problems}")
+    for (backend, name), calls in CALLS.items()
+    for recipe, call in zip(TABLES[backend].PASSES[name], calls, strict=True)
+]
+
+
+def test_every_table_is_here():
+    assert set(CALLS) == {(backend, name) for backend, tables in TABLES.items() for name in tables.PASSES}
+
+
+@pytest.mark.parametrize(("backend", "kind", "recipe", "call"), ROWS)
+def test_each_row_serves_a_call_whose_plan_says_so(backend, kind, recipe, call):
+    """And launches its loops."""
+    found = planned(backend, kind, **call)
+    assert recipe.about in found.recipes
+    assert f"  kernels: {recipe.about}" in str(found).splitlines()
+
+
+@pytest.mark.parametrize("tables", TABLES.values(), ids=TABLES)
+def test_rows_are_told_apart(tables):
+    for table in tables.PASSES.values():
+        assert len({each.problems for each in table}) == len(table)
+
+
+@pytest.mark.parametrize("backend", TABLES)
+@pytest.mark.parametrize("dbias", [False, True])
+def test_who_makes_the_gradient_of_a_bias_is_named_only_if_it_is_wanted(backend, dbias):
+    assert len(planned(backend, "backward", **FULL, dbias=dbias).recipes) == 1 + dbias
+
+
+def test_gradients_in_any_order_are_served_by_the_next_row():
+    stored, added = sm90.BACKWARD[4:6]
+    assert planned("sm90", "backward", mask=blocks(128), d=128).recipes == (stored.about,)
+    assert planned("sm90", "backward", mask=blocks(128), d=128, deterministic=False).recipes == (added.about,)
+
+
+def test_a_backend_without_tables_names_no_rows():
+    assert numba_flash.plan(*[np.zeros((1, 2, 8, 4), np.float32)] * 3, backend="cpu").recipes == ()
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_loops_are_there(loop):
+    assert callable(importlib.import_module(f"numba_flash.cuda.{loop}").build)
+
+
+@pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_no_other_file_names_a_loop(path):
+    """So none chooses between them."""
+    named = set(re.findall(r"""["'](sm\d+\.\w+)(?:\.build)?["']""", path.read_text()))
+    assert named & LOOPS == set()
