@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import importlib
 import json
 import re
 import sys
@@ -578,10 +579,9 @@ def _rate(row: dict) -> str:
     return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['gb_per_s']:.0f} GB/s"
 
 
-def recipes(of: str) -> str:
-    """Rows of a table of `numba_flash.cuda.sm90.recipes`; empty columns are left out."""
-    from numba_flash.cuda.sm90 import recipes
-
+def recipes(tier: str, of: str) -> str:
+    """Rows of a table of a tier, as `numba_flash.cuda.sm90.recipes`; empty columns are left out."""
+    recipes = importlib.import_module(f"numba_flash.cuda.{tier}.recipes")
     code = lambda names: ", ".join(f"`{name}`" for name in names)
     rows = [(each.problems, code(each.loops), each.stage, each.work, each.dq) for each in recipes.PASSES[of]]
     columns = ("problems", "main loops", "scores", "work", "dQ")
@@ -664,9 +664,12 @@ BLOCKS = {
     "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
     "examples": Block(examples, ("2-core-cpu/facts", "h200/facts")),
     "once": Block(once, ("h200/facts", "h100/facts", "2-core-cpu/facts")),
-    "kernels-forward": Block(lambda: recipes("forward"), ()),
-    "kernels-backward": Block(lambda: recipes("backward"), ()),
-    "kernels-bias-gradient": Block(lambda: recipes("gradient of a bias"), ()),
+    "kernels-sm90-forward": Block(lambda: recipes("sm90", "forward"), ()),
+    "kernels-sm90-backward": Block(lambda: recipes("sm90", "backward"), ()),
+    "kernels-sm90-bias-gradient": Block(lambda: recipes("sm90", "gradient of a bias"), ()),
+    "kernels-sm80-forward": Block(lambda: recipes("sm80", "forward"), ()),
+    "kernels-sm80-backward": Block(lambda: recipes("sm80", "backward"), ()),
+    "kernels-sm80-bias-gradient": Block(lambda: recipes("sm80", "gradient of a bias"), ()),
 }
 
 

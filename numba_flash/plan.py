@@ -38,8 +38,8 @@ class Plan:
         sums and the like. Not in it are tiles of a fixed size, which each thread has on the CPU, and copies of NumPy arrays on a GPU.
         None where nothing was prepared.
     recipes : tuple of str
-        Main loops of a call, what they do to scores, how work is listed, and where dQ goes: rows of `numba_flash.cuda.sm90.recipes`. None
-        of other backends.
+        Main loops of a call, what they do to scores, how work is listed, and where dQ goes: rows of the backend's `recipes`, as those
+        of `numba_flash.cuda.sm90.recipes`. None of simt and cpu.
     """
 
     backend: Backend

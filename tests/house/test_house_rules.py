@@ -74,7 +74,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
-    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|recipe|(sm\d+\.)?config|sm90\.recipes|(\w+\.)?prepare_\w+)"
+    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|recipe|(sm\d+\.)?config|sm\d+\.recipes|(\w+\.)?prepare_\w+)"
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 

@@ -116,7 +116,7 @@ FORWARD = (
         prepare=prepare_head.prepare,
     ),
     Recipe(
-        problems="up to 16 queries, 16 bits, no `BlockMask`",
+        problems="up to 16 queries, 16 bits, neither packed nor a `BlockMask`",
         serves=_if_any(_few_tile),
         loops=("sm80.forward_few",),
         tile=lambda p, call: _few_tile(call),
@@ -143,7 +143,7 @@ FORWARD = (
         prepare=prepare_forward.prepare,
     ),
     Recipe(
-        problems="all others",
+        problems="all others, with keys in pages, too",
         serves=lambda call: _forward(call).problem,
         loops=("sm80.forward",),
         tile=lambda p, call: _forward(call).tile,
@@ -215,7 +215,7 @@ def _shared(call: Call):
 
 BACKWARD = (
     Recipe(
-        problems="few queries, from 512 keys on, 16 bits, no option, D up to 128",
+        problems="few queries, from 512 keys on, 16 bits, scores as they are, D up to 128",
         serves=_few_gradients,
         loops=("sm80.backward_few",),
         tile=lambda p, call: backward_few_tile(p, _there(call)),
@@ -235,7 +235,7 @@ BACKWARD = (
         dq=BESIDE_DBIAS,
     ),
     Recipe(
-        problems="float32, the same of many heads",
+        problems="float32, gradients with that of a bias that many such heads share, no other",
         serves=_if_any(prepare_dq_dbias_split.tiles_of),
         loops=("sm80.dq_dbias_split", "sm80.dk_dv_split"),
         tile=lambda p, call: prepare_dq_dbias_split.tiles_of(call),
@@ -277,7 +277,7 @@ BACKWARD = (
         beside=BIAS_GRADIENT,
     ),
     Recipe(
-        problems="D beyond 64 or 128, where several warps share keys",
+        problems="D beyond 64, or beyond 128, where several warps share keys",
         serves=_shared,
         loops=("sm80.backward_shared",),
         tile=lambda p, call: _backward(call).tile,
