@@ -28,7 +28,7 @@ def tile_of(call: Call) -> DqDbiasTile | None:
     """The tile of a problem that has one, and arrays that are read and written by whole chunks,
     else None.
     """
-    problem, x, y, gpu, _ = call
+    problem, x, y = call.problem, call.inputs, call.results
     if y.dbias is None or not vectors_of(problem, x, KEYS_OF_RUN).bias:
         return None
     optional = () if x.dlse is None else (x.dlse,)
@@ -42,7 +42,7 @@ def tile_of(call: Call) -> DqDbiasTile | None:
         return None
     sizes = (*problem.batch, problem.hq)
     steps = math.prod(n for n, gone in zip(sizes, shared, strict=True) if gone)
-    return dq_dbias_tile(problem, hardware(gpu.capability), steps)
+    return dq_dbias_tile(problem, hardware(call.gpu.capability), steps)
 
 
 def prepare(chosen: Chosen) -> Prepared:

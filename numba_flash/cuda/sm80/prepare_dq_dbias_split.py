@@ -64,16 +64,16 @@ def tiles_of(call: Call) -> GradientTiles | None:
     """The tiles of a problem that has some, and arrays that are read and written by whole chunks,
     else None. Its forward pass is that of short heads, so that scores are the same bits.
     """
-    problem, x, results, gpu, _ = call
-    dbias = results.dbias
-    if dbias is None or x.dlse is not None or not chunked(results.dq, results.dk, results.dv):
+    problem, x, y, gpu = call.problem, call.inputs, call.results, call.gpu
+    dbias = y.dbias
+    if dbias is None or x.dlse is not None or not chunked(y.dq, y.dk, y.dv):
         return None
     if not many_heads(problem, gpu.multiprocessors) or problem.nq < FEWEST_ROWS:
         return None
     if not vectors_of(problem, x, KEYS_OF_RUN).bias or dbias.dtype.name != "float32":
         return None
     read = x.do, x.o, x.q, x.k, x.v
-    touched = *read, results.dq, results.dk, results.dv, x.bias
+    touched = *read, y.dq, y.dk, y.dv, x.bias
     if not all(0 <= stride < MOST_STRIDE for each in touched for stride in each.strides):
         return None
     if not chunked(*read):

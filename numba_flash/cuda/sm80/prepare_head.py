@@ -30,7 +30,7 @@ class Made(NamedTuple):
 
 def tile_of(call: Call) -> HeadTile | None:
     """The tile of a problem that has one, of arrays whose rows are whole chunks, else None."""
-    problem, inputs, results, gpu, _ = call
+    problem, inputs, results, gpu = call.problem, call.inputs, call.results, call.gpu
     x = inputs.q, inputs.k, inputs.v, results.o
     tile = forward_head_tile(problem, hardware(gpu.capability))
     if tile is None or not many_heads(problem, gpu.multiprocessors) or not chunked(*x):
