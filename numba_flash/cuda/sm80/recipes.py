@@ -4,8 +4,9 @@ serves it is taken. Nothing else decides. Numba is not imported here.
 
 from dataclasses import replace
 
-from numba_flash.cuda import grid, prepare_tile_lists
+from numba_flash.cuda import grid
 from numba_flash.cuda.prepare_relative import alone
+from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.recipe import (
     KEY_BLOCKS,
     KEYS_OR_LISTED,
@@ -86,10 +87,8 @@ def _within_blocks(p, gpu):
 
 def _forward(call: Call):
     """The tile, and the problem with lists for a mask of blocks, if one fits these."""
-    tiles_of = forward_tile, _within_blocks
-    return prepare_tile_lists.choose(
-        call.problem, *(lambda p, of=of: of(p, call.gpu) for of in tiles_of)
-    )
+    p, gpu = call.problem, call.gpu
+    return choose(p, lambda p: forward_tile(p, gpu), lambda p: _within_blocks(p, gpu))
 
 
 def _relative(call: Call):
@@ -161,7 +160,7 @@ def _dbias(call: Call):
     p, there = call.problem, _there(call)
     of = float64_tiles if p.dtype == "float64" else dbias_tiles
     sums = any(grid.summed_axes(p, call.results.dbias))
-    return prepare_tile_lists.choose(p, lambda p: of.dbias_tile(p, there, sums))
+    return choose(p, lambda p: of.dbias_tile(p, there, sums))
 
 
 BIAS_GRADIENT = (
@@ -196,7 +195,7 @@ def _few_gradients(call: Call):
 def _backward(call: Call):
     """The tile, and the problem with lists for a mask of blocks, if it fits these."""
     there = _there(call)
-    return prepare_tile_lists.choose(call.problem, lambda p: backward_tile(p, there))
+    return choose(call.problem, lambda p: backward_tile(p, there))
 
 
 def _in_slots(call: Call):
