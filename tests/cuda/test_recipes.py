@@ -13,7 +13,7 @@ import numba_flash
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.sm80 import recipes as sm80
 from numba_flash.cuda.sm90 import recipes as sm90
-from numba_flash.plan import Settings, backward_inputs, choose, detailed
+from numba_flash.plan import Settings, backward_inputs, choose, detailed, on_paper
 from numba_flash.problem import ForwardInputs, bind
 
 pytestmark = pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
@@ -29,16 +29,29 @@ def blocks(size: int) -> numba_flash.BlockMask:
     return numba_flash.BlockMask(np.ones((2048 // size,) * 2, bool), size)
 
 
-def planned(backend, kind, d=64, batch=(1,), heads=32, nq=None, n=2048, dtype=BFLOAT16, dbias=False, deterministic=True, **options):
-    """The plan of a call on an H200."""
+def given(backend, kind, d=64, batch=(1,), heads=32, nq=None, n=2048, dtype=BFLOAT16, dbias=False, **options):
+    """The plan of a call on an H200, without what is known when it is prepared; and its inputs."""
     k = np.zeros((*batch, heads, n, d), dtype)
     q = k[..., :nq, :]
     mask = options.get("mask")
     mask = mask.blocks if isinstance(mask, numba_flash.BlockMask) else mask
     inputs, p = ForwardInputs(q, k, k, options.get("bias"), mask), bind(q, k, k, **options)
     inputs = backward_inputs(p, inputs) if kind == "backward" else inputs
-    chosen = choose(p, inputs, backend, kind, gpu=H200, **({"dbias": True} if dbias else {}))
+    return choose(p, inputs, backend, kind, gpu=H200, **({"dbias": True} if dbias else {})), inputs
+
+
+def planned(backend, kind, dbias=False, deterministic=True, **call):
+    """The plan of a call on an H200."""
+    chosen, inputs = given(backend, kind, dbias=dbias, **call)
     return detailed(chosen, inputs, Settings(gpu=H200, dbias=dbias, deterministic=deterministic))
+
+
+def scored(backend, kind, **call) -> list:
+    """Of each kernel of a call on an H200 that computes scores, whether it goes through lists, and its tile."""
+    chosen, inputs = given(backend, kind, **call)
+    dbias = kind == "backward" and "bias" in call
+    launches = on_paper(backend, kind, chosen.problem, inputs, Settings(gpu=H200, dbias=dbias)).launches
+    return [(each.config[0].options.listed, each.scores) for each in launches if each.scores]
 
 
 SHARED = {"bias": np.zeros((1, 32, 256, 256), BFLOAT16), "d": 32, "batch": (64,), "n": 256}
@@ -138,3 +151,27 @@ def test_no_other_file_names_a_loop(path):
     """So none chooses between them."""
     named = set(re.findall(r"""["'](sm\d+\.\w+)(?:\.build)?["']""", path.read_text()))
     assert named & LOOPS == set()
+
+
+LISTED = {
+    "alone": {},
+    "dropout": {"dropout": 0.5, "rng": (1, 2)},
+    "a bias": {"bias": np.zeros((32, 1920, 1920), BFLOAT16)},
+    "a bias in float32": {"bias": np.zeros((32, 1920, 1920), np.float32)},
+}
+
+
+@pytest.mark.parametrize("options", LISTED.values(), ids=LISTED)
+@pytest.mark.parametrize("d", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("backend", TABLES)
+def test_tiles_that_lists_name_lie_within_blocks(backend, kind, d, options):
+    """A kernel that goes through lists knows no mask."""
+    found, n = set(), 1920
+    for size in [64, 96, 128, 192, (128, 64), (128, 96), (128, 192)]:
+        rows, columns = size if isinstance(size, tuple) else (size, size)
+        mask = numba_flash.BlockMask(np.ones((n // rows, n // columns), bool), size)
+        for listed, (_, (block_m, block_n)) in scored(backend, kind, d=d, n=n, mask=mask, **options):
+            assert not listed or (rows % block_m == 0 and columns % block_n == 0), (size, block_m, block_n)
+            found.add(listed)
+    assert True in found
