@@ -137,10 +137,11 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
         double=p.dtype == "float64",
     )
-    bias_tile = None if shape.double else prepare_dq_dbias.tile_of(p, shape, x, y, there)
+    # of the problem as it is: these kernels know no lists either
+    bias_tile = None if shape.double else prepare_dq_dbias.tile_of(problem, shape, x, y, there)
     if bias_tile is not None:
         return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)
-    tiles = None if shape.double else prepare_dq_dbias_split.tiles_of(p, shape, x, y, gpu)
+    tiles = None if shape.double else prepare_dq_dbias_split.tiles_of(problem, shape, x, y, gpu)
     if tiles is not None:
         return prepare_dq_dbias_split.prepare(p, gpu, shape, inputs, y, tiles)
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if deterministic else 1

@@ -543,6 +543,7 @@ LOOPS = {
     "a band": ({"nk": 384, "d": 32}, {"causal": True}, H200, GENERAL),
     "lengths": ({"nk": 384, "d": 32}, {"kv_lengths": np.full(8, 300)}, H200, GENERAL),
     "a mask": ({"nk": 384, "d": 32}, {"mask": np.ones((100, 384), bool)}, H200, GENERAL),
+    "a mask of whole tiles": ({"nk": 384, "d": 32}, {"mask": BlockMask(np.ones((1, 3), bool), 128)}, H200, GENERAL),
     "dropout": ({"nk": 384, "d": 32}, {"dropout": 0.1, "rng": (1, 2)}, H200, GENERAL),
     "a softcap": ({"nk": 384, "d": 32}, {"softcap": 2.0}, H200, GENERAL),
 }
@@ -588,6 +589,7 @@ LOOPS_OF_FLOAT32 = {
     "one product": ({}, {"precision": "tf32"}, H200, False),
     "a band": ({}, {"causal": True}, H200, False),
     "a softcap": ({}, {"softcap": 2.0}, H200, False),
+    "a mask of whole tiles": ({}, {"mask": BlockMask(np.ones((1, 3), bool), 128)}, H200, False),
 }
 
 
@@ -652,7 +654,8 @@ def test_shared_memory_of_short_heads_fits():
 
 def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:
     """Launches of a backward pass with that of the bias."""
-    arrays = {name: options[name] for name in ("mask", "kv_lengths") if name in options}
+    unwrapped = lambda x: x.blocks if isinstance(x, BlockMask) else x
+    arrays = {name: unwrapped(options[name]) for name in ("mask", "kv_lengths") if name in options}
     inputs = inputs_of(**sizes)._replace(bias=bias, **arrays)
     return launches("backward", problem({"bias": bias, **options}, **sizes), gpu, inputs)
 
