@@ -46,12 +46,17 @@ class Chosen(NamedTuple):
 
 
 def copied_pairs(p, inputs) -> Copied | None:
-    """What of inputs of such layouts the copy engine brings, if there is a tile for it."""
+    """What of inputs of such layouts the copy engine brings, if there is a tile for it; one that
+    lies within the blocks of a mask, if tiles are listed.
+    """
     if bool(p.options.bias) == p.options.mask:  # neither, or both
         return None
     name, tiles_of = ("bias", tiles_of_bias) if p.options.bias else ("mask", tiles_of_mask)
-    tiles = tiles_of(p, getattr(inputs, name))
-    return Copied(name, tiles) if tiles is not None and copying_tile(p, name) else None
+    tile, tiles = copying_tile(p, name), tiles_of(p, getattr(inputs, name))
+    if tile is None or tiles is None:
+        return None
+    fits = not p.options.listed or p.options.blocks.divided_by(tile.block_m, tile.block_n)
+    return Copied(name, tiles) if fits else None
 
 
 def choose_copying(problem, inputs) -> Chosen:
