@@ -150,3 +150,14 @@ def test_a_mask_of_blocks_beside_a_bias_that_batch_elements_share(backend):
     np.testing.assert_allclose(same_o.astype(float), o, atol=4e-3)
     for x, expected in zip(found, reference.backward(do, q, k, v, o, lse, bias_grad=True, **options), strict=True):
         np.testing.assert_allclose(x.astype(float), expected, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.full
+def test_blocks_that_the_tile_of_a_bias_does_not_fit():
+    """The copy engine brings the bias to tiles of 128 keys, and lists are of smaller ones."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=128, nk=384, d=64, dtype="float16")
+    bias, mask = random_inputs(batch=(), hq=1, nq=128, d=384, dtype="float16")[0], np.array([[True, False, True, False]])
+    options = {"bias": bias, "mask": numba_flash.BlockMask(mask, (128, 96))}
+    with machine():
+        o = SM90.forward(q, k, v, **options)
+    np.testing.assert_allclose(o.astype(float), reference.forward(q, k, v, **options), atol=4e-3)
