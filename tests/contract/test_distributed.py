@@ -22,7 +22,7 @@ from thread_group import together
 import numba_flash
 import numba_flash.distributed as nd
 from numba_flash import api
-from numba_flash.distributed import agreement, carriers, layouts
+from numba_flash.distributed import agreement, carriers, communicators, layouts
 
 LAYOUTS, ALGORITHMS = layouts.LAYOUTS, ("ring", "gather")
 LENGTHS = np.array([25, 40])
@@ -82,6 +82,15 @@ def check(size, layout, algorithm, inputs, **options):
 @pytest.mark.parametrize("options", named(OPTIONS, ("causal", "lengths")))
 def test_processes_compute_what_one_does(layout, algorithm, options):
     check(3, layout, algorithm, problem(), **OPTIONS[options])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_of_lse(layout, algorithm):
+    """Of each row, of more heads than one and of fewer rows in a piece than a process has."""
+    inputs = problem(40, 24)
+    dlse = np.random.default_rng(4).standard_normal(inputs[0].shape[:-1])
+    check(2, layout, algorithm, inputs, dlse=dlse, causal=True, q_start=-10)
 
 
 @settings(max_examples=15, deadline=None)
@@ -373,6 +382,28 @@ def test_what_whole_sequences_do_not_allow():
     for error in errors(2, lambda comm: nd.forward(*(nd.shard(x, comm=comm) for x in (q, k, v)), comm=comm, **lengths)):
         assert isinstance(error, NotImplementedError)
         assert re.search(r"must be the same for all, or q_start given; got \[-33, -31\]", str(error)), error
+
+
+def test_who_waits_looks_again_soon(monkeypatch):
+    """After a tenth of the time that it has waited, no later than after `LONGEST_NAP`; and it says for how long it has waited in vain."""
+    now, naps = [0.0], []
+
+    class Clock:
+        @staticmethod
+        def monotonic():
+            now[0] += 1e-6
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds):
+            naps.append((now[0], seconds))
+            now[0] += seconds
+
+    monkeypatch.setattr(communicators, "time", Clock)
+    assert communicators.poll(lambda: now[0] > 0.1, 1.0) is None
+    assert all(0 < nap <= min(communicators.LONGEST_NAP, waited / 10) for waited, nap in naps)
+    assert now[0] < 0.1 + 2 * communicators.LONGEST_NAP
+    assert 1.0 < communicators.poll(lambda: False, 1.0) < 1.0 + 2 * communicators.LONGEST_NAP
 
 
 # ---- MPI -------------------------------------------------------------------------------------------------------------------------------

@@ -252,6 +252,19 @@ def test_numbers_that_the_dtype_cannot_hold_are_accepted():
     reference.backward(v, x[:, :1], x[:, :1], v, o.astype(np.float16), lse, scale=0.0)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_in_v_may_have_reached_rows_that_do_not_see_it(value):
+    """In no matter which way; where all of v is finite the same number is wrong."""
+    q, k, v, do = inputs(SHAPES[0])
+    o, lse = reference.forward(q, k, v, causal=True, q_start=0, return_lse=True)
+    o[0, ..., 0, 1] = value
+    with pytest.raises(ValueError, match=r"^o is not what forward returns for these arguments"):
+        reference.backward(do, q, k, v, o, lse, causal=True, q_start=0)
+    v[..., 2, 0] = np.inf  # seen by the last query
+    o[..., 2, 0] = np.inf
+    reference.backward(do, q, k, v, o, lse, causal=True, q_start=0)
+
+
 FORGOTTEN = {
     "causal": ({"causal": True}, {}),
     "scale": ({"scale": 0.3}, {}),

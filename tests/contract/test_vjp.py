@@ -176,6 +176,27 @@ def test_a_backend_that_has_no_gradients_of_it_says_so_at_once(monkeypatch):
         numba_flash.vjp(q, k, v, backend="cpu")
 
 
+@pytest.mark.parametrize("bias_grad", [False, True])
+def test_backends_are_asked_whether_they_have_the_gradient_of_a_bias_that_is_wanted(bias_grad, monkeypatch):
+    """By `vjp` before there is a result, and by `backward`, each of its own."""
+    asked = []
+    tier = call.plan.tier("cpu")
+    why_not = tier.why_not
+
+    def heard(kind, *more, dbias=False, **place):
+        asked.append((kind, dbias))
+        return why_not(kind, *more, dbias=dbias, **place)
+
+    monkeypatch.setattr(call, "_prepared", {})
+    monkeypatch.setattr(tier, "why_not", heard)
+    q, k, v, do, _ = arrays()
+    bias = np.zeros((5, k.shape[-2]), q.dtype)
+    _, pullback = numba_flash.vjp(q, k, v, bias=bias, bias_grad=bias_grad, backend="cpu")
+    assert asked == [("forward", False), ("backward", bias_grad)]
+    pullback(do)
+    assert asked[2:] == [("backward", bias_grad)]
+
+
 def test_mistakes_of_a_pullback_are_those_of_backward():
     q, k, v, do, dlse = arrays()
     _, pullback = numba_flash.vjp(q, k, v, backend="cpu")

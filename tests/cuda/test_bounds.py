@@ -263,3 +263,23 @@ def test_slots_fit_into_32_bits(hk, log_group, log_nq, log_nk, band):
     if prepare_backward_listed.serves(problem):
         assert slots.sections * slots.room <= MOST
         assert slots.sections * slots.whole <= MOST
+
+
+# ---- nothing at all ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("empty", range(4), ids=["batch", "heads", "queries", "keys"])
+def test_gradients_of_a_bias_of_nothing_are_prepared(empty, dtype):
+    """As those of other biases, with blocks for what there is of each result; `sm90` is not for empty arrays."""
+    sizes = [2, 4, 70, 90]
+    sizes[empty] = 0
+    batch, heads, nq, nk = sizes
+    q, k = (paper(batch, heads, n, 16, dtype=DTYPES[dtype]) for n in (nq, nk))
+    for shape in (tuple(sizes), (heads, nq, nk), (nk,), (nq, 1)):
+        case = on_paper("backward", q, k, bias=paper(*shape, dtype=DTYPES[dtype]), bias_grad=True)
+        for backend in ("sm80", "simt"):
+            launches = case.prepared(backend, GPUS[backend]).launches
+            of_bias = [x for x in launches if "dbias" in x.builder]
+            assert of_bias, backend
+            assert all((x.grid > 0) == (0 not in shape) for x in of_bias), f"{backend}: {shape}"

@@ -176,6 +176,20 @@ def test_arrays_that_a_function_captures(size):
     assert compiler.link(text, H200).cubin[:4] == b"\x7fELF"
 
 
+def test_all_arrays_of_a_kernel_lie_in_global_memory():
+    """However many there are, and however they are read."""
+    text = """
+.const .align 4 .b8 a[8];
+.const .align 8 .b8 b[8] = {0, 0, 128, 63};
+mov.u64 %rd1, a;
+cvta.const.u64 %rd2, %rd1;
+ld.const.f32 %f1, [b+4];
+ld.const.v2.f32 {%f2, %f3}, [b];
+"""
+    loads = text.replace("ld.const", "ld.global.nc")
+    assert compiler._constants_in_global_memory(text) == loads.replace(".const", ".global")
+
+
 @pytest.mark.full
 def test_functions_of_a_module_that_a_function_calls():
     """The copy of a module that stands in for it, and of a function that Numba compiled for the CPU with another constant."""

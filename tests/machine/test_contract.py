@@ -474,6 +474,17 @@ def test_gradients_of_lse_in_any_order():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_of_wide_dtypes_in_any_order(dtype):
+    """No block of keys may take its sums of dq for the first ones."""
+    arrays = random_inputs(batch=(1,), hq=1, hk=1, nq=40, nk=300, d=16, dtype=dtype)
+    for seed in range(2):
+        with machine(seed=seed, multiprocessors=4):
+            results = backward(Group(SM80, dtype, 16, 16, ()), arrays, deterministic=False)
+        compare(results, *arrays)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("d", "masked"), [(64, TILES.options), (64, BLOCKS_OF_LARGE), (128, BLOCKS_OF_LARGE)], ids=("pairs", "blocks", "blocks, D128")
 )

@@ -134,3 +134,30 @@ def test_the_gradient_of_a_bias_of_float64_has_its_shape(shape):
         dbias = numba_flash.backward(do, q, k, v, o, lse, bias_grad=True, backend="sm80", **options)[3]
     assert dbias.shape == shape
     np.testing.assert_allclose(dbias, whole.gradients(do, q, k, v, bias_grad=True, **options)[3], atol=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", [SM90, SM80], ids=["sm90", "sm80"])
+def test_a_mask_of_blocks_beside_a_bias_that_batch_elements_share(backend):
+    """The kernels that keep such a bias in shared memory know no mask, nor lists in its place."""
+    q, k, v, do = random_inputs(batch=(8,), hq=2, hk=2, nq=40, nk=384, d=32, dtype="float16")
+    bias, mask = random_inputs(batch=(), hq=2, nq=40, d=384, dtype="float16")[0], np.array([[True, False, True]])
+    options = {"bias": bias, "mask": numba_flash.BlockMask(mask, 128)}
+    o, lse = reference.forward(q, k, v, return_lse=True, **options)
+    with machine(multiprocessors=2):
+        same_o = backend.forward(q, k, v, **options)
+        found = backend.backward(do, q, k, v, o.astype(q.dtype), lse.astype(np.float32), bias_grad=True, **options)
+    np.testing.assert_allclose(same_o.astype(float), o, atol=4e-3)
+    for x, expected in zip(found, reference.backward(do, q, k, v, o, lse, bias_grad=True, **options), strict=True):
+        np.testing.assert_allclose(x.astype(float), expected, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.full
+def test_blocks_that_the_tile_of_a_bias_does_not_fit():
+    """The copy engine brings the bias to tiles of 128 keys, and lists are of smaller ones."""
+    q, k, v, _ = random_inputs(batch=(1,), hq=1, hk=1, nq=128, nk=384, d=64, dtype="float16")
+    bias, mask = random_inputs(batch=(), hq=1, nq=128, d=384, dtype="float16")[0], np.array([[True, False, True, False]])
+    options = {"bias": bias, "mask": numba_flash.BlockMask(mask, (128, 96))}
+    with machine():
+        o = SM90.forward(q, k, v, **options)
+    np.testing.assert_allclose(o.astype(float), reference.forward(q, k, v, **options), atol=4e-3)

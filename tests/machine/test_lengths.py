@@ -9,7 +9,7 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 import compiled
-from kernels import HOPPER, forward_pass, lengths_as_numbers, machine
+from kernels import HOPPER, backward_pass, forward_pass, lengths_as_numbers, machine
 
 import numba_flash
 from numba_flash import call
@@ -95,6 +95,16 @@ def test_impossible_lengths_on_a_gpu_give_nan(name, monkeypatch):
         assert np.isnan(x[1]).all()
         assert not np.isnan(x[[0, 2]]).any()
     assert np.isnan(gradients[3].astype(np.float64)).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+def test_queries_beyond_an_end_in_the_middle_of_a_later_tile_reach_no_gradient(backend):
+    arrays = random_inputs(batch=(1,), hq=1, hk=1, nq=200, nk=90, d=16, dtype="float16")
+    lengths = {"q_lengths": np.array([150]), "kv_lengths": np.array([70])}
+    for x, n in zip(arrays, (150, 70, 70, 150), strict=True):
+        x[..., n:, :] = np.nan
+    backward_pass(backend, arrays, 0, **lengths)
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import SM80, machine
+from kernels import SM80, backward_pass, machine
 
 from numba_flash import BlockMask, oracle, reference
 from numba_flash.arrays import Layout
@@ -211,3 +211,13 @@ def test_what_a_mask_hides_as_a_whole_is_not_looked_at():
     assert not dq[:, :, 128:].any()
     assert not dk[:, :, 128:256].any()
     assert not dv[:, :, 128:256].any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_heads_whose_lists_are_empty_are_passed_over(backend):
+    """However many of those that share keys follow each other, also the first or the last."""
+    mask = np.ones((3, 4, 70, 140), bool)
+    mask[0, 1:3] = mask[1, :3] = mask[2, :1] = mask[2, 2:] = False
+    arrays = random_inputs(batch=(3,), hq=4, hk=1, nq=70, nk=140, d=16, dtype="float16")
+    backward_pass(backend, arrays, 0, mask=mask)

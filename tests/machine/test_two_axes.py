@@ -70,3 +70,10 @@ def test_two_axes_of_batch_elements(name):
     hq, hk = case.heads
     arrays = random_inputs(batch=BATCH, hq=hq, hk=hk, nq=case.nq, nk=case.nk, d=16, dtype=case.dtype)
     case.run(case.backend, arrays, 0, case.multiprocessors, capability=case.capability, **case.options)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 3)], ids=str)
+def test_a_bias_of_one_of_two_axes_that_is_copied(shape):
+    """By the copy engine, which knows only the axes that there are; rows lie at multiples of 16 bytes."""
+    arrays = random_inputs(batch=BATCH, hq=2, hk=1, nq=70, nk=136, d=16, dtype="float16")
+    backward_pass("sm90", arrays, 0, capability=HOPPER, **bias(*shape, 2, 70, 136))

@@ -266,6 +266,17 @@ def test_a_bias_is_copied_in_the_forward_pass_up_to_64(d, dtype, stages):
     assert (tile.pair_stages, len(maps)) == (stages, int(stages > 0))
 
 
+@pytest.mark.parametrize(("size", "copied"), [((128, 96), False), (128, True), ((128, 192), False), (384, True)])
+@pytest.mark.parametrize("d", [32, 64])
+def test_beside_blocks_a_bias_is_copied_to_tiles_that_lie_within_them(d, size, copied):
+    """The main kernel goes through lists, and knows no mask."""
+    bias, mask = np.zeros((384, 384), np.float16), numba_flash.BlockMask(np.ones((1, 1), bool), size)
+    p = problem(nq=384, nk=384, d=d, dv=d, bias=bias, mask=mask)
+    tile, maps = copied_in_forward(p, bias=bias, mask=mask.blocks)
+    assert p.options.blocks.divided_by(tile.block_m, tile.block_n)
+    assert (tile.pair_stages > 0) == (len(maps) == 1) == copied
+
+
 def test_a_bias_and_a_mask_together_are_read_by_threads():
     bias, mask = np.zeros((96, 208), np.float16), np.ones((96, 208), bool)
     tile, maps = copied_in_forward(problem(nq=96, nk=208, bias=bias, mask=mask), bias=bias, mask=mask)
