@@ -137,7 +137,6 @@ def prepare(problem, inputs, results, deterministic=True, gpu=None) -> Prepared:
         vectors=vectors_of(p, inputs, 2 * tile.m_tiles),
         double=p.dtype == "float64",
     )
-    # of the problem as it is: these kernels know no lists either
     bias_tile = None if shape.double else prepare_dq_dbias.tile_of(problem, shape, x, y, there)
     if bias_tile is not None:
         return prepare_dq_dbias.prepare(p, gpu, shape, x, y, bias_tile)

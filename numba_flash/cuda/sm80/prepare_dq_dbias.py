@@ -22,7 +22,8 @@ MOST_STRIDE = 2**32  # bytes
 
 def tile_of(problem, shape, inputs, results, hardware):
     """The `DqDbiasTile` of a problem that has one, and arrays that are read and written by whole
-    chunks, else None.
+    chunks, else None. The problem is the one that is given: with lists in the place of its mask it
+    would seem to have none, and these kernels know no lists.
     """
     vectors, x = vectors_of(problem, inputs, KEYS_OF_RUN), inputs
     if results.dbias is None or not (shape.asynchronous and shape.wide and vectors.bias):
