@@ -26,7 +26,8 @@ MOST_STRIDE = 2**32  # bytes
 
 def tile_of(call: Call) -> DqDbiasTile | None:
     """The tile of a problem that has one, and arrays that are read and written by whole chunks,
-    else None.
+    else None. The problem is the one that is given: with lists in the place of its mask it would
+    seem to have none, and these kernels know no lists.
     """
     problem, x, y = call.problem, call.inputs, call.results
     if y.dbias is None or not vectors_of(problem, x, KEYS_OF_RUN).bias:
