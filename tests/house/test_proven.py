@@ -218,13 +218,13 @@ def test_it(n):
         print(n, file=file)
 """
     (project.mkdir(folder) / "test_drawn.py").write_text(source)
-    drawn, file = [], project.path / "drawn.txt"
+    drawn, file, before = [], project.path / "drawn.txt", hypothesis.settings.get_current_profile_name()
     for option, outcome in (("--full", "passed"), ("--affected", "skipped"), ("--full", "passed")):
         assert project.runpytest_inprocess("-p", "proven", "-q", option).parseoutcomes() == {outcome: 1}
         drawn.append(file.read_text() if file.exists() else "")
         file.unlink(missing_ok=True)
     assert drawn[0] == drawn[2] != drawn[1] == ""
-    assert not hypothesis.settings().derandomize
+    assert hypothesis.settings.get_current_profile_name() == before
 
 
 def test_a_list_of_tests_leaves_the_record_alone(project):
