@@ -23,7 +23,7 @@ from numba_flash.cuda.arguments import RAISED_BASE_2
 from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import add_dq, load_backward, prepare_temporaries, prepare_turns
+from numba_flash.cuda.sm90 import add_dq, hopper_kernel, load_backward, prepare_temporaries, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
 from numba_flash.cuda.sm90.prepare_turns import Way
 from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
@@ -309,21 +309,12 @@ def test_flags_and_the_number_of_the_next_item_begin_at_zero(blocks, ordered, ti
 def test_every_ring_is_initialised(tile):
     """With as many arrivals as there are who fill a slot, and who leave it."""
     layout, found = tile.layout(64, 64), {}
-    stand_ins = {
-        **dict.fromkeys(("build_produce", "build_add_dq"), lambda *_: lambda *_: None),
-        "build_write_work": lambda *_: (lambda *_: None,) * 2,
-        "cuda": SimpleNamespace(threadIdx=SimpleNamespace(x=0), syncthreads=lambda: None),
-        "ptx": SimpleNamespace(fence_mbarrier_init=lambda: None, setmaxnreg=lambda *_: None),
-        "early": SimpleNamespace(begin=lambda: None),
-        "pipeline": SimpleNamespace(
-            shared_base=lambda alignment: 0,
-            uniform=lambda x: x,
-            initialise=lambda smem, ring, fills, releases: found.__setitem__(tuple(map(int, ring)), (int(fills), int(releases))),
-        ),
-    }
-    with on_host(load_backward, **stand_ins):
-        kernel, *_ = load_backward.build_kernel(64, 64, True, True, True, PLAIN, tile, None)
-        kernel([], *[None] * 6, (), SimpleNamespace(group=1), ())
+
+    def initialise(smem, ring, fills, releases):
+        found[tuple(map(int, ring))] = (int(fills), int(releases))
+
+    with on_host(hopper_kernel, pipeline=SimpleNamespace(initialise=initialise)):
+        hopper_kernel.build_initialise(load_backward.rings_of(tile, layout))(0)
     consumers, threads = tile.consumers, tile.consumers * WARP_GROUP
     assert found == {
         **dict.fromkeys((layout.q, layout.do, layout.k, layout.v), (1, consumers)),
