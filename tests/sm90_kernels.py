@@ -7,7 +7,9 @@ from compiled import Kernel
 
 from numba_flash.block_mask import BlockSize
 from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, Vectors
-from numba_flash.cuda.config import PreprocessConfig
+from numba_flash.cuda.config import OPTIONS as OPTIONS_STAGE
+from numba_flash.cuda.config import RELATIVE as RELATIVE_STAGE
+from numba_flash.cuda.config import RESIDENT, PreprocessConfig
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
@@ -117,6 +119,7 @@ def options_tile_of(options: Options, d: int) -> Tile:
 
 FORWARD |= {name: (*config, options_tile_of(config[-1], config[1])) for name, config in LISTS.items()}
 FORWARD = {name: ForwardConfig(*config) for name, config in FORWARD.items()}
+FORWARD |= {name: replace(config, stage=RELATIVE_STAGE) for name, config in FORWARD.items() if config.options.relative}
 
 # One for each tile: dtype, head dimensions, lse, band, store, how bias and mask are read, options.
 FORWARD_OPTIONS = {
@@ -142,7 +145,7 @@ FORWARD_OPTIONS |= {
     "forward sm90 64 copied mask": ("float16", 64, 64, True, "none", "map", PAIRS, MASK, first(COPYING["mask"], 64, 64)),
 }
 FORWARD_OPTIONS = {
-    name: ForwardConfig(*sizes, options, tile, vectors) for name, (*sizes, vectors, options, tile) in FORWARD_OPTIONS.items()
+    name: ForwardConfig(*sizes, options, tile, vectors, OPTIONS_STAGE) for name, (*sizes, vectors, options, tile) in FORWARD_OPTIONS.items()
 }
 
 # dtype, head dimensions, lse, how the bias is read, options, queries and keys
@@ -159,7 +162,7 @@ def kept_tile_of(options: Options, nq: int, nk: int) -> KeptTile:
 
 
 FORWARD_KEPT = {
-    name: ForwardConfig(*sizes, "none", "words", options, kept_tile_of(options, nq, nk), vectors)
+    name: ForwardConfig(*sizes, "none", "words", options, kept_tile_of(options, nq, nk), vectors, RESIDENT)
     for name, (*sizes, vectors, options, nq, nk) in FORWARD_KEPT.items()
 }
 
@@ -397,8 +400,7 @@ COMBINE = {
 }
 
 KERNELS = {
-    **{name: Kernel("sm90.forward.build", (config,)) for name, config in FORWARD.items()},
-    **{name: Kernel("sm90.forward_options.build", (config,)) for name, config in FORWARD_OPTIONS.items()},
+    **{name: Kernel("sm90.forward.build", (config,)) for name, config in (FORWARD | FORWARD_OPTIONS).items()},
     **{name: Kernel("sm90.forward_kept.build", (config,)) for name, config in FORWARD_KEPT.items()},
     **{name: Kernel("sm90.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
     **{name: Kernel("sm90.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from numba_flash.options import Options
 
+# What happens to scores.
+PLAIN, RELATIVE, OPTIONS, RESIDENT = "plain", "relative", "options", "resident bias"
+
 
 @dataclass(frozen=True)
 class PreprocessConfig:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import tensor_maps
 from numba_flash.problem import Prepared
 
-# What happens to scores.
-PLAIN, RELATIVE, OPTIONS, RESIDENT = "plain", "relative", "options", "resident bias"
-PLAIN_OR_OPTIONS = "plain, or options"
+PLAIN_OR_OPTIONS = "plain, or options"  # what happens to scores, beside what `config` has
 # Work lists, and where dQ goes, in words.
 ROW_BLOCKS = "blocks of queries (dense, band, packed)"
 KEY_BLOCKS = "blocks of keys (dense, band, packed)"

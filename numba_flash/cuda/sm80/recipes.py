@@ -5,16 +5,14 @@ serves it is taken. Nothing else decides. Numba is not imported here.
 from dataclasses import replace
 
 from numba_flash.cuda import grid
+from numba_flash.cuda.config import PLAIN, RELATIVE, RESIDENT
 from numba_flash.cuda.prepare_relative import alone
 from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.recipe import (
     KEY_BLOCKS,
     KEYS_OR_LISTED,
     OF_GRADIENT,
-    PLAIN,
     PLAIN_OR_OPTIONS,
-    RELATIVE,
-    RESIDENT,
     ROW_BLOCKS,
     ROWS_OR_LISTED,
     SUMS,

@@ -75,6 +75,13 @@ class OptionScales(NamedTuple):
     parameters: Any
 
 
+class ForwardScales(NamedTuple):
+    """`scale_log2` of `OptionScales`, and the numbers of the options."""
+
+    scale_log2: float
+    parameters: Any
+
+
 def scales(problem) -> Scales:
     """Those of a problem."""
     scale, cap = problem.scale, problem.options.softcap

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba_flash.cuda.arguments import ONE_BY_ONE, Vectors
+from numba_flash.cuda.config import PLAIN
 from numba_flash.options import Options
 
 
@@ -33,6 +34,8 @@ class ForwardConfig:
         Shape of a block's work.
     vectors : Vectors
         Which arrays of pairs are read by two keys at a time; none where there are none.
+    stage : str
+        What happens to scores, of `numba_flash.cuda.config`.
     """
 
     dtype: str
@@ -44,6 +47,7 @@ class ForwardConfig:
     options: Options
     tile: Any
     vectors: Vectors = ONE_BY_ONE
+    stage: str = PLAIN
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from numba_flash.cuda import grid, prepare_parts, tensor_maps
 from numba_flash.cuda.arguments import ONE_BY_ONE, build_extras
+from numba_flash.cuda.config import PLAIN
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.recipe import Chosen
@@ -83,7 +84,9 @@ def sizes_of(p, gpu, tile, parts: int) -> Sizes:
     )
 
 
-def config_of(p, write_lse: bool, store: str, tile, vectors=ONE_BY_ONE) -> ForwardConfig:
+def config_of(
+    p, write_lse: bool, store: str, tile, vectors=ONE_BY_ONE, stage: str = PLAIN
+) -> ForwardConfig:
     """What the attention kernel of a problem is compiled for."""
     return ForwardConfig(
         dtype=p.dtype,
@@ -95,6 +98,7 @@ def config_of(p, write_lse: bool, store: str, tile, vectors=ONE_BY_ONE) -> Forwa
         options=p.options.structure,
         tile=tile,
         vectors=vectors,
+        stage=stage,
     )
 
 

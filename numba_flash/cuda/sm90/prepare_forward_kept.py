@@ -36,9 +36,10 @@ def _forward(chosen: Chosen) -> Launch:
     p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     sizes, vectors = sizes_of(p, tile.block_m), vectors_of(p, inputs, KEYS_OF_RUN)
     box = lambda x, rows: (x, rows, NARROW)
+    stage = chosen.recipe.stage
     return Launch(
         chosen.builder,
-        (config_of(p, results.lse is not None, "words", tile, vectors),),
+        (config_of(p, results.lse is not None, "words", tile, vectors, stage),),
         gpu,
         grid=min(sizes.units, gpu.multiprocessors),
         threads=tile.threads,

@@ -8,10 +8,11 @@ import numpy as np
 
 from numba_flash.cuda import grid, prepare_parts
 from numba_flash.cuda.arguments import parameters_of, vectors_of
+from numba_flash.cuda.config import OPTIONS, RELATIVE
 from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.prepare_relative import Added
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
-from numba_flash.cuda.recipe import OPTIONS, RELATIVE, Chosen
+from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, scales
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile
 from numba_flash.cuda.sm90.prepare_forward import config_of, sizes_of
@@ -92,9 +93,10 @@ def _forward(chosen: Chosen, extras: Extras, results, tile: Tile, parts: int, co
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
     if chosen.recipe.stage != OPTIONS:
         numbers = lambda: (sizes, scales(p))
+    config = config_of(p, results.lse is not None, store, tile, vectors, chosen.recipe.stage)
     forward = Launch(
         chosen.builder,
-        (config_of(p, results.lse is not None, store, tile, vectors),),
+        (config,),
         gpu,
         grid=min(sizes.items, gpu.multiprocessors),
         threads=tile.threads,

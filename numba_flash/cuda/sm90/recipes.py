@@ -5,6 +5,7 @@ serves it is taken. Nothing else decides. Numba is not imported here.
 from dataclasses import asdict, replace
 
 from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.config import OPTIONS, PLAIN, RELATIVE, RESIDENT
 from numba_flash.cuda.prepare_relative import alone
 from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.recipe import (
@@ -12,10 +13,6 @@ from numba_flash.cuda.recipe import (
     KEYS_OR_LISTED,
     LISTED,
     OF_GRADIENT,
-    OPTIONS,
-    PLAIN,
-    RELATIVE,
-    RESIDENT,
     ROW_BLOCKS,
     ROWS_OR_LISTED,
     SUMS,
@@ -124,7 +121,7 @@ FORWARD = (
     Recipe(
         problems="a bias, or a mask of pairs, that the copy engine brings",
         serves=_copied,
-        loops=("sm90.forward_options",),
+        loops=("sm90.forward",),
         tile=lambda p, call: copying_tile(p, "bias" if p.options.bias else "mask"),
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
@@ -133,7 +130,7 @@ FORWARD = (
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`",
         serves=_listed,
-        loops=("sm90.forward_options",),
+        loops=("sm90.forward",),
         tile=lambda p, call: choose(call.problem, tile_of).tile,
         work=ROWS_OR_LISTED,
         stage=OPTIONS,

@@ -2,12 +2,12 @@
 hidden.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numba_flash.cuda import fragment, ptx, softmax, tile_lists
-from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
+from numba_flash.cuda import fragment, ptx, softmax
+from numba_flash.cuda.lang import i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
-from numba_flash.cuda.sm90.arguments import END, SCORES_B1, one_type
+from numba_flash.cuda.sm90.arguments import END, one_type
 from numba_flash.cuda.sm90.load_forward import WORD
 from numba_flash.cuda.swizzle import ROW_BYTES
 
@@ -64,54 +64,6 @@ def build_begin(block_n, q, work):
         return Begun(count, row, col, keys, low, high, q_tile)
 
     return begin_item
-
-
-class Follow(NamedTuple):
-    """Functions; see `build_follow`."""
-
-    lists_among: Any
-    last_of: Any
-    column: Any
-    begin_at: Any
-
-
-@once
-def build_follow(options, block_m, block_n, work):
-    """`Follow` of a consumer whose tiles are listed, if they are:
-
-    ``lists_among(extras)``: what there is of lists.
-    ``last_of(smem, turn, item, lists)``: where the last tile of a `Begun` item is listed; of an
-        empty list where its length is, 0.
-    ``column(last, t)``: the first column of the t-th tile from the last one on.
-    ``begin_at(item, col)``: the item, which begins with that column.
-    """
-    BLOCK_M, BLOCK_N, WORK, LISTED = block_m, block_n, one_type(work), options.listed
-    list_of, listed = tile_lists.build_access(True)
-
-    @inline
-    def lists_among(extras):
-        if LISTED:
-            return extras
-        return ()
-
-    @inline
-    def last_of(smem, turn, item, lists):
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, SCORES_B1)
-        head = pipeline.read(smem, WORK, turn, WORD.head)
-        block = i32(u32(pipeline.read(smem, WORK, turn, WORD.row0)) // u32(BLOCK_M))
-        number = i32(u32(item.col) // u32(BLOCK_N)) if item.keys > 0 else i32(-1)
-        return u64(list_of(lists, b0, b1, head, block) + u64(i64(number) * 4))
-
-    @inline
-    def column(last, t):
-        return i32(listed(last, i32(-t)).at * BLOCK_N)
-
-    @inline
-    def begin_at(item, col):
-        return Begun(item.count, item.row, col, item.keys, item.low, item.high, item.q_tile)
-
-    return Follow(lists_among, last_of, column, begin_at)
 
 
 @once
