@@ -562,7 +562,7 @@ LONG = {"batch": 16, "hq": 64, "hk": 8, "nq": 1, "nk": 4096, "d": 128}
         ("float16", LONG, False, ("sm80", "forward_few", (16, 128))),
         ("float32", LONG, False, ("simt", "few_lanes", (8, 64))),
         ("float16", LONG | {"nq": 16}, False, ("sm90", "forward", (128, 128))),
-        ("float16", LONG | {"nq": 256, "d": 64}, True, ("sm90", "forward_options", (128, 128))),
+        ("float16", LONG | {"nq": 256, "d": 64}, True, ("sm90", "forward", (128, 128))),
     ],
 )
 def test_a_plan_names_the_kernel_that_runs(dtype, sizes, with_bias, expected):

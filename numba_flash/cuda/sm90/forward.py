@@ -8,8 +8,8 @@ the tensor cores do. The next tile may belong to the next block of queries: O is
 while the tensor cores already work on what follows. With `ping_pong` the consumers also take turns
 at starting products, which keeps their softmaxes apart.
 
-What happens to scores is a stage's (`numba_flash.cuda.sm90.score_stage`). What belongs to them, a
-bias or a mask, is read while the tensor cores compute S.
+What happens to scores is said by a `numba_flash.cuda.sm90.score_stage.ScoreStage`: of plain scores,
+or of options, whose bias and mask are read while the tensor cores compute S.
 
 Where there is room for one tile of Q, the next block's cannot come before the last scores of this
 one are there. Then O is finished and stored while it comes, and work items stay apart: at D = 256,
@@ -28,7 +28,7 @@ from numba_flash.cuda.arguments import extras_type, parameters_type
 from numba_flash.cuda.config import OPTIONS
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32
 from numba_flash.cuda.number import array
-from numba_flash.cuda.sm90 import pipeline, score_stage, wgmma
+from numba_flash.cuda.sm90 import option_scores, pipeline, plain_scores, wgmma
 from numba_flash.cuda.sm90.arguments import END, ForwardScales, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.finish import build_finish
@@ -65,7 +65,7 @@ def build(config: ForwardConfig):
     MASKS_FIRST = config.band == "above" and not options.listed and not HAS_OPTIONS
     PACKS_EARLY, RELATIVE = tile.packs_early, options.relative
     produce, copied = build_produce_pairs(config, SMEM)
-    stage = score_stage.build(config, SMEM)
+    stage = (option_scores if HAS_OPTIONS else plain_scores).build(config, SMEM)
     first, following, masked, rest = stage.first, stage.following, stage.masked, stage.rest
     begin_sums, read, reset, HELD = stage.begin_sums, stage.read, stage.reset, stage.held
     weigh, parameters = stage.weigh, stage.parameters
@@ -131,15 +131,16 @@ def build(config: ForwardConfig):
 
     def build_step(weigh):
         @inline
-        def step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, turn, t, x, extras, scales):
+        def step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, x, given):
             """The n-th tile of all, the t-th of a work item."""
             alpha = cuda.local.array(2, f32)  # registers: what O has to be multiplied by
-            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, extras, False, u32(t - 1))
+            before = u32(t - 1)
+            overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, given.extras, False, before)
             last = t == i32(x.count - 1)
             if last:
-                pipeline.release_group(smem, Q, turn)
+                pipeline.release_group(smem, Q, x.turn)
             # the options, (2) m_i, (3) P, (4) l_i, and dropout, while O += P V runs
-            weigh(s, bias_mask, m_i, l_i, alpha, x, scales, smem, me, n, not last)
+            weigh(s, bias_mask, m_i, l_i, alpha, x, given.scales, smem, me, n, not last)
             wait_all(acc, s)
             pipeline.release_group(smem, V, u32(n - 1))
             if PACKS_EARLY:
@@ -154,10 +155,9 @@ def build(config: ForwardConfig):
     clear_step = build_step(stage.weigh_clear)
     step = build_step(weigh) if BANDED or HAS_OPTIONS else clear_step
 
-    @inline
-    def consume(maps, smem, me, o, lse, extras, batches, scales):
+    def consume(smem, me, given):
         """Equations (1) to (6) for 64 rows of each work item and all its tiles of keys, the last
-        tile first.
+        tile first; `given` are the kernel's arguments.
         """
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S, then of P
@@ -169,7 +169,9 @@ def build(config: ForwardConfig):
         alpha = cuda.local.array(2, f32)  # what O has to be multiplied by, of an item's first tile
         m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
         l_done = cuda.local.array(2, f32)  # the same of l_i
-        turn, n, numbers = u32(0), u32(0), parameters(scales)
+        o, lse, extras, scales = given.o, given.lse, given.extras, given.scales
+        maps, batches, numbers = given.maps, i32(given.sizes.b0), parameters(scales)
+        turn, n = u32(0), u32(0)
         x = first(smem, turn, begin_item(smem, me, turn), o, extras)
         zero(acc)
         reset(m_i, l_i)
@@ -182,13 +184,11 @@ def build(config: ForwardConfig):
             stop = masked(x) if MASKS_FIRST else x.count
             for t in range(i32(1), stop):  # 32 bits take fewer instructions
                 n, x = u32(n + 1), following(x, t)
-                step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, turn, t, x, extras, scales)
+                step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, x, given)
             if MASKS_FIRST:
                 for t in range(stop, x.count):
                     n = u32(n + 1)
-                    clear_step(
-                        s, p, acc, bias_mask, m_i, l_i, smem, me, n, turn, t, x, extras, scales
-                    )
+                    clear_step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, x, given)
             if x.count == 1:
                 pipeline.release_group(smem, Q, turn)
             before = u32(x.count - 1)
@@ -221,15 +221,12 @@ def build(config: ForwardConfig):
     def load(smem, me, x):
         produce(x.maps, smem, x.o, x.extras, x.sizes)
 
-    def compute(smem, me, x):
-        consume(x.maps, smem, me, x.o, x.lse, x.extras, i32(x.sizes.b0), x.scales)
-
     scales = named(Scales, f32)
     if HAS_OPTIONS:
         scales = named(ForwardScales, f32, parameters_type(options))
     return hopper_kernel(
         (*rings_of(tile, SMEM, WARP_GROUP // pipeline.WARP if RELATIVE else 1), *copied),
-        Roles(tile, (Producer(load, 0),), compute, PING_PONG, WARP_GROUP if TO_MAP else 0),
+        Roles(tile, (Producer(load, 0),), consume, PING_PONG, WARP_GROUP if TO_MAP else 0),
         begins_early=not HAS_OPTIONS,
         maps=(4 if TO_MAP else 3) + len(copied),
         o=array(f32 if PARTS else u32, 5),

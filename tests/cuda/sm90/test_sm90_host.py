@@ -652,7 +652,7 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
     given = {"mask": of_mask, "bias": Layout.of(options["bias"]) if "bias" in options else None}
     lists, queue, forward = tier.prepare_forward(p, ForwardInputs(q, k, v, **given), ForwardResults(o, lse), H200).launches
     assert (lists.builder, queue.builder) == ("block_lists.build", "tile_lists.build_queue")
-    assert forward.builder == ("sm90.forward.build" if plain else "sm90.forward_options.build")
+    assert (forward.builder, forward.config[0].stage) == ("sm90.forward.build", "plain" if plain else "options")
     inputs = BackwardInputs(o, q, k, v, o, lse, **given)
     for deterministic in (True, False):
         *_, main, last = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
