@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant("a shift that stays", "cuda online", "m_new > before + ACC(LAZY)", "before < ACC(-1e38)", "steeper"),
     Mutant(
         "the state of the item before",
-        "first_softmax consume",
+        "overlap_qk_pv consume",
         "while True: ...; reset(m_i, l_i); ...",
         "while True: ...; ...",
         "many items",
@@ -42,8 +42,8 @@ MUTANTS = (
     Mutant(
         "an infinite shift of nothing",
         "sm90 build",
-        "(softmax.build_zero(OUTPUTS), softmax.build_reset(1, LEAST_FLOAT32))",
-        "(softmax.build_zero(OUTPUTS), softmax.build_reset(1))",
+        "reset = softmax.build_reset(1, LEAST_FLOAT32)",
+        "reset = softmax.build_reset(1)",
         "causal, earlier queries",
     ),
     Mutant("a key after the last", "cuda hide_row", "column >= stop", "column > stop", "causal"),
@@ -78,27 +78,25 @@ MUTANTS = (
         "gradients, lengths",
     ),
     # ---- the forward loop
-    Mutant("no wait for K", "first_softmax first_scores", "pipeline.wait_ready(smem, K, n)", "", "plain"),
-    Mutant("no wait for V", "first_softmax last_values", "pipeline.wait_ready(smem, V, n)", "", "plain"),
+    Mutant("no wait for K", "overlap_qk_pv first_scores", "pipeline.wait_ready(smem, K, n)", "", "plain"),
+    Mutant("no wait for V", "overlap_qk_pv last_values", "pipeline.wait_ready(smem, V, n)", "", "plain"),
     Mutant(
         "the state of the item before, apart",
-        "first_softmax consume",
+        "overlap_qk_pv consume",
         "while True: ...; reset(m_i, l_i); ...",
         "while True: ...; ...",
         "D136",
     ),
     Mutant(
         "V is released before its last product",
-        "first_softmax last_values",
+        "overlap_qk_pv last_values",
         "wait_all(acc, s); pipeline.release_group(smem, V, n)",
         "pipeline.release_group(smem, V, n); wait_all(acc, s)",
         "D136, items",
     ),
-    Mutant("the item before goes on, with options", "consume", "reset(m_i, l_i); more = x.count > 1", "more = x.count > 1", "D136, bias"),
-    Mutant("Q is released a tile early", "sm90 step", "i32(item.count - 1)", "1", "D136"),
+    Mutant("Q is released a tile early", "sm90 step", "i32(x.count - 1)", "1", "D136"),
     Mutant("O of the item before", "sm90 step", "u32(t - 1)", "u32(t)", "long items"),
-    Mutant("O of the item of one tile before", "consume", "u32(item.count - 1)", "u32(item.count)", "many items"),
-    Mutant("O of the item before, with options", "consume", "u32(t - 1)", "u32(t)", "copied bias"),
+    Mutant("O of the item of one tile before", "consume", "u32(x.count - 1)", "u32(x.count)", "many items"),
     Mutant("a sum of products that always goes on", "_times_rows codegen", "'setp.ne.b32'", "'setp.eq.b32'", "plain"),
     Mutant("a tile free when one consumer has left", "rings_of", "CONSUMERS * k_readers", "1", "long items"),
     Mutant("K overwritten", "produce", "pipeline.wait_free(smem, K, u32(n + t))", "", "long items"),
@@ -157,8 +155,8 @@ MUTANTS = (
     Mutant(
         "dropped weights that count on Hopper",
         "sm90 build",
-        "zero, _ = ...; ...; pack, _ = fragment.build_pack(..., positive=DROPOUT)",
-        "zero, _ = ...; ...; pack, _ = fragment.build_pack(...)",
+        "fragment.build_pack(..., positive=bool(options.dropout))",
+        "fragment.build_pack(...)",
         "dropout",
     ),
     Mutant(
@@ -170,7 +168,7 @@ MUTANTS = (
     ),
     Mutant("V of another tile than K", "produce", "last - (t - 1)", "last - t", "tiles of a mask"),
     Mutant("a list that nobody made", "listed_tiles", "count == 0", "count < 0", "tiles of a mask"),
-    Mutant("tiles after the first as whole", "next_scores", "x.following.whole", "True", "tiles of a mask"),
+    Mutant("tiles after the first as whole", "following", "x.following.whole", "True", "tiles of a mask"),
     # ---- the host of the forward pass
     Mutant("the band upside down", "sm90 sizes_of", "low=p.low", "low=-p.high", "window"),
     Mutant(

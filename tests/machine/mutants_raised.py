@@ -9,7 +9,7 @@ DROPPED, BY_BATCH = "gradients, dropout, sections", "gradients, score_mod, secti
 
 MUTANTS_RAISED = (
     # ---- weights that are lost, or too large
-    Mutant("weights that are not raised", "sm90 build", "softmax.raised(BFLOAT16, softmax.LAZY)", "0.0", ENDS),
+    Mutant("weights that are not raised", "build_weigh", "softmax.raised(BFLOAT16, softmax.LAZY)", "0.0", ENDS),
     Mutant(
         "weights that are not raised, with options",
         "sm90 build",

@@ -1,5 +1,5 @@
-"""The `ScoreStage` without options that belong to pairs: a softcap, a band, lengths, lists of tiles,
-and a number for each distance.
+"""The `ScoreStage` without options that belong to pairs: a softcap, a band, lengths, lists of
+tiles, and a number for each distance.
 """
 
 from typing import Any, NamedTuple
@@ -122,7 +122,7 @@ def build(config, layout):
     def parameters(scales):
         return ()
 
-    # the first tile of a work item may have the end of the keys
+    reset = softmax.build_reset(1, LEAST_FLOAT32)
     return ScoreStage(
         first,
         following,
@@ -133,7 +133,7 @@ def build(config, layout):
         build_weigh(config, True),
         build_weigh(config, False),
         parameters,
-        softmax.build_reset(1, LEAST_FLOAT32),
+        reset,
         held=1,
         in_base_e=False,
         raised=softmax.raised(config.dtype == "bfloat16", softmax.LAZY),
