@@ -19,7 +19,7 @@ from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.gradient_tiles import KeysTile, QueriesTile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
-from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, StoringTile, crowded
+from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
@@ -324,7 +324,6 @@ DBIAS_ROWS = {
 
 LOOPS = {
     WideTile: "backward_wide",
-    StoringTile: "backward_listed",
     SplitBackwardTile: "backward_split",
     WideSplitBackwardTile: "backward_split_wide",
 }

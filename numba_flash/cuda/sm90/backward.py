@@ -8,18 +8,17 @@ dP^T, keys along the rows, so that P^T can be an operand of dV as it is. dS^T go
 where each consumer reads its part for dK, and all of it along the other direction for half of dQ.
 
 A tile of dQ is the sum of what several blocks add. If `ordered`, they do so in the order of their
-keys, or the other way round: a flag counts who was there.
+keys, or the other way round: a flag counts who was there. Or else dS^T goes to memory, and another
+kernel makes dQ of it: `numba_flash.cuda.sm90.dq_sink`.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
-from numba_flash.cuda.sm90 import begin_backward, pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.lang import cuda, f32, i32, u32
+from numba_flash.cuda.sm90 import begin_backward, dq_sink, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, may_go_upward, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
-from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.softmax_backward import ROWS
-from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
@@ -40,30 +39,21 @@ def build(config: BackwardConfig):
     sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
-    banded, to_map, ordered = config.banded, config.to_map, config.ordered
     options, tile = config.options, config.tile
-    BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
-    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
-    DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
+    Q, K, DO, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.do, SMEM.work))
     Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
     DS, DS_BYTES = SMEM.ds, SMEM.ds_bytes
-    DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
-    TO_MAP, AHEAD, SPLIT_ROWS = to_map, tile.ahead, tile.splits_rows
-    KEEPS_DS = tile.keeps_ds
-    # a tile of dQ is fenced and let go while the product for dK runs, or else the next one for dP
-    AT_ONCE = AHEAD and KEEPS_DS
-    NEXT = SCORES if AHEAD else 0
+    AHEAD, SPLIT_ROWS, KEEPS_DS = tile.ahead, tile.splits_rows, tile.keeps_ds
     BFLOAT16, LISTED = dtype == "bfloat16", options.listed
-    V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
     begin = begin_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     release_before, begin_item = begin.release_before, begin.begin_item
     start_scores, start_next = begin.start_scores, begin.start_next
     start_dp = wgmma.build_scores(BLOCK_M, head_dim_v, BLOCK_N, BFLOAT16)
     start_dv = wgmma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
-    start_dq = wgmma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
     start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
     start_dk_of = wgmma.build_values(BLOCK_M, head_dim, BFLOAT16)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16)
@@ -72,55 +62,22 @@ def build(config: BackwardConfig):
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     shared = softmax_backward.build(
-        head_dim, head_dim_v, options, tile, BFLOAT16, may_go_upward(ordered, options)
+        head_dim, head_dim_v, options, tile, BFLOAT16, may_go_upward(config.ordered, options)
     )
     next_step = shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate_cap, differentiate = shared.differentiate_cap, shared.differentiate
-    factors = shared.factors
-    commit_dq, put_dq = store.build_hand_over(SMEM.dq)
-    put_dk = store.build_put_row(head_dim, False, BFLOAT16)
-    put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
-    stage_dk = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
-    stage_dv = store.build_stage(head_dim_v, 2, BFLOAT16) if TO_MAP else None
+    sink = (dq_sink.build_slots if tile.in_slots else dq_sink.build_sums)(
+        config, SMEM, shared.factors
+    )
+    begin_sink, hand_over, release_v, share = sink[1:5]
+    start_dq, wait_dq, put_dq = sink.start, sink.wait, sink.put
+    find_v_rows, finish, end_sink = sink.v_rows, sink.finish, sink.end
 
-    @inline
-    def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale):
-        """Let the last tile of dQ be added up, and store dK and dV of a work item."""
-        if not AT_ONCE:
-            commit_dq(smem, u32(n - u32(1)))
-        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        pipeline.release_group(smem, K, turn)
-        pipeline.release_group(smem, V, turn)
-        factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
-        scaled = cuda.local.array(2, f32)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
-        k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        factors(smem, turn, factor, scaled, scale)
-        pipeline.release(smem, WORK, turn)
-        if TO_MAP:
-            # tile n - 1 of dQ, which had the slot of tile n + 1, has left
-            pipeline.wait_free(smem, DQ, u32(n + u32(1)))
-            room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
-            stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
-            stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
-            if cuda.threadIdx.x % WARP_GROUP == 0:
-                ptx.bulk_wait_read()
-            pipeline.meet_warp_group(me)
-        else:
-            for r in range(2):
-                j = row0 + wgmma.first_row() + 8 * r
-                if j < keys:
-                    put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
-                    put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
-
-    @inline
-    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
-        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries."""
+    def consume(smem, me, given):
+        """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries; `given`
+        are the kernel's arguments.
+        """
         # registers of each thread
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
@@ -132,7 +89,8 @@ def build(config: BackwardConfig):
         # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is
         # left out when it is rounded
         ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
-        mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(sizes.group)
+        mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(given.sizes.group)
+        scales = given.scales
         while True:
             pipeline.wait_ready(smem, WORK, turn)
             count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
@@ -140,11 +98,12 @@ def build(config: BackwardConfig):
                 break
             k_tile = pipeline.tile(smem, K, turn)
             k_rows = wgmma.descriptor(k_tile + mine, u32(0))
-            v_rows = u32(k_rows + u32(V_BEHIND_K))
+            v_rows = find_v_rows(smem, turn, k_rows, mine)
             k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
             step = begin_item(smem, turn, me, n, sT, k_rows, group)
+            begin_sink(smem, turn, me)
             tiles = i32(count * group)
             if LISTED:
                 tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
@@ -159,8 +118,7 @@ def build(config: BackwardConfig):
                     ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 # (4) dP^T = V dO^T
                 start_dp(dpT, v_rows, wgmma.descriptor(do_rows, u32(0)))
-                if not AT_ONCE and n != begin:  # (7) of the tile before
-                    commit_dq(smem, u32(n - u32(1)))
+                hand_over(smem, n, begin)  # (7) of the tile before
                 if not AHEAD:
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     release_before(smem, n)
@@ -169,6 +127,7 @@ def build(config: BackwardConfig):
                 ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                 if AHEAD:
                     release_before(smem, n)
+                release_v(smem, turn, n, end)
                 # (5) dS^T = P^T * (dP^T - delta)
                 ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
                 differentiate_cap(dpT, sT, smem, me, n, scales.scale_log2)
@@ -188,26 +147,20 @@ def build(config: BackwardConfig):
                 step = next_step(smem, turn, me, step)
                 if AHEAD:
                     start_next(smem, turn, me, n, end, step, sT, k_rows)
-                pipeline.meet_consumers(CONSUMERS)  # all of dS^T is there
-                if AHEAD:  # dV is complete: the registers of P are free for dQ
-                    ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
+                share(smem, me, given.dq_sum, n)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
-                start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
+                start_dq(dq, dv_acc, u32(ds + u32(ds_half)), k_columns)
                 q_columns = wgmma.descriptor(q_rows, u32(Q_PANEL))
                 if KEEPS_DS:
                     start_dk_of(dk_acc, dsT, q_columns)
                 else:
-                    dsT_rows = wgmma.descriptor(ds + mine, u32(0))
-                    start_dk(dk_acc, dsT_rows, q_columns)
-                ptx.wgmma_wait(dq, sT, ONE, 32, NEXT)
+                    start_dk(dk_acc, wgmma.descriptor(ds + mine, u32(0)), q_columns)
+                wait_dq(dq, dv_acc, sT)
                 pipeline.release_group(smem, DO, n)
-                put_dq(smem, me, n, dq, f32(1))
-                if AT_ONCE:
-                    commit_dq(smem, n)
+                put_dq(smem, me, n, dq)
                 n = u32(n + 1)
-            finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale)
+            finish(given, smem, turn, me, n, dk_acc, dv_acc)
             turn = u32(turn + 1)
+        end_sink()
 
-    return build_kernel(
-        head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume, BFLOAT16
-    )
+    return build_kernel(config, consume)

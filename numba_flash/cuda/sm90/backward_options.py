@@ -37,7 +37,6 @@ def build(config: BackwardConfig):
     scales : `OptionScales` of `numba_flash.cuda.sm90.arguments`.
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
-    banded, to_map, ordered = config.banded, config.to_map, config.ordered
     vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)
@@ -48,7 +47,7 @@ def build(config: BackwardConfig):
     DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     COLUMNS, PARTS, PART_BYTES = tile.columns, BLOCK_M // tile.columns, tile.columns * ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = COLUMNS // 2, COLUMNS // 4, head_dim // 2, head_dim_v // 2
-    TO_MAP, SPLIT_ROWS, SEQUENCES = to_map, tile.splits_rows, options.sequences
+    TO_MAP, SPLIT_ROWS, SEQUENCES = config.to_map, tile.splits_rows, options.sequences
     BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
@@ -155,9 +154,10 @@ def build(config: BackwardConfig):
         wait_q(smem, turn, me, n, i32(0))  # which is noted
         wait_do(smem, turn, me, n, i32(0))
 
-    @inline
-    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
+    def consume(smem, me, given):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries."""
+        maps, dk, dv, lse2 = given.maps, given.dk, given.dv, given.lse2
+        extras, scales = given.extras, given.scales
         # registers of each thread
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T, of a part of a tile
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
@@ -241,4 +241,4 @@ def build(config: BackwardConfig):
             finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale, parameters)
             turn = u32(turn + 1)
 
-    return build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)
+    return build_kernel(config, consume)

@@ -7,6 +7,8 @@ each makes a part, from its own keys. Its numbers of dS have a power of two of t
 they come near the end of float16.
 """
 
+from dataclasses import replace
+
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
@@ -28,7 +30,7 @@ def build(config: BackwardConfig):
         dQ is the sum of both.
     flags, extras, sizes, scales : as there, and factors among the `extras`.
     """
-    banded, ordered, options, tile = config.banded, config.ordered, config.options, config.tile
+    options, tile = config.options, config.tile
     D, DV, PLANES = tile.width(config.d), tile.width(config.dv), tile.planes
     BLOCK_M, BLOCK_N, SMEM = tile.block_m, tile.block_n, tile.layout(D, DV)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
@@ -47,7 +49,9 @@ def build(config: BackwardConfig):
     put_words = store.build_put_words(BLOCK_M, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(D, DV, options, tile, upward=may_go_upward(ordered, options))
+    shared = softmax_backward.build(
+        D, DV, options, tile, upward=may_go_upward(config.ordered, options)
+    )
     note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
@@ -66,9 +70,10 @@ def build(config: BackwardConfig):
         store_dk(smem, turn, me * ROWS, dk, dk_acc, extras, scale)
         pipeline.release(smem, WORK, turn)
 
-    @inline
-    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
+    def consume(smem, me, given):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries."""
+        dk, dv, extras = given.dk, given.dv, given.extras
+        sizes, scales = given.sizes, given.scales
         # registers of each thread
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
@@ -140,4 +145,4 @@ def build(config: BackwardConfig):
             finish(smem, turn, me, n, dk, dv, dk_acc, dv_acc, extras, scales.scale)
             turn = u32(turn + 1)
 
-    return build_kernel(D, DV, banded, False, ordered, options, tile, consume)
+    return build_kernel(replace(config, d=D, dv=DV, to_map=False), consume)

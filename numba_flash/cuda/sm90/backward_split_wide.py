@@ -8,6 +8,8 @@ dS^T, which all its threads have left there, each consumer makes half of the col
 first begins the scores of a tile before dQ of the one before: the other makes dK meanwhile.
 """
 
+from dataclasses import replace
+
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import item_split, pipeline, softmax_backward, store, wgmma
@@ -23,7 +25,7 @@ def build(config: BackwardConfig):
     """Kernel as `numba_flash.cuda.sm90.backward_split.build`'s, but that a consumer's part in
     `dq_sum` is of some columns, as in `numba_flash.cuda.sm90.backward`.
     """
-    banded, ordered, options, tile = config.banded, config.ordered, config.options, config.tile
+    options, tile = config.options, config.tile
     D, DV, PLANES = tile.width(config.d), tile.width(config.dv), tile.planes
     BLOCK_M, BLOCK_N, SMEM = tile.block_m, tile.block_n, tile.layout(D, DV)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
@@ -49,7 +51,9 @@ def build(config: BackwardConfig):
     put_words = store.build_put_words(BLOCK_M, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(D, DV, options, tile, upward=may_go_upward(ordered, options))
+    shared = softmax_backward.build(
+        D, DV, options, tile, upward=may_go_upward(config.ordered, options)
+    )
     note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
@@ -215,9 +219,9 @@ def build(config: BackwardConfig):
             pipeline.release(smem, WORK, turn)
             turn = u32(turn + 1)
 
-    @inline
-    def consume(maps, smem, me, dk, dv, lse2, dq_sum, extras, sizes, scales):
+    def consume(smem, me, given):
         """One consumer makes weights, the other gradients of scores."""
+        extras, sizes, scales = given.extras, given.sizes, given.scales
         high = cuda.local.array(OF_PANEL, f32)  # registers: of what a tile adds to dV, dK or dQ
         low = cuda.local.array(OF_PANEL, f32)  # of its products with low planes
         if cuda.threadIdx.x % WARP_GROUP == 0 and me == 0:
@@ -226,8 +230,8 @@ def build(config: BackwardConfig):
             ptx.fence_mbarrier_init()
         pipeline.meet_consumers(CONSUMERS)  # everyone sees the barriers initialised
         if me == 0:
-            consume_scores(smem, dv, high, low, extras, sizes, scales)
+            consume_scores(smem, given.dv, high, low, extras, sizes, scales)
         else:
-            consume_gradients(smem, dk, high, low, extras, sizes, scales)
+            consume_gradients(smem, given.dk, high, low, extras, sizes, scales)
 
-    return build_kernel(D, DV, banded, False, ordered, options, tile, consume)
+    return build_kernel(replace(config, d=D, dv=DV, to_map=False), consume)

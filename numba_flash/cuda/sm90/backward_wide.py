@@ -31,7 +31,6 @@ def build(config: BackwardConfig):
     sizes : the items of other blocks of keys than those are not done.
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
-    banded, to_map, ordered = config.banded, config.to_map, config.ordered
     options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
     SMEM = tile.layout(head_dim, head_dim_v)
@@ -43,7 +42,7 @@ def build(config: BackwardConfig):
     LEFT_K, LEFT_V = panels(HALF_K) * Q_PANEL, panels(HALF_V) * Q_PANEL
     OUTPUTS_K, OUTPUTS_V, SCORES = HALF_K // 2, HALF_V // 2, 32
     ONES, NONE, ONE = (1.0, 1.0), 0, 1
-    TO_MAP, SEQUENCES, BFLOAT16 = to_map, options.sequences, dtype == "bfloat16"
+    TO_MAP, SEQUENCES, BFLOAT16 = config.to_map, options.sequences, dtype == "bfloat16"
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
     note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
@@ -142,11 +141,12 @@ def build(config: BackwardConfig):
                         put_dv_right(u64(to_dv + u64(2 * HALF_V)), dv_acc, factor, r)
                         put_dk_right(u64(to_dk + u64(2 * HALF_K)), dk_acc, scaled, r)
 
-    @inline
-    def consume(maps, smem, me, dk, dv, lse2, ds, extras, sizes, scales):
+    def consume(smem, me, given):
         """Equations (1) to (6) for the keys of each work item and all its tiles of queries, the
         last tile first.
         """
+        maps, dk, dv, lse2, ds = given.maps, given.dk, given.dv, given.lse2, given.dq_sum
+        sizes, scales = given.sizes, given.scales
         # registers of each thread
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T
         dpT = cuda.local.array(SCORES, f32)  # of dP^T, then of dS^T
@@ -216,4 +216,4 @@ def build(config: BackwardConfig):
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait()
 
-    return build_kernel(head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume)
+    return build_kernel(config, consume)

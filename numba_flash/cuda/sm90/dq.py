@@ -1,5 +1,5 @@
 """dQ on Hopper from tiles of dS^T in memory: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2,
-line 15, after `numba_flash.cuda.sm90.backward_wide` or `backward_listed`.
+line 15, after `numba_flash.cuda.sm90.backward_wide` or `backward`.
 
 A block takes 128 queries after the other. One of its threads writes down work items, one has tiles
 of dS^T and K fetched, and each of two warp groups sums 64 of the rows, in the order of the keys. If
@@ -132,7 +132,7 @@ def build(config: DqConfig):
     dq_sum : float32, what there is of the sum: per row block and consumer in the order of
         fragments.
     ds : dS^T, as `numba_flash.cuda.sm90.backward_wide` writes it, or, with ``options.listed``,
-        `numba_flash.cuda.sm90.backward_listed`.
+        `numba_flash.cuda.sm90.dq_sink`.
     lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
         numbered.
     extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.

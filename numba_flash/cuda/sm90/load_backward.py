@@ -279,13 +279,14 @@ def rings_of(tile, layout):
     return (*rings, Arrivals((one_type(layout.bias),), 1, CONSUMERS)) if tile.copies_bias else rings
 
 
-def build_producers(head_dim, head_dim_v, banded, ordered, options, tile, bfloat16):
-    """Roles of the first warp group; arguments are those of `build_kernel`."""
-    SMEM, walked = tile.layout(head_dim, head_dim_v), (banded, ordered, options, tile)
-    claims, upward = walk_backward.claims(*walked), may_go_upward(ordered, options)
+def build_producers(config):
+    """Roles of the first warp group."""
+    options, tile, bfloat16 = config.options, config.tile, config.dtype == "bfloat16"
+    SMEM, walked = tile.layout(config.d, config.dv), (config.banded, config.ordered, options, tile)
+    claims, upward = walk_backward.claims(*walked), may_go_upward(config.ordered, options)
     write_work, write_next = build_write_work(*walked, SMEM)
-    produce = build_produce(head_dim, head_dim_v, claims, upward, options, tile, SMEM)
-    add_dq, ADDS_DQ = build_add_dq(ordered, options, tile, SMEM), tile.adds_dq
+    produce = build_produce(config.d, config.dv, claims, upward, options, tile, SMEM)
+    add_dq, ADDS_DQ = build_add_dq(config.ordered, options, tile, SMEM), tile.adds_dq
     rounds_dq, write_and_round = isinstance(tile, RoundingTile), None
     if rounds_dq:
         write_and_round = build_write_and_round(tile, SMEM, bfloat16, write_next)
@@ -309,28 +310,21 @@ def build_producers(head_dim, head_dim_v, banded, ordered, options, tile, bfloat
     return writer, Producer(load, ADDERS), Producer(add, 0, ADDERS)
 
 
-def build_kernel(
-    head_dim, head_dim_v, banded, to_map, ordered, options, tile, consume, bfloat16=False
-):
+def build_kernel(config, consume):
     """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
-    moves data, every other one does what `consume` says, with the kernel's arguments. The former
-    rounds dQ, too, to `bfloat16` or float16, if the tile is a `RoundingTile`.
+    moves data, every other one does what `consume` says. The former rounds dQ, too, if the tile is
+    a `RoundingTile`.
     """
-    planes = tile.planes
-    producers = build_producers(head_dim, head_dim_v, banded, ordered, options, tile, bfloat16)
-
-    def consume_all(smem, me, x):
-        consume(x.maps, smem, me, x.dk, x.dv, x.lse2, x.dq_sum, x.extras, x.sizes, x.scales)
-
+    options, tile, planes = config.options, config.tile, config.tile.planes
     scales = named(OptionScales, f32, f32, parameters_type(options))
     if options.only_lists or not options.modifies_or_lists:
         scales = named(Scales, f32)
-    lists = lists_of(options, ordered, tile)
+    lists = lists_of(options, config.ordered, tile)
     return hopper_kernel(
-        rings_of(tile, tile.layout(head_dim, head_dim_v)),
-        Roles(tile, producers, consume_all),
+        rings_of(tile, tile.layout(config.d, config.dv)),
+        Roles(tile, build_producers(config), consume),
         begins_early=True,
-        maps=(6 if to_map else 4) + tile.copies_bias + isinstance(tile, RoundingTile),
+        maps=(6 if config.to_map else 4) + tile.copies_bias + isinstance(tile, RoundingTile),
         dk=array(u32 if planes == 1 else f32, 5),
         dv=array(u32 if planes == 1 else f32, 5),
         lse2=array(f32, 4),

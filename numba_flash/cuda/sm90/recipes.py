@@ -271,7 +271,7 @@ BACKWARD = (
     Recipe(
         problems="a `BlockMask` of whole tiles of dS, no other option, D beyond 64, deterministic",
         serves=_stored,
-        loops=("sm90.backward_listed", "sm90.dq"),
+        loops=("sm90.backward", "sm90.dq"),
         tile=lambda p, call: storing_tile(p),
         work=LISTED,
         stage=PLAIN,
