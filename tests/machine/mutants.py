@@ -175,11 +175,11 @@ MUTANTS = (
         "strides in the wrong order", "numba_array", "arrays.expanded_strides(x, ndim)", "arrays.expanded_strides(x, ndim)[::-1]", "plain"
     ),
     # ---- the backward loop
-    Mutant("dS before all of it is there", "consume", "pipeline.meet_consumers(CONSUMERS)\nif AHEAD: ...", "if AHEAD: ...", "gradients"),
+    Mutant("dS before all of it is there", "build_sums share", "pipeline.meet_consumers(CONSUMERS)", "", "gradients"),
     Mutant("Q is released before dK", "release_before", "u32(n - 1)", "n", "gradients, long"),
     Mutant(
         "a tile of dQ that leaves before it is there",
-        "consume",
+        "build_sums put",
         "put_dq(smem, me, n, dq, f32(1))\nif AT_ONCE: ...",
         "commit_dq(smem, n); put_dq(smem, me, n, dq, f32(1))\nif False: ...",
         "gradients, D128",

@@ -123,9 +123,9 @@ MUTANTS_BLOCKS = (
     Mutant("the first slot of a block of keys for all", "sm90 slot_of", "place + rank", "place", "gradients, blocks"),
     Mutant("a sum that begins in each section", "write_work", "1 if run.start == 0 else 0", "1", "gradients, blocks, sections"),
     Mutant("keys beyond the end of the last tile", "write_work", "run.last - (tiles - 1)", "0", "gradients, blocks, lengths"),
-    Mutant("dS of a tile that has no slot", "store_ds", "slot >= 0", "slot >= -1", "gradients, blocks, lengths"),
-    Mutant("dS in the place of what is copied", "store_ds", "if first: ptx.bulk_wait_read()", "", "gradients, blocks, D128"),
-    Mutant("V that is kept", "consume", "u32(n + u32(1)) == end", "n == end", "gradients, blocks"),
+    Mutant("dS of a tile that has no slot", "build_slots share", "slot >= 0", "slot >= -1", "gradients, blocks, lengths"),
+    Mutant("dS in the place of what is copied", "build_slots share", "if first: ptx.bulk_wait_read()", "", "gradients, blocks, D128"),
+    Mutant("V that is kept", "release_v", "u32(n + u32(1)) == end", "n == end", "gradients, blocks"),
     Mutant(
         "one half of the queries of a tile",
         "sm90 listed",
@@ -133,7 +133,7 @@ MUTANTS_BLOCKS = (
         "entry.at * SHARE",
         "gradients, blocks, D128",
     ),
-    Mutant("K in the place of dK that is copied", "make_room", "ptx.bulk_wait_read()", "", "gradients, blocks, lengths"),
+    Mutant("K in the place of dK that is copied", "build_slots begin", "ptx.bulk_wait_read()", "", "gradients, blocks, lengths"),
     Mutant(
         "a slot before its tile's",
         "last_slot",

@@ -49,9 +49,8 @@ def build(config: BackwardConfig):
     put_words = store.build_put_words(BLOCK_M, BLOCK_N)
     zero_k, _ = softmax.build_zero(OUTPUTS_K)
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
-    shared = softmax_backward.build(
-        D, DV, options, tile, upward=may_go_upward(config.ordered, options)
-    )
+    upward = may_go_upward(config.ordered, options)
+    shared = softmax_backward.build(D, DV, options, tile, upward=upward)
     note_bounds, bound, next_step = shared.note_bounds, shared.bound, shared.next_step
     wait_q, wait_do, recompute_p = shared.wait_q, shared.wait_do, shared.recompute_p
     differentiate = shared.differentiate
