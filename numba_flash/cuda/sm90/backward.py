@@ -149,7 +149,7 @@ def build(config: BackwardConfig):
                     start_next(smem, turn, me, n, end, step, sT, k_rows)
                 share(smem, me, given.dq_sum, n)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
-                start_dq(dq, dv_acc, u32(ds + u32(ds_half)), k_columns)
+                start_dq(dq, dv_acc, ds + u32(ds_half), k_columns)
                 q_columns = wgmma.descriptor(q_rows, u32(Q_PANEL))
                 if KEEPS_DS:
                     start_dk_of(dk_acc, dsT, q_columns)
