@@ -94,6 +94,7 @@ MUTANTS = (
         "pipeline.release_group(smem, V, n); wait_all(acc, s)",
         "D136, items",
     ),
+    Mutant("the bias of the item before", "overlap_qk_pv first_scores", "read(bias_mask, smem, me, n, x, extras, True)", "", "D136, bias"),
     Mutant("Q is released a tile early", "sm90 step", "i32(x.count - 1)", "1", "D136"),
     Mutant("O of the item before", "sm90 step", "u32(t - 1)", "u32(t)", "long items"),
     Mutant("O of the item of one tile before", "consume", "u32(x.count - 1)", "u32(x.count)", "many items"),
