@@ -6,11 +6,10 @@ cores compute S and dP: two neighbouring keys at a time, for which K and V are p
 in shared memory. Of a mask only the tiles are visited that it leaves something of.
 """
 
-import math
-
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import (
+    dq_sink,
     pipeline,
     softmax_backward,
     softmax_backward_options,
@@ -22,9 +21,7 @@ from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.interleave import build_interleave
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
-from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.softmax_backward_options import ROWS, first_key
-from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
+from numba_flash.cuda.sm90.softmax_backward_options import ROWS
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
@@ -38,17 +35,15 @@ def build(config: BackwardConfig):
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
     vectors, options, tile = config.vectors, config.options, config.tile
-    BLOCK_M, BLOCK_N, CONSUMERS = tile.block_m, tile.block_n, tile.consumers
+    BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
     Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
     DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
     Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
     DS, DS_BYTES = SMEM.ds, SMEM.ds_bytes
-    DQ_TILE, DQ_BYTES = SMEM.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     COLUMNS, PARTS, PART_BYTES = tile.columns, BLOCK_M // tile.columns, tile.columns * ROW_BYTES
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = COLUMNS // 2, COLUMNS // 4, head_dim // 2, head_dim_v // 2
-    TO_MAP, SPLIT_ROWS, SEQUENCES = config.to_map, tile.splits_rows, options.sequences
-    BFLOAT16, DROPOUT, NAN = dtype == "bfloat16", bool(options.dropout), math.nan
+    SPLIT_ROWS, BFLOAT16, DROPOUT = tile.splits_rows, dtype == "bfloat16", bool(options.dropout)
     V_BEHIND_K = (SMEM.v.tiles - SMEM.k.tiles) // wgmma.UNIT
     COPIES_BIAS, BIAS, NONE, ONE = tile.copies_bias, one_type(SMEM.bias), 0, 1
     FETCHES = options.mask or (bool(options.bias) and not COPIES_BIAS)
@@ -57,7 +52,6 @@ def build(config: BackwardConfig):
     start_scores = wgmma.build_scores(COLUMNS, head_dim, BLOCK_N, BFLOAT16, BLOCK_M)
     start_dp = wgmma.build_scores(COLUMNS, head_dim_v, BLOCK_N, BFLOAT16, BLOCK_M)
     start_dv = wgmma.build_values(COLUMNS, head_dim_v, BFLOAT16)
-    start_dq = wgmma.build_sum(64, BLOCK_N // 16, 0, 0, BFLOAT16, False)
     start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=DROPOUT)
     put_ds = store.build_put_part(BFLOAT16, BLOCK_N)
@@ -66,15 +60,9 @@ def build(config: BackwardConfig):
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
-    part_of, fetch = own.part_of, own.fetch
-    recompute_p, differentiate, SLOPES, WORDS = own[2:]
-    LOWERED = 2.0 ** -softmax.raised_backward(BFLOAT16)
+    part_of, fetch, recompute_p, differentiate = own[:4]
+    SLOPES, WORDS = own.slopes, own.words
     take_bias = build_take_bias(tile, SMEM.bias)
-    commit_dq, put_dq = store.build_hand_over(SMEM.dq)
-    put_dk = store.build_put_row(head_dim, False, BFLOAT16)
-    put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
-    stage_dk = store.build_stage(head_dim, 2, BFLOAT16, True) if TO_MAP else None
-    stage_dv = store.build_stage(head_dim_v, 2, BFLOAT16, True) if TO_MAP else None
 
     @inline
     def begin_item(smem, turn, me):
@@ -93,45 +81,9 @@ def build(config: BackwardConfig):
         if COPIES_BIAS:
             pipeline.release_group(smem, BIAS, u32(n - u32(1)))
 
-    @inline
-    def finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scale, parameters):
-        """Let the last tile of dQ be added up, and store dK and dV of a work item."""
-        commit_dq(smem, u32(n - u32(1)))
-        ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        release_before(smem, n)
-        pipeline.release_group(smem, K, turn)
-        pipeline.release_group(smem, V, turn)
-        factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
-        scaled = cuda.local.array(2, f32)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
-        k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        for r in range(2):
-            invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
-            factor[r] = f32(NAN) if invalid else f32(1)
-            scaled[r] = factor[r] * scale
-            factor[r] *= f32(LOWERED)
-            if DROPOUT:
-                factor[r] *= f32(parameters.keep_scale)
-        pipeline.release(smem, WORK, turn)
-        if TO_MAP:
-            # tile n - 1 of dQ, which had the slot of tile n + 1, has left
-            pipeline.wait_free(smem, DQ, u32(n + u32(1)))
-            room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
-            stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
-            stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
-            if cuda.threadIdx.x % WARP_GROUP == 0:
-                ptx.bulk_wait_read()
-            pipeline.meet_warp_group(me)
-        else:
-            for r in range(2):
-                j = row0 + first_key() + r
-                if j < keys:
-                    put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
-                    put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
+    sink = dq_sink.build_sums(config, SMEM, own.factors, True, release_before)
+    hand_over, share, start_dq = sink.hand_over, sink.share, sink.start
+    wait_dq, put_dq, finish = sink.wait, sink.put, sink.finish
 
     @inline
     def fetch_first(bias_mask, smem, turn, me, n, end, heads, batch1, extras):
@@ -156,7 +108,6 @@ def build(config: BackwardConfig):
 
     def consume(smem, me, given):
         """Equations (1) to (7) for 64 keys of each work item and all its tiles of queries."""
-        maps, dk, dv, lse2 = given.maps, given.dk, given.dv, given.lse2
         extras, scales = given.extras, given.scales
         # registers of each thread
         sT = cuda.local.array(SCORES, f32)  # fragment of S^T, then of P^T, of a part of a tile
@@ -172,7 +123,7 @@ def build(config: BackwardConfig):
         # left out by `postprocess`
         ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
         mine, turn, n = u32(me * MINE), u32(0), u32(0)
-        heads, batch1 = i32(lse2.shape[2]), i32(dk.shape[1])
+        heads, batch1 = i32(given.lse2.shape[2]), i32(given.dk.shape[1])
         scale_log2, parameters = scales.scale_log2, scales.parameters
         while True:
             pipeline.wait_ready(smem, WORK, turn)
@@ -199,8 +150,8 @@ def build(config: BackwardConfig):
                     behind = u32(part * u32(PART_BYTES))
                     start_scores(sT, k_rows, wgmma.descriptor(q_rows + behind, u32(0)))
                     start_dp(dpT, v_rows, wgmma.descriptor(do_rows + behind, u32(0)))
-                    if FETCHES and part == 0 and n != begin:  # (7) of the tile before
-                        commit_dq(smem, u32(n - u32(1)))
+                    if FETCHES and part == 0:
+                        hand_over(smem, n, begin)  # (7) of the tile before
                     x = part_of(smem, turn, me, n, part, heads, batch1)
                     ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                     if part == 0 and n != begin:
@@ -211,8 +162,8 @@ def build(config: BackwardConfig):
                         take_bias(bias_mask, box, smem, me, n, u32(part + 1))
                     # A branch here keeps the assembler from waiting for dP before P, and one above
                     # from waiting for a bias before S.
-                    if not FETCHES and part == 0 and n != begin:  # (7) of the tile before
-                        commit_dq(smem, u32(n - u32(1)))
+                    if not FETCHES and part == 0:
+                        hand_over(smem, n, begin)  # (7) of the tile before
                     if FETCHES and part != u32(PARTS - 1):
                         following = part_of(smem, turn, me, n, u32(part + 1), heads, batch1)
                         fetch(bias_mask, following, extras)
@@ -226,19 +177,19 @@ def build(config: BackwardConfig):
                     pack(pT, sT)
                     start_dv(dv_acc, pT, wgmma.descriptor(do_rows + behind, u32(Q_PANEL)))
                 ptx.fence_proxy_async()
-                pipeline.meet_consumers(CONSUMERS)  # all of dS^T is there
+                share(smem, me, given.dq_sum, n)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
-                start_dq(dq, wgmma.descriptor(ds + u32(ds_half), u32(K_PANEL)), k_columns)
+                start_dq(dq, dv_acc, ds + u32(ds_half), k_columns)
                 dsT_rows = wgmma.descriptor(ds + mine, u32(0))
                 start_dk(dk_acc, dsT_rows, wgmma.descriptor(q_rows, u32(Q_PANEL)))
                 following = u32(n + u32(1))
                 fetch_first(bias_mask, smem, turn, me, following, end, heads, batch1, extras)
                 take_first(bias_mask, box, smem, me, following, end)
-                ptx.wgmma_wait(dq, sT, ONE, 32, NONE)
+                wait_dq(dq, dv_acc, sT)
                 pipeline.release_group(smem, DO, n)
-                put_dq(smem, me, n, dq, f32(1))
+                put_dq(smem, me, n, dq)
                 n = u32(n + 1)
-            finish(maps, smem, turn, me, n, dk, dv, dk_acc, dv_acc, scales.scale, parameters)
+            finish(given, smem, turn, me, n, dk_acc, dv_acc)
             turn = u32(turn + 1)
 
     return build_kernel(config, consume)

@@ -106,7 +106,7 @@ def build(config: BackwardConfig):
             ptx.bulk_wait_read()
 
     @inline
-    def finish(maps, smem, turn, me, dk, dv, dk_acc, dv_acc, scale):
+    def finish(maps, smem, turn, me, dk, dv, dk_acc, dv_acc, scales):
         """Store this consumer's columns of dK and dV of a work item, by way of where P^T or dS^T
         was.
         """
@@ -118,7 +118,7 @@ def build(config: BackwardConfig):
         row0 = pipeline.read(smem, WORK, turn, WORD.row0)
         k0 = pipeline.read(smem, WORK, turn, WORD.k0)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        factors(smem, turn, factor, scaled, scale)
+        factors(smem, turn, factor, scaled, scales)
         pipeline.release(smem, WORK, turn)
         if TO_MAP:
             room = u32(smem + u32(P + me * ROOM))
@@ -211,7 +211,7 @@ def build(config: BackwardConfig):
             ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
             pipeline.release_group(smem, K, turn)
             pipeline.release_group(smem, V, turn)
-            finish(maps, smem, turn, me, dk, dv, dk_acc, dv_acc, scales.scale)
+            finish(maps, smem, turn, me, dk, dv, dk_acc, dv_acc, scales)
             turn = u32(turn + 1)
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait()

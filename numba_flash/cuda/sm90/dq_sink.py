@@ -15,6 +15,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import StoredNote, one_type, words
+from numba_flash.cuda.sm90.interleave import first_key
 from numba_flash.cuda.sm90.load_backward import WORD
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
@@ -68,8 +69,20 @@ class DqSink(NamedTuple):
     end: Any
 
 
-def build_sums(config, layout, factors):
-    """`DqSink` of sums in memory; `factors` is that of `numba_flash.cuda.sm90.softmax_backward`."""
+@inline
+def release_nothing(smem, n):
+    """Others release Q."""
+
+
+def build_sums(config, layout, factors, interleaved=False, release_before=release_nothing):
+    """`DqSink` of sums in memory.
+
+    factors : that of `numba_flash.cuda.sm90.softmax_backward`.
+    interleaved : rows of dK and dV in registers are in the order of
+        `numba_flash.cuda.sm90.interleave`.
+    release_before : ``release_before(smem, n)``: all products of the tile before the n-th, the last
+        one of a work item, are complete.
+    """
     tile, BFLOAT16 = config.tile, config.dtype == "bfloat16"
     K, V, DQ, WORK = map(one_type, (layout.k, layout.v, layout.dq, layout.work))
     CONSUMERS, AHEAD, TO_MAP = tile.consumers, tile.ahead, config.to_map
@@ -78,13 +91,13 @@ def build_sums(config, layout, factors):
     DQ_TILE, DQ_BYTES = layout.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     V_BEHIND_K, K_PANEL = (V.tiles - K.tiles) // wgmma.UNIT, panel_bytes(tile.block_n)
     OUTPUTS_K, OUTPUTS_V, NEXT = config.d // 2, config.dv // 2, tile.block_m // 2 if AHEAD else 0
-    NONE, ONE = 0, 1
+    NONE, ONE, INTERLEAVED = 0, 1, interleaved
     start_dq = wgmma.build_sum(64, tile.block_n // 16, 0, 0, BFLOAT16, False)
     commit_dq, put_dq = store.build_hand_over(layout.dq)
     put_dk = store.build_put_row(config.d, False, BFLOAT16)
     put_dv = store.build_put_row(config.dv, False, BFLOAT16)
-    stage_dk = store.build_stage(config.d, 2, BFLOAT16) if TO_MAP else None
-    stage_dv = store.build_stage(config.dv, 2, BFLOAT16) if TO_MAP else None
+    stage_dk = store.build_stage(config.d, 2, BFLOAT16, interleaved) if TO_MAP else None
+    stage_dv = store.build_stage(config.dv, 2, BFLOAT16, interleaved) if TO_MAP else None
 
     @inline
     def v_rows(smem, turn, k_rows, mine):
@@ -130,6 +143,7 @@ def build_sums(config, layout, factors):
         if not AT_ONCE:
             commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
+        release_before(smem, n)
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
@@ -140,7 +154,7 @@ def build_sums(config, layout, factors):
         row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
         k0 = pipeline.read(smem, WORK, turn, WORD.k0)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        factors(smem, turn, factor, scaled, given.scales.scale)
+        factors(smem, turn, factor, scaled, given.scales)
         pipeline.release(smem, WORK, turn)
         if TO_MAP:
             # tile n - 1 of dQ, which had the slot of tile n + 1, has left
@@ -153,7 +167,7 @@ def build_sums(config, layout, factors):
             pipeline.meet_warp_group(me)
         else:
             for r in range(2):
-                j = row0 + wgmma.first_row() + 8 * r
+                j = row0 + (first_key() + r if INTERLEAVED else wgmma.first_row() + 8 * r)
                 if j < keys:
                     put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
                     put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
@@ -245,7 +259,7 @@ def build_slots(config, layout, factors):
         b1 = pipeline.read(smem, WORK, turn, WORD.b1)
         h = pipeline.read(smem, WORK, turn, WORD.kv_head)
         row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
-        factors(smem, turn, factor, scaled, given.scales.scale)
+        factors(smem, turn, factor, scaled, given.scales)
         pipeline.release(smem, WORK, turn)
         of_dv = u32(smem + u32(DS + me * MINE))
         of_dk = u32(pipeline.tile(smem, K, turn) + u32(me * MINE))

@@ -6,10 +6,20 @@ from numba_flash.cuda import ptx, swizzle
 from numba_flash.cuda.fragment import build_key_rows
 from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES
 
 ROWS = 64  # of a consumer
 CHUNK_BYTES = 16
+
+
+@inline
+def first_key():
+    """Key of this thread's register 0 within the 64 of its warp group, in this order; the next
+    one's row lies 8 below.
+    """
+    thread = i32(cuda.threadIdx.x % WARP_GROUP)
+    return i32(thread // 32 * 16 + thread % 32 // 4 * 2)
 
 
 @once

@@ -251,14 +251,14 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
                 dpT[4 * j + i] = pT[4 * j + i] * dp
 
     @inline
-    def factors(smem, turn, factor, scaled, scale):
+    def factors(smem, turn, factor, scaled, scales):
         """What dV and dK are multiplied by: 1, or as P is raised 1 / 2^raised, and the scale; NaN
         if the lengths are impossible.
         """
         for r in range(2):
             invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
-            scaled[r] = factor[r] * scale
+            scaled[r] = factor[r] * scales.scale
             factor[r] *= f32(LOWERED)
 
     return SoftmaxBackward(

@@ -3,11 +3,12 @@ transposes, as in `numba_flash.cuda.sm90.softmax_backward`; but of 16 keys a thr
 neighbours (`numba_flash.cuda.sm90.interleave`).
 """
 
+import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.fetch import EVERYTHING, build_fetch, held
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.lang import f32, i32, inline, once, u32
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline
@@ -18,8 +19,8 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
+from numba_flash.cuda.sm90.interleave import first_key
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.softmax import raised_backward
 
 ROWS = 64  # keys of a fragment
@@ -59,17 +60,9 @@ class SoftmaxBackwardOptions(NamedTuple):
     fetch: Any
     recompute_p: Any
     differentiate: Any
+    factors: Any
     slopes: int
     words: int
-
-
-@inline
-def first_key():
-    """Key of this thread's register 0 within the 64 of its warp group; the next one's row lies 8
-    below.
-    """
-    thread = i32(cuda.threadIdx.x % WARP_GROUP)
-    return i32(thread // 32 * 16 + thread % 32 // 4 * 2)
 
 
 @once
@@ -84,6 +77,8 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
         P^T, in its place, of float16 raised as their lse is lower; negative where dropout drops it.
     ``differentiate(dpT, pT, slope, x, chunk, parameters)``: (5) dS^T, in the place of dP^T, of 16
         columns: a chunk of 8 and the next.
+    ``factors(smem, turn, factor, scaled, scales)``: what dV and dK are multiplied by, as in
+        `numba_flash.cuda.sm90.softmax_backward`; dV of dropout by 1 / (1 - its probability), too.
     """
     SMEM, BLOCK_M, COLUMNS, SCORES = (
         tile.layout(head_dim, head_dim_v),
@@ -94,6 +89,7 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
     Q, DO, WORK = map(one_type, (SMEM.q, SMEM.do, SMEM.work))
     LSE, DELTA, NOTES, ROWS_BYTES = SMEM.lse, SMEM.delta, SMEM.notes, 4 * BLOCK_M
     DROPOUT, SLOPED = bool(options.dropout), options.sloped
+    SEQUENCES, NAN = options.sequences, math.nan
     runs = fragment.runs_of_keys(1, COLUMNS)
     wanted = ("mask",) if tile.copies_bias else EVERYTHING
     read, drop = build_fetch(options, runs, vectors, wanted), build_drop(options, runs)
@@ -162,11 +158,22 @@ def build(dtype, head_dim, head_dim_v, vectors, options, tile):
                 if SLOPED:
                     dpT[e] *= slope[e]
 
+    @inline
+    def factors(smem, turn, factor, scaled, scales):
+        for r in range(2):
+            invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+            factor[r] = f32(NAN) if invalid else f32(1)
+            scaled[r] = factor[r] * scales.scale
+            factor[r] *= f32(LOWERED)
+            if DROPOUT:
+                factor[r] *= f32(scales.parameters.keep_scale)
+
     return SoftmaxBackwardOptions(
         part_of,
         fetch,
         recompute_p,
         differentiate,
+        factors,
         SCORES if SLOPED else 1,
         max(1, held(options, runs).words),
     )
