@@ -37,8 +37,7 @@ def build(config: BackwardConfig):
     vectors, options, tile = config.vectors, config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)
-    Q, K, V, DO = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do))
-    DQ, WORK = map(one_type, (SMEM.dq, SMEM.work))
+    Q, K, V, DO, WORK = map(one_type, (SMEM.q, SMEM.k, SMEM.v, SMEM.do, SMEM.work))
     Q_PANEL, K_PANEL, MINE = panel_bytes(BLOCK_M), panel_bytes(BLOCK_N), ROWS * ROW_BYTES
     DS, DS_BYTES = SMEM.ds, SMEM.ds_bytes
     COLUMNS, PARTS, PART_BYTES = tile.columns, BLOCK_M // tile.columns, tile.columns * ROW_BYTES

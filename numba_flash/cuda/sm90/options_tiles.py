@@ -130,6 +130,8 @@ class OptionsBackwardTile(NotedTile):
     do_stages: int
     part: int
     copies_bias: bool = False
+    ahead: ClassVar[bool] = False
+    keeps_ds: ClassVar[bool] = False
     # per thread of the producer's warp group, which follows lists, and of the consumers'
     registers: ClassVar[tuple[int, int]] = (56, 224)
 
