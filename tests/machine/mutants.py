@@ -193,7 +193,7 @@ MUTANTS = (
         "if not AT_ONCE: ...",
         "gradients",
     ),
-    Mutant("a dK without its scale", "factors", "factor[r] * scale", "factor[r]", "gradients"),
+    Mutant("a dK without its scale", "note_bounds factors", "factor[r] * scales.scale", "factor[r]", "gradients"),
     Mutant("delta's sign", "sm90 differentiate", "dp * f32(LOWERED) - delta[i % 2]", "dp * f32(LOWERED) + delta[i % 2]", "gradients"),
     Mutant("the lse of the other row", "sm90 exponentiate", "shift[i % 2]", "shift[i // 2]", "gradients"),
     Mutant("the slope of another cap", "differentiate_cap", "tanh * tanh", "tanh", "gradients, softcap"),
@@ -330,7 +330,7 @@ MUTANTS = (
         "gradients, bias of many queries",
     ),
     Mutant("dP of what was dropped", "sm90 ds_of", "dp if w > f32(0) else f32(0)", "dp", "gradients, dropout"),
-    Mutant("dV of kept weights alone", "sm90 build finish", "parameters.keep_scale", "1", "gradients, dropout"),
+    Mutant("dV of kept weights alone", "part_of factors", "scales.parameters.keep_scale", "1", "gradients, dropout"),
     Mutant(
         "bits of the part before",
         "sm90 part_of",

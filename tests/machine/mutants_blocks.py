@@ -56,7 +56,9 @@ MUTANTS_BLOCKS = (
         "gradients, many blocks",
     ),
     Mutant("sums of tiles that are hidden", "sm90 build_add_dq", "options.tiled", "options.mask", "gradients, many blocks"),
-    Mutant("dK without its scale", "sm90 finish", "factor[r] * scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"),
+    Mutant(
+        "dK without its scale", "part_of factors", "factor[r] * scales.scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"
+    ),
     Mutant(
         "lists of keys for each query",
         "sm90 prepare",
