@@ -133,6 +133,8 @@ def _on_paper(item) -> evidence.Trace:
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     with evidence.traced(paper=True) as trace, pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
         own = {"monkeypatch": patch, "tmp_path": Path(directory)}  # it leaves nothing behind for the run in earnest
+        # Of results that differ pytest would show all differences, where CI is set: of bytes that takes half an hour.
+        patch.setattr("_pytest.assertion.util._reprcompare", None)
         arguments |= {name: own[name] for name in own if name in arguments}
         try:
             item.obj(**arguments)

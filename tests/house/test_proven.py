@@ -227,6 +227,17 @@ def test_it(n):
     assert hypothesis.settings.get_current_profile_name() == before
 
 
+def test_pytest_explains_no_comparison_on_paper(project):
+    """There results differ that are equal in earnest."""
+    project.makeconftest("def pytest_assertrepr_compare():\n    with open('explained', 'a') as file:\n        file.write('once ')\n")
+    noted = "with open('run', 'a') as file: file.write('once ')"
+    test = f"import pytest\n@pytest.mark.full\ndef test_it():\n    {noted}\n    assert b'1' == b'2'\n"
+    (project.mkdir("machine") / "test_bytes.py").write_text(test)
+    assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"failed": 1}
+    assert (project.path / "run").read_text() == "once once "
+    assert (project.path / "explained").read_text() == "once "
+
+
 def test_a_list_of_tests_leaves_the_record_alone(project):
     assert run(project)[0] == PASSED
     before = record(project)
