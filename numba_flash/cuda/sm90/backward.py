@@ -32,11 +32,13 @@ def build(config: BackwardConfig):
     lse2, delta : float32 (b0, b1, heads, row blocks * BLOCK_M), as
         `numba_flash.cuda.sm90.preprocess` numbers and writes them.
     dq_sum : float32, 64 x 64 elements per (b0, b1, head, row block, consumer), in the order of
-        fragments.
+        fragments; of a tile ``in_slots`` dS^T, as panels of 64 queries and the keys of a tile, in
+        the slots of a section.
     flags : int32, one per (b0, b1, head, row block), and one more: the number of the next work
-        item.
+        item; none of a tile ``in_slots``.
     extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
-    sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`.
+    sizes, scales : `Sizes` and `Scales` of `numba_flash.cuda.sm90.arguments`; of a tile
+        ``in_slots`` sizes of the section, and work items of other sections are not done.
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
     options, tile = config.options, config.tile

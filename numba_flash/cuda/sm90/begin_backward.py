@@ -1,5 +1,5 @@
-"""How a consumer of the backward pass begins a work item, and its next tile: of the loops up to
-head dimension 128 without options, with sums of dQ in memory and without.
+"""How a consumer of the backward pass begins a work item, and its next tile: of the loop up to head
+dimension 128 without options.
 """
 
 from typing import Any, NamedTuple
