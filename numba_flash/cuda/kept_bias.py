@@ -89,10 +89,10 @@ class ResidentBias(NamedTuple):
 
 
 @once
-def build_resident(options, vectors, runs, room, vector_of):
+def build_resident(options, vectors, runs, room, put_vector):
     """`ResidentBias` of a lane's `runs`.
 
-    vector_of : ``vector_of(filled, n)``: what is kept as the n-th vector of a tile: `build_floats`.
+    put_vector : ``put_vector(filled, n, to)``: keep the n-th vector of a tile: `build_floats`.
     """
     TILES, VECTORS, QUERIES, KEYS = room.tiles, room.vectors, room.queries, room.keys
     KEPT, THREADS, AWAY, HELD = room.kept, room.threads, room.away, held(options, runs).words
@@ -105,7 +105,7 @@ def build_resident(options, vectors, runs, room, vector_of):
 
     @inline
     def put(n, filled):
-        ptx.store_shared_vector(u32(filled.at + u32(n * AWAY)), vector_of(filled, n))
+        put_vector(filled, n, u32(filled.at + u32(n * AWAY)))
 
     put_all = ptx.repeated(VECTORS, put)
 
@@ -125,8 +125,8 @@ def build_resident(options, vectors, runs, room, vector_of):
 
 @once
 def build_floats(options, factor, is_strange):
-    """``vector_of(filled, n)``: of two rows, two keys each, as float32 times a factor; -inf beyond
-    the last key. ``look(filled, n, x)``: element x of run n, likewise.
+    """``put_vector(filled, n, to)``: of two rows, two keys each, as float32 times a factor; -inf
+    beyond the last key. ``look(filled, n, x)``: element x of run n, likewise.
 
     is_strange : ``is_strange(bias)``: it is treated apart.
     """
@@ -142,14 +142,15 @@ def build_floats(options, factor, is_strange):
         return bias * f32(FACTOR) if there else f32(NEG_INF)
 
     @inline
-    def vector_of(filled, n):
+    def put_vector(filled, n, to):
         one, other = i32(2 * n), i32(2 * n + 1)
-        return (
-            look(filled, one, 0), look(filled, one, 1), look(filled, other, 0),
-            look(filled, other, 1),
+        four = (
+            look(filled, one, 0), look(filled, one, 1),
+            look(filled, other, 0), look(filled, other, 1),
         )  # fmt: skip
+        ptx.store_shared_vector(to, four)
 
-    return vector_of, look
+    return put_vector, look
 
 
 class Begun(NamedTuple):
@@ -190,7 +191,7 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
     def is_far(bias):
         return not abs(bias) < f32(FAR)
 
-    floats, look = build_floats(options, 1.0, is_far)
+    put_floats, look = build_floats(options, 1.0, is_far)
 
     @inline
     def word(filled, n):
@@ -205,14 +206,15 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
         return two
 
     @inline
-    def halves(filled, j):
-        return (
+    def put_halves(filled, j, to):
+        four = (
             word(filled, 4 * j), word(filled, 4 * j + 1),
             word(filled, 4 * j + 2), word(filled, 4 * j + 3),
         )  # fmt: skip
+        ptx.store_shared_vector(to, four)
 
     runs = fragment.runs_of_columns(BLOCK_N)
-    keep, place = build_resident(options, vectors, runs, room, floats if WIDE else halves)
+    keep, place = build_resident(options, vectors, runs, room, put_floats if WIDE else put_halves)
 
     @inline
     def divide(smem, me, inverse):

@@ -45,7 +45,7 @@ class Weighed(NamedTuple):
 
 @once
 def build_halves(bfloat16):
-    """``vector_of(filled, n)``: four words of two queries in 16 bits."""
+    """``put_halves(filled, n, to)``: keep four words of two queries in 16 bits."""
     HIDDEN = 0xFF80 if bfloat16 else 0xFC00  # -inf in 16 bits
 
     @inline
@@ -57,10 +57,11 @@ def build_halves(bfloat16):
         return u32(one | other << u32(16))
 
     @inline
-    def vector_of(f, n):
-        return word(4 * n, f), word(4 * n + 1, f), word(4 * n + 2, f), word(4 * n + 3, f)
+    def put_halves(f, n, to):
+        four = word(4 * n, f), word(4 * n + 1, f), word(4 * n + 2, f), word(4 * n + 3, f)
+        ptx.store_shared_vector(to, four)
 
-    return vector_of
+    return put_halves
 
 
 @once
@@ -118,8 +119,8 @@ def build(config: BackwardConfig):
     first_of, unit_of, after = build_units(tile.block_m)
     runs, meet_any = fragment.runs_of_rows(tile.queries), pipeline.any_of_warp_group
     room = Room(SMEM.kept, TILES, tile.queries // 16, tile.queries, 0, WARP_GROUP, meet_any)
-    halves = build_halves(options.bias == "bfloat16")
-    fill, bias_of = build_resident(options, vectors, runs, room, halves)
+    put_halves = build_halves(options.bias == "bfloat16")
+    fill, bias_of = build_resident(options, vectors, runs, room, put_halves)
     raised = softmax.raised_backward(BFLOAT16)
     of_bias, LOWERED = (tile.queries, options.bias == "bfloat16", raised), 2.0**-raised
     weigh, weigh_some = (build_weigh(*of_bias, hidden) for hidden in (False, True))

@@ -36,6 +36,7 @@ VECTORS, AWAY = CHUNK // 8, WARP_GROUP * VECTOR  # of the bias of a thread and c
 
 @inline
 def hides(bias):
+    """Such scores are hidden, whatever they are."""
     return bias == f32(-math.inf)
 
 
@@ -261,8 +262,8 @@ def build(config: BiasGradientConfig):
     make_rows = begin_rows.build(dtype, config.dlse, tile, walks)
     runs, meet_any = fragment.runs_of_columns(CHUNK), pipeline.any_of_warp_group
     room = Room(SMEM.kept, tile.chunks, VECTORS, 0, CHUNK, WARP_GROUP, meet_any)
-    floats, _ = build_floats(options, LOG2E, hides)
-    fill, bias_of = build_resident(options, vectors, runs, room, floats)
+    put_floats, _ = build_floats(options, LOG2E, hides)
+    fill, bias_of = build_resident(options, vectors, runs, room, put_floats)
     of_go = dtype, head_dim, head_dim_v, tile, bias_of, walks
     go, go_where_some_are_hidden = (build_go(*of_go, hidden) for hidden in (False, True))
     zero, _ = softmax.build_zero(ALL_SCORES)
