@@ -8,10 +8,9 @@ from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
-from numba_flash.cuda.sm90 import fold, prepare_temporaries, recipes
+from numba_flash.cuda.sm90 import fold, prepare_dbias, prepare_temporaries, recipes
 from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
 from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
-from numba_flash.cuda.sm90 import prepare_gradients_kept as gradients_kept
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.split_tiles import MOST
 from numba_flash.cuda.sm90.tiles import forward_tile
@@ -120,7 +119,7 @@ def _most_waiting(kind: str, p, inputs, dbias: bool) -> int:
     """
     if kind == "forward" and forward_kept.serves(p, inputs):
         return 0
-    if kind == "backward" and gradients_kept.serves(p, inputs, dbias):
+    if kind == "backward" and prepare_dbias.keeps_bias(p, inputs, dbias):
         return 0
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]

@@ -26,7 +26,7 @@ from numba_flash.cuda.prepare_tile_lists import choose as choose_tile
 from numba_flash.cuda.sm90 import (
     load_dbias_rows,
     prepare_backward_listed,
-    prepare_dbias_rows,
+    prepare_dbias,
     prepare_pairs,
     tier,
 )
@@ -840,7 +840,7 @@ def test_gradients_of_a_bias_whose_queries_stay(batch, own, elements):
     bias = bias if len(batch) == 1 else bias[None]
     p = problem(nq=136, hq=4, hk=2, batch=batch, bias=bias)
     assert gradient_launches(p, bias)[-1] == "sm90.dbias_rows.build"
-    assert prepare_dbias_rows.elements_of(p, bias) == elements
+    assert prepare_dbias.elements_of(p, bias) == elements
 
 
 def test_boxes_where_queries_stay():
@@ -863,10 +863,10 @@ def test_boxes_where_queries_stay():
 )
 def test_runs_of_tiles(rows, tiles, elements, turns):
     """As many that the busiest block has least to do; a run that begins takes some time."""
-    across, items = prepare_dbias_rows.runs_of(rows, tiles, elements, turns)
+    across, items = prepare_dbias.runs_of(rows, tiles, elements, turns)
     assert 1 <= across <= tiles
     assert items == rows * -(-tiles // across)
-    steps = lambda n: -(-rows * -(-tiles // n) // turns) * (n * elements + prepare_dbias_rows.BEGIN)
+    steps = lambda n: -(-rows * -(-tiles // n) // turns) * (n * elements + prepare_dbias.BEGIN)
     assert steps(across) == min(map(steps, range(1, tiles + 1)))
 
 
