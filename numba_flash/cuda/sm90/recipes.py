@@ -159,7 +159,7 @@ BIAS_GRADIENT = (
     Recipe(
         problems="16 bits of each pair, heads of its own, no other option, D up to 64",
         serves=_rows_stay,
-        loops=("sm90.dbias_rows",),
+        loops=("sm90.dbias",),
         tile=lambda p, call: prepare_dbias.rows_tile_of(p, call.results.dbias),
         work="runs of tiles of a block of queries, batch innermost",
         stage=OPTIONS,
