@@ -13,11 +13,10 @@ from numba_flash.cuda.config import RESIDENT, PreprocessConfig
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
-from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES
+from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES, KeysTile, QueriesTile
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
 from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
-from numba_flash.cuda.sm90.gradient_tiles import KeysTile, QueriesTile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES

@@ -109,7 +109,7 @@ MUTANTS_KEPT = (
     Mutant("queries of a word the wrong way round", "sm90 word", "one | other << u32(16)", "other | one << u32(16)", GRADIENTS),
     Mutant("nobody says that the bias of a key hides", "sm90 word", "f.strange[0] = u32(1)", "pass", HIDDEN),
     Mutant("dQ of the first consumer's keys alone", "add_parts", "dq[4 * j + e] += part[e]", "dq[4 * j + e] += f32(0)", GRADIENTS),
-    Mutant("dQ of a head in that of the next", "sm90 go", "zero(w.dq_acc)", "", GRADIENTS),
+    Mutant("dQ of a head in that of the next", "sm90 go", "zero(x.dq_acc)", "", GRADIENTS),
     Mutant(
         "a bias of gradients in base e", "sm90 build", "build_floats(options, LOG2E, hides)", "build_floats(options, 1.0, hides)", GRADIENTS
     ),

@@ -7,7 +7,7 @@ Each consumer has a part of the keys, in chunks of 64; while dQ of a chunk is ma
 of the next one. dQ of the consumers' parts is added in their order, by the first of them. The bias
 is read once; each thread keeps what belongs to its scores in shared memory, as float32 in base 2,
 -inf beyond the last key. What a backward pass has to know of each row is made here, too, by two
-warps beside the one that moves data (`numba_flash.cuda.sm90.begin_rows`).
+warps beside the one that moves data (`numba_flash.cuda.sm90.load_gradients`).
 """
 
 import math
@@ -19,12 +19,12 @@ from numba_flash.cuda.kept_bias import VECTOR, Room, build_floats, build_residen
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.score import LOG2E, Head, Region
-from numba_flash.cuda.sm90 import begin_rows, pipeline, store, wgmma
+from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
-from numba_flash.cuda.sm90.gradient_tiles import CHUNK, QUERIES, ROW_BYTES
+from numba_flash.cuda.sm90.dbias_tiles import CHUNK, QUERIES, ROW_BYTES
 from numba_flash.cuda.sm90.hopper_kernel import WARPS, Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.load_gradients import Walks, build_produce_keys
+from numba_flash.cuda.sm90.load_gradients import Walks, build_make_rows, build_produce_keys
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
@@ -41,7 +41,9 @@ def hides(bias):
 
 
 class Work(NamedTuple):
-    """Registers of a consumer, and the scale."""
+    """What all of a consumer's way over heads has: registers, where its block's rows are, the first
+    step, and the kernel's arguments.
+    """
 
     s: Any
     dp: Any
@@ -50,70 +52,51 @@ class Work(NamedTuple):
     dq_acc: Any
     shift: Any
     delta: Any
-    scale_log2: float
-    scale: float
-
-
-class Way(NamedTuple):
-    """A consumer's way over the heads that its block's part of the bias is shared by: the first
-    step, its first query, where dQ goes to.
-    """
-
-    work: Work
     smem: int
     me: int
+    row0: int
     step: Step
     space: Space
-    row0: int
-    dq: Any
-    extras: Any
+    given: Any
 
 
 class Turn(NamedTuple):
     """Its work on a tile: its number among the block's, and whether there is one after it."""
 
-    way: Way
+    work: Work
     n: int
     more: bool
 
 
-class Weighed(NamedTuple):
-    """Registers of a chunk, and where this thread's bias of it is."""
-
-    work: Work
-    chunk: int
-    bias: int
-
-
 @once
 def build_weigh(hidden, raised):
-    """``weigh(n, weighed)``: P in the place of S, dS in that of dP, added to dbias, of 8 keys.
-    Scores may be `hidden` by the bias, whatever they are. P is `raised`.
+    """``weigh((w, chunk, bias))``: P in the place of S, dS in that of dP, added to dbias, of a
+    chunk, whose bias is there. Scores may be `hidden` by it, whatever they are. P is `raised`.
     """
     HIDDEN, NEG_INF, SCORES, BYTES = hidden, -math.inf, CHUNK // 2, AWAY
     LOWERED = 2.0**-raised
 
     @inline
     def weigh_vector(n, t):
-        w = t.work
-        bias = ptx.load_shared_four(u32(t.bias + u32(n * BYTES)))
+        w, chunk, at = t
+        bias = ptx.load_shared_four(u32(at + u32(n * BYTES)))
         for r in range(2):
             for c in range(2):
                 e = 4 * n + 2 * r + c
                 # (2) P = exp(S - lse)
-                score = w.s[e] * w.scale_log2 + bias[2 * r + c] - w.shift[r]
+                score = w.s[e] * w.given.scales.scale_log2 + bias[2 * r + c] - w.shift[r]
                 if HIDDEN:
                     score = f32(NEG_INF) if bias[2 * r + c] == f32(NEG_INF) else score
                 # (5) dbias = dbias + dS, where dS = P * (dP - delta)
                 w.dp[e] = (w.dp[e] * f32(LOWERED) - w.delta[r]) * ptx.ex2(score)
-                w.acc[t.chunk * SCORES + e] += w.dp[e]
+                w.acc[chunk * SCORES + e] += w.dp[e]
 
     return ptx.repeated(VECTORS, weigh_vector)
 
 
 @once
 def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
-    """``go(way)``: the whole walk of a consumer."""
+    """``go(work)``: the whole walk of a consumer."""
     SMEM, CHUNKS, CONSUMERS = tile.layout(), tile.chunks, tile.consumers
     Q, KV, DQ, NOTES = map(one_type, (SMEM.q, SMEM.kv, SMEM.dq, SMEM.rows))
     DO, V, MINE, PART = SMEM.do, SMEM.v, tile.keys * NARROW_ROW_BYTES, CHUNK * NARROW_ROW_BYTES
@@ -137,9 +120,9 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     def start(x, n, chunk):
         """(1) S = Q K^T, (4) dP = dO V^T of a chunk of the n-th tile."""
         queries, keys = pipeline.tile(x.smem, Q, n), keys_of(x, n, chunk)
-        start_s(x.work.s, wgmma.descriptor(queries, ZERO), wgmma.descriptor(keys, ZERO))
+        start_s(x.s, wgmma.descriptor(queries, ZERO), wgmma.descriptor(keys, ZERO))
         do, values = u32(queries + u32(DO)), u32(keys + u32(V))
-        start_dp(x.work.dp, wgmma.descriptor(do, ZERO), wgmma.descriptor(values, ZERO))
+        start_dp(x.dp, wgmma.descriptor(do, ZERO), wgmma.descriptor(values, ZERO))
 
     @inline
     def start_first(x, n):
@@ -155,7 +138,7 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     @inline
     def put_part(x, n):
         pipeline.wait_free(x.smem, DQ, n)
-        at, dq = u32(parts(x) + u32((x.me - 1) * DQ_BYTES)), x.work.dq_acc
+        at, dq = u32(parts(x) + u32((x.me - 1) * DQ_BYTES)), x.dq_acc
         for j in range(FOURS):
             four = dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]
             ptx.store_shared_vector(u32(at + u32(j * DQ_AWAY)), four)
@@ -165,7 +148,7 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
     def add_parts(x, n):
         """Of the other consumers' keys, in their order."""
         pipeline.wait_ready(x.smem, DQ, n)
-        at, dq = parts(x), x.work.dq_acc
+        at, dq = parts(x), x.dq_acc
         for other in range(CONSUMERS - 1):
             for j in range(FOURS):
                 part = ptx.load_shared_four(u32(at + u32(other * DQ_BYTES + j * DQ_AWAY)))
@@ -182,12 +165,12 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
             add_parts(x, n)
             factor = cuda.local.array(2, f32)
             for r in range(2):
-                factor[r] = x.work.scale
+                factor[r] = x.given.scales.scale
             for r in range(2):
                 i = i32(x.row0 + wgmma.first_row() + 8 * r)
                 if i < x.space.queries:
-                    dq_row = x.dq[index(at.b0), index(at.b1), index(at.head), index(i)]
-                    put_row(ptx.global_address(dq_row), x.work.dq_acc, factor, r)
+                    dq_row = x.given.dq[index(at.b0), index(at.b1), index(at.head), index(i)]
+                    put_row(ptx.global_address(dq_row), x.dq_acc, factor, r)
 
     @inline
     def note_rows(x, n):
@@ -196,37 +179,37 @@ def build_go(dtype, head_dim, head_dim_v, tile, bias_of, walks, hidden):
         at = u32(pipeline.tile(x.smem, NOTES, n) + u32(wgmma.first_row() * NOTE_BYTES))
         for r in range(2):
             known = ptx.load_shared_pair(u32(at + u32(8 * r * NOTE_BYTES)))
-            x.work.shift[r], x.work.delta[r] = known
+            x.shift[r], x.delta[r] = known
         pipeline.release(x.smem, NOTES, n)
 
     @inline
     def step(chunk, t):
-        x, w = t.way, t.way.work
-        weigh(Weighed(w, chunk, bias_of(x.smem, x.me, chunk)))
+        w = t.work
+        weigh((w, chunk, bias_of(w.smem, w.me, chunk)))
         ptx.wgmma_wait(w.dq_acc, w.dq_acc, NONE, OUTPUTS, NONE)
         pack(w.ds, w.dp)
         if chunk < CHUNKS - 1:
-            start(x, t.n, i32(chunk + 1))
+            start(w, t.n, i32(chunk + 1))
         elif t.more:
-            start_first(x, u32(t.n + u32(1)))
+            start_first(w, u32(t.n + u32(1)))
         # (7) dQ = dQ + dS K
-        start_dq(w.dq_acc, w.ds, wgmma.descriptor(keys_of(x, t.n, chunk), ZERO))
+        start_dq(w.dq_acc, w.ds, wgmma.descriptor(keys_of(w, t.n, chunk), ZERO))
         ptx.wgmma_wait(w.s, w.dp, ONE, SCORES, SCORES)
 
     all_steps = ptx.repeated(CHUNKS, step)
 
     @inline
     def go(x):
-        t, n, w = x.step, u32(0), x.work
+        t, n = x.step, u32(0)
         start_first(x, n)
-        ptx.wgmma_wait(w.s, w.dp, NONE, SCORES, SCORES)
+        ptx.wgmma_wait(x.s, x.dp, NONE, SCORES, SCORES)
         while t.number < x.space.stop:
-            at = place_of(t.walk, x.space, x.extras).at
-            t = proceed(t, x.space, x.extras)
+            at = place_of(t.walk, x.space, x.given.extras).at
+            t = proceed(t, x.space, x.given.extras)
             note_rows(x, n)
-            zero(w.dq_acc)
+            zero(x.dq_acc)
             all_steps(Turn(x, n, t.number < x.space.stop))
-            ptx.wgmma_wait(w.dq_acc, w.dq_acc, NONE, OUTPUTS, NONE)
+            ptx.wgmma_wait(x.dq_acc, x.dq_acc, NONE, OUTPUTS, NONE)
             pipeline.release_group(x.smem, KV, n)
             pipeline.release_group(x.smem, Q, n)
             hand_over(x, n, at)
@@ -243,7 +226,7 @@ def build(config: BiasGradientConfig):
         panel.
     dq : (b0, b1, heads, nq, head_dim) as words of two elements.
     lse, dlse : (b0, b1, heads, nq); dlse is not read unless ``config.dlse``.
-    rows : (b0, b1, heads, row blocks * 64, 2), written as `numba_flash.cuda.sm90.begin_rows` says.
+    rows : (b0, b1, heads, row blocks * 64, 2), as `load_gradients.build_make_rows` writes them.
     out : (shares, b0, b1, heads, nq, nk) of dtype ``config.out``, with sizes 1 where it is summed;
         the last two axes are not.
     """
@@ -253,13 +236,13 @@ def build(config: BiasGradientConfig):
     SMEM, CONSUMERS, KEYS, BLOCK_N = tile.layout(), tile.consumers, tile.keys, tile.block_n
     Q, KV, DQ, NOTES = map(one_type, (SMEM.q, SMEM.kv, SMEM.dq, SMEM.rows))
     SCORES, ALL_SCORES, OUTPUTS = CHUNK // 2, tile.chunks * CHUNK // 2, head_dim // 2
-    PAIRS, OTHERS, ROW_THREADS = CHUNK // 4, (CONSUMERS - 1) * WARP_GROUP, begin_rows.THREADS
+    PAIRS, OTHERS, ROW_THREADS = CHUNK // 4, (CONSUMERS - 1) * WARP_GROUP, QUERIES
     ROW_WARPS = ROW_THREADS // pipeline.WARP
     begin = build_begin(summed, QUERIES, BLOCK_N)
     place_of, _, proceed = build_places(options, False, summed, QUERIES, BLOCK_N)
     walks = Walks(begin, place_of, proceed)
     produce = build_produce_keys(tile, walks)
-    make_rows = begin_rows.build(dtype, config.dlse, tile, walks)
+    make_rows = build_make_rows(dtype, config.dlse, tile, walks)
     runs, meet_any = fragment.runs_of_columns(CHUNK), pipeline.any_of_warp_group
     room = Room(SMEM.kept, tile.chunks, VECTORS, 0, CHUNK, WARP_GROUP, meet_any)
     put_floats, _ = build_floats(options, LOG2E, hides)
@@ -275,8 +258,7 @@ def build(config: BiasGradientConfig):
     fragments = Fragments(runs, tile.chunks, CHUNK, 4, 1, 16, 2, 4, False, meet)
     put_dbias = build_store(out_dtype, wide, False, summed, fragments)
 
-    @inline
-    def consume(smem, me, dq, out, extras, extent, scales):
+    def consume(smem, me, given):
         """Equations (1) to (7) of 64 rows of each head, and a consumer's keys."""
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S, then of P, of a chunk
@@ -286,20 +268,20 @@ def build(config: BiasGradientConfig):
         dq_acc = cuda.local.array(OUTPUTS, f32)  # of dQ, of the consumer's keys
         shift = cuda.local.array(2, f32)  # the lse of this thread's rows
         delta = cuda.local.array(2, f32)
-        work = Work(s, dp, ds, acc, dq_acc, shift, delta, scales.scale_log2, scales.scale)
-        space, share, t = begin(i32(cuda.blockIdx.x), extent, i32(out.shape[0]))
+        out = given.out
+        space, share, t = begin(i32(cuda.blockIdx.x), given.extent, i32(out.shape[0]))
         row0 = i32(space.own.i * QUERIES)
         own = space.own
         at = Head(own.b0, own.b1, i32(0), own.head, i32(0))
         region = Region(row0, i32(0), space.queries, space.keys, i32(0), i32(0))
         query, key = i32(row0 + wgmma.first_row()), i32(me * KEYS + fragment.first_column())
-        some_hidden = fill(smem, me, query, key, region, at, extras)
+        some_hidden = fill(smem, me, query, key, region, at, given.extras)
         zero(acc)
-        way = Way(work, smem, me, t, space, row0, dq, extras)
+        work = Work(s, dp, ds, acc, dq_acc, shift, delta, smem, me, row0, t, space, given)
         if some_hidden:
-            go_where_some_are_hidden(way)
+            go_where_some_are_hidden(work)
         else:
-            go(way)
+            go(work)
         of_head = out[index(share), index(own.b0), index(own.b1), index(own.head)]
         put_dbias(of_head, acc, smem, i32(row0 - me * QUERIES), i32(me * KEYS))
 
@@ -310,21 +292,13 @@ def build(config: BiasGradientConfig):
         Arrivals((DQ,), OTHERS, WARP_GROUP),
     )
 
-    @inline
-    def load(smem, me, x):
-        produce(x.maps, smem, x.out.shape[0], x.extras, x.extent)
-
-    @inline
-    def know_rows(smem, me, x):
-        make_rows(smem, x.lse, x.dlse, x.rows, x.out.shape[0], x.extras, x.extent)
-
     roles = Roles(
         tile,
         producers=(
-            Producer(load, 0),
-            Producer(know_rows, WARPS - ROW_WARPS, ROW_WARPS, whole=True),
+            Producer(produce, 0),
+            Producer(make_rows, WARPS - ROW_WARPS, ROW_WARPS, whole=True),
         ),
-        consume=lambda smem, me, x: consume(smem, me, x.dq, x.out, x.extras, x.extent, x.scales),
+        consume=consume,
     )
     return hopper_kernel(
         rings,

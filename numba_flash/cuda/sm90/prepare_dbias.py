@@ -18,8 +18,13 @@ from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig
-from numba_flash.cuda.sm90.dbias_tiles import DbiasRowsTile, dbias_rows_tile
-from numba_flash.cuda.sm90.gradient_tiles import MOST, QUERIES, keys_tile, queries_tile
+from numba_flash.cuda.sm90.dbias_tiles import (
+    QUERIES,
+    DbiasRowsTile,
+    dbias_rows_tile,
+    keys_tile,
+    queries_tile,
+)
 from numba_flash.cuda.sm90.prepare_pairs import HALF, tiles_of_bias
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.options import Options
@@ -189,7 +194,7 @@ def rows_stay(problem, inputs, dbias) -> bool:
 
 class Known(NamedTuple):
     """What the first kernel hands to the second: of each row of queries, as
-    `numba_flash.cuda.sm90.begin_rows` says.
+    `numba_flash.cuda.sm90.load_gradients` says.
     """
 
     rows: Layout
@@ -202,7 +207,7 @@ def keeps_bias(problem, inputs, dbias) -> bool:
     p = problem
     if not dbias or p.hq != p.hk or p.options.bias not in ("float16", "bfloat16"):
         return False
-    if max(p.d, p.dv) > MOST or not shared_alone(p, inputs):
+    if max(p.d, p.dv) > NARROW or not shared_alone(p, inputs):
         return False
     if tuple(inputs.bias.shape[-2:]) != (p.nq, p.nk):  # a sum over queries or keys is another's
         return False

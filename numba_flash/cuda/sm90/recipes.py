@@ -32,9 +32,8 @@ from numba_flash.cuda.sm90 import (
     prepare_rounding,
     prepare_turns,
 )
-from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
+from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
-from numba_flash.cuda.sm90.gradient_tiles import queries_tile
 from numba_flash.cuda.sm90.kept_tiles import kept_tile
 from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias

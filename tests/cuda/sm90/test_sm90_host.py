@@ -32,9 +32,8 @@ from numba_flash.cuda.sm90 import (
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
-from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, DbiasTile, dbias_tile
+from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, DbiasTile, dbias_tile, keys_tile, queries_tile
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, tile_of, words_held
-from numba_flash.cuda.sm90.gradient_tiles import keys_tile, queries_tile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
