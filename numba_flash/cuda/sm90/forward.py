@@ -181,10 +181,10 @@ def build(config: ForwardConfig):
         while True:
             if SEQUENCES:
                 clear_tail(smem, V, n, rest(x), me)
-            stop = masked(x) if MASKS_FIRST else x.count
+            stop, here = masked(x) if MASKS_FIRST else x.count, x
             for t in range(i32(1), stop):  # 32 bits take fewer instructions
-                n, x = u32(n + 1), following(x, t)
-                step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, x, given)
+                n, here = u32(n + 1), following(x, here, t)
+                step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, here, given)
             if MASKS_FIRST:
                 for t in range(stop, x.count):
                     n = u32(n + 1)

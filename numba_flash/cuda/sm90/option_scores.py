@@ -93,8 +93,8 @@ def build_walk(options, block_m, block_n, work):
         )
 
     @inline
-    def following(x, t):
-        number, col, region = i32(x.number - 1), i32(x.following.at * BLOCK_N), x.region
+    def following(x, before, t):
+        number, col, region = i32(before.number - 1), i32(before.following.at * BLOCK_N), x.region
         region = Region(region.row0, col, region.rows, region.cols, region.low, region.high)
         key, after = i32(col + fragment.first_column()), listed(x.seen, i32(number - 1))
         return OptionTile(
@@ -105,7 +105,7 @@ def build_walk(options, block_m, block_n, work):
             key,
             x.at,
             region,
-            x.following.whole,
+            before.following.whole,
             x.seen,
             number,
             after,

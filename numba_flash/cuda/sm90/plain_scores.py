@@ -99,8 +99,8 @@ def build(config, layout):
         )
 
     @inline
-    def following(x, t):
-        col = i32(x.col - BLOCK_N)
+    def following(x, before, t):
+        col = i32(x.col - t * BLOCK_N)
         if LISTED and BANDED:
             col = column(x.last, t)
         return PlainTile(x.count, x.turn, x.q_tile, x.row, col, x.keys, x.low, x.high, x.last)
