@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant("V of another tile than K", "produce", "last - (t - 1)", "last - t", "tiles of a mask"),
     Mutant("a list that nobody made", "listed_tiles", "count == 0", "count < 0", "tiles of a mask"),
-    Mutant("tiles after the first as whole", "following", "x.following.whole", "True", "tiles of a mask"),
+    Mutant("tiles after the first as whole", "following", "before.following.whole", "True", "tiles of a mask"),
     # ---- the host of the forward pass
     Mutant("the band upside down", "sm90 sizes_of", "low=p.low", "low=-p.high", "window"),
     Mutant(
