@@ -15,14 +15,14 @@ from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.rows import ROWS
 from numba_flash.cuda.swizzle import panel_bytes
 
-LN2 = math.log(2.0)
+LN2, NEG_INF = math.log(2.0), -math.inf
 
 
 def build_finish(config, layout, log_sum, factor):
     """``finish(smem, turn, me, acc, m_i, l_i, given, numbers)``: the work item of a turn, whose
     rows have these sums; `given` are the kernel's arguments.
 
-    log_sum : ``log_sum(m, l, numbers)``: of a row, the natural logarithm of its sum.
+    log_sum : ``log_sum(m, l, numbers)``: of a row, the natural logarithm of its sum, or -inf.
     factor : ``factor(smem, turn, extras, numbers)``: what leads from sums of P V, divided by those
         of P, to O.
     """
@@ -30,7 +30,7 @@ def build_finish(config, layout, log_sum, factor):
     WRITE_LSE, TO_MAP, PARTS = config.write_lse, config.store == "map", config.store == "parts"
     SEQUENCES, PACKED, SPLIT = options.sequences, options.packed, config.dtype == "float32"
     SHIFTED, CENTRED = Centred.of(options) if SPLIT else (False, False)
-    NEG_INF, NAN, BFLOAT16 = -math.inf, math.nan, config.dtype == "bfloat16"
+    NAN, BFLOAT16 = math.nan, config.dtype == "bfloat16"
     _, zero_rows = softmax.build_zero(dv // 2)
     put_row = store.build_put_row(dv, SPLIT or PARTS, BFLOAT16)
     put_centred = store.build_put_floats(dv, True)
@@ -69,7 +69,6 @@ def build_finish(config, layout, log_sum, factor):
                 l = f32(0)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l) * to_o
             value = log_sum(m_i[r], l, numbers)
-            value = value if l != f32(0) else f32(NEG_INF)
             if SHIFTED and i < queries:
                 value += extras.shifts[index(b0), index(b1), index(h), index(q0 + i)]
             if SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0:
@@ -101,7 +100,7 @@ def build_finish(config, layout, log_sum, factor):
 @inline
 def log_sum_base_2(m, l, numbers):
     """Of shifts in base 2; `l` is of P that is lower or larger by as much."""
-    return (m + ptx.lg2(l)) * f32(LN2)
+    return (m + ptx.lg2(l)) * f32(LN2) if l != f32(0) else f32(NEG_INF)
 
 
 @once
@@ -111,7 +110,7 @@ def build_log_sum(raised):
 
     @inline
     def log_sum(m, l, numbers):
-        return m + (ptx.lg2(l) - f32(RAISED)) * f32(LN2)
+        return m + (ptx.lg2(l) - f32(RAISED)) * f32(LN2) if l != f32(0) else f32(NEG_INF)
 
     return log_sum
 

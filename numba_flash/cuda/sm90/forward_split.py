@@ -14,7 +14,7 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, Scales, Sizes, one_type
 from numba_flash.cuda.sm90.config import ForwardConfig
-from numba_flash.cuda.sm90.finish import LN2, build_finish
+from numba_flash.cuda.sm90.finish import LN2, NEG_INF, build_finish
 from numba_flash.cuda.sm90.hopper_kernel import Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_forward import WORD, build_produce, rings_of
 from numba_flash.cuda.sm90.rows import build_begin, build_hide
@@ -71,7 +71,8 @@ def build(config: ForwardConfig):
 
     @inline
     def log_sum(m, l, scale_log2):
-        return (m * scale_log2 + ptx.lg2(l * f32(LOWERED))) * f32(LN2)
+        power = ptx.lg2(l * f32(LOWERED))
+        return (m * scale_log2 + power) * f32(LN2) if l != f32(0) else f32(NEG_INF)
 
     @inline
     def factor(smem, turn, extras, scale_log2):
