@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant("one tile that hides keys", "masked", "max(tiles, i32(1))", "i32(1)", "causal, later queries"),
     Mutant("tiles of the last row", "masked", "first + item.high + 1", "first + ROWS + item.high", "causal, later queries"),
     Mutant("rows next to each other", "sm90 hide", "row + 8 * r", "row + r", "causal"),
-    Mutant("the lse in base 2", "sm90 log_sum", "(m + ptx.lg2(l)) * f32(LN2)", "m + ptx.lg2(l)", "plain"),
+    Mutant("the lse in base 2", "log_sum_base_2", "(m + ptx.lg2(l)) * f32(LN2)", "m + ptx.lg2(l)", "plain"),
     Mutant("half the slope of the softcap", "scales", "2 * LOG2E", "LOG2E", "softcap"),
     Mutant("a scale of base e", "scales", "scale * LOG2E", "scale", "plain"),
     Mutant("causal and one more", "sm90 hide", "i32(i + 1)", "i32(i + 2)", "causal"),

@@ -19,10 +19,10 @@ MUTANTS_SPLIT = (
     Mutant("scores with the power of K", "consume", "scale_log2 *= factor_of(smem, turn, extras, 1)", "pass", "wgmma"),
     Mutant("scores with the power of Q", "consume", "scale * factor_of(smem, turn, extras, 0)", "scale", "wgmma"),
     Mutant("the factors of the first head", "sm90 factor_of", "index(head)", "0", "wgmma, heads"),
-    Mutant("P's powers of two in the lse", "sm90 finish", "l * f32(LOWERED)", "l", "wgmma"),
-    Mutant("O in the units of V's planes", "sm90 finish", "ptx.rcp(l) * factor", "ptx.rcp(l)", "wgmma"),
+    Mutant("P's powers of two in the lse", "sm90 log_sum", "l * f32(LOWERED)", "l", "wgmma"),
+    Mutant("O in the units of V's planes", "sm90 finish", "ptx.rcp(l) * to_o", "ptx.rcp(l)", "wgmma"),
     Mutant("an lse of centred keys", "sm90 finish", "extras.shifts[...]", "0 * extras.shifts[...]", "wgmma, offset"),
-    Mutant("O of centred values", "sm90 build", "CENTRED.values", "False", "wgmma, offset"),
+    Mutant("O of centred values", "sm90 build_finish", "Centred.of(options)", "(True, False)", "wgmma, offset"),
     Mutant("a centre where nothing was seen", "put_floats", "CENTRED and factor[r] != f32(0)", "CENTRED", "wgmma, offset"),
     Mutant("columns of the centre next to each other", "put_floats", "index(8 * j + first_column())", "index(j)", "wgmma, offset"),
     # ---- who may touch what when

@@ -21,7 +21,7 @@ from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import scales
 from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS, Pass, config_of, sizes_of
-from numba_flash.cuda.sm90.prepare_forward_split import as_float16
+from numba_flash.cuda.sm90.prepare_forward import as_float16
 from numba_flash.cuda.sm90.prepare_temporaries import row_blocks_of
 from numba_flash.cuda.sm90.prepare_temporaries import temporaries as temporaries_of
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP

@@ -27,9 +27,6 @@ from numba_flash.cuda.sm90 import (
     prepare_dbias,
     prepare_dbias_rows,
     prepare_forward,
-    prepare_forward_kept,
-    prepare_forward_options,
-    prepare_forward_split,
     prepare_gradients_kept,
     prepare_rounding,
     prepare_turns,
@@ -39,7 +36,7 @@ from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.gradient_tiles import queries_tile
 from numba_flash.cuda.sm90.kept_tiles import kept_tile
 from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
-from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
+from numba_flash.cuda.sm90.prepare_pairs import copied_pairs, tiles_of_bias
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile, relative_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.split_tiles import split_backward_tile, split_tile
@@ -67,12 +64,12 @@ def _lists_alone(call: Call):
 
 def _copied(call: Call):
     p = _listed(call)
-    found = p is not None and prepare_forward_options.copied_pairs(p, call.inputs) is not None
+    found = p is not None and copied_pairs(p, call.inputs) is not None
     return p if found else None
 
 
 def _resident(call: Call):
-    served = prepare_forward_kept.serves(call.problem, call.inputs, call.results)
+    served = prepare_forward.keeps_bias(call.problem, call.inputs, call.results)
     return call.problem if served else None
 
 
@@ -88,7 +85,7 @@ FORWARD = (
         tile=lambda p, call: kept_tile(p),
         work=UNITS,
         stage=RESIDENT,
-        prepare=prepare_forward_kept.prepare,
+        prepare=prepare_forward.prepare_resident,
     ),
     Recipe(
         problems="float32",
@@ -97,7 +94,7 @@ FORWARD = (
         tile=lambda p, call: split_tile(p),
         work=ROW_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_forward_split.prepare,
+        prepare=prepare_forward.prepare_split,
     ),
     Recipe(
         problems="a `score_mod` that adds a number for each distance, no other option",
@@ -107,7 +104,7 @@ FORWARD = (
         part_tile=lambda p: relative_tile(p, split=True),
         work=ROW_BLOCKS,
         stage=RELATIVE,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="a `BlockMask` of whole tiles, no other option",
@@ -116,7 +113,7 @@ FORWARD = (
         tile=lambda p, call: choose(call.problem, tile_of).tile,
         work=LISTED,
         stage=PLAIN,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="a bias, or a mask of pairs, that the copy engine brings",
@@ -125,7 +122,7 @@ FORWARD = (
         tile=lambda p, call: copying_tile(p, "bias" if p.options.bias else "mask"),
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`",
@@ -134,7 +131,7 @@ FORWARD = (
         tile=lambda p, call: choose(call.problem, tile_of).tile,
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="all others",
