@@ -348,7 +348,7 @@ def around(name: str, options: Options) -> dict[str, Kernel]:
     return {
         f"preprocess{name}": preprocess("bfloat16", 72, True, *sizes, True, True, RAISED_BASE_2, options, *EARLY),
         f"preprocess{name}, zeros": preprocess("float16", 72, False, *sizes, False, True, RAISED_BASE_2, options, *EARLY),
-        f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
+        f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile, ())),
     }
 
 

@@ -27,7 +27,7 @@ import numba_flash
 from numba_flash import call, reference, sections
 from numba_flash.cuda import compile, compiler, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding, prepare_temporaries
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_temporaries, prepare_turns
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
@@ -492,7 +492,7 @@ def run(problem: Problem, seed: int) -> None:
     prepare_temporaries.WORKSPACE, prepare_temporaries.MOST_WORKSPACE, prepare_temporaries.FEWEST_BLOCKS = 0, 0, p.key_blocks
     prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
     if p.rounds:
-        prepare_backward.MOST_ITEMS_EARLY, prepare_rounding.rounds = 0, lambda *_: True
+        prepare_backward.MOST_ITEMS_EARLY, prepare_turns.rounds = 0, lambda *_: True
     prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 

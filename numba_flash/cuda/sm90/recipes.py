@@ -22,13 +22,10 @@ from numba_flash.cuda.recipe import (
 from numba_flash.cuda.sm90 import (
     prepare_backward,
     prepare_backward_listed,
-    prepare_backward_options,
-    prepare_backward_split,
     prepare_dbias,
     prepare_dbias_rows,
     prepare_forward,
     prepare_gradients_kept,
-    prepare_rounding,
     prepare_turns,
 )
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
@@ -221,7 +218,7 @@ def _rounding(call: Call):
     p, tile = call.problem, backward_tile(call.problem)
     many = prepare_backward.many_items(p, tile, call.gpu)
     ordered = prepare_turns.ordered(p, tile, call.deterministic)
-    return p if many and ordered and prepare_rounding.rounds(p, tile) else None
+    return p if many and ordered and prepare_turns.rounds(p, tile) else None
 
 
 BACKWARD = (
@@ -252,7 +249,7 @@ BACKWARD = (
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward_split.prepare,
+        prepare=prepare_backward.prepare_planes,
         dq=SUMS,
     ),
     Recipe(
@@ -262,7 +259,7 @@ BACKWARD = (
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward_split.prepare,
+        prepare=prepare_backward.prepare_planes,
         dq=SUMS,
     ),
     Recipe(
@@ -282,7 +279,7 @@ BACKWARD = (
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=LISTED,
         stage=PLAIN,
-        prepare=prepare_backward_options.prepare,
+        prepare=prepare_backward.prepare_options,
         dq=SUMS,
     ),
     Recipe(
@@ -292,7 +289,7 @@ BACKWARD = (
         tile=lambda p, call: replace(backward_options_tile(p), copies_bias=True),
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_backward_options.prepare,
+        prepare=prepare_backward.prepare_options,
         dq=SUMS,
         beside=BIAS_GRADIENT,
     ),
@@ -303,7 +300,7 @@ BACKWARD = (
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_backward_options.prepare,
+        prepare=prepare_backward.prepare_options,
         dq=SUMS,
         beside=BIAS_GRADIENT,
     ),
@@ -314,7 +311,7 @@ BACKWARD = (
         tile=lambda p, call: backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward.prepare,
+        prepare=prepare_backward.prepare_wide,
         dq="of dS, stored for some blocks of keys at a time",
     ),
     Recipe(
