@@ -97,5 +97,11 @@ MUTANTS_SPLIT = (
         "wgmma, gradients, D72, lengths",
     ),
     # ---- the host
-    Mutant("boxes of Q as high as those of K", "sm90 _forward", "(made.q, tile.block_m)", "(made.q, tile.block_n)", "wgmma, D128"),
+    Mutant(
+        "boxes of Q as high as those of K",
+        "sm90 _maps",
+        "(tile.block_m, tile.block_n, tile.block_n)",
+        "(tile.block_n, tile.block_n, tile.block_n)",
+        "wgmma, D128",
+    ),
 )
