@@ -375,7 +375,7 @@ MUTANTS = (
     Mutant("the band of queries", "sm90 sizes_of", "low=-p.high, high=-p.low", "low=p.low, high=p.high", "gradients, causal"),
     Mutant("no counter behind the flags", "temporaries", "math.prod(row_blocks) + 1", "math.prod(row_blocks)", "gradients"),
     Mutant("room for one consumer's dQ", "temporaries", "tile.consumers * DQ_PART", "DQ_PART", "gradients"),
-    Mutant("only the first part", "sm90 _prepare_parts", "parts * blocks", "blocks", "gradients, D136, parts"),
+    Mutant("only the first part", "sm90 prepare_wide", "parts * blocks", "blocks", "gradients, D136, parts"),
     # ---- what leaves the bits as they are, in most orders or in all
     Mutant("no fence before O is stored", "sm90 one", "ptx.fence_proxy_async()", "", "plain"),
     Mutant("no fence behind zeros", "clear_tail", "ptx.fence_proxy_async()", "", "lengths"),

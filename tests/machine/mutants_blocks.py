@@ -61,7 +61,7 @@ MUTANTS_BLOCKS = (
     ),
     Mutant(
         "lists of keys for each query",
-        "sm90 prepare",
+        "sm90 prepare_options",
         "transposed=True, share=share",
         "transposed=False, share=share",
         "gradients, many blocks",
