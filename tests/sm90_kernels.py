@@ -408,7 +408,7 @@ KERNELS = {
     **{name: Kernel("sm90.backward_options.build", (config,)) for name, config in BACKWARD_OPTIONS.items()},
     **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD_SPLIT.items()},
     **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS.items()},
-    **{name: Kernel("sm90.dbias_rows.build", (config,)) for name, config in DBIAS_ROWS.items()},
+    **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS_ROWS.items()},
     **AROUND,
     **{name: Kernel("sm90.dq.build", (config,)) for name, config in DQ.items()},
     **COMBINE,

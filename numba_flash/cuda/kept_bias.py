@@ -1,9 +1,9 @@
 """A bias that batch elements share, in shared memory: each thread keeps what belongs to its own
 scores, and reads sixteen bytes at a time, beside those of its neighbours.
 
-Scores are raw products, and begin with ``bias / scale``: then the bias takes no arithmetic. A
-group of threads, to whom a product belongs, in whose bias there is Inf, NaN, or a number so large
-that this might overflow keeps it as it is, and adds it to scaled products.
+In the forward pass scores are raw products, and begin with ``bias / scale``: then the bias takes no
+arithmetic. A group of threads, to whom a product belongs, in whose bias there is Inf, NaN, or a
+number so large that this might overflow keeps it as it is, and adds it to scaled products.
 """
 
 import math
@@ -17,6 +17,37 @@ from numba_flash.cuda.score import Head, Region
 VECTOR = 16  # bytes that a thread reads at a time
 NEG_INF = -math.inf
 FAR = 1e30  # biases up to there can be divided by the scale
+
+
+class Room(NamedTuple):
+    """Where a group of threads keeps a bias.
+
+    Attributes
+    ----------
+    kept : int
+        Offset of that of all groups in shared memory.
+    tiles, vectors : int
+        How many tiles there are, and vectors of a thread in each.
+    queries, keys : int
+        From the first one of a tile to that of the next; one of them is 0.
+    threads : int
+        Of a group.
+    any_of : function
+        ``any_of(me, word)``: a thread of group `me` has a word that is not 0.
+    """
+
+    kept: int
+    tiles: int
+    vectors: int
+    queries: int
+    keys: int
+    threads: int
+    any_of: Any
+
+    @property
+    def away(self) -> int:
+        """Bytes from a vector of a thread to the next."""
+        return self.threads * VECTOR
 
 
 class Filled(NamedTuple):
@@ -38,6 +69,88 @@ class Filled(NamedTuple):
     strange: Any
     at: int
     keys: int
+
+
+class ResidentBias(NamedTuple):
+    """Functions of a thread.
+
+    Attributes
+    ----------
+    fill : function
+        ``fill(smem, me, query, key, region, at, extras)``: keep what belongs to a thread's scores,
+        of which the first tile's are from this query and key on. Whether a thread of the group has
+        a bias that is treated apart.
+    place : function
+        ``place(smem, me, t)``: where the thread's part of the t-th tile is.
+    """
+
+    fill: Any
+    place: Any
+
+
+@once
+def build_resident(options, vectors, runs, room, put_vector):
+    """`ResidentBias` of a lane's `runs`.
+
+    put_vector : ``put_vector(filled, n, to)``: keep the n-th vector of a tile: `build_floats`.
+    """
+    TILES, VECTORS, QUERIES, KEYS = room.tiles, room.vectors, room.queries, room.keys
+    KEPT, THREADS, AWAY, HELD = room.kept, room.threads, room.away, held(options, runs).words
+    TILE_BYTES, fetch, any_of = VECTORS * AWAY, build_fetch(options, runs, vectors), room.any_of
+
+    @inline
+    def place(smem, me, t):
+        mine = u32(cuda.threadIdx.x % THREADS * VECTOR)
+        return u32(smem + u32(KEPT) + u32((me * TILES + t) * TILE_BYTES) + mine)
+
+    @inline
+    def put(n, filled):
+        put_vector(filled, n, u32(filled.at + u32(n * AWAY)))
+
+    put_all = ptx.repeated(VECTORS, put)
+
+    @inline
+    def fill(smem, me, query, key, region, at, extras):
+        words = cuda.local.array(HELD, u32)
+        strange = cuda.local.array(1, u32)
+        strange[0] = u32(0)
+        for t in range(TILES):
+            i, j = i32(query + t * QUERIES), i32(key + t * KEYS)
+            fetch(words, i, j, region, at, False, extras)
+            put_all(Filled(words, strange, place(smem, me, t), i32(region.cols - j)))
+        return any_of(me, strange[0])
+
+    return ResidentBias(fill, place)
+
+
+@once
+def build_floats(options, factor, is_strange):
+    """``put_vector(filled, n, to)``: of two rows, two keys each, as float32 times a factor; -inf
+    beyond the last key. ``look(filled, n, x)``: element x of run n, likewise.
+
+    is_strange : ``is_strange(bias)``: it is treated apart.
+    """
+    FLOAT32, FACTOR = options.bias == "float32", factor
+    element = fragment.build_unpack(options.bias == "bfloat16")
+
+    @inline
+    def look(filled, n, x):
+        bias = ptx.as_float32(filled.words[2 * n + x]) if FLOAT32 else element(filled.words[n], x)
+        there = i32(n // 2 * 8 + x) < filled.keys
+        if there and is_strange(bias):
+            filled.strange[0] = u32(1)
+        return bias * f32(FACTOR) if there else f32(NEG_INF)
+
+    @inline
+    def put_vector(filled, n, to):
+        one, other = i32(2 * n), i32(2 * n + 1)
+        four = (
+            look(filled, one, 0), look(filled, one, 1),
+            look(filled, other, 0), look(filled, other, 1),
+        )  # fmt: skip
+        ptx.store_shared_vector(to, four)
+
+    return put_vector, look
 
 
 class Begun(NamedTuple):
@@ -67,43 +180,18 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
     threads : of a group, of which `me` is the number.
     any_of : ``any_of(me, word)``: a thread of the group has a word that is not 0.
     """
-    BLOCK_N, TILES, WIDE, KEPT = tile.block_n, tile.tiles, tile.wide, kept
-    THREADS = threads
+    BLOCK_N, TILES, WIDE = tile.block_n, tile.tiles, tile.wide
     VECTORS = BLOCK_N // 8 if WIDE else BLOCK_N // 16  # of a thread and tile
-    AWAY, TILE_BYTES = THREADS * VECTOR, VECTORS * THREADS * VECTOR
-    FLOAT32, BFLOAT16 = options.bias == "float32", options.bias == "bfloat16"
+    room = Room(kept, TILES, VECTORS, 0, BLOCK_N, threads, any_of)
+    AWAY, BFLOAT16 = room.away, options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
-    runs = fragment.runs_of_columns(BLOCK_N)
-    HELD = held(options, runs).words
-    fetch, element = build_fetch(options, runs, vectors), fragment.build_unpack(BFLOAT16)
+    element = fragment.build_unpack(BFLOAT16)
 
     @inline
-    def place(smem, me, t):
-        """Of a thread's part of a tile."""
-        mine = u32(cuda.threadIdx.x % THREADS * VECTOR)
-        return u32(smem + u32(KEPT) + u32((me * TILES + t) * TILE_BYTES) + mine)
+    def is_far(bias):
+        return not abs(bias) < f32(FAR)
 
-    @inline
-    def value(words, n, x):
-        """Element x of run n."""
-        return ptx.as_float32(words[2 * n + x]) if FLOAT32 else element(words[n], x)
-
-    @inline
-    def look(filled, n, x):
-        """The same; -inf beyond the last key. Whether it can be divided is kept in mind."""
-        there, bias = i32(n // 2 * 8 + x) < filled.keys, value(filled.words, n, x)
-        if there and not abs(bias) < f32(FAR):
-            filled.strange[0] = u32(1)
-        return bias if there else f32(NEG_INF)
-
-    @inline
-    def put_wide(j, filled):
-        """Of two rows, two keys each."""
-        four = (
-            look(filled, 2 * j, 0), look(filled, 2 * j, 1),
-            look(filled, 2 * j + 1, 0), look(filled, 2 * j + 1, 1),
-        )  # fmt: skip
-        ptx.store_shared_vector(u32(filled.at + u32(j * AWAY)), four)
+    put_floats, look = build_floats(options, 1.0, is_far)
 
     @inline
     def word(filled, n):
@@ -118,14 +206,15 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
         return two
 
     @inline
-    def put_words(j, filled):
+    def put_halves(filled, j, to):
         four = (
             word(filled, 4 * j), word(filled, 4 * j + 1),
             word(filled, 4 * j + 2), word(filled, 4 * j + 3),
         )  # fmt: skip
-        ptx.store_shared_vector(u32(filled.at + u32(j * AWAY)), four)
+        ptx.store_shared_vector(to, four)
 
-    put = ptx.repeated(VECTORS, put_wide if WIDE else put_words)
+    runs = fragment.runs_of_columns(BLOCK_N)
+    keep, place = build_resident(options, vectors, runs, room, put_floats if WIDE else put_halves)
 
     @inline
     def divide(smem, me, inverse):
@@ -138,16 +227,9 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
 
     @inline
     def fill(smem, me, query, x, extras, keys, inverse):
-        words = cuda.local.array(HELD, u32)
-        strange = cuda.local.array(1, u32)
-        strange[0] = u32(0)
         at = Head(x.b0, x.b1, i32(0), x.head, i32(0))
         region = Region(x.row0, i32(0), x.rows, keys, i32(0), i32(0))
-        for t in range(TILES):
-            key = i32(t * BLOCK_N + fragment.first_column())
-            fetch(words, query, key, region, at, False, extras)
-            put(Filled(words, strange, place(smem, me, t), i32(keys - key)))
-        if any_of(me, strange[0]):
+        if keep(smem, me, query, fragment.first_column(), region, at, extras):
             return u32(0)
         if WIDE:
             divide(smem, me, inverse)

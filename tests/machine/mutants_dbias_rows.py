@@ -4,12 +4,18 @@ from anchors import Mutant
 
 MUTANTS_DBIAS_ROWS = (
     # ---- who may touch which shared memory when
-    Mutant("keys of a step before they are there", "start_next", "pipeline.wait_ready(t.smem, KEYS, m)", "", "bias gradient, rows"),
+    Mutant("keys of a step before they are there", "add_part start", "pipeline.wait_ready(w.smem, KEYS, m)", "", "bias gradient, rows"),
     Mutant(
-        "dO of a run before it is there", "add_step", "if x.begins: pipeline.wait_ready(smem, QUERIES, do_tile)", "", "bias gradient, rows"
+        "dO of a run before it is there",
+        "add_step",
+        "if step.begins: pipeline.wait_ready(w.smem, QUERIES, do_tile)",
+        "",
+        "bias gradient, rows",
     ),
-    Mutant("Q of a run before it is there", "add_step", "pipeline.wait_ready(smem, QUERIES, following)", "pass", "bias gradient, rows"),
-    Mutant("keys overwritten", "sm90 load_keys", "pipeline.wait_free(smem, KEYS, m)", "", "bias gradient, rows"),
+    Mutant(
+        "Q of a run before it is there", "sm90 add_part", "pipeline.wait_ready(smem, QUERIES, step.next_n)", "pass", "bias gradient, rows"
+    ),
+    Mutant("keys overwritten", "load_rows load_keys", "pipeline.wait_free(smem, KEYS, m)", "", "bias gradient, rows"),
     Mutant(
         "rows free when one consumer has read them",
         "sm90 build",
@@ -26,16 +32,18 @@ MUTANTS_DBIAS_ROWS = (
         "bias gradient, rows",
     ),
     # ---- the sum
-    Mutant("a bias that hides nothing", "take_bias", "least != f32(NEG_INF)", "least == least", "bias gradient, rows, hidden"),
-    Mutant("a sum over two tiles", "bring_rows consume", "zero(acc)", "", "bias gradient, rows"),
-    Mutant("a bias in base e", "take_bias", "value * f32(LOG2E)", "value", "bias gradient, rows"),
-    Mutant("the lse of the query below", "find_exponents", "e // 2 % 2", "e % 2", "bias gradient, rows"),
-    Mutant("K in the place of V", "add_step", "u32(keys_of(t, m) + u32(V_BEHIND_K))", "keys_of(t, m)", "bias gradient, rows"),
+    Mutant("a bias that hides nothing", "run_at take", "least != f32(NEG_INF)", "least == least", "bias gradient, rows, hidden"),
+    Mutant("a sum over two tiles", "add_part consume", "zero(acc)", "", "bias gradient, rows"),
+    Mutant("a bias in base e", "run_at take", "value * f32(LOG2E)", "value", "bias gradient, rows"),
+    Mutant("the lse of the query below", "run_at exponents", "e // 2 % 2", "e % 2", "bias gradient, rows"),
+    Mutant(
+        "K in the place of V", "sm90 add_part", "u32(keys_of(w, k_tile) + u32(V_BEHIND_K))", "keys_of(w, k_tile)", "bias gradient, rows"
+    ),
     Mutant(
         "keys of the first element for all",
         "sm90 load_keys",
-        "element(x.own, i32(b), extent)",
-        "element(x.own, i32(0), extent)",
+        "element(x.own, i32(b), given.extent)",
+        "element(x.own, i32(0), given.extent)",
         "bias gradient, rows",
     ),
     Mutant("keys of the first tile for all", "sm90 load_keys", "i32(x.col0 + tile * BLOCK_N)", "x.col0", "bias gradient, rows"),

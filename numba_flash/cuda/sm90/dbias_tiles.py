@@ -37,6 +37,7 @@ class DbiasTile(WarpGroups):
     fewest: int = 24
     consumers: ClassVar[int] = 2
     block_m: ClassVar[int] = 128
+    apart: ClassVar[bool] = True  # K and V have slots of their own
     note_stages: ClassVar[int] = 8  # further ahead than tiles can be
 
     @property
@@ -82,7 +83,10 @@ class DbiasRowsTile(WarpGroups):
     pair_stages: int
     consumers: ClassVar[int] = 2
     block_m: ClassVar[int] = 128
+    part: ClassVar[int] = PANEL
+    parts: ClassVar[int] = 1
     block_n: ClassVar[int] = PANEL
+    apart: ClassVar[bool] = False
     pair_panels: ClassVar[int] = 1
     pair_bytes: ClassVar[int] = panel_bytes(128)
 

@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import UnitSizes, extras_type
+from numba_flash.cuda.kept_bias import VECTOR, Room, build_resident
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, u32
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.score import LOG2E
-from numba_flash.cuda.sm90 import keep_columns, pipeline, store, wgmma
+from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.gradient_tiles import ROW_BYTES
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_gradients import build_produce_queries
+from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
 from numba_flash.cuda.units import build_units
 
 ROWS, WARPS = 64, 4  # keys of a consumer, and its warps
+AWAY = WARP_GROUP * VECTOR  # bytes from a thread's vector of the bias to its next
 
 
 class Weighed(NamedTuple):
@@ -41,11 +44,32 @@ class Weighed(NamedTuple):
 
 
 @once
-def build_weigh(queries, bfloat16, away, raised, hidden):
+def build_halves(bfloat16):
+    """``put_halves(filled, n, to)``: keep four words of two queries in 16 bits."""
+    HIDDEN = 0xFF80 if bfloat16 else 0xFC00  # -inf in 16 bits
+
+    @inline
+    def word(n, f):
+        """Of two queries."""
+        one, other = f.words[2 * n], f.words[2 * n + 1]
+        if one == u32(HIDDEN) or other == u32(HIDDEN):
+            f.strange[0] = u32(1)
+        return u32(one | other << u32(16))
+
+    @inline
+    def put_halves(f, n, to):
+        four = word(4 * n, f), word(4 * n + 1, f), word(4 * n + 2, f), word(4 * n + 3, f)
+        ptx.store_shared_vector(to, four)
+
+    return put_halves
+
+
+@once
+def build_weigh(queries, bfloat16, raised, hidden):
     """``weigh(weighed)``: P^T, `raised`, in the place of S^T, dS^T in that of dP^T. Scores may be
     `hidden` by the bias, whatever they are.
     """
-    AWAY, HIDDEN, NEG_INF, LOWERED = away, hidden, -math.inf, 2.0**-raised
+    HIDDEN, NEG_INF, LOWERED = hidden, -math.inf, 2.0**-raised
     element = fragment.build_unpack(bfloat16)
 
     @inline
@@ -93,10 +117,12 @@ def build(config: BackwardConfig):
     BFLOAT16, NONE, TWO, ZERO = dtype == "bfloat16", 0, 2, u32(0)
     produce = build_produce_queries(tile)
     first_of, unit_of, after = build_units(tile.block_m)
-    keep = keep_columns.build(options, vectors, tile)
-    fill, bias_of = keep.fill, keep.bias_of
+    runs, meet_any = fragment.runs_of_rows(tile.queries), pipeline.any_of_warp_group
+    room = Room(SMEM.kept, TILES, tile.queries // 16, tile.queries, 0, WARP_GROUP, meet_any)
+    put_halves = build_halves(options.bias == "bfloat16")
+    fill, bias_of = build_resident(options, vectors, runs, room, put_halves)
     raised = softmax.raised_backward(BFLOAT16)
-    of_bias, LOWERED = (tile.queries, options.bias == "bfloat16", keep.away, raised), 2.0**-raised
+    of_bias, LOWERED = (tile.queries, options.bias == "bfloat16", raised), 2.0**-raised
     weigh, weigh_some = (build_weigh(*of_bias, hidden) for hidden in (False, True))
     start_scores, start_dk = wgmma.build_narrow_gradients(tile.queries, head_dim, BFLOAT16)
     start_dp, start_dv = wgmma.build_narrow_gradients(tile.queries, head_dim_v, BFLOAT16)
@@ -105,6 +131,14 @@ def build(config: BackwardConfig):
     zero_v, _ = softmax.build_zero(OUTPUTS_V)
     put_dk = store.build_put_row(head_dim, False, BFLOAT16)
     put_dv = store.build_put_row(head_dim_v, False, BFLOAT16)
+
+    @inline
+    def keep(smem, me, x, extras, sizes):
+        """The bias of a consumer's keys of a unit; whether some of it is -inf."""
+        at = Head(x.b0, x.b1, i32(0), x.head, i32(0))
+        region = Region(i32(0), x.row0, i32(sizes.keys), x.rows, i32(0), i32(0))
+        key = i32(x.row0 + me * ROWS + wgmma.first_row())
+        return fill(smem, me, fragment.first_column(), key, region, at, extras)
 
     @inline
     def finish(me, x, dk_acc, dv_acc, dk, dv, scale):
@@ -151,7 +185,7 @@ def build(config: BackwardConfig):
         number = first_of(cuda.blockIdx.x, sizes)
         stop = first_of(cuda.blockIdx.x + 1, sizes)
         x, n, turn = unit_of(number, sizes), u32(0), u32(0)
-        some_hidden, more = fill(smem, me, x, extras, sizes), True
+        some_hidden, more = keep(smem, me, x, extras, sizes), True
         zero_k(dk_acc)
         zero_v(dv_acc)
         pipeline.wait_ready(smem, KV, turn)
@@ -178,7 +212,7 @@ def build(config: BackwardConfig):
                     number, turn = i32(number + 1), u32(turn + 1)
                     x, more = after(x, number, sizes), number < stop
                     if more and x.b1 == 0:
-                        some_hidden = fill(smem, me, x, extras, sizes)
+                        some_hidden = keep(smem, me, x, extras, sizes)
                     if more:
                         pipeline.wait_ready(smem, KV, turn)
                 if more:

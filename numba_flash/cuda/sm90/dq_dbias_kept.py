@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.arguments import Extent, extras_type
-from numba_flash.cuda.kept_bias import VECTOR
+from numba_flash.cuda.kept_bias import VECTOR, Room, build_floats, build_resident
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, once, types, u32
 from numba_flash.cuda.number import array, index
-from numba_flash.cuda.sm90 import begin_rows, keep_rows, pipeline, store, wgmma
+from numba_flash.cuda.score import LOG2E, Head, Region
+from numba_flash.cuda.sm90 import begin_rows, pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.gradient_tiles import CHUNK, QUERIES, ROW_BYTES
 from numba_flash.cuda.sm90.hopper_kernel import WARPS, Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.keep_rows import AWAY, VECTORS
 from numba_flash.cuda.sm90.load_gradients import Walks, build_produce_keys
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.store_dbias import Fragments, build_store
@@ -31,6 +31,13 @@ from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
 from numba_flash.cuda.walk_dbias import Space, Step, build_begin, build_places
 
 PART_BYTES = 4 * 16 * WARP_GROUP  # of a consumer's dQ: 64 x 32
+VECTORS, AWAY = CHUNK // 8, WARP_GROUP * VECTOR  # of the bias of a thread and chunk
+
+
+@inline
+def hides(bias):
+    """Such scores are hidden, whatever they are."""
+    return bias == f32(-math.inf)
 
 
 class Work(NamedTuple):
@@ -253,7 +260,10 @@ def build(config: BiasGradientConfig):
     walks = Walks(begin, place_of, proceed)
     produce = build_produce_keys(tile, walks)
     make_rows = begin_rows.build(dtype, config.dlse, tile, walks)
-    fill, bias_of = keep_rows.build(options, vectors, tile)
+    runs, meet_any = fragment.runs_of_columns(CHUNK), pipeline.any_of_warp_group
+    room = Room(SMEM.kept, tile.chunks, VECTORS, 0, CHUNK, WARP_GROUP, meet_any)
+    put_floats, _ = build_floats(options, LOG2E, hides)
+    fill, bias_of = build_resident(options, vectors, runs, room, put_floats)
     of_go = dtype, head_dim, head_dim_v, tile, bias_of, walks
     go, go_where_some_are_hidden = (build_go(*of_go, hidden) for hidden in (False, True))
     zero, _ = softmax.build_zero(ALL_SCORES)
@@ -262,7 +272,6 @@ def build(config: BiasGradientConfig):
     def meet():
         pipeline.meet_consumers(CONSUMERS)
 
-    runs = fragment.runs_of_columns(CHUNK)
     fragments = Fragments(runs, tile.chunks, CHUNK, 4, 1, 16, 2, 4, False, meet)
     put_dbias = build_store(out_dtype, wide, False, summed, fragments)
 
@@ -280,14 +289,17 @@ def build(config: BiasGradientConfig):
         work = Work(s, dp, ds, acc, dq_acc, shift, delta, scales.scale_log2, scales.scale)
         space, share, t = begin(i32(cuda.blockIdx.x), extent, i32(out.shape[0]))
         row0 = i32(space.own.i * QUERIES)
-        some_hidden = fill(smem, me, row0, space.own, space, extras)
+        own = space.own
+        at = Head(own.b0, own.b1, i32(0), own.head, i32(0))
+        region = Region(row0, i32(0), space.queries, space.keys, i32(0), i32(0))
+        query, key = i32(row0 + wgmma.first_row()), i32(me * KEYS + fragment.first_column())
+        some_hidden = fill(smem, me, query, key, region, at, extras)
         zero(acc)
         way = Way(work, smem, me, t, space, row0, dq, extras)
         if some_hidden:
             go_where_some_are_hidden(way)
         else:
             go(way)
-        own = space.own
         of_head = out[index(share), index(own.b0), index(own.b1), index(own.head)]
         put_dbias(of_head, acc, smem, i32(row0 - me * QUERIES), i32(me * KEYS))
 

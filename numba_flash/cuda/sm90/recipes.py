@@ -23,9 +23,7 @@ from numba_flash.cuda.sm90 import (
     prepare_backward,
     prepare_backward_listed,
     prepare_dbias,
-    prepare_dbias_rows,
     prepare_forward,
-    prepare_gradients_kept,
     prepare_turns,
 )
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile
@@ -148,18 +146,18 @@ FORWARD = (
 
 def _rows_stay(call: Call):
     p = call.problem
-    return p if prepare_dbias_rows.serves(p, call.inputs, call.results.dbias) else None
+    return p if prepare_dbias.rows_stay(p, call.inputs, call.results.dbias) else None
 
 
 BIAS_GRADIENT = (
     Recipe(
         problems="16 bits of each pair, heads of its own, no other option, D up to 64",
         serves=_rows_stay,
-        loops=("sm90.dbias_rows",),
-        tile=lambda p, call: prepare_dbias_rows.tile_of(p, call.results.dbias),
+        loops=("sm90.dbias",),
+        tile=lambda p, call: prepare_dbias.rows_tile_of(p, call.results.dbias),
         work="runs of tiles of a block of queries, batch innermost",
         stage=OPTIONS,
-        prepare=prepare_dbias_rows.DbiasRows,
+        prepare=prepare_dbias.DbiasRows,
     ),
     Recipe(
         problems="all others",
@@ -183,7 +181,7 @@ def _relative(call: Call):
 
 def _resident_gradients(call: Call):
     p, wanted = call.problem, call.results.dbias is not None
-    return p if prepare_gradients_kept.serves(p, call.inputs, wanted) else None
+    return p if prepare_dbias.keeps_bias(p, call.inputs, wanted) else None
 
 
 def _planes_up_to_64(call: Call):
@@ -239,7 +237,7 @@ BACKWARD = (
         tile=lambda p, call: queries_tile(p),
         work=UNITS,
         stage=RESIDENT,
-        prepare=prepare_gradients_kept.prepare,
+        prepare=prepare_dbias.prepare_kept,
         dq="in registers, beside the bias gradient",
     ),
     Recipe(

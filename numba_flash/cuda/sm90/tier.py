@@ -8,8 +8,7 @@ from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
-from numba_flash.cuda.sm90 import fold, prepare_temporaries, recipes
-from numba_flash.cuda.sm90 import prepare_gradients_kept as gradients_kept
+from numba_flash.cuda.sm90 import fold, prepare_dbias, prepare_temporaries, recipes
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.prepare_forward import keeps_bias
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
@@ -120,7 +119,7 @@ def _most_waiting(kind: str, p, inputs, dbias: bool) -> int:
     """
     if kind == "forward" and keeps_bias(p, inputs):
         return 0
-    if kind == "backward" and gradients_kept.serves(p, inputs, dbias):
+    if kind == "backward" and prepare_dbias.keeps_bias(p, inputs, dbias):
         return 0
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]

@@ -24,15 +24,15 @@ from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.prepare_tile_lists import choose as choose_tile
 from numba_flash.cuda.sm90 import (
-    load_dbias_rows,
     prepare_backward_listed,
-    prepare_dbias_rows,
+    prepare_dbias,
     prepare_pairs,
+    resident_dbias,
     tier,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
-from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, dbias_tile
+from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, DbiasTile, dbias_tile
 from numba_flash.cuda.sm90.forward_options_tiles import COPYING, tile_of, words_held
 from numba_flash.cuda.sm90.gradient_tiles import keys_tile, queries_tile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
@@ -764,7 +764,8 @@ def test_shared_memory_of_the_gradient_of_a_bias(d, dv, options):
         assert name == "notes" or ring.tiles % 1024 == ring.slot_bytes % 1024 == 0, "swizzled panels begin at multiples of 1024"
     pieces.sort()
     assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(pieces))
-    assert tile.row_stages >= 2, "a step has Q and dO at the same time"
+    assert tile.row_stages >= 4, "Q of the next step is waited for before this one's is released"
+    assert tile.key_stages >= 3, "K of the next part is waited for before K and V of this one are released"
     assert tile.registers[0] + 2 * tile.registers[1] == 504
 
 
@@ -801,15 +802,6 @@ def test_shared_memory_where_queries_stay(elements, tile, d, dv):
     assert tile.registers[0] + 2 * tile.registers[1] == 504
 
 
-def gradient_launches(p: Problem, bias, **arrays) -> list[str]:
-    """Names of the kernels of gradients with that of a bias of that layout."""
-    q, k, v, o = layouts_of(p)
-    lse, bias = Layout.compact((*p.batch, p.hq, p.nq), "float32"), Layout.of(bias)
-    given = {name: Layout.of(x) for name, x in arrays.items()}
-    inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias, **given), BackwardResults(q, k, v, bias)
-    return [each.builder for each in tier.prepare_backward(p, inputs, results, True, H200).launches]
-
-
 SHARED_BIAS = np.zeros((1, 4, 136, 200), np.float16)
 OTHER_SUMS = {
     "more elements than fit": ({"batch": (5,)}, SHARED_BIAS, {}),
@@ -830,7 +822,7 @@ OTHER_SUMS = {
 def test_gradients_of_a_bias_whose_queries_do_not_stay(sizes, bias, options):
     p = problem(**{"nq": 136, "hq": 4, "hk": 2} | sizes, bias=bias, **options)
     arrays = {name: x for name, x in options.items() if name in ("mask", "kv_lengths")}
-    assert "sm90.dbias.build" in gradient_launches(p, bias, **arrays)
+    assert type(dbias_launch(p, bias, **arrays).config[0].tile) is DbiasTile
 
 
 @pytest.mark.parametrize(("batch", "own", "elements"), [((4,), 1, 4), ((2, 2), 1, 4), ((3,), 3, 1), ((1,), 1, 1)])
@@ -839,8 +831,8 @@ def test_gradients_of_a_bias_whose_queries_stay(batch, own, elements):
     bias = np.broadcast_to(SHARED_BIAS, (own, *SHARED_BIAS.shape[1:])).copy()
     bias = bias if len(batch) == 1 else bias[None]
     p = problem(nq=136, hq=4, hk=2, batch=batch, bias=bias)
-    assert gradient_launches(p, bias)[-1] == "sm90.dbias_rows.build"
-    assert prepare_dbias_rows.elements_of(p, bias) == elements
+    assert dbias_launch(p, bias).config[0].tile == ROWS_TILES[elements]
+    assert prepare_dbias.elements_of(p, bias) == elements
 
 
 def test_boxes_where_queries_stay():
@@ -863,10 +855,10 @@ def test_boxes_where_queries_stay():
 )
 def test_runs_of_tiles(rows, tiles, elements, turns):
     """As many that the busiest block has least to do; a run that begins takes some time."""
-    across, items = prepare_dbias_rows.runs_of(rows, tiles, elements, turns)
+    across, items = prepare_dbias.runs_of(rows, tiles, elements, turns)
     assert 1 <= across <= tiles
     assert items == rows * -(-tiles // across)
-    steps = lambda n: -(-rows * -(-tiles // n) // turns) * (n * elements + prepare_dbias_rows.BEGIN)
+    steps = lambda n: -(-rows * -(-tiles // n) // turns) * (n * elements + prepare_dbias.BEGIN)
     assert steps(across) == min(map(steps, range(1, tiles + 1)))
 
 
@@ -877,8 +869,8 @@ def test_runs_have_each_tile_of_the_gradient_once(summed, across):
     tile, sizes = ROWS_TILES[4], (2, 2, 4)  # batch, heads
     extent = Extent(*sizes, 2, 300, 200, 0, 0)
     own = [1 if gone else n for n, gone in zip(sizes, summed, strict=False)]
-    with on_host(load_dbias_rows, broadcast):
-        run_of, element = load_dbias_rows.build_runs(summed, tile)
+    with on_host(resident_dbias, broadcast):
+        run_of, element = resident_dbias.build_runs(summed, tile)
         seen = []
         for number in range(math.prod(own) * 3 * -(-4 // across)):
             run = run_of(number, extent, across)
