@@ -25,6 +25,8 @@ MUTANTS_SPLIT = (
     Mutant("O of centred values", "sm90 build_finish", "Centred.of(options)", "(True, False)", "wgmma, offset"),
     Mutant("a centre where nothing was seen", "put_floats", "CENTRED and factor[r] != f32(0)", "CENTRED", "wgmma, offset"),
     Mutant("columns of the centre next to each other", "put_floats", "index(8 * j + first_column())", "index(j)", "wgmma, offset"),
+    # ---- ends
+    Mutant("values beyond an end", "consume", "item.keys - col", "item.keys", "wgmma, an end in a second tile"),
     # ---- who may touch what when
     Mutant("no wait for a tile of K", "sm90 scores", "pipeline.wait_ready(smem, K, n)", "", "wgmma"),
     Mutant("no wait for a tile of V", "consume", "pipeline.wait_ready(smem, V, n)", "", "wgmma"),

@@ -305,6 +305,7 @@ PROBLEMS |= {
     "wgmma, blocks": Problem(forward_pass, nq=300, nk=300, batch=2, options=BLOCKS),
     "wgmma, D128": on_wgmma(d=128, nk=100),
     "wgmma, offset": on_wgmma(nq=90, nk=70, made=offset, options={"causal": True}),  # the first queries see nothing
+    "wgmma, an end in a second tile": on_wgmma(nk=170, options={"kv_lengths": np.array([140])}),
     "wgmma, heads": on_wgmma(nk=NK, hq=4, hk=2, made=units),
     "wgmma, gradients": Problem(backward_pass, d=32, nq=140, nk=150, dtype="float32", made=offset),
     "float64": float64(forward_pass),
