@@ -72,7 +72,7 @@ def build(config: BackwardConfig):
     sink = (dq_sink.build_slots if tile.in_slots else dq_sink.build_sums)(
         config, SMEM, shared.factors
     )
-    begin_sink, hand_over, release_v, share = sink[1:5]
+    begin_sink, hand_over, release_v, share = sink.begin, sink.hand_over, sink.release_v, sink.share
     start_dq, wait_dq, put_dq = sink.start, sink.wait, sink.put
     find_v_rows, finish, end_sink = sink.v_rows, sink.finish, sink.end
 

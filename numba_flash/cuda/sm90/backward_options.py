@@ -59,8 +59,8 @@ def build(config: BackwardConfig):
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
-    part_of, fetch, recompute_p, differentiate = own[:4]
-    SLOPES, WORDS = own.slopes, own.words
+    part_of, fetch, SLOPES, WORDS = own.part_of, own.fetch, own.slopes, own.words
+    recompute_p, differentiate = own.recompute_p, own.differentiate
     take_bias = build_take_bias(tile, SMEM.bias)
 
     @inline

@@ -11,6 +11,7 @@ from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import Scales, one_type
 from numba_flash.cuda.sm90.load_backward import WORD
+from numba_flash.cuda.sm90.softmax_backward import place_of
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panels
 
@@ -72,10 +73,7 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
         def store_rows(smem, turn, first, x, acc, factor):
             """Rows of x from the `first` of a work item's keys on, in the order of fragments."""
             factors = cuda.local.array(2, f32)  # registers: what the rows are multiplied by
-            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-            h, k0 = pipeline.read(smem, WORK, turn, WORD.kv_head), i32(0)
-            row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + first)
+            at, k0 = place_of(smem, WORK, turn, first), i32(0)
             rows, invalid = i32(x.shape[3]), False
             if PACKED:
                 k0 = pipeline.read(smem, WORK, turn, WORD.k0)
@@ -83,10 +81,10 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
             if SEQUENCES:
                 invalid = pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             for r in range(2):
-                j = row0 + wgmma.first_row() + 8 * r
+                j = at.row + wgmma.first_row() + 8 * r
                 factors[r] = f32(NAN) if invalid else factor
                 if j < rows:
-                    x_row = x[index(b0), index(b1), index(h), index(k0 + j)]
+                    x_row = x[index(at.b0), index(at.b1), index(at.head), index(k0 + j)]
                     put(ptx.global_address(x_row), acc, factors, r, x_row)
 
         return store_rows
