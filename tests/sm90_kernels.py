@@ -21,8 +21,8 @@ from numba_flash.cuda.sm90.gradient_tiles import KeysTile, QueriesTile
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
-from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
+from numba_flash.cuda.sm90.prepare_pass import ROW_THREADS
 from numba_flash.cuda.sm90.relative_tiles import RelativeBackwardTile, RelativeTile, relative_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile

@@ -4,6 +4,11 @@ moves data, are those of `numba_flash.cuda.sm90.backward`.
 What belongs to a score is read straight from memory by the thread that holds it, while the tensor
 cores compute S and dP: two neighbouring keys at a time, for which K and V are put in another order
 in shared memory. Of a mask only the tiles are visited that it leaves something of.
+
+It is a loop beside `numba_flash.cuda.sm90.backward` since more than three steps of a tile differ: a
+tile goes in parts, for registers; S of the next tile is never begun ahead, dS never an operand from
+registers; and where the tile of dQ before is handed over depends on who brings the bias. Where dS
+goes, how items end, and what moves data are the same.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax

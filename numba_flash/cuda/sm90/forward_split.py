@@ -5,6 +5,10 @@ Three products for one keep the tensor cores three times as busy, and a tile's s
 before they are added to O. So a consumer waits for each of its products, while those of the others
 run; registers hold sums of products with low planes, which are added to the others when both are
 there, instead of a second tile.
+
+It is a loop beside `numba_flash.cuda.sm90.forward` since more than three steps of a tile differ: S
+is the sum of two accumulators, O += P V goes panel by panel, P is split into planes before either,
+and no product is in flight during a softmax. What a work item begins and ends with is the same.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax
