@@ -325,7 +325,7 @@ DBIAS_ROWS = {
 LOOPS = {
     WideTile: "backward_wide",
     SplitBackwardTile: "backward_split",
-    WideSplitBackwardTile: "backward_split_wide",
+    WideSplitBackwardTile: "backward_split",
 }
 
 

@@ -17,8 +17,8 @@ from numba_flash.cuda.lang import cuda, f32, i32, u32
 from numba_flash.cuda.sm90 import begin_backward, dq_sink, pipeline, softmax_backward, store, wgmma
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, may_go_upward, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
-from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
-from numba_flash.cuda.sm90.softmax_backward import ROWS
+from numba_flash.cuda.sm90.load_backward import build_kernel
+from numba_flash.cuda.sm90.softmax_backward import ROWS, await_item
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
@@ -94,8 +94,7 @@ def build(config: BackwardConfig):
         mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(given.sizes.group)
         scales = given.scales
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            count = await_item(smem, WORK, turn)
             if count == END:
                 break
             k_tile = pipeline.tile(smem, K, turn)

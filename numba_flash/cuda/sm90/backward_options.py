@@ -21,6 +21,7 @@ from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.interleave import build_interleave
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
+from numba_flash.cuda.sm90.softmax_backward import await_item
 from numba_flash.cuda.sm90.softmax_backward_options import ROWS
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
@@ -125,8 +126,7 @@ def build(config: BackwardConfig):
         heads, batch1 = i32(given.lse2.shape[2]), i32(given.dk.shape[1])
         scale_log2, parameters = scales.scale_log2, scales.parameters
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            count = await_item(smem, WORK, turn)
             if count == END:
                 break
             k_tile = pipeline.tile(smem, K, turn)

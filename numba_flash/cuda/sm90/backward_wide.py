@@ -18,7 +18,7 @@ from numba_flash.cuda.sm90.arguments import END, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.softmax_backward import BOUND, place_of
+from numba_flash.cuda.sm90.softmax_backward import BOUND, await_item, place_of
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 
@@ -160,8 +160,7 @@ def build(config: BackwardConfig):
         do_columns = wgmma.descriptor(do_tile + u32(me * LEFT_V), u32(Q_PANEL))
         turn, n, row_blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            count = await_item(smem, WORK, turn)
             if count == END:
                 break
             k_rows = wgmma.descriptor(pipeline.tile(smem, K, turn), u32(0))

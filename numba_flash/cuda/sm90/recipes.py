@@ -261,7 +261,7 @@ BACKWARD = (
     Recipe(
         problems="float32, D up to 128",
         serves=_planes,
-        loops=("sm90.backward_split_wide",),
+        loops=("sm90.backward_split",),
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,

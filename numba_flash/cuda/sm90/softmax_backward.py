@@ -63,6 +63,13 @@ def place_of(smem, ring, turn, first):
     return Place(0, row, head, b1, b0)
 
 
+@inline
+def await_item(smem, ring, turn):
+    """Wait for a work item; how many tiles of queries it has, or that there is none: `END`."""
+    pipeline.wait_ready(smem, ring, turn)
+    return pipeline.uniform(pipeline.read(smem, ring, turn, WORD.count))
+
+
 class SoftmaxBackward(NamedTuple):
     """Functions of a consumer; see `build`."""
 
