@@ -95,9 +95,9 @@ MUTANTS_BLOCKS = (
     ),
     Mutant(
         "as many tiles as the band leaves",
-        "consume",
-        "if LISTED: tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)",
-        "if False: tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)",
+        "tiles_of",
+        "if LISTED: ...",
+        "if False: ...",
         "gradients, many blocks",
     ),
     Mutant(
