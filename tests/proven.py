@@ -4,7 +4,8 @@ their PTX. It also has a hash of all sources for which all of it was last looked
 
 A slow test that is no such function (of time, of threads and processes, of what is installed) is marked `unproven`, with the reason, and
 runs whenever slow tests do. Every other one outside the folders of kernels is a function of its own source and of the package, or of what
-its backend consists of. So is one of Hypothesis: where slow tests run, the same source draws the same examples, elsewhere others each time.
+its backend consists of. So is one of Hypothesis: where slow tests run, the same source and version draw the same examples, elsewhere
+others each time.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import random
 import sys
 import time
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -49,7 +51,7 @@ def kept() -> dict[str, str]:
 
 def tree() -> str:
     """Hash of all that any record is a function of."""
-    return _hash(evidence.all_sources(), *_versions())
+    return _hash(evidence.all_sources(), *_versions(), version("hypothesis"))
 
 
 def _versions() -> tuple:
@@ -84,6 +86,8 @@ class Proof:
     def __init__(self, item):
         self.nodeid, self.trace, function = item.nodeid, None, item.function.__name__
         self.base = evidence.own_source(item.path, function), item.name, _versions()
+        if _draws(item):
+            self.base += (version("hypothesis"),)
         self._host = lambda: evidence.host_sources(item.path, function, _backend(item))
         if item.path.parent.name in OF_KERNELS and not _draws(item):
             self.trace = _on_paper(item)

@@ -20,8 +20,8 @@ from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
 from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
-from numba_flash.cuda.sm90.prepare_backward import ROW_THREADS
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
+from numba_flash.cuda.sm90.prepare_pass import ROW_THREADS
 from numba_flash.cuda.sm90.relative_tiles import RelativeBackwardTile, RelativeTile, relative_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
@@ -324,7 +324,7 @@ DBIAS_ROWS = {
 LOOPS = {
     WideTile: "backward_wide",
     SplitBackwardTile: "backward_split",
-    WideSplitBackwardTile: "backward_split_wide",
+    WideSplitBackwardTile: "backward_split",
 }
 
 
@@ -347,7 +347,7 @@ def around(name: str, options: Options) -> dict[str, Kernel]:
     return {
         f"preprocess{name}": preprocess("bfloat16", 72, True, *sizes, True, True, RAISED_BASE_2, options, *EARLY),
         f"preprocess{name}, zeros": preprocess("float16", 72, False, *sizes, False, True, RAISED_BASE_2, options, *EARLY),
-        f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile)),
+        f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile, ())),
     }
 
 

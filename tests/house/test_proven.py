@@ -225,6 +225,8 @@ def test_it(n):
         file.unlink(missing_ok=True)
     assert drawn[0] == drawn[2] != drawn[1] == ""
     assert hypothesis.settings.get_current_profile_name() == before
+    monkeypatch.setattr(proven, "version", lambda name: f"another {name}")
+    assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 1}
 
 
 def test_pytest_explains_no_comparison_on_paper(project):

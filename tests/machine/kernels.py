@@ -23,6 +23,7 @@ from numba_flash.plan import BACKENDS, tier
 from numba_flash.problem import BackwardResults, ForwardResults
 
 HOPPER = (9, 0)
+NANS = 0x7FFF7FFF  # two of 16 bits
 
 
 @evidence.text_of(lambda *kernel: kernel)
@@ -100,11 +101,13 @@ class Executed:
 
 
 def _unwritten(allocate):
-    """The same function, of arrays whose values show that nothing was written: NaN, and numbers that no kernel counts to."""
+    """The same function, of arrays whose values show that nothing was written: NaN, also of words of two elements, and numbers that no
+    kernel counts to.
+    """
 
     def allocated(*arguments):
         x = allocate(*arguments)
-        x.fill({"i": -(2**30), "u": 2**30 + 1}.get(x.dtype.kind, np.nan))
+        x.fill({"i": -(2**30), "u": NANS}.get(x.dtype.kind, np.nan))
         if (trace := evidence.current()) is not None:
             trace.allocated(x)
         return x

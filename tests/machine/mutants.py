@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant("one tile that hides keys", "masked", "max(tiles, i32(1))", "i32(1)", "causal, later queries"),
     Mutant("tiles of the last row", "masked", "first + item.high + 1", "first + ROWS + item.high", "causal, later queries"),
     Mutant("rows next to each other", "sm90 hide", "row + 8 * r", "row + r", "causal"),
-    Mutant("the lse in base 2", "sm90 log_sum", "(m + ptx.lg2(l)) * f32(LN2)", "m + ptx.lg2(l)", "plain"),
+    Mutant("the lse in base 2", "log_sum_base_2", "(m + ptx.lg2(l)) * f32(LN2)", "m + ptx.lg2(l)", "plain"),
     Mutant("half the slope of the softcap", "scales", "2 * LOG2E", "LOG2E", "softcap"),
     Mutant("a scale of base e", "scales", "scale * LOG2E", "scale", "plain"),
     Mutant("causal and one more", "sm90 hide", "i32(i + 1)", "i32(i + 2)", "causal"),
@@ -169,7 +169,7 @@ MUTANTS = (
     ),
     Mutant("V of another tile than K", "produce", "last - (t - 1)", "last - t", "tiles of a mask"),
     Mutant("a list that nobody made", "listed_tiles", "count == 0", "count < 0", "tiles of a mask"),
-    Mutant("tiles after the first as whole", "following", "x.following.whole", "True", "tiles of a mask"),
+    Mutant("tiles after the first as whole", "following", "before.following.whole", "True", "tiles of a mask"),
     # ---- the host of the forward pass
     Mutant("the band upside down", "sm90 sizes_of", "low=p.low", "low=-p.high", "window"),
     Mutant(
@@ -375,7 +375,7 @@ MUTANTS = (
     Mutant("the band of queries", "sm90 sizes_of", "low=-p.high, high=-p.low", "low=p.low, high=p.high", "gradients, causal"),
     Mutant("no counter behind the flags", "temporaries", "math.prod(row_blocks) + 1", "math.prod(row_blocks)", "gradients"),
     Mutant("room for one consumer's dQ", "temporaries", "tile.consumers * DQ_PART", "DQ_PART", "gradients"),
-    Mutant("only the first part", "sm90 _prepare_parts", "parts * blocks", "blocks", "gradients, D136, parts"),
+    Mutant("only the first part", "sm90 prepare_wide", "parts * blocks", "blocks", "gradients, D136, parts"),
     # ---- what leaves the bits as they are, in most orders or in all
     Mutant("no fence before O is stored", "sm90 one", "ptx.fence_proxy_async()", "", "plain"),
     Mutant("no fence behind zeros", "clear_tail", "ptx.fence_proxy_async()", "", "lengths"),

@@ -61,7 +61,7 @@ MUTANTS_BLOCKS = (
     ),
     Mutant(
         "lists of keys for each query",
-        "sm90 prepare",
+        "sm90 prepare_options",
         "transposed=True, share=share",
         "transposed=False, share=share",
         "gradients, many blocks",
@@ -95,9 +95,9 @@ MUTANTS_BLOCKS = (
     ),
     Mutant(
         "as many tiles as the band leaves",
-        "consume",
-        "if LISTED: tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)",
-        "if False: tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)",
+        "tiles_of",
+        "if LISTED: ...",
+        "if False: ...",
         "gradients, many blocks",
     ),
     Mutant(

@@ -70,8 +70,8 @@ MUTANTS_RAISED = (
     Mutant(
         "rows as if weights were not raised",
         "preprocess_launch",
-        "lse_in=RAISED_BASE_2",
-        'lse_in="base 2"',
+        "RAISED_BASE_2 if planes is None else BASE_E",
+        '"base 2" if planes is None else BASE_E',
         "gradients",
     ),
     Mutant("a delta that is not lowered", "preprocess", "ACC(LOWERED)", "ACC(1)", "gradients"),

@@ -27,7 +27,7 @@ import numba_flash
 from numba_flash import call, reference, sections
 from numba_flash.cuda import compile, compiler, prepare_relative
 from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_rounding, prepare_temporaries
+from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_temporaries, prepare_turns
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
 
 CAUGHT = 3
@@ -305,6 +305,7 @@ PROBLEMS |= {
     "wgmma, blocks": Problem(forward_pass, nq=300, nk=300, batch=2, options=BLOCKS),
     "wgmma, D128": on_wgmma(d=128, nk=100),
     "wgmma, offset": on_wgmma(nq=90, nk=70, made=offset, options={"causal": True}),  # the first queries see nothing
+    "wgmma, an end in a second tile": on_wgmma(nk=170, options={"kv_lengths": np.array([140])}),
     "wgmma, heads": on_wgmma(nk=NK, hq=4, hk=2, made=units),
     "wgmma, gradients": Problem(backward_pass, d=32, nq=140, nk=150, dtype="float32", made=offset),
     "float64": float64(forward_pass),
@@ -492,7 +493,7 @@ def run(problem: Problem, seed: int) -> None:
     prepare_temporaries.WORKSPACE, prepare_temporaries.MOST_WORKSPACE, prepare_temporaries.FEWEST_BLOCKS = 0, 0, p.key_blocks
     prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
     if p.rounds:
-        prepare_backward.MOST_ITEMS_EARLY, prepare_rounding.rounds = 0, lambda *_: True
+        prepare_backward.MOST_ITEMS_EARLY, prepare_turns.rounds = 0, lambda *_: True
     prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 

@@ -15,10 +15,10 @@ kernel makes dQ of it: `numba_flash.cuda.sm90.dq_sink`.
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, u32
 from numba_flash.cuda.sm90 import begin_backward, dq_sink, pipeline, softmax_backward, store, wgmma
-from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, END, may_go_upward, one_type
+from numba_flash.cuda.sm90.arguments import END, may_go_upward, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
-from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
-from numba_flash.cuda.sm90.softmax_backward import ROWS
+from numba_flash.cuda.sm90.load_backward import build_kernel
+from numba_flash.cuda.sm90.softmax_backward import ROWS, await_item
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
 
@@ -49,10 +49,9 @@ def build(config: BackwardConfig):
     DS, DS_BYTES = SMEM.ds, SMEM.ds_bytes
     SCORES, PAIRS, OUTPUTS_K, OUTPUTS_V = BLOCK_M // 2, BLOCK_M // 4, head_dim // 2, head_dim_v // 2
     AHEAD, SPLIT_ROWS, KEEPS_DS = tile.ahead, tile.splits_rows, tile.keeps_ds
-    BFLOAT16, LISTED = dtype == "bfloat16", options.listed
-    ONES, NONE, ONE = (1.0, 1.0), 0, 1
+    BFLOAT16, ONES, NONE, ONE = dtype == "bfloat16", (1.0, 1.0), 0, 1
     begin = begin_backward.build(head_dim, head_dim_v, options, tile, BFLOAT16)
-    release_before, begin_item = begin.release_before, begin.begin_item
+    release_before, begin_item, tiles_of = begin.release_before, begin.begin_item, begin.tiles_of
     start_scores, start_next = begin.start_scores, begin.start_next
     start_dp = wgmma.build_scores(BLOCK_M, head_dim_v, BLOCK_N, BFLOAT16)
     start_dv = wgmma.build_values(BLOCK_M, head_dim_v, BFLOAT16)
@@ -72,7 +71,7 @@ def build(config: BackwardConfig):
     sink = (dq_sink.build_slots if tile.in_slots else dq_sink.build_sums)(
         config, SMEM, shared.factors
     )
-    begin_sink, hand_over, release_v, share = sink[1:5]
+    begin_sink, hand_over, release_v, share = sink.begin, sink.hand_over, sink.release_v, sink.share
     start_dq, wait_dq, put_dq = sink.start, sink.wait, sink.put
     find_v_rows, finish, end_sink = sink.v_rows, sink.finish, sink.end
 
@@ -94,8 +93,7 @@ def build(config: BackwardConfig):
         mine, turn, n, group = u32(me * MINE), u32(0), u32(0), i32(given.sizes.group)
         scales = given.scales
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            count = await_item(smem, WORK, turn)
             if count == END:
                 break
             k_tile = pipeline.tile(smem, K, turn)
@@ -106,10 +104,7 @@ def build(config: BackwardConfig):
             zero_v(dv_acc)
             step = begin_item(smem, turn, me, n, sT, k_rows, group)
             begin_sink(smem, turn, me)
-            tiles = i32(count * group)
-            if LISTED:
-                tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
-            begin, end = n, u32(n + u32(tiles))
+            begin, end = n, u32(n + u32(tiles_of(smem, turn, count, group)))
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
                 if not AHEAD:  # (1) S^T = K Q^T

@@ -4,6 +4,11 @@ moves data, are those of `numba_flash.cuda.sm90.backward`.
 What belongs to a score is read straight from memory by the thread that holds it, while the tensor
 cores compute S and dP: two neighbouring keys at a time, for which K and V are put in another order
 in shared memory. Of a mask only the tiles are visited that it leaves something of.
+
+It is a loop beside `numba_flash.cuda.sm90.backward` since more than three steps of a tile differ: a
+tile goes in parts, for registers; S of the next tile is never begun ahead, dS never an operand from
+registers; and where the tile of dQ before is handed over depends on who brings the bias. Where dS
+goes, how items end, and what moves data are the same.
 """
 
 from numba_flash.cuda import fragment, ptx, softmax
@@ -21,6 +26,7 @@ from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.interleave import build_interleave
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
+from numba_flash.cuda.sm90.softmax_backward import await_item
 from numba_flash.cuda.sm90.softmax_backward_options import ROWS
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes
 
@@ -59,8 +65,8 @@ def build(config: BackwardConfig):
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile)
     wait_q, wait_do = shared.wait_q, shared.wait_do
     own = softmax_backward_options.build(dtype, head_dim, head_dim_v, vectors, options, tile)
-    part_of, fetch, recompute_p, differentiate = own[:4]
-    SLOPES, WORDS = own.slopes, own.words
+    part_of, fetch, SLOPES, WORDS = own.part_of, own.fetch, own.slopes, own.words
+    recompute_p, differentiate = own.recompute_p, own.differentiate
     take_bias = build_take_bias(tile, SMEM.bias)
 
     @inline
@@ -125,8 +131,7 @@ def build(config: BackwardConfig):
         heads, batch1 = i32(given.lse2.shape[2]), i32(given.dk.shape[1])
         scale_log2, parameters = scales.scale_log2, scales.parameters
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            count = await_item(smem, WORK, turn)
             if count == END:
                 break
             k_tile = pipeline.tile(smem, K, turn)

@@ -18,7 +18,7 @@ from numba_flash.cuda.sm90.arguments import END, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.softmax_backward import BOUND
+from numba_flash.cuda.sm90.softmax_backward import BOUND, await_item, place_of
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 
@@ -112,10 +112,7 @@ def build(config: BackwardConfig):
         """
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+        at = place_of(smem, WORK, turn, 0)
         k0 = pipeline.read(smem, WORK, turn, WORD.k0)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
         factors(smem, turn, factor, scaled, scales)
@@ -124,16 +121,18 @@ def build(config: BackwardConfig):
             room = u32(smem + u32(P + me * ROOM))
             await_store()
             pipeline.meet_consumers(CONSUMERS)  # P^T and dS^T have been read
-            stage_dv(maps[5], room, dv_acc, factor, me, Place(me * HALF_V, row0, h, b1, b0))
-            stage_dk(maps[4], room, dk_acc, scaled, me, Place(me * HALF_K, row0, h, b1, b0))
+            of_dv = Place(me * HALF_V, at.row, at.head, at.b1, at.b0)
+            stage_dv(maps[5], room, dv_acc, factor, me, of_dv)
+            of_dk = Place(me * HALF_K, at.row, at.head, at.b1, at.b0)
+            stage_dk(maps[4], room, dk_acc, scaled, me, of_dk)
             await_store()
             pipeline.meet_consumers(CONSUMERS)  # there is room for P^T and dS^T again
         else:
             for r in range(2):
-                j = row0 + wgmma.first_row() + 8 * r
+                j = at.row + wgmma.first_row() + 8 * r
                 if j < keys:
-                    to_dv = ptx.global_address(dv[b0, b1, h, k0 + j])
-                    to_dk = ptx.global_address(dk[b0, b1, h, k0 + j])
+                    to_dv = ptx.global_address(dv[at.b0, at.b1, at.head, k0 + j])
+                    to_dk = ptx.global_address(dk[at.b0, at.b1, at.head, k0 + j])
                     if me == 0:
                         put_dv_left(to_dv, dv_acc, factor, r)
                         put_dk_left(to_dk, dk_acc, scaled, r)
@@ -161,8 +160,7 @@ def build(config: BackwardConfig):
         do_columns = wgmma.descriptor(do_tile + u32(me * LEFT_V), u32(Q_PANEL))
         turn, n, row_blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            count = await_item(smem, WORK, turn)
             if count == END:
                 break
             k_rows = wgmma.descriptor(pipeline.tile(smem, K, turn), u32(0))

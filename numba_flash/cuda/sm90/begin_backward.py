@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, softmax_backward, wgmma
-from numba_flash.cuda.sm90.arguments import one_type
+from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, one_type
 from numba_flash.cuda.sm90.load_backward import WORD
 from numba_flash.cuda.sm90.softmax_backward import BOUND
 from numba_flash.cuda.sm90.tiles import KEYS
@@ -18,6 +18,7 @@ class Begin(NamedTuple):
 
     release_before: Any
     begin_item: Any
+    tiles_of: Any
     start_scores: Any
     start_next: Any
 
@@ -52,6 +53,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     """``release_before(smem, n)``: all products with the Q tile before the n-th are complete.
     ``begin_item(smem, turn, me, n, sT, k_rows, group)``: wait for K and V of a work item, and, if
     the tile says ahead, for (1) S^T = K Q^T of its first tile; returns the first step.
+    ``tiles_of(smem, turn, count, group)``: how many tiles it has, of all heads of its group.
     ``start_scores(smem, me, n, sT, k_rows)``: (1) of the n-th tile, beginning with what a score_mod
     adds, if sums do. ``start_next(smem, turn, me, n, end, step, sT, k_rows)``: start (1) of the
     tile after the n-th; after an item's last, of the same again, for nothing.
@@ -62,7 +64,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     SCORES, AHEAD, SEQUENCES, NONE = BLOCK_M // 2, tile.ahead, options.sequences, 0
     clear_k = pipeline.build_clear_tail(head_dim, BLOCK_N)
     clear_v = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
-    RELATIVE = options.relative
+    RELATIVE, LISTED = options.relative, options.listed
     multiply = wgmma.build_scores(BLOCK_M, head_dim, BLOCK_N, bfloat16, add=RELATIVE)
     begin_sums = build_begin_sums(tile, SMEM.q, SMEM.added) if RELATIVE else None
     shared = softmax_backward.build(head_dim, head_dim_v, options, tile, bfloat16)
@@ -99,6 +101,12 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
         return step
 
     @inline
+    def tiles_of(smem, turn, count, group):
+        if LISTED:
+            return pipeline.read(smem, WORK, turn, BACKWARD_TILES)
+        return i32(count * group)
+
+    @inline
     def start_next(smem, turn, me, n, end, step, sT, k_rows):
         following = u32(n + u32(1))
         if following == end:
@@ -107,4 +115,4 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
             wait_q(smem, turn, me, following, step)
         start_scores(smem, me, following, sT, k_rows)
 
-    return Begin(release_before, begin_item, start_scores, start_next)
+    return Begin(release_before, begin_item, tiles_of, start_scores, start_next)

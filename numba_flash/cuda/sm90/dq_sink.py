@@ -12,14 +12,13 @@ consumer reads its own part of dS^T alone, for dK, so consumers have nothing to 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, f32, i32, inline, u32, u64
+from numba_flash.cuda.lang import cuda, f32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import StoredNote, one_type, words
 from numba_flash.cuda.sm90.interleave import first_key
 from numba_flash.cuda.sm90.load_backward import WORD
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
-from numba_flash.cuda.sm90.pipeline import Place
-from numba_flash.cuda.sm90.softmax_backward import ROWS
+from numba_flash.cuda.sm90.softmax_backward import ROWS, place_of
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels
 
@@ -148,10 +147,7 @@ def build_sums(config, layout, factors, interleaved=False, release_before=releas
         pipeline.release_group(smem, V, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        at = place_of(smem, WORK, turn, me * ROWS)
         k0 = pipeline.read(smem, WORK, turn, WORD.k0)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
         factors(smem, turn, factor, scaled, given.scales)
@@ -160,17 +156,17 @@ def build_sums(config, layout, factors, interleaved=False, release_before=releas
             # tile n - 1 of dQ, which had the slot of tile n + 1, has left
             pipeline.wait_free(smem, DQ, u32(n + u32(1)))
             room = u32(smem + u32(DQ_TILE + me * DQ_BYTES))
-            stage_dv(maps[5], room, dv_acc, factor, me, Place(0, row0, h, b1, b0))
-            stage_dk(maps[4], room, dk_acc, scaled, me, Place(0, row0, h, b1, b0))
+            stage_dv(maps[5], room, dv_acc, factor, me, at)
+            stage_dk(maps[4], room, dk_acc, scaled, me, at)
             if cuda.threadIdx.x % WARP_GROUP == 0:
                 ptx.bulk_wait_read()
             pipeline.meet_warp_group(me)
         else:
             for r in range(2):
-                j = row0 + (first_key() + r if INTERLEAVED else wgmma.first_row() + 8 * r)
+                j = at.row + (first_key() + r if INTERLEAVED else wgmma.first_row() + 8 * r)
                 if j < keys:
-                    put_dv(ptx.global_address(dv[b0, b1, h, k0 + j]), dv_acc, factor, r)
-                    put_dk(ptx.global_address(dk[b0, b1, h, k0 + j]), dk_acc, scaled, r)
+                    put_dv(ptx.global_address(dv[at.b0, at.b1, at.head, k0 + j]), dv_acc, factor, r)
+                    put_dk(ptx.global_address(dk[at.b0, at.b1, at.head, k0 + j]), dk_acc, scaled, r)
 
     @inline
     def end():
@@ -255,10 +251,7 @@ def build_slots(config, layout, factors):
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.kv_head)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
+        at = place_of(smem, WORK, turn, me * ROWS)
         factors(smem, turn, factor, scaled, given.scales)
         pipeline.release(smem, WORK, turn)
         of_dv = u32(smem + u32(DS + me * MINE))
@@ -272,8 +265,8 @@ def build_slots(config, layout, factors):
         ptx.fence_proxy_async()
         pipeline.meet_warp_group(me)  # all rows are there
         if first:
-            send_dv(given.maps[5], of_dv, Place(0, row0, h, b1, b0))
-            send_dk(given.maps[4], of_dk, Place(0, row0, h, b1, b0))
+            send_dv(given.maps[5], of_dv, at)
+            send_dk(given.maps[4], of_dk, at)
             ptx.bulk_commit()
 
     @inline

@@ -54,13 +54,13 @@ def build(config: ForwardConfig):
         ``config.stage`` is of options.
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv
-    options, tile, store_by = config.options, config.tile, config.store
+    options, tile = config.options, config.tile
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     CONSUMERS, PING_PONG, APART = tile.consumers, tile.ping_pong, tile.q_stages == 1
     SMEM, V_PANEL = tile.layout(head_dim, head_dim_v), panel_bytes(BLOCK_N)
     Q, K, V = map(one_type, (SMEM.q, SMEM.k, SMEM.v))
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
-    HAS_OPTIONS, TO_MAP, PARTS = config.stage == OPTIONS, store_by == "map", store_by == "parts"
+    HAS_OPTIONS, TO_MAP = config.stage == OPTIONS, config.store == "map"
     BANDED, SEQUENCES, BFLOAT16 = config.band != "none", options.sequences, dtype == "bfloat16"
     MASKS_FIRST = config.band == "above" and not options.listed and not HAS_OPTIONS
     PACKS_EARLY, RELATIVE = tile.packs_early, options.relative
@@ -68,7 +68,7 @@ def build(config: ForwardConfig):
     stage = (option_scores if HAS_OPTIONS else plain_scores).build(config, SMEM)
     first, following, masked, rest = stage.first, stage.following, stage.masked, stage.rest
     begin_sums, read, reset, HELD = stage.begin_sums, stage.read, stage.reset, stage.held
-    weigh, parameters = stage.weigh, stage.parameters
+    weigh, numbers_of = stage.weigh, stage.numbers
     clear_tail = pipeline.build_clear_tail(head_dim_v, BLOCK_N)
     zero, _ = softmax.build_zero(OUTPUTS)
     start_scores = wgmma.build_scores(BLOCK_N, head_dim, BLOCK_M, BFLOAT16, add=RELATIVE)
@@ -77,10 +77,7 @@ def build(config: ForwardConfig):
     wait_scores, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     pack, _ = fragment.build_pack(PAIRS, BFLOAT16, positive=bool(options.dropout))
     rescale, begin_item = softmax.build_rescale(OUTPUTS), build_begin(BLOCK_N, SMEM.q, SMEM.work)
-    finish = build_finish(
-        head_dim_v, config.write_lse, store_by, BFLOAT16, options, SMEM, stage.in_base_e,
-        stage.raised,
-    )  # fmt: skip
+    finish = build_finish(config, SMEM, stage.log_sum, stage.factor)
 
     @inline
     def k_tile(smem, n):
@@ -169,8 +166,7 @@ def build(config: ForwardConfig):
         alpha = cuda.local.array(2, f32)  # what O has to be multiplied by, of an item's first tile
         m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
         l_done = cuda.local.array(2, f32)  # the same of l_i
-        o, lse, extras, scales = given.o, given.lse, given.extras, given.scales
-        maps, batches, numbers = given.maps, i32(given.sizes.b0), parameters(scales)
+        o, extras, scales = given.o, given.extras, given.scales
         turn, n = u32(0), u32(0)
         x = first(smem, turn, begin_item(smem, me, turn), o, extras)
         zero(acc)
@@ -181,10 +177,10 @@ def build(config: ForwardConfig):
         while True:
             if SEQUENCES:
                 clear_tail(smem, V, n, rest(x), me)
-            stop = masked(x) if MASKS_FIRST else x.count
+            stop, here = masked(x) if MASKS_FIRST else x.count, x
             for t in range(i32(1), stop):  # 32 bits take fewer instructions
-                n, x = u32(n + 1), following(x, t)
-                step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, x, given)
+                n, here = u32(n + 1), following(x, here, t)
+                step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, here, given)
             if MASKS_FIRST:
                 for t in range(stop, x.count):
                     n = u32(n + 1)
@@ -194,9 +190,9 @@ def build(config: ForwardConfig):
             before = u32(x.count - 1)
             if APART:
                 last_values(s, p, acc, smem, n, before)
-                finish(maps, smem, turn, me, acc, m_i, l_i, o, lse, batches, numbers)
+                finish(smem, turn, me, acc, m_i, l_i, given, numbers_of(x, scales))
             # the next tile is the first of the next work item
-            turn, n = u32(turn + 1), u32(n + 1)
+            numbers, turn, n = numbers_of(x, scales), u32(turn + 1), u32(n + 1)
             item = begin_item(smem, me, turn)
             if item.count == END:
                 break
@@ -211,12 +207,11 @@ def build(config: ForwardConfig):
             if not APART:
                 wait_all(acc, s)
                 pipeline.release_group(smem, V, u32(n - 1))
-                done = u32(turn - 1)
-                finish(maps, smem, done, me, acc, m_done, l_done, o, lse, batches, numbers)
+                finish(smem, u32(turn - 1), me, acc, m_done, l_done, given, numbers)
             pack(p, s)
         if not APART:
             last_values(s, p, acc, smem, u32(n - 1), before)
-            finish(maps, smem, u32(turn - 1), me, acc, m_i, l_i, o, lse, batches, numbers)
+            finish(smem, u32(turn - 1), me, acc, m_i, l_i, given, numbers)
 
     def load(smem, me, x):
         produce(x.maps, smem, x.o, x.extras, x.sizes)
@@ -229,7 +224,7 @@ def build(config: ForwardConfig):
         Roles(tile, (Producer(load, 0),), consume, PING_PONG, WARP_GROUP if TO_MAP else 0),
         begins_early=not HAS_OPTIONS,
         maps=(4 if TO_MAP else 3) + len(copied),
-        o=array(f32 if PARTS else u32, 5),
+        o=array(f32 if config.store == "parts" else u32, 5),
         lse=array(f32, 4),
         extras=extras_type(options, lists_of(options)),
         sizes=named(Sizes, i64),

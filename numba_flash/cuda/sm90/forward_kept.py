@@ -6,6 +6,11 @@ either. Here nothing is read for one but its bias, from shared memory, four at a
 registers that the product is added to (`numba_flash.cuda.kept_bias`). A consumer brings the
 next tile's bias, starts Q K^T of that and O += P V of this one, and waits for both: the other
 consumer has its softmax then.
+
+It is a loop beside `numba_flash.cuda.sm90.forward` by measurement: as a score stage of that one,
+with a list of work whose innermost axis is the batch, and one flag to wait for both products, the
+softmax of a tile stood in the code three times, and triangle attention, D = 32, ran at 0.93 to 0.96
+of the speed (H100, N = 320 and 384, without -inf; with some 1.06).
 """
 
 import math

@@ -1,46 +1,62 @@
-"""What the consumers of the backward kernels of float32 on Hopper share: how a work item begins,
-where its dK and dV go, and the power of two of a tile of dS.
+"""What the consumers of the backward kernels of float32 on Hopper share: how a work item begins and
+ends, where its dK and dV go, planes of a tile of P or dS, and the power of two of the latter.
 """
 
 import math
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import powers, ptx, softmax
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda import fragment, powers, ptx, softmax
+from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.number import index
-from numba_flash.cuda.sm90 import pipeline, store, wgmma
-from numba_flash.cuda.sm90.arguments import Scales, one_type
+from numba_flash.cuda.sm90 import pipeline, softmax_backward, store, wgmma
+from numba_flash.cuda.sm90.arguments import Scales, may_go_upward, one_type
 from numba_flash.cuda.sm90.load_backward import WORD
+from numba_flash.cuda.sm90.softmax_backward import place_of
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, panels
 
 
 class Item(NamedTuple):
-    """Functions of a consumer; see `build`."""
+    """Functions of a consumer; see `build`. `scores` are those of `SoftmaxBackward`."""
 
-    begin_item: Any
+    scores: Any
+    begin: Any
     common_power: Any
+    split: Any
+    put_planes: Any
+    end_tiles: Any
     store_dk: Any
     store_dv: Any
 
 
-@once
-def build(head_dim, head_dim_v, note_bounds, options, tile):
-    """`Item` of a kernel: arguments as of `numba_flash.cuda.sm90.backward_split.build`."""
-    D, DV, PLANES, BLOCK_N = tile.width(head_dim), tile.width(head_dim_v), tile.planes, tile.block_n
+def build(config):
+    """`Item` of a kernel of `numba_flash.cuda.sm90.backward_split.build`.
+
+    ``split(p, x)``: a fragment as words of two elements, plane after plane. ``put_planes(to, p)``:
+        these into tiles of dS^T in shared memory.
+    ``end_tiles(smem, turn, n)``: the tile before the n-th was the last one of a work item.
+    """
+    options, tile = config.options, config.tile
+    D, DV, PLANES, BLOCK_N = tile.width(config.d), tile.width(config.dv), tile.planes, tile.block_n
     SMEM, SCORES, WARPS = tile.layout(D, DV), tile.block_m // 2, WARP_GROUP // 32
+    PAIRS, DS_BYTES = tile.block_m // 4, SMEM.ds_bytes
     K, V, WORK, LARGEST = one_type(SMEM.k), one_type(SMEM.v), one_type(SMEM.work), SMEM.largest
     OUTPUTS_K, SEQUENCES, PACKED = D // 2, options.sequences, options.packed
     LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
     clear_k = pipeline.build_clear_tail(PLANES * PANEL * panels(D), BLOCK_N)
     clear_v = pipeline.build_clear_tail(PLANES * PANEL * panels(DV), BLOCK_N)
     _, largest_of = powers.build_power(SCORES)
-    put_dk = store.build_put_floats(head_dim, False)
-    put_dv = store.build_put_floats(head_dim_v, False)
+    upward = may_go_upward(config.ordered, options)
+    scores = softmax_backward.build(D, DV, options, tile, upward=upward)
+    note_bounds, (split, _) = scores.note_bounds, fragment.build_split(PAIRS, PLANES)
+    put_words = store.build_put_words(tile.block_m, BLOCK_N)
+    commit_dq, _ = store.build_hand_over(SMEM.dq)
+    put_dk = store.build_put_floats(config.d, False)
+    put_dv = store.build_put_floats(config.dv, False)
     factor_of = pipeline.build_factor_of(WORK, WORD)
 
     @inline
-    def begin_item(smem, turn, me, extras, scales, group):
+    def begin(smem, turn, me, extras, scales, group):
         """Wait for K and V of a work item; its `Scales`, of products of planes, in base e."""
         note_bounds(smem, turn, me, group)
         keys = pipeline.read(smem, WORK, turn, WORD.keys)
@@ -67,15 +83,24 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
             largest = ptx.maximum(largest, other)
         return powers.power_below(largest)
 
+    @inline
+    def put_planes(to, p):
+        for plane in range(PLANES):
+            put_words(u32(to + u32(plane * DS_BYTES)), p, plane * PAIRS)
+
+    @inline
+    def end_tiles(smem, turn, n):
+        """Let its dQ be added up, and others have the place of K and V."""
+        commit_dq(smem, u32(n - u32(1)))
+        pipeline.release_group(smem, K, turn)
+        pipeline.release_group(smem, V, turn)
+
     def build_store(put):
         @inline
         def store_rows(smem, turn, first, x, acc, factor):
             """Rows of x from the `first` of a work item's keys on, in the order of fragments."""
             factors = cuda.local.array(2, f32)  # registers: what the rows are multiplied by
-            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-            h, k0 = pipeline.read(smem, WORK, turn, WORD.kv_head), i32(0)
-            row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + first)
+            at, k0 = place_of(smem, WORK, turn, first), i32(0)
             rows, invalid = i32(x.shape[3]), False
             if PACKED:
                 k0 = pipeline.read(smem, WORK, turn, WORD.k0)
@@ -83,10 +108,10 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
             if SEQUENCES:
                 invalid = pipeline.read(smem, WORK, turn, WORD.invalid) != 0
             for r in range(2):
-                j = row0 + wgmma.first_row() + 8 * r
+                j = at.row + wgmma.first_row() + 8 * r
                 factors[r] = f32(NAN) if invalid else factor
                 if j < rows:
-                    x_row = x[index(b0), index(b1), index(h), index(k0 + j)]
+                    x_row = x[index(at.b0), index(at.b1), index(at.head), index(k0 + j)]
                     put(ptx.global_address(x_row), acc, factors, r, x_row)
 
         return store_rows
@@ -108,4 +133,4 @@ def build(head_dim, head_dim_v, note_bounds, options, tile):
         factor = f32(LOWERED) * scale * factor_of(smem, turn, extras, 0)
         store_dk_rows(smem, turn, first, dk, acc, factor)
 
-    return Item(begin_item, common_power, store_dk, store_dv)
+    return Item(scores, begin, common_power, split, put_planes, end_tiles, store_dk, store_dv)

@@ -59,7 +59,7 @@ class KeptTile(Consumers):
         """Of the bias."""
         return self.block_m * self.block_n * self.tiles * (4 if self.wide else 2)
 
-    def layout(self) -> SimpleNamespace:
+    def layout(self, head_dim: int = MOST, head_dim_v: int = MOST) -> SimpleNamespace:
         """Shared memory: rings ``q k v`` as `numba_flash.cuda.sm90.pipeline` wants them, after the
         bias, and the `bytes` of all.
         """

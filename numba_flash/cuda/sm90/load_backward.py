@@ -310,10 +310,10 @@ def build_producers(config):
     return writer, Producer(load, ADDERS), Producer(add, 0, ADDERS)
 
 
-def build_kernel(config, consume):
+def build_kernel(config, consume, handed=()):
     """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
     moves data, every other one does what `consume` says. The former rounds dQ, too, if the tile is
-    a `RoundingTile`.
+    a `RoundingTile`. Consumers have `Arrivals` of what they have `handed` to each other.
     """
     options, tile, planes = config.options, config.tile, config.tile.planes
     scales = named(OptionScales, f32, f32, parameters_type(options))
@@ -321,7 +321,7 @@ def build_kernel(config, consume):
         scales = named(Scales, f32)
     lists = lists_of(options, config.ordered, tile)
     return hopper_kernel(
-        rings_of(tile, tile.layout(config.d, config.dv)),
+        (*rings_of(tile, tile.layout(config.d, config.dv)), *handed),
         Roles(tile, build_producers(config), consume),
         begins_early=True,
         maps=(6 if config.to_map else 4) + tile.copies_bias + isinstance(tile, RoundingTile),

@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import fragment, softmax, tile_lists
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import i32, inline, u32, u64
+from numba_flash.cuda.lang import f32, i32, inline, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.score import Head, Region
 from numba_flash.cuda.sm90 import pipeline, softmax_options
 from numba_flash.cuda.sm90.arguments import SCORES_B1, one_type
+from numba_flash.cuda.sm90.finish import as_it_is, build_log_sum, log_sum_base_2
 from numba_flash.cuda.sm90.load_forward import WORD
 from numba_flash.cuda.sm90.pair_tiles import build_take_pairs
 from numba_flash.cuda.sm90.score_stage import ScoreStage
@@ -93,8 +94,8 @@ def build_walk(options, block_m, block_n, work):
         )
 
     @inline
-    def following(x, t):
-        number, col, region = i32(x.number - 1), i32(x.following.at * BLOCK_N), x.region
+    def following(x, before, t):
+        number, col, region = i32(before.number - 1), i32(before.following.at * BLOCK_N), x.region
         region = Region(region.row0, col, region.rows, region.cols, region.low, region.high)
         key, after = i32(col + fragment.first_column()), listed(x.seen, i32(number - 1))
         return OptionTile(
@@ -105,7 +106,7 @@ def build_walk(options, block_m, block_n, work):
             key,
             x.at,
             region,
-            x.following.whole,
+            before.following.whole,
             x.seen,
             number,
             after,
@@ -161,8 +162,12 @@ def build(config, layout):
             drop(s, x.query, x.key, x.at, numbers)
 
     @inline
-    def parameters(scales):
+    def numbers(x, scales):
         return scales.parameters
+
+    @inline
+    def factor(smem, turn, extras, numbers):
+        return f32(numbers.keep_scale)
 
     return ScoreStage(
         first,
@@ -173,9 +178,9 @@ def build(config, layout):
         read,
         weigh,
         weigh,
-        parameters,
+        numbers,
+        build_log_sum(RAISED) if CHANGES else log_sum_base_2,
+        factor if DROPOUT else as_it_is,
         softmax.reset if CHANGES else softmax.build_reset(1, LEAST_FLOAT32),
         held=max(1, held(options, runs).words),
-        in_base_e=CHANGES,
-        raised=RAISED,
     )

@@ -9,6 +9,7 @@ from numba_flash.cuda.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import SCORES_B1, one_type
+from numba_flash.cuda.sm90.finish import as_it_is, log_sum_base_2
 from numba_flash.cuda.sm90.load_forward import WORD
 from numba_flash.cuda.sm90.rows import build_begin_sums, build_hide, build_masked
 from numba_flash.cuda.sm90.score_stage import ScoreStage
@@ -99,8 +100,8 @@ def build(config, layout):
         )
 
     @inline
-    def following(x, t):
-        col = i32(x.col - BLOCK_N)
+    def following(x, before, t):
+        col = i32(x.col - t * BLOCK_N)
         if LISTED and BANDED:
             col = column(x.last, t)
         return PlainTile(x.count, x.turn, x.q_tile, x.row, col, x.keys, x.low, x.high, x.last)
@@ -119,7 +120,7 @@ def build(config, layout):
         """Nothing belongs to pairs."""
 
     @inline
-    def parameters(scales):
+    def numbers(x, scales):
         return ()
 
     reset = softmax.build_reset(1, LEAST_FLOAT32)
@@ -132,9 +133,9 @@ def build(config, layout):
         read,
         build_weigh(config, True),
         build_weigh(config, False),
-        parameters,
+        numbers,
+        log_sum_base_2,
+        as_it_is,
         reset,
         held=1,
-        in_base_e=False,
-        raised=softmax.raised(config.dtype == "bfloat16", softmax.LAZY),
     )

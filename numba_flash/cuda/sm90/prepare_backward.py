@@ -1,32 +1,41 @@
 """The backward pass of the `sm90` tier from the host: which kernels run with which grid."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.arrays import Layout
 from numba_flash.cuda import grid
-from numba_flash.cuda.arguments import ONE_BY_ONE, RAISED_BASE_2, build_extras
-from numba_flash.cuda.config import PreprocessConfig
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.prepare_relative import Added
-from numba_flash.cuda.recipe import Chosen
-from numba_flash.cuda.sm90 import prepare_turns, rounding_tile
-from numba_flash.cuda.sm90.arguments import Sizes, scales
-from numba_flash.cuda.sm90.config import BackwardConfig, DqConfig
-from numba_flash.cuda.sm90.prepare_temporaries import (
-    RowBlocks,
-    Temporaries,
-    key_parts,
-    row_blocks_of,
-    temporaries,
+from numba_flash.cuda.arguments import (
+    FACTORS,
+    SPLIT,
+    build_extras,
+    extras_class,
+    parameters_of,
+    vectors_of,
 )
+from numba_flash.cuda.prepare_relative import Added
+from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.recipe import Chosen
+from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
+from numba_flash.cuda.sm90.prepare_forward import as_float16
+from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
+from numba_flash.cuda.sm90.prepare_pass import (
+    Pass,
+    boxes,
+    dq_launch,
+    main_launch,
+    pass_of,
+    postprocess_launch,
+    preprocess_launch,
+    sizes_of,
+)
+from numba_flash.cuda.sm90.prepare_temporaries import key_parts
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
-from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
-from numba_flash.problem import BackwardInputs, BackwardResults, Prepared, Problem
+from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS
+from numba_flash.problem import Prepared
 
-ROW_THREADS = 256  # of the kernel before the main one
+KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Work items of a multiprocessor, up to which the kernels of a pass that adds up dQ are launched
 # early. On an H200, bfloat16, 2048 / D heads, one batch element with 512, 1024, 2048, 4096 queries,
 # which have up to 8 items, that was 1.063, 1.019, 1.040, 1.009 times as fast at D = 128, causal;
@@ -34,33 +43,12 @@ ROW_THREADS = 256  # of the kernel before the main one
 # 1.005 at D = 64. As many batch elements as have 16384 queries in all have 15 to 31 items: 0.991 to
 # 0.999. Only with more items may the main kernel round dQ.
 MOST_ITEMS_EARLY = 8
-
-
-class Pass(NamedTuple):
-    """A backward pass that is being prepared: the problem, its tile, loops and GPU, layouts with
-    heads first; whether its kernels are launched early.
-    """
-
-    p: Problem
-    tile: object
-    loops: tuple[str, ...]
-    gpu: Gpu
-    ordered: bool
-    inputs: BackwardInputs
-    results: BackwardResults
-    row_blocks: RowBlocks
-    temporaries: Temporaries
-    added: Added | None = None
-    early: bool = False
-
-    @property
-    def extras(self) -> tuple:
-        return grid.extras_layouts(self.p, self.inputs)
-
-    @property
-    def rows(self) -> Layout:
-        """The lse, or delta."""
-        return Layout.compact(self.temporaries.rows.shape[1:], "float32")
+# Bytes of sums of dq of heads whose blocks of keys are handed out together, where these wait for
+# each other at tiles of lists: the more heads, the fewer blocks of one are at work at the same
+# time, and the less they wait, but the less of the sums is in the L2 cache. D = 128, N = 16384, 16
+# heads, random blocks of which 50, 20, 10 and 5 % are visible, on an H200: 6.3, 2.8, 1.6, 1.03 ms;
+# half as many bytes 6.4, 3.2, 1.9, 1.32; twice as many 7.1, 3.0, 1.6, 0.96.
+SUMS_AT_WORK = 2**26
 
 
 def many_items(p, tile, gpu) -> bool:
@@ -69,203 +57,126 @@ def many_items(p, tile, gpu) -> bool:
 
 
 def prepare(chosen: Chosen) -> Prepared:
-    """``run(inputs, results)`` on arrays like the call's layouts."""
-    p, tile, (_, inputs, results, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
-    row_blocks = row_blocks_of(p, tile)
-    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
-    dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
-    this = Pass(
-        p=p,
-        tile=tile,
-        loops=chosen.recipe.loops,
-        gpu=gpu,
-        ordered=prepare_turns.ordered(p, tile, deterministic),
-        inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
-        results=BackwardResults(dq, dk, dv),
-        row_blocks=row_blocks,
-        temporaries=temporaries(p, tile, row_blocks, gpu.multiprocessors),
-        added=Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None,
-        early=tile.adds_dq and not many_items(p, tile, gpu),
-    )
-    preprocess = preprocess_launch(this)
-    main = (_prepare_sums if tile.adds_dq else _prepare_parts)(this)
-
+    """``run(inputs, results)`` of plain scores, or of a number for each distance, whose dQ is
+    summed in memory, on arrays like the call's layouts.
+    """
+    p, tile, (_, inputs, _, gpu, _) = chosen.p, chosen.tile, chosen.call
+    this = pass_of(chosen, early=not many_items(p, tile, gpu))
+    added = Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None
+    of_main = this.extras if added is None else added.layouts
+    preprocess, rounds = preprocess_launch(this), isinstance(tile, RoundingTile)
+    sums = this.temporaries.dq_sum
+    main = main_launch(this, sums, of_main, (sizes_of(this), scales(p)), boxes(this))
+    postprocess = () if rounds else (postprocess_launch(this, this.extras),)
     extras_of, scratch = build_extras(p.options.arrays), this.temporaries.scratch()
-    added_to = this.added and this.added.of
+    added_to = added and added.of
 
     def run(inputs, results):
-        extras = extras_of(inputs)
-        there = scratch.beside(inputs.q)
-        sums = there.dq_sum if tile.adds_dq else None
-        x = inputs
-        preprocess.on((x.do, x.o, x.lse, x.dlse, there.rows, sums, there.flags), extras)
-        main.run(inputs, results, there, extras, added_to(inputs) if added_to else extras)
-
-    launches = this.added.launches if p.options.relative else ()
-    sums = this.temporaries.sums(p)
-    return Prepared(run, (*launches, preprocess, *main.launches), sums=sums)
-
-
-def preprocess_launch(this: Pass, block_m: int | None = None) -> Launch:
-    """lse in base 2, delta, and flags or zeros; row blocks have so many rows, or the tile's."""
-    p, x, there = this.p, this.inputs, this.temporaries
-    sums = there.dq_sum if this.tile.adds_dq else None
-    config = PreprocessConfig(
-        dtype=p.dtype,
-        dv=p.dv,
-        dlse=x.dlse is not None,
-        block_m=block_m or this.tile.block_m,
-        sum_bytes=4 * DQ_PART * this.tile.consumers if this.tile.adds_dq else 0,
-        ordered=this.ordered,
-        chunked=True,
-        lse_in=RAISED_BASE_2,
-        options=p.options.arrays,
-        threads=ROW_THREADS,
-        early=True,
-    )
-    return Launch(
-        "preprocess.build",
-        (config,),
-        this.gpu,
-        grid=math.prod(this.row_blocks),
-        threads=ROW_THREADS,
-        early=this.early,
-        operands=(
-            *((x.do, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
-            *((there.rows, 5), (sums, 5), (there.flags, 1)),
-        ),
-        extras=this.extras,
-        numbers=(p.nk,),
-    )
-
-
-def boxes(this: Pass) -> tuple:
-    """What the main kernel reads and stores through tensor maps, and rows of a box."""
-    x, m, n = this.inputs, this.tile.block_m, this.tile.block_n
-    found = (x.do, m), (x.q, m), (x.k, n), (x.v, n)
-    if not this.p.options.packed:
-        found += (this.results.dk, KEYS), (this.results.dv, KEYS)
-    if isinstance(this.tile, RoundingTile):
-        found += ((this.results.dq, rounding_tile.ROWS, rounding_tile.COLUMNS),)
-    return found
-
-
-def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
-    """Numbers of the main kernel's work, for some `blocks` of keys at a time."""
-    p, tile = this.p, this.tile
-    key_blocks = grid.blocks(p, p.nk, tile.block_n)
-    items = grid.items(p, p.nk, p.hk, tile.block_n)
-    section = prepare_turns.section(p, tile, key_blocks, this.gpu, this.ordered)
-    way = prepare_turns.way(p, items, section, key_blocks, this.gpu, this.ordered)
-    return Sizes(
-        items=items,
-        low=-p.high,
-        high=-p.low,
-        columns=p.nq,
-        parts=1,
-        group=p.hq // p.hk,
-        section=section,
-        b0=p.batch[0],
-        upward=way.upward,
-        swing=way.swing,
-        blocks=blocks,
-    )
-
-
-def config_of(this: Pass, vectors=ONE_BY_ONE) -> BackwardConfig:
-    """What the main kernel is compiled for."""
-    p = this.p
-    return BackwardConfig(
-        dtype=p.dtype,
-        d=p.d,
-        dv=p.dv,
-        banded=p.band != "none" and not this.ordered,
-        to_map=not p.options.packed,
-        ordered=this.ordered,
-        options=p.options.structure,
-        tile=this.tile,
-        vectors=vectors,
-    )
-
-
-def dq_config_of(p, tile) -> DqConfig:
-    """What the kernel that makes dQ of dS is compiled for."""
-    return DqConfig(
-        dtype=p.dtype,
-        d=p.d,
-        banded=p.band != "none",
-        to_map=not p.options.packed,
-        options=p.options.structure,
-        tile=tile,
-    )
-
-
-def _main(this: Pass, sums: Layout, blocks: int = 0) -> Launch:
-    """The main kernel; `sums` is what its tile makes of dS, for some `blocks` of keys at a time."""
-    p, tile, results, rows = this.p, this.tile, this.results, this.rows
-    sizes = sizes_of(this, blocks)
-    return Launch(
-        f"{this.loops[0]}.build",
-        (config_of(this),),
-        this.gpu,
-        grid=min(sizes.items, this.gpu.multiprocessors),
-        threads=tile.threads,
-        early=this.early,
-        shared_bytes=tile.layout(p.d, p.dv).bytes,
-        operands=(
-            *((results.dk.words(), 5), (results.dv.words(), 5)),
-            *((rows, 4), (rows, 4), (sums, 5), (this.temporaries.flags, 1)),
-        ),
-        extras=this.extras if this.added is None else this.added.layouts,
-        numbers=(sizes, scales(p)),
-        maps=boxes(this),
-    )
-
-
-def _prepare_sums(this: Pass) -> Prepared:
-    """``run(inputs, results, temporaries, extras, those of the main kernel)`` of a tile that adds
-    up dQ in memory.
-    """
-    main, rounds = _main(this, this.temporaries.dq_sum), isinstance(this.tile, RoundingTile)
-    postprocess = () if rounds else (_postprocess(this),)
-
-    def run(inputs, results, there, extras, of_main):
-        stored = () if this.p.options.packed else (results.dk, results.dv)
-        stored += (results.dq,) if rounds else ()
-        maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
-        rows = there.rows[0], there.rows[1]
-        main.on((*maps, results.dk, results.dv, *rows, there.dq_sum, there.flags), of_main)
+        x, extras, there = inputs, extras_of(inputs), scratch.beside(inputs.q)
+        dq, dk, dv = results.dq, results.dk, results.dv
+        preprocess.on((x.do, x.o, x.lse, x.dlse, *there[:3]), extras)
+        stored = () if p.options.packed else (dk, dv)
+        maps = (x.do, x.q, x.k, x.v, *stored, *((dq,) if rounds else ()))
+        rows, own = (there.rows[0], there.rows[1]), added_to(inputs) if added_to else extras
+        main.on((*maps, dk, dv, *rows, there.dq_sum, there.flags), own)
         for each in postprocess:
-            each.on((there.dq_sum, results.dq), extras)
+            each.on((there.dq_sum, dq), extras)
 
-    return Prepared(run, (main, *postprocess))
-
-
-def _postprocess(this: Pass) -> Launch:
-    """What rounds dQ afterwards."""
-    p, tile, there = this.p, this.tile, this.temporaries
-    return Launch(
-        "sm90.postprocess.build",
-        (p.dtype, p.d, p.options.arrays, tile),
-        this.gpu,
-        grid=math.prod(this.row_blocks),
-        threads=WARP_GROUP * tile.consumers,
-        early=this.early,
-        operands=((there.dq_sum, 5), (this.results.dq.words(), 5)),
-        extras=this.extras,
-        numbers=(p.nk, p.low, p.high, np.float32(p.scale)),
-    )
+    launches = (*(added.launches if added else ()), preprocess, main, *postprocess)
+    return Prepared(run, launches, sums=this.temporaries.sums(p))
 
 
-def _prepare_parts(this: Pass) -> Prepared:
-    """The same, of a tile that makes dS for some blocks of keys at a time, of which
-    `numba_flash.cuda.sm90.dq` makes dQ.
+def prepare_options(chosen: Chosen) -> Prepared:
+    """``run(inputs, results, rng)`` with options of pairs, or lists of tiles; `rng` is left out if
+    there is no dropout.
     """
-    p, tile, there, dq_layout = this.p, this.tile, this.temporaries, this.results.dq
-    items, multiprocessors = math.prod(this.row_blocks), this.gpu.multiprocessors
-    blocks, parts = key_parts(p, tile, items, multiprocessors)
+    p, tile, (_, inputs, _, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
+    this, bias_tiles = pass_of(chosen), tiles_of_bias(p, inputs.bias)
+    share, queue = (1, False) if deterministic else (0, p.options.listed)
+    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=queue)
+    lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
+    sizes, scale_log2 = _sizes(this), np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
+    numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
+    if p.options.only_lists:
+        numbers = lambda: (sizes, scales(p))
+    maps = (*boxes(this), *(((bias_tiles, KEYS),) if bias_tiles is not None else ()))
+    vectors, sums = vectors_of(p, this.inputs, KEYS_OF_RUN), this.temporaries.dq_sum
+    main = main_launch(this, sums, lists.layouts, numbers(), maps, vectors)
+    postprocess = postprocess_launch(this, lists.layouts, tiles.names if p.options.tiled else ())
+    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
+    dbias = None
+    if chosen.beside is not None:
+        dbias = chosen.beside.recipe.prepare(chosen.beside, this.inputs, this.temporaries.rows)
+
+    def run(inputs, results, rng=None):
+        x, there, own = inputs, scratch.beside(inputs.q), lists.of(inputs)
+        dq, dk, dv = results[:3]
+        rows, sums, flags, _ = there
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, sums, flags, extras=extras_of(inputs))
+        mapped = (x.do, x.q, x.k, x.v, dk, dv, x.bias)[: len(main.maps)]
+        given = None if rng is None else numbers(rng)
+        main(*mapped, dk, dv, rows[0], rows[1], sums, flags, extras=own, numbers=given)
+        postprocess(sums, dq, extras=own)
+        if dbias is not None:
+            dbias.run(x, rows, results.dbias, rng)
+
+    launches = () if dbias is None else dbias.launches
+    made = (*lists.launches, preprocess, main, postprocess, *launches)
+    return Prepared(run, made, sums=this.temporaries.sums(p))
+
+
+def _sizes(this: Pass) -> Sizes:
+    """Numbers of the main kernel's work with options."""
+    p, sizes = this.p, sizes_of(this)
+    if not (this.ordered and p.options.listed):
+        return sizes
+    sums_of_a_head = 4 * DQ_PART * this.tile.consumers * -(-p.nq // this.tile.block_m)
+    return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))
+
+
+def prepare_planes(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` of float32, which returns flags of heads that are left to another
+    tier.
+    """
+    p, tile, (_, inputs, _, gpu, _) = chosen.p, chosen.tile, chosen.call
+    this = pass_of(chosen)
+    splitter = Splitter(p, gpu, inputs, (tile.width(p.d), tile.width(p.dv)))
+    made, sums, m, n = splitter.made, this.temporaries.dq_sum, tile.block_m, tile.block_n
+    factors = (made.factors, 4)
+    preprocess = preprocess_launch(this, planes=(factors, (made.shifts, 4), (made.centres, 5)))
+    maps = tuple(
+        (as_float16(x), rows)
+        for x, rows in ((made.do, m), (made.q, m), (made.k, n), (made.v, n))
+    )  # fmt: skip
+    of_main = (*this.extras, factors)
+    main = main_launch(this, sums, of_main, (sizes_of(this), scales(p)), maps)
+    postprocess = postprocess_launch(this, of_main)
+    extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
+    of_rows, of_factors = (extras_class(p.options, more=names) for names in (SPLIT, FACTORS))
+
+    def run(inputs, results):
+        extras, there, x = extras_of(inputs), scratch.beside(inputs.q), splitter.of(inputs)
+        rows, sums, flags, _ = there
+        given = inputs.do, inputs.o, inputs.lse, inputs.dlse, rows, sums, flags
+        preprocess(*given, extras=of_rows(*extras, *x.extras))
+        dq, dk, dv = results[:3]
+        own = of_factors(*extras, x.factors)
+        main(x.do, x.q, x.k, x.v, dk, dv, rows[0], rows[1], sums, flags, extras=own)
+        postprocess(sums, dq, extras=own)
+        return x.flags
+
+    launches = (*splitter.launches, preprocess, main, postprocess)
+    return Prepared(run, launches, made.flags, sums=this.temporaries.sums(p))
+
+
+def prepare_wide(chosen: Chosen) -> Prepared:
+    """``run(inputs, results)`` of plain scores, of a tile that makes dS for some blocks of keys at
+    a time, of which `numba_flash.cuda.sm90.dq` makes dQ.
+    """
+    p, tile, gpu, this = chosen.p, chosen.tile, chosen.call.gpu, pass_of(chosen)
+    items, preprocess = math.prod(this.row_blocks), preprocess_launch(this)
+    blocks, parts = key_parts(p, tile, items, gpu.multiprocessors)
     sectioned = p.band != "none" and not p.options.packed
-    main = _main(this, there.ds, blocks)
     sizes = Sizes(
         items=items,
         low=p.low,
@@ -273,37 +184,28 @@ def _prepare_parts(this: Pass) -> Prepared:
         columns=p.nk,
         parts=1,
         group=p.hq // p.hk,
-        section=grid.even_section(this.row_blocks.blocks, multiprocessors) if sectioned else 1,
+        section=grid.even_section(this.row_blocks.blocks, gpu.multiprocessors) if sectioned else 1,
         b0=p.batch[0],
         blocks=blocks,
     )
-    maps = ((this.inputs.k, tile.block_n), (dq_layout, KEYS))
-    sum_dq = Launch(
-        f"{this.loops[1]}.build",
-        (dq_config_of(p, tile),),
-        this.gpu,
-        grid=min(items, multiprocessors),
-        threads=tile.threads,
-        shared_bytes=tile.dq_layout(p.d).bytes,
-        operands=((dq_layout.words(), 5), (there.dq_sum, 5), (there.ds, 5), (this.rows, 4)),
-        extras=this.extras,
-        numbers=(sizes, scales(p)),
-        maps=maps[:1] if p.options.packed else maps,
-    )
+    numbers = sizes_of(this, blocks), scales(p)
+    main = main_launch(this, this.temporaries.ds, this.extras, numbers, boxes(this))
+    sum_dq = dq_launch(this, tile, sizes, this.extras)
     at_a_time = [
         [(x._replace(first_block=first), scales(p)) for x in (main.numbers[0], sizes)]
         for first in range(0, parts * blocks, blocks)
     ]
+    extras_of, scratch = build_extras(p.options.arrays), this.temporaries.scratch()
 
-    def run(inputs, results, there, extras, _):
+    def run(inputs, results):
+        x, extras, there = inputs, extras_of(inputs), scratch.beside(inputs.q)
         dq, dk, dv = results.dq, results.dk, results.dv
+        preprocess.on((x.do, x.o, x.lse, x.dlse, there.rows, None, there.flags), extras)
         stored, stored_dq = ((), ()) if p.options.packed else ((dk, dv), (dq,))
-        maps = (inputs.do, inputs.q, inputs.k, inputs.v, *stored)
+        maps = (x.do, x.q, x.k, x.v, *stored)
         lse2, delta = there.rows[0], there.rows[1]
         for of_main, of_dq in at_a_time:
             main(*maps, dk, dv, lse2, delta, there.ds, None, extras=extras, numbers=of_main)
-            sum_dq(
-                inputs.k, *stored_dq, dq, there.dq_sum, there.ds, lse2, extras=extras, numbers=of_dq
-            )
+            sum_dq(x.k, *stored_dq, dq, there.dq_sum, there.ds, lse2, extras=extras, numbers=of_dq)
 
-    return Prepared(run, (main, sum_dq))
+    return Prepared(run, (preprocess, main, sum_dq), sums=this.temporaries.sums(p))

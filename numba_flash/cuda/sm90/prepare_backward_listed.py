@@ -14,15 +14,14 @@ from numba_flash.cuda.prepare_tile_lists import LISTS, own_axes
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE
-from numba_flash.cuda.sm90.prepare_backward import (
+from numba_flash.cuda.sm90.prepare_pass import (
     Pass,
     boxes,
-    config_of,
-    dq_config_of,
+    dq_launch,
+    main_launch,
     preprocess_launch,
 )
 from numba_flash.cuda.sm90.prepare_temporaries import RowBlocks, Temporaries
-from numba_flash.cuda.sm90.tiles import KEYS
 from numba_flash.problem import BackwardInputs, BackwardResults, Prepared
 
 # Bytes of dS at a time: all of 8 heads at N = 16k, or, of 10 % of the blocks, of 80. Each section
@@ -90,7 +89,6 @@ def prepare(chosen: Chosen) -> Prepared:
     """``run(inputs, results)`` on arrays like the call's layouts."""
     p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
     slots = slots_of(p)
-    do, q, k, v, o = grid.heads_first(p, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
     row_blocks = RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, DQ_TILE.block_m))
     this = Pass(
         p=p,
@@ -98,7 +96,7 @@ def prepare(chosen: Chosen) -> Prepared:
         loops=chosen.recipe.loops,
         gpu=gpu,
         ordered=False,  # it is so anyway
-        inputs=inputs._replace(do=do, q=q, k=k, v=v, o=o),
+        inputs=grid.inputs_heads_first(p, inputs),
         results=BackwardResults(*grid.heads_first(p, *results[:3])),
         row_blocks=row_blocks,
         temporaries=_temporaries(p, row_blocks, slots),
@@ -202,7 +200,7 @@ class Lists:
 
 def _main(this: Pass, lists: Lists, slots: Slots) -> Launch:
     """The kernel that makes dK, dV and dS."""
-    p, tile, results, there = this.p, this.tile, this.results, this.temporaries
+    p, tile = this.p, this.tile
     of_a_head = 2 * p.nq * (p.d + p.dv) * (p.hq // p.hk)
     sizes = Sizes(
         items=grid.items(p, p.nk, p.hk, tile.block_n),
@@ -215,26 +213,12 @@ def _main(this: Pass, lists: Lists, slots: Slots) -> Launch:
         b0=p.batch[0],
         blocks=slots.room,
     )
-    return Launch(
-        f"{this.loops[0]}.build",
-        (config_of(this),),
-        this.gpu,
-        grid=min(sizes.items, this.gpu.multiprocessors),
-        threads=tile.threads,
-        shared_bytes=tile.layout(p.d, p.dv).bytes,
-        operands=(
-            *((results.dk.words(), 5), (results.dv.words(), 5)),
-            *((this.rows, 4), (this.rows, 4), (there.ds, 5), (None, 1)),
-        ),
-        extras=lists.main,
-        numbers=(sizes, scales(p)),
-        maps=boxes(this),
-    )
+    return main_launch(this, this.temporaries.ds, lists.main, (sizes, scales(p)), boxes(this))
 
 
 def _sum_dq(this: Pass, lists: Lists, slots: Slots) -> Launch:
     """The kernel that makes dQ of dS."""
-    p, there, dq = this.p, this.temporaries, this.results.dq
+    p = this.p
     sizes = Sizes(
         items=math.prod(this.row_blocks),
         low=p.low,
@@ -246,15 +230,4 @@ def _sum_dq(this: Pass, lists: Lists, slots: Slots) -> Launch:
         b0=p.batch[0],
         blocks=slots.room,
     )
-    return Launch(
-        f"{this.loops[1]}.build",
-        (dq_config_of(p, DQ_TILE),),
-        this.gpu,
-        grid=min(sizes.items, this.gpu.multiprocessors),
-        threads=DQ_TILE.threads,
-        shared_bytes=DQ_TILE.dq_layout(p.d).bytes,
-        operands=((dq.words(), 5), (there.dq_sum, 5), (there.ds, 5), (this.rows, 4)),
-        extras=lists.dq,
-        numbers=(sizes, scales(p)),
-        maps=((this.inputs.k, DQ_TILE.block_n), (dq, KEYS)),
-    )
+    return dq_launch(this, DQ_TILE, sizes, lists.dq)

@@ -2,10 +2,13 @@
 tiles. Numba is not imported here.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import tensor_maps
+from numba_flash.cuda.sm90.forward_options_tiles import copying_tile
 
 HALF = ("float16", "bfloat16")
 
@@ -38,3 +41,24 @@ def _tiles_of(p, x, neighbours: int):
         dtype=np.dtype("uint16") if neighbours > 1 else x.dtype,
     )
     return found if tensor_maps.why_not("", found) is None else None
+
+
+class Copied(NamedTuple):
+    """What the copy engine brings of pairs, "bias" or "mask", and the `Layout` of it."""
+
+    name: str
+    tiles: Any
+
+
+def copied_pairs(p, inputs) -> Copied | None:
+    """What of inputs of such layouts the copy engine brings, if there is a tile for it; one that
+    lies within the blocks of a mask, if tiles are listed.
+    """
+    if bool(p.options.bias) == p.options.mask:  # neither, or both
+        return None
+    name, tiles_of = ("bias", tiles_of_bias) if p.options.bias else ("mask", tiles_of_mask)
+    tile, tiles = copying_tile(p, name), tiles_of(p, getattr(inputs, name))
+    if tile is None or tiles is None:
+        return None
+    fits = not p.options.listed or p.options.blocks.divided_by(tile.block_m, tile.block_n)
+    return Copied(name, tiles) if fits else None

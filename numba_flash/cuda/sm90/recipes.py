@@ -22,21 +22,15 @@ from numba_flash.cuda.recipe import (
 from numba_flash.cuda.sm90 import (
     prepare_backward,
     prepare_backward_listed,
-    prepare_backward_options,
-    prepare_backward_split,
     prepare_dbias,
     prepare_forward,
-    prepare_forward_kept,
-    prepare_forward_options,
-    prepare_forward_split,
-    prepare_rounding,
     prepare_turns,
 )
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
 from numba_flash.cuda.sm90.kept_tiles import kept_tile
 from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
-from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
+from numba_flash.cuda.sm90.prepare_pairs import copied_pairs, tiles_of_bias
 from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile, relative_tile
 from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.split_tiles import split_backward_tile, split_tile
@@ -64,12 +58,12 @@ def _lists_alone(call: Call):
 
 def _copied(call: Call):
     p = _listed(call)
-    found = p is not None and prepare_forward_options.copied_pairs(p, call.inputs) is not None
+    found = p is not None and copied_pairs(p, call.inputs) is not None
     return p if found else None
 
 
 def _resident(call: Call):
-    served = prepare_forward_kept.serves(call.problem, call.inputs, call.results)
+    served = prepare_forward.keeps_bias(call.problem, call.inputs, call.results)
     return call.problem if served else None
 
 
@@ -85,7 +79,7 @@ FORWARD = (
         tile=lambda p, call: kept_tile(p),
         work=UNITS,
         stage=RESIDENT,
-        prepare=prepare_forward_kept.prepare,
+        prepare=prepare_forward.prepare_resident,
     ),
     Recipe(
         problems="float32",
@@ -94,7 +88,7 @@ FORWARD = (
         tile=lambda p, call: split_tile(p),
         work=ROW_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_forward_split.prepare,
+        prepare=prepare_forward.prepare_split,
     ),
     Recipe(
         problems="a `score_mod` that adds a number for each distance, no other option",
@@ -104,7 +98,7 @@ FORWARD = (
         part_tile=lambda p: relative_tile(p, split=True),
         work=ROW_BLOCKS,
         stage=RELATIVE,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="a `BlockMask` of whole tiles, no other option",
@@ -113,7 +107,7 @@ FORWARD = (
         tile=lambda p, call: choose(call.problem, tile_of).tile,
         work=LISTED,
         stage=PLAIN,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="a bias, or a mask of pairs, that the copy engine brings",
@@ -122,7 +116,7 @@ FORWARD = (
         tile=lambda p, call: copying_tile(p, "bias" if p.options.bias else "mask"),
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`",
@@ -131,7 +125,7 @@ FORWARD = (
         tile=lambda p, call: choose(call.problem, tile_of).tile,
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_forward_options.prepare,
+        prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="all others",
@@ -221,7 +215,7 @@ def _rounding(call: Call):
     p, tile = call.problem, backward_tile(call.problem)
     many = prepare_backward.many_items(p, tile, call.gpu)
     ordered = prepare_turns.ordered(p, tile, call.deterministic)
-    return p if many and ordered and prepare_rounding.rounds(p, tile) else None
+    return p if many and ordered and prepare_turns.rounds(p, tile) else None
 
 
 BACKWARD = (
@@ -252,17 +246,17 @@ BACKWARD = (
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward_split.prepare,
+        prepare=prepare_backward.prepare_planes,
         dq=SUMS,
     ),
     Recipe(
         problems="float32, D up to 128",
         serves=_planes,
-        loops=("sm90.backward_split_wide",),
+        loops=("sm90.backward_split",),
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward_split.prepare,
+        prepare=prepare_backward.prepare_planes,
         dq=SUMS,
     ),
     Recipe(
@@ -282,7 +276,7 @@ BACKWARD = (
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=LISTED,
         stage=PLAIN,
-        prepare=prepare_backward_options.prepare,
+        prepare=prepare_backward.prepare_options,
         dq=SUMS,
     ),
     Recipe(
@@ -292,7 +286,7 @@ BACKWARD = (
         tile=lambda p, call: replace(backward_options_tile(p), copies_bias=True),
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_backward_options.prepare,
+        prepare=prepare_backward.prepare_options,
         dq=SUMS,
         beside=BIAS_GRADIENT,
     ),
@@ -303,7 +297,7 @@ BACKWARD = (
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
-        prepare=prepare_backward_options.prepare,
+        prepare=prepare_backward.prepare_options,
         dq=SUMS,
         beside=BIAS_GRADIENT,
     ),
@@ -314,7 +308,7 @@ BACKWARD = (
         tile=lambda p, call: backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward.prepare,
+        prepare=prepare_backward.prepare_wide,
         dq="of dS, stored for some blocks of keys at a time",
     ),
     Recipe(

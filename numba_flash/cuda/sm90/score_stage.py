@@ -18,7 +18,8 @@ class ScoreStage(NamedTuple):
     first : function
         ``first(smem, turn, item, o, extras)``: the first tile of a `Begun` work item.
     following : function
-        ``following(x, t)``: the t-th tile; `x` is the one before it.
+        ``following(x, before, t)``: the t-th tile, of the work item's first one, `x`, which the
+        loop does not change, and of the one before.
     masked : function
         ``masked(x)``: how many tiles, the first ones, may hide something.
     rest : function
@@ -34,16 +35,15 @@ class ScoreStage(NamedTuple):
         the next one's scores may be read ahead.
     weigh_clear : function
         The same of a tile that hides nothing.
-    parameters : function
-        ``parameters(scales)``: the numbers of the options.
+    numbers : function
+        ``numbers(x, scales)``: what the end of a work item depends on.
+    log_sum, factor : function
+        ``log_sum(m, l, numbers)`` and ``factor(smem, turn, extras, numbers)`` of rows at the end of
+        a work item, see `numba_flash.cuda.sm90.finish`.
     reset : function
         ``reset(m_i, l_i)``: before a work item's first tile.
     held : int
         Registers of `bias_mask`.
-    in_base_e : bool
-        m_i are shifts in base e; else in base 2, lower by `raised`.
-    raised : float
-        P and l are multiplied by two to this power.
     """
 
     first: Any
@@ -54,8 +54,8 @@ class ScoreStage(NamedTuple):
     read: Any
     weigh: Any
     weigh_clear: Any
-    parameters: Any
+    numbers: Any
+    log_sum: Any
+    factor: Any
     reset: Any
     held: int
-    in_base_e: bool
-    raised: float

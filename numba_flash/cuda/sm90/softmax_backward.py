@@ -17,6 +17,7 @@ from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
 from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
+from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import BOUND_BYTES, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import build_tile_at, goes_together
 from numba_flash.cuda.softcap import build_tanh
@@ -50,6 +51,23 @@ class Bounds(NamedTuple):
 
 
 BOUND = words(Bounds)
+
+
+@inline
+def place_of(smem, ring, turn, first):
+    """`Place` of a work item's rows of dK and dV, from so many keys after its first one on."""
+    b0 = pipeline.read(smem, ring, turn, WORD.b0)
+    b1 = pipeline.read(smem, ring, turn, WORD.b1)
+    head = pipeline.read(smem, ring, turn, WORD.kv_head)
+    row = i32(pipeline.read(smem, ring, turn, WORD.row0) + first)
+    return Place(0, row, head, b1, b0)
+
+
+@inline
+def await_item(smem, ring, turn):
+    """Wait for a work item; how many tiles of queries it has, or that there is none: `END`."""
+    pipeline.wait_ready(smem, ring, turn)
+    return pipeline.uniform(pipeline.read(smem, ring, turn, WORD.count))
 
 
 class SoftmaxBackward(NamedTuple):

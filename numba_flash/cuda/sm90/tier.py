@@ -9,9 +9,9 @@ from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
 from numba_flash.cuda.sm90 import fold, prepare_dbias, prepare_temporaries, recipes
-from numba_flash.cuda.sm90 import prepare_forward_kept as forward_kept
-from numba_flash.cuda.sm90 import prepare_forward_options as forward_options
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
+from numba_flash.cuda.sm90.prepare_forward import keeps_bias
+from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
 from numba_flash.cuda.sm90.split_tiles import MOST
 from numba_flash.cuda.sm90.tiles import forward_tile
 from numba_flash.options import NAMES
@@ -117,7 +117,7 @@ def _most_waiting(kind: str, p, inputs, dbias: bool) -> int:
     """The head dimension up to which a warp waits for what it reads of each pair for longer than
     its products take; 0 if it reads nothing of each.
     """
-    if kind == "forward" and forward_kept.serves(p, inputs):
+    if kind == "forward" and keeps_bias(p, inputs):
         return 0
     if kind == "backward" and prepare_dbias.keeps_bias(p, inputs, dbias):
         return 0
@@ -128,7 +128,7 @@ def _most_waiting(kind: str, p, inputs, dbias: bool) -> int:
     if kind == "backward" or p.dtype == "float32":
         return MOST_WAITING[kind]
     laid_out = inputs._replace(bias=Layout.of(inputs.bias), mask=Layout.of(inputs.mask))
-    copied = forward_options.copied_pairs(p, laid_out) is not None
+    copied = copied_pairs(p, laid_out) is not None
     return MOST_WAITING_FOR_COPIES if copied else MOST_WAITING[kind]
 
 

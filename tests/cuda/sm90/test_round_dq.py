@@ -16,9 +16,9 @@ pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cud
 from on_host import on_host
 from test_sm90_host import backward_launches, layouts_of, problem
 
-from numba_flash.cuda.sm90 import prepare_rounding, prepare_turns, round_dq
+from numba_flash.cuda.sm90 import prepare_turns, round_dq
 from numba_flash.cuda.sm90.arguments import Sizes
-from numba_flash.cuda.sm90.prepare_rounding import mean_blocks, rounds
+from numba_flash.cuda.sm90.prepare_turns import mean_blocks, rounds
 from numba_flash.cuda.sm90.round_dq import Rounding
 from numba_flash.cuda.sm90.rounding_tile import PARTS, RoundingTile
 from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, KEYS, SHARED_LIMIT, backward_tile
@@ -146,16 +146,16 @@ def test_sums_that_are_added_in_any_order_are_rounded_afterwards(monkeypatch):
     assert len(backward_launches(p)) == 3
 
 
-@pytest.mark.parametrize("bound", ["FEWEST", "MOST_BLOCKS"])
+@pytest.mark.parametrize("bound", ["FEWEST_ROUNDED", "MOST_ROUNDED"])
 def test_either_bound_matters(bound, monkeypatch):
     """Four blocks of D = 128 are too few, and 32 of D = 64 too many."""
     few = problem(d=128, nq=512, nk=512, batch=(32,), hq=32, hk=32)
     many = problem(d=64, nq=4096, nk=4096, batch=(4,), hq=32, hk=32)
     assert not rounds(few, backward_tile(few))
     assert not rounds(many, backward_tile(many))
-    monkeypatch.setattr(prepare_rounding, bound, {64: 0, 128: 0} if bound == "FEWEST" else 32)
-    assert rounds(few, backward_tile(few)) == (bound == "FEWEST")
-    assert rounds(many, backward_tile(many)) == (bound == "MOST_BLOCKS")
+    monkeypatch.setattr(prepare_turns, bound, {64: 0, 128: 0} if bound == "FEWEST_ROUNDED" else 32)
+    assert rounds(few, backward_tile(few)) == (bound == "FEWEST_ROUNDED")
+    assert rounds(many, backward_tile(many)) == (bound == "MOST_ROUNDED")
 
 
 @pytest.mark.parametrize("d", range(8, 129, 8))

@@ -25,7 +25,7 @@ from support import DTYPES, no_gpu
 import numba_flash
 from numba_flash import call
 from numba_flash.cuda import launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_rounding, prepare_temporaries, prepare_turns
+from numba_flash.cuda.sm90 import prepare_backward, prepare_temporaries, prepare_turns
 
 NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -163,7 +163,7 @@ def test_the_main_kernel_rounds_dq_to_the_same_bits(cp, q_shape, k_shape, dtype,
     results = []
     for rounds in (False, True):
         asked = []
-        monkeypatch.setattr(prepare_rounding, "rounds", lambda *_, rounds=rounds, asked=asked: asked.append(rounds) or rounds)
+        monkeypatch.setattr(prepare_turns, "rounds", lambda *_, rounds=rounds, asked=asked: asked.append(rounds) or rounds)
         monkeypatch.setattr(call, "_prepared", {})
         for _ in range(30 if rounds else 1):
             out = tuple(nan(cp, x.shape, dtype, layout) for x in (q, k, v))
@@ -175,8 +175,8 @@ def test_the_main_kernel_rounds_dq_to_the_same_bits(cp, q_shape, k_shape, dtype,
 
 def test_a_captured_call_rounds_dq_in_each_run(cp, monkeypatch):
     """It begins with flags that the graph clears, whatever is in them."""
-    rounds, chosen = prepare_rounding.rounds, []
-    monkeypatch.setattr(prepare_rounding, "rounds", lambda *given: chosen.append(rounds(*given)) or chosen[-1])
+    rounds, chosen = prepare_turns.rounds, []
+    monkeypatch.setattr(prepare_turns, "rounds", lambda *given: chosen.append(rounds(*given)) or chosen[-1])
     q, k, v, do = (normal(cp, 9, 32, 512, 64, seed=i) for i in range(4))
     o, lse = forward(q, k, v, causal=True)
     expected = backward(do, q, k, v, o, lse, causal=True)
