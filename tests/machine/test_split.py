@@ -12,7 +12,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
-from kernels import HOPPER, machine
+from kernels import HOPPER, NANS, machine
 
 import numba_flash
 from numba_flash import reference
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.machine
 
 AMPERE = (8, 0)
 TOP, SAMPLES, LOW = 13, 32, 2.0**11  # exponent of a head's largest number; rows that a centre is made of; how much larger low planes are
-NOT_WRITTEN = np.uint32(2**30 + 1)
+NOT_WRITTEN = np.uint32(NANS)
 
 
 # ---- the pre-pass by itself --------------------------------------------------------------------------------------------------------------
