@@ -10,7 +10,7 @@ Beyond that, registers of a warp group hold dK or dV of 64 keys, not both beside
 them. So a block owns 64 keys, for which one consumer makes S^T, P^T and dV, the other dP^T, dS^T
 and dK. P^T goes to the other through shared memory, in float32 and in the order of fragments; of
 planes of dS^T, which all its threads have left there, each consumer makes half of the columns of
-dQ. The first begins the scores of a tile before dQ of the one before: the other makes dK meanwhile.
+dQ. The first begins the scores of a tile before dQ of the one before, while the other makes dK.
 """
 
 from dataclasses import replace
@@ -148,7 +148,7 @@ def build_keys_apart(config, layout, item):
 
 
 def build_between(layout, tile, item):
-    """What consumers that share keys leave to each other, in their kernel's order:
+    """How consumers that share keys hand P^T and dS^T to each other:
     ``hand_p(smem, n, pT)`` and ``take_p(smem, n, pT)``: P^T of the n-th tile.
     ``hand_ds(smem, n, p, power)``: planes of its dS^T, which was multiplied by a power of two.
     """
@@ -162,7 +162,7 @@ def build_between(layout, tile, item):
 
     @inline
     def hand_p(smem, n, pT):
-        """Leave it to the other consumer."""
+        """Write it for the other consumer."""
         to = mine(smem, n)
         pipeline.wait_free(smem, P, n)
         for j in range(SCORES // 4):
@@ -172,7 +172,7 @@ def build_between(layout, tile, item):
 
     @inline
     def take_p(smem, n, pT):
-        """Have it from the other consumer."""
+        """Read what the other consumer wrote."""
         at = mine(smem, n)
         pipeline.wait_ready(smem, P, n)
         for j in range(SCORES // 4):
@@ -183,7 +183,7 @@ def build_between(layout, tile, item):
 
     @inline
     def hand_ds(smem, n, p, power):
-        """Leave them to both consumers, and what undoes the power to the first."""
+        """Write them for both consumers, and what undoes the power for the first."""
         pipeline.wait_free(smem, MADE, n)
         item.put_planes(u32(smem + u32(DS)), p)
         if cuda.threadIdx.x % WARP_GROUP == 0:
@@ -282,7 +282,7 @@ def build_keys_shared(config, layout, item):
 
     @inline
     def consume_gradients(smem, given, high, low):
-        """Equations (4) to (6) likewise, and (7) for the other columns."""
+        """Equations (4) to (6) of the same items and tiles, and (7) for the other columns."""
         extras, scales, group = given.extras, given.scales, i32(given.sizes.group)
         # registers of each thread
         dpT = cuda.local.array(DP_SUMS, f32)  # fragment of dP^T, then of dS^T, and sums of dP^T
@@ -340,7 +340,7 @@ def build_keys_shared(config, layout, item):
         """One consumer makes weights, the other gradients of scores."""
         high = cuda.local.array(OF_PANEL, f32)  # registers: of what a tile adds to dV, dK or dQ
         low = cuda.local.array(OF_PANEL, f32)  # of its products with low planes
-        cuda.syncwarp()  # the assembler knows that a warp is together: else it spills more
+        cuda.syncwarp()  # without it ptxas spills more registers
         if me == 0:
             consume_scores(smem, given, high, low)
         else:

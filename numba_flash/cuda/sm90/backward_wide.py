@@ -199,7 +199,7 @@ def build(config: BackwardConfig):
                 before, step = step, next_step(smem, turn, me, step)
                 next_head = row_blocks if step >= before else i32(0)
                 number = i32(number - (before - step) + next_head)
-                # (4) dP^T = V dO^T of the next tile; after an item's last, for nothing
+                # (4) dP^T = V dO^T of the next tile; after an item's last one nobody uses it
                 if u32(n + u32(1)) != end:
                     wait_do(smem, turn, me, u32(n + u32(1)), step)
                 start_dp(dpT, v_rows, do_rows)

@@ -56,7 +56,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16):
     ``tiles_of(smem, turn, count, group)``: how many tiles it has, of all heads of its group.
     ``start_scores(smem, me, n, sT, k_rows)``: (1) of the n-th tile, beginning with what a score_mod
     adds, if sums do. ``start_next(smem, turn, me, n, end, step, sT, k_rows)``: start (1) of the
-    tile after the n-th; after an item's last, of the same again, for nothing.
+    tile after the n-th; after an item's last tile, (1) of the same tile again, which nobody uses.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     SMEM = tile.layout(head_dim, head_dim_v)

@@ -96,8 +96,8 @@ def build(config: BiasGradientConfig):
 
     @inline
     def add_part(part, t):
-        """dbias += dS of a part of the keys. S of the next one is begun meanwhile; where none
-        comes after it, of the same again, for nothing.
+        """dbias += dS of a part of the keys. S of the next part is started before dP of this one
+        is complete; after the last part of all, S of the same part again, which nobody uses.
         """
         w, x, step = t
         smem, k_tile = w.smem, u32(step.m + u32(EACH * part))

@@ -1,8 +1,8 @@
 """Notes of the steps in which a block sums the gradient of a bias on Hopper. One thread finds the
-tiles of scores of which its tiles of the gradient are made, and writes down which they are;
-consumers and three others read that, who have queries, keys and values fetched. One thread for all
-took, by an estimate, longer for a step than consumers: 290 instructions, most of which wait for
-each other, and for a new tile 400.
+tiles of scores of which its tiles of the gradient are made, and writes down which they are. The
+consumers read these notes; so do three threads that have queries, keys and values fetched. One
+thread for all of that took, by an estimate, longer for a step than consumers: 290 instructions,
+most of which wait for each other, and for a new tile 400.
 """
 
 from typing import NamedTuple

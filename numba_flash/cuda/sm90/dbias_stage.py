@@ -92,7 +92,7 @@ class Step(NamedTuple):
     n, m : uint32
         Numbers of its tile of Q, behind which dO is, and of its first one of keys.
     next_n, next_m : uint32
-        The same of what S is begun of meanwhile.
+        The same numbers of the step whose S is started before this one ends.
     begins, ends, waits : bool
         dO has to be waited for; its rows are used for the last time; Q of the next has to be waited
         for.

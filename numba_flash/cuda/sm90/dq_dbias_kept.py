@@ -36,13 +36,13 @@ VECTORS, AWAY = CHUNK // 8, WARP_GROUP * VECTOR  # of the bias of a thread and c
 
 @inline
 def hides(bias):
-    """Such scores are hidden, whatever they are."""
+    """A score with this bias is hidden, whatever its product is."""
     return bias == f32(-math.inf)
 
 
 class Work(NamedTuple):
-    """What all of a consumer's way over heads has: registers, where its block's rows are, the first
-    step, and the kernel's arguments.
+    """What a consumer works with on all heads: registers, where the rows of its block are, the
+    first step, and the kernel's arguments.
     """
 
     s: Any

@@ -90,7 +90,7 @@ def build(config):
 
     @inline
     def end_tiles(smem, turn, n):
-        """Let its dQ be added up, and others have the place of K and V."""
+        """Its dQ may be added up, and K and V may be overwritten."""
         commit_dq(smem, u32(n - u32(1)))
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)

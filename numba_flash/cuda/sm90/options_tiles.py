@@ -73,7 +73,7 @@ class StoringTile(BackwardTile):
     Attributes
     ----------
     k_stages, v_stages : int
-        Slots of the rings of K and of V tiles: what the next work item needs comes meanwhile.
+        Slots of the rings of K and of V tiles: what the next work item needs comes during this one.
     """
 
     k_stages: int

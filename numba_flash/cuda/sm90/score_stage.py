@@ -18,8 +18,8 @@ class ScoreStage(NamedTuple):
     first : function
         ``first(smem, turn, item, o, extras)``: the first tile of a `Begun` work item.
     following : function
-        ``following(x, before, t)``: the t-th tile, of the work item's first one, `x`, which the
-        loop does not change, and of the one before.
+        ``following(x, before, t)``: the t-th tile. `x` is the work item's first tile, which the
+        loop does not change; `before` is the one before the t-th.
     masked : function
         ``masked(x)``: how many tiles, the first ones, may hide something.
     rest : function
