@@ -3,9 +3,10 @@
 A block has threads that move data, and consumers, each with 64 queries. Blocks are persistent: each
 sums one tile of the gradient after the other, in registers, and walks over the tiles of scores that
 were made of it, with S and dP once more: every sum has one owner and one order. A consumer goes
-through a tile in parts of its keys, for registers; K and V come in such parts, too. It starts S of
-the next part, be it of the next tile, before it waits for dP of this one, so that tensor cores do
-not wait for exponentials.
+through a tile in parts of its keys, for registers; K and V come in such parts, too. Of a stage that
+is ahead it starts S of the next part, be it of the next tile, before it waits for dP of this one,
+so that tensor cores do not wait for exponentials. The other one needs those registers for what the
+options know of a score.
 
 Which tiles come after each other, what moves them, what happens to scores and where sums go is said
 by a `DbiasStage`: `numba_flash.cuda.sm90.noted_dbias` and `numba_flash.cuda.sm90.resident_dbias`.
@@ -52,12 +53,13 @@ def build(config: BiasGradientConfig):
     QUERIES, KEYS = one_type(SMEM.rows), one_type(SMEM.keys)
     VALUES, VALUES_BYTES, MINE = SMEM.values, 4 * BLOCK_M, ROWS * ROW_BYTES
     SCORES, ALL_SCORES, NONE, ONE = PART // 2, PARTS * PART // 2, 0, 1
-    APART, EACH, V_BEHIND_K = tile.apart, 2 if tile.apart else 1, panel_bytes(PART) // UNIT
+    EACH, V_BEHIND_K = 2 if tile.apart else 1, panel_bytes(PART) // UNIT
     stage = (noted_dbias if type(tile) is DbiasTile else resident_dbias).build(config)
-    SOME_EMPTY, HELD, NUMBER = stage.some_empty, stage.held, stage.number
+    AHEAD, HELD, NUMBER = stage.ahead, stage.held, stage.number
+    PENDING = 1 if AHEAD else 0  # products that may still run when dP is needed
     first, is_tile, has_steps = stage.walk.first, stage.walk.is_tile, stage.walk.has_steps
     look, proceed, leave = stage.walk.look, stage.walk.proceed, stage.walk.leave
-    take, exponents, weigh = stage.take, stage.exponents, stage.weigh
+    take, read, exponents, weigh = stage.take, stage.read, stage.exponents, stage.weigh
     finish, end, parameters = stage.finish, stage.end, stage.parameters
     start_scores = wgmma.build_scores(PART, config.d, BLOCK_M, BFLOAT16)
     start_dp = wgmma.build_scores(PART, config.dv, BLOCK_M, BFLOAT16)
@@ -88,44 +90,47 @@ def build(config: BiasGradientConfig):
         start_scores(w.s, rows_of(w, n), keys_of(w, m))
 
     @inline
-    def start_first(w, n, m):
-        """The same where nothing has begun it."""
-        pipeline.wait_ready(w.smem, QUERIES, n)
-        start(w, n, m)
-        ptx.wgmma_wait(w.s, w.s, NONE, SCORES, NONE)
+    def start_next(part, w, step):
+        """S of the part after this one; after the last of all the same again, for nobody's use."""
+        if part < PARTS - 1:
+            start(w, step.n, u32(step.m + u32(EACH * (part + 1))))
+        else:
+            if step.waits:
+                pipeline.wait_ready(w.smem, QUERIES, step.next_n)
+            start(w, step.next_n, step.next_m)
 
     @inline
     def add_part(part, t):
-        """dbias += dS of a part of the keys. S of the next part is started before dP of this one
-        is complete; after the last part of all, S of the same part again, which nobody uses.
+        """dbias += dS of a part of the keys. If AHEAD, its S has begun, and K lies before V; or
+        else K and V are tiles of their own.
         """
         w, x, step = t
         smem, k_tile = w.smem, u32(step.m + u32(EACH * part))
         v_tile, v_rows = k_tile, u32(keys_of(w, k_tile) + u32(V_BEHIND_K))
-        if APART:
+        if not AHEAD:
+            start(w, step.n, k_tile)
             v_tile = u32(k_tile + u32(1))
             pipeline.wait_ready(smem, KEYS, v_tile)
             v_rows = keys_of(w, v_tile)
         # (4) dP = dO V^T
         start_dp(w.dp, rows_of(w, u32(step.n + u32(1))), v_rows)
+        here = read(part, w, x, step)
+        if not AHEAD:
+            ptx.wgmma_wait(w.s, w.s, ONE, SCORES, NONE)
+            pipeline.release_group(smem, KEYS, k_tile)
         # the options, and S - lse, in the place of P
-        here = exponents(part, w, x, step)
-        if part < PARTS - 1:
-            start(w, step.n, u32(k_tile + u32(EACH)))
-        else:
-            if step.waits:
-                pipeline.wait_ready(smem, QUERIES, step.next_n)
-            start(w, step.next_n, step.next_m)
+        exponents(part, w, x, step, here)
+        if AHEAD:
+            start_next(part, w, step)
         # (2) P = exp(S - lse), and dropout
         weigh(w, step, here)
-        ptx.wgmma_wait(w.dp, w.p, ONE, SCORES, SCORES)
+        ptx.wgmma_wait(w.dp, w.p, PENDING, SCORES, SCORES)
         pipeline.release_group(smem, KEYS, v_tile)
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
         sums = w.acc[part * SCORES :]
         differentiate(sums, w.p, w.dp, w.delta, parameters(w.given))
-        ptx.wgmma_wait(w.s, sums, NONE, SCORES, SCORES)
-        if APART:
-            pipeline.release_group(smem, KEYS, k_tile)
+        if AHEAD:
+            ptx.wgmma_wait(w.s, sums, NONE, SCORES, SCORES)
 
     add_parts = ptx.repeated(PARTS, add_part)
 
@@ -133,6 +138,8 @@ def build(config: BiasGradientConfig):
     def add_step(w, x, step):
         """dbias += dS of a tile of scores."""
         do_tile = u32(step.n + u32(1))
+        if not AHEAD:
+            pipeline.wait_ready(w.smem, QUERIES, step.n)
         if step.begins:
             pipeline.wait_ready(w.smem, QUERIES, do_tile)
         read_rows(w, step.n, w.lse)
@@ -146,7 +153,9 @@ def build(config: BiasGradientConfig):
         """All steps of this block, for 64 queries."""
         # registers of each thread
         s = cuda.local.array(SCORES, f32)  # fragment of S, of a part of the keys
-        p = cuda.local.array(SCORES, f32)  # of P
+        p = s  # of P, which needs registers of its own while S of the next part is made
+        if AHEAD:
+            p = cuda.local.array(SCORES, f32)
         dp = cuda.local.array(SCORES, f32)  # of dP
         acc = cuda.local.array(ALL_SCORES, f32)  # of dbias
         bias = cuda.local.array(HELD, NUMBER)
@@ -157,13 +166,13 @@ def build(config: BiasGradientConfig):
         rows = u32(smem + u32(VALUES) + u32((me * ROWS + wgmma.first_row()) * 4))
         w = Work(s, p, dp, acc, bias, lse, delta, smem, me, q_tiles, k_tiles, rows, given)
         x = first(w)
-        if not SOME_EMPTY:
-            start_first(w, u32(0), u32(0))
+        if AHEAD:  # (1) of the first part of all
+            pipeline.wait_ready(smem, QUERIES, u32(0))
+            start(w, u32(0), u32(0))
+            ptx.wgmma_wait(s, s, NONE, SCORES, NONE)
         while is_tile(w, x):
             shows, more = take(w, x), has_steps(x)
             zero(acc)
-            if SOME_EMPTY and more and not x.ahead:
-                start_first(w, x.n, x.m)
             while more:
                 step = look(w, x, shows)
                 add_step(w, x, step)

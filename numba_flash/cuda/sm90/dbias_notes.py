@@ -20,15 +20,15 @@ NOTE = words(DbiasNote)
 
 class Noted(NamedTuple):
     """Where a consumer is: the number of a note, of tiles of Q and of keys, the kind of the step
-    that is noted, and whether the tile of the gradient before had steps: with the last of them S
-    and the bias of this one came.
+    that is noted, and whether the tile of the gradient before had steps: with the last of them the
+    bias of this one came.
     """
 
     turn: int
     n: int
     m: int
     kind: int
-    ahead: bool
+    fetched: bool
 
 
 def build_note(notes, banded, summed, options, tile):
@@ -170,7 +170,7 @@ def build_loads(head_dim, head_dim_v, tile):
 
 def build_walk(notes, parts):
     """`DbiasWalk` of what is written down, in tiles of so many `parts`."""
-    NOTES, KIND, ALL, LAST = one_type(notes), one_type(DbiasKind()), 2 * parts, 2 * (parts - 1)
+    NOTES, KIND, ALL = one_type(notes), one_type(DbiasKind()), 2 * parts
 
     @inline
     def kind_of(smem, turn):
@@ -192,21 +192,17 @@ def build_walk(notes, parts):
 
     @inline
     def look(w, x, shows):
-        next_kind = kind_of(w.smem, u32(x.turn + u32(1)))
-        more = next_kind != END and next_kind & i32(KIND.empty) == 0
-        next_n, next_m = x.n, u32(x.m + u32(LAST))
-        if more:
-            next_n, next_m = u32(x.n + u32(2)), u32(x.m + u32(ALL))
         last = x.kind & i32(KIND.last) != 0
-        return Step(x.n, x.m, next_n, next_m, True, True, more, last, next_kind)
+        return Step(x.n, x.m, x.n, x.m, True, True, False, last, ())
 
     @inline
     def proceed(w, x, step):
         turn, kind = x.turn, x.kind
         if not step.last:
             pipeline.release(w.smem, NOTES, turn)
-            turn, kind = u32(turn + u32(1)), step.own
-        return Noted(turn, u32(x.n + u32(2)), u32(x.m + u32(ALL)), kind, x.ahead)
+            turn = u32(turn + u32(1))
+            kind = kind_of(w.smem, turn)
+        return Noted(turn, u32(x.n + u32(2)), u32(x.m + u32(ALL)), kind, x.fetched)
 
     @inline
     def leave(w, x):

@@ -19,9 +19,7 @@ class DbiasWalk(NamedTuple):
     """Which tiles come after each other: device functions of a consumer, `w` being its
     `numba_flash.cuda.sm90.dbias.Work`.
 
-    Where it is, `x`, is a named tuple of the walk's own. Where tiles of the gradient may have no
-    steps, the loop asks it for ``x.ahead``, S has begun, and, if not, ``x.n`` and ``x.m``, of which
-    Q and keys.
+    Where it is, `x`, is a named tuple of the walk's own.
 
     Attributes
     ----------
@@ -52,16 +50,21 @@ class DbiasStage(NamedTuple):
     walk : DbiasWalk
     take : function
         ``take(w, x)``: bring the bias of a tile of the gradient; `shows`, whether it hides nothing.
+    read : function
+        ``read(part, w, x, step)``: what else belongs to the scores of a part of the keys; returns
+        where these are.
     exponents : function
-        ``exponents(part, w, x, step)``: S - lse in base 2, with the options, in the place of P.
+        ``exponents(part, w, x, step, here)``: S - lse in base 2, with the options, in the place of
+        P; `here` is what `read` returned.
     weigh : function
-        ``weigh(w, step, here)``: P, and dropout; `here` is what `exponents` returned.
+        ``weigh(w, step, here)``: P, and dropout.
     finish, end : function
         ``finish(w, x)``: store a tile of the gradient; ``end(w, x)``: or the last one.
     parameters : function
         ``parameters(given)``: numbers of the options, of the kernel's arguments.
-    some_empty : bool
-        Tiles of the gradient may have no steps.
+    ahead : bool
+        S of a part of the keys is started while P of the part before is made. Then each tile of
+        the gradient has steps.
     held, number
         Registers of the bias, and their type.
     rings, producers, senders, arguments
@@ -70,12 +73,13 @@ class DbiasStage(NamedTuple):
 
     walk: DbiasWalk
     take: Any
+    read: Any
     exponents: Any
     weigh: Any
     finish: Any
     end: Any
     parameters: Any
-    some_empty: bool
+    ahead: bool
     held: int
     number: Any
     rings: tuple
@@ -92,10 +96,10 @@ class Step(NamedTuple):
     n, m : uint32
         Numbers of its tile of Q, behind which dO is, and of its first one of keys.
     next_n, next_m : uint32
-        The same numbers of the step whose S is started before this one ends.
+        If the stage is ahead, the same numbers of the step whose S is started before this one ends.
     begins, ends, waits : bool
         dO has to be waited for; its rows are used for the last time; Q of the next has to be waited
-        for.
+        for, if the stage is ahead.
     last : bool
         It completes a tile of the gradient.
     own

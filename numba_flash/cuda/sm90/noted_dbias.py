@@ -4,6 +4,7 @@ summed for the last time, and stores sums.
 """
 
 import math
+from typing import NamedTuple
 
 from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.arguments import Extent, extras_type, parameters_type
@@ -22,6 +23,16 @@ from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.store_dbias import Fragments, build_store
+
+
+class Here(NamedTuple):
+    """Where the thread's first score of a part of the keys is, and whether nothing of it is hidden."""
+
+    query: int
+    key: int
+    region: Region
+    at: Head
+    whole: bool
 
 
 @inline
@@ -109,13 +120,14 @@ def build(config: BiasGradientConfig) -> DbiasStage:
 
     @inline
     def take(w, x):
-        if has_steps(x) and not x.ahead:
+        if has_steps(x) and not x.fetched:
             fetch_all((w, own_at(w, x.turn)))
         return True
 
     @inline
-    def exponents(part, w, x, step):
-        turn, s, bias_mask, given = x.turn, w.s, w.bias[part * HELD :], w.given
+    def read_part(part, w, x, step):
+        """The mask, and where the thread's first score of the part is."""
+        turn, given = x.turn, w.given
         row0, col0 = read(w, turn, NOTE.row0), i32(read(w, turn, NOTE.col0) + part * PART)
         region = Region(
             row0, col0, read(w, turn, NOTE.queries), read(w, turn, NOTE.keys),
@@ -127,21 +139,25 @@ def build(config: BiasGradientConfig) -> DbiasStage:
         query = i32(row0 + first_row(w.me))
         key = i32(col0 + first_column())
         if MASKED:
+            bias_mask = w.bias[part * HELD :]
             fetch_mask(bias_mask, query, key, region, at, whole, given.extras)
-        modify(s, s, bias_mask, query, key, region, at, whole, given.parameters)
+        return Here(query, key, region, at, whole)
+
+    @inline
+    def exponents(part, w, x, step, here):
+        s, bias_mask, numbers = w.s, w.bias[part * HELD :], w.given.parameters
+        modify(s, s, bias_mask, here.query, here.key, here.region, here.at, here.whole, numbers)
         if step.last:
-            fetch_part(part, (w, next_at(w, turn)))
+            fetch_part(part, (w, next_at(w, x.turn)))
         for e in range(SCORES):
             w.p[e] = s[e] * f32(LOG2E) - w.lse[e // 2 % 2]
-        return query, key, at
 
     @inline
     def weigh(w, step, here):
         for e in range(SCORES):
             w.p[e] = ptx.ex2(w.p[e])
         if DROPOUT:
-            query, key, at = here
-            drop(w.p, query, key, at, w.given.parameters)
+            drop(w.p, here.query, here.key, here.at, w.given.parameters)
 
     @inline
     def finish(w, x):
@@ -174,8 +190,8 @@ def build(config: BiasGradientConfig) -> DbiasStage:
         "parameters": parameters_type(options),
     }
     return DbiasStage(
-        *(walk, take, exponents, weigh, finish, end, parameters),
-        some_empty=True,
+        *(walk, take, read_part, exponents, weigh, finish, end, parameters),
+        ahead=False,
         held=PARTS * HELD,
         number=u32,
         rings=(Arrivals((NOTES,), 1, CONSUMERS * WARP_GROUP + LOADERS),),

@@ -274,7 +274,12 @@ def build(config: BiasGradientConfig) -> DbiasStage:
         return least != f32(NEG_INF)
 
     @inline
-    def exponents(part, w, x, step):
+    def read(part, w, x, step):
+        """All is in registers."""
+        return ()
+
+    @inline
+    def exponents(part, w, x, step, here):
         for e in range(SCORES):
             w.p[e] = w.s[e] * w.given.scale_log2 + (w.bias[e] - w.lse[e // 2 % 2])
 
@@ -306,8 +311,8 @@ def build(config: BiasGradientConfig) -> DbiasStage:
     }
     walk = DbiasWalk(first, is_tile, has_steps, look, proceed, leave)
     return DbiasStage(
-        *(walk, take, exponents, weigh, finish, store, parameters),
-        some_empty=False,
+        *(walk, take, read, exponents, weigh, finish, store, parameters),
+        ahead=True,
         held=SCORES,
         number=f32,
         rings=(Arrivals((PAIRS,), 1, tile.consumers * RELEASES),),
