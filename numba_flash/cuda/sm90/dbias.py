@@ -15,11 +15,11 @@ by a `DbiasStage`: `numba_flash.cuda.sm90.noted_dbias` and `numba_flash.cuda.sm9
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, softmax
-from numba_flash.cuda.lang import cuda, f32, inline, u32
+from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import noted_dbias, pipeline, resident_dbias, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
-from numba_flash.cuda.sm90.dbias_stage import ROWS, build_differentiate
+from numba_flash.cuda.sm90.dbias_stage import ROWS, build_differentiate, first_row
 from numba_flash.cuda.sm90.dbias_tiles import DbiasTile
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Roles, hopper_kernel
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
@@ -41,7 +41,6 @@ class Work(NamedTuple):
     me: int
     q_tiles: int  # descriptors of the first tile of Q or dO, and of that of K or V
     k_tiles: int
-    rows: int  # where the lse or delta lie in shared memory
     given: Any  # the kernel's arguments
 
 
@@ -79,7 +78,11 @@ def build(config: BiasGradientConfig):
     @inline
     def read_rows(w, n, values):
         """The lse or delta of this thread's queries."""
-        at = u32(w.rows + n % u32(QUERIES.slots) * u32(VALUES_BYTES))
+        row = i32(w.me * ROWS + wgmma.first_row())
+        if not AHEAD:
+            row = first_row(w.me)
+        mine = u32(w.smem + u32(VALUES) + u32(row * 4))
+        at = u32(mine + n % u32(QUERIES.slots) * u32(VALUES_BYTES))
         for r in range(2):
             values[r] = ptx.as_float32(u32(ptx.load_shared(u32(at + u32(32 * r)))))
 
@@ -163,8 +166,7 @@ def build(config: BiasGradientConfig):
         delta = cuda.local.array(2, f32)
         q_tiles = wgmma.descriptor(u32(smem + u32(QUERIES.tiles) + u32(me * MINE)), u32(0))
         k_tiles = wgmma.descriptor(u32(smem + u32(KEYS.tiles)), u32(0))
-        rows = u32(smem + u32(VALUES) + u32((me * ROWS + wgmma.first_row()) * 4))
-        w = Work(s, p, dp, acc, bias, lse, delta, smem, me, q_tiles, k_tiles, rows, given)
+        w = Work(s, p, dp, acc, bias, lse, delta, smem, me, q_tiles, k_tiles, given)
         x = first(w)
         if AHEAD:  # (1) of the first part of all
             pipeline.wait_ready(smem, QUERIES, u32(0))

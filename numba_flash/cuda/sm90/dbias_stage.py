@@ -117,6 +117,13 @@ class Step(NamedTuple):
     own: Any
 
 
+@inline
+def first_row(me):
+    """This thread's first query in a tile; found again where it is wanted, for registers."""
+    thread = ptx.thread_here()
+    return i32(me * ROWS + thread % 128 // 32 * 16 + thread % 32 // 4)
+
+
 @once
 def build_differentiate(options, scores, bfloat16):
     """``differentiate(acc, p, dp, delta, parameters)``: (5) acc += dS = P * (dP - delta), where P

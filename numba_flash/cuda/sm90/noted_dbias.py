@@ -17,7 +17,7 @@ from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import DbiasKind, one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_notes import NOTE, build_loads, build_note, build_walk
-from numba_flash.cuda.sm90.dbias_stage import ROWS, DbiasStage
+from numba_flash.cuda.sm90.dbias_stage import DbiasStage, first_row
 from numba_flash.cuda.sm90.dbias_tiles import LOADERS, WARPS
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer
 from numba_flash.cuda.sm90.pipeline import Place
@@ -26,20 +26,13 @@ from numba_flash.cuda.store_dbias import Fragments, build_store
 
 
 class Here(NamedTuple):
-    """Where the thread's first score of a part of the keys is, and whether nothing of it is hidden."""
+    """Where a thread's first score of a part of the keys is; whether it hides nothing."""
 
     query: int
     key: int
     region: Region
     at: Head
     whole: bool
-
-
-@inline
-def first_row(me):
-    """This thread's first query in a tile; found again where it is wanted, for registers."""
-    thread = ptx.thread_here()
-    return i32(me * ROWS + thread % 128 // 32 * 16 + thread % 32 // 4)
 
 
 @inline
