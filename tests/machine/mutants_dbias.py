@@ -5,6 +5,8 @@ from anchors import Mutant
 MUTANTS_DBIAS = (
     # ---- who may touch which shared memory when
     Mutant("no wait for K of a part", "add_part start", "pipeline.wait_ready(w.smem, KEYS, m)", "", "bias gradient"),
+    Mutant("Q before it is there", "sm90 add_step", "pipeline.wait_ready(w.smem, QUERIES, step.n)", "pass", "bias gradient"),
+    Mutant("scores before S is complete", "sm90 add_part", "ptx.wgmma_wait(w.s, w.s, ONE, SCORES, NONE)", "pass", "bias gradient"),
     Mutant("no wait for V of a part", "sm90 add_part", "pipeline.wait_ready(smem, KEYS, v_tile)", "", "bias gradient"),
     Mutant("delta before it is there", "add_step", "if step.begins: pipeline.wait_ready(w.smem, QUERIES, do_tile)", "", "bias gradient"),
     Mutant(
@@ -34,7 +36,7 @@ MUTANTS_DBIAS = (
     Mutant("sums over those of the tile before", "cuda store", "add_all(t); meet()", "add_all(t)", "bias gradient, keys"),
     # ---- the sum
     Mutant("a sum that goes on", "add_part consume", "zero(acc)", "", "bias gradient"),
-    Mutant("the bias of the first tile for all", "own_at exponents", "fetch_part(part, (w, next_at(w, turn)))", "pass", "bias gradient"),
+    Mutant("the bias of the first tile for all", "own_at exponents", "fetch_part(part, (w, next_at(w, x.turn)))", "pass", "bias gradient"),
     Mutant("the bias of this tile again", "next_at", "NOTE.next_row0", "NOTE.row0", "bias gradient"),
     Mutant("the bias of no tile", "build_walk leave", "has_steps(x)", "True", "bias gradient, causal"),
     Mutant("the lse of the other query", "own_at exponents", "e // 2 % 2", "e % 2", "bias gradient"),
@@ -53,7 +55,7 @@ MUTANTS_DBIAS = (
     Mutant("the first head of k for all", "cuda place_of", "u32(at.head) // u32(space.group)", "0", "bias gradient, heads"),
     Mutant(
         "tiles of a mask as whole",
-        "own_at exponents",
+        "own_at read_part",
         "x.kind & i32(KIND.whole) != 0",
         "x.kind & i32(KIND.whole) == 0",
         "bias gradient, tiles of a mask",

@@ -13,7 +13,11 @@ MUTANTS_DBIAS_ROWS = (
         "bias gradient, rows",
     ),
     Mutant(
-        "Q of a run before it is there", "sm90 add_part", "pipeline.wait_ready(smem, QUERIES, step.next_n)", "pass", "bias gradient, rows"
+        "Q of a run before it is there",
+        "sm90 start_next",
+        "pipeline.wait_ready(w.smem, QUERIES, step.next_n)",
+        "pass",
+        "bias gradient, rows",
     ),
     Mutant("keys overwritten", "load_rows load_keys", "pipeline.wait_free(smem, KEYS, m)", "", "bias gradient, rows"),
     Mutant(
