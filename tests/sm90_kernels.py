@@ -179,7 +179,7 @@ DQ_DBIAS_KEPT = {
     for name, (*sizes, vectors, options, dlse, out, wide, summed, tile) in DQ_DBIAS_KEPT.items()
 }
 DK_DV_KEPT = {
-    name: BackwardConfig(*sizes, False, False, False, options, tile, vectors)
+    name: BackwardConfig(*sizes, False, False, False, options, tile, vectors, RESIDENT)
     for name, (*sizes, vectors, options, tile) in DK_DV_KEPT.items()
 }
 
@@ -245,6 +245,7 @@ BACKWARD_STORED = {
 }
 BACKWARD |= {name: (*config, STORING_TILE) for name, config in BACKWARD_STORED.items()}
 BACKWARD = {name: BackwardConfig(*config) for name, config in BACKWARD.items()}
+BACKWARD |= {name: replace(config, stage=RELATIVE_STAGE) for name, config in BACKWARD.items() if config.options.relative}
 
 # dtype, head dimensions, banded, stored through maps, ordered, how bias and mask are read, options; one for each tile, and for each option
 BACKWARD_OPTIONS = {
@@ -288,7 +289,8 @@ BACKWARD_OPTIONS |= {
     for name, config in COPIED_BIAS.items()
 }
 BACKWARD_OPTIONS = {
-    name: BackwardConfig(*sizes, options, tile, vectors) for name, (*sizes, vectors, options, tile) in BACKWARD_OPTIONS.items()
+    name: BackwardConfig(*sizes, options, tile, vectors, OPTIONS_STAGE)
+    for name, (*sizes, vectors, options, tile) in BACKWARD_OPTIONS.items()
 }
 
 # dtype, head dimensions, banded, how bias and mask are read, pairs written at once, options, what is written, summed, tiles
@@ -403,8 +405,7 @@ KERNELS = {
     **{name: Kernel("sm90.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
     **{name: Kernel("sm90.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},
     **{name: Kernel("sm90.forward_split.build", (config,)) for name, config in FORWARD_SPLIT.items()},
-    **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD.items()},
-    **{name: Kernel("sm90.backward_options.build", (config,)) for name, config in BACKWARD_OPTIONS.items()},
+    **{name: Kernel(loop_of(config.tile), (config,)) for name, config in (BACKWARD | BACKWARD_OPTIONS).items()},
     **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD_SPLIT.items()},
     **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS.items()},
     **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS_ROWS.items()},

@@ -56,9 +56,7 @@ MUTANTS_BLOCKS = (
         "gradients, many blocks",
     ),
     Mutant("sums of tiles that are hidden", "sm90 build_add_dq", "options.tiled", "options.mask", "gradients, many blocks"),
-    Mutant(
-        "dK without its scale", "part_of factors", "factor[r] * scales.scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"
-    ),
+    Mutant("dK without its scale", "ds_of factors", "factor[r] * scales.scale", "factor[r] * f32(1)", "gradients, blocks that do not fit"),
     Mutant(
         "lists of keys for each query",
         "sm90 prepare_options",
@@ -95,7 +93,7 @@ MUTANTS_BLOCKS = (
     ),
     Mutant(
         "as many tiles as the band leaves",
-        "tiles_of",
+        "sm90 begin_item",
         "if LISTED: ...",
         "if False: ...",
         "gradients, many blocks",

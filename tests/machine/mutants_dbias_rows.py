@@ -62,12 +62,12 @@ MUTANTS_DBIAS_ROWS = (
     # ---- a bias that is read ahead, also where it has no gradient
     Mutant("pairs of the next item ahead", "sm90 weigh", "AHEAD and more", "AHEAD", "copied bias"),
     Mutant("pairs of the first tile of an item for all", "sm90 weigh", "u32(n + 1)", "n", "copied bias"),
-    Mutant("a bias of the next item ahead", "take_first", "COPIES_BIAS and n != end", "COPIES_BIAS", "gradients, copied bias"),
+    Mutant("a bias of the next item ahead", "take_first", "COPIES and n != end", "COPIES", "gradients, copied bias"),
     Mutant(
         "the bias of a tile's first part again",
-        "consume",
-        "take_bias(bias_mask, box, smem, me, n, u32(part + 1))",
-        "take_bias(bias_mask, box, smem, me, n, part)",
+        "read_next",
+        "take_bias(held.bias_mask, held.box, smem, me, n, u32(part + 1))",
+        "take_bias(held.bias_mask, held.box, smem, me, n, part)",
         "gradients, copied bias",
     ),
 )

@@ -90,7 +90,7 @@ MUTANTS_RAISED = (
     Mutant("dP that is not lowered in dK", "weigh_vector", "t.dp[e] * f32(LOWERED)", "t.dp[e]", GRADIENTS),
     Mutant("dP that is not lowered in dQ", "weigh_vector", "w.dp[e] * f32(LOWERED)", "w.dp[e]", GRADIENTS),
     Mutant("dV that is not lowered", "note_bounds factors", "factor[r] *= f32(LOWERED)", "", "gradients"),
-    Mutant("dV that is not lowered, with options", "part_of factors", "factor[r] *= f32(LOWERED)", "", "gradients, bias"),
+    Mutant("dV that is not lowered, with options", "ds_of factors", "factor[r] *= f32(LOWERED)", "", "gradients, bias"),
     Mutant("dV that is not lowered beside a bias", "sm90 add finish", "f32(LOWERED)", "f32(1)", GRADIENTS),
     Mutant(
         "dV of few that is not lowered",

@@ -56,7 +56,7 @@ class BackwardConfig:
 
     Attributes
     ----------
-    dtype, d, dv, options, tile, vectors
+    dtype, d, dv, options, tile, vectors, stage
         As those of `ForwardConfig`.
     banded : bool
         Some query does not see every key; it makes no difference to a kernel that is `ordered`.
@@ -75,6 +75,7 @@ class BackwardConfig:
     options: Options
     tile: Any
     vectors: Vectors = ONE_BY_ONE
+    stage: str = PLAIN
 
 
 @dataclass(frozen=True)

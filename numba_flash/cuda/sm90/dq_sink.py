@@ -1,6 +1,6 @@
 """Where dS^T of the Hopper backward pass goes for dQ: a `DqSink`. The loop,
 `numba_flash.cuda.sm90.backward`, is the same for both: sums of dQ, to which blocks of keys add in
-memory, and slots of dS^T in memory, of which another kernel makes dQ.
+memory, and, without options, slots of dS^T in memory, of which another kernel makes dQ.
 
 In slots: under a mask of blocks those that add to one tile of dQ are at work at different times,
 and for the same bits in every run they would wait for each other. Instead dS^T of each tile that is
@@ -12,6 +12,7 @@ consumer reads its own part of dS^T alone, for dK, so consumers have nothing to 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
+from numba_flash.cuda.config import OPTIONS
 from numba_flash.cuda.lang import cuda, f32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import StoredNote, one_type, words
@@ -68,19 +69,9 @@ class DqSink(NamedTuple):
     end: Any
 
 
-@inline
-def release_nothing(smem, n):
-    """Others release Q."""
-
-
-def build_sums(config, layout, factors, interleaved=False, release_before=release_nothing):
-    """`DqSink` of sums in memory.
-
-    factors : that of `numba_flash.cuda.sm90.softmax_backward`.
-    interleaved : rows of dK and dV in registers are in the order of
-        `numba_flash.cuda.sm90.interleave`.
-    release_before : ``release_before(smem, n)``: all products of the tile before the n-th, the last
-        one of a work item, are complete.
+def build_sums(config, layout, stage):
+    """`DqSink` of sums in memory; `stage` is the `BackwardStage`. With options, rows of dK and dV
+    in registers are in the order of `numba_flash.cuda.sm90.interleave`.
     """
     tile, BFLOAT16 = config.tile, config.dtype == "bfloat16"
     K, V, DQ, WORK = map(one_type, (layout.k, layout.v, layout.dq, layout.work))
@@ -90,13 +81,14 @@ def build_sums(config, layout, factors, interleaved=False, release_before=releas
     DQ_TILE, DQ_BYTES = layout.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     V_BEHIND_K, K_PANEL = (V.tiles - K.tiles) // wgmma.UNIT, panel_bytes(tile.block_n)
     OUTPUTS_K, OUTPUTS_V, NEXT = config.d // 2, config.dv // 2, tile.block_m // 2 if AHEAD else 0
-    NONE, ONE, INTERLEAVED = 0, 1, interleaved
+    NONE, ONE, INTERLEAVED = 0, 1, config.stage == OPTIONS
+    factors, release_last = stage.factors, stage.release_last
     start_dq = wgmma.build_sum(64, tile.block_n // 16, 0, 0, BFLOAT16, False)
     commit_dq, put_dq = store.build_hand_over(layout.dq)
     put_dk = store.build_put_row(config.d, False, BFLOAT16)
     put_dv = store.build_put_row(config.dv, False, BFLOAT16)
-    stage_dk = store.build_stage(config.d, 2, BFLOAT16, interleaved) if TO_MAP else None
-    stage_dv = store.build_stage(config.dv, 2, BFLOAT16, interleaved) if TO_MAP else None
+    stage_dk = store.build_stage(config.d, 2, BFLOAT16, INTERLEAVED) if TO_MAP else None
+    stage_dv = store.build_stage(config.dv, 2, BFLOAT16, INTERLEAVED) if TO_MAP else None
 
     @inline
     def v_rows(smem, turn, k_rows, mine):
@@ -142,7 +134,7 @@ def build_sums(config, layout, factors, interleaved=False, release_before=releas
         if not AT_ONCE:
             commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
-        release_before(smem, n)
+        release_last(smem, n)
         pipeline.release_group(smem, K, turn)
         pipeline.release_group(smem, V, turn)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
@@ -175,7 +167,7 @@ def build_sums(config, layout, factors, interleaved=False, release_before=releas
     return DqSink(v_rows, begin, hand_over, release_v, share, start, wait, put, finish, end)
 
 
-def build_slots(config, layout, factors):
+def build_slots(config, layout, stage):
     """`DqSink` of slots of dS^T; arguments as those of `build_sums`."""
     tile, BFLOAT16 = config.tile, config.dtype == "bfloat16"
     K, V, Q, WORK = map(one_type, (layout.k, layout.v, layout.q, layout.work))
@@ -183,6 +175,7 @@ def build_slots(config, layout, factors):
     NOTES, K_PANEL = layout.notes, panel_bytes(tile.block_n)
     OUTPUTS_K, OUTPUTS_V = config.d // 2, config.dv // 2
     NEXT, NONE, ONE = tile.block_m // 2 if tile.ahead else 0, 0, 1
+    factors = stage.factors
     put_dk = store.build_put_rows(config.d, BFLOAT16, tile.block_n)
     put_dv = store.build_put_rows(config.dv, BFLOAT16, tile.block_n)
     send_dk = store.build_send(0, panels(config.d), tile.block_n)

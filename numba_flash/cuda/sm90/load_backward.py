@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx, relative, schedule, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type, parameters_type
+from numba_flash.cuda.config import OPTIONS
 from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, named, u32, u64
 from numba_flash.cuda.number import array
 from numba_flash.cuda.sm90 import ds_slots, pipeline, walk_backward
@@ -65,7 +66,7 @@ def build_write_work(banded, ordered, options, tile, layout):
     UPWARD = may_go_upward(ordered, options)
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED, UPWARD)
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
-    OPTIONS, MASKED = options.modifies_or_lists, options.tiled
+    NOTED, MASKED = options.modifies_or_lists, options.tiled
     IN_SLOTS, IN_PARTS = tile.in_slots, not tile.adds_dq and not tile.in_slots
     listed_together = build_walk(BLOCK_N, layout.work, tile.share).together
 
@@ -128,7 +129,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         )
         for word in range(len(work)):
             pipeline.write(smem, WORK, turn, word, work[word])
-        if OPTIONS:
+        if NOTED:
             pipeline.write(smem, WORK, turn, BACKWARD_SCORES_B1, item.b1)
             pipeline.write(smem, WORK, turn, BACKWARD_TILES, tiles)
         return True
@@ -186,8 +187,8 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, 0, tile.planes, ptx.ONCE)
     load_v = pipeline.build_load(V, width_v, BLOCK_N, 0, tile.planes, ptx.ONCE)
-    MASKED, OPTIONS = options.tiled, options.modifies_or_lists
-    note_tile = build_note_tile(layout) if OPTIONS else None
+    MASKED, NOTED = options.tiled, options.modifies_or_lists
+    note_tile = build_note_tile(layout) if NOTED else None
     walk, tile_at = build_walk(BLOCK_N, layout.work, tile.share), build_tile_at(upward)
     TOGETHER = goes_together(options, tile)
     listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
@@ -234,7 +235,7 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
                     if IN_SLOTS:
                         slot = i32(last - t)
                         note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))
-                    elif OPTIONS:
+                    elif NOTED:
                         note_tile(smem, n, TileNote(i32(at * BLOCK_M), head, i32(whole)))
                     row = i32(pipeline.read(smem, WORK, turn, WORD.q0) + at * i32(BLOCK_M))
                     offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
@@ -316,9 +317,9 @@ def build_kernel(config, consume, handed=()):
     a `RoundingTile`. Consumers have `Arrivals` of what they have `handed` to each other.
     """
     options, tile, planes = config.options, config.tile, config.tile.planes
-    scales = named(OptionScales, f32, f32, parameters_type(options))
-    if options.only_lists or not options.modifies_or_lists:
-        scales = named(Scales, f32)
+    scales = named(Scales, f32)
+    if config.stage == OPTIONS:
+        scales = named(OptionScales, f32, f32, parameters_type(options))
     lists = lists_of(options, config.ordered, tile)
     return hopper_kernel(
         (*rings_of(tile, tile.layout(config.d, config.dv)), *handed),

@@ -91,9 +91,9 @@ def prepare(chosen: Chosen) -> Prepared:
     slots = slots_of(p)
     row_blocks = RowBlocks(*p.batch, p.hq, grid.blocks(p, p.nq, DQ_TILE.block_m))
     this = Pass(
+        recipe=chosen.recipe,
         p=p,
         tile=tile,
-        loops=chosen.recipe.loops,
         gpu=gpu,
         ordered=False,  # it is so anyway
         inputs=grid.inputs_heads_first(p, inputs),

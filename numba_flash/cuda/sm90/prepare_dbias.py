@@ -281,6 +281,7 @@ def _dk_dv(chosen: Chosen, rows: Layout) -> Launch:
         options=p.options.structure,
         tile=tile,
         vectors=vectors_of(p, x, 1),
+        stage=chosen.recipe.stage,
     )
     return Launch(
         f"{chosen.recipe.loops[1]}.build",

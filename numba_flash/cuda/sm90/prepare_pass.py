@@ -12,7 +12,7 @@ from numba_flash.cuda import grid
 from numba_flash.cuda.arguments import BASE_E, ONE_BY_ONE, RAISED_BASE_2, chunked, planes_of
 from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.recipe import Chosen
+from numba_flash.cuda.recipe import Chosen, Recipe
 from numba_flash.cuda.sm90 import prepare_turns, rounding_tile
 from numba_flash.cuda.sm90.arguments import Sizes, scales
 from numba_flash.cuda.sm90.config import BackwardConfig, DqConfig
@@ -30,13 +30,13 @@ ROW_THREADS = 256  # of the kernel before the main one
 
 
 class Pass(NamedTuple):
-    """A backward pass that is being prepared: the problem, its tile, loops and GPU, layouts with
-    heads first; whether its kernels are launched early.
+    """A backward pass that is being prepared: its recipe, the problem, its tile and GPU, layouts
+    with heads first; whether its kernels are launched early.
     """
 
+    recipe: Recipe
     p: Problem
     tile: object
-    loops: tuple[str, ...]
     gpu: Gpu
     ordered: bool
     inputs: BackwardInputs
@@ -61,9 +61,9 @@ def pass_of(chosen: Chosen, early: bool = False) -> Pass:
     p, tile, (_, inputs, results, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
     row_blocks = row_blocks_of(p, tile)
     return Pass(
+        recipe=chosen.recipe,
         p=p,
         tile=tile,
-        loops=chosen.recipe.loops,
         gpu=gpu,
         ordered=prepare_turns.ordered(p, tile, deterministic),
         inputs=grid.inputs_heads_first(p, inputs),
@@ -161,9 +161,10 @@ def main_launch(this: Pass, sums: Layout, extras, numbers, maps, vectors=ONE_BY_
         options=p.options.structure,
         tile=tile,
         vectors=vectors,
+        stage=this.recipe.stage,
     )
     return Launch(
-        f"{this.loops[0]}.build",
+        f"{this.recipe.loops[0]}.build",
         (config,),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
@@ -212,7 +213,7 @@ def dq_launch(this: Pass, tile, sizes: Sizes, extras) -> Launch:
     )
     maps = ((this.inputs.k, tile.block_n), (dq, KEYS))
     return Launch(
-        f"{this.loops[1]}.build",
+        f"{this.recipe.loops[1]}.build",
         (config,),
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),

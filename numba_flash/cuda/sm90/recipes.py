@@ -282,7 +282,7 @@ BACKWARD = (
     Recipe(
         problems="a bias that the copy engine brings, D up to 128",
         serves=_copied_bias,
-        loops=("sm90.backward_options",),
+        loops=("sm90.backward",),
         tile=lambda p, call: replace(backward_options_tile(p), copies_bias=True),
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
@@ -293,7 +293,7 @@ BACKWARD = (
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`, D up to 128",
         serves=_options,
-        loops=("sm90.backward_options",),
+        loops=("sm90.backward",),
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=KEYS_OR_LISTED,
         stage=OPTIONS,

@@ -101,7 +101,7 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
     clear_do = pipeline.build_clear_tail(tile.planes * PANEL * panels(head_dim_v), BLOCK_M)
     NOTED, TOGETHER = hasattr(SMEM, "notes"), goes_together(options, tile)
     NOTES = SMEM.notes if NOTED else 0
-    # the latter, once per item, of any kind: `begin_backward` does not know which there are
+    # the latter, once per item, of any kind: `plain_gradients` does not know which there are
     UPWARD, tile_at = upward, build_tile_at(True)
     SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
     LOWERED = 2.0 ** -softmax.raised_backward(bfloat16 or SPLIT)

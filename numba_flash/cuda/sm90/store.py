@@ -45,10 +45,10 @@ def build_put_chunks(head_dim_v, first_panel, bfloat16, rows=64, interleaved=Fal
 
 
 @once
-def build_put_ds(block_m, bfloat16, rows):
-    """``put_ds(tile, ds, j)``: chunks of 8 columns j and j + 1 of dS^T, rounded, into a tile of
-    panels of `rows` rows, where ``mine(tile)``, the address of this thread's, is known: the number
-    of a chunk only changes bits of it.
+def build_put_ds(bfloat16, rows):
+    """``put_ds(at, ds, j, first)``: chunks of 8 columns j and j + 1 of dS^T, rounded, into a tile
+    of panels of `rows` rows; `first` is 0, see `build_put_part`. `at` is ``mine(tile)``, the
+    address of this thread's: the number of a chunk only changes bits of it.
     """
     PANEL_CHUNKS, PANEL_BYTES = PANEL // 8, panel_bytes(rows)
     _, pack2 = build_pack(0, bfloat16)
@@ -60,7 +60,7 @@ def build_put_ds(block_m, bfloat16, rows):
         return u32(tile + u32(row * ROW_BYTES + (right ^ row % 8) * 16))
 
     @inline
-    def put_ds(at, ds, j):
+    def put_ds(at, ds, j, first):
         e = 4 * j
         a, b = pack2(ds[e], ds[e + 1]), pack2(ds[e + 2], ds[e + 3])
         c, d = pack2(ds[e + 4], ds[e + 5]), pack2(ds[e + 6], ds[e + 7])
@@ -92,7 +92,7 @@ def build_put_rows(columns, bfloat16, rows):
     registers, rounded, into a tile of panels of `rows` rows; of addresses a thread keeps one.
     """
     CHUNKS, PAIRS, ONES = columns // 8, columns // 16 * 2, (1.0, 1.0)
-    mine, put_pair = build_put_ds(columns, bfloat16, rows)
+    mine, put_pair = build_put_ds(bfloat16, rows)
     put_chunks = build_put_chunks(columns, 0, bfloat16, rows)
 
     @inline
@@ -101,7 +101,7 @@ def build_put_rows(columns, bfloat16, rows):
         for e in range(4 * CHUNKS):
             acc[e] = acc[e] * factor
         for j in range(0, PAIRS, 2):
-            put_pair(at, acc, j)
+            put_pair(at, acc, j, 0)
         if PAIRS < CHUNKS:
             put_chunks(tile, acc, ONES, PAIRS)
 
@@ -110,11 +110,15 @@ def build_put_rows(columns, bfloat16, rows):
 
 @once
 def build_put_part(bfloat16, rows):
-    """``put_part(tile, x, j, first)``: chunks of 8 columns j and j + 1 of a fragment, rounded, into
-    a tile of panels of `rows` rows, in which its column 0 is that of chunk `first`.
+    """As `build_put_ds`, but of a fragment whose chunk 0 is the tile's chunk `first`; what a thread
+    knows is the address of the tile.
     """
     PANEL_CHUNKS, PANEL_BYTES = PANEL // 8, panel_bytes(rows)
     _, pack2 = build_pack(0, bfloat16)
+
+    @inline
+    def mine(tile):
+        return tile
 
     @inline
     def put_part(tile, x, j, first):
@@ -126,7 +130,7 @@ def build_put_part(bfloat16, rows):
         left, below = pack2(x[e], x[e + 1]), pack2(x[e + 2], x[e + 3])
         ptx.stmatrix(at, left, below, pack2(x[e + 4], x[e + 5]), pack2(x[e + 6], x[e + 7]))
 
-    return put_part
+    return mine, put_part
 
 
 @once
