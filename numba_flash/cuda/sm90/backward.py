@@ -67,9 +67,9 @@ def build(config: BackwardConfig):
     AHEAD, SPLIT_ROWS, KEEPS_DS = tile.ahead, tile.splits_rows, tile.keeps_ds
     BFLOAT16, DROPOUT, NONE, ONE = dtype == "bfloat16", bool(options.dropout), 0, 1
     stage = (option_gradients if config.stage == OPTIONS else plain_gradients).build(config, SMEM)
-    begin_item, part_of, read_first = stage.begin_item, stage.part_of, stage.read_first
-    start_scores, start_next, wait_do = stage.start_scores, stage.start_next, stage.wait_do
-    release_before, recompute_p = stage.release_before, stage.recompute_p
+    begin_item, begin_tile, wait_do = stage.begin_item, stage.begin_tile, stage.wait_do
+    start_scores, start_next, read_first = stage.start_scores, stage.start_next, stage.read_first
+    part_of, release_before, recompute_p = stage.part_of, stage.release_before, stage.recompute_p
     differentiate_cap, differentiate = stage.differentiate_cap, stage.differentiate
     next_step, EARLY = stage.next_step, stage.early
     SLOPES, WORDS, KEPT = stage.slopes, stage.words, stage.kept
@@ -120,12 +120,13 @@ def build(config: BackwardConfig):
             begin_sink(smem, turn, me)
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
+                begin_tile(smem, turn, me, n, step)
                 part, more = u32(0), True
                 while more:  # not over a range: LLVM would find late that of one part it is no loop
                     behind = u32(part * u32(PART_BYTES))
                     if not AHEAD:  # (1) S^T = K Q^T
-                        start_scores(sT, smem, turn, me, n, part, step, k_rows)
-                    wait_do(smem, turn, me, n, part, step)
+                        start_scores(sT, smem, me, n, part, k_rows)
+                    wait_do(smem, turn, me, n, step)
                     if KEEPS_DS and not AHEAD:  # dK is complete: dP can have the registers of dS
                         ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                     # (4) dP^T = V dO^T
@@ -137,7 +138,7 @@ def build(config: BackwardConfig):
                         ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                         if part == 0:
                             release_before(smem, n, begin)
-                    # the options, (2) P^T = exp(S^T - lse), in the place of S^T, and dropout
+                    # (2) P^T = exp(S^T - lse), in the place of S^T, between options and dropout
                     recompute_p(sT, held, smem, turn, me, n, part, x, given)
                     # A branch here keeps the assembler from waiting for dP before P, and one above
                     # from waiting for a bias before S.

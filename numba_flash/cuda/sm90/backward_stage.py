@@ -40,11 +40,13 @@ class BackwardStage(NamedTuple):
         work item whose first tile is the n-th, and, if the tile says ahead, for (1) S^T of that;
         `count` is how many tiles each head has. Returns the first step, and `end`, the number of
         the first tile of the next work item.
+    begin_tile : function
+        ``begin_tile(smem, turn, me, n, step)``: wait for Q of the n-th tile, unless its S^T was
+        started ahead, and perhaps for its dO.
     start_scores : function
-        ``start_scores(sT, smem, turn, me, n, part, step, k_rows)``: wait for Q of the n-th tile,
-        and start (1) S^T = K Q^T of a part.
+        ``start_scores(sT, smem, me, n, part, k_rows)``: start (1) S^T = K Q^T of a part.
     wait_do : function
-        ``wait_do(smem, turn, me, n, part, step)``: wait for its dO.
+        ``wait_do(smem, turn, me, n, step)``: wait for dO, unless `begin_tile` has.
     part_of : function
         ``part_of(smem, turn, me, n, part, step, given)``: `x`.
     release_before : function
@@ -79,6 +81,7 @@ class BackwardStage(NamedTuple):
     """
 
     begin_item: Any
+    begin_tile: Any
     start_scores: Any
     wait_do: Any
     part_of: Any

@@ -227,16 +227,18 @@ def build(config, layout):
         return i32(0), end  # steps are noted
 
     @inline
-    def start_scores(sT, smem, turn, me, n, part, step, k_rows):
-        if part == 0:
-            wait_q(smem, turn, me, n, step)
-            wait_row(smem, turn, me, n, step)
+    def begin_tile(smem, turn, me, n, step):
+        wait_q(smem, turn, me, n, step)
+        wait_row(smem, turn, me, n, step)
+
+    @inline
+    def start_scores(sT, smem, me, n, part, k_rows):
         rows = u32(pipeline.tile(smem, Q, n) + u32(part * u32(PART_BYTES)))
         multiply(sT, k_rows, wgmma.descriptor(rows, u32(0)))
 
     @inline
-    def wait_do(smem, turn, me, n, part, step):
-        """`start_scores` has."""
+    def wait_do(smem, turn, me, n, step):
+        """`begin_tile` has."""
 
     @inline
     def release_last(smem, n):
@@ -264,6 +266,7 @@ def build(config, layout):
 
     return BackwardStage(
         begin_item,
+        begin_tile,
         start_scores,
         wait_do,
         part_of,

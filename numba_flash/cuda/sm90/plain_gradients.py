@@ -38,8 +38,9 @@ def build_begin_sums(tile, q, added):
 
 
 def build_begin(config, layout, rows):
-    """`BackwardStage.begin_item`, `start_scores` and `start_next`; `rows` is the `SoftmaxBackward`.
-    After an item's last tile the next product is that of the same tile again, which nobody uses.
+    """`BackwardStage.begin_item`, `begin_tile`, `start_scores` and `start_next`; `rows` is the
+    `SoftmaxBackward`. After a work item's last tile the next product is that of the same tile
+    again, which nobody uses.
     """
     options, tile, BFLOAT16 = config.options, config.tile, config.dtype == "bfloat16"
     Q, K, V, WORK = map(one_type, (layout.q, layout.k, layout.v, layout.work))
@@ -52,15 +53,15 @@ def build_begin(config, layout, rows):
     note_bounds, bound, wait_q = rows.note_bounds, rows.bound, rows.wait_q
 
     @inline
-    def scores_of(sT, smem, me, n, k_rows):
+    def begin_tile(smem, turn, me, n, step):
+        if not AHEAD:
+            wait_q(smem, turn, me, n, step)
+
+    @inline
+    def start_scores(sT, smem, me, n, part, k_rows):
         if RELATIVE:
             begin_sums(sT, smem, me, n)
         multiply(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
-
-    @inline
-    def start_scores(sT, smem, turn, me, n, part, step, k_rows):
-        wait_q(smem, turn, me, n, step)
-        scores_of(sT, smem, me, n, k_rows)
 
     @inline
     def begin_item(held, sT, smem, turn, me, n, count, k_rows, given):
@@ -74,7 +75,7 @@ def build_begin(config, layout, rows):
             clear_k(smem, K, turn, keys, me)
         if AHEAD:
             wait_q(smem, turn, me, n, step)
-            scores_of(sT, smem, me, n, k_rows)
+            start_scores(sT, smem, me, n, u32(0), k_rows)
         pipeline.wait_ready(smem, V, turn)
         if SEQUENCES:
             clear_v(smem, V, turn, keys, me)
@@ -92,9 +93,9 @@ def build_begin(config, layout, rows):
             following = n
         else:
             wait_q(smem, turn, me, following, step)
-        scores_of(sT, smem, me, following, k_rows)
+        start_scores(sT, smem, me, following, u32(0), k_rows)
 
-    return begin_item, start_scores, start_next
+    return begin_item, begin_tile, start_scores, start_next
 
 
 def build(config, layout):
@@ -102,13 +103,8 @@ def build(config, layout):
     options, tile, BFLOAT16 = config.options, config.tile, config.dtype == "bfloat16"
     Q, upward = one_type(layout.q), may_go_upward(config.ordered, options)
     rows = softmax_backward.build(config.d, config.dv, options, tile, BFLOAT16, upward)
-    begin_item, start_scores, start_next = build_begin(config, layout, rows)
-    wait_row, exponentiate = rows.wait_do, rows.recompute_p
-    bend, multiply = rows.differentiate_cap, rows.differentiate
-
-    @inline
-    def wait_do(smem, turn, me, n, part, step):
-        wait_row(smem, turn, me, n, step)
+    begin_item, begin_tile, start_scores, start_next = build_begin(config, layout, rows)
+    exponentiate, bend, multiply = rows.recompute_p, rows.differentiate_cap, rows.differentiate
 
     @inline
     def part_of(smem, turn, me, n, part, step, given):
@@ -142,8 +138,9 @@ def build(config, layout):
 
     return BackwardStage(
         begin_item,
+        begin_tile,
         start_scores,
-        wait_do,
+        rows.wait_do,
         part_of,
         release_before,
         recompute_p,
