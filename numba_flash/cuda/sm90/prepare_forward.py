@@ -25,10 +25,10 @@ from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.fold import folded
-from numba_flash.cuda.sm90.kept_tiles import MOST, kept_tile
+from numba_flash.cuda.sm90.forward_tiles import kept_tile
+from numba_flash.cuda.sm90.kept_tiles import MOST
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
-from numba_flash.cuda.sm90.split_tiles import padded
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, padded
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
 

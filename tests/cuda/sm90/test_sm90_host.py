@@ -31,24 +31,23 @@ from numba_flash.cuda.sm90 import (
     tier,
 )
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
+from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES, BackwardTile, backward_tile
 from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
 from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, DbiasTile, dbias_tile, keys_tile, queries_tile
-from numba_flash.cuda.sm90.forward_options_tiles import COPYING, tile_of, words_held
-from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
-from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES, backward_options_tile
-from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
-from numba_flash.cuda.sm90.tiles import (
+from numba_flash.cuda.sm90.forward_tiles import (
+    COPYING,
     FORWARD_TILES,
-    KEYS,
-    OUTPUT_ROWS,
     PART_TILES,
-    SHARED_LIMIT,
-    WORK_BYTES,
-    BackwardTile,
-    backward_tile,
+    KeptTile,
     forward_tile,
+    kept_tile,
+    options_tile,
     part_tile,
+    words_held,
 )
+from numba_flash.cuda.sm90.options_tiles import backward_options_tile
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
+from numba_flash.cuda.sm90.tiles import KEYS, OUTPUT_ROWS, SHARED_LIMIT, WORK_BYTES
 from numba_flash.cuda.swizzle import PANEL
 from numba_flash.options import PLAIN, Options
 from numba_flash.plan import choose
@@ -376,7 +375,7 @@ def test_every_problem_with_options_has_a_tile_that_fits(options):
     """And what a lane keeps of bias and mask is what tiles were chosen by."""
     base = replace(problem(), options=options)
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
-        tile = choose_tile(replace(base, d=d, dv=dv), tile_of).tile
+        tile = choose_tile(replace(base, d=d, dv=dv), options_tile).tile
         assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
         assert tile.block_n % 16 == 0
         assert held(options, runs_of_columns(tile.block_n)).words * 4 == words_held(options) * tile.block_n
