@@ -14,7 +14,7 @@ from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, WIDE_DQ_TILE, BackwardTile, WideTile, with_options
 from numba_flash.cuda.sm90.backward_tiles import SPLIT_TILES as BACKWARD_SPLIT_TILES
-from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
+from numba_flash.cuda.sm90.config import RESIDENT_QUERIES, BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES, KeysTile, QueriesTile
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.forward_tiles import (
@@ -173,7 +173,7 @@ DK_DV_KEPT = {  # dtype, head dimensions, how the bias is read, options, tile
     "dk and dv 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, KeysTile(128, 2, 6, 2, 64)),
 }
 DQ_DBIAS_KEPT = {
-    name: BiasGradientConfig(*sizes, False, options, tile, out, summed, wide, vectors, dlse)
+    name: BiasGradientConfig(*sizes, False, options, tile, out, summed, wide, vectors, dlse, RESIDENT)
     for name, (*sizes, vectors, options, dlse, out, wide, summed, tile) in DQ_DBIAS_KEPT.items()
 }
 DK_DV_KEPT = {
@@ -316,7 +316,7 @@ DBIAS_ROWS = {
     "dbias sm90 40, 64 rows of each": ("float16", 40, 64, (False,) * 5, BIAS, "bfloat16", 1),
 }
 DBIAS_ROWS = {
-    name: BiasGradientConfig(*sizes, False, options, ROWS_TILES[elements], out, summed)
+    name: BiasGradientConfig(*sizes, False, options, ROWS_TILES[elements], out, summed, stage=RESIDENT_QUERIES)
     for name, (*sizes, summed, options, out, elements) in DBIAS_ROWS.items()
 }
 

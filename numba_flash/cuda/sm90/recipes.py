@@ -32,6 +32,7 @@ from numba_flash.cuda.sm90.backward_tiles import (
     rounding_tile,
     split_backward_tile,
 )
+from numba_flash.cuda.sm90.config import NOTED, RESIDENT_QUERIES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.forward_tiles import (
     copying_tile,
@@ -164,7 +165,7 @@ BIAS_GRADIENT = (
         loops=("sm90.dbias",),
         tile=lambda p, call: prepare_dbias.rows_tile_of(p, call.results.dbias),
         work="runs of tiles of a block of queries, batch innermost",
-        stage=OPTIONS,
+        stage=RESIDENT_QUERIES,
         prepare=prepare_dbias.DbiasRows,
     ),
     Recipe(
@@ -173,7 +174,7 @@ BIAS_GRADIENT = (
         loops=("sm90.dbias",),
         tile=lambda p, call: choose(call.problem, dbias_tile).tile,
         work=OF_GRADIENT,
-        stage=OPTIONS,
+        stage=NOTED,
         prepare=prepare_dbias.Dbias,
     ),
 )
