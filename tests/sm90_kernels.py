@@ -373,8 +373,8 @@ BACKWARD_SPLIT = {
     for name, (d, dv, banded, ordered, options, tile) in BACKWARD_SPLIT.items()
 }
 AROUND |= {
-    "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SPLIT_BACKWARD_64)),
-    "postprocess float32 96": Kernel("sm90.postprocess_split.build", (96, PLAIN, SPLIT_BACKWARD_128)),
+    "postprocess float32": Kernel("sm90.postprocess.build_split", (64, PLAIN, SPLIT_BACKWARD_64)),
+    "postprocess float32 96": Kernel("sm90.postprocess.build_split", (96, PLAIN, SPLIT_BACKWARD_128)),
     "preprocess float32": preprocess("float32", 64, False, 64, 8 * DQ_PART, True, True, BASE_E, PLAIN, ROW_THREADS),
 }
 

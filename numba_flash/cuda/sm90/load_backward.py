@@ -26,8 +26,8 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
-from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.pair_tiles import build_load_bias
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.round_dq import build_write_and_round
 from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP

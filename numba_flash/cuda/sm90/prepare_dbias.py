@@ -201,7 +201,7 @@ def rows_stay(problem, inputs, dbias) -> bool:
 
 class Known(NamedTuple):
     """What the first kernel hands to the second: of each row of queries, as
-    `numba_flash.cuda.sm90.load_gradients` says.
+    `numba_flash.cuda.sm90.load_kept` says.
     """
 
     rows: Layout

@@ -188,7 +188,7 @@ def postprocess_launch(this: Pass, extras, lists: tuple = ()) -> Launch:
     if not planes_of(p):
         config, threads, dq = (p.dtype, *config, lists), threads * tile.consumers, dq.words()
     return Launch(
-        f"sm90.{'postprocess_split' if planes_of(p) else 'postprocess'}.build",
+        f"sm90.postprocess.build{'_split' if planes_of(p) else ''}",
         config,
         this.gpu,
         grid=math.prod(this.row_blocks),
