@@ -1,6 +1,6 @@
 """The `sm90` kernels that are compiled to machine code without a GPU, by name."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 from compiled import Kernel
@@ -12,30 +12,28 @@ from numba_flash.cuda.config import RELATIVE as RELATIVE_STAGE
 from numba_flash.cuda.config import RESIDENT, PreprocessConfig
 from numba_flash.cuda.prepare_parts import ROWS
 from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
-from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
+from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, WIDE_DQ_TILE, BackwardTile, WideTile, with_options
+from numba_flash.cuda.sm90.backward_tiles import SPLIT_TILES as BACKWARD_SPLIT_TILES
+from numba_flash.cuda.sm90.config import RESIDENT_QUERIES, BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
 from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES, KeysTile, QueriesTile
 from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
-from numba_flash.cuda.sm90.forward_options_tiles import COPYING, words_held
-from numba_flash.cuda.sm90.forward_options_tiles import TILES as OPTION_TILES
-from numba_flash.cuda.sm90.kept_tiles import KeptTile, kept_tile
+from numba_flash.cuda.sm90.forward_tiles import (
+    COPYING,
+    FORWARD_TILES,
+    OPTION_TILES,
+    PART_TILES,
+    KeptTile,
+    Tile,
+    kept_tile,
+    relative_tile,
+    words_held,
+)
+from numba_flash.cuda.sm90.forward_tiles import SPLIT_TILES as FORWARD_SPLIT_TILES
 from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
 from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
 from numba_flash.cuda.sm90.prepare_pass import ROW_THREADS
-from numba_flash.cuda.sm90.relative_tiles import RelativeBackwardTile, RelativeTile, relative_tile
-from numba_flash.cuda.sm90.rounding_tile import RoundingTile
-from numba_flash.cuda.sm90.split_tiles import SplitBackwardTile, SplitTile, WideSplitBackwardTile
-from numba_flash.cuda.sm90.tiles import (
-    BACKWARD_TILES,
-    DQ_PART,
-    FORWARD_TILES,
-    PART_TILES,
-    BackwardTile,
-    Row,
-    Tile,
-    WideTile,
-    with_options,
-)
+from numba_flash.cuda.sm90.tiles import DQ_PART, Row
 from numba_flash.options import PLAIN, Options
 
 LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
@@ -87,7 +85,7 @@ OF_DISTANCES = {
 }
 
 
-def relative_tile_of(d: int, dv: int, band: str, store: str) -> RelativeTile:
+def relative_tile_of(d: int, dv: int, band: str, store: str) -> Tile:
     return relative_tile(SimpleNamespace(d=d, dv=dv, nk=2**20, band=band, options=RELATIVE), store == "parts")
 
 
@@ -175,7 +173,7 @@ DK_DV_KEPT = {  # dtype, head dimensions, how the bias is read, options, tile
     "dk and dv 24, 16, kept": ("float16", 24, 16, ONES, BIAS_16, KeysTile(128, 2, 6, 2, 64)),
 }
 DQ_DBIAS_KEPT = {
-    name: BiasGradientConfig(*sizes, False, options, tile, out, summed, wide, vectors, dlse)
+    name: BiasGradientConfig(*sizes, False, options, tile, out, summed, wide, vectors, dlse, RESIDENT)
     for name, (*sizes, vectors, options, dlse, out, wide, summed, tile) in DQ_DBIAS_KEPT.items()
 }
 DK_DV_KEPT = {
@@ -184,7 +182,7 @@ DK_DV_KEPT = {
 }
 
 # Head dimensions, lse, band, how o is stored, options, tile.
-SPLIT_64, SPLIT_128 = SplitTile(128, 128, 1, 2, True), SplitTile(128, 64, 1, 2, True)
+SPLIT_64, SPLIT_128 = (row.tile for row in FORWARD_SPLIT_TILES)
 FORWARD_SPLIT = {
     "float32 64": (64, 64, True, "none", "floats", PLAIN, SPLIT_64),
     "float32 64, causal": (64, 64, True, "above", "floats", PLAIN, SPLIT_64),
@@ -217,7 +215,7 @@ BACKWARD_ROUNDING = {
     "backward 128 rounding": ("float16", 128, 128, False, True, True, PLAIN),
     "backward 72, 40 rounding": ("bfloat16", 72, 40, False, True, True, PLAIN),
 }
-BACKWARD |= {name: (*config, RoundingTile(**asdict(backward_tile(*config[1:3])))) for name, config in BACKWARD_ROUNDING.items()}
+BACKWARD |= {name: (*config, replace(backward_tile(*config[1:3]), rounds_dq=True)) for name, config in BACKWARD_ROUNDING.items()}
 BACKWARD_LISTS = {
     "backward 64 lists": ("bfloat16", 64, 64, False, True, True, LISTED),
     "backward 64 lists, lengths, in any order": ("float16", 64, 64, True, True, False, LISTED_LENGTHS),
@@ -234,7 +232,7 @@ BACKWARD_RELATIVE = {
     "backward 128 relative, packed": ("bfloat16", 128, 128, False, False, True, replace(PACKED, relative=True)),
 }
 BACKWARD |= {
-    name: (*config, RelativeBackwardTile(**asdict(with_options(backward_tile(*config[1:3]), config[-1]))))
+    name: (*config, replace(with_options(backward_tile(*config[1:3]), config[-1]), relative=True))
     for name, config in BACKWARD_RELATIVE.items()
 }
 
@@ -318,21 +316,15 @@ DBIAS_ROWS = {
     "dbias sm90 40, 64 rows of each": ("float16", 40, 64, (False,) * 5, BIAS, "bfloat16", 1),
 }
 DBIAS_ROWS = {
-    name: BiasGradientConfig(*sizes, False, options, ROWS_TILES[elements], out, summed)
+    name: BiasGradientConfig(*sizes, False, options, ROWS_TILES[elements], out, summed, stage=RESIDENT_QUERIES)
     for name, (*sizes, summed, options, out, elements) in DBIAS_ROWS.items()
 }
 
 
-LOOPS = {
-    WideTile: "backward_wide",
-    SplitBackwardTile: "backward_split",
-    WideSplitBackwardTile: "backward_split",
-}
-
-
 def loop_of(tile) -> str:
-    """Builder of the backward loop that has tiles of a kind."""
-    return f"sm90.{LOOPS.get(type(tile), 'backward')}.build"
+    """Builder of the backward loop that has such a tile."""
+    loop = "backward_wide" if isinstance(tile, WideTile) else "backward_split" if tile.planes > 1 else "backward"
+    return f"sm90.{loop}.build"
 
 
 EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early
@@ -361,7 +353,7 @@ DQ = {
     "dq packed, 136": ("float16", 136, True, False, PACKED),
     "dq lengths, 192": ("bfloat16", 192, True, True, LENGTHS),
 }
-DQ = {name: (*config, backward_tile(256, 256)) for name, config in DQ.items()}
+DQ = {name: (*config, WIDE_DQ_TILE) for name, config in DQ.items()}
 DQ_LISTS = {
     "dq 128 lists": ("float16", 128, False, True, LISTED),
     "dq 72 lists, lengths": ("bfloat16", 72, True, True, LISTED_LENGTHS),
@@ -369,19 +361,20 @@ DQ_LISTS = {
 DQ |= {name: (*config, DQ_TILE) for name, config in DQ_LISTS.items()}
 DQ = {name: DqConfig(*config) for name, config in DQ.items()}
 
+SPLIT_BACKWARD_64, SPLIT_BACKWARD_128 = (row.tile for row in BACKWARD_SPLIT_TILES)
 BACKWARD_SPLIT = {  # head dimensions, banded, ordered, options, tile
-    "backward float32 64": (64, 64, False, True, PLAIN, SplitBackwardTile(64, 2, 2, False)),
-    "backward float32 40, 64, packed": (40, 64, True, False, PACKED, SplitBackwardTile(64, 2, 2, False)),
-    "backward float32 128": (128, 128, False, True, PLAIN, WideSplitBackwardTile(64, 2, 1, False)),
-    "backward float32 72, 96, packed": (72, 96, True, False, PACKED, WideSplitBackwardTile(64, 2, 1, False)),
+    "backward float32 64": (64, 64, False, True, PLAIN, SPLIT_BACKWARD_64),
+    "backward float32 40, 64, packed": (40, 64, True, False, PACKED, SPLIT_BACKWARD_64),
+    "backward float32 128": (128, 128, False, True, PLAIN, SPLIT_BACKWARD_128),
+    "backward float32 72, 96, packed": (72, 96, True, False, PACKED, SPLIT_BACKWARD_128),
 }
 BACKWARD_SPLIT = {
     name: BackwardConfig("float32", d, dv, banded, False, ordered, options, tile)
     for name, (d, dv, banded, ordered, options, tile) in BACKWARD_SPLIT.items()
 }
 AROUND |= {
-    "postprocess float32": Kernel("sm90.postprocess_split.build", (64, PLAIN, SplitBackwardTile(64, 2, 2, False))),
-    "postprocess float32 96": Kernel("sm90.postprocess_split.build", (96, PLAIN, WideSplitBackwardTile(64, 2, 1, False))),
+    "postprocess float32": Kernel("sm90.postprocess.build_split", (64, PLAIN, SPLIT_BACKWARD_64)),
+    "postprocess float32 96": Kernel("sm90.postprocess.build_split", (96, PLAIN, SPLIT_BACKWARD_128)),
     "preprocess float32": preprocess("float32", 64, False, 64, 8 * DQ_PART, True, True, BASE_E, PLAIN, ROW_THREADS),
 }
 

@@ -17,8 +17,8 @@ from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
 from numba_flash.cuda import grid, launch
 from numba_flash.cuda.sm90 import prepare_turns
+from numba_flash.cuda.sm90.backward_tiles import backward_tile
 from numba_flash.cuda.sm90.prepare_turns import Order
-from numba_flash.cuda.sm90.tiles import backward_tile
 from numba_flash.plan import tier
 from numba_flash.problem import ForwardInputs, bind
 

@@ -20,7 +20,9 @@ from numba_flash.bench.cases import Case, Cell
 from numba_flash.cuda import launch
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.cuda.sm90 import recipes
-from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, BackwardTile, Tile
+from numba_flash.cuda.sm90.backward_tiles import BackwardTile
+from numba_flash.cuda.sm90.forward_tiles import Tile
+from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 from numba_flash.plan import tier
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, bind
 

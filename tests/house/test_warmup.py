@@ -18,7 +18,8 @@ from numba_flash.bench.cases import Cell
 from numba_flash.cuda import compile, compiler, launch
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.simt.tier import tile_for
-from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile
+from numba_flash.cuda.sm90.backward_tiles import backward_tile
+from numba_flash.cuda.sm90.forward_tiles import forward_tile
 from numba_flash.problem import Problem, bind
 
 H200, A100, T4 = Gpu(0, (9, 0), 132), Gpu(0, (8, 0), 108), Gpu(0, (7, 5), 40)

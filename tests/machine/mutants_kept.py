@@ -131,8 +131,8 @@ MUTANTS_KEPT = (
     Mutant(
         "rows that shift what is swizzled",
         "sm90 layout",
-        "-(-self.queries * ROW_BYTES // PATTERN) * PATTERN",
-        "-(-self.queries * ROW_BYTES // 1) * 1",
+        "up_to(self.queries * ROW_BYTES, PATTERN)",
+        "up_to(self.queries * ROW_BYTES, 1)",
         GRADIENTS,
     ),
     Mutant(

@@ -19,7 +19,7 @@ from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_lengths import MOST, launch_of
 from numba_flash.cuda.sm90 import prepare_forward
 from numba_flash.cuda.sm90.config import ForwardConfig
-from numba_flash.cuda.sm90.tiles import forward_tile
+from numba_flash.cuda.sm90.forward_tiles import forward_tile
 from numba_flash.options import AS_NUMBERS, Options
 from numba_flash.problem import Problem
 

@@ -27,8 +27,9 @@ from numba_flash import reference
 from numba_flash.arrays import Layout
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.sm90 import pipeline
+from numba_flash.cuda.sm90.forward_tiles import Tile
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Ring
-from numba_flash.cuda.sm90.tiles import ADDERS, Tile
+from numba_flash.cuda.sm90.tiles import ADDERS
 from numba_flash.plan import tier
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
@@ -45,7 +46,7 @@ def names_of_mbarriers(tile, head_dim: int, head_dim_v: int, static_bytes: int) 
     """Address to name, as "k ready 1": ring, event, slot."""
     layout = tile.layout(head_dim, head_dim_v)
     base = -(-static_bytes // layout.ALIGNMENT) * layout.ALIGNMENT
-    rings = {name: ring for name, ring in vars(layout).items() if isinstance(ring, Ring)}
+    rings = {name: ring for name, ring in layout._asdict().items() if isinstance(ring, Ring)}
     return {
         base + getattr(ring, event) + MBARRIER_BYTES * slot: f"{name} {event} {slot}"
         for name, ring in rings.items()

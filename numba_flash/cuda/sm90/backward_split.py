@@ -41,9 +41,9 @@ def build(config: BackwardConfig):
     tile, item = config.tile, item_split.build(config)
     config = replace(config, d=tile.width(config.d), dv=tile.width(config.dv), to_map=False)
     layout = tile.layout(config.d, config.dv)
-    if not tile.more_rings:
+    if not tile.shares_keys:
         return build_kernel(config, build_keys_apart(config, layout, item))
-    handed = tuple(one_type(getattr(layout, name)) for name in tile.more_rings)
+    handed = one_type(layout.p), one_type(layout.made)
     consume = build_keys_shared(config, layout, item)
     return build_kernel(config, consume, (Arrivals(handed, WARP_GROUP, WARP_GROUP),))
 
@@ -153,7 +153,7 @@ def build_between(layout, tile, item):
     ``hand_ds(smem, n, p, power)``: planes of its dS^T, which was multiplied by a power of two.
     """
     SCORES, P, MADE = tile.block_m // 2, one_type(layout.p), one_type(layout.made)
-    DS, POWER = layout.ds, layout.power
+    DS, POWER = layout.ds, layout.largest
 
     @inline
     def mine(smem, n):
@@ -201,7 +201,7 @@ def build_keys_shared(config, layout, item):
     D, DV, tile = config.d, config.dv, config.tile
     BLOCK_M, BLOCK_N, PLANES = tile.block_m, tile.block_n, tile.planes
     Q, K, V, DO, WORK = map(one_type, (layout.q, layout.k, layout.v, layout.do, layout.work))
-    MADE, DS, DS_BYTES, POWER = one_type(layout.made), layout.ds, layout.ds_bytes, layout.power
+    MADE, DS, DS_BYTES, POWER = one_type(layout.made), layout.ds, layout.ds_bytes, layout.largest
     SCORES, OUTPUTS_K, OUTPUTS_V, OF_PANEL = BLOCK_M // 2, D // 2, DV // 2, PANEL // 2
     S_SUMS, DP_SUMS, P_WORDS = SCORES * panels(D), SCORES * panels(DV), PLANES * BLOCK_M // 4
     HALF, K_PLANE = panel_bytes(BLOCK_N), panels(D) * panel_bytes(BLOCK_N)

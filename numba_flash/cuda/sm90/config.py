@@ -9,6 +9,9 @@ from numba_flash.cuda.arguments import ONE_BY_ONE, Vectors
 from numba_flash.cuda.config import PLAIN
 from numba_flash.options import Options
 
+# What happens to scores in the loop of the gradient of a bias.
+NOTED, RESIDENT_QUERIES = "options, by notes of steps", "a bias alone, beside resident queries"
+
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -98,8 +101,8 @@ class BiasGradientConfig:
 
     Attributes
     ----------
-    dtype, d, dv, banded, options, tile, vectors
-        As those of `BackwardConfig`.
+    dtype, d, dv, banded, options, tile, vectors, stage
+        As those of `BackwardConfig`; a stage may be one of those above.
     out : str
         Name of the dtype of what is written.
     summed : tuple of bool
@@ -121,3 +124,4 @@ class BiasGradientConfig:
     wide: bool = False
     vectors: Vectors = ONE_BY_ONE
     dlse: bool = False
+    stage: str = NOTED

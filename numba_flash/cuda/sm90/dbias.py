@@ -18,9 +18,8 @@ from numba_flash.cuda import ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, u32
 from numba_flash.cuda.sm90 import noted_dbias, pipeline, resident_dbias, wgmma
 from numba_flash.cuda.sm90.arguments import one_type
-from numba_flash.cuda.sm90.config import BiasGradientConfig
+from numba_flash.cuda.sm90.config import NOTED, BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_stage import ROWS, build_differentiate, first_row
-from numba_flash.cuda.sm90.dbias_tiles import DbiasTile
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Roles, hopper_kernel
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.sm90.wgmma import UNIT
@@ -53,7 +52,7 @@ def build(config: BiasGradientConfig):
     VALUES, VALUES_BYTES, MINE = SMEM.values, 4 * BLOCK_M, ROWS * ROW_BYTES
     SCORES, ALL_SCORES, NONE, ONE = PART // 2, PARTS * PART // 2, 0, 1
     EACH, V_BEHIND_K = 2 if tile.apart else 1, panel_bytes(PART) // UNIT
-    stage = (noted_dbias if type(tile) is DbiasTile else resident_dbias).build(config)
+    stage = (noted_dbias if config.stage == NOTED else resident_dbias).build(config)
     AHEAD, HELD, NUMBER = stage.ahead, stage.held, stage.number
     PENDING = 1 if AHEAD else 0  # products that may still run when dP is needed
     first, is_tile, has_steps = stage.walk.first, stage.walk.is_tile, stage.walk.has_steps

@@ -3,30 +3,22 @@ batch elements share, which kernels keep. Numba is not imported here.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from numba_flash.cuda.sm90.options_tiles import MOST
-from numba_flash.cuda.sm90.rings import lay_out
-from numba_flash.cuda.sm90.tiles import ANY, SHARED_LIMIT, Consumers, Row, WarpGroups
-from numba_flash.cuda.swizzle import (
-    ALIGNMENT,
-    NARROW,
-    NARROW_ROW_BYTES,
-    PANEL,
-    panel_bytes,
-    panels,
-)
+from numba_flash.cuda.sm90.rings import Buffer, Slots, lay_out, up_to
+from numba_flash.cuda.sm90.tiles import ANY, SHARED_LIMIT, Consumers, Row, WarpGroups, fitting
+from numba_flash.cuda.swizzle import NARROW, NARROW_ROW_BYTES, PANEL, panel_bytes, panels
 
 WARPS = 4  # of a consumer
 LOADERS = 3  # threads that read what is written down of a step, and have its tiles fetched
-NOTE_BYTES = 80
+NOTE_BYTES, NOTES = 80, 8  # slots further ahead than tiles can be
 ALL_REGISTERS = 504  # per thread, of three warp groups
 
 
 @dataclass(frozen=True)
 class DbiasTile(WarpGroups):
-    """Shape of a block of the gradient of the bias.
+    """Shape of a block's work in `numba_flash.cuda.sm90.dbias`.
 
     Attributes
     ----------
@@ -34,20 +26,28 @@ class DbiasTile(WarpGroups):
         A consumer has scores of so many keys in registers at a time; so many times that are the
         keys of a block.
     row_stages, key_stages : int
-        Slots of the ring of Q and dO tiles, and of that of parts of K and V tiles.
+        Slots of the ring of Q and dO tiles, and of that of parts of K and V tiles, or, where
+        queries stay, of tiles of K with V behind.
     fewest : int
         Registers per thread of the producer's warp group; the consumers have the others.
+    elements : int
+        Batch elements that are summed, Q and dO of all of which stay in shared memory, where tiles
+        of Q and dO of the next element come while this one's are in use; 0 if they do not stay.
+    pair_stages : int
+        Slots of the ring of tiles of the bias where they do, from which the gradient of the tile
+        before is stored.
     """
 
     part: int
     parts: int
     row_stages: int
     key_stages: int
-    fewest: int = 24
+    fewest: int = 40
+    elements: int = 0
+    pair_stages: int = 0
     consumers: ClassVar[int] = 2
     block_m: ClassVar[int] = 128
-    apart: ClassVar[bool] = True  # K and V have slots of their own
-    note_stages: ClassVar[int] = 8  # further ahead than tiles can be
+    pair_panels: ClassVar[int] = 1
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -57,64 +57,29 @@ class DbiasTile(WarpGroups):
     def block_n(self) -> int:
         return self.part * self.parts
 
-    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them; the lse or delta
-        (`values`) of each tile of `rows`; where a block's `sums` over its rows or columns go; the
-        `bytes` of all.
-        """
-        most = max(panels(head_dim), panels(head_dim_v))
-        rings = {
-            "rows": (most * panel_bytes(self.block_m), self.row_stages),
-            "keys": (most * panel_bytes(self.part), self.key_stages),
-            "notes": (NOTE_BYTES, self.note_stages),
-        }
-        values = 4 * self.block_m * self.row_stages
-        sums = 4 * max(WARPS * self.consumers * self.block_n, self.block_m)
-        slots = -(-(values + sums) // ALIGNMENT) * ALIGNMENT
-        return lay_out(rings, slots, values=0, sums=values)
-
-
-@dataclass(frozen=True)
-class DbiasRowsTile(WarpGroups):
-    """Shape of a block of the gradient of the bias whose queries stay in shared memory.
-
-    Attributes
-    ----------
-    elements : int
-        Batch elements that are summed; Q and dO of all of them stay.
-    key_stages, pair_stages : int
-        Slots of the ring of tiles of K with V, and of that of tiles of the bias, from which the
-        gradient of the tile before is stored.
-    """
-
-    elements: int
-    key_stages: int
-    pair_stages: int
-    consumers: ClassVar[int] = 2
-    block_m: ClassVar[int] = 128
-    part: ClassVar[int] = PANEL
-    parts: ClassVar[int] = 1
-    block_n: ClassVar[int] = PANEL
-    apart: ClassVar[bool] = False
-    pair_panels: ClassVar[int] = 1
-    pair_bytes: ClassVar[int] = panel_bytes(128)
+    @property
+    def apart(self) -> bool:
+        """K and V have slots of their own."""
+        return not self.elements
 
     @property
-    def row_stages(self) -> int:
-        """Slots of the ring of Q and dO tiles; of the next element while this one's are in use."""
-        return 2 * max(2, self.elements)
+    def pair_bytes(self) -> int:
+        return self.pair_panels * panel_bytes(self.block_m)
 
-    def layout(self, head_dim: int, head_dim_v: int) -> SimpleNamespace:
-        """Shared memory: rings as `numba_flash.cuda.sm90.pipeline` wants them; the lse or delta
-        (`values`) of each tile of `rows`; the `bytes` of all.
+    def layout(self, head_dim: int, head_dim_v: int) -> NamedTuple:
+        """Shared memory; `values` are the lse or delta of each tile of `rows`, and `sums` where a
+        block's sums over its rows or columns go.
         """
-        rings = {
-            "rows": (panel_bytes(self.block_m), self.row_stages),
-            "keys": (2 * panel_bytes(self.block_n), self.key_stages),
-            "pairs": (self.pair_bytes, self.pair_stages),
+        most, together = max(panels(head_dim), panels(head_dim_v)), 1 if self.apart else 2
+        sums = 4 * max(WARPS * self.consumers * self.block_n, self.block_m)
+        table = {
+            "values": Buffer(4 * self.block_m, self.row_stages),
+            **({"sums": Buffer(sums)} if self.apart else {}),
+            "rows": Slots(most * panel_bytes(self.block_m), self.row_stages),
+            "keys": Slots(together * most * panel_bytes(self.part), self.key_stages),
         }
-        values = 4 * self.block_m * self.row_stages
-        return lay_out(rings, -(-values // ALIGNMENT) * ALIGNMENT, values=0)
+        more = Slots(NOTE_BYTES, NOTES) if self.apart else Slots(self.pair_bytes, self.pair_stages)
+        return lay_out(table | {"notes" if self.apart else "pairs": more})
 
 
 # Of 128 queries by 128 keys; and where registers have to hold more than a bias of 16 bits and one
@@ -135,22 +100,22 @@ def dbias_tile(problem) -> DbiasTile:
     p, o = problem, problem.options
     several = bool(o.mask) + bool(o.score_mod) + bool(o.sequences) > 1
     rows = CROWDED if o.bias == "float32" or o.dropout or several else TILES
-    return next(row.tile for row in rows if p.d <= row.d and p.dv <= row.dv)
+    return fitting(rows, p)
 
 
 # By batch elements that are summed. Gradients of 16 heads, N = 2048, 4 in a batch, bfloat16, with
-# that of the bias, on an H200: 0.732 ms, with the kernel of `DbiasTile` 0.852. Its own part of that
+# that of the bias, on an H200: 0.732 ms, with that of `TILES` 0.852. Its own part of that
 # is 0.21 instead of 0.33 (predicted: 0.17); 0.25 where K and V had slots of their own, and S of the
 # next step began behind the exponentials. Of one to three elements nothing was timed.
 ROWS_TILES = {
-    1: DbiasRowsTile(1, 4, 2),
-    2: DbiasRowsTile(2, 4, 2),
-    3: DbiasRowsTile(3, 4, 2),
-    4: DbiasRowsTile(4, 4, 1),
+    1: DbiasTile(PANEL, 1, 4, 4, elements=1, pair_stages=2),
+    2: DbiasTile(PANEL, 1, 4, 4, elements=2, pair_stages=2),
+    3: DbiasTile(PANEL, 1, 6, 4, elements=3, pair_stages=2),
+    4: DbiasTile(PANEL, 1, 8, 4, elements=4, pair_stages=1),
 }
 
 
-def dbias_rows_tile(problem, elements: int) -> DbiasRowsTile | None:
+def dbias_rows_tile(problem, elements: int) -> DbiasTile | None:
     """The one whose queries stay in shared memory, if there is room for them."""
     return ROWS_TILES.get(elements) if max(problem.d, problem.dv) <= PANEL else None
 
@@ -192,17 +157,16 @@ class KeysTile(Consumers):
         """Of the bias."""
         return HALF * self.block_m * self.queries * self.tiles
 
-    def layout(self) -> SimpleNamespace:
-        """Shared memory: rings ``q kv`` as `numba_flash.cuda.sm90.pipeline` wants them, after the
-        bias, where dO, what is known of rows, and V are within their slots, and the `bytes` of all.
-        """
+    def layout(self) -> NamedTuple:
+        """Shared memory; where dO, what is known of rows, and V are within their slots."""
         of_tile, of_keys = self.queries * NARROW_ROW_BYTES, self.block_m * NARROW_ROW_BYTES
-        of_rows = -(-self.queries * ROW_BYTES // PATTERN) * PATTERN
-        rings = {
-            "q": (2 * of_tile + of_rows, self.stages),
-            "kv": (2 * of_keys, self.kv_stages),
+        of_rows = up_to(self.queries * ROW_BYTES, PATTERN)
+        table = {
+            "kept": Buffer(self.kept_bytes),
+            "q": Slots(2 * of_tile + of_rows, self.stages),
+            "kv": Slots(2 * of_keys, self.kv_stages),
         }
-        return lay_out(rings, self.kept_bytes, kept=0, do=of_tile, rows=2 * of_tile, v=of_keys)
+        return lay_out(table, do=of_tile, rows=2 * of_tile, v=of_keys)
 
 
 @dataclass(frozen=True)
@@ -236,16 +200,17 @@ class QueriesTile(WarpGroups):
         """Of the bias, as float32."""
         return WIDE * QUERIES * self.block_n
 
-    def layout(self) -> SimpleNamespace:
-        """The same: rings ``q kv rows dq``, where dO, O and V are within their slots."""
+    def layout(self) -> NamedTuple:
+        """Shared memory; where dO, O and V are within their slots."""
         of_tile, of_keys = QUERIES * NARROW_ROW_BYTES, self.block_n * NARROW_ROW_BYTES
-        rings = {
-            "q": (3 * of_tile, self.stages),
-            "kv": (2 * of_keys, self.stages),
-            "dq": ((self.consumers - 1) * 4 * QUERIES * NARROW, 1),
-            "rows": (QUERIES * ROW_BYTES, self.stages),
+        table = {
+            "kept": Buffer(self.kept_bytes),
+            "q": Slots(3 * of_tile, self.stages),
+            "kv": Slots(2 * of_keys, self.stages),
+            "dq": Slots((self.consumers - 1) * 4 * QUERIES * NARROW, 1),
+            "rows": Slots(QUERIES * ROW_BYTES, self.stages),
         }
-        return lay_out(rings, self.kept_bytes, kept=0, do=of_tile, o=2 * of_tile, v=of_keys)
+        return lay_out(table, do=of_tile, o=2 * of_tile, v=of_keys)
 
 
 # Triangle attention, bfloat16, B = 384, H = 4, N = 384, D = 32, with the gradient of the bias:

@@ -22,7 +22,7 @@ from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.dbias_tiles import ROW_BYTES
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.load_gradients import build_produce_queries
+from numba_flash.cuda.sm90.load_kept import build_produce_queries
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
 from numba_flash.cuda.units import build_units
@@ -100,7 +100,7 @@ def build(config: BackwardConfig):
 
     maps : tensor maps of do, q, k and v as (b0, b1, heads, n, head_dim), boxes of one narrow panel.
     dk, dv : (b0, b1, heads, nk, head_dim) as words of two elements.
-    rows : (b0, b1, heads, row blocks * 64, 2), as `load_gradients.build_make_rows` writes them.
+    rows : (b0, b1, heads, row blocks * 64, 2), as `load_kept.build_make_rows` writes them.
     sizes : `UnitSizes`, of blocks of keys: these are its "queries", and queries its "keys".
     """
     dtype, head_dim, head_dim_v = config.dtype, config.d, config.dv

@@ -141,7 +141,7 @@ def build(config: DqConfig):
     dtype, head_dim, options, tile = config.dtype, config.d, config.options, config.tile
     banded, to_map = config.banded, config.to_map
     BLOCK_N, CONSUMERS = tile.block_n, tile.consumers
-    SMEM = tile.dq_layout(head_dim)
+    SMEM = tile.layout(head_dim)
     TILES, WORK = map(one_type, (SMEM.tiles, SMEM.work))
     STAGE, OUTPUTS = SMEM.o, head_dim // 2
     PANEL_BYTES, STAGE_BYTES = panel_bytes(BLOCK_N), panel_bytes(ROWS)

@@ -7,7 +7,7 @@ Each consumer has a part of the keys, in chunks of 64; while dQ of a chunk is ma
 of the next one. dQ of the consumers' parts is added in their order, by the first of them. The bias
 is read once; each thread keeps what belongs to its scores in shared memory, as float32 in base 2,
 -inf beyond the last key. What a backward pass has to know of each row is made here, too, by two
-warps beside the one that moves data (`numba_flash.cuda.sm90.load_gradients`).
+warps beside the one that moves data (`numba_flash.cuda.sm90.load_kept`).
 """
 
 import math
@@ -24,7 +24,7 @@ from numba_flash.cuda.sm90.arguments import GradientScales, one_type
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_tiles import CHUNK, QUERIES, ROW_BYTES
 from numba_flash.cuda.sm90.hopper_kernel import WARPS, Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.load_gradients import Walks, build_make_rows, build_produce_keys
+from numba_flash.cuda.sm90.load_kept import Walks, build_make_rows, build_produce_keys
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.store_dbias import Fragments, build_store
 from numba_flash.cuda.swizzle import NARROW_ROW_BYTES
@@ -226,7 +226,7 @@ def build(config: BiasGradientConfig):
         panel.
     dq : (b0, b1, heads, nq, head_dim) as words of two elements.
     lse, dlse : (b0, b1, heads, nq); dlse is not read unless ``config.dlse``.
-    rows : (b0, b1, heads, row blocks * 64, 2), as `load_gradients.build_make_rows` writes them.
+    rows : (b0, b1, heads, row blocks * 64, 2), as `load_kept.build_make_rows` writes them.
     out : (shares, b0, b1, heads, nq, nk) of dtype ``config.out``, with sizes 1 where it is summed;
         the last two axes are not.
     """

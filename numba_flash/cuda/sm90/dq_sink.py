@@ -16,9 +16,9 @@ from numba_flash.cuda.config import OPTIONS
 from numba_flash.cuda.lang import cuda, f32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import StoredNote, one_type, words
+from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.interleave import first_key
 from numba_flash.cuda.sm90.load_backward import WORD
-from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.softmax_backward import ROWS, place_of
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ROW_BYTES, panel_bytes, panels

@@ -22,7 +22,7 @@ from numba_flash.cuda.sm90.finish import LN2, NEG_INF, build_finish
 from numba_flash.cuda.sm90.hopper_kernel import Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.load_forward import WORD, build_produce, rings_of
 from numba_flash.cuda.sm90.rows import build_begin, build_hide
-from numba_flash.cuda.sm90.split_tiles import padded
+from numba_flash.cuda.sm90.tiles import padded
 from numba_flash.cuda.swizzle import PANEL, panels
 
 

@@ -26,11 +26,10 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
-from numba_flash.cuda.sm90.bias_tiles import build_load_bias
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
+from numba_flash.cuda.sm90.pair_tiles import build_load_bias
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.round_dq import build_write_and_round
-from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import (
     build_note_tile,
@@ -288,7 +287,7 @@ def build_producers(config):
     write_work, write_next = build_write_work(*walked, SMEM)
     produce = build_produce(config.d, config.dv, claims, upward, options, tile, SMEM)
     add_dq, ADDS_DQ = build_add_dq(config.ordered, options, tile, SMEM), tile.adds_dq
-    rounds_dq, write_and_round = isinstance(tile, RoundingTile), None
+    rounds_dq, write_and_round = tile.rounds_dq, None
     if rounds_dq:
         write_and_round = build_write_and_round(tile, SMEM, bfloat16, write_next)
 
@@ -313,8 +312,8 @@ def build_producers(config):
 
 def build_kernel(config, consume, handed=()):
     """Kernel, signature and options of `numba_flash.cuda.sm90.backward.build`: the first warp group
-    moves data, every other one does what `consume` says. The former rounds dQ, too, if the tile is
-    a `RoundingTile`. Consumers have `Arrivals` of what they have `handed` to each other.
+    moves data, every other one does what `consume` says. The former rounds dQ, too, if the tile
+    says so. Consumers have `Arrivals` of what they have `handed` to each other.
     """
     options, tile, planes = config.options, config.tile, config.tile.planes
     scales = named(Scales, f32)
@@ -325,7 +324,7 @@ def build_kernel(config, consume, handed=()):
         (*rings_of(tile, tile.layout(config.d, config.dv)), *handed),
         Roles(tile, build_producers(config), consume),
         begins_early=True,
-        maps=(6 if config.to_map else 4) + tile.copies_bias + isinstance(tile, RoundingTile),
+        maps=(6 if config.to_map else 4) + tile.copies_bias + tile.rounds_dq,
         dk=array(u32 if planes == 1 else f32, 5),
         dv=array(u32 if planes == 1 else f32, 5),
         lse2=array(f32, 4),

@@ -25,10 +25,10 @@ from numba_flash.cuda.sm90.arguments import (
     words,
 )
 from numba_flash.cuda.sm90.backward_stage import BackwardStage
-from numba_flash.cuda.sm90.bias_tiles import KEPT, build_take_bias
+from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.interleave import build_interleave, first_key
 from numba_flash.cuda.sm90.load_backward import WORD
-from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
+from numba_flash.cuda.sm90.pair_tiles import KEPT, build_take_bias
 from numba_flash.cuda.sm90.softmax_backward import ROWS
 from numba_flash.cuda.softmax import raised_backward
 from numba_flash.cuda.swizzle import ROW_BYTES

@@ -2,18 +2,20 @@
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import fragment, softmax, tile_lists
+from numba_flash.cuda import fragment, ptx, softmax, tile_lists
 from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.lang import f32, i32, inline, u32, u64
+from numba_flash.cuda.fragment import build_greatest
+from numba_flash.cuda.lang import f32, i32, inline, once, u32, u64
 from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.preprocess import LEAST_FLOAT32
 from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sm90 import pipeline, softmax_options
+from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import SCORES_B1, one_type
 from numba_flash.cuda.sm90.finish import as_it_is, build_log_sum, log_sum_base_2
 from numba_flash.cuda.sm90.load_forward import WORD
 from numba_flash.cuda.sm90.pair_tiles import build_take_pairs
 from numba_flash.cuda.sm90.score_stage import ScoreStage
+from numba_flash.cuda.softmax import LAZIER, NEG_INF, build_exponentials
 from numba_flash.cuda.tile_lists import Listed
 
 
@@ -128,7 +130,7 @@ def build(config, layout):
     take_pairs = build_take_pairs(options, tile, layout.pairs) if COPIES else None
     fetch, drop = build_fetch(options, runs, config.vectors), build_drop(options, runs)
     modify = build_modify(config.dtype, options, runs, ends_apart=True)
-    online = (softmax_options if CHANGES else softmax).build_online(SCORES, RAISED)
+    online = (build_far_online if CHANGES else softmax.build_online)(SCORES, RAISED)
     first, following = build_walk(options, tile.block_m, tile.block_n, layout.work)
 
     @inline
@@ -184,3 +186,27 @@ def build(config, layout):
         softmax.reset if CHANGES else softmax.build_reset(1, LEAST_FLOAT32),
         held=max(1, held(options, runs).words),
     )
+
+
+@once
+def build_far_online(count, raised):
+    """As `numba_flash.cuda.softmax.build_online`, of scores that may lie near the end of float32,
+    as with a bias that is meant to hide; m_i are the shifts themselves,
+    and P and l are `raised`.
+    """
+    ACC, greatest = f32, build_greatest(count)
+    exponentials = build_exponentials(count, 1, far=True, raised=raised)
+
+    @inline
+    def online(s, m_i, l_i, alpha, scale_log2):
+        for r in range(2):
+            m_new = ptx.maximum(m_i[r], greatest(s, r))
+            if (m_new - m_i[r]) * scale_log2 <= ACC(LAZIER):
+                m_new = m_i[r]
+            shift = m_new if m_new != ACC(NEG_INF) else ACC(0)
+            alpha[r] = ptx.ex2((m_i[r] - shift) * scale_log2)
+            m_i[r] = m_new
+            l_i[r] *= alpha[r]
+        exponentials(s, m_i, l_i, scale_log2)
+
+    return online

@@ -1,11 +1,13 @@
-"""What belongs to pairs of a query and a key in the forward pass on Hopper: a bias of 16 bits, or a
-mask, whose tiles the copy engine brings to shared memory, a ring of them, some tiles ahead of use.
+"""What belongs to pairs of a query and a key on Hopper: a bias of 16 bits, or in the forward pass a
+mask, whose tiles the copy engine brings to shared memory, some tiles ahead of use.
 
 Read from memory by the threads that want it, each load of a warp touches eight rows, and takes
 eight turns of what all warps load with; from here it takes one.
 
-A tile is panels of all its queries, rows of 128 bytes: 64 keys of a bias, 128 of a mask, whose keys
-are copied two at a time, as numbers of 16 bits.
+In the forward pass a tile is panels of all its queries, rows of 128 bytes: 64 keys of a bias, 128
+of a mask, whose keys are copied two at a time, as numbers of 16 bits. In the backward pass a tile
+of a bias goes to where dS of the same queries and keys will be, and threads read it there before
+they store that; a box has 64 queries, its rows, and the 64 keys of a consumer.
 """
 
 from numba_flash.cuda import ptx
@@ -13,12 +15,19 @@ from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.ptx.mma import Matrices
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
-from numba_flash.cuda.sm90.tiles import WARP_GROUP
+from numba_flash.cuda.sm90.tiles import KEYS, WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
 
 ROWS, CHUNK = 64, 16  # of a consumer; bytes that stay neighbours
 WARP = 32
 RELEASES = WARP_GROUP // WARP  # of a consumer: one of each warp
+KEPT = KEYS // 4  # words of two keys that a thread has of a box of the backward pass
+
+
+@inline
+def own(x, stride):
+    """A coordinate of an array, which it is broadcast along if it has no stride."""
+    return x if stride != 0 else i32(0)
 
 
 @once
@@ -28,10 +37,6 @@ def build_load_pairs(options, tile, ring):
     """
     PAIRS, BIASED, PER_ELEMENT = one_type(ring), bool(options.bias), 1 if options.bias else 2
     PANELS, PANEL_BYTES, BYTES = tile.pair_panels, panel_bytes(tile.block_m), tile.pair_bytes
-
-    @inline
-    def own(x, stride):
-        return x if stride != 0 else i32(0)
 
     @inline
     def load(tensor_map, smem, n, place, x):
@@ -105,3 +110,61 @@ def build_take_pairs(options, tile, ring, releases=True):
             pipeline.release(smem, PAIRS, n)
 
     return take_pairs
+
+
+def build_load_bias(tile, layout):
+    """``load_bias(tensor_map, smem, n, place, bias)``: have the bias of the n-th tile of scores
+    fetched. `place` has its first key and query; the map lacks axes that `bias` is broadcast along.
+    """
+    BIAS, BLOCK_M, CONSUMERS = one_type(layout.bias), tile.block_m, tile.consumers
+    BYTES, BOX_BYTES, PANEL_BYTES = layout.ds_bytes, panel_bytes(KEYS), panel_bytes(tile.block_n)
+
+    @inline
+    def load_bias(tensor_map, smem, n, place, bias):
+        pipeline.wait_free(smem, BIAS, n)
+        ready = pipeline.mbarrier(smem, BIAS, BIAS.ready, n)
+        ptx.mbarrier_expect(ready, u32(BYTES))
+        b0, b1 = own(place.b0, bias.strides[0]), own(place.b1, bias.strides[1])
+        head = own(place.head, bias.strides[2])
+        for i in range(BLOCK_M // KEYS):
+            for j in range(CONSUMERS):
+                to = u32(pipeline.tile(smem, BIAS, n) + u32(i * PANEL_BYTES + j * BOX_BYTES))
+                column, row = i32(place.column + j * KEYS), i32(place.row + i * KEYS)
+                ptx.tensor_load(to, tensor_map, column, row, head, b1, b0, ready)
+
+    return load_bias
+
+
+@once
+def build_take_bias(tile, ring):
+    """``take_bias(words, box, smem, me, n, part)``: the bias of a part of the n-th tile, as words
+    of two keys in the order of `numba_flash.cuda.fragment.runs_of_keys`. With the first part of a
+    box a thread reads all of its own there into `box`, and parts take theirs from that.
+    """
+    BIAS, RUNS, PARTS = one_type(ring), tile.columns // 4, KEYS // tile.columns
+    BOX_BYTES, PANEL_BYTES, WORDS = panel_bytes(KEYS), panel_bytes(tile.block_n), KEPT
+
+    @inline
+    def read_box(box, smem, me, n, number):
+        thread = i32(cuda.threadIdx.x % WARP_GROUP)
+        row, chunk = i32(thread % 4 * 2), i32(thread // 16)
+        at = u32(pipeline.tile(smem, BIAS, n) + number * u32(PANEL_BYTES))
+        at += u32(me * BOX_BYTES + row * ROW_BYTES + (chunk ^ row) * 16 + thread // 4 % 4 * 4)
+        next_row = u32(at + u32(ROW_BYTES)) ^ u32(16)
+        pipeline.wait_ready(smem, BIAS, n)
+        for e in range(0, WORDS, 2):
+            further = u32(e // 2 * 8 * ROW_BYTES)
+            box[e] = u32(ptx.load_shared(u32(at + further)))
+            box[e + 1] = u32(ptx.load_shared(u32(next_row + further)))
+        pipeline.meet_warp_group(me)  # all of it has read the box
+
+    @inline
+    def take_bias(words, box, smem, me, n, part):
+        if part % u32(PARTS) == 0:
+            read_box(box, smem, me, n, part // u32(PARTS))
+        for e in range(RUNS):
+            words[e] = box[e]
+        for e in range(WORDS - RUNS):
+            box[e] = box[e + RUNS]
+
+    return take_bias

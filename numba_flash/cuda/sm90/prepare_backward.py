@@ -18,6 +18,7 @@ from numba_flash.cuda.prepare_split import Splitter
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
+from numba_flash.cuda.sm90.backward_tiles import WIDE_DQ_TILE
 from numba_flash.cuda.sm90.prepare_forward import as_float16
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.prepare_pass import (
@@ -31,7 +32,6 @@ from numba_flash.cuda.sm90.prepare_pass import (
     sizes_of,
 )
 from numba_flash.cuda.sm90.prepare_temporaries import key_parts
-from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS
 from numba_flash.problem import Prepared
 
@@ -64,7 +64,7 @@ def prepare(chosen: Chosen) -> Prepared:
     this = pass_of(chosen, early=not many_items(p, tile, gpu))
     added = Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None
     of_main = this.extras if added is None else added.layouts
-    preprocess, rounds = preprocess_launch(this), isinstance(tile, RoundingTile)
+    preprocess, rounds = preprocess_launch(this), tile.rounds_dq
     sums = this.temporaries.dq_sum
     main = main_launch(this, sums, of_main, (sizes_of(this), scales(p)), boxes(this))
     postprocess = () if rounds else (postprocess_launch(this, this.extras),)
@@ -134,7 +134,7 @@ def _sizes(this: Pass) -> Sizes:
     return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))
 
 
-def prepare_planes(chosen: Chosen) -> Prepared:
+def prepare_split(chosen: Chosen) -> Prepared:
     """``run(inputs, results)`` of float32, which returns flags of heads that are left to another
     tier.
     """
@@ -190,7 +190,7 @@ def prepare_wide(chosen: Chosen) -> Prepared:
     )
     numbers = sizes_of(this, blocks), scales(p)
     main = main_launch(this, this.temporaries.ds, this.extras, numbers, boxes(this))
-    sum_dq = dq_launch(this, tile, sizes, this.extras)
+    sum_dq = dq_launch(this, WIDE_DQ_TILE, sizes, this.extras)
     at_a_time = [
         [(x._replace(first_block=first), scales(p)) for x in (main.numbers[0], sizes)]
         for first in range(0, parts * blocks, blocks)

@@ -20,7 +20,7 @@ from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm90.dbias_tiles import (
     QUERIES,
-    DbiasRowsTile,
+    DbiasTile,
     dbias_rows_tile,
     keys_tile,
     queries_tile,
@@ -38,8 +38,15 @@ BEGIN = 3  # steps that take as long as the begin of a run, when Q and dO come
 def _launch(chosen: Chosen, blocks: int, shared_bytes: int, config: dict, **others) -> Launch:
     """Of so many blocks of the kernel that sums the gradient."""
     p, tile = chosen.p, chosen.tile
-    structure = p.options.structure
-    config = BiasGradientConfig(p.dtype, p.d, p.dv, options=structure, tile=tile, **config)
+    config = BiasGradientConfig(
+        p.dtype,
+        p.d,
+        p.dv,
+        options=p.options.structure,
+        tile=tile,
+        stage=chosen.recipe.stage,
+        **config,
+    )
     return Launch(
         chosen.builder,
         (config,),
@@ -170,7 +177,7 @@ def elements_of(problem, dbias) -> int:
     return int(np.prod([n for n, each in zip(problem.batch, gone, strict=True) if each]))
 
 
-def rows_tile_of(problem, dbias) -> DbiasRowsTile | None:
+def rows_tile_of(problem, dbias) -> DbiasTile | None:
     """That of the kernel, if there is room for queries of as many batch elements."""
     return dbias_rows_tile(problem, elements_of(problem, dbias))
 
@@ -194,7 +201,7 @@ def rows_stay(problem, inputs, dbias) -> bool:
 
 class Known(NamedTuple):
     """What the first kernel hands to the second: of each row of queries, as
-    `numba_flash.cuda.sm90.load_gradients` says.
+    `numba_flash.cuda.sm90.load_kept` says.
     """
 
     rows: Layout

@@ -25,10 +25,9 @@ from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.fold import folded
-from numba_flash.cuda.sm90.kept_tiles import MOST, kept_tile
+from numba_flash.cuda.sm90.forward_tiles import kept_tile
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
-from numba_flash.cuda.sm90.split_tiles import padded
-from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS
+from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, padded
 from numba_flash.cuda.swizzle import NARROW
 from numba_flash.problem import Prepared
 
@@ -297,7 +296,7 @@ def as_float16(words: Layout) -> Layout:
 
 def keeps_bias(problem, inputs, results=None) -> bool:
     """True if there is a bias that can be kept, and nothing else."""
-    narrow = max(problem.d, problem.dv) <= MOST
+    narrow = max(problem.d, problem.dv) <= NARROW
     alone = narrow and prepare_kept.shared_alone(problem, inputs, results)
     return alone and kept_tile(problem) is not None
 

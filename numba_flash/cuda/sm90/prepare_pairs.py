@@ -8,7 +8,7 @@ import numpy as np
 
 from numba_flash import arrays
 from numba_flash.cuda import tensor_maps
-from numba_flash.cuda.sm90.forward_options_tiles import copying_tile
+from numba_flash.cuda.sm90.forward_tiles import copying_tile
 
 HALF = ("float16", "bfloat16")
 

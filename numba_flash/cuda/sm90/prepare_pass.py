@@ -13,8 +13,9 @@ from numba_flash.cuda.arguments import BASE_E, ONE_BY_ONE, RAISED_BASE_2, chunke
 from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.recipe import Chosen, Recipe
-from numba_flash.cuda.sm90 import prepare_turns, rounding_tile
+from numba_flash.cuda.sm90 import prepare_turns
 from numba_flash.cuda.sm90.arguments import Sizes, scales
+from numba_flash.cuda.sm90.backward_tiles import ROUNDED_COLUMNS, ROUNDED_ROWS
 from numba_flash.cuda.sm90.config import BackwardConfig, DqConfig
 from numba_flash.cuda.sm90.prepare_temporaries import (
     RowBlocks,
@@ -22,7 +23,6 @@ from numba_flash.cuda.sm90.prepare_temporaries import (
     row_blocks_of,
     temporaries,
 )
-from numba_flash.cuda.sm90.rounding_tile import RoundingTile
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.problem import BackwardInputs, BackwardResults, Problem
 
@@ -102,8 +102,8 @@ def boxes(this: Pass) -> tuple:
     found = (x.do, m), (x.q, m), (x.k, n), (x.v, n)
     if not this.p.options.packed:
         found += (this.results.dk, KEYS), (this.results.dv, KEYS)
-    if isinstance(this.tile, RoundingTile):
-        found += ((this.results.dq, rounding_tile.ROWS, rounding_tile.COLUMNS),)
+    if this.tile.rounds_dq:
+        found += ((this.results.dq, ROUNDED_ROWS, ROUNDED_COLUMNS),)
     return found
 
 
@@ -188,7 +188,7 @@ def postprocess_launch(this: Pass, extras, lists: tuple = ()) -> Launch:
     if not planes_of(p):
         config, threads, dq = (p.dtype, *config, lists), threads * tile.consumers, dq.words()
     return Launch(
-        f"sm90.{'postprocess_split' if planes_of(p) else 'postprocess'}.build",
+        f"sm90.postprocess.build{'_split' if planes_of(p) else ''}",
         config,
         this.gpu,
         grid=math.prod(this.row_blocks),
@@ -218,7 +218,7 @@ def dq_launch(this: Pass, tile, sizes: Sizes, extras) -> Launch:
         this.gpu,
         grid=min(sizes.items, this.gpu.multiprocessors),
         threads=tile.threads,
-        shared_bytes=tile.dq_layout(p.d).bytes,
+        shared_bytes=tile.layout(p.d).bytes,
         operands=((dq.words(), 5), (there.dq_sum, 5), (there.ds, 5), (this.rows, 4)),
         extras=extras,
         numbers=(sizes, scales(p)),

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from numba_flash.arrays import Layout, Scratch
 from numba_flash.cuda import grid
-from numba_flash.cuda.sm90.split_tiles import split_backward_tile
-from numba_flash.cuda.sm90.tiles import DQ_PART, backward_tile
+from numba_flash.cuda.sm90.backward_tiles import backward_tile, split_backward_tile
+from numba_flash.cuda.sm90.tiles import DQ_PART
 from numba_flash.problem import Problem
 
 # Bytes of dS at a time; as many as it takes to keep all multiprocessors busy, up to MOST_WORKSPACE;

@@ -2,7 +2,7 @@
 serves it is taken. Nothing else decides. Numba is not imported here.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.config import OPTIONS, PLAIN, RELATIVE, RESIDENT
@@ -26,15 +26,25 @@ from numba_flash.cuda.sm90 import (
     prepare_forward,
     prepare_turns,
 )
+from numba_flash.cuda.sm90.backward_tiles import (
+    backward_tile,
+    relative_backward_tile,
+    rounding_tile,
+    split_backward_tile,
+)
+from numba_flash.cuda.sm90.config import NOTED, RESIDENT_QUERIES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
-from numba_flash.cuda.sm90.forward_options_tiles import copying_tile, tile_of
-from numba_flash.cuda.sm90.kept_tiles import kept_tile
+from numba_flash.cuda.sm90.forward_tiles import (
+    copying_tile,
+    forward_tile,
+    kept_tile,
+    options_tile,
+    part_tile,
+    relative_tile,
+    split_tile,
+)
 from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs, tiles_of_bias
-from numba_flash.cuda.sm90.relative_tiles import relative_backward_tile, relative_tile
-from numba_flash.cuda.sm90.rounding_tile import RoundingTile
-from numba_flash.cuda.sm90.split_tiles import split_backward_tile, split_tile
-from numba_flash.cuda.sm90.tiles import backward_tile, forward_tile, part_tile
 from numba_flash.cuda.swizzle import PANEL
 
 UNITS = "blocks of queries, batch innermost"  # a list of work, in words
@@ -48,7 +58,7 @@ def _listed(call: Call):
     tiles fit.
     """
     p = call.problem
-    return choose(p, tile_of).problem if p.options.modifies_beyond_softcap else None
+    return choose(p, options_tile).problem if p.options.modifies_beyond_softcap else None
 
 
 def _lists_alone(call: Call):
@@ -104,7 +114,7 @@ FORWARD = (
         problems="a `BlockMask` of whole tiles, no other option",
         serves=_lists_alone,
         loops=("sm90.forward",),
-        tile=lambda p, call: choose(call.problem, tile_of).tile,
+        tile=lambda p, call: choose(call.problem, options_tile).tile,
         work=LISTED,
         stage=PLAIN,
         prepare=prepare_forward.prepare_options,
@@ -122,7 +132,7 @@ FORWARD = (
         problems="any other bias, mask, dropout or `score_mod`",
         serves=_listed,
         loops=("sm90.forward",),
-        tile=lambda p, call: choose(call.problem, tile_of).tile,
+        tile=lambda p, call: choose(call.problem, options_tile).tile,
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
         prepare=prepare_forward.prepare_options,
@@ -155,7 +165,7 @@ BIAS_GRADIENT = (
         loops=("sm90.dbias",),
         tile=lambda p, call: prepare_dbias.rows_tile_of(p, call.results.dbias),
         work="runs of tiles of a block of queries, batch innermost",
-        stage=OPTIONS,
+        stage=RESIDENT_QUERIES,
         prepare=prepare_dbias.DbiasRows,
     ),
     Recipe(
@@ -164,7 +174,7 @@ BIAS_GRADIENT = (
         loops=("sm90.dbias",),
         tile=lambda p, call: choose(call.problem, dbias_tile).tile,
         work=OF_GRADIENT,
-        stage=OPTIONS,
+        stage=NOTED,
         prepare=prepare_dbias.Dbias,
     ),
 )
@@ -246,7 +256,7 @@ BACKWARD = (
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward.prepare_planes,
+        prepare=prepare_backward.prepare_split,
         dq=SUMS,
     ),
     Recipe(
@@ -256,7 +266,7 @@ BACKWARD = (
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
-        prepare=prepare_backward.prepare_planes,
+        prepare=prepare_backward.prepare_split,
         dq=SUMS,
     ),
     Recipe(
@@ -315,7 +325,7 @@ BACKWARD = (
         problems="plain or causal, many work items, few blocks of keys",
         serves=_rounding,
         loops=("sm90.backward",),
-        tile=lambda p, call: RoundingTile(**asdict(backward_tile(p))),
+        tile=lambda p, call: rounding_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
         prepare=prepare_backward.prepare,

@@ -13,18 +13,13 @@ from numba_flash.cuda import fragment, ptx
 from numba_flash.cuda.lang import cuda, i32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type, words
-from numba_flash.cuda.sm90.rounding_tile import (
-    CHUNK_BYTES,
-    CHUNKS,
-    COLUMNS,
-    PARTS,
-    ROUNDED_BYTES,
-)
+from numba_flash.cuda.sm90.backward_tiles import CHUNK_BYTES, CHUNKS, ROUNDED_BYTES, ROUNDED_COLUMNS
 from numba_flash.cuda.sm90.tiles import KEYS
 from numba_flash.cuda.sm90.walk_backward import blocks_after
 
 DQ_MAP = 6  # which of the tensor maps
 PART_BYTES = CHUNKS * CHUNK_BYTES
+COLUMNS, PARTS = ROUNDED_COLUMNS, 64 // ROUNDED_COLUMNS  # of what a consumer hands over
 ROW_BYTES = 2 * COLUMNS
 NAP = 256  # nanoseconds, before it looks again
 

@@ -16,7 +16,7 @@ from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
-from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
+from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import BOUND_BYTES, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import build_tile_at, goes_together

@@ -9,11 +9,11 @@ from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.prepare_split import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
 from numba_flash.cuda.sm90 import fold, prepare_dbias, prepare_temporaries, recipes
+from numba_flash.cuda.sm90.forward_tiles import forward_tile
 from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.prepare_forward import keeps_bias
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
-from numba_flash.cuda.sm90.split_tiles import MOST
-from numba_flash.cuda.sm90.tiles import forward_tile
+from numba_flash.cuda.sm90.tiles import MOST_FLOAT32
 from numba_flash.options import NAMES
 from numba_flash.problem import MAX_HEAD_DIM, ForwardResults, Prepared
 
@@ -139,8 +139,8 @@ def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
             return "has no backward pass of one product for three (precision='tf32')"
         if inputs.dlse is not None:
             return "does not know gradients of the lse with float32"
-    if max(p.d, p.dv) > MOST:
-        return f"serves float32 up to head dimension {MOST}"
+    if max(p.d, p.dv) > MOST_FLOAT32:
+        return f"serves float32 up to head dimension {MOST_FLOAT32}"
     return prepare_split.why_not(p, demanded, "sm90")
 
 

@@ -14,7 +14,7 @@ from numba_flash.cuda.sm90.arguments import (
     one_type,
     words,
 )
-from numba_flash.cuda.sm90.options_tiles import NOTE_BYTES
+from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.tile_lists import Listed
 
 WORD = words(BackwardWork)

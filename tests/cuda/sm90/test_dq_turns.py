@@ -25,8 +25,9 @@ from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.schedule import Rows
 from numba_flash.cuda.sm90 import add_dq, hopper_kernel, load_backward, prepare_temporaries, prepare_turns
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
+from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, WideTile
 from numba_flash.cuda.sm90.prepare_turns import Way
-from numba_flash.cuda.sm90.tiles import ADDERS, BACKWARD_TILES, DQ_PART, SHARED_LIMIT, WARP_GROUP, WideTile
+from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, SHARED_LIMIT, WARP_GROUP
 from numba_flash.cuda.sm90.walk_backward import blocks_after, blocks_before, claims
 from numba_flash.options import PLAIN
 from numba_flash.problem import Problem, bind

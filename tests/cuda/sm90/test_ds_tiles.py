@@ -22,7 +22,7 @@ from numba_flash.cuda.arguments import build_extras
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.sm90 import dq, load_backward, prepare_temporaries, tier
 from numba_flash.cuda.sm90.arguments import END, Sizes
-from numba_flash.cuda.sm90.tiles import WideTile
+from numba_flash.cuda.sm90.backward_tiles import WIDE_DQ_TILE, WideTile
 from numba_flash.options import PLAIN, Options
 from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, Problem, bind
 
@@ -70,7 +70,7 @@ class Traffic:
         row_blocks = prepare_temporaries.row_blocks_of(p, TILE)
         self.row_blocks, self.numbers, self.group = row_blocks.blocks, math.prod(row_blocks), p.hq // p.hk
         of_keys = lambda: load_backward.build_write_work(True, False, p.options, TILE, TILE.layout(256, 256)).write_work
-        of_queries = lambda: dq.build_write_work(True, p.options, TILE, TILE.dq_layout(256))
+        of_queries = lambda: dq.build_write_work(True, p.options, TILE, WIDE_DQ_TILE.layout(256))
         lse2 = SimpleNamespace(shape=(*row_blocks[:3], row_blocks.blocks * BLOCK_M))
         dk, dq_array = (SimpleNamespace(shape=(p.batch[0], lengths, heads, n)) for heads, n in ((p.hk, p.nk), (p.hq, p.nq)))
         self.of_keys, self.of_queries = [], []
@@ -166,7 +166,7 @@ def test_an_impossible_sequence_touches_nothing_of_the_others(side, sequence, of
 
 @pytest.mark.parametrize(("d", "dv"), [(256, 256), (192, 128), (136, 8), (8, 136), (200, 256)])
 def test_shared_memory_is_laid_out_without_overlaps(d, dv):
-    layout, after = TILE.layout(d, dv), TILE.dq_layout(d)
+    layout, after = TILE.layout(d, dv), WIDE_DQ_TILE.layout(d)
     rows = [(layout.p, TILE.ds_bytes), (layout.ds, TILE.ds_bytes), *((at, 4 * BLOCK_M) for at in (layout.lse, layout.delta))]
     for shared, names, pieces in (
         (layout, ("q", "do", "k", "v", "work"), [*rows, (layout.bounds, 16 * TILE.consumers)]),

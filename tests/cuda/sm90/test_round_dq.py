@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,12 +18,12 @@ from test_sm90_host import backward_launches, layouts_of, problem
 
 from numba_flash.cuda.sm90 import prepare_turns, round_dq
 from numba_flash.cuda.sm90.arguments import Sizes
+from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, backward_tile
 from numba_flash.cuda.sm90.prepare_turns import mean_blocks, rounds
-from numba_flash.cuda.sm90.round_dq import Rounding
-from numba_flash.cuda.sm90.rounding_tile import PARTS, RoundingTile
-from numba_flash.cuda.sm90.tiles import BACKWARD_TILES, KEYS, SHARED_LIMIT, backward_tile
+from numba_flash.cuda.sm90.round_dq import PARTS, Rounding
+from numba_flash.cuda.sm90.tiles import KEYS, SHARED_LIMIT
 
-TILES = [RoundingTile(**asdict(row.tile)) for row in BACKWARD_TILES if row.tile.adds_dq]
+TILES = [replace(row.tile, rounds_dq=True) for row in BACKWARD_TILES if row.tile.adds_dq]
 EACH_TILE = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m}x{tile.block_n}")
 
 
@@ -130,12 +130,12 @@ def test_dq_is_rounded_where_that_was_measured_to_be_faster(given, rounded):
     p = problem(**LIKE_MEASURED | given)
     _, main, *after = backward_launches(p)
     tile, q = main.config[0].tile, layouts_of(p)[0]
-    assert isinstance(tile, RoundingTile) == rounded
+    assert tile.rounds_dq == rounded
     assert len(after) == (0 if rounded else 1)
     if rounded:
         assert main.maps[-1] == (q, KEYS, 32)
         assert main.shared_bytes == tile.layout(p.d, p.dv).bytes
-        assert tile == RoundingTile(**asdict(backward_tile(p)))
+        assert tile == replace(backward_tile(p), rounds_dq=True)
 
 
 def test_sums_that_are_added_in_any_order_are_rounded_afterwards(monkeypatch):
@@ -163,7 +163,7 @@ def test_either_bound_matters(bound, monkeypatch):
 def test_there_is_room_for_what_is_rounded(d, dv):
     """Beside everything else, which lies where it would lie without it; and nothing shares memory with anything."""
     plain = backward_tile(problem(d=d, dv=dv))
-    tile = RoundingTile(**asdict(plain))
+    tile = replace(plain, rounds_dq=True)
     layout, before = tile.layout(d, dv), plain.layout(d, dv)
     assert layout.bytes <= SHARED_LIMIT
     assert (layout.ds, layout.dq.tiles, layout.lse, layout.delta, layout.bounds) == (

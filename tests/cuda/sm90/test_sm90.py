@@ -13,7 +13,7 @@ from support import DTYPES, allowed_errors, assert_within, no_gpu, random_inputs
 import numba_flash
 from numba_flash import reference
 from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.sm90.tiles import part_tile
+from numba_flash.cuda.sm90.forward_tiles import part_tile
 from numba_flash.problem import bind
 
 NO_HOPPER = no_gpu("sm90")

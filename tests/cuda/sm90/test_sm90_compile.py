@@ -37,8 +37,7 @@ from sm90_kernels import (
 from numba_flash.cuda import compile, compiler
 from numba_flash.cuda.sm90 import walk_backward
 from numba_flash.cuda.sm90.config import BackwardConfig
-from numba_flash.cuda.sm90.split_tiles import padded
-from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
+from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, padded
 
 # Bytes of registers that may go to memory: softcap needs more of them than there are; the thread that describes packed items does, too.
 SPILLS = {"backward softcap": 60, "backward packed": 280, "backward packed, 128": 50}
@@ -147,7 +146,7 @@ def check_resources_around_the_loops(_, kernel: Kernel) -> None:
 def check_memory_of_dq(_, kernel: Kernel) -> None:
     config = config_of(kernel)
     d, tile = config.d, config.tile
-    assert resources(kernel)["shared_bytes"] + tile.dq_layout(d).bytes <= SHARED_LIMIT
+    assert resources(kernel)["shared_bytes"] + tile.layout(d).bytes <= SHARED_LIMIT
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------------------------------
