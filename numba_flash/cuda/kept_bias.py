@@ -57,8 +57,9 @@ class Filled(NamedTuple):
     ----------
     words : array
         The thread's part, as `numba_flash.cuda.fetch` brings it.
-    strange : array of one uint32
-        Not 0 if there was a bias that is treated apart.
+    special : array of one uint32
+        Not 0 if there was a special bias: far ones in the forward pass, and those that hide in the
+        backward pass.
     at : uint32
         Where the thread keeps it.
     keys : int32
@@ -66,7 +67,7 @@ class Filled(NamedTuple):
     """
 
     words: Any
-    strange: Any
+    special: Any
     at: int
     keys: int
 
@@ -79,7 +80,7 @@ class ResidentBias(NamedTuple):
     fill : function
         ``fill(smem, me, query, key, region, at, extras)``: keep what belongs to a thread's scores,
         of which the first tile's are from this query and key on. Whether a thread of the group has
-        a bias that is treated apart.
+        a special bias.
     place : function
         ``place(smem, me, t)``: where the thread's part of the t-th tile is.
     """
@@ -112,23 +113,23 @@ def build_resident(options, vectors, runs, room, put_vector):
     @inline
     def fill(smem, me, query, key, region, at, extras):
         words = cuda.local.array(HELD, u32)
-        strange = cuda.local.array(1, u32)
-        strange[0] = u32(0)
+        special = cuda.local.array(1, u32)
+        special[0] = u32(0)
         for t in range(TILES):
             i, j = i32(query + t * QUERIES), i32(key + t * KEYS)
             fetch(words, i, j, region, at, False, extras)
-            put_all(Filled(words, strange, place(smem, me, t), i32(region.cols - j)))
-        return any_of(me, strange[0])
+            put_all(Filled(words, special, place(smem, me, t), i32(region.cols - j)))
+        return any_of(me, special[0])
 
     return ResidentBias(fill, place)
 
 
 @once
-def build_floats(options, factor, is_strange):
+def build_floats(options, factor, is_special):
     """``put_vector(filled, n, to)``: of two rows, two keys each, as float32 times a factor; -inf
     beyond the last key. ``look(filled, n, x)``: element x of run n, likewise.
 
-    is_strange : ``is_strange(bias)``: it is treated apart.
+    is_special : ``is_special(bias)``: the group has to know that there is such a bias.
     """
     FLOAT32, FACTOR = options.bias == "float32", factor
     element = fragment.build_unpack(options.bias == "bfloat16")
@@ -137,8 +138,8 @@ def build_floats(options, factor, is_strange):
     def look(filled, n, x):
         bias = ptx.as_float32(filled.words[2 * n + x]) if FLOAT32 else element(filled.words[n], x)
         there = i32(n // 2 * 8 + x) < filled.keys
-        if there and is_strange(bias):
-            filled.strange[0] = u32(1)
+        if there and is_special(bias):
+            filled.special[0] = u32(1)
         return bias * f32(FACTOR) if there else f32(NEG_INF)
 
     @inline

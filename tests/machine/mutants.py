@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant("a list that nobody made", "listed_tiles", "count == 0", "count < 0", "tiles of a mask"),
     Mutant("tiles after the first as whole", "following", "before.following.whole", "True", "tiles of a mask"),
     # ---- the host of the forward pass
-    Mutant("the band upside down", "sm90 sizes_of", "low=p.low", "low=-p.high", "window"),
+    Mutant("the band upside down", "of_queries", "p.low", "-p.high", "window"),
     Mutant(
         "strides in the wrong order", "numba_array", "arrays.expanded_strides(x, ndim)", "arrays.expanded_strides(x, ndim)[::-1]", "plain"
     ),
@@ -372,7 +372,7 @@ MUTANTS = (
         "gradients, D136",
     ),
     # ---- the host of the backward pass
-    Mutant("the band of queries", "sm90 sizes_of", "low=-p.high, high=-p.low", "low=p.low, high=p.high", "gradients, causal"),
+    Mutant("the band of queries", "of_keys", "-p.high, -p.low", "p.low, p.high", "gradients, causal"),
     Mutant("no counter behind the flags", "temporaries", "math.prod(row_blocks) + 1", "math.prod(row_blocks)", "gradients"),
     Mutant("room for one consumer's dQ", "temporaries", "tile.consumers * DQ_PART", "DQ_PART", "gradients"),
     Mutant("only the first part", "sm90 prepare_wide", "parts * blocks", "blocks", "gradients, D136, parts"),

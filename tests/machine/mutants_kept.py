@@ -107,7 +107,7 @@ MUTANTS_KEPT = (
     Mutant("scores that a key hides overflow", "weigh_vector", "f32(NEG_INF) if bias == f32(NEG_INF) else score", "score", HIDDEN),
     Mutant("dK of the first values", "build start", "u32(keys + u32(V))", "keys", GRADIENTS),
     Mutant("queries of a word the wrong way round", "sm90 word", "one | other << u32(16)", "other | one << u32(16)", GRADIENTS),
-    Mutant("nobody says that the bias of a key hides", "sm90 word", "f.strange[0] = u32(1)", "pass", HIDDEN),
+    Mutant("nobody says that the bias of a key hides", "sm90 word", "f.special[0] = u32(1)", "pass", HIDDEN),
     Mutant("dQ of the first consumer's keys alone", "add_parts", "dq[4 * j + e] += part[e]", "dq[4 * j + e] += f32(0)", GRADIENTS),
     Mutant("dQ of a head in that of the next", "sm90 go", "zero(x.dq_acc)", "", GRADIENTS),
     Mutant(
@@ -122,7 +122,7 @@ MUTANTS_KEPT = (
         GRADIENTS,
     ),
     Mutant("the first chunk of keys for all", "sm90 keys_of", "chunk * PART", "0 * PART", GRADIENTS),
-    Mutant("nobody says that the bias of a query hides", "cuda look", "filled.strange[0] = u32(1)", "pass", HIDDEN),
+    Mutant("nobody says that the bias of a query hides", "cuda look", "filled.special[0] = u32(1)", "pass", HIDDEN),
     Mutant("gradients of the lse with the other sign", "make_rows", "total - more", "total + more", HIDDEN),
     Mutant("the lse in base e", "make_rows", "f32(LOG2E)", "f32(1)", GRADIENTS),
     Mutant("chunks of a row that lie elsewhere", "make_rows", "c ^ swizzle", "c ^ swizzle ^ c % 2", GRADIENTS),

@@ -9,13 +9,7 @@ from typing import NamedTuple
 from numba_flash.cuda import ptx, tile_lists
 from numba_flash.cuda.lang import i32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline
-from numba_flash.cuda.sm90.arguments import (
-    END,
-    BackwardWork,
-    may_go_upward,
-    one_type,
-    words,
-)
+from numba_flash.cuda.sm90.arguments import END, BackwardWork, may_go_upward, one_type, words
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART
 from numba_flash.cuda.sm90.walk_backward import (
     blocks_after,

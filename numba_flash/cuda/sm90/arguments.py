@@ -54,6 +54,18 @@ class Sizes(NamedTuple):
     first_block: int = 0
     blocks: int = 0
 
+    @classmethod
+    def of_queries(cls, p, items: int, section=1, parts=1, blocks=0) -> "Sizes":
+        """Of kernels whose rows are queries of a problem."""
+        group, b0 = p.hq // p.hk, p.batch[0]
+        return cls(items, p.low, p.high, p.nk, parts, group, section, b0, blocks=blocks)
+
+    @classmethod
+    def of_keys(cls, p, items: int, section: int, parts=1, blocks=0) -> "Sizes":
+        """Of kernels whose rows are its keys."""
+        group, b0 = p.hq // p.hk, p.batch[0]
+        return cls(items, -p.high, -p.low, p.nq, parts, group, section, b0, blocks=blocks)
+
 
 class Scales(NamedTuple):
     """Factors of scores: with softcap, `slope` leads to the tanh; what comes after, or the score,

@@ -20,14 +20,7 @@ kernel makes dQ of it: `numba_flash.cuda.sm90.dq_sink`.
 from numba_flash.cuda import fragment, ptx, softmax
 from numba_flash.cuda.config import OPTIONS
 from numba_flash.cuda.lang import cuda, f32, u32
-from numba_flash.cuda.sm90 import (
-    dq_sink,
-    option_gradients,
-    pipeline,
-    plain_gradients,
-    store,
-    wgmma,
-)
+from numba_flash.cuda.sm90 import dq_sink, option_gradients, pipeline, plain_gradients, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, one_type
 from numba_flash.cuda.sm90.backward_stage import Held
 from numba_flash.cuda.sm90.config import BackwardConfig

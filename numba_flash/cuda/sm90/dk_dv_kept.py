@@ -53,7 +53,7 @@ def build_halves(bfloat16):
         """Of two queries."""
         one, other = f.words[2 * n], f.words[2 * n + 1]
         if one == u32(HIDDEN) or other == u32(HIDDEN):
-            f.strange[0] = u32(1)
+            f.special[0] = u32(1)
         return u32(one | other << u32(16))
 
     @inline

@@ -177,17 +177,8 @@ def prepare_wide(chosen: Chosen) -> Prepared:
     items, preprocess = math.prod(this.row_blocks), preprocess_launch(this)
     blocks, parts = key_parts(p, tile, items, gpu.multiprocessors)
     sectioned = p.band != "none" and not p.options.packed
-    sizes = Sizes(
-        items=items,
-        low=p.low,
-        high=p.high,
-        columns=p.nk,
-        parts=1,
-        group=p.hq // p.hk,
-        section=grid.even_section(this.row_blocks.blocks, gpu.multiprocessors) if sectioned else 1,
-        b0=p.batch[0],
-        blocks=blocks,
-    )
+    section = grid.even_section(this.row_blocks.blocks, gpu.multiprocessors) if sectioned else 1
+    sizes = Sizes.of_queries(p, items, section, blocks=blocks)
     numbers = sizes_of(this, blocks), scales(p)
     main = main_launch(this, this.temporaries.ds, this.extras, numbers, boxes(this))
     sum_dq = dq_launch(this, WIDE_DQ_TILE, sizes, this.extras)

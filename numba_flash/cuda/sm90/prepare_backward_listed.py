@@ -202,32 +202,13 @@ def _main(this: Pass, lists: Lists, slots: Slots) -> Launch:
     """The kernel that makes dK, dV and dS."""
     p, tile = this.p, this.tile
     of_a_head = 2 * p.nq * (p.d + p.dv) * (p.hq // p.hk)
-    sizes = Sizes(
-        items=grid.items(p, p.nk, p.hk, tile.block_n),
-        low=-p.high,
-        high=-p.low,
-        columns=p.nq,
-        parts=slots.sections,
-        group=p.hq // p.hk,
-        section=max(1, QUERIES_AT_WORK // of_a_head),
-        b0=p.batch[0],
-        blocks=slots.room,
-    )
+    items, section = grid.items(p, p.nk, p.hk, tile.block_n), max(1, QUERIES_AT_WORK // of_a_head)
+    sizes = Sizes.of_keys(p, items, section, slots.sections, slots.room)
     return main_launch(this, this.temporaries.ds, lists.main, (sizes, scales(p)), boxes(this))
 
 
 def _sum_dq(this: Pass, lists: Lists, slots: Slots) -> Launch:
     """The kernel that makes dQ of dS."""
-    p = this.p
-    sizes = Sizes(
-        items=math.prod(this.row_blocks),
-        low=p.low,
-        high=p.high,
-        columns=p.nk,
-        parts=slots.sections,
-        group=p.hq // p.hk,
-        section=1,
-        b0=p.batch[0],
-        blocks=slots.room,
-    )
+    items = math.prod(this.row_blocks)
+    sizes = Sizes.of_queries(this.p, items, parts=slots.sections, blocks=slots.room)
     return dq_launch(this, DQ_TILE, sizes, lists.dq)

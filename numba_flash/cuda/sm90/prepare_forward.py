@@ -104,16 +104,8 @@ def sizes_of(p, gpu, tile, parts: int) -> Sizes:
     """Of all work items, and how they are handed out."""
     in_sections = p.band != "none" and not p.options.packed
     section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
-    return Sizes(
-        items=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
-        low=p.low,
-        high=p.high,
-        columns=p.nk,
-        parts=parts,
-        group=p.hq // p.hk,
-        section=section,
-        b0=p.batch[0],
-    )
+    items = grid.items(p, p.nq, p.hq, tile.block_m) * parts
+    return Sizes.of_queries(p, items, section, parts)
 
 
 def _maps(qkv: tuple, tile, *columns) -> tuple:

@@ -81,19 +81,8 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
     items = grid.items(p, p.nk, p.hk, tile.block_n)
     section = prepare_turns.section(p, tile, key_blocks, this.gpu, this.ordered)
     way = prepare_turns.way(p, items, section, key_blocks, this.gpu, this.ordered)
-    return Sizes(
-        items=items,
-        low=-p.high,
-        high=-p.low,
-        columns=p.nq,
-        parts=1,
-        group=p.hq // p.hk,
-        section=section,
-        b0=p.batch[0],
-        upward=way.upward,
-        swing=way.swing,
-        blocks=blocks,
-    )
+    sizes = Sizes.of_keys(p, items, section, blocks=blocks)
+    return sizes._replace(upward=way.upward, swing=way.swing)
 
 
 def boxes(this: Pass) -> tuple:

@@ -8,12 +8,7 @@ from numba_flash.cuda import ptx, tile_lists
 from numba_flash.cuda.lang import i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
 from numba_flash.cuda.sm90 import pipeline
-from numba_flash.cuda.sm90.arguments import (
-    BACKWARD_SCORES_B1,
-    BackwardWork,
-    one_type,
-    words,
-)
+from numba_flash.cuda.sm90.arguments import BACKWARD_SCORES_B1, BackwardWork, one_type, words
 from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.tile_lists import Listed
 
