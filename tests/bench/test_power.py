@@ -26,7 +26,10 @@ def test_medians_while_it_runs(tmp_path, monkeypatch):
     script.write_text(NVIDIA_SMI.format(python=sys.executable, ignored=power.IGNORED, samples=power.SAMPLES))
     script.chmod(0o755)
     monkeypatch.setattr(power, "COMMAND", (str(script), *power.COMMAND[1:]))
+    counted, of = [], power.of
+    monkeypatch.setattr(power, "of", lambda lines: counted.extend(lines) or of(lines))
     found = power.while_running(lambda: calls.append(power.time.sleep(0.001)), "0000:01:00.0")
+    assert [float(line.split(",")[0]) for line in counted[: power.SAMPLES]] == [*range(600, 600 + 10 * power.SAMPLES, 10)]
     assert 600 < found.watts < 800
     assert found.mhz == found.watts + 1000
     assert len(calls) > power.SAMPLES

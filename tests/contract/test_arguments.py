@@ -1,6 +1,7 @@
 """What users bring along: options of both passes in one set, names of other libraries, lists from JSON, arrays of one number."""
 
 import inspect
+import itertools
 import pydoc
 import re
 from difflib import SequenceMatcher
@@ -92,6 +93,20 @@ def test_options_of_the_other_pass_are_checked(name, options, error, message):
     called(name, backend="cpu")
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         called(name, backend="cpu", **options)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "", (), 0.0, np.int64(0)], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        *itertools.product(("forward", "backward", "forward_packed", "backward_packed"), ("causal", "return_lse", "deterministic")),
+        *itertools.product(("forward", "backward"), ("bias_grad",)),
+    ],
+)
+def test_flags_are_true_or_false(name, flag, value):
+    """Nothing that is as true or as false as one, in either pass."""
+    with pytest.raises(TypeError, match=f"^{flag} must be True or False; got "):
+        called(name, backend="cpu", **{flag: value})
 
 
 # ---- arguments that a function does not have ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import enum
 import math
+import sys
 import types
 from typing import NamedTuple
 
@@ -112,6 +113,7 @@ CHANGES = [
     (through_an_array, assign(TABLE=np.arange(4.0) + 1)),
     (through_an_array, lambda: TABLE.__setitem__(3, 7.0)),
     (through_an_array, lambda: TABLE.__setitem__(0, -0.0)),
+    (through_an_array, lambda: TABLE.resize((2, 2), refcheck=False)),
     (through_a_tuple, assign(PAIR=Pair(1.0, 3.0))),
     (through_a_module, of(settings, SLOPE=0.25)),
     (through_a_module_of_a_module, of(settings.inner, SLOPE=0.25)),
@@ -155,6 +157,16 @@ def test_an_array_of_the_same_bytes_is_another_one(shape, dtype):
     before = capture(through_an_array)
     globals()["TABLE"] = TABLE.view(dtype).reshape(shape)
     assert capture(through_an_array).fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("library", [np, math], ids=["of NumPy", "of Python"])
+def test_a_function_of_another_version_is_another_one(library, monkeypatch):
+    """A part of a library is known by its name and by the version of that, which Python's own modules do not have."""
+    of_numpy, of_python = (lambda score, b, h, i, j: np.exp(score)), (lambda score, b, h, i, j: math.exp(score))
+    function = of_numpy if library is np else of_python
+    before = capture(function).fingerprint
+    monkeypatch.setattr(*((np, "__version__") if library is np else (sys, "version")), "another")
+    assert capture(function).fingerprint != before
 
 
 def test_a_hidden_builtin_is_noticed(monkeypatch):

@@ -291,6 +291,21 @@ def test_processes_that_differ(case):
         assert re.search(message, str(error)), error
 
 
+@pytest.mark.parametrize("has", [0, 1])
+def test_what_only_one_process_has(has):
+    """The first or another one: an array that may be absent must be there in all of them, or in none."""
+    do, q, k, v = problem()
+
+    def call(comm):
+        own = [nd.shard(x, comm=comm) for x in (do, q, k, v, do)]
+        of_rows = own[0][..., 0]
+        return nd.backward(*own, of_rows, comm=comm, **({"dlse": of_rows} if comm.rank == has else {}))
+
+    for error in errors(2, call):
+        assert isinstance(error, ValueError), error
+        assert re.search("^dlse must be the same in all processes; got (None|float64 .*) in process 0", str(error)), error
+
+
 def test_default_precisions_that_differ():
     def call(comm):
         x = np.ones((1, 16, 8), np.float32)

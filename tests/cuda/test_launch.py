@@ -579,3 +579,25 @@ def test_a_plan_names_the_kernel_that_runs(dtype, sizes, with_bias, expected):
 def test_an_array_that_is_absent_is_described_by_zeros():
     assert packing.numba_array(None, 4) == [0] * 13
     assert packing.numba_array(None, (2, 3)) == [0] * 9
+
+
+# ---- in the simulator --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_simulated_launch_has_its_own_arrays_and_numbers(monkeypatch):
+    """And those numbers that it was made with, if a call brings none."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, sizes):
+            return lambda *arguments: launched.append((sizes, *(x if isinstance(x, tuple) else np.asarray(x).tolist() for x in arguments)))
+
+    monkeypatch.setattr(launch, "_simulated_kernel", lambda builder, config: Kernel())
+    x, y = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6, dtype=np.float32).reshape(2, 3) + 10
+    prepared = Launch("module.build", (), Gpu(-1, (0, 0), 1), grid=2, threads=4, operands=((X, 3),), numbers=(7, 0.5))
+    for given, numbers in ((x, (1, 0.25)), (y, None), (x, (2, 0.75)), (y, (3, 1.5))):
+        prepared(given, numbers=numbers)
+    assert [(sizes, numbers) for sizes, _, extras, *numbers in launched] == [
+        ((2, 4), [*n]) for n in ((1, 0.25), (7, 0.5), (2, 0.75), (3, 1.5))
+    ]
+    assert all(extras == () for _, _, extras, *_ in launched)

@@ -19,13 +19,16 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it compiles")
 
 from kernels import in_place_of_launches
+from on_paper import on_paper, paper
 
 import numba_flash
 from numba_flash import arrays, sections
+from numba_flash.arrays import Layout
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
 from numba_flash.cuda import lang, packing, prepare_lengths, prepare_parts
-from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.options import AS_NUMBERS
 from numba_flash.pages import PagedInputs
 from numba_flash.problem import ForwardInputs, bind, bind_packed, bind_paged
 
@@ -180,6 +183,17 @@ def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
     served = backend != "sm90" or dtype in ("float16", "bfloat16")
     assert done == [2 * served] * len(biases)
     assert made == [[sums, bias.dtype.name] for bias in biases if served]
+
+
+@pytest.mark.parametrize("backend", ["sm80", "simt"])
+def test_every_tile_of_the_gradient_of_a_large_bias_has_a_block(backend):
+    """Also where there are more tiles than blocks of a kernel that has shares of them: then it is made without shares."""
+    x = paper(1, 1, 3000, 64)
+    launches = on_paper("backward", x, x, bias=paper(3000, 3000), bias_grad=True).prepared(backend, Gpu(0, (9, 0), 132)).launches
+    dbias = next(each for each in launches if "dbias" in each.builder)
+    _, (block_m, block_n) = dbias.scores
+    tiles = -(-3000 // block_m) * -(-3000 // block_n)
+    assert dbias.grid == tiles if backend == "simt" else dbias.grid >= min(132, tiles)
 
 
 # ---- scratch memory ----------------------------------------------------------------------------------------------------------------------
@@ -344,10 +358,11 @@ def test_what_goes_to_out_by_way_of_another_array_is_foretold(nq, monkeypatch):
 # ---- lengths of the host -----------------------------------------------------------------------------------------------------------------
 
 
-def of_lengths(batch: int, *names: str) -> tuple:
-    """A problem of 3 queries and 5 keys, its inputs, and the greatest of the lengths with these names."""
-    q, k = np.zeros((batch, 1, 3, 64), np.float16), np.zeros((batch, 1, 5, 64), np.float16)
-    most = {name: n for name, n in {"q_lengths": 3, "kv_lengths": 5}.items() if name in names}
+def of_lengths(batch: int | tuple[int, int], *names: str, nq: int = 3, nk: int = 5) -> tuple:
+    """A problem of few queries and keys, its inputs, and the greatest of the lengths with these names."""
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    q, k = np.zeros((*batch, 1, nq, 64), np.float16), np.zeros((*batch, 1, nk, 64), np.float16)
+    most = {name: n for name, n in {"q_lengths": nq, "kv_lengths": nk}.items() if name in names}
     given = {name: np.full(batch, n, np.int32) for name, n in most.items()}
     return bind(q, k, k, **given), ForwardInputs(q, k, k, **given), most
 
@@ -369,6 +384,9 @@ SENT = {
     "lengths of keys": of_lengths(2, "kv_lengths"),
     "lengths of queries": of_lengths(2, "q_lengths"),
     "both": of_lengths(2, "q_lengths", "kv_lengths"),
+    "of fewer keys than queries": of_lengths(2, "kv_lengths", nq=7),
+    "of two axes": of_lengths((2, 3), "kv_lengths"),
+    "both, of fewer keys than queries": of_lengths(2, "q_lengths", "kv_lengths", nq=7),
     "as many as go with a launch": of_lengths(64, "kv_lengths"),
     "more": of_lengths(65, "kv_lengths"),
     "both, more": of_lengths(33, "q_lengths", "kv_lengths"),
@@ -406,3 +424,14 @@ def test_lengths_are_checked_before_they_are_sent(name, monkeypatch):
                 with pytest.raises(ValueError, match=r"^[qk]_offsets must go from 0 to .* it goes from 1 to"):
                     send(inputs._replace(**{each: np.maximum(getattr(inputs, each), 1)}))
         assert len(sent) == count
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("lengths of keys", True), ("of two axes", False), ("offsets", False), ("both", False)])
+def test_lengths_are_numbers_where_kernels_count_batch_elements_along_one_axis(name, numbers):
+    """Elsewhere kernels read an array."""
+    problem, inputs, most = SENT[name]
+    with in_place_of_launches(lambda prepared: lambda *_, **more: None, 4, (9, 0)):
+        of_call = prepare_lengths.sender(problem, inputs, [*most], 0)(inputs)
+    layouts = type(of_call)(*map(Layout.of, of_call))
+    assert layouts.kv_lengths.known == numbers
+    assert (prepare_lengths.with_numbers(problem, layouts).options.kv_lengths == AS_NUMBERS) == numbers

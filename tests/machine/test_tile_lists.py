@@ -66,6 +66,25 @@ def test_lists_are_of_all_whose_tiles_may_differ(shape, lengths, expected):
     assert own_axes(problem, Layout.of(of_one)) == expected
 
 
+@pytest.mark.parametrize("tiles", [Tiles(16, 64, True, 2), Tiles(64, 128, True, queue=True), Tiles(128, 64)], ids=str)
+@pytest.mark.parametrize("of", ["pairs", "blocks"])
+def test_there_is_a_thread_for_all_that_is_made_of_a_mask(tiles, of):
+    """A block or a warp for each list, a thread for each group of an order, a warp for each place of a queue; and hardly one more."""
+    q, n = Layout.compact((5, 7, 1100, 8), "float16"), 1100
+    mask = np.broadcast_to(True, (5, 7, n, n)) if of == "pairs" else BlockMask(np.broadcast_to(True, (5, 7, 5, 5)), 256)
+    problem = bind(*3 * [np.broadcast_to(np.float16(0), q.shape)], mask=mask)
+    blocks = Layout.compact((5, 7, n, n) if of == "pairs" else (5, 7, 5, 5), "bool")
+    extras = Extras(problem, Gpu(0, (9, 0), 132), ForwardInputs(q, q, q, mask=blocks), tiles)
+    lists = 5 * 7 * extras.made.tiles.shape[3]
+    groups = 5 * 7 * (0 if extras.made.order is None else extras.made.order.shape[4])
+    of_list = 32 if of == "blocks" else 1024
+    needed = {"build": of_list * lists, "build_order": groups, "build_queue": 32 * lists}
+    for launch in extras.launches:
+        wanted = needed[launch.builder.rsplit(".", 1)[1]]
+        assert wanted <= launch.grid * launch.threads < wanted + launch.threads
+    assert groups > 1024 or not tiles.share
+
+
 def visible(mask, nq: int, nk: int, q_lengths=(), kv_lengths=(), **options) -> np.ndarray:
     """Which scores the oracle sees."""
     zeros = np.zeros((BATCH, HEADS, nq, nk))

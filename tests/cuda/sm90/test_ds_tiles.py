@@ -199,6 +199,17 @@ def test_ds_of_some_blocks_of_keys_fits(length, heads, heads_kv):
     assert size <= prepare_temporaries.WORKSPACE or few or (busy and size <= prepare_temporaries.MOST_WORKSPACE)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_few_long_heads_take_more_memory_to_keep_all_multiprocessors_busy(heads):
+    """More than WORKSPACE: with one block of keys less, of each head, there would be a multiprocessor without any."""
+    x = np.broadcast_to(np.float16(0), (heads, 65_536, 256))
+    p = bind(x, x, x)
+    row_blocks = prepare_temporaries.row_blocks_of(p, TILE)
+    blocks, _ = prepare_temporaries.key_parts(p, TILE, math.prod(row_blocks), MULTIPROCESSORS)
+    assert blocks * heads >= MULTIPROCESSORS > (blocks - 1) * heads
+    assert 4 * math.prod(prepare_temporaries.temporaries(p, TILE, row_blocks, MULTIPROCESSORS).ds.shape) > prepare_temporaries.WORKSPACE
+
+
 def test_parts_fill_turns_of_the_multiprocessors():
     """20 heads: 13 blocks of keys at a time are two turns, where the 20 that there is room for would be four, one of them nearly empty."""
     x = np.broadcast_to(np.float16(0), (20, 20_480, 256))
