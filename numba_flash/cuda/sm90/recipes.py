@@ -26,12 +26,7 @@ from numba_flash.cuda.sm90 import (
     prepare_forward,
     prepare_turns,
 )
-from numba_flash.cuda.sm90.backward_tiles import (
-    backward_tile,
-    relative_backward_tile,
-    rounding_tile,
-    split_backward_tile,
-)
+from numba_flash.cuda.sm90.backward_tiles import backward_tile, split_backward_tile
 from numba_flash.cuda.sm90.config import NOTED, RESIDENT_QUERIES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.forward_tiles import (
@@ -233,7 +228,7 @@ BACKWARD = (
         problems="a `score_mod` that adds a number for each distance, no other option, D up to 128",
         serves=_relative,
         loops=("sm90.backward",),
-        tile=lambda p, call: relative_backward_tile(p),
+        tile=lambda p, call: replace(backward_tile(p), relative=True),
         work=KEY_BLOCKS,
         stage=RELATIVE,
         prepare=prepare_backward.prepare,
@@ -325,7 +320,7 @@ BACKWARD = (
         problems="plain or causal, many work items, few blocks of keys",
         serves=_rounding,
         loops=("sm90.backward",),
-        tile=lambda p, call: rounding_tile(p),
+        tile=lambda p, call: replace(backward_tile(p), rounds_dq=True),
         work=KEY_BLOCKS,
         stage=PLAIN,
         prepare=prepare_backward.prepare,
