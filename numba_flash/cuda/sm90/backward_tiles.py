@@ -310,16 +310,6 @@ def backward_tile(problem) -> BackwardTile | WideTile:
     return with_options(fitting(BACKWARD_TILES, problem), problem.options)
 
 
-def relative_backward_tile(problem) -> BackwardTile:
-    """The same where sums begin with what a `score_mod` adds for each distance."""
-    return replace(backward_tile(problem), relative=True)
-
-
-def rounding_tile(problem) -> BackwardTile:
-    """The same where a warp rounds dQ."""
-    return replace(backward_tile(problem), rounds_dq=True)
-
-
 # TFLOP/s of float32 on an H200, N = 4096: at D = 64 167; at 128 162, causal 153, where those of
 # `sm80` reached 90 and 78.
 SPLIT_TILES = (

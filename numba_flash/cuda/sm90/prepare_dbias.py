@@ -38,15 +38,8 @@ BEGIN = 3  # steps that take as long as the begin of a run, when Q and dO come
 def _launch(chosen: Chosen, blocks: int, shared_bytes: int, config: dict, **others) -> Launch:
     """Of so many blocks of the kernel that sums the gradient."""
     p, tile = chosen.p, chosen.tile
-    config = BiasGradientConfig(
-        p.dtype,
-        p.d,
-        p.dv,
-        options=p.options.structure,
-        tile=tile,
-        stage=chosen.recipe.stage,
-        **config,
-    )
+    own = {"options": p.options.structure, "tile": tile, "stage": chosen.recipe.stage}
+    config = BiasGradientConfig(p.dtype, p.d, p.dv, **own, **config)
     return Launch(
         chosen.builder,
         (config,),

@@ -26,12 +26,7 @@ from numba_flash.cuda.sm90 import (
     prepare_forward,
     prepare_turns,
 )
-from numba_flash.cuda.sm90.backward_tiles import (
-    backward_tile,
-    relative_backward_tile,
-    rounding_tile,
-    split_backward_tile,
-)
+from numba_flash.cuda.sm90.backward_tiles import backward_tile, split_backward_tile
 from numba_flash.cuda.sm90.config import NOTED, RESIDENT_QUERIES
 from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.forward_tiles import (
@@ -45,7 +40,6 @@ from numba_flash.cuda.sm90.forward_tiles import (
 )
 from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs, tiles_of_bias
-from numba_flash.cuda.swizzle import PANEL
 
 UNITS = "blocks of queries, batch innermost"  # a list of work, in words
 
@@ -193,11 +187,6 @@ def _resident_gradients(call: Call):
     return p if prepare_dbias.keeps_bias(p, call.inputs, wanted) else None
 
 
-def _planes_up_to_64(call: Call):
-    p = _planes(call)
-    return p if p is not None and max(p.d, p.dv) <= PANEL else None
-
-
 def _options(call: Call):
     """A problem whose scores have options beyond a softcap, with lists where tiles fit."""
     p = call.problem
@@ -233,7 +222,7 @@ BACKWARD = (
         problems="a `score_mod` that adds a number for each distance, no other option, D up to 128",
         serves=_relative,
         loops=("sm90.backward",),
-        tile=lambda p, call: relative_backward_tile(p),
+        tile=lambda p, call: replace(backward_tile(p), relative=True),
         work=KEY_BLOCKS,
         stage=RELATIVE,
         prepare=prepare_backward.prepare,
@@ -248,16 +237,6 @@ BACKWARD = (
         stage=RESIDENT,
         prepare=prepare_dbias.prepare_kept,
         dq="in registers, beside the bias gradient",
-    ),
-    Recipe(
-        problems="float32, D up to 64",
-        serves=_planes_up_to_64,
-        loops=("sm90.backward_split",),
-        tile=lambda p, call: split_backward_tile(p),
-        work=KEY_BLOCKS,
-        stage=PLAIN,
-        prepare=prepare_backward.prepare_split,
-        dq=SUMS,
     ),
     Recipe(
         problems="float32, D up to 128",
@@ -325,7 +304,7 @@ BACKWARD = (
         problems="plain or causal, many work items, few blocks of keys",
         serves=_rounding,
         loops=("sm90.backward",),
-        tile=lambda p, call: rounding_tile(p),
+        tile=lambda p, call: replace(backward_tile(p), rounds_dq=True),
         work=KEY_BLOCKS,
         stage=PLAIN,
         prepare=prepare_backward.prepare,

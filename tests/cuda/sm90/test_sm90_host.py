@@ -47,7 +47,7 @@ from numba_flash.cuda.sm90.forward_tiles import (
     words_held,
 )
 from numba_flash.cuda.sm90.options_tiles import backward_options_tile
-from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
+from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Buffer, Ring, Slots, lay_out
 from numba_flash.cuda.sm90.tiles import KEYS, OUTPUT_ROWS, SHARED_LIMIT, WORK_BYTES
 from numba_flash.cuda.swizzle import PANEL
 from numba_flash.options import PLAIN, Options
@@ -444,6 +444,22 @@ def test_every_problem_has_a_tile_that_fits(nk, causal):
         p = replace(base, d=d, dv=dv)
         for tile in (forward_tile(p), part_tile(p)):
             assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
+
+
+def test_addresses_and_size_follow_from_tables():
+    """Equal layouts are one key."""
+    first = {"rows": Buffer(40, 2), "k": Slots(512, 3), "dq": Slots(40, 2, of="rows"), "work": Slots(64, 1)}
+    behind = {"notes": Buffer(20), "words": Buffer(8), "panel": Buffer(64, aligned=1024), "none": Slots(0, 1)}
+    layout = lay_out(first, behind, columns=7)
+    mbarriers = 1024 + 3 * 512 + 64
+    assert layout.rows == 0
+    assert layout.k == Ring(1024, 512, 3, mbarriers, mbarriers + 24)
+    assert layout.dq == Ring(0, 40, 2, mbarriers + 48, mbarriers + 64)
+    assert layout.work == Ring(1024 + 3 * 512, 64, 1, mbarriers + 80, mbarriers + 88)
+    assert (layout.notes, layout.words, layout.panel) == (mbarriers + 96, mbarriers + 128, 3072)
+    assert layout.none == Ring(3136, 0, 1, 3136, 3144)
+    assert (layout.bytes, layout.ALIGNMENT, layout.columns) == (3152 + 1024, 1024, 7)
+    assert {layout: 1}[lay_out(first, behind, columns=7)] == 1
 
 
 ALL_TILES = {(row.d, row.dv, row.tile) for row in (*itertools.chain(*FORWARD_TILES.values()), *PART_TILES)}
