@@ -1,6 +1,7 @@
 """What is particular to the CPU backend: threads, forks, the disk cache, NaN behind the mask, memory, the order of sums."""
 
 import inspect
+import math
 import os
 import re
 import shutil
@@ -283,3 +284,34 @@ def test_panels_of_queries_add_up(monkeypatch, dtype):
     rtol = {"bfloat16": 2.0**-7, "float32": 1e-6}[dtype]  # at most to the other neighbour
     for a, b in zip(panels[:3], whole[:3], strict=True):  # dq, dk, dv
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=rtol, atol=2e-6)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 0.3], ids="{} heads at a time".format)
+@pytest.mark.parametrize("batch", [(1, 1), (2, 1), (3, 2)])
+def test_waves_and_panels_have_each_query_of_each_head_once(batch, room, monkeypatch):
+    """The last wave has the heads that are left, and the last panel the queries; the buffer has room for no more than that."""
+    p = replace(problem(700), batch=batch, hq=10, hk=5, scale=0.25)
+    chunks = scratch.Waves.of(p).chunks
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", int(room * chunks * 2 * 16 * 4 * 700))
+    q, k = (np.zeros((*batch, h, 700, 16), np.float32) for h in (10, 5))
+    units, lse = math.prod(batch) * 5, np.zeros((*batch, 10, 700), np.float32)
+    seen = {tier.backward_items: np.zeros((units, 700), int), tier.dq_items: np.zeros((units, 700), int)}
+
+    def run(dispatcher, items, grain, *arguments):
+        if dispatcher not in seen:
+            return
+        of = inspect.signature(dispatcher.py_func).bind(0, items, *arguments).arguments
+        heads, _, group, rows, _ = of["dq_partial"].shape
+        assert items == heads * (chunks if dispatcher is tier.backward_items else group * rows)
+        assert of["first_unit"] + heads <= units
+        if dispatcher is tier.backward_items:
+            run.first = of["low"] - p.low
+            assert of["high"] - p.high == run.first
+            assert of["add"] == (run.first > 0)
+            assert of["q"].shape[3] == of["lse"].shape[3] == rows
+        seen[dispatcher][of["first_unit"] : of["first_unit"] + heads, run.first : run.first + rows] += 1
+
+    monkeypatch.setattr(tier, "_run", run)
+    tier.backward(p, BackwardInputs(q, q, k, k, q, lse), BackwardResults(*map(np.empty_like, (q, k, k))))
+    for count in seen.values():
+        assert (count == 1).all()
