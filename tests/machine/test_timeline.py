@@ -200,7 +200,7 @@ def test_bars_lie_where_their_spans_do():
 def test_mbarriers_have_names(tile, d):
     """Each slot of each ring has two, at addresses of their own."""
     names, layout = timeline.names_of_mbarriers(tile, d, d, 100), tile.layout(d, d)
-    slots = sum(2 * ring.slots for ring in (getattr(layout, name) for name in vars(layout)) if hasattr(ring, "slots"))
+    slots = sum(2 * ring.slots for ring in layout if hasattr(ring, "slots"))
     assert len(names) == len(set(names.values())) == slots
     assert names[layout.ALIGNMENT + layout.k.ready] == "k ready 0"
     assert names[layout.ALIGNMENT + layout.q.free + 8] == "q free 1"

@@ -38,9 +38,9 @@ def build_begin_sums(tile, q, added):
 
 
 def build_begin(config, layout, rows):
-    """`BackwardStage.begin_item`, `begin_tile`, `start_scores` and `start_next`; `rows` is the
-    `SoftmaxBackward`. After a work item's last tile the next product is that of the same tile
-    again, which nobody uses.
+    """`BackwardStage.begin_item`, `start_scores` and `start_next`; `rows` is the `SoftmaxBackward`.
+    After a work item's last tile the next product is that of the same tile again, which nobody
+    uses.
     """
     options, tile, BFLOAT16 = config.options, config.tile, config.dtype == "bfloat16"
     Q, K, V, WORK = map(one_type, (layout.q, layout.k, layout.v, layout.work))
@@ -51,11 +51,6 @@ def build_begin(config, layout, rows):
     multiply = wgmma.build_scores(tile.block_m, config.d, tile.block_n, BFLOAT16, add=RELATIVE)
     begin_sums = build_begin_sums(tile, layout.q, layout.added) if RELATIVE else None
     note_bounds, bound, wait_q = rows.note_bounds, rows.bound, rows.wait_q
-
-    @inline
-    def begin_tile(smem, turn, me, n, step):
-        if not AHEAD:
-            wait_q(smem, turn, me, n, step)
 
     @inline
     def start_scores(sT, smem, me, n, part, k_rows):
@@ -95,16 +90,22 @@ def build_begin(config, layout, rows):
             wait_q(smem, turn, me, following, step)
         start_scores(sT, smem, me, following, u32(0), k_rows)
 
-    return begin_item, begin_tile, start_scores, start_next
+    return begin_item, start_scores, start_next
 
 
 def build(config, layout):
     """`BackwardStage` of scores that nothing belongs to, or a number for each distance."""
     options, tile, BFLOAT16 = config.options, config.tile, config.dtype == "bfloat16"
-    Q, upward = one_type(layout.q), may_go_upward(config.ordered, options)
+    Q, AHEAD, upward = one_type(layout.q), tile.ahead, may_go_upward(config.ordered, options)
     rows = softmax_backward.build(config.d, config.dv, options, tile, BFLOAT16, upward)
-    begin_item, begin_tile, start_scores, start_next = build_begin(config, layout, rows)
-    exponentiate, bend, multiply = rows.recompute_p, rows.differentiate_cap, rows.differentiate
+    begin_item, start_scores, start_next = build_begin(config, layout, rows)
+    wait_q, exponentiate = rows.wait_q, rows.recompute_p
+    bend, multiply = rows.differentiate_cap, rows.differentiate
+
+    @inline
+    def begin_tile(smem, turn, me, n, step):
+        if not AHEAD:
+            wait_q(smem, turn, me, n, step)
 
     @inline
     def part_of(smem, turn, me, n, part, step, given):
