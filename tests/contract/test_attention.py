@@ -434,6 +434,19 @@ def test_nan_stays_out_of_rows_that_do_not_see_it(backend, which, options):
     assert np.isfinite(expected[touched]).any()
 
 
+@pytest.mark.parametrize("which", [pytest.param(x, marks=simulator(full=x in "qk")) for x in "qkvd"])
+def test_nan_at_an_end_stays_out_of_what_would_be_seen_beyond_it(backend, which):
+    """What lies beyond the last row of a tile is no copy of that row, with a weight of zero, for those who would see nothing else."""
+    of_queries = which in "qd"
+    nq, nk = (7, 8) if of_queries else (8, 7)  # in the simulator, ends lie in the second half of the second tile
+    options = {"causal": True, "q_start": 0} if of_queries else {"window": (0, 0), "q_start": 0}
+    clean = random_inputs(batch=(), nq=nq, nk=nk, seed=24)
+    expected = compare_poisoned(backend, clean, which, 6, **options)
+    for name in ("dk", "dv") if of_queries else ("o", "dq"):
+        assert (expected[name][..., 7, :] == 0).all()
+    assert np.isnan(expected["dv" if of_queries else "o"]).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_seen_by_nobody_is_harmless(backend, dtype):
     """Keys and values after the last query's, or before the first query's window.
