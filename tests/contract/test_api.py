@@ -186,6 +186,19 @@ def test_an_address_on_a_gpu_counts_by_what_is_left_of_16(monkeypatch):
     assert [arrays.Layout.of(at(ptr)).offset for ptr in addresses] == [0, 0, 8, 2]
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)], ids=str)
+def test_a_part_of_an_array_on_a_gpu_begins_where_its_first_element_does(order, axis):
+    """Its layout is that of the view, by the strides of its axis, whatever the array's own address is."""
+    x = np.zeros([(5, 7, 6)[at] for at in order], np.float16)[:, :, ::-1].transpose(np.argsort(order))
+    for first in (0, 2, 14):
+        at = lambda view, first=first: (first + arrays.address(view) - arrays.address(x)) % 16
+        whole = arrays.Layout.of(x)._replace(device=0, offset=first)
+        for start, stop in ((0, 3), (1, 2), (3, 5)):
+            view = x[(slice(None),) * axis + (slice(start, stop),)]
+            assert whole.cut(axis, start, stop) == arrays.Layout.of(view)._replace(device=0, offset=at(view))
+
+
 class Pointer(NamedTuple):
     """Stands in for CuPy's pointer to memory."""
 

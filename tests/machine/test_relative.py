@@ -15,8 +15,12 @@ from naive import compare
 from test_contract import AMPERE, TURING, Group, Shape, also, backward, forward, inputs_of, lengths
 
 import numba_flash
-from numba_flash.cuda import prepare_relative
-from numba_flash.problem import bind
+from numba_flash.arrays import Layout
+from numba_flash.cuda import config, prepare_relative
+from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.recipe import Call
+from numba_flash.cuda.sm90 import recipes
+from numba_flash.problem import BackwardInputs, BackwardResults, bind
 
 pytestmark = pytest.mark.machine
 
@@ -104,6 +108,20 @@ def test_what_else_changes_scores_keeps_the_function():
     assert alone(numba_flash.alibi([1e30, 0.0])) is None
     assert alone(numba_flash.relative_position([[0.0], [np.nan]])) is None
     assert alone(numba_flash.alibi(SLOPES), scale=1e-30) is None
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 72), (40, 128), (64, 136), (136, 64), (256, 256)])
+def test_gradients_of_wide_heads_keep_the_function(d, dv):
+    """Whether queries and keys are wide, or values; there are tiles for the others alone."""
+    x, v = (np.broadcast_to(np.float16(0), (1, 2, 100, n)) for n in (d, dv))
+    q, o, lse = Layout.of(x), Layout.of(v), Layout.compact((1, 2, 100), "float32")
+    p = bind(x, x, v, score_mod=numba_flash.alibi(SLOPES), score_mod_grad=numba_flash.alibi(SLOPES).score_mod_grad)
+    inputs, results = BackwardInputs(o, q, q, o, o, lse), BackwardResults(q, q, o)
+    (relative,) = (each for each in recipes.BACKWARD if each.stage == config.RELATIVE)
+    call = Call(p, inputs, results, Gpu(0, HOPPER, 132), True)
+    served = relative.serves(call)
+    assert (served is not None) == (max(d, dv) <= 128)
+    assert served is None or relative.tile(served, call).block_n > 0
 
 
 def test_few_scores_keep_the_function(monkeypatch):

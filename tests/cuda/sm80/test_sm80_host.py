@@ -664,6 +664,16 @@ def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:
     return launches("backward", problem({"bias": bias, **options}, **sizes), gpu, inputs)
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 2, 100, 200), (2, 100, 200), (2, 1, 100, 200), (100, 1), (1, 200), (2, 2, 1, 200)], ids=str
+)
+def test_a_gradient_of_a_bias_is_made_in_parts_where_any_axis_is_summed(shape):
+    """Of one that is the sum of nothing, parts would go to memory."""
+    found = gradients_of(np.zeros(shape, np.float16), {"softcap": 3.0}, H200)
+    (dbias,) = (each for each in found if each.builder == "sm80.dbias.build")
+    assert (dbias.config[0].tile.parts > 1) == (shape != (2, 2, 100, 200))
+
+
 def tile_of_a_bias(nk: int):
     bias = np.broadcast_to(np.float16(0), (100, nk))
     return dq_dbias_tile(problem({"bias": bias}, nk=nk, d=32), hardware(H200.capability), FEWEST_STEPS)
