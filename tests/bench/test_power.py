@@ -8,7 +8,7 @@ from test_bench import SMALL
 
 from numba_flash.__main__ import main
 from numba_flash.bench import power, timing
-from numba_flash.bench.peers import OURS
+from numba_flash.bench.peers import OURS, contenders
 from numba_flash.bench.power import Power
 
 NVIDIA_SMI = """#!{python}
@@ -56,6 +56,16 @@ def test_it_stands_beside_the_speed(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     main([*SMALL, "--mask", "full", "--watts", "--json", str(written)])
     assert "watts" not in json.loads(written.read_text())["cells"][0]["contenders"][OURS]
+
+
+@pytest.mark.parametrize(("milliseconds", "calls"), [(0.1, 100), (2.0, 5), (40.0, 1)])
+def test_a_contender_makes_as_many_calls_between_two_looks_as_in_a_turn(milliseconds, calls, monkeypatch):
+    made, clock = [], timing.HostClock()
+    monkeypatch.setattr(clock, "power", lambda bound, count: made.append(count))
+    monkeypatch.setattr(timing, "_check", lambda *_: (timing.Outcome("ok"), timing.Bound(len, tuple)))
+    monkeypatch.setattr(timing, "take_turns", lambda bound, clock, repeats, own_stream: {name: [milliseconds] * repeats for name in bound})
+    timing.compare(timing.Cell("forward", "full", "float32", 1, 1, 1, 8, 8), contenders("cpu")[:1], clock, 3, watts=True)
+    assert made == [calls]
 
 
 @pytest.mark.gpu

@@ -366,6 +366,15 @@ def test_what_one_call_takes_is_taken_or_refused_with_a_reason(function):
         assert re.search(f"^numba_flash.distributed does not take {name}: .{{12}}", str(error)), error
 
 
+@pytest.mark.parametrize("value", [1, 0, None, "yes"], ids=repr)
+def test_both_passes_check_a_flag_that_one_of_them_uses(value):
+    do, q, k, v = problem()
+    for pass_ in (lambda **given: nd.forward(q, k, v, **given), lambda **given: nd.backward(do, q, k, v, do, do[..., 0], **given)):
+        (error,) = errors(1, lambda comm, pass_=pass_: pass_(comm=comm, return_lse=value))
+        assert isinstance(error, TypeError)
+        assert re.search("^return_lse must be True or False; got", str(error)), error
+
+
 def test_what_is_no_communicator():
     _, q, k, v = problem()
     for call in (lambda: nd.forward(q, k, v, comm=3), lambda: nd.unshard(q, comm=3), lambda: nd.positions(5, comm=3)):
