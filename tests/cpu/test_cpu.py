@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash.cpu import kernels, scratch, tier
+from numba_flash.cpu import kernels, scratch, softmax, tier
 from numba_flash.problem import BackwardInputs, BackwardResults, Problem
 
 ROOT = Path(numba_flash.__file__).parents[1]
@@ -315,3 +317,34 @@ def test_waves_and_panels_have_each_query_of_each_head_once(batch, room, monkeyp
     tier.backward(p, BackwardInputs(q, q, k, k, q, lse), BackwardResults(*map(np.empty_like, (q, k, k))))
     for count in seen.values():
         assert (count == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_hidden_terms_alone_are_marked(dtype):
+    """By a weight, and a gradient, of -0.0: neither a weight that is too small to hold nor a product of zero and a negative number."""
+    row = np.array([0, -np.inf, -1, -1e5], dtype)
+    total = softmax.marked_exp_row(row, row.dtype.type(0))
+    assert (np.signbit(row) == [False, True, False, False]).all()
+    assert (row[[1, 3]] == 0).all()
+    np.testing.assert_allclose([row[0], row[2], total], [1, np.exp(-1), 1 + np.exp(-1)], rtol=1e-6)
+    for delta in (2, -2):
+        dp = np.array([1, 1, 1, 1], dtype)
+        softmax.marked_gradient_row(row, dp, np.array([0, 3, 3, 3], dtype), row.dtype.type(delta))
+        assert (np.signbit(dp) == [False, True, delta > 0, False]).all()
+        assert (dp[[0, 1, 3]] == 0).all()
+
+
+def test_a_gradient_of_a_bias_that_float16_cannot_hold_is_infinite():
+    """As other results are, without a warning of NumPy's."""
+    p = Problem((1, 1), 1, 1, 2, 2, 4, 4, "float16", 1.0, -2, 2)
+    dbias, sums = np.zeros((1, 1, 1, 1, 2), np.float16), scratch.of_bias(p, np.zeros((1, 1, 1, 1, 2), np.float16))
+    x = np.zeros((1, 1, 1, 2, 4), np.float16)
+
+    def add(problem, inputs, results, extras):
+        results.dbias[...] = [1e6, 3]
+
+    given = BackwardInputs(x, x, x, x, x, np.zeros((1, 1, 1, 2), np.float32))
+    with mock.patch.object(tier, "backward", add), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tier._backward(p, sums, given, BackwardResults(x.copy(), x.copy(), x.copy(), dbias))
+    assert dbias.ravel().tolist() == [np.inf, 3]

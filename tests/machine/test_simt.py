@@ -61,6 +61,7 @@ LANES = {
     "before the first key": (("float64", 4, 2, 3, 600, 20, 32), {"causal": True, "q_start": -2}),
     "window": (("float32", 2, 1, 4, 600, 64, 64), {"window": (150, 2), "q_start": 400}),
     "nothing": (("float32", 4, 2, 2, 600, 64, 64), {"kv_lengths": np.array([0])}),
+    "padding": (("float32", 4, 2, 2, 600, 64, 64), {"q_lengths": np.array([1]), "kv_lengths": np.array([530])}),
 }
 
 

@@ -115,6 +115,7 @@ CASES = {
     "many tiles": (drawn(70, 1300), {}),
     "a band": (drawn(200, 160), {"window": (40, 30)}),
     "lengths": (drawn(150, 160), {"q_lengths": np.array([150, 70]), "kv_lengths": np.array([96, 3])}),
+    "everything up to ends": (np.ones((150, 160), bool), {"q_lengths": np.array([150, 70]), "kv_lengths": np.array([96, 35])}),
     "nothing": (np.zeros((100, 100), bool), {}),
     "everything": (np.ones((100, 100), bool), {"causal": True}),
 }

@@ -619,6 +619,22 @@ def test_the_forward_kernel_is_launched_early(n, expected):
     assert early(launches) == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.1, "rng": (1, 2)}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("batch", [(2, 3), (3, 2)])
+def test_kernels_are_told_the_first_of_two_axes_of_batch_elements(batch, d, options):
+    """From which they know how many heads there are in all: the last of their sections may have fewer than others."""
+    p = problem(nq=500, d=d, batch=batch, **options)
+    q, k, v, o = layouts_of(p)
+    lse = Layout.compact(q.shape[:-1], "float32")
+    forward = tier.prepare_forward(p, ForwardInputs(q, k, v), ForwardResults(o, lse), H200).launches
+    backward = ()
+    if d <= 128 or "dropout" not in options:
+        backward = tier.prepare_backward(p, BackwardInputs(o, q, k, v, o, lse), BackwardResults(q, k, v), True, H200).launches
+    told = [number.b0 for each in (*forward, *backward) for number in each.numbers if hasattr(number, "b0")]
+    assert set(told) == {batch[0]}
+
+
 IN_BOTH = {}, {"causal": True}, {"kv_lengths": np.array([200, 3])}
 
 
