@@ -9,9 +9,11 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 
 from kernels import SM80, backward_pass, machine
+from on_host import on_host
 
 from numba_flash import BlockMask, oracle, reference
 from numba_flash.arrays import Layout
+from numba_flash.cuda import tile_lists
 from numba_flash.cuda.launch import Gpu
 from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, own_axes
 from numba_flash.cuda.tile_lists import FIRST
@@ -163,6 +165,14 @@ def test_a_queue_begins_with_the_longest_lists(heads, lengths):
     assert found["queue"][0, 0, 0, -1] == 0
     for counts, (queue,) in zip(found["tiles"][..., 0].reshape(-1, 41), found["queue"][..., :-1].reshape(-1, 1, 41), strict=True):
         np.testing.assert_array_equal(queue, np.argsort(-counts, kind="stable"))
+
+
+def test_places_beyond_the_blocks_of_a_queue_are_blocks_of_their_own_number():
+    """Packed sequences have such places; the number behind the blocks of the first head is none of these."""
+    queue = np.array([[2, 0, 1, 77], [1, 2, 0, -1]], np.int32).reshape(1, 1, 2, 1, 4)
+    with on_host(tile_lists):
+        found = [[int(tile_lists.queued(queue, 0, 0, head, place)) for place in range(6)] for head in range(2)]
+    assert found == [[2, 0, 1, 3, 4, 5], [1, 2, 0, 3, 4, 5]]
 
 
 BLOCKS = {
