@@ -109,7 +109,8 @@ def build(config: BackwardConfig):
             k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
-            begin, (step, end) = n, begin_item(held, sT, smem, turn, me, n, count, k_rows, given)
+            begin = n
+            step, end = begin_item(held, sT, smem, turn, me, n, count, k_rows, given)
             begin_sink(smem, turn, me)
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)

@@ -76,6 +76,9 @@ class BackwardStage(NamedTuple):
         ``factors(smem, turn, factor, scaled, scales)``: what dV and dK are multiplied by.
     early : bool
         The tile of dQ before is handed over before S is waited for, or else when P is there.
+    interleaved : bool
+        Keys, and so rows of dK and dV in registers, are in the order of
+        `numba_flash.cuda.sm90.interleave`.
     slopes, words, kept : int
         Registers of each array of `Held`.
     """
@@ -95,6 +98,7 @@ class BackwardStage(NamedTuple):
     release_last: Any
     factors: Any
     early: bool
+    interleaved: bool
     slopes: int
     words: int
     kept: int

@@ -12,7 +12,6 @@ consumer reads its own part of dS^T alone, for dK, so consumers have nothing to 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.config import OPTIONS
 from numba_flash.cuda.lang import cuda, f32, inline, u32, u64
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import StoredNote, one_type, words
@@ -70,9 +69,7 @@ class DqSink(NamedTuple):
 
 
 def build_sums(config, layout, stage):
-    """`DqSink` of sums in memory; `stage` is the `BackwardStage`. With options, rows of dK and dV
-    in registers are in the order of `numba_flash.cuda.sm90.interleave`.
-    """
+    """`DqSink` of sums in memory; `stage` is the `BackwardStage`."""
     tile, BFLOAT16 = config.tile, config.dtype == "bfloat16"
     K, V, DQ, WORK = map(one_type, (layout.k, layout.v, layout.dq, layout.work))
     CONSUMERS, AHEAD, TO_MAP = tile.consumers, tile.ahead, config.to_map
@@ -81,7 +78,7 @@ def build_sums(config, layout, stage):
     DQ_TILE, DQ_BYTES = layout.dq.tiles, 4 * DQ_PART  # where it is, and a consumer's part of it
     V_BEHIND_K, K_PANEL = (V.tiles - K.tiles) // wgmma.UNIT, panel_bytes(tile.block_n)
     OUTPUTS_K, OUTPUTS_V, NEXT = config.d // 2, config.dv // 2, tile.block_m // 2 if AHEAD else 0
-    NONE, ONE, INTERLEAVED = 0, 1, config.stage == OPTIONS
+    NONE, ONE, INTERLEAVED = 0, 1, stage.interleaved
     factors, release_last = stage.factors, stage.release_last
     start_dq = wgmma.build_sum(64, tile.block_n // 16, 0, 0, BFLOAT16, False)
     commit_dq, put_dq = store.build_hand_over(layout.dq)

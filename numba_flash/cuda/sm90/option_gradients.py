@@ -280,6 +280,7 @@ def build(config, layout):
         release_last,
         factors,
         early=fetches,
+        interleaved=True,
         slopes=tile.columns // 2 if options.sloped else 1,
         words=max(1, words_of(options, fragment.runs_of_keys(1, tile.columns)).words),
         kept=KEPT,

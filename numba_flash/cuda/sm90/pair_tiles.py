@@ -15,6 +15,7 @@ from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.ptx.mma import Matrices
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
+from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import KEYS, WARP_GROUP
 from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
 
@@ -31,24 +32,40 @@ def own(x, stride):
 
 
 @once
+def build_begin_load(ring, size):
+    """``begin_load(smem, n, place, x)``: wait until the n-th slot of a ring is free, and expect so
+    many bytes there. Returns the slot's mbarrier and `place` as far as `x`, a bias or a mask, has
+    its axes.
+    """
+    RING, BYTES = one_type(ring), size
+
+    @inline
+    def begin_load(smem, n, place, x):
+        pipeline.wait_free(smem, RING, n)
+        ready = pipeline.mbarrier(smem, RING, RING.ready, n)
+        ptx.mbarrier_expect(ready, u32(BYTES))
+        b0, b1 = own(place.b0, x.strides[0]), own(place.b1, x.strides[1])
+        return ready, Place(place.column, place.row, own(place.head, x.strides[2]), b1, b0)
+
+    return begin_load
+
+
+@once
 def build_load_pairs(options, tile, ring):
     """``load_pairs(tensor_map, smem, n, place, extras)``: have the n-th tile fetched, whose first
     key and query `place` has; the map lacks axes that the array is broadcast along.
     """
     PAIRS, BIASED, PER_ELEMENT = one_type(ring), bool(options.bias), 1 if options.bias else 2
-    PANELS, PANEL_BYTES, BYTES = tile.pair_panels, panel_bytes(tile.block_m), tile.pair_bytes
+    PANELS, PANEL_BYTES = tile.pair_panels, panel_bytes(tile.block_m)
+    begin_load = build_begin_load(ring, tile.pair_bytes)
 
     @inline
     def load(tensor_map, smem, n, place, x):
-        pipeline.wait_free(smem, PAIRS, n)
-        ready = pipeline.mbarrier(smem, PAIRS, PAIRS.ready, n)
-        ptx.mbarrier_expect(ready, u32(BYTES))
-        b0, b1 = own(place.b0, x.strides[0]), own(place.b1, x.strides[1])
-        head = own(place.head, x.strides[2])
+        ready, at = begin_load(smem, n, place, x)
         for panel in range(PANELS):
             to = u32(pipeline.tile(smem, PAIRS, n) + u32(panel * PANEL_BYTES))
-            column = i32(u32(place.column) // u32(PER_ELEMENT) + u32(panel * PANEL))
-            ptx.tensor_load(to, tensor_map, column, place.row, head, b1, b0, ready)
+            column = i32(u32(at.column) // u32(PER_ELEMENT) + u32(panel * PANEL))
+            ptx.tensor_load(to, tensor_map, column, at.row, at.head, at.b1, at.b0, ready)
 
     @inline
     def load_pairs(tensor_map, smem, n, place, extras):
@@ -117,20 +134,17 @@ def build_load_bias(tile, layout):
     fetched. `place` has its first key and query; the map lacks axes that `bias` is broadcast along.
     """
     BIAS, BLOCK_M, CONSUMERS = one_type(layout.bias), tile.block_m, tile.consumers
-    BYTES, BOX_BYTES, PANEL_BYTES = layout.ds_bytes, panel_bytes(KEYS), panel_bytes(tile.block_n)
+    BOX_BYTES, PANEL_BYTES = panel_bytes(KEYS), panel_bytes(tile.block_n)
+    begin_load = build_begin_load(layout.bias, layout.ds_bytes)
 
     @inline
     def load_bias(tensor_map, smem, n, place, bias):
-        pipeline.wait_free(smem, BIAS, n)
-        ready = pipeline.mbarrier(smem, BIAS, BIAS.ready, n)
-        ptx.mbarrier_expect(ready, u32(BYTES))
-        b0, b1 = own(place.b0, bias.strides[0]), own(place.b1, bias.strides[1])
-        head = own(place.head, bias.strides[2])
+        ready, at = begin_load(smem, n, place, bias)
         for i in range(BLOCK_M // KEYS):
             for j in range(CONSUMERS):
                 to = u32(pipeline.tile(smem, BIAS, n) + u32(i * PANEL_BYTES + j * BOX_BYTES))
-                column, row = i32(place.column + j * KEYS), i32(place.row + i * KEYS)
-                ptx.tensor_load(to, tensor_map, column, row, head, b1, b0, ready)
+                column, row = i32(at.column + j * KEYS), i32(at.row + i * KEYS)
+                ptx.tensor_load(to, tensor_map, column, row, at.head, at.b1, at.b0, ready)
 
     return load_bias
 

@@ -153,6 +153,7 @@ def build(config, layout):
         release_last,
         rows.factors,
         early=True,
+        interleaved=False,
         slopes=1,
         words=1,
         kept=1,

@@ -8,12 +8,22 @@ from numba_flash import mask
 from numba_flash.cuda import early, ptx, schedule, softmax, tile_lists
 from numba_flash.cuda.arguments import FACTORS, extras_type
 from numba_flash.cuda.fragment import first_column
-from numba_flash.cuda.lang import cuda, f32, i32, i64, types, u32, u64
+from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.sm90 import wgmma
 from numba_flash.cuda.sm90.store import build_put
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
 from numba_flash.cuda.swizzle import ALIGNMENT, panel_bytes
+
+
+@inline
+def see_no_key(rows, low, high, block_m):
+    """Whether a band hides all keys of a row block, or it has no queries."""
+    row0, queries = rows.row0, rows.queries
+    stop_row = min(row0 + block_m, queries)
+    low, high = low + rows.shift, high + rows.shift
+    start, stop = mask.kv_range(row0, stop_row, rows.keys, low, high)
+    return start >= stop or row0 >= queries
 
 
 def build(dtype, head_dim, options, tile, lists=()):
@@ -37,10 +47,8 @@ def build(dtype, head_dim, options, tile, lists=()):
         early.begin()
         number = i64(cuda.blockIdx.x)
         rows = rows_of(number, extras, dq.shape, nk)
-        row0, queries, keys = rows.row0, rows.queries, rows.keys
-        low, high = low + rows.shift, high + rows.shift
-        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, queries), keys, low, high)
-        empty = start >= stop or row0 >= queries
+        row0, queries = rows.row0, rows.queries
+        empty = see_no_key(rows, low, high, BLOCK_M)
         if IN_ORDER:
             of_head = extras.order[index(rows.b0), index(rows.b1), index(rows.head)]
             after_all, at = index(of_head.shape[0] - 1), index(row0 // BLOCK_M)
@@ -93,10 +101,8 @@ def build_split(head_dim, options, tile):
     def postprocess_split(dq_sum, dq, extras, nk, low, high, scale):
         number = i64(cuda.blockIdx.x)
         rows = rows_of(number, extras, dq.shape, nk)
-        row0, queries, keys = rows.row0, rows.queries, rows.keys
-        low, high = low + rows.shift, high + rows.shift
-        start, stop = mask.kv_range(row0, min(row0 + BLOCK_M, queries), keys, low, high)
-        empty = start >= stop or row0 >= queries
+        row0, queries = rows.row0, rows.queries
+        empty = see_no_key(rows, low, high, BLOCK_M)
         if not PACKED:
             queries = dq.shape[3]
         kv_head = rows.head // (dq.shape[2] // extras.factors.shape[2])

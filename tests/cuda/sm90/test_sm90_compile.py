@@ -224,15 +224,14 @@ def check_gradients_where_a_bias_is_kept(_, kernel: Kernel) -> None:
 
 @of_machine_code
 def check_gradient_of_a_bias(_, kernel: Kernel) -> None:
-    """As many products as there are, of each part S and dP, and S where none was begun; no sum leaves its registers but to be stored."""
+    """As many products as there are, of each part S and dP, none begun a part ahead; no sum leaves its registers but to be stored."""
     config = config_of(kernel)
     d, dv, tile = config.d, config.dv, config.tile
     found = machine_code(kernel)
     names = first_parts(found)
     assert {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"HMMA", "UTMASTG", "ATOMG", "REDG"}
-    of_s, of_dp = -(-d // 16), -(-dv // 16)
-    assert count(found, "HGMMA") == tile.parts * (of_s + of_dp) + of_s
+    assert count(found, "HGMMA") == tile.parts * (-(-d // 16) - (-dv // 16))
 
 
 @of_machine_code
