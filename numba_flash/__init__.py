@@ -2,15 +2,15 @@
 
 from numba_flash import reference
 from numba_flash.api import backward, forward
-from numba_flash.block_mask import BlockMask
+from numba_flash.arguments.block_mask import BlockMask
+from numba_flash.arguments.precisions import get_precision, set_precision, use_precision
 from numba_flash.diagnose import show_config
 from numba_flash.dropout import dropout_mask
 from numba_flash.merge import merge
 from numba_flash.packed import backward_packed, forward_packed
 from numba_flash.paged import forward_paged
 from numba_flash.planning import plan
-from numba_flash.precisions import get_precision, set_precision, use_precision
-from numba_flash.scoremod import alibi, relative_position
+from numba_flash.scoremod.functions import alibi, relative_position
 from numba_flash.vjp import vjp
 
 __version__ = "0.1.0"

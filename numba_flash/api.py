@@ -7,9 +7,12 @@ from typing import Any, Literal, Never, Unpack, overload
 
 from numpy.typing import NDArray
 
-from numba_flash import call, checks
-from numba_flash.annotations import Array, BackwardOptions, ForwardOptions, Integers, State, T, Window
-from numba_flash.arguments import (
+from numba_flash import call
+from numba_flash.arguments import checks
+from numba_flash.arguments.annotations import Array, BackwardOptions, ForwardOptions, Integers, State, T, Window
+from numba_flash.arguments.axes import USUAL, Axes, Order
+from numba_flash.arguments.block_mask import BlockMask
+from numba_flash.arguments.inputs import (
     backward_inputs,
     check_of_gradients,
     computed_in,
@@ -20,19 +23,11 @@ from numba_flash.arguments import (
     returned,
     taken,
 )
-from numba_flash.axes import USUAL, Axes, Order
-from numba_flash.block_mask import BlockMask
+from numba_flash.arguments.precisions import Precision, resolved
+from numba_flash.arguments.problem import BackwardInputs, ForwardInputs, ForwardResults, bind, bind_backward
+from numba_flash.arguments.signatures import refuse, shown
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
-from numba_flash.precisions import Precision, resolved
-from numba_flash.problem import (
-    BackwardInputs,
-    ForwardInputs,
-    ForwardResults,
-    bind,
-    bind_backward,
-)
-from numba_flash.signatures import refuse, shown
 
 FORWARD, BACKWARD = ForwardInputs._fields, BackwardInputs._fields
 

@@ -3,12 +3,14 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-from numba_flash import arrays, checks, plan, scoremod
-from numba_flash.arrays import Layout
-from numba_flash.axes import TURNED, USUAL, Axes
-from numba_flash.option_checks import is_state
+from numba_flash import plan
+from numba_flash.arguments import arrays, checks
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.axes import TURNED, USUAL, Axes
+from numba_flash.arguments.option_checks import is_state
+from numba_flash.arguments.problem import Prepared, Problem, check_out_layout, check_values
 from numba_flash.plan import choose, tier
-from numba_flash.problem import Prepared, Problem, check_out_layout, check_values
+from numba_flash.scoremod import functions as scoremod
 
 _prepared: dict[tuple, "_Call"] = {}
 _PREPARED_LIMIT = 4096
@@ -223,7 +225,7 @@ class _Call:
             check_values(self.problem, inputs)
             return inputs
         if self._send is None:
-            from numba_flash.cuda import prepare_lengths
+            from numba_flash.cuda.work import prepare_lengths
 
             self._send = prepare_lengths.sender(self.problem, inputs, self._on_host, self._device)
         return self._send(inputs)

@@ -9,10 +9,12 @@ from typing import TextIO
 
 import numpy as np
 
-from numba_flash import disk, precisions, reference
+from numba_flash import reference
 from numba_flash.api import backward, forward
+from numba_flash.arguments import precisions
+from numba_flash.arguments.problem import ForwardInputs
+from numba_flash.files import disk
 from numba_flash.plan import BACKENDS, in_words, tier
-from numba_flash.problem import ForwardInputs
 
 PACKAGES = ("numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "ml_dtypes")
 
@@ -74,7 +76,7 @@ def show_config(file: TextIO | None = None) -> None:
         Where to print; default standard output.
     """
     from numba_flash import __version__
-    from numba_flash.cuda.compile import cache_directory
+    from numba_flash.cuda.runtime.compile import cache_directory
 
     show = lambda *parts: print(*parts, file=file or sys.stdout)
     show(f"numba_flash {__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU threads")

@@ -8,9 +8,9 @@ from typing import Never
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_flash import arrays, checks, option_checks
-from numba_flash.annotations import State
-from numba_flash.signatures import refuse, shown
+from numba_flash.arguments import arrays, checks, option_checks
+from numba_flash.arguments.annotations import State
+from numba_flash.arguments.signatures import refuse, shown
 
 
 @shown

@@ -7,10 +7,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_flash import arrays, checks
-from numba_flash.annotations import Array
-from numba_flash.problem import DTYPES
-from numba_flash.signatures import shown
+from numba_flash.arguments import arrays, checks
+from numba_flash.arguments.annotations import Array
+from numba_flash.arguments.problem import DTYPES
+from numba_flash.arguments.signatures import shown
 
 MOST_AXES = 5  # that kernels know
 
@@ -102,6 +102,6 @@ def _on_gpu(o1, lse1, o2, lse2, dtype: str):
 
 def _launch(*parts) -> None:
     """On a GPU, of which only who has one hears."""
-    from numba_flash.cuda import prepare_merge
+    from numba_flash.cuda.passes import prepare_merge
 
     prepare_merge.merge(prepare_merge.Parts(*parts))

@@ -7,14 +7,15 @@ from typing import Any, Literal, Never, Unpack, overload
 
 from numpy.typing import NDArray
 
-from numba_flash import call, checks
-from numba_flash.annotations import Array, Integers, PackedBackwardOptions, PackedForwardOptions, State, T, Window
-from numba_flash.arguments import backward_inputs, check_of_gradients, forward_inputs, gradients, outs_of, returned
+from numba_flash import call
+from numba_flash.arguments import checks
+from numba_flash.arguments.annotations import Array, Integers, PackedBackwardOptions, PackedForwardOptions, State, T, Window
+from numba_flash.arguments.inputs import backward_inputs, check_of_gradients, forward_inputs, gradients, outs_of, returned
+from numba_flash.arguments.precisions import Precision, resolved
+from numba_flash.arguments.problem import BackwardInputs, ForwardInputs, ForwardResults, bind_packed, bind_packed_backward
+from numba_flash.arguments.signatures import refuse, shown
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend
-from numba_flash.precisions import Precision, resolved
-from numba_flash.problem import BackwardInputs, ForwardInputs, ForwardResults, bind_packed, bind_packed_backward
-from numba_flash.signatures import refuse, shown
 
 # What the user calls the inputs: kernels find offsets where lengths are otherwise.
 FORWARD = (*ForwardInputs._fields[:-2], "q_offsets", "k_offsets")

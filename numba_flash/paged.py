@@ -7,14 +7,15 @@ from typing import Any, Literal, Never, Unpack, overload
 
 from numpy.typing import NDArray
 
-from numba_flash import call, checks
-from numba_flash.annotations import Array, Integers, PagedOptions, T, Window
+from numba_flash import call
+from numba_flash.arguments import checks
+from numba_flash.arguments.annotations import Array, Integers, PagedOptions, T, Window
+from numba_flash.arguments.pages import PagedInputs
+from numba_flash.arguments.precisions import Precision, resolved
+from numba_flash.arguments.problem import ForwardResults, bind_paged
+from numba_flash.arguments.signatures import refuse, shown
 from numba_flash.call import Given, Wanted
-from numba_flash.pages import PagedInputs
 from numba_flash.plan import Backend
-from numba_flash.precisions import Precision, resolved
-from numba_flash.problem import ForwardResults, bind_paged
-from numba_flash.signatures import refuse, shown
 
 
 @overload

@@ -4,9 +4,10 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from numba_flash import arrays, ledger, sections
-from numba_flash.arrays import Layout
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, Problem
+from numba_flash import ledger, sections
+from numba_flash.arguments import arrays
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, Problem
 
 Kind: TypeAlias = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -108,8 +109,8 @@ def choose(problem: Problem, inputs, backend: Backend | None, kind: str = "forwa
     kind : str
         ``"forward"`` or ``"backward"``.
     **place
-        ``gpu``, if not the one that the arrays are on (see `numba_flash.cuda.launch.Gpu`); ``dbias``, True if the gradient of a bias is
-        wanted.
+        ``gpu``, if not the one that the arrays are on (see `numba_flash.cuda.runtime.launch.Gpu`); ``dbias``, True if the gradient of a
+        bias is wanted.
 
     Raises
     ------

@@ -7,17 +7,17 @@ from typing import Any, Never
 
 import numpy as np
 
-from numba_flash import checks, pages
-from numba_flash.annotations import Array, Integers, State, Window
-from numba_flash.arguments import options_of, taken
-from numba_flash.axes import USUAL, Order, named, turned
-from numba_flash.block_mask import BlockMask
+from numba_flash.arguments import checks, pages
+from numba_flash.arguments.annotations import Array, Integers, State, Window
+from numba_flash.arguments.axes import USUAL, Order, named, turned
+from numba_flash.arguments.block_mask import BlockMask
+from numba_flash.arguments.inputs import options_of, taken
+from numba_flash.arguments.pages import PagedInputs
+from numba_flash.arguments.precisions import Precision, resolved
+from numba_flash.arguments.problem import Problem, bind, bind_paged, check_differentiable, check_values
+from numba_flash.arguments.signatures import refuse, shown
 from numba_flash.call import Given
-from numba_flash.pages import PagedInputs
 from numba_flash.plan import Backend, Kind, Plan, Settings, backward_inputs, check_kind, choose, detailed
-from numba_flash.precisions import Precision, resolved
-from numba_flash.problem import Problem, bind, bind_paged, check_differentiable, check_values
-from numba_flash.signatures import refuse, shown
 
 
 @shown

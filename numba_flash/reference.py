@@ -11,16 +11,17 @@ from typing import Any, Literal, Never, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_flash import arrays, checks, oracle
-from numba_flash.annotations import Array, BackwardOptions, ForwardOptions, Integers, State, Window
-from numba_flash.arguments import check_of_gradients, options_of, taken
-from numba_flash.axes import Order, named, turned
-from numba_flash.block_mask import BlockMask
+from numba_flash import oracle
+from numba_flash.arguments import arrays, checks
+from numba_flash.arguments.annotations import Array, BackwardOptions, ForwardOptions, Integers, State, Window
+from numba_flash.arguments.axes import Order, named, turned
+from numba_flash.arguments.block_mask import BlockMask
+from numba_flash.arguments.inputs import check_of_gradients, options_of, taken
+from numba_flash.arguments.precisions import Precision, resolved
+from numba_flash.arguments.problem import BackwardInputs, ForwardInputs, Problem, bind, bind_backward, check_values
+from numba_flash.arguments.signatures import refuse, shown
 from numba_flash.call import Given
 from numba_flash.plan import Backend, check_backend
-from numba_flash.precisions import Precision, resolved
-from numba_flash.problem import BackwardInputs, ForwardInputs, Problem, bind, bind_backward, check_values
-from numba_flash.signatures import refuse, shown
 
 Float64 = NDArray[np.float64]
 

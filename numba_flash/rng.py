@@ -9,7 +9,7 @@ arrays) NumPy run the same statements.
 import numpy as np
 from numba import njit
 
-from numba_flash.options import SHARING, Generator, dropout_threshold
+from numba_flash.arguments.options import SHARING, Generator, dropout_threshold
 
 ROUNDS = 7
 MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from numba_flash import arrays, ledger
-from numba_flash.arrays import Layout
-from numba_flash.problem import Prepared, Problem
+from numba_flash import ledger
+from numba_flash.arguments import arrays
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import Prepared, Problem
 
 MOST = 2**30  # bytes of sums, unless the inputs take more
 AXES = ("b0", "b1", "heads")  # along which there are sections

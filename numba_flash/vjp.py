@@ -7,17 +7,18 @@ from typing import Any, Generic, Literal, Never, TypeAlias, TypeVar, Unpack, ove
 
 from numpy.typing import NDArray
 
-from numba_flash import call, checks
-from numba_flash.annotations import Array, Integers, State, T, VjpOptions, Window
+from numba_flash import call
 from numba_flash.api import FORWARD, backward
-from numba_flash.arguments import check_of_gradients, computed_in, forward_inputs, options_of, taken
-from numba_flash.axes import USUAL, Axes, Order
-from numba_flash.block_mask import BlockMask
+from numba_flash.arguments import checks
+from numba_flash.arguments.annotations import Array, Integers, State, T, VjpOptions, Window
+from numba_flash.arguments.axes import USUAL, Axes, Order
+from numba_flash.arguments.block_mask import BlockMask
+from numba_flash.arguments.inputs import check_of_gradients, computed_in, forward_inputs, options_of, taken
+from numba_flash.arguments.precisions import Precision, resolved
+from numba_flash.arguments.problem import ForwardInputs, ForwardResults, bind, check_differentiable
+from numba_flash.arguments.signatures import refuse, shown
 from numba_flash.call import Given, Wanted
 from numba_flash.plan import Backend, backward_inputs, choose
-from numba_flash.precisions import Precision, resolved
-from numba_flash.problem import ForwardInputs, ForwardResults, bind, check_differentiable
-from numba_flash.signatures import refuse, shown
 
 G = TypeVar("G", bound=tuple[Any, ...], covariant=True)
 

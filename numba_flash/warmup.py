@@ -10,15 +10,16 @@ from functools import partial
 
 import numpy as np
 
-from numba_flash import arrays, disk, notice
-from numba_flash.arrays import Layout
+from numba_flash.arguments import arrays
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 from numba_flash.bench import grid
 from numba_flash.bench.cases import Cell, dtype_of
 from numba_flash.bench.progress import track
-from numba_flash.cuda import compile, launch
-from numba_flash.cuda.launch import Gpu, gpu
+from numba_flash.cuda.runtime import compile, launch
+from numba_flash.cuda.runtime.launch import Gpu, gpu
+from numba_flash.files import disk, notice
 from numba_flash.plan import choose, prepare
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
 ABSENT_MULTIPROCESSORS = 132  # of a GPU that is not here: an H100 SXM's; how many there are decides whether keys are split into parts
 MOST_JOBS = 8

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import evidence
 
-from numba_flash import fingerprint
-from numba_flash.cuda import compile, compiler
-from numba_flash.cuda.compiler import Linked
+from numba_flash.cuda.runtime import compile, compiler
+from numba_flash.cuda.runtime.compiler import Linked
+from numba_flash.files import fingerprint
 
 H200 = (9, 0)
 SCHEDULE = 41  # the first of the bits, in the upper half of an instruction, that say when it may be issued

@@ -196,7 +196,7 @@ def _no_process(*_, **__):
 def traced(paper: bool) -> Iterator[Trace]:
     """The trace of what happens within; on paper, comparisons of arrays note their values, and find nothing wrong."""
     global _current
-    from numba_flash.cuda import compiler
+    from numba_flash.cuda.runtime import compiler
 
     before, _current = _current, Trace(paper)
     try:
@@ -217,7 +217,7 @@ def traced(paper: bool) -> Iterator[Trace]:
 
 def normalised(tree: ast.Module, without=lambda node: False) -> str:
     """A module without comments, docstrings and line numbers, and without some of its statements."""
-    from numba_flash import fingerprint
+    from numba_flash.files import fingerprint
 
     tree.body = [node for node in tree.body if not without(node)]
     return repr(fingerprint._shape(tree))
@@ -291,7 +291,7 @@ def all_sources() -> str:
 
 def modules_of_backend(backend: str, path: Path) -> set[str]:
     """Modules of the package that a backend consists of, and that a test imports, with all that these import."""
-    from numba_flash import fingerprint
+    from numba_flash.files import fingerprint
 
     modules = fingerprint.package()
     own = [module for folder in FOLDERS[backend] for module in (package() / folder).glob("*.py")]
@@ -301,7 +301,7 @@ def modules_of_backend(backend: str, path: Path) -> set[str]:
 
 def of_backend(backend: str, path: Path) -> str:
     """Hash of `modules_of_backend`."""
-    from numba_flash import fingerprint
+    from numba_flash.files import fingerprint
 
     return fingerprint.package().closure(*sorted(modules_of_backend(backend, path)))
 
@@ -328,7 +328,7 @@ def host_sources(path: Path, function: str, backend: str | None) -> str:
 @cache
 def tools() -> tuple[str, ...]:
     """Versions of all that makes code, and of what computes what it should give."""
-    from numba_flash.cuda import compile
+    from numba_flash.cuda.runtime import compile
 
     return *compile._tool_versions(), *(f"{name} {compile._version(name)}" for name in ("numpy", "scipy", "ml_dtypes"))
 
@@ -338,7 +338,7 @@ def kernel_key(kernel: tuple) -> str:
     """Of all that its machine code depends on."""
     import compiled
 
-    from numba_flash.cuda import compile
+    from numba_flash.cuda.runtime import compile
 
     return compile.cache_key(*kernel) + compiled.of_tests(kernel[0])
 

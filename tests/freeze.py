@@ -41,7 +41,7 @@ import sm90_kernels
 from kernel_counts import ALL, Difference
 
 import numba_flash
-from numba_flash.cuda import compile, compiler
+from numba_flash.cuda.runtime import compile, compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = simt_kernels.KERNELS | sm80_kernels.KERNELS | sm90_kernels.KERNELS

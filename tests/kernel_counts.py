@@ -22,7 +22,7 @@ import simt_kernels
 import sm80_kernels
 import sm90_kernels
 
-from numba_flash.cuda import compile
+from numba_flash.cuda.runtime import compile
 
 KEPT = Path(__file__).parent / "data" / "kernel_counts.json"
 ANEW = "python tests/kernel_counts.py"

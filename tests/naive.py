@@ -11,7 +11,7 @@ import whole
 from support import Backend, allowed_error, assert_within, dense_visible, laid_out
 
 import numba_flash
-from numba_flash.options import CHANCES, dropout_threshold
+from numba_flash.arguments.options import CHANCES, dropout_threshold
 
 BAND = ("causal", "window", "q_start")
 

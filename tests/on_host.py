@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from numba_flash.cuda import schedule, sequence
-from numba_flash.cuda.sm90 import walk_backward
+from numba_flash.cuda.sm90.backward import walk_backward
+from numba_flash.cuda.work import schedule, sequence
 
 AS_IT_IS = lambda function: function
 
@@ -14,8 +14,8 @@ AS_IT_IS = lambda function: function
 def on_host(*modules, **stand_ins):
     """While this lasts, device functions of these modules, and those that their builders make, are plain Python functions.
 
-    So are those of `numba_flash.cuda.schedule`, `numba_flash.cuda.sequence` and `numba_flash.cuda.sm90.walk_backward`. Each module sees the
-    `stand_ins` in the place of what it has under these names.
+    So are those of `numba_flash.cuda.work.schedule`, `numba_flash.cuda.work.sequence` and `numba_flash.cuda.sm90.backward.walk_backward`.
+    Each module sees the `stand_ins` in the place of what it has under these names.
     """
     with pytest.MonkeyPatch.context() as patch:
         for module in {schedule, sequence, walk_backward, *modules}:

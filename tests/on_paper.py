@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 import numba_flash
-from numba_flash.arrays import Layout
-from numba_flash.problem import (
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import (
     BackwardInputs,
     BackwardResults,
     ForwardInputs,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from compiled import Kernel
 
+from numba_flash.arguments.options import PLAIN, Options
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.cuda.simt.few_tiles import TILES
 from numba_flash.cuda.simt.lanes_tiles import tile_of
-from numba_flash.options import PLAIN, Options
 
 # Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
 FORWARD = [
@@ -30,7 +30,7 @@ HEADS = 8  # that read the same keys
 def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, options: Options = PLAIN) -> Kernel:
     """Builder and configuration, as `simt.prepare_forward` and `simt.prepare_backward` make them."""
     if name == "delta":
-        return Kernel("delta.build", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS))
+        return Kernel("passes.delta.build", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS))
     if name == "few":
         tiles = TILES["float64" if dtype == "float64" else "float32"]
         return Kernel("simt.few.build", (dtype, dtype, d, dv, write_lse, options, replace(tiles[-1], group=HEADS)))

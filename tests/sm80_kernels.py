@@ -13,19 +13,19 @@ from support import DTYPES
 
 import numba_flash
 from numba_flash import BlockMask
-from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm80.backward_tiles import BACKWARD_TILES
-from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.pages import PagedInputs
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind, bind_paged
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.sm80.backward.backward_tiles import BACKWARD_TILES
+from numba_flash.cuda.sm80.decode.few_tiles import BACKWARD_FEW_TILES, FEW_TILES
 from numba_flash.cuda.sm80.tiles import FORWARD_TILES
-from numba_flash.pages import PagedInputs
 from numba_flash.plan import choose, tier
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind, bind_paged
 
 TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
 ARCHITECTURES = (TURING, AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0))
 MULTIPROCESSORS = 8
-OF_OTHERS = {"combine.build"}  # kernels that are compiled elsewhere
+OF_OTHERS = {"passes.combine.build"}  # kernels that are compiled elsewhere
 OTHER_LOOPS = (
     "dq",
     "dbias",

@@ -5,19 +5,23 @@ from types import SimpleNamespace
 
 from compiled import Kernel
 
-from numba_flash.block_mask import BlockSize
+from numba_flash.arguments.block_mask import BlockSize
+from numba_flash.arguments.options import PLAIN, Options
 from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, Vectors
 from numba_flash.cuda.config import OPTIONS as OPTIONS_STAGE
 from numba_flash.cuda.config import RELATIVE as RELATIVE_STAGE
 from numba_flash.cuda.config import RESIDENT, PreprocessConfig
-from numba_flash.cuda.prepare_parts import ROWS
-from numba_flash.cuda.prepare_tile_lists import LISTS as WARPS_OF_LISTS
-from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, WIDE_DQ_TILE, BackwardTile, WideTile, with_options
-from numba_flash.cuda.sm90.backward_tiles import SPLIT_TILES as BACKWARD_SPLIT_TILES
+from numba_flash.cuda.passes.prepare_parts import ROWS
+from numba_flash.cuda.sm90.backward.backward_tiles import BACKWARD_TILES, WIDE_DQ_TILE, BackwardTile, WideTile, with_options
+from numba_flash.cuda.sm90.backward.backward_tiles import SPLIT_TILES as BACKWARD_SPLIT_TILES
+from numba_flash.cuda.sm90.backward.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
+from numba_flash.cuda.sm90.backward.options_tiles import TILES as BACKWARD_OPTION_TILES
+from numba_flash.cuda.sm90.backward.prepare_backward_listed import SLOT_THREADS
+from numba_flash.cuda.sm90.backward.prepare_pass import ROW_THREADS
+from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import CROWDED, ROWS_TILES, KeysTile, QueriesTile
+from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import TILES as DBIAS_TILES
 from numba_flash.cuda.sm90.config import RESIDENT_QUERIES, BackwardConfig, BiasGradientConfig, DqConfig, ForwardConfig
-from numba_flash.cuda.sm90.dbias_tiles import CROWDED, ROWS_TILES, KeysTile, QueriesTile
-from numba_flash.cuda.sm90.dbias_tiles import TILES as DBIAS_TILES
-from numba_flash.cuda.sm90.forward_tiles import (
+from numba_flash.cuda.sm90.forward.forward_tiles import (
     COPYING,
     FORWARD_TILES,
     OPTION_TILES,
@@ -28,13 +32,9 @@ from numba_flash.cuda.sm90.forward_tiles import (
     relative_tile,
     words_held,
 )
-from numba_flash.cuda.sm90.forward_tiles import SPLIT_TILES as FORWARD_SPLIT_TILES
-from numba_flash.cuda.sm90.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
-from numba_flash.cuda.sm90.options_tiles import TILES as BACKWARD_OPTION_TILES
-from numba_flash.cuda.sm90.prepare_backward_listed import SLOT_THREADS
-from numba_flash.cuda.sm90.prepare_pass import ROW_THREADS
+from numba_flash.cuda.sm90.forward.forward_tiles import SPLIT_TILES as FORWARD_SPLIT_TILES
 from numba_flash.cuda.sm90.tiles import DQ_PART, Row
-from numba_flash.options import PLAIN, Options
+from numba_flash.cuda.work.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 
 LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
 PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=True)
@@ -331,7 +331,7 @@ EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a lo
 
 
 def preprocess(*config) -> Kernel:
-    return Kernel("preprocess.build", (PreprocessConfig(*config),))
+    return Kernel("passes.preprocess.build", (PreprocessConfig(*config),))
 
 
 def around(name: str, options: Options) -> dict[str, Kernel]:
@@ -341,7 +341,7 @@ def around(name: str, options: Options) -> dict[str, Kernel]:
     return {
         f"preprocess{name}": preprocess("bfloat16", 72, True, *sizes, True, True, RAISED_BASE_2, options, *EARLY),
         f"preprocess{name}, zeros": preprocess("float16", 72, False, *sizes, False, True, RAISED_BASE_2, options, *EARLY),
-        f"postprocess{name}": Kernel("sm90.postprocess.build", ("bfloat16", 96, options, tile, ())),
+        f"postprocess{name}": Kernel("sm90.dq.postprocess.build", ("bfloat16", 96, options, tile, ())),
     }
 
 
@@ -373,36 +373,36 @@ BACKWARD_SPLIT = {
     for name, (d, dv, banded, ordered, options, tile) in BACKWARD_SPLIT.items()
 }
 AROUND |= {
-    "postprocess float32": Kernel("sm90.postprocess.build_split", (64, PLAIN, SPLIT_BACKWARD_64)),
-    "postprocess float32 96": Kernel("sm90.postprocess.build_split", (96, PLAIN, SPLIT_BACKWARD_128)),
+    "postprocess float32": Kernel("sm90.dq.postprocess.build_split", (64, PLAIN, SPLIT_BACKWARD_64)),
+    "postprocess float32 96": Kernel("sm90.dq.postprocess.build_split", (96, PLAIN, SPLIT_BACKWARD_128)),
     "preprocess float32": preprocess("float32", 64, False, 64, 8 * DQ_PART, True, True, BASE_E, PLAIN, ROW_THREADS),
 }
 
 OF_MASK = first(BACKWARD_OPTION_TILES[False], 96, 96)
-AROUND["postprocess under a mask"] = Kernel("sm90.postprocess.build", ("bfloat16", 96, MASK, OF_MASK, ("tiles", "order")))
+AROUND["postprocess under a mask"] = Kernel("sm90.dq.postprocess.build", ("bfloat16", 96, MASK, OF_MASK, ("tiles", "order")))
 
-AROUND["slots of dS"] = Kernel("sm90.ds_slots.build", (SLOT_THREADS,))
+AROUND["slots of dS"] = Kernel("sm90.dq.ds_slots.build", (SLOT_THREADS,))
 OF_TILES = Options(mask=True, blocks=BlockSize(128, 128))
 OF_TILES_LENGTHS = replace(LENGTHS, mask=True, blocks=BlockSize(128, 128))
-AROUND["both lists"] = Kernel("block_lists.build_both", (OF_TILES, 128, 128, WARPS_OF_LISTS))
-AROUND["both lists, lengths"] = Kernel("block_lists.build_both", (OF_TILES_LENGTHS, 128, 128, WARPS_OF_LISTS))
+AROUND["both lists"] = Kernel("work.block_lists.build_both", (OF_TILES, 128, 128, WARPS_OF_LISTS))
+AROUND["both lists, lengths"] = Kernel("work.block_lists.build_both", (OF_TILES_LENGTHS, 128, 128, WARPS_OF_LISTS))
 
 COMBINE = {
-    "combine": Kernel("combine.build", ("bfloat16", 128, False, 5, ROWS)),
-    "combine with lse": Kernel("combine.build", ("bfloat16", 128, True, 5, ROWS)),
+    "combine": Kernel("passes.combine.build", ("bfloat16", 128, False, 5, ROWS)),
+    "combine with lse": Kernel("passes.combine.build", ("bfloat16", 128, True, 5, ROWS)),
 }
 
 KERNELS = {
-    **{name: Kernel("sm90.forward.build", (config,)) for name, config in (FORWARD | FORWARD_OPTIONS).items()},
-    **{name: Kernel("sm90.forward_kept.build", (config,)) for name, config in FORWARD_KEPT.items()},
-    **{name: Kernel("sm90.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
-    **{name: Kernel("sm90.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},
-    **{name: Kernel("sm90.forward_split.build", (config,)) for name, config in FORWARD_SPLIT.items()},
+    **{name: Kernel("sm90.forward.forward.build", (config,)) for name, config in (FORWARD | FORWARD_OPTIONS).items()},
+    **{name: Kernel("sm90.resident_bias.forward_kept.build", (config,)) for name, config in FORWARD_KEPT.items()},
+    **{name: Kernel("sm90.resident_bias.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
+    **{name: Kernel("sm90.resident_bias.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},
+    **{name: Kernel("sm90.fp16x2.forward_split.build", (config,)) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(loop_of(config.tile), (config,)) for name, config in (BACKWARD | BACKWARD_OPTIONS).items()},
     **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD_SPLIT.items()},
-    **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS.items()},
-    **{name: Kernel("sm90.dbias.build", (config,)) for name, config in DBIAS_ROWS.items()},
+    **{name: Kernel("sm90.bias_gradient.dbias.build", (config,)) for name, config in DBIAS.items()},
+    **{name: Kernel("sm90.bias_gradient.dbias.build", (config,)) for name, config in DBIAS_ROWS.items()},
     **AROUND,
-    **{name: Kernel("sm90.dq.build", (config,)) for name, config in DQ.items()},
+    **{name: Kernel("sm90.dq.dq.build", (config,)) for name, config in DQ.items()},
     **COMBINE,
 }

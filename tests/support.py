@@ -11,8 +11,8 @@ import pytest
 import whole
 
 import numba_flash
+from numba_flash.arguments.problem import BackwardInputs, ForwardInputs, bind
 from numba_flash.plan import on_paper, tiles_of
-from numba_flash.problem import BackwardInputs, ForwardInputs, bind
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -15,7 +15,7 @@ import measure  # noqa: E402  (of asv_bench)
 
 from numba_flash.bench import timing  # noqa: E402
 from numba_flash.bench.command import REPEATS  # noqa: E402
-from numba_flash.cuda import launch  # noqa: E402
+from numba_flash.cuda.runtime import launch  # noqa: E402
 
 
 def clock(xp_of: str | None = None) -> timing.HostClock:

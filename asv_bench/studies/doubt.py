@@ -19,7 +19,7 @@ import numpy as np
 
 from numba_flash.bench import timing
 from numba_flash.bench.peers import Bound, sentence
-from numba_flash.cuda import launch
+from numba_flash.cuda.runtime import launch
 
 ROWS, COLUMNS = 256, 64
 LENGTHS = [4096, 16384, 65536]

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from numba_flash.arrays import Layout
+from numba_flash.arguments.arrays import Layout
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, f32, i32, i64, inline, types, u32, u64
-from numba_flash.cuda.launch import Launch
 from numba_flash.cuda.number import array
 from numba_flash.cuda.ptx import Matrices
 from numba_flash.cuda.ptx import mma as mma_wrappers
 from numba_flash.cuda.ptx import wgmma as wgmma_wrappers
 from numba_flash.cuda.ptx.emit import F32, emit
-from numba_flash.cuda.sm80.products import build_lane
+from numba_flash.cuda.runtime.lang import cuda, f32, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.runtime.launch import Launch
+from numba_flash.cuda.sm80.operands.products import build_lane
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.wgmma import descriptor
 

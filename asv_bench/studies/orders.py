@@ -1,6 +1,6 @@
 """Time of causal gradients on Hopper against the order in which blocks of keys add to dQ, by how many heads share keys.
 
-Each `Order` of `numba_flash.cuda.sm90.prepare_turns` is checked against the float64 oracle before it is timed, and all take turns. The
+Each `Order` of `numba_flash.cuda.sm90.dq.prepare_turns` is checked against the float64 oracle before it is timed, and all take turns. The
 kernels are the same; `chosen` is the order that the backend takes on this GPU.
 
     python asv_bench/studies/orders.py --json FILE [--groups 2,4,8] [--head-dims 64,128] [--lengths 512,...]
@@ -13,14 +13,15 @@ from statistics import median
 import common
 import tiles
 
+from numba_flash.arguments.problem import ForwardInputs, bind
 from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
-from numba_flash.cuda import grid, launch
-from numba_flash.cuda.sm90 import prepare_turns
-from numba_flash.cuda.sm90.backward_tiles import backward_tile
-from numba_flash.cuda.sm90.prepare_turns import Order
+from numba_flash.cuda.runtime import launch
+from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile
+from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.dq.prepare_turns import Order
+from numba_flash.cuda.work import grid
 from numba_flash.plan import tier
-from numba_flash.problem import ForwardInputs, bind
 
 TOKENS, WIDTH, LENGTHS = 16384, 4096, [512, 1024, 2048, 4096, 8192, 16384]
 CHOICE, MOST = (prepare_turns, "order"), 128  # head dimensions of kernels that add to dQ in turns

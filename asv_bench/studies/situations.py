@@ -26,11 +26,11 @@ from situation_list import SDPA, SHAPE, SITUATIONS, Situation
 
 import numba_flash
 from numba_flash import rng
+from numba_flash.arguments.options import Generator
 from numba_flash.bench import options as changes
 from numba_flash.bench import timing
 from numba_flash.bench.cases import BOUNDS
 from numba_flash.bench.peers import Bound, sentence
-from numba_flash.options import Generator
 
 OURS, PLAIN = "numba_flash", "numba_flash without"
 STATE = (7, 0)

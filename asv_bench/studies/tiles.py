@@ -14,17 +14,17 @@ from unittest.mock import patch
 import common
 
 import numba_flash
-from numba_flash.arrays import Layout, empty
+from numba_flash.arguments.arrays import Layout, empty
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, bind
 from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
-from numba_flash.cuda import launch
+from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.simt import tier as simt
 from numba_flash.cuda.sm90 import recipes
-from numba_flash.cuda.sm90.backward_tiles import BackwardTile
-from numba_flash.cuda.sm90.forward_tiles import Tile
+from numba_flash.cuda.sm90.backward.backward_tiles import BackwardTile
+from numba_flash.cuda.sm90.forward.forward_tiles import Tile
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT
 from numba_flash.plan import tier
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Prepared, bind
 
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from numba_flash.arguments.problem import ForwardInputs
 from numba_flash.bench.cases import BOUNDS, Cell
 from numba_flash.plan import BACKENDS, tier
-from numba_flash.problem import ForwardInputs
 
 DEFAULTS = {
     "gpu": {"dtype": "bfloat16", "lengths": [2**i for i in range(9, 15)], "head_dims": [64, 128, 256], "tokens": 16384, "width": 2048},

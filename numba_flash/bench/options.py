@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from numba_flash.scoremod import alibi, relative_position
+from numba_flash.scoremod.functions import alibi, relative_position
 
 OPTIONS = ("none", "softcap", "alibi", "table")
 """Nothing, capped scores, a slope for each head, and a table of relative positions for each head."""

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from numba_flash import arrays
+from numba_flash.arguments import arrays
 
 
 def forward(q, k, v, causal: bool = False):

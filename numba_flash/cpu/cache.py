@@ -15,8 +15,8 @@ from numba import njit
 from numba.core.caching import CompileResultCacheImpl, NullCache
 from numba.core.serialize import dumps
 
-from numba_flash import disk
-from numba_flash.fingerprint import package
+from numba_flash.files import disk
+from numba_flash.files.fingerprint import package
 
 
 class Cache(NullCache):

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from numba import njit, types
 
-from numba_flash import notice
 from numba_flash.cpu.cache import cached
-from numba_flash.scoremod import UNWRAPPED
+from numba_flash.files import notice
+from numba_flash.scoremod.functions import UNWRAPPED
 
 
 class RowFunction(NamedTuple):

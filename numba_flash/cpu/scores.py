@@ -18,9 +18,9 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from numba_flash import numeric, rng
+from numba_flash.arguments.options import SHARING
 from numba_flash.cpu.arguments import Region, is_plain
 from numba_flash.cpu.tiles import MINUS_INF, as_contiguous
-from numba_flash.options import SHARING
 
 
 class Blocks(NamedTuple):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from numba_flash import ledger
-from numba_flash.arrays import Layout, Scratch
+from numba_flash.arguments.arrays import Layout, Scratch
 from numba_flash.cpu.kernels import BACKWARD_BLOCK_M, BACKWARD_BLOCK_N
 
 BACKWARD_ITEMS = 16  # the keys of one head are split until there are so many work items

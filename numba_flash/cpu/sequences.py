@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from numba_flash.problem import Problem
+from numba_flash.arguments.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from functools import partial
 import numpy as np
 from numba import typeof, types
 
-from numba_flash import arrays, notice
-from numba_flash.block_mask import BlockSize
+from numba_flash.arguments import arrays
+from numba_flash.arguments.block_mask import BlockSize
+from numba_flash.arguments.options import dropout_threshold
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, Prepared
 from numba_flash.cpu import scratch
 from numba_flash.cpu.arguments import Cache, Extras, Parameters
 from numba_flash.cpu.kernels import (
@@ -27,8 +29,7 @@ from numba_flash.cpu.kernels import (
 from numba_flash.cpu.pool import runner
 from numba_flash.cpu.row_function import row_function_address
 from numba_flash.cpu.sequences import pieces
-from numba_flash.options import dropout_threshold
-from numba_flash.problem import BackwardInputs, BackwardResults, Prepared
+from numba_flash.files import notice
 
 ROW_GRAIN = 1024  # rows that are worth a block
 GRAIN_FLOP = 2**22  # and operations: 2 heads of 64 x 64 take 0.21 instead of 0.39 ms, with gradients 0.69 instead of 1.0
@@ -229,7 +230,7 @@ def forward(problem, q, k, v, o, lse, extras=()):
 
     Parameters
     ----------
-    problem : numba_flash.problem.Problem
+    problem : numba_flash.arguments.problem.Problem
         What to compute.
     q, k, v : numpy.ndarray
         Inputs (b0, b1, heads, n, d), of any strides; k and v may be a `Cache` each.
@@ -253,11 +254,11 @@ def backward(problem, inputs, results, extras=()):
 
     Parameters
     ----------
-    problem : numba_flash.problem.Problem
+    problem : numba_flash.arguments.problem.Problem
         What was computed.
-    inputs : numba_flash.problem.BackwardInputs
+    inputs : numba_flash.arguments.problem.BackwardInputs
         The gradient of o, and what `forward` received and wrote, of five dimensions (lse of four); dlse may be None.
-    results : numba_flash.problem.BackwardResults
+    results : numba_flash.arguments.problem.BackwardResults
         dq, dk, dv receive the gradients, with the shapes of q, k and v. The gradient of the bias is added to dbias (b0, b1, hq, nq, nk),
         if there is one, summed over its axes of size 1; in the dtype of lse.
     extras : Extras or empty tuple

@@ -11,12 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_flash.options import AS_NUMBERS, dropout_threshold
+from numba_flash.arguments.options import AS_NUMBERS, dropout_threshold
 
 VECTOR_BYTES = 16  # the most that one load brings
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 MOST_LENGTHS = 64  # that are numbers among the arguments of a kernel
-SPLIT = ("factors", "shifts", "centres")  # of `numba_flash.cuda.split`, where float32 is split
+SPLIT = (
+    "factors",
+    "shifts",
+    "centres",
+)  # of `numba_flash.cuda.passes.split`, where float32 is split
 FACTORS = SPLIT[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
 OF_DBIAS = ("factors", "flags")  # for the gradient of a bias, which leaves flagged heads out
@@ -75,7 +79,7 @@ class Extent(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """Of a problem whose bias kernels keep, `numba_flash.cuda.units`.
+    """Of a problem whose bias kernels keep, `numba_flash.cuda.work.units`.
 
     Attributes
     ----------
@@ -189,10 +193,10 @@ def _extras(names: tuple[str, ...]):
 
 def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
-    that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.tile_lists`),
-    "places", "ranks" (`numba_flash.cuda.sm90.ds_slots`); with "added" (`numba_flash.cuda.relative`)
-    where a number for each distance is; and with `more`. Behind them lengths of keys that are
-    numbers.
+    that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.work.tile_lists`),
+    "places", "ranks" (`numba_flash.cuda.sm90.dq.ds_slots`); with "added"
+    (`numba_flash.cuda.score.relative`) where a number for each distance is; and with `more`. Behind
+    them lengths of keys that are numbers.
     """
     names = arrays_of(options) + (("added",) if options.relative else ())
     names += (of_mask if options.tiled else ()) + more
@@ -230,8 +234,8 @@ def parameters_of(problem, rng=None) -> tuple:
 
 def extras_type(options, of_mask=(), more=()):
     """Numba's type of `extras`; `of_mask` and `more` as in `extras_class`."""
-    from numba_flash.cuda.lang import types
     from numba_flash.cuda.number import array
+    from numba_flash.cuda.runtime.lang import types
 
     ndim = 1 if options.packed else 2
     of_keys = options.kv_lengths
@@ -265,7 +269,7 @@ def extras_type(options, of_mask=(), more=()):
 
 def parameters_type(options):
     """Numba's type of `parameters`."""
-    from numba_flash.cuda.lang import named, types
+    from numba_flash.cuda.runtime.lang import named, types
 
     if not options.modifies:
         return types.Tuple(())

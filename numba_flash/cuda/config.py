@@ -4,7 +4,7 @@ repr is part of the key of the compiled code. Numba is not imported here.
 
 from dataclasses import dataclass
 
-from numba_flash.options import Options
+from numba_flash.arguments.options import Options
 
 # What happens to scores.
 PLAIN, RELATIVE, OPTIONS, RESIDENT = "plain", "relative", "options", "resident bias"
@@ -12,7 +12,7 @@ PLAIN, RELATIVE, OPTIONS, RESIDENT = "plain", "relative", "options", "resident b
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """Of what comes before a backward pass, `numba_flash.cuda.preprocess`.
+    """Of what comes before a backward pass, `numba_flash.cuda.passes.preprocess`.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class PreprocessConfig:
     copies : bool
         There is a flag for each copy of the sums.
     early : bool
-        It may be launched early (`numba_flash.cuda.early`); needs compute capability 9.0.
+        It may be launched early (`numba_flash.cuda.runtime.early`); needs compute capability 9.0.
     """
 
     dtype: str

@@ -1,7 +1,7 @@
 """How numbers are stored, and what sums of them are kept in."""
 
 from numba_flash import numeric
-from numba_flash.cuda.lang import device, once, types
+from numba_flash.cuda.runtime.lang import device, once, types
 
 STORAGE = {
     "float16": types.float16,

@@ -5,8 +5,8 @@ Numba is not imported here.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import tensor_maps
-from numba_flash.problem import Prepared
+from numba_flash.arguments.problem import Prepared
+from numba_flash.cuda.runtime import tensor_maps
 
 PLAIN_OR_OPTIONS = "plain, or options"  # what happens to scores, beside what `config` has
 # Work lists, and where dQ goes, in words.

@@ -14,16 +14,16 @@ from typing import Any
 
 import dask.array as da
 
-from numba_flash import checks
-from numba_flash.annotations import State, Window
-from numba_flash.arguments import check_of_gradients
+from numba_flash.arguments import checks
+from numba_flash.arguments.annotations import State, Window
+from numba_flash.arguments.inputs import check_of_gradients
+from numba_flash.arguments.precisions import Precision
+from numba_flash.arguments.problem import bind, bind_backward
+from numba_flash.arguments.signatures import shown
 from numba_flash.dask.arguments import adopted, check_libraries, on_paper, refuse
 from numba_flash.dask.blocks import Grid
 from numba_flash.dask.graph import Graph
 from numba_flash.dask.tasks import added, attend, differentiate, log_sum, merged, nothing, rounded, rounded_o, zeros
-from numba_flash.precisions import Precision
-from numba_flash.problem import bind, bind_backward
-from numba_flash.signatures import shown
 
 __all__ = ["backward", "forward"]
 

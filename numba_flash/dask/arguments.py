@@ -6,9 +6,9 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from numba_flash import arrays, checks, signatures
-from numba_flash.block_mask import BlockMask
-from numba_flash.options import SHARING
+from numba_flash.arguments import arrays, checks, signatures
+from numba_flash.arguments.block_mask import BlockMask
+from numba_flash.arguments.options import SHARING
 
 REFUSED = {
     "score_mod": "it gets the numbers of queries and keys, which a block does not know; a bias may hold what it adds",

@@ -9,11 +9,11 @@ import numpy as np
 from dask.array.core import slices_from_chunks
 from dask.array.utils import meta_from_array
 
-from numba_flash import arrays
+from numba_flash.arguments import arrays
+from numba_flash.arguments.problem import Problem
 from numba_flash.dask.arguments import check_dropout
 from numba_flash.dask.tasks import moved
 from numba_flash.mask import kv_range
-from numba_flash.problem import Problem
 
 
 class Pair(NamedTuple):

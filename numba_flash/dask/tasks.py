@@ -11,7 +11,8 @@ from operator import add
 
 import numpy as np
 
-from numba_flash import api, arrays
+from numba_flash import api
+from numba_flash.arguments import arrays
 from numba_flash.merge import merge
 
 SHARED = 0  # address of the stream that all threads have, unless they choose another

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from numba_flash import arrays, checks
-from numba_flash.annotations import State, Window
+from numba_flash.arguments import arrays, checks
+from numba_flash.arguments.annotations import State, Window
+from numba_flash.arguments.precisions import Precision
+from numba_flash.arguments.signatures import shown
 from numba_flash.distributed import layouts, loops
 from numba_flash.distributed.agreement import adopted, agree, agree_on_parts, check_choice, communicator
 from numba_flash.distributed.carriers import compact, gather
 from numba_flash.distributed.communicators import Communicator, Message, Mpi, Transfer
 from numba_flash.distributed.nccl import Nccl
 from numba_flash.distributed.staged import Staged
-from numba_flash.precisions import Precision
-from numba_flash.signatures import shown
 
 __all__ = ["Communicator", "Message", "Mpi", "Nccl", "Staged", "Transfer", "backward", "forward", "positions", "shard", "unshard"]
 

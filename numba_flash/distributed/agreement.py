@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays, checks, signatures
-from numba_flash.arguments import check_of_gradients
+from numba_flash.arguments import arrays, checks, signatures
+from numba_flash.arguments.inputs import check_of_gradients
+from numba_flash.arguments.options import SHARING
+from numba_flash.arguments.problem import Problem, bind, bind_backward, check_lengths
 from numba_flash.distributed import layouts
 from numba_flash.distributed.communicators import Communicator, Mpi, share
 from numba_flash.distributed.layouts import Chunk
 from numba_flash.distributed.nccl import Nccl, native
 from numba_flash.distributed.staged import Staged
-from numba_flash.options import SHARING
-from numba_flash.problem import Problem, bind, bind_backward, check_lengths
 
 REFUSED = {
     "bias": "each process would need its rows of all columns; numba_flash.dask takes one in blocks",

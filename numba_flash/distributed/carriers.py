@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from numba_flash import arrays
+from numba_flash.arguments import arrays
 from numba_flash.distributed.agreement import Call
 from numba_flash.distributed.communicators import Communicator, Message, Transfer
 from numba_flash.distributed.layouts import Chunk, count

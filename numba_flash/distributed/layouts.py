@@ -3,7 +3,7 @@
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from numba_flash.options import SHARING
+from numba_flash.arguments.options import SHARING
 
 LAYOUTS = ("contiguous", "zigzag")
 

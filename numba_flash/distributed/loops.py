@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from numba_flash import api, arrays
+from numba_flash import api
+from numba_flash.arguments import arrays
 from numba_flash.distributed.agreement import Call
 from numba_flash.distributed.carriers import carrier
 from numba_flash.distributed.pieces import pieces

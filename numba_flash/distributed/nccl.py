@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
+from numba_flash.arguments import arrays
 from numba_flash.distributed import streams
 from numba_flash.distributed.communicators import TIMEOUT, Communicator, Message, Transfer, flat, poll, silence
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_flash import arrays
+from numba_flash.arguments import arrays
 from numba_flash.distributed import streams
 from numba_flash.distributed.communicators import Communicator, Message, Transfer, flat
 

@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from numba_flash import arrays
+from numba_flash.arguments import arrays
 
 _thread = threading.local()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import ROOT, SIMULATED
 
-from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.runtime.launch import Gpu
 
 if SIMULATED:
     pytest.skip("the CUDA simulator compiles nothing", allow_module_level=True)

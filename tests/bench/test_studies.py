@@ -14,9 +14,9 @@ import pytest
 import whole
 from support import ROOT
 
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 from numba_flash.bench import peers, standard, timing
-from numba_flash.cuda.launch import Gpu
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
+from numba_flash.cuda.runtime.launch import Gpu
 
 STUDIES = ROOT / "asv_bench" / "studies"
 

@@ -18,9 +18,10 @@ import whole
 from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import api, arrays, call, paged, planning, precisions, reference
+from numba_flash import api, call, paged, planning, reference
+from numba_flash.arguments import arrays, precisions
+from numba_flash.arguments.problem import Prepared, Problem, bind
 from numba_flash.plan import BACKENDS
-from numba_flash.problem import Prepared, Problem, bind
 
 GPU_REASON = no_gpu()
 DEFAULT_BACKEND = "cpu" if GPU_REASON else "simt"

@@ -11,7 +11,8 @@ import pytest
 from support import random_inputs, same_bits
 
 import numba_flash
-from numba_flash import advice, api, call, elsewhere, reference, signatures
+from numba_flash import api, call, reference
+from numba_flash.arguments import advice, elsewhere, signatures
 
 SIZES = {"hq": 4, "hk": 2, "nq": 5, "nk": 7, "d": 16, "dtype": "float64"}
 Q, K, V, DO = random_inputs(batch=(2,), **SIZES)

@@ -8,7 +8,7 @@ from support import random_inputs, same_bits
 
 import numba_flash
 from numba_flash import call
-from numba_flash.problem import Prepared
+from numba_flash.arguments.problem import Prepared
 
 SIZES = {"hq": 4, "hk": 2, "nq": 5, "nk": 7, "d": 16, "dv": 8}
 simulator = pytest.mark.simulator(full=True)

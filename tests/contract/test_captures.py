@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit, vectorize
 
-from numba_flash.captures import Capture, paths
+from numba_flash.scoremod.captures import Capture, paths
 
 settings = types.ModuleType("settings")  # a module of the user
 settings.inner = types.ModuleType("settings.inner")

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from support import no_gpu
 
 import numba_flash
-from numba_flash import arrays, call, overlap
-from numba_flash.cuda import driver as cuda_driver
-from numba_flash.cuda import launch
-from numba_flash.problem import ForwardInputs, ForwardResults, Prepared, bind
+from numba_flash import call
+from numba_flash.arguments import arrays, overlap
+from numba_flash.arguments.problem import ForwardInputs, ForwardResults, Prepared, bind
+from numba_flash.cuda.runtime import driver as cuda_driver
+from numba_flash.cuda.runtime import launch
 
 GPU_REASON = no_gpu()
 

@@ -8,9 +8,10 @@ from naive import check
 from support import DTYPES, SIMULATED, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import problem, reference
-from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu
+from numba_flash import reference
+from numba_flash.arguments import problem
+from numba_flash.arguments.arrays import Layout
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.simt import prepare_few, tier
 from numba_flash.cuda.simt.lanes_tiles import lanes_tile
 from numba_flash.plan import choose
@@ -112,7 +113,7 @@ def test_parts_of_the_keys(backend, dtype):
     results = problem.ForwardResults(o, lse)
     prepared = tier.prepare_forward(p, given._make(map(Layout.of, given)), results._make(map(Layout.of, results)), Gpu(-1, (0, 0), 40))
     _, combine = prepared.launches
-    assert combine.builder == "combine.build_many"
+    assert combine.builder == "passes.combine.build_many"
     prepared.run(given, results)
     o_ref, lse_ref = reference.forward(q, k, v, mask=mask, return_lse=True)
     atol = 1e-6 if dtype == "float32" else 1e-14

@@ -9,8 +9,8 @@ from test_errors import assert_raises, call_backward, call_forward, call_plan, g
 
 import numba_flash
 from numba_flash import BlockMask, call
-from numba_flash.options import NAMES, PLAIN, Options
-from numba_flash.problem import bind
+from numba_flash.arguments.options import NAMES, PLAIN, Options
+from numba_flash.arguments.problem import bind
 
 everywhere = pytest.mark.parametrize("caller", [call_forward, call_backward, call_plan], ids=["forward", "backward", "plan"])
 

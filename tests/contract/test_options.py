@@ -11,8 +11,8 @@ from support import DTYPES, SIMULATED, random_inputs, same_bits
 
 import numba_flash
 from numba_flash import call, rng
-from numba_flash.options import Generator, dropout_threshold
-from numba_flash.problem import bind
+from numba_flash.arguments.options import Generator, dropout_threshold
+from numba_flash.arguments.problem import bind
 
 simulator, full_on_cpu = pytest.mark.simulator, pytest.mark.full_on_cpu
 NQ, NK = (3, 5) if SIMULATED else (140, 270)

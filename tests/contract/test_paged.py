@@ -9,7 +9,8 @@ from pages import forward, paged
 from support import DTYPES, SIMULATED, random_inputs, same_bits
 
 import numba_flash
-from numba_flash import call, scoremod
+from numba_flash import call
+from numba_flash.scoremod import functions as scoremod
 
 simulator, full_on_cpu = pytest.mark.simulator, pytest.mark.full_on_cpu
 NQ, NK, D = (3, 9, 3) if SIMULATED else (70, 300, 16)

@@ -7,10 +7,10 @@ import pytest
 from support import random_inputs
 
 import numba_flash
+from numba_flash.arguments.problem import ForwardInputs, bind
 from numba_flash.cpu import scratch, tier
-from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.plan import Settings, backward_inputs, choose, detailed
-from numba_flash.problem import ForwardInputs, bind
 
 H200 = Gpu(device=0, capability=(9, 0), multiprocessors=132)
 ALIGNMENT = 512

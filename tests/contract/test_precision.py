@@ -13,10 +13,11 @@ import pytest
 from support import DTYPES, SIMULATED, compare, random_inputs, readable, run, same_bits
 
 import numba_flash
-from numba_flash import call, precisions
+from numba_flash import call
+from numba_flash.arguments import precisions
+from numba_flash.arguments.precisions import PRECISIONS
+from numba_flash.arguments.problem import bind
 from numba_flash.plan import BACKENDS, tier
-from numba_flash.precisions import PRECISIONS
-from numba_flash.problem import bind
 
 WRONG = ("tf16", "TF32", "", 32, True, b"ieee", ["tf32"], np.array("tf32"), np.dtype("float32"))
 every_wrong = pytest.mark.parametrize("value", WRONG, ids=repr)

@@ -13,12 +13,12 @@ import pytest
 from numba import float32, njit
 
 import numba_flash
-from numba_flash import scoremod
-from numba_flash.captures import Capture
+from numba_flash.arguments.options import Options
+from numba_flash.arguments.problem import ForwardInputs, ForwardResults, bind
 from numba_flash.cpu import tier as cpu
 from numba_flash.cpu.row_function import row_function_address
-from numba_flash.options import Options
-from numba_flash.problem import ForwardInputs, ForwardResults, bind
+from numba_flash.scoremod import functions as scoremod
+from numba_flash.scoremod.captures import Capture
 
 SCALE = 0.5
 TABLE = np.arange(4.0)

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import numba_flash
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, Problem
 from numba_flash.cpu import kernels, scratch, softmax, tier
-from numba_flash.problem import BackwardInputs, BackwardResults, Problem
 
 ROOT = Path(numba_flash.__file__).parents[1]
 

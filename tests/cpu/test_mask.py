@@ -8,7 +8,7 @@ from numba import njit
 from support import dense_visible
 
 from numba_flash import mask
-from numba_flash.problem import Problem, bind
+from numba_flash.arguments.problem import Problem, bind
 
 FAR = 2**40
 SIZES = [-1, 0, 1, 3, FAR]

@@ -12,11 +12,11 @@ from support import DTYPES, ROOT, SIMULATED, dense_visible
 
 import numba_flash
 from numba_flash import sections
-from numba_flash.cuda import grid
-from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.packing import flat
-from numba_flash.cuda.sm90 import prepare_backward_listed
-from numba_flash.problem import bind
+from numba_flash.arguments.problem import bind
+from numba_flash.cuda.runtime.launch import Gpu
+from numba_flash.cuda.runtime.packing import flat
+from numba_flash.cuda.sm90.backward import prepare_backward_listed
+from numba_flash.cuda.work import grid
 
 if SIMULATED:
     pytest.skip("the simulator has one tier", allow_module_level=True)
@@ -248,7 +248,7 @@ def test_ds_is_kept_where_sections_are_few():
     q = paper(1, 32, 2**20, 128)
     case = on_paper("backward", q, q, mask=blocks(2**20, 2**20))
     builders = [launch.builder for launch in case.prepared("sm90", GPUS["sm90"]).launches]
-    assert "sm90.backward.build" in builders
+    assert "sm90.backward.backward.build" in builders
     assert len(builders) < 6
 
 

@@ -29,12 +29,12 @@ from numba import njit
 from simt_kernels import CHOSEN, KERNELS, kernel, name_of
 
 import numba_flash
-from numba_flash import fingerprint
-from numba_flash.cuda import compile, compiler, numpy_gaps
+from numba_flash.arguments.options import Generator, Options
+from numba_flash.arguments.pages import Pages
+from numba_flash.cuda.runtime import compile, compiler, numpy_gaps
 from numba_flash.cuda.simt import tier as simt
-from numba_flash.options import Generator, Options
-from numba_flash.pages import Pages
-from numba_flash.scoremod import ScoreMod
+from numba_flash.files import fingerprint
+from numba_flash.scoremod.functions import ScoreMod
 
 ARCHITECTURES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
 STATIC_SHARED_LIMIT = 48 * 1024
@@ -272,10 +272,10 @@ def key_of(root: Path, **environment) -> str:
 USED = {
     "cuda/simt/forward.py": "itself",
     "mask.py": "imported",
-    "cuda/score.py": "imported by what is imported",
+    "cuda/score/score.py": "imported by what is imported",
     "numeric.py": "at three removes",
-    "cuda/numpy_gaps.py": "imported by what the compiler imports in a function",
-    "cuda/compiler.py": "what makes code of it",
+    "cuda/runtime/numpy_gaps.py": "imported by what the compiler imports in a function",
+    "cuda/runtime/compiler.py": "what makes code of it",
 }
 UNUSED = [
     "api.py",
@@ -283,9 +283,9 @@ UNUSED = [
     "notice.py",
     "fingerprint.py",
     "option_checks.py",
-    "cuda/compile.py",
-    "cuda/launch.py",
-    "cuda/sm90/forward.py",
+    "cuda/runtime/compile.py",
+    "cuda/runtime/launch.py",
+    "cuda/sm90/forward/forward.py",
 ]
 EDIT = "\nEDITED = 1\n"
 
@@ -310,7 +310,7 @@ def test_cache_key_changes_with_the_sources_that_a_kernel_is_made_of(copy):
 @pytest.mark.parametrize("file", [*USED, "cuda/simt/tile.py"])
 def test_every_source_that_a_kernel_is_made_of_is_in_its_key(copy, monkeypatch, file):
     """And what a configuration can be asked is in that of whoever gets it: the last is imported by no such builder."""
-    builder, tile = ("simt.forward.build", 1) if file in USED else ("combine.build", simt.tile_for("dq", "float32", 64))
+    builder, tile = ("simt.forward.build", 1) if file in USED else ("passes.combine.build", simt.tile_for("dq", "float32", 64))
 
     def key() -> str:
         monkeypatch.setattr(fingerprint, "package", lambda: fingerprint.Sources(copy / "numba_flash"))
@@ -367,7 +367,7 @@ def test_who_finds_a_kernel_on_disk_does_not_import_numba(tmp_path):
     code = f"""
 import sys, json
 from numba_flash.cuda import compile
-code = compile.cubin("delta.build", {CONFIG!r}, (9, 0))
+code = compile.cubin("passes.delta.build", {CONFIG!r}, (9, 0))
 print(json.dumps([code.hex(), "numba" in sys.modules]))
 """  # names in the code are numbered as they come, so that two processes need not make the same bytes
     environment = {"NUMBA_FLASH_CACHE_DIR": tmp_path / "cache"}
@@ -418,7 +418,7 @@ try:
 except ValueError as error:
     assert "a time has a unit" in str(error)
 else:
-    raise AssertionError("numba-cuda no longer asks for a time without a unit: numba_flash.cuda.numpy_gaps need not supply it")
+    raise AssertionError("numba-cuda no longer asks for a time without a unit: numba_flash.cuda.runtime.numpy_gaps need not supply it")
 """
 NO_ROW_STACK = """
 np.timedelta64 = there_is
@@ -429,7 +429,7 @@ try:
 except AttributeError as error:
     assert "row_stack" in str(error)
 else:
-    raise AssertionError("numba-cuda no longer asks for np.row_stack: numba_flash.cuda.numpy_gaps need not supply it")
+    raise AssertionError("numba-cuda no longer asks for np.row_stack: numba_flash.cuda.runtime.numpy_gaps need not supply it")
 """
 
 
@@ -441,7 +441,7 @@ else:
 def test_coming_numpy(before):
     code = f"""{COMING_NUMPY}{before}
 from numba_flash.cuda import compiler
-assert ".entry kernel" in compiler.intermediate("delta.build", {CONFIG!r}, (9, 0))
+assert ".entry kernel" in compiler.intermediate("passes.delta.build", {CONFIG!r}, (9, 0))
 assert not hasattr(np, "row_stack"), "left behind"
 """
     python(code, PACKAGE.parent)
@@ -451,7 +451,7 @@ def test_nothing_warns_while_a_kernel_is_compiled(tmp_path):
     """Whoever turns warnings into errors can compile, with every NumPy; the number that stands for no time is what it was."""
     code = f"""
 from numba_flash.cuda import compile
-assert compile.cubin("delta.build", {CONFIG!r}, (9, 0))[:4] == b"\\x7fELF"
+assert compile.cubin("passes.delta.build", {CONFIG!r}, (9, 0))[:4] == b"\\x7fELF"
 import numpy as np
 from numba.cuda.np import npdatetime_helpers
 assert npdatetime_helpers.NAT == np.timedelta64("nat", "s").astype(np.int64)

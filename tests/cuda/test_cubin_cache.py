@@ -26,11 +26,12 @@ import sm80_kernels
 import sm90_kernels
 
 import numba_flash
-from numba_flash import disk, durations, fingerprint, notice, warmup
+from numba_flash import warmup
 from numba_flash.__main__ import main
+from numba_flash.arguments.options import PLAIN, Options
 from numba_flash.cpu import kernels as cpu_kernels
-from numba_flash.cuda import compile
-from numba_flash.options import PLAIN, Options
+from numba_flash.cuda.runtime import compile
+from numba_flash.files import disk, durations, fingerprint, notice
 
 KERNELS = [kernel for module in (simt_kernels, sm80_kernels, sm90_kernels) for kernel in module.KERNELS.values()]
 KERNEL = "simt.forward.build", ("float32", 64, 64), (9, 0)
@@ -350,7 +351,7 @@ def fetch(directory: Path) -> dict[str, bytes]:
 
 
 def delta(dtype: str) -> bytes:
-    return instructions(compile.cubin("delta.build", (dtype, 64, False, 16, 8), (9, 0)))
+    return instructions(compile.cubin("passes.delta.build", (dtype, 64, False, 16, 8), (9, 0)))
 
 
 @pytest.mark.unproven("of processes and their timing")

@@ -16,7 +16,7 @@ from freeze import Renamed, main
 from kernel_counts import ALL
 from support import SIMULATED
 
-from numba_flash.cuda.compiler import Linked
+from numba_flash.cuda.runtime.compiler import Linked
 
 WORDS = """
 	.section	.text.kernel,"ax",@progbits

@@ -8,8 +8,8 @@ from support import no_gpu
 
 import numba_flash
 from numba_flash import reference
+from numba_flash.arguments.problem import BackwardInputs, bind
 from numba_flash.plan import tier
-from numba_flash.problem import BackwardInputs, bind
 
 pytestmark = pytest.mark.gpu
 

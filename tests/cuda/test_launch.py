@@ -17,13 +17,13 @@ from support import SIMULATED, named
 
 import numba_flash
 from numba_flash import call
-from numba_flash.arrays import Layout
-from numba_flash.cuda import driver as cuda_driver
-from numba_flash.cuda import launch, packing
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.tensor_maps import MOST, Described, TensorMaps
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import ForwardInputs, ForwardResults, bind
+from numba_flash.cuda.runtime import driver as cuda_driver
+from numba_flash.cuda.runtime import launch, packing
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.runtime.tensor_maps import MOST, Described, TensorMaps
 from numba_flash.plan import Settings, choose, detailed, tier
-from numba_flash.problem import ForwardInputs, ForwardResults, bind
 
 
 def on_gpu(address: int) -> SimpleNamespace:
@@ -400,7 +400,7 @@ def test_few_lengths_on_the_host_are_arguments_of_a_kernel(dtype, launched):
         lengths = {"q_lengths": np.array([[9, 8], [100, 0], [6, 5]], dtype)[:, 0], "kv_lengths": np.array(kv_lengths, dtype)}
         numba_flash.forward(q, k, k, out=out, **lengths)
         (builder, stored, _, words), (_, _, read, _) = launched
-        assert builder == "lengths.build"
+        assert builder == "work.lengths.build"
         assert [*np.frombuffer(words, "int64")] == [9, 100, 6, *kv_lengths] + [0] * 58
         assert read == stored
         assert len({*read}) == 2
@@ -414,8 +414,8 @@ def test_few_queries_take_lengths_as_numbers(options, launched):
         launched.clear()
         numba_flash.forward(q, k, k, kv_lengths=np.array(kv_lengths, np.uint8 if max(kv_lengths) < 256 else np.int64), **options)
         (builder, _, extras, words), *others = launched
-        assert builder == "sm80.forward_few.build"
-        assert all(each[0] == "combine.build_many" for each in others)
+        assert builder == "sm80.decode.forward_few.build"
+        assert all(each[0] == "passes.combine.build_many" for each in others)
         assert extras == []
         assert [*np.frombuffer(words[: 8 * 64], "int64")] == kv_lengths + [0] * 61
         assert len(words) > 8 * 64
@@ -430,7 +430,7 @@ def test_lengths_of_one_kind_or_of_one_sequence(launched):
     launched.clear()
     numba_flash.forward(q, q, q, kv_lengths=np.array(33))
     ((builder, _, read, words),) = launched
-    assert builder == "sm90.forward.build"
+    assert builder == "sm90.forward.forward.build"
     assert read == []
     assert np.frombuffer(words[: 8 * 64], "int64")[0] == 33
 
@@ -440,14 +440,14 @@ def test_kernels_with_few_work_items_take_numbers(heads, kernels, launched):
     """On Hopper up to four for each of 132 multiprocessors, here one for each head; of more, all read an array."""
     q = OnGpu((3, heads, 100, 64), "float16")
     numba_flash.forward(q, q, q, kv_lengths=np.array([7, 0, 100]))
-    assert [builder for builder, *_ in launched] == ["lengths.build", "sm90.forward.build"][-kernels:]
+    assert [builder for builder, *_ in launched] == ["work.lengths.build", "sm90.forward.forward.build"][-kernels:]
 
 
 def test_kernels_that_take_no_numbers_read_lengths_of_keys_where_they_are_stored_once(launched):
     """Those of a backward pass, or with a bias."""
     q, lse = OnGpu((3, 2, 100, 64), "float16"), OnGpu((3, 2, 100), "float32")
     numba_flash.backward(q, q, q, q, q, lse, kv_lengths=np.array([7, 0, 100]))
-    stores = [each for each in launched if each[0] == "lengths.build"]
+    stores = [each for each in launched if each[0] == "work.lengths.build"]
     assert len(stores) == 1
     (_, (absent, stored), _, words) = stores[0]
     assert absent is None

@@ -9,8 +9,9 @@ import pytest
 from support import DTYPES, SIMULATED, named, random_inputs
 
 import numba_flash
-from numba_flash.cuda import launch, prepare_merge
-from numba_flash.cuda.prepare_merge import Parts
+from numba_flash.cuda.passes import prepare_merge
+from numba_flash.cuda.passes.prepare_merge import Parts
+from numba_flash.cuda.runtime import launch
 from numba_flash.merge import merge_into
 
 CASES = {
@@ -95,7 +96,7 @@ def test_it_compiles_to_registers_alone(dtypes, capability):
     pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
     import compiled
 
-    kernel = compiled.Kernel("merge.build", (*dtypes, prepare_merge.ROWS), capability)
+    kernel = compiled.Kernel("passes.merge.build", (*dtypes, prepare_merge.ROWS), capability)
     text = compiled.ptx(kernel)
     assert ".local" not in text
     assert (".f64" in text) == (dtypes[0] == "float64")
@@ -138,7 +139,7 @@ def test_merge_of_arrays_on_a_gpu_is_one_launch(monkeypatch):
         o, lse = numba_flash.merge(*map(OnGpu, parts))
         assert (o.shape, lse.shape, o.dtype.name, lse.dtype.name) == (shape, shape[:-1], "float32", "float32")
     (first, operands), (second, _) = launched
-    assert first.builder == "merge.build"
+    assert first.builder == "passes.merge.build"
     assert first.config == ("float32", "float16", "float32", "float32", "float32", prepare_merge.ROWS)
     assert (first.grid, second.grid) == (-(-42 // 8), 6)
     assert [len(x.shape) for x in operands] == [4, 3] * 3

@@ -10,11 +10,11 @@ import pytest
 from support import SIMULATED
 
 import numba_flash
-from numba_flash.cuda.launch import Gpu
+from numba_flash.arguments.problem import ForwardInputs, bind
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.sm80 import recipes as sm80
 from numba_flash.cuda.sm90 import recipes as sm90
 from numba_flash.plan import Settings, backward_inputs, choose, detailed, on_paper
-from numba_flash.problem import ForwardInputs, bind
 
 pytestmark = pytest.mark.skipif(SIMULATED, reason="the simulator has no tensor cores")
 

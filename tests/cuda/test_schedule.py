@@ -14,10 +14,10 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 import numpy as np
 
 from numba_flash import mask
-from numba_flash.cuda import grid, row_blocks, schedule
+from numba_flash.arguments.options import PLAIN
+from numba_flash.arguments.problem import bind_packed
 from numba_flash.cuda.sm90.arguments import Sizes
-from numba_flash.options import PLAIN
-from numba_flash.problem import bind_packed
+from numba_flash.cuda.work import grid, row_blocks, schedule
 
 ANY = 2**31
 small = st.integers(1, 4)

@@ -13,12 +13,12 @@ pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cud
 
 from on_host import AS_IT_IS, on_host
 
-from numba_flash.arrays import Layout
-from numba_flash.cuda import split
-from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.prepare_split import Splitter
-from numba_flash.cuda.sm80 import head_planes
-from numba_flash.problem import ForwardInputs, bind
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import ForwardInputs, bind
+from numba_flash.cuda.passes import split
+from numba_flash.cuda.passes.prepare_split import Splitter
+from numba_flash.cuda.runtime.launch import Gpu
+from numba_flash.cuda.sm80.short_heads import head_planes
 
 LEAST, INF = 2.0**-149, np.inf  # of float32
 TOP, FARTHEST, WIDEST = 13, 50, 24  # 2^(-2 (13 + 50)) is the least normal number; planes keep 2^-22 of what is 2^-27 of the largest

@@ -10,7 +10,8 @@ import pytest
 from support import ROOT
 
 import numba_flash
-from numba_flash import diagnose, disk
+from numba_flash import diagnose
+from numba_flash.files import disk
 
 FILL = """
 import numpy as np

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from numba_flash import disk
+from numba_flash.files import disk
 
 DATA = bytes(range(256)) * 3
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import numba_flash
-from numba_flash import disk, fingerprint
-from numba_flash.fingerprint import FILE, Sources
+from numba_flash.files import disk, fingerprint
+from numba_flash.files.fingerprint import FILE, Sources
 
 PACKAGE = Path(numba_flash.__file__).parent
 SOURCES = {
@@ -27,7 +27,7 @@ def build(x):
     from numba_flash.folder import tables
     return x + ONE, None, ...
 """,
-    "loads.py": "import numba_flash.stores\nfrom numba_flash import notice",
+    "loads.py": "import numba_flash.stores\nfrom numba_flash.files import notice",
     "stores.py": "try:\n    from numba_flash import deep\nexcept ImportError:\n    pass",
     "deep.py": "",
     "folder/__init__.py": "from numba_flash import unused",
@@ -37,7 +37,8 @@ def build(x):
     "folder/more/rows.py": "ROWS = 2",
     "types_alone.py": "",
     "unused.py": "x = 1",
-    "notice.py": "from numba_flash import unused",
+    "files/__init__.py": "",
+    "files/notice.py": "from numba_flash import unused",
 }
 MADE_OF = {"kernel", "loads", "stores", "deep", "folder.values", "folder.tables", "folder.more.rows"}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import numba_flash
-from numba_flash.cuda import compile
-from numba_flash.fingerprint import package
+from numba_flash.cuda.runtime import compile
+from numba_flash.files.fingerprint import package
 
 PACKAGE = Path(numba_flash.__file__).parent
 ROOT = PACKAGE.parent
@@ -52,29 +52,27 @@ TIERS = {name.removesuffix("/tier.py").replace("/", ".") for name in FILES if na
 # From the top: a module imports from its own layer and from those below. What flows down through them is a problem on arrays.
 LAYERS = (
     "__main__ warmup bench dask distributed",
-    "__init__ diagnose vjp packed paged planning api arguments annotations merge dropout reference",
+    "__init__ diagnose vjp packed paged planning api arguments.inputs arguments.annotations merge dropout reference",
     "call",
     "plan",
     " ".join([f"{tier}.tier" for tier in TIERS] + [name for name in MODULES if ".prepare_" in name or name.endswith(".recipes")]),
     "cuda.recipe",
-    "cuda.launch cuda.compile cuda.grid cuda.tensor_maps cuda.packing cuda.driver",
-    "cuda.compiler",
-    # kernels, and what only they have
-    " ".join([*TIERS, *(f"cuda.{name}" for name in ("delta", "preprocess", "combine", "merge", "sum_shares", "split", "lengths"))]),
-    "cuda.split_rows cuda.kept_bias cuda.units",
-    "cuda.fetch cuda.modify cuda.philox cuda.score cuda.softcap cuda.softmax cuda.fragment cuda.schedule cuda.sequence cuda.tile_lists "
-    "cuda.row_blocks cuda.relative cuda.block_lists cuda.arguments cuda.pages cuda.walk_dbias cuda.store_dbias cuda.powers",
-    "cuda.broadcast cuda.config cuda.early cuda.number cuda.swizzle cuda.ptx cuda.lang cuda.numpy_gaps",
-    "problem oracle sections",
-    "option_checks rng",
-    "options",
-    "scoremod captures block_mask",
-    "pages",
-    "signatures elsewhere advice arrays checks axes band ledger overlap precisions mask numeric disk durations notice fingerprint",
+    "cuda.runtime.launch cuda.runtime.compile cuda.runtime.tensor_maps cuda.runtime.packing cuda.runtime.driver cuda.work.grid",
+    "cuda.runtime.compiler",
+    " ".join([*TIERS, "cuda.passes"]),  # kernels, and what only they have
+    "cuda.score cuda.work cuda.arguments",
+    "cuda.config cuda.number cuda.ptx cuda.runtime",
+    "arguments.problem oracle sections",
+    "arguments.option_checks rng",
+    "arguments.options",
+    "scoremod arguments.block_mask",
+    "arguments.pages",
+    "arguments files ledger mask numeric",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 CUDA_HOSTS = re.compile(
-    r"cuda\.(launch|packing|driver|grid|tensor_maps|(\w+\.)?arguments|\w+\.tier|sm\d+\.((split|options|relative)_)?tiles|recipe|(sm\d+\.)?config|sm\d+\.recipes|(\w+\.)?prepare_\w+)"
+    r"cuda\.(runtime\.(launch|packing|driver|tensor_maps)|work\.grid|recipe|(\w+\.)?arguments|(sm\d+\.)?config|(\w+\.)*prepare_\w+"
+    r"|\w+\.tier|sm\d+\.(recipes|tiles|backward\.options_tiles))"
 )
 COMPILERS = {"numba", "numba_cuda", "llvmlite"}
 
@@ -150,8 +148,8 @@ def test_no_tier_knows_another(module):
 def test_tiers_are_recognised():
     assert TIERS == {"cpu", "cuda.simt", "cuda.sm80", "cuda.sm90"}
     assert {module for module in MODULES if CUDA_HOSTS.fullmatch(module)} >= {
-        *("cuda.launch", "cuda.grid", "cuda.tensor_maps", "cuda.arguments", "cuda.simt.tier"),
-        *(f"cuda.{tier}.{name}" for tier in ("sm80", "sm90") for name in ("tier", "tiles", "arguments", "prepare_forward")),
+        *("cuda.runtime.launch", "cuda.work.grid", "cuda.runtime.tensor_maps", "cuda.arguments", "cuda.simt.tier"),
+        *(f"cuda.{tier}.{name}" for tier in ("sm80", "sm90") for name in ("tier", "tiles", "arguments", "forward.prepare_forward")),
     }
 
 
@@ -160,15 +158,15 @@ def test_who_runs_cached_kernels_waits_for_no_compiler(module):
     """Nothing that is loaded with the package, its commands, and the hosts of cuda loads a compiler, or a library of others."""
     outside = {(each, name.split(".")[0]) for each in loaded(module) for name in imported(MODULES[each].body)}
     assert {(each, name) for each, name in outside if name in COMPILERS | {"cuda", "cupy", "scipy", "threadpoolctl"}} == set()
-    assert "cuda.lang" not in loaded(module)
+    assert "cuda.runtime.lang" not in loaded(module)
 
 
 @every_module
 def test_few_modules_talk_to_the_compiler_of_cuda(module):
-    """`cuda.launch` runs kernels in Numba's simulator: it imports that when it is wanted."""
-    if module in ("cuda.compiler", "cuda.lang") or module.startswith("cuda.ptx"):
+    """`cuda.runtime.launch` runs kernels in Numba's simulator: it imports that when it is wanted."""
+    if module in ("cuda.runtime.compiler", "cuda.runtime.lang") or module.startswith("cuda.ptx"):
         return
-    nodes = MODULES[module].body if module == "cuda.launch" else ast.walk(MODULES[module])
+    nodes = MODULES[module].body if module == "cuda.runtime.launch" else ast.walk(MODULES[module])
     assert {name for name in imported(nodes) if f"{name}.".startswith(("numba.cuda.", "numba_cuda.", "llvmlite."))} == set()
 
 
@@ -184,19 +182,10 @@ def test_other_libraries_of_arrays_and_pictures_are_never_imported_at_module_lev
 
 
 def test_errors_about_arguments_are_raised_in_one_place():
-    """Beside `problem` and what it is made of, only `plan` (backend=), `arguments` (the tuple out=) and functions of their own say so."""
-    speakers = {
-        "captures.py",
-        "problem.py",
-        "option_checks.py",
-        "checks.py",
-        "scoremod.py",
-        "plan.py",
-        "arguments.py",
-        "dropout.py",
-        "merge.py",
-    }
-    speakers |= {"pages.py", "precisions.py", "block_mask.py", "axes.py", "band.py", "signatures.py"}
+    """Beside `problem` and what it is made of, only `plan` (backend=), `inputs` (the tuple out=) and functions of their own say so."""
+    of_arguments = ("problem", "option_checks", "checks", "inputs", "pages", "precisions", "block_mask", "axes", "band", "signatures")
+    speakers = {f"arguments/{name}.py" for name in of_arguments}
+    speakers |= {"scoremod/captures.py", "scoremod/functions.py", "plan.py", "dropout.py", "merge.py"}
     speakers |= {"dask/arguments.py", "distributed/agreement.py", "distributed/nccl.py"}
     speakers |= {"reference.py"}  # o= and lse=, which are not what they should be
     for name, tree in TREES.items():
@@ -262,14 +251,14 @@ def test_kernels_are_recognised():
     assert kernel_names(TREES["cpu/kernels.py"])
 
 
-SHARED = {"mask", "numeric", "options", "rng"}  # by kernels of all tiers
+SHARED = {"mask", "numeric", "arguments.options", "rng"}  # by kernels of all tiers
 HOSTS_OF_CPU = {"cpu.tier", "cpu.pool", "cpu.scratch", "cpu.sequences", "cpu.cache"}
 
 
 def of_kernels(module: str) -> bool:
     """Nothing that only prepares, launches or keeps kernels; of the hosts, tiles and the arguments that kernels take."""
     if module.startswith("cuda."):
-        return module != "cuda.compile" and (not CUDA_HOSTS.fullmatch(module) or module.endswith(("tiles", "arguments", "config")))
+        return module != "cuda.runtime.compile" and (not CUDA_HOSTS.fullmatch(module) or module.endswith(("tiles", "arguments", "config")))
     return module in SHARED or (module.startswith("cpu.") and module not in HOSTS_OF_CPU)
 
 

@@ -14,9 +14,9 @@ from numba.core import event
 from support import DTYPES, ROOT
 
 import numba_flash
-from numba_flash import disk, durations, notice
 from numba_flash.cpu import cache
 from numba_flash.cpu import tier as cpu
+from numba_flash.files import disk, durations, notice
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ import pytest
 from support import ROOT
 
 import numba_flash
-from numba_flash import annotations
+from numba_flash.arguments import annotations
 
 PACKAGE = Path(numba_flash.__file__).parent
 run_once = pytest.mark.xdist_group("mypy")

@@ -14,13 +14,13 @@ pytest.importorskip("cuda.core", reason="linking kernels needs cuda-core")
 import numba_flash
 from numba_flash import warmup
 from numba_flash.__main__ import main
+from numba_flash.arguments.problem import Problem, bind
 from numba_flash.bench.cases import Cell
-from numba_flash.cuda import compile, compiler, launch
-from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.runtime import compile, compiler, launch
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.simt.tier import tile_for
-from numba_flash.cuda.sm90.backward_tiles import backward_tile
-from numba_flash.cuda.sm90.forward_tiles import forward_tile
-from numba_flash.problem import Problem, bind
+from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile
+from numba_flash.cuda.sm90.forward.forward_tiles import forward_tile
 
 H200, A100, T4 = Gpu(0, (9, 0), 132), Gpu(0, (8, 0), 108), Gpu(0, (7, 5), 40)
 SIZES = ("--lengths", "64", "--tokens", "64", "--width", "32", "--head-dims", "16", "--mask", "full")
@@ -43,36 +43,36 @@ def problem_of(cell: Cell) -> Problem:
 def test_forward_on_hopper(length, head_dim, mask):
     problem = problem_of(cell(mask=mask, length=length, head_dim=head_dim))
     ((builder, (config,)),) = warmup.kernels_of(cell(mask=mask, length=length, head_dim=head_dim), None, H200)
-    assert builder == "sm90.forward.build"
+    assert builder == "sm90.forward.forward.build"
     assert (config.dtype, config.d, config.dv, config.write_lse) == ("bfloat16", head_dim, head_dim, False)
     assert config.tile == forward_tile(problem)
 
 
 def test_backward_on_hopper_comes_after_a_forward_that_keeps_lse():
     forward, *others = warmup.kernels_of(cell("backward", "causal"), None, H200)
-    assert forward[0] == "sm90.forward.build"
+    assert forward[0] == "sm90.forward.forward.build"
     assert forward[1][0].write_lse is True
-    assert [builder for builder, _ in others] == ["preprocess.build", "sm90.backward.build", "sm90.postprocess.build"]
+    assert [builder for builder, _ in others] == ["passes.preprocess.build", "sm90.backward.backward.build", "sm90.dq.postprocess.build"]
     assert others[1][1][0].tile == backward_tile(problem_of(cell()))
 
 
 def test_few_queries_take_the_kernels_for_keys_in_parts():
     (_, (config,)), (combine, _) = warmup.kernels_of(cell(batch=1, heads=1, heads_kv=1, length=4096), None, H200)
     assert config.store == "parts"
-    assert combine == "combine.build"
+    assert combine == "passes.combine.build"
 
 
 @pytest.mark.parametrize(("dtype", "backend", "gpu"), [("float32", None, T4), ("bfloat16", None, T4), ("bfloat16", "simt", H200)])
 def test_where_tensor_cores_cannot_serve_or_are_not_wanted(dtype, backend, gpu):
     kernels = warmup.kernels_of(cell("backward", dtype=dtype), backend, gpu)
-    builders = ["simt.forward.build", "delta.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
+    builders = ["simt.forward.build", "passes.delta.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
     assert [builder for builder, _ in kernels] == builders
     assert kernels[-1][1][-1] == tile_for("dq", dtype, 64)
 
 
 def test_float32_on_tensor_cores_comes_with_what_it_leaves_to_others():
     builders = [builder for builder, _ in warmup.kernels_of(cell(dtype="float32"), None, H200)]
-    assert builders == ["split.build_statistics", "split.build", "sm90.forward_split.build", "simt.forward.build"]
+    assert builders == ["passes.split.build_statistics", "passes.split.build", "sm90.fp16x2.forward_split.build", "simt.forward.build"]
     left = [builder for builder, _ in warmup.kernels_of(cell("backward", dtype="float32"), None, A100) if builder.startswith("simt")]
     assert left == ["simt.forward.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
 
@@ -80,13 +80,13 @@ def test_float32_on_tensor_cores_comes_with_what_it_leaves_to_others():
 @pytest.mark.parametrize(("dtype", "backend", "gpu"), [("bfloat16", None, A100), ("float16", None, T4), ("float16", "sm80", H200)])
 def test_where_hopper_kernels_cannot_run_or_are_not_wanted(dtype, backend, gpu):
     (builder, (config,)), *_ = warmup.kernels_of(cell(dtype=dtype), backend, gpu)
-    assert builder == "sm80.forward.build"
+    assert builder == "sm80.forward.forward.build"
     assert config.shape.turing == (gpu is T4)
 
 
 def test_head_dimensions_beyond_128_take_the_kernel_that_makes_dq_of_ds():
     _, *others = warmup.kernels_of(cell("backward", head_dim=256), None, H200)
-    assert [builder for builder, _ in others] == ["preprocess.build", "sm90.backward_wide.build", "sm90.dq.build"]
+    assert [builder for builder, _ in others] == ["passes.preprocess.build", "sm90.backward.backward_wide.build", "sm90.dq.dq.build"]
 
 
 def test_listing_kernels_loads_and_compiles_none(monkeypatch):

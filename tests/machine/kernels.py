@@ -16,11 +16,12 @@ from sums import EXACT, TensorCore
 from support import Backend, random_inputs
 
 import numba_flash
-from numba_flash import arrays, call, reference
-from numba_flash.arrays import Layout
-from numba_flash.cuda import launch, packing
+from numba_flash import call, reference
+from numba_flash.arguments import arrays
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardResults, ForwardResults
+from numba_flash.cuda.runtime import launch, packing
 from numba_flash.plan import BACKENDS, tier
-from numba_flash.problem import BackwardResults, ForwardResults
 
 HOPPER = (9, 0)
 NANS = 0x7FFF7FFF  # two of 16 bits

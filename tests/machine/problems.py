@@ -25,10 +25,12 @@ from support import random_inputs
 
 import numba_flash
 from numba_flash import call, reference, sections
-from numba_flash.cuda import compile, compiler, prepare_relative
-from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_backward, prepare_backward_listed, prepare_temporaries, prepare_turns
-from numba_flash.cuda.sm90.options_tiles import DQ_TILE
+from numba_flash.cuda.runtime import compile, compiler
+from numba_flash.cuda.score import prepare_relative
+from numba_flash.cuda.sm80.backward import prepare_backward as prepare_backward_sm80
+from numba_flash.cuda.sm90.backward import prepare_backward, prepare_backward_listed, prepare_temporaries
+from numba_flash.cuda.sm90.backward.options_tiles import DQ_TILE
+from numba_flash.cuda.sm90.dq import prepare_turns
 
 CAUGHT = 3
 

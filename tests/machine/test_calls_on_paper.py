@@ -22,15 +22,18 @@ from kernels import in_place_of_launches
 from on_paper import on_paper, paper
 
 import numba_flash
-from numba_flash import arrays, sections
-from numba_flash.arrays import Layout
+from numba_flash import sections
+from numba_flash.arguments import arrays
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import AS_NUMBERS
+from numba_flash.arguments.pages import PagedInputs
+from numba_flash.arguments.problem import ForwardInputs, bind, bind_packed, bind_paged
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import lang, packing, prepare_lengths, prepare_parts
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.options import AS_NUMBERS
-from numba_flash.pages import PagedInputs
-from numba_flash.problem import ForwardInputs, bind, bind_packed, bind_paged
+from numba_flash.cuda.passes import prepare_parts
+from numba_flash.cuda.runtime import lang, packing
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.work import prepare_lengths
 
 GPUS = {"sm90": [(9, 0)], "sm80": [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0)], "simt": [(7, 0), (9, 0)]}
 
@@ -168,7 +171,7 @@ def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
     sums, made, before = "float64" if dtype == "float64" else "float32", [], []
 
     def noted(prepared):
-        if prepared.builder == "sum_shares.build":
+        if prepared.builder == "passes.sum_shares.build":
             (shares, whole) = (x for x, _ in prepared.operands)
             made.append([shares.dtype.name, whole.dtype.name])
             assert before[-1].grid >= shares.shape[0] > 1

@@ -22,8 +22,9 @@ from naive import compare, run
 
 import numba_flash
 from numba_flash import reference
-from numba_flash.cuda.sm80 import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90 import prepare_temporaries, prepare_turns
+from numba_flash.cuda.sm80.backward import prepare_backward as prepare_backward_sm80
+from numba_flash.cuda.sm90.backward import prepare_temporaries
+from numba_flash.cuda.sm90.dq import prepare_turns
 
 pytestmark = pytest.mark.machine
 

@@ -157,7 +157,7 @@ TREE = (
     "asv_bench/studies/study.py",
     "numba_flash/oracle.py",
     "numba_flash/reference.py",
-    "numba_flash/cuda/sm90/forward.py",
+    "numba_flash/cuda/sm90/forward/forward.py",
 )
 
 

@@ -19,9 +19,9 @@ from naive import compare
 from pages import paged
 from test_contract import ALIBI, AMPERE, DROPOUT, ONE, SMALL, TURING, Group, Shape, also, bias, forward, inputs_of, lengths, mask, tilt
 
-from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm80 import prepare_few
+from numba_flash.arguments.arrays import Layout
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.sm80.decode import prepare_few
 
 pytestmark = pytest.mark.machine
 
@@ -141,7 +141,7 @@ def test_many_parts_are_combined(parts, dv):
     o, lse = np.full((*shape, dv), np.nan, np.float32), np.full(shape, np.nan, np.float32)
     views = tuple((Layout.of(x), n) for x, n in ((o_parts, 5), (lse_parts, 4), (o, 5), (lse, 4)))
     launch = Launch(
-        *("combine.build_many", ("float32", "float32", dv, True, 8), Gpu(0, AMPERE, 8)),
+        *("passes.combine.build_many", ("float32", "float32", dv, True, 8), Gpu(0, AMPERE, 8)),
         grid=math.prod(shape),
         threads=256,
         operands=views,

@@ -13,15 +13,15 @@ from kernels import HOPPER, backward_pass, forward_pass, lengths_as_numbers, mac
 
 import numba_flash
 from numba_flash import call
-from numba_flash.arrays import Layout
-from numba_flash.cuda import compile
-from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.prepare_lengths import MOST, launch_of
-from numba_flash.cuda.sm90 import prepare_forward
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import AS_NUMBERS, Options
+from numba_flash.arguments.problem import Problem
+from numba_flash.cuda.runtime import compile
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.sm90.config import ForwardConfig
-from numba_flash.cuda.sm90.forward_tiles import forward_tile
-from numba_flash.options import AS_NUMBERS, Options
-from numba_flash.problem import Problem
+from numba_flash.cuda.sm90.forward import prepare_forward
+from numba_flash.cuda.sm90.forward.forward_tiles import forward_tile
+from numba_flash.cuda.work.prepare_lengths import MOST, launch_of
 
 pytestmark = pytest.mark.machine
 
@@ -49,7 +49,7 @@ def test_all_lengths_arrive_where_they_belong(kinds):
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0), (12, 0)])
 def test_it_compiles_to_selections_in_registers(capability):
-    kernel = compiled.Kernel("lengths.build", ("int32", "int64", MOST), capability)
+    kernel = compiled.Kernel("work.lengths.build", ("int32", "int64", MOST), capability)
     text = compiled.ptx(kernel)
     assert ".local" not in text
     assert text.count("bra") <= 4
@@ -115,6 +115,6 @@ def test_a_kernel_for_hopper_has_registers_for_lengths_that_are_numbers():
         options = Options(kv_lengths=kv_lengths, follows=True)
         tile = forward_tile(Problem((1, 3), 8, 8, 4096, 4096, 128, 128, "bfloat16", 1.0, -4096, 0, options, "float32"))
         config = ForwardConfig("bfloat16", 128, 128, False, "above", "map", options.structure, tile)
-        kernel = compiled.Kernel("sm90.forward.build", (config,))
+        kernel = compiled.Kernel("sm90.forward.forward.build", (config,))
         used.append(compile.resources(compiled.linked(kernel).log))
     assert [each["spill_bytes"] for each in used] == [0, 0]

@@ -15,18 +15,18 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 from kernels import Executed
 
 from numba_flash import oracle, rng
-from numba_flash.arrays import Layout
-from numba_flash.cuda import fragment
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import Generator
+from numba_flash.arguments.problem import ForwardInputs, bind
 from numba_flash.cuda.arguments import Vectors, build_extras, extras_type, parameters_of, parameters_type, vectors_of
-from numba_flash.cuda.fetch import build_fetch, held
-from numba_flash.cuda.grid import extras_layouts
-from numba_flash.cuda.lang import cuda, f32, i32, types, u32
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.modify import build_drop, build_modify
 from numba_flash.cuda.number import array
-from numba_flash.cuda.score import Head, Region
-from numba_flash.options import Generator
-from numba_flash.problem import ForwardInputs, bind
+from numba_flash.cuda.runtime.lang import cuda, f32, i32, types, u32
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.score.fetch import build_fetch, held
+from numba_flash.cuda.score.modify import build_drop, build_modify
+from numba_flash.cuda.score.score import Head, Region
+from numba_flash.cuda.work.grid import extras_layouts
 
 LANES, HEADS = np.arange(32), 2
 BENDING = lambda score, b, h, i, j: 0.5 * score - 0.01 * (i - j) * (h + 1)

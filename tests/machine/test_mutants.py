@@ -35,7 +35,7 @@ from mutants_split import MUTANTS_SPLIT
 from mutants_wide import MUTANTS_WIDE
 from problems import CAUGHT, PROBLEMS
 
-from numba_flash import fingerprint
+from numba_flash.files import fingerprint
 
 PACKAGE = ROOT / "numba_flash"
 ALL = (

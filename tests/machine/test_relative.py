@@ -15,12 +15,13 @@ from naive import compare
 from test_contract import AMPERE, TURING, Group, Shape, also, backward, forward, inputs_of, lengths
 
 import numba_flash
-from numba_flash.arrays import Layout
-from numba_flash.cuda import config, prepare_relative
-from numba_flash.cuda.launch import Gpu
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, bind
+from numba_flash.cuda import config
 from numba_flash.cuda.recipe import Call
+from numba_flash.cuda.runtime.launch import Gpu
+from numba_flash.cuda.score import prepare_relative
 from numba_flash.cuda.sm90 import recipes
-from numba_flash.problem import BackwardInputs, BackwardResults, bind
 
 pytestmark = pytest.mark.machine
 

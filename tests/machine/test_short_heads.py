@@ -15,8 +15,8 @@ from kernels import machine
 
 import numba_flash
 from numba_flash import reference
-from numba_flash.cuda.launch import Launch
-from numba_flash.cuda.sm80 import head_tiles
+from numba_flash.cuda.runtime.launch import Launch
+from numba_flash.cuda.sm80.short_heads import head_tiles
 
 pytestmark = [pytest.mark.full, pytest.mark.machine]
 
@@ -87,5 +87,9 @@ def test_errors_of_gradients_are_at_most_those_of_ieee_sums(kind, monkeypatch):
     with machine(core=sums.HOPPER, multiprocessors=1):
         o, lse = numba_flash.forward(q, k, v, bias=bias, backend="sm80", return_lse=True)
         found = numba_flash.backward(do, q, k, v, o, lse, bias=bias, bias_grad=True, backend="sm80")
-    assert {"sm80.forward_head.build", "sm80.dk_dv_split.build", "sm80.dq_dbias_split.build"} <= built
+    assert {
+        "sm80.short_heads.forward_head.build",
+        "sm80.bias_gradient.dk_dv_split.build",
+        "sm80.bias_gradient.dq_dbias_split.build",
+    } <= built
     promised.check(kind, [x[0] for x in found[:3]], ieee, expected)

@@ -15,7 +15,7 @@ from support import DTYPES, random_inputs
 
 import numba_flash
 from numba_flash.bench.cases import Cell
-from numba_flash.cuda.launch import Gpu
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.simt.few_tiles import TILES
 from numba_flash.warmup import kernels_of
 

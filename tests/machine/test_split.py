@@ -16,12 +16,12 @@ from kernels import HOPPER, NANS, machine
 
 import numba_flash
 from numba_flash import reference
-from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.prepare_split import Splitter
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, ForwardInputs, bind, bind_packed
+from numba_flash.cuda.passes.prepare_split import Splitter
+from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.sm80.tiles import padded
-from numba_flash.cuda.sm90 import prepare_turns
-from numba_flash.problem import BackwardInputs, ForwardInputs, bind, bind_packed
+from numba_flash.cuda.sm90.dq import prepare_turns
 
 pytestmark = pytest.mark.machine
 
@@ -292,7 +292,7 @@ def test_the_same_where_blocks_make_planes_themselves(name, monkeypatch):
     built, launched = set(), Launch.__call__
     monkeypatch.setattr(Launch, "__call__", lambda self, *operands, **more: (built.add(self.builder), launched(self, *operands, **more)))
     check_spoilt(name, capability=HOPPER)
-    assert "sm80.forward_head.build" in built
+    assert "sm80.short_heads.forward_head.build" in built
 
 
 @pytest.mark.full

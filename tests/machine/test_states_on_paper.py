@@ -28,10 +28,12 @@ from naive import compare
 from test_contract import AMPERE, Group, backward, forward
 
 import numba_flash
-from numba_flash import arrays, call, scoremod, sections
+from numba_flash import call, sections
+from numba_flash.arguments import arrays
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda import packing
+from numba_flash.cuda.runtime import packing
 from numba_flash.plan import tier
+from numba_flash.scoremod import functions as scoremod
 
 PACKAGE, FIND = Path(numba_flash.__file__).parent, call.find  # the machine's stand-ins find nothing
 STATES = (5, 7, 24, 8), (11, 13)

@@ -12,12 +12,12 @@ from kernels import SM80, backward_pass, machine
 from on_host import on_host
 
 from numba_flash import BlockMask, oracle, reference
-from numba_flash.arrays import Layout
-from numba_flash.cuda import tile_lists
-from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.prepare_tile_lists import Extras, Tiles, own_axes
-from numba_flash.cuda.tile_lists import FIRST
-from numba_flash.problem import ForwardInputs, bind
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import ForwardInputs, bind
+from numba_flash.cuda.runtime.launch import Gpu
+from numba_flash.cuda.work import tile_lists
+from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles, own_axes
+from numba_flash.cuda.work.tile_lists import FIRST
 
 pytestmark = pytest.mark.machine
 

@@ -20,8 +20,8 @@ from test_kernels import mutated
 from test_order import FENCE, FETCH, HEAD, MAKE, WAITED, WHOLE, wait
 from timed import BYTES_PER_TICK, COMPUTES, COPIES_IN, LATENCY, PRODUCTS, TENSOR_CORE, WAITS, Timed, Watch
 
-from numba_flash.cuda.sm90.backward_tiles import BackwardTile, WideTile
-from numba_flash.cuda.sm90.forward_tiles import Tile
+from numba_flash.cuda.sm90.backward.backward_tiles import BackwardTile, WideTile
+from numba_flash.cuda.sm90.forward.forward_tiles import Tile
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -24,14 +24,14 @@ from support import DTYPES, random_inputs
 from timed import COPIES_IN, COPIES_OUT, PRODUCTS, TENSOR_CORE, WAITS, Span, Timed, Watch
 
 from numba_flash import reference
-from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.sm90 import pipeline
-from numba_flash.cuda.sm90.forward_tiles import Tile
+from numba_flash.cuda.sm90.forward.forward_tiles import Tile
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Ring
 from numba_flash.cuda.sm90.tiles import ADDERS
 from numba_flash.plan import tier
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 
 
 def roles_of(tile) -> dict[int, str]:

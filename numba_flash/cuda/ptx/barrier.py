@@ -2,8 +2,8 @@
 (9.7.13.4), registers (9.7.19.5), and those between kernels (9.7.13.13).
 """
 
-from numba_flash.cuda.lang import intrinsic, types, u32
 from numba_flash.cuda.ptx.emit import emit, instruction, literals
+from numba_flash.cuda.runtime.lang import intrinsic, types, u32
 
 _void = types.void
 

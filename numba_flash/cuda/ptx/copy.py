@@ -3,8 +3,8 @@ and the copy engine of Hopper. What that brings to shared memory is counted on a
 leaves it forms bulk groups of a thread.
 """
 
-from numba_flash.cuda.lang import i32, types, u32, u64
 from numba_flash.cuda.ptx.emit import instruction
+from numba_flash.cuda.runtime.lang import i32, types, u32, u64
 
 _void = types.void
 

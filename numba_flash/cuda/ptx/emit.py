@@ -6,7 +6,7 @@ from inspect import Parameter, Signature
 
 from llvmlite import ir
 
-from numba_flash.cuda.lang import intrinsic, types
+from numba_flash.cuda.runtime.lang import intrinsic, types
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 LLVM = {

@@ -4,8 +4,8 @@ addresses of arrays.
 
 from llvmlite import ir
 
-from numba_flash.cuda.lang import f32, f64, i32, intrinsic, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, I64, LLVM, emit, instruction, registers
+from numba_flash.cuda.runtime.lang import f32, f64, i32, intrinsic, types, u32, u64
 
 _void = types.void
 

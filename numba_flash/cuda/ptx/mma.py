@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from numba_flash.cuda.lang import intrinsic, types, u32
 from numba_flash.cuda.ptx.emit import F32, I32, emit, pointers
+from numba_flash.cuda.runtime.lang import intrinsic, types, u32
 
 # Low ones of split float32 are so many times larger: those of small numbers, too, are normal.
 LOW = 2.0**11
@@ -29,7 +29,7 @@ class Matrices(NamedTuple):
         Its rows in memory run along the sum (of A: do not), so that ldmatrix has to transpose.
     swizzled : bool
         Rows are whole lines of 128 bytes, in which the 16-byte chunk c of row r lies in the place
-        ``c ^ (r % 8)``: see `numba_flash.cuda.swizzle`.
+        ``c ^ (r % 8)``: see `numba_flash.cuda.score.swizzle`.
     """
 
     tile: int

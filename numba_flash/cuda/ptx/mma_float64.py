@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from numba_flash.cuda.lang import intrinsic, types
 from numba_flash.cuda.ptx.emit import F64, I32, emit, pointers
+from numba_flash.cuda.runtime.lang import intrinsic, types
 
 LINE = 128  # bytes of shared memory that an access can take from all banks
 
 
 class Rows(NamedTuple):
     """How an operand lies in shared memory: the chunk c of 16 bytes of row r in the place ``c ^
-    swizzle(r)`` of its row (`numba_flash.cuda.sm80.products_float64`).
+    swizzle(r)`` of its row (`numba_flash.cuda.sm80.operands.products_float64`).
 
     Attributes
     ----------

@@ -2,8 +2,8 @@
 
 from llvmlite import ir
 
-from numba_flash.cuda.lang import f32, f64, intrinsic, types, u32, u64
 from numba_flash.cuda.ptx.emit import I32, emit, instruction
+from numba_flash.cuda.runtime.lang import f32, f64, intrinsic, types, u32, u64
 
 MOST_THREADS = 1024  # of a block
 

@@ -7,8 +7,8 @@ ordered after the instruction. Tiles in shared memory are given by the low words
 descriptors.
 """
 
-from numba_flash.cuda.lang import intrinsic, types
 from numba_flash.cuda.ptx.emit import emit, literals, pointers, registers
+from numba_flash.cuda.runtime.lang import intrinsic, types
 
 # High word of the descriptor of a shared tile (9.7.15.5.1): rows of 128 bytes, swizzled, in groups
 # of 8 that lie 64 x 16 bytes apart; of a narrow one: rows of 64 bytes.

@@ -1,5 +1,5 @@
 """Backward pass on any CUDA GPU: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, as two
-kernels without atomics, after `numba_flash.cuda.delta`.
+kernels without atomics, after `numba_flash.cuda.passes.delta`.
 
 `dkdv`:     one block of threads per block of keys walks over the queries (of every head of its
 group) and sums dK and dV `dq`:       one block of threads per block of queries walks over the keys
@@ -15,17 +15,17 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import score
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, device, i32, i64, inline, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
-from numba_flash.cuda.row_blocks import build_row_block
-from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.runtime.lang import cuda, device, i32, i64, inline, types
+from numba_flash.cuda.score import score
+from numba_flash.cuda.score.score import Head, Region
 from numba_flash.cuda.simt import tiles
 from numba_flash.cuda.simt.left import build_any_left
 from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
+from numba_flash.cuda.work.row_blocks import build_row_block
+from numba_flash.cuda.work.sequence import build_sequence
 
 
 class Numbers(NamedTuple):

@@ -4,21 +4,21 @@ broadcasts.
 One block of threads owns a tile of dbias and walks over everything that was broadcast into it,
 making S and dP once more: every sum has one owner and one order, and no N x N matrix is stored
 unless the bias is one. Where there are too few tiles to fill a GPU, each is split into shares of
-that walk, which `numba_flash.cuda.sum_shares` adds in their order.
+that walk, which `numba_flash.cuda.passes.sum_shares` adds in their order.
 """
 
 import math
 
 from numba_flash import mask
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
-from numba_flash.cuda.broadcast import Walk, build_coordinates
-from numba_flash.cuda.lang import cuda, device, i32, i64, once, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
-from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.runtime.lang import cuda, device, i32, i64, once, types
+from numba_flash.cuda.score.score import Head, Region
 from numba_flash.cuda.simt import tiles
 from numba_flash.cuda.simt.modify import build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
+from numba_flash.cuda.work.broadcast import Walk, build_coordinates
+from numba_flash.cuda.work.sequence import build_sequence
 
 
 def build_reduce(dtype, out_dtype, summed, tile, adds=False):

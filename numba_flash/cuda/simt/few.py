@@ -9,14 +9,14 @@ read straight from memory, and by nobody twice.
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import score
 from numba_flash.cuda.arguments import extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, device, i64, once, types
 from numba_flash.cuda.number import ACCUMULATOR, array, build_convert, index
-from numba_flash.cuda.pages import build_access, build_keys, build_missing
-from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.runtime.lang import cuda, device, i64, once, types
+from numba_flash.cuda.score import score
+from numba_flash.cuda.score.score import Head, Region
 from numba_flash.cuda.simt import tiles
+from numba_flash.cuda.work.pages import build_access, build_keys, build_missing
+from numba_flash.cuda.work.sequence import build_sequence
 
 NEG_INF = -math.inf
 

@@ -13,12 +13,13 @@ they have until each has the sum of one score; weights come back by way of share
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, ptx
+from numba_flash.cuda import ptx
 from numba_flash.cuda.arguments import extras_type
-from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, i32, i64, inline, types, u32, u64
 from numba_flash.cuda.number import ACCUMULATOR, array, index
-from numba_flash.cuda.score import build_exponential
+from numba_flash.cuda.runtime.lang import cuda, i32, i64, inline, types, u32, u64
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.score.fragment import ALL_LANES
+from numba_flash.cuda.score.score import build_exponential
 from numba_flash.cuda.simt import lanes, lanes_rows
 from numba_flash.cuda.simt.lanes_tiles import CHUNK, WARP
 

@@ -5,16 +5,16 @@ threads per block of queries.
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import score
 from numba_flash.cuda.arguments import FLAGS, extras_type, parameters_type
-from numba_flash.cuda.lang import cuda, i64, types
 from numba_flash.cuda.number import ACCUMULATOR, array, index
-from numba_flash.cuda.pages import build_keys, build_missing
-from numba_flash.cuda.row_blocks import build_row_block
-from numba_flash.cuda.score import Head, Region
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.runtime.lang import cuda, i64, types
+from numba_flash.cuda.score import score
+from numba_flash.cuda.score.score import Head, Region
 from numba_flash.cuda.simt import modify as options_of_tile
 from numba_flash.cuda.simt import tiles
+from numba_flash.cuda.work.pages import build_keys, build_missing
+from numba_flash.cuda.work.row_blocks import build_row_block
+from numba_flash.cuda.work.sequence import build_sequence
 
 
 def build(dtype, out_dtype, head_dim, head_dim_v, write_lse, options, tile, flagged=False):

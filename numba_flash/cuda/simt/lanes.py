@@ -6,9 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
 from numba_flash.cuda.number import ACCUMULATOR
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32, u64
+from numba_flash.cuda.score.fragment import ALL_LANES
 from numba_flash.cuda.simt.lanes_tiles import CHUNK, WARP
 
 AROUND = 128  # bytes of memory that the cache may fetch around each copy

@@ -6,15 +6,16 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash import mask
-from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda import ptx
 from numba_flash.cuda.number import ACCUMULATOR, index
-from numba_flash.cuda.row_blocks import row_block_of_few
-from numba_flash.cuda.score import build_exponential
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.score.fragment import ALL_LANES
+from numba_flash.cuda.score.score import build_exponential
 from numba_flash.cuda.simt.lanes import build_over_keys
 from numba_flash.cuda.simt.lanes_tiles import CHUNK, WARP
+from numba_flash.cuda.work.row_blocks import row_block_of_few
+from numba_flash.cuda.work.sequence import build_sequence
 
 
 class Block(NamedTuple):
@@ -25,7 +26,7 @@ class Block(NamedTuple):
     q, k, v, o, lse : arrays
         Of the heads that share keys, (group, n, ...), and of these, (n, ...).
     row0 : int
-        The first row, as `numba_flash.cuda.fragment.build_row` has them.
+        The first row, as `numba_flash.cuda.score.fragment.build_row` has them.
     queries, rows : int
         Rows of the sequence, and of the results.
     keys : int

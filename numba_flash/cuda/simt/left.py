@@ -2,7 +2,7 @@
 work items, of which most have nothing to do, since few blocks that look are gone sooner than many.
 """
 
-from numba_flash.cuda.lang import cuda, device, i32, once
+from numba_flash.cuda.runtime.lang import cuda, device, i32, once
 
 
 @once

@@ -1,15 +1,15 @@
 """What the options do to a tile of scores in registers and shared memory: the loops of the `simt`
-kernels around `numba_flash.cuda.score`.
+kernels around `numba_flash.cuda.score.score`.
 """
 
 import math
 
 from numba_flash import mask, rng
-from numba_flash.cuda.lang import cuda, device, once, types
+from numba_flash.arguments.options import SHARING
 from numba_flash.cuda.number import ACCUMULATOR, index
-from numba_flash.cuda.score import build_elements, build_score
+from numba_flash.cuda.runtime.lang import cuda, device, once, types
+from numba_flash.cuda.score.score import build_elements, build_score
 from numba_flash.cuda.simt.tiles import build_column, build_weights
-from numba_flash.options import SHARING
 
 
 @once

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from numba_flash.cuda import grid, launch, prepare_parts
+from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import build_extras, parameters_of
-from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.passes import prepare_parts
+from numba_flash.cuda.runtime import launch
+from numba_flash.cuda.runtime.launch import Launch
 from numba_flash.cuda.simt.few_tiles import SIMULATOR_TILE, TILES, FewTile
 from numba_flash.cuda.simt.lanes_tiles import lanes_tile
-from numba_flash.problem import Prepared
+from numba_flash.cuda.work import grid
 
 LOG2E = math.log2(math.e)
 MANY_SIMULATED = 24  # keys

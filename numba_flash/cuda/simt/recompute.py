@@ -5,9 +5,9 @@ dP (FlashAttention-2, Algorithm 2).
 import math
 
 from numba_flash import mask
-from numba_flash.cuda import score
-from numba_flash.cuda.lang import cuda, device, once
 from numba_flash.cuda.number import ACCUMULATOR, index
+from numba_flash.cuda.runtime.lang import cuda, device, once
+from numba_flash.cuda.score import score
 from numba_flash.cuda.simt.modify import build_drop, build_modify
 from numba_flash.cuda.simt.tiles import build_column, build_weights
 

@@ -6,15 +6,17 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from numba_flash.arrays import Layout, Scratch
-from numba_flash.cuda import grid, launch, prepare_dbias
+from numba_flash.arguments.arrays import Layout, Scratch
+from numba_flash.arguments.options import PLAIN
+from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parameters_of
-from numba_flash.cuda.launch import Launch
+from numba_flash.cuda.passes import prepare_dbias
+from numba_flash.cuda.runtime import launch
+from numba_flash.cuda.runtime.launch import Launch
 from numba_flash.cuda.simt import prepare_few
 from numba_flash.cuda.simt.items import Items
 from numba_flash.cuda.simt.tile import Tile
-from numba_flash.options import PLAIN
-from numba_flash.problem import Prepared
+from numba_flash.cuda.work import grid
 
 LOG2E = math.log2(math.e)
 DELTA_LANES, DELTA_ROWS = 16, 8
@@ -112,7 +114,8 @@ def takes_numpy() -> bool:
 
 def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
     """``run(inputs, results, rng, left)`` on arrays like these layouts; `rng` is left out if there
-    is no dropout, and `left` if all heads are to be computed (`numba_flash.problem.Prepared`).
+    is no dropout, and `left` if all heads are to be computed
+    (`numba_flash.arguments.problem.Prepared`).
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
     if left is None and prepare_few.serves(p):
@@ -165,7 +168,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         flagged, of_delta, blocks = (True,), ((left, 3),), 1
     with_flags = extras + of_delta
     preprocess = Launch(
-        "delta.build",
+        "passes.delta.build",
         (p.dtype, p.dv, inputs.dlse is not None, DELTA_LANES, DELTA_ROWS, *flagged),
         gpu,
         grid=blocks * math.prod(inputs.lse.shape[:-1]),
@@ -263,7 +266,7 @@ class _Dbias:
         if shares > 1:
             self._scratch = prepare_dbias.scratch(self._shares)
             self._sum_shares = Launch(
-                "sum_shares.build",
+                "passes.sum_shares.build",
                 (p.dtype, dbias.dtype.name, SUM_THREADS),
                 gpu,
                 grid=-(-math.prod(shape) // SUM_THREADS),

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import SIMULATED, cuda, device, f64, inline, once
 from numba_flash.cuda.number import ACCUMULATOR, build_convert, index
-from numba_flash.cuda.pages import build_access
+from numba_flash.cuda.runtime.lang import SIMULATED, cuda, device, f64, inline, once
+from numba_flash.cuda.work.pages import build_access
 
 TERMS = 8  # of a sum, in one product on tensor cores
 APART = 128  # numbers of all accumulators that leave a thread registers for one of them twice

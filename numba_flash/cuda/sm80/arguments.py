@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     wide : bool
         And those of what is written.
     split : int
-        Of float32, how many planes of float16 are read (`numba_flash.cuda.split`); else 0.
+        Of float32, how many planes of float16 are read (`numba_flash.cuda.passes.split`); else 0.
     fours : bool
         Four float32 can be added to memory at a time.
     vectors : Vectors
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 class Sizes(NamedTuple):
     """Of a problem, as the backward kernel numbers its work; see
-    `numba_flash.cuda.schedule.build_item`.
+    `numba_flash.cuda.work.schedule.build_item`.
 
     Attributes
     ----------

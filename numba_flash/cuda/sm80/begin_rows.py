@@ -4,12 +4,13 @@ it: a thread for each chunk of dO, which it has copied itself, and of O.
 
 import math
 
-from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32, u64
-from numba_flash.cuda.preprocess import LEAST_FLOAT32
-from numba_flash.cuda.score import LOG2E
-from numba_flash.cuda.sm80.load_dq_dbias import CHUNK_BYTES, head_address, plus
+from numba_flash.cuda import ptx
+from numba_flash.cuda.passes.preprocess import LEAST_FLOAT32
+from numba_flash.cuda.runtime.lang import cuda, f32, i32, inline, once, u32, u64
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.score.fragment import ALL_LANES
+from numba_flash.cuda.score.score import LOG2E
+from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import CHUNK_BYTES, head_address, plus
 from numba_flash.cuda.sm80.tiles import CHUNK, padded, pitch
 
 ROW_BYTES = 8  # of what is known of a row

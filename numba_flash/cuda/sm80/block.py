@@ -4,11 +4,11 @@ they may see of its keys.
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
-from numba_flash.cuda.pages import Cache
-from numba_flash.cuda.row_blocks import build_query_block, row_block_of_few
-from numba_flash.cuda.score import Head
-from numba_flash.cuda.sequence import build_sequence
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.score.score import Head
+from numba_flash.cuda.work.pages import Cache
+from numba_flash.cuda.work.row_blocks import build_query_block, row_block_of_few
+from numba_flash.cuda.work.sequence import build_sequence
 
 
 class Block(NamedTuple):
@@ -23,10 +23,11 @@ class Block(NamedTuple):
     q, k, v, o, lse : arrays
         Of the head, (n, head_dim) and (n,); of a packed sequence, where it lies. Of few queries,
         q, o and lse of all heads whose queries are rows, (group, n, ...). In pages k and v are a
-        `numba_flash.cuda.pages.Cache` each.
+        `numba_flash.cuda.work.pages.Cache` each.
     row0 : int
         The first query. Of few queries this and others are rows, as
-        `numba_flash.cuda.fragment.build_row` has them, and the head is the first of the group.
+        `numba_flash.cuda.score.fragment.build_row` has them, and the head is the first of the
+        group.
     queries, keys : int
         How many there are in the sequence.
     rows : int

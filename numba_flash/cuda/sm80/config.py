@@ -5,8 +5,8 @@ whose repr is part of the key of the compiled code. Numba is not imported here.
 from dataclasses import dataclass
 from typing import Any
 
+from numba_flash.arguments.options import Options
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.options import Options
 
 
 @dataclass(frozen=True)

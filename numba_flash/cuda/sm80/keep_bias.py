@@ -4,9 +4,10 @@ a time lies side by side with that of its neighbours.
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.fetch import held
-from numba_flash.cuda.lang import i32, inline, once, u32
+from numba_flash.cuda import ptx
+from numba_flash.cuda.runtime.lang import i32, inline, once, u32
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.score.fetch import held
 from numba_flash.cuda.sm80.tiles import KEYS
 
 VECTOR = 16  # bytes that a thread reads at a time

@@ -1,6 +1,6 @@
 """Where a lane reads matrices in shared memory that its warp multiplies."""
 
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
 
 
 @once

@@ -1,15 +1,15 @@
 """Tiles of rows on their way to shared memory and back.
 
-A tile of keys is stored in an order of `numba_flash.cuda.fragment`, so that a lane's scores belong
-to neighbouring keys.
+A tile of keys is stored in an order of `numba_flash.cuda.score.fragment`, so that a lane's scores
+belong to neighbouring keys.
 """
 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import first_column
-from numba_flash.cuda.lang import cuda, i32, i64, inline, once, types, u32, u64
 from numba_flash.cuda.number import index
+from numba_flash.cuda.runtime.lang import cuda, i32, i64, inline, once, types, u32, u64
+from numba_flash.cuda.score.fragment import first_column
 from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
 
 LINE = 8  # chunks, 128 bytes
@@ -195,7 +195,7 @@ def build_store_floats(m_tiles, columns, centred=False, neighbours=False):
     `row`.
 
     centred : the `centre` (columns) is added, times each row's `weight`.
-    neighbours : a lane's rows are (`numba_flash.cuda.fragment.build_key_rows`).
+    neighbours : a lane's rows are (`numba_flash.cuda.score.fragment.build_key_rows`).
     """
     ROWS, GROUPS, CENTRED, NEIGHBOURS = 2 * m_tiles, columns // 8, centred, neighbours
 

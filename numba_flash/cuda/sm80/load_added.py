@@ -1,11 +1,12 @@
 """Numbers that a `score_mod` adds for each distance, on their way to where sums of S begin with
-them (`numba_flash.cuda.relative`).
+them (`numba_flash.cuda.score.relative`).
 """
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import fragment, ptx, relative
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32, u64
+from numba_flash.cuda import ptx
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32, u64
+from numba_flash.cuda.score import fragment, relative
 
 
 class Added(NamedTuple):

@@ -6,11 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.number import index
-from numba_flash.cuda.pages import build_place
+from numba_flash.cuda.runtime.lang import cuda, i32, i64, inline, once, u32, u64
 from numba_flash.cuda.sm80.load import build_chunk, build_load, build_places
 from numba_flash.cuda.sm80.tiles import CHUNK, WARP, padded, pitch
+from numba_flash.cuda.work.pages import build_place
 
 MOST_WORDS = 4  # of the table that a thread waits for at the same time
 
@@ -139,7 +139,7 @@ def build_load_keys(
     rows, head_dim, threads, place, asynchronous, options, columns=None, around=0, lines=False
 ):
     """``load(tile, x, first, stop)``: as `numba_flash.cuda.sm80.load.build_load` makes it, if there
-    are no pages. Else x is a `numba_flash.cuda.pages.Cache`, `first` a multiple of `rows`, and
+    are no pages. Else x is a `numba_flash.cuda.work.pages.Cache`, `first` a multiple of `rows`, and
     where a page does not exist, there are zeros.
     """
     if options.paged is None:

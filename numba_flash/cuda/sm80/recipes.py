@@ -4,10 +4,7 @@ serves it is taken. Nothing else decides. Numba is not imported here.
 
 from dataclasses import replace
 
-from numba_flash.cuda import grid
 from numba_flash.cuda.config import PLAIN, RELATIVE, RESIDENT
-from numba_flash.cuda.prepare_relative import alone
-from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.recipe import (
     KEY_BLOCKS,
     KEYS_OR_LISTED,
@@ -19,23 +16,24 @@ from numba_flash.cuda.recipe import (
     Call,
     Recipe,
 )
-from numba_flash.cuda.sm80 import (
+from numba_flash.cuda.score.prepare_relative import alone
+from numba_flash.cuda.sm80 import tiles
+from numba_flash.cuda.sm80.backward import prepare_backward, prepare_dq
+from numba_flash.cuda.sm80.backward.prepare_temporaries import backward_tile
+from numba_flash.cuda.sm80.bias_gradient import (
     dbias_tiles,
-    float64_tiles,
-    prepare_backward,
-    prepare_backward_few,
     prepare_dbias,
-    prepare_dq,
     prepare_dq_dbias,
     prepare_dq_dbias_split,
-    prepare_few,
-    prepare_forward,
-    prepare_head,
-    tiles,
 )
-from numba_flash.cuda.sm80.few_tiles import backward_few_tile, few_tile
-from numba_flash.cuda.sm80.prepare_temporaries import backward_tile
+from numba_flash.cuda.sm80.decode import prepare_backward_few, prepare_few
+from numba_flash.cuda.sm80.decode.few_tiles import backward_few_tile, few_tile
+from numba_flash.cuda.sm80.forward import prepare_forward
+from numba_flash.cuda.sm80.operands import float64_tiles
+from numba_flash.cuda.sm80.short_heads import prepare_head
 from numba_flash.cuda.sm80.tiles import Hardware, hardware
+from numba_flash.cuda.work import grid
+from numba_flash.cuda.work.prepare_tile_lists import choose
 
 # Work lists, and where dQ goes, in words.
 FEW_ROWS = "queries of all heads that share keys, times parts of the keys"
@@ -106,7 +104,7 @@ FORWARD = (
     Recipe(
         problems="float32, short and narrow heads, many of them, no option but a bias",
         serves=_if_any(prepare_head.tile_of),
-        loops=("sm80.forward_head",),
+        loops=("sm80.short_heads.forward_head",),
         tile=lambda p, call: prepare_head.tile_of(call),
         work="heads",
         stage="plain, or a bias",
@@ -115,7 +113,7 @@ FORWARD = (
     Recipe(
         problems="up to 16 queries, 16 bits, neither packed nor a `BlockMask`",
         serves=_if_any(_few_tile),
-        loops=("sm80.forward_few",),
+        loops=("sm80.decode.forward_few",),
         tile=lambda p, call: _few_tile(call),
         work=FEW_ROWS,
         stage=PLAIN_OR_OPTIONS,
@@ -124,7 +122,7 @@ FORWARD = (
     Recipe(
         problems="16 bits, a `score_mod` that adds a number for each distance, no other option",
         serves=_relative,
-        loops=("sm80.forward",),
+        loops=("sm80.forward.forward",),
         tile=lambda p, call: forward_tile(p, call.gpu),
         work=ROW_BLOCKS,
         stage=RELATIVE,
@@ -133,7 +131,7 @@ FORWARD = (
     Recipe(
         problems="float64",
         serves=_float64,
-        loops=("sm80.forward_float64",),
+        loops=("sm80.forward.forward_float64",),
         tile=lambda p, call: _forward(call).tile,
         work=ROWS_OR_LISTED,
         stage=PLAIN_OR_OPTIONS,
@@ -142,7 +140,7 @@ FORWARD = (
     Recipe(
         problems="all others, with keys in pages, too",
         serves=lambda call: _forward(call).problem,
-        loops=("sm80.forward",),
+        loops=("sm80.forward.forward",),
         tile=lambda p, call: _forward(call).tile,
         work=ROWS_OR_LISTED,
         stage=PLAIN_OR_OPTIONS,
@@ -165,7 +163,7 @@ BIAS_GRADIENT = (
     Recipe(
         problems="float64",
         serves=lambda call: _dbias(call).problem if call.problem.dtype == "float64" else None,
-        loops=("sm80.dbias_float64",),
+        loops=("sm80.bias_gradient.dbias_float64",),
         tile=lambda p, call: _dbias(call).tile,
         work=OF_GRADIENT,
         stage=PLAIN_OR_OPTIONS,
@@ -174,7 +172,7 @@ BIAS_GRADIENT = (
     Recipe(
         problems="all others",
         serves=lambda call: _dbias(call).problem,
-        loops=("sm80.dbias",),
+        loops=("sm80.bias_gradient.dbias",),
         tile=lambda p, call: _dbias(call).tile,
         work=OF_GRADIENT,
         stage=PLAIN_OR_OPTIONS,
@@ -214,7 +212,7 @@ BACKWARD = (
     Recipe(
         problems="few queries, from 512 keys on, 16 bits, scores as they are, D up to 128",
         serves=_few_gradients,
-        loops=("sm80.backward_few",),
+        loops=("sm80.decode.backward_few",),
         tile=lambda p, call: backward_few_tile(p, _there(call)),
         work=FEW_ROWS,
         stage=PLAIN,
@@ -224,7 +222,7 @@ BACKWARD = (
     Recipe(
         problems="16 bits, gradients with that of a bias that short, narrow heads share, no other",
         serves=_if_any(prepare_dq_dbias.tile_of),
-        loops=("sm80.dq_dbias", "sm80.dk_dv"),
+        loops=("sm80.bias_gradient.dq_dbias", "sm80.bias_gradient.dk_dv"),
         tile=lambda p, call: prepare_dq_dbias.tile_of(call),
         work=OF_GRADIENT,
         stage=RESIDENT,
@@ -234,7 +232,7 @@ BACKWARD = (
     Recipe(
         problems="float32, gradients with that of a bias that many such heads share, no other",
         serves=_if_any(prepare_dq_dbias_split.tiles_of),
-        loops=("sm80.dq_dbias_split", "sm80.dk_dv_split"),
+        loops=("sm80.bias_gradient.dq_dbias_split", "sm80.bias_gradient.dk_dv_split"),
         tile=lambda p, call: prepare_dq_dbias_split.tiles_of(call),
         work=OF_GRADIENT,
         stage=RESIDENT,
@@ -244,7 +242,7 @@ BACKWARD = (
     Recipe(
         problems="16 bits, plain or causal, D beyond 128, blocks with 163 KB of shared memory",
         serves=_in_slots,
-        loops=("sm80.backward_shared", "sm80.dq"),
+        loops=("sm80.backward.backward_shared", "sm80.backward.dq"),
         tile=lambda p, call: replace(_backward(call).tile, slots=True),
         work=KEY_BLOCKS,
         stage=PLAIN,
@@ -254,7 +252,7 @@ BACKWARD = (
     Recipe(
         problems="float64",
         serves=_backward_of("float64"),
-        loops=("sm80.backward_float64",),
+        loops=("sm80.backward.backward_float64",),
         tile=lambda p, call: _backward(call).tile,
         work=KEYS_OR_LISTED,
         stage=PLAIN_OR_OPTIONS,
@@ -265,7 +263,7 @@ BACKWARD = (
     Recipe(
         problems="float32",
         serves=_backward_of("float32"),
-        loops=("sm80.backward_split",),
+        loops=("sm80.backward.backward_split",),
         tile=lambda p, call: _backward(call).tile,
         work=KEYS_OR_LISTED,
         stage=PLAIN_OR_OPTIONS,
@@ -276,7 +274,7 @@ BACKWARD = (
     Recipe(
         problems="D beyond 64, or beyond 128, where several warps share keys",
         serves=_shared,
-        loops=("sm80.backward_shared",),
+        loops=("sm80.backward.backward_shared",),
         tile=lambda p, call: _backward(call).tile,
         work=KEYS_OR_LISTED,
         stage=PLAIN_OR_OPTIONS,
@@ -287,7 +285,7 @@ BACKWARD = (
     Recipe(
         problems="all others",
         serves=lambda call: _backward(call).problem,
-        loops=("sm80.backward",),
+        loops=("sm80.backward.backward",),
         tile=lambda p, call: _backward(call).tile,
         work=KEYS_OR_LISTED,
         stage=PLAIN_OR_OPTIONS,

@@ -4,10 +4,11 @@ dQ, of which two warps have a part each, by way of shared memory.
 
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import fragment, ptx
-from numba_flash.cuda.lang import f32, i32, inline, once, u32, u64
-from numba_flash.cuda.sm80.load_dq_dbias import plus
-from numba_flash.cuda.sm80.load_head import FLOAT, VECTOR, WAYS
+from numba_flash.cuda import ptx
+from numba_flash.cuda.runtime.lang import f32, i32, inline, once, u32, u64
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import plus
+from numba_flash.cuda.sm80.short_heads.load_head import FLOAT, VECTOR, WAYS
 from numba_flash.cuda.sm80.tiles import padded
 
 
@@ -27,9 +28,9 @@ class Pairs(NamedTuple):
 @once
 def build_store_pairs(m_tiles, head_dim, neighbours=False, centred=False):
     """``store(pairs)``: this lane's part of x (n, head_dim), whose rows lie at multiples of 8
-    bytes, each times its factor; a lane's rows are `neighbours` (`numba_flash.cuda.fragment`), or
-    those of a fragment. What is `centred` gets its columns' centre back in rows whose factor is not
-    0.
+    bytes, each times its factor; a lane's rows are `neighbours`
+    (`numba_flash.cuda.score.fragment`), or those of a fragment. What is `centred` gets its columns'
+    centre back in rows whose factor is not 0.
     """
     ROWS, GROUPS, HEAD_DIM = 2 * m_tiles, padded(head_dim) // 8, head_dim
     NEIGHBOURS, CENTRED = neighbours, centred

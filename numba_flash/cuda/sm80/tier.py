@@ -4,14 +4,18 @@ import math
 from functools import partial
 
 from numba_flash import sections
-from numba_flash.cuda import grid, launch, prepare_split
+from numba_flash.arguments.options import NAMES
+from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import planes_of
-from numba_flash.cuda.prepare_split import ALGORITHMS
+from numba_flash.cuda.passes import prepare_split
+from numba_flash.cuda.passes.prepare_split import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
-from numba_flash.cuda.sm80 import float64_tiles, prepare_temporaries, recipes
+from numba_flash.cuda.runtime import launch
+from numba_flash.cuda.sm80 import recipes
+from numba_flash.cuda.sm80.backward import prepare_temporaries
+from numba_flash.cuda.sm80.operands import float64_tiles
 from numba_flash.cuda.sm80.tiles import hardware
-from numba_flash.options import NAMES
-from numba_flash.problem import Prepared
+from numba_flash.cuda.work import grid
 
 LEAST = (7, 5)
 LEAST_SHARED_FLOAT32, MOST_FLOAT32_BACKWARD = 163 * 1024, 128

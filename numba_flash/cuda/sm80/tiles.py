@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 CHUNK = 8  # elements of 16 bits that are copied at a time
 WARP, ROWS = 32, 16  # threads of a warp; rows of one of its products
-KEYS = 32  # in the order of `numba_flash.cuda.fragment.place_of_key`
+KEYS = 32  # in the order of `numba_flash.cuda.score.fragment.place_of_key`
 
 
 def padded(head_dim: int) -> int:
@@ -66,7 +66,7 @@ class Tile:
         Blocks per multiprocessor that the register allocation must allow.
     ways : int
         So many warps, 1 or 2, share rows, each with its part of their scores, and of the columns of
-        O (`numba_flash.cuda.sm80.share`).
+        O (`numba_flash.cuda.sm80.forward.share`).
     """
 
     warps: int
@@ -76,7 +76,7 @@ class Tile:
     q_registers: bool
     min_blocks: int
     ways: int = 1
-    group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.few_tiles`
+    group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.decode.few_tiles`
 
     @property
     def block_m(self) -> int:
@@ -97,7 +97,7 @@ class Tile:
 
     @property
     def added_bytes(self) -> int:
-        """Of a number for each diagonal of a tile (`numba_flash.cuda.relative`)."""
+        """Of a number for each diagonal of a tile (`numba_flash.cuda.score.relative`)."""
         return 4 * (self.block_m + self.block_n)
 
     def key_rows(self, head_dim: int) -> KeyRows:

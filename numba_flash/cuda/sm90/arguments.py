@@ -11,7 +11,7 @@ LOG2E = math.log2(math.e)
 
 
 class Sizes(NamedTuple):
-    """Of a problem, as kernels number its work; see `numba_flash.cuda.schedule.build_item`.
+    """Of a problem, as kernels number its work; see `numba_flash.cuda.work.schedule.build_item`.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     first_block, blocks : int
         Where dS is made for some blocks of keys at a time: the first, and for how many there is
         room. Where it is made for listed tiles: the section, and how many slots one has, see
-        `numba_flash.cuda.sm90.ds_slots`; `parts` is how many sections there may be.
+        `numba_flash.cuda.sm90.dq.ds_slots`; `parts` is how many sections there may be.
     """
 
     items: int
@@ -112,8 +112,8 @@ class GradientScales(NamedTuple):
 
 
 class ForwardWork(NamedTuple):
-    """For the forward kernel: a `numba_flash.cuda.schedule.Item` whose rows are queries, and the
-    head of k and v.
+    """For the forward kernel: a `numba_flash.cuda.work.schedule.Item` whose rows are queries, and
+    the head of k and v.
     """
 
     b0: int
@@ -150,7 +150,8 @@ def may_go_upward(ordered, options) -> bool:
 class BackwardWork(NamedTuple):
     """For the backward kernels: an `Item` whose rows are keys, and the number of the first row
     block of queries of its first head. `first` is the tile of queries with which it begins, or its
-    complement if it goes downward, see `numba_flash.cuda.sm90.walk_backward.build_tile_at`.
+    complement if it goes downward, see
+    `numba_flash.cuda.sm90.backward.walk_backward.build_tile_at`.
     """
 
     b0: int

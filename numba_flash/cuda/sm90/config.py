@@ -5,9 +5,9 @@ part of the key of the compiled code. Numba is not imported here.
 from dataclasses import dataclass
 from typing import Any
 
+from numba_flash.arguments.options import Options
 from numba_flash.cuda.arguments import ONE_BY_ONE, Vectors
 from numba_flash.cuda.config import PLAIN
-from numba_flash.options import Options
 
 # What happens to scores in the loop of the gradient of a bias.
 NOTED, RESIDENT_QUERIES = "options, by notes of steps", "a bias alone, beside resident queries"

@@ -6,8 +6,8 @@ Arrays stay where they are, as what a kernel sees is a layout. Numba is not impo
 from dataclasses import replace
 from typing import NamedTuple
 
-from numba_flash.arrays import Layout
-from numba_flash.problem import ForwardInputs, ForwardResults, Problem
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import ForwardInputs, ForwardResults, Problem
 
 
 class Folded(NamedTuple):

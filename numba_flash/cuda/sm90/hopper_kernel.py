@@ -10,13 +10,14 @@ from collections import namedtuple
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba_flash.cuda import early, ptx
-from numba_flash.cuda.lang import cuda, i32, inline, types, u64
+from numba_flash.cuda import ptx
+from numba_flash.cuda.runtime import early
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, types, u64
+from numba_flash.cuda.score.swizzle import ALIGNMENT
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.pipeline import WARP
 from numba_flash.cuda.sm90.rings import Ring
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.swizzle import ALIGNMENT
 
 WARPS = WARP_GROUP // WARP
 
@@ -172,7 +173,7 @@ def hopper_kernel(rings, roles, *, begins_early=False, maps, **arguments):
     rings : tuple of Arrivals
     roles : Roles
     begins_early : bool
-        It may be launched while those before it still run (`numba_flash.cuda.early`).
+        It may be launched while those before it still run (`numba_flash.cuda.runtime.early`).
     maps : int
         How many tensor maps it takes: the first argument, a tuple.
     **arguments : types of Numba

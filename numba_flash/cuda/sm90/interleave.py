@@ -2,12 +2,13 @@
 of neighbouring keys: the copy engine brings rows in their own order.
 """
 
-from numba_flash.cuda import ptx, swizzle
-from numba_flash.cuda.fragment import build_key_rows
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda import ptx
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.score import swizzle
+from numba_flash.cuda.score.fragment import build_key_rows
+from numba_flash.cuda.score.swizzle import ROW_BYTES
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
-from numba_flash.cuda.swizzle import ROW_BYTES
 
 ROWS = 64  # of a consumer
 CHUNK_BYTES = 16

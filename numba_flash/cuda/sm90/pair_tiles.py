@@ -11,13 +11,13 @@ they store that; a box has 64 queries, its rows, and the 64 keys of a consumer.
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.ptx.mma import Matrices
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
+from numba_flash.cuda.score.swizzle import PANEL, ROW_BYTES, panel_bytes
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.pipeline import Place
 from numba_flash.cuda.sm90.tiles import KEYS, WARP_GROUP
-from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes
 
 ROWS, CHUNK = 64, 16  # of a consumer; bytes that stay neighbours
 WARP = 32
@@ -80,8 +80,8 @@ def build_load_pairs(options, tile, ring):
 @once
 def build_take_pairs(options, tile, ring, releases=True):
     """``take_pairs(words, smem, me, n)``: a thread's part of the n-th tile, as
-    `numba_flash.cuda.fetch` has it of `numba_flash.cuda.fragment.runs_of_columns`. The warp
-    `releases` its part of the slot, or the caller does.
+    `numba_flash.cuda.score.fetch` has it of `numba_flash.cuda.score.fragment.runs_of_columns`. The
+    warp `releases` its part of the slot, or the caller does.
     """
     RELEASES_SLOT = releases
     PAIRS, BIASED, PANELS = one_type(ring), bool(options.bias), tile.pair_panels
@@ -152,8 +152,8 @@ def build_load_bias(tile, layout):
 @once
 def build_take_bias(tile, ring):
     """``take_bias(words, box, smem, me, n, part)``: the bias of a part of the n-th tile, as words
-    of two keys in the order of `numba_flash.cuda.fragment.runs_of_keys`. With the first part of a
-    box a thread reads all of its own there into `box`, and parts take theirs from that.
+    of two keys in the order of `numba_flash.cuda.score.fragment.runs_of_keys`. With the first part
+    of a box a thread reads all of its own there into `box`, and parts take theirs from that.
     """
     BIAS, RUNS, PARTS = one_type(ring), tile.columns // 4, KEYS // tile.columns
     BOX_BYTES, PANEL_BYTES, WORDS = panel_bytes(KEYS), panel_bytes(tile.block_n), KEPT

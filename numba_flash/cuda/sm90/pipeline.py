@@ -10,10 +10,11 @@ names the parity of the phase it waits for.
 from enum import IntEnum
 from typing import NamedTuple
 
-from numba_flash.cuda import ptx, swizzle
-from numba_flash.cuda.fragment import ALL_LANES
-from numba_flash.cuda.lang import cuda, i32, inline, once, types, u32
+from numba_flash.cuda import ptx
 from numba_flash.cuda.number import index
+from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, types, u32
+from numba_flash.cuda.score import swizzle
+from numba_flash.cuda.score.fragment import ALL_LANES
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES
 from numba_flash.cuda.sm90.tiles import WARP_GROUP

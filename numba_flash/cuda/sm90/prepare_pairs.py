@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_flash import arrays
-from numba_flash.cuda import tensor_maps
-from numba_flash.cuda.sm90.forward_tiles import copying_tile
+from numba_flash.arguments import arrays
+from numba_flash.cuda.runtime import tensor_maps
+from numba_flash.cuda.sm90.forward.forward_tiles import copying_tile
 
 HALF = ("float16", "bfloat16")
 

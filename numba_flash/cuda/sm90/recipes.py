@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.config import OPTIONS, PLAIN, RELATIVE, RESIDENT
-from numba_flash.cuda.prepare_relative import alone
-from numba_flash.cuda.prepare_tile_lists import choose
 from numba_flash.cuda.recipe import (
     KEY_BLOCKS,
     KEYS_OR_LISTED,
@@ -19,17 +17,16 @@ from numba_flash.cuda.recipe import (
     Call,
     Recipe,
 )
-from numba_flash.cuda.sm90 import (
-    prepare_backward,
-    prepare_backward_listed,
-    prepare_dbias,
-    prepare_forward,
-    prepare_turns,
-)
-from numba_flash.cuda.sm90.backward_tiles import backward_tile, split_backward_tile
+from numba_flash.cuda.score.prepare_relative import alone
+from numba_flash.cuda.sm90.backward import prepare_backward, prepare_backward_listed
+from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile, split_backward_tile
+from numba_flash.cuda.sm90.backward.options_tiles import MOST, backward_options_tile, storing_tile
+from numba_flash.cuda.sm90.bias_gradient import prepare_dbias
+from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.config import NOTED, RESIDENT_QUERIES
-from numba_flash.cuda.sm90.dbias_tiles import dbias_tile, queries_tile
-from numba_flash.cuda.sm90.forward_tiles import (
+from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.forward import prepare_forward
+from numba_flash.cuda.sm90.forward.forward_tiles import (
     copying_tile,
     forward_tile,
     kept_tile,
@@ -38,8 +35,8 @@ from numba_flash.cuda.sm90.forward_tiles import (
     relative_tile,
     split_tile,
 )
-from numba_flash.cuda.sm90.options_tiles import MOST, backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs, tiles_of_bias
+from numba_flash.cuda.work.prepare_tile_lists import choose
 
 UNITS = "blocks of queries, batch innermost"  # a list of work, in words
 
@@ -79,7 +76,7 @@ FORWARD = (
     Recipe(
         problems="a bias that batch elements share, narrow heads, no other option",
         serves=_resident,
-        loops=("sm90.forward_kept",),
+        loops=("sm90.resident_bias.forward_kept",),
         tile=lambda p, call: kept_tile(p),
         work=UNITS,
         stage=RESIDENT,
@@ -88,7 +85,7 @@ FORWARD = (
     Recipe(
         problems="float32",
         serves=_planes,
-        loops=("sm90.forward_split",),
+        loops=("sm90.fp16x2.forward_split",),
         tile=lambda p, call: split_tile(p),
         work=ROW_BLOCKS,
         stage=PLAIN,
@@ -97,7 +94,7 @@ FORWARD = (
     Recipe(
         problems="a `score_mod` that adds a number for each distance, no other option",
         serves=lambda call: alone(call.problem),
-        loops=("sm90.forward",),
+        loops=("sm90.forward.forward",),
         tile=lambda p, call: relative_tile(p),
         part_tile=lambda p: relative_tile(p, split=True),
         work=ROW_BLOCKS,
@@ -107,7 +104,7 @@ FORWARD = (
     Recipe(
         problems="a `BlockMask` of whole tiles, no other option",
         serves=_lists_alone,
-        loops=("sm90.forward",),
+        loops=("sm90.forward.forward",),
         tile=lambda p, call: choose(call.problem, options_tile).tile,
         work=LISTED,
         stage=PLAIN,
@@ -116,7 +113,7 @@ FORWARD = (
     Recipe(
         problems="a bias, or a mask of pairs, that the copy engine brings",
         serves=_copied,
-        loops=("sm90.forward",),
+        loops=("sm90.forward.forward",),
         tile=lambda p, call: copying_tile(p, "bias" if p.options.bias else "mask"),
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
@@ -125,7 +122,7 @@ FORWARD = (
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`",
         serves=_listed,
-        loops=("sm90.forward",),
+        loops=("sm90.forward.forward",),
         tile=lambda p, call: choose(call.problem, options_tile).tile,
         work=ROWS_OR_LISTED,
         stage=OPTIONS,
@@ -134,7 +131,7 @@ FORWARD = (
     Recipe(
         problems="all others",
         serves=lambda call: call.problem,
-        loops=("sm90.forward",),
+        loops=("sm90.forward.forward",),
         tile=lambda p, call: forward_tile(p),
         part_tile=lambda p: part_tile(p),
         work=ROW_BLOCKS,
@@ -156,7 +153,7 @@ BIAS_GRADIENT = (
     Recipe(
         problems="16 bits of each pair, heads of its own, no other option, D up to 64",
         serves=_rows_stay,
-        loops=("sm90.dbias",),
+        loops=("sm90.bias_gradient.dbias",),
         tile=lambda p, call: prepare_dbias.rows_tile_of(p, call.results.dbias),
         work="runs of tiles of a block of queries, batch innermost",
         stage=RESIDENT_QUERIES,
@@ -165,7 +162,7 @@ BIAS_GRADIENT = (
     Recipe(
         problems="all others",
         serves=lambda call: choose(call.problem, dbias_tile).problem,
-        loops=("sm90.dbias",),
+        loops=("sm90.bias_gradient.dbias",),
         tile=lambda p, call: choose(call.problem, dbias_tile).tile,
         work=OF_GRADIENT,
         stage=NOTED,
@@ -221,7 +218,7 @@ BACKWARD = (
     Recipe(
         problems="a `score_mod` that adds a number for each distance, no other option, D up to 128",
         serves=_relative,
-        loops=("sm90.backward",),
+        loops=("sm90.backward.backward",),
         tile=lambda p, call: replace(backward_tile(p), relative=True),
         work=KEY_BLOCKS,
         stage=RELATIVE,
@@ -231,7 +228,7 @@ BACKWARD = (
     Recipe(
         problems="gradients with that of a bias that batch elements share, narrow heads, no other",
         serves=_resident_gradients,
-        loops=("sm90.dq_dbias_kept", "sm90.dk_dv_kept"),
+        loops=("sm90.resident_bias.dq_dbias_kept", "sm90.resident_bias.dk_dv_kept"),
         tile=lambda p, call: queries_tile(p),
         work=UNITS,
         stage=RESIDENT,
@@ -241,7 +238,7 @@ BACKWARD = (
     Recipe(
         problems="float32, D up to 128",
         serves=_planes,
-        loops=("sm90.backward_split",),
+        loops=("sm90.fp16x2.backward_split",),
         tile=lambda p, call: split_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
@@ -251,7 +248,7 @@ BACKWARD = (
     Recipe(
         problems="a `BlockMask` of whole tiles of dS, no other option, D beyond 64, deterministic",
         serves=_stored,
-        loops=("sm90.backward", "sm90.dq"),
+        loops=("sm90.backward.backward", "sm90.dq.dq"),
         tile=lambda p, call: storing_tile(p),
         work=LISTED,
         stage=PLAIN,
@@ -261,7 +258,7 @@ BACKWARD = (
     Recipe(
         problems="a `BlockMask` of whole tiles, no other option",
         serves=_gradients_of_lists,
-        loops=("sm90.backward",),
+        loops=("sm90.backward.backward",),
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=LISTED,
         stage=PLAIN,
@@ -271,7 +268,7 @@ BACKWARD = (
     Recipe(
         problems="a bias that the copy engine brings, D up to 128",
         serves=_copied_bias,
-        loops=("sm90.backward",),
+        loops=("sm90.backward.backward",),
         tile=lambda p, call: replace(backward_options_tile(p), copies_bias=True),
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
@@ -282,7 +279,7 @@ BACKWARD = (
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`, D up to 128",
         serves=_options,
-        loops=("sm90.backward",),
+        loops=("sm90.backward.backward",),
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
         work=KEYS_OR_LISTED,
         stage=OPTIONS,
@@ -293,7 +290,7 @@ BACKWARD = (
     Recipe(
         problems="D beyond 128",
         serves=lambda call: None if backward_tile(call.problem).adds_dq else call.problem,
-        loops=("sm90.backward_wide", "sm90.dq"),
+        loops=("sm90.backward.backward_wide", "sm90.dq.dq"),
         tile=lambda p, call: backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
@@ -303,7 +300,7 @@ BACKWARD = (
     Recipe(
         problems="plain or causal, many work items, few blocks of keys",
         serves=_rounding,
-        loops=("sm90.backward",),
+        loops=("sm90.backward.backward",),
         tile=lambda p, call: replace(backward_tile(p), rounds_dq=True),
         work=KEY_BLOCKS,
         stage=PLAIN,
@@ -313,7 +310,7 @@ BACKWARD = (
     Recipe(
         problems="all others",
         serves=lambda call: call.problem,
-        loops=("sm90.backward",),
+        loops=("sm90.backward.backward",),
         tile=lambda p, call: backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,

@@ -6,7 +6,7 @@ from collections import namedtuple
 from functools import cache
 from typing import NamedTuple
 
-from numba_flash.cuda.swizzle import ALIGNMENT
+from numba_flash.cuda.score.swizzle import ALIGNMENT
 
 MBARRIER_BYTES = 8
 BULK = 16  # bulk copies begin at a multiple of that many bytes

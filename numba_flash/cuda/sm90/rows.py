@@ -4,12 +4,13 @@ hidden.
 
 from typing import NamedTuple
 
-from numba_flash.cuda import fragment, ptx, softmax
-from numba_flash.cuda.lang import i32, inline, once, u32
+from numba_flash.cuda import ptx
+from numba_flash.cuda.runtime.lang import i32, inline, once, u32
+from numba_flash.cuda.score import fragment, softmax
+from numba_flash.cuda.score.swizzle import ROW_BYTES
 from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import END, one_type
-from numba_flash.cuda.sm90.load_forward import WORD
-from numba_flash.cuda.swizzle import ROW_BYTES
+from numba_flash.cuda.sm90.forward.load_forward import WORD
 
 ROWS = 64  # of a consumer
 
@@ -69,8 +70,8 @@ def build_begin(block_n, q, work):
 @once
 def build_begin_sums(tile, k, added):
     """``begin_sums(s, smem, me, n)``: a thread's scores of the n-th tile, in the ring `k`, become
-    what a function of the score adds to them (`numba_flash.cuda.relative`), which lies from `added`
-    on. Its second row has, but for two, numbers of the first one, which lies 8 above.
+    what a function of the score adds to them (`numba_flash.cuda.score.relative`), which lies from
+    `added` on. Its second row has, but for two, numbers of the first one, which lies 8 above.
     """
     K, ADDED, BYTES, BLOCK_M = one_type(k), added, tile.added_bytes, tile.block_m
     GROUPS = tile.block_n // 8

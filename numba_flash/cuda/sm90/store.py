@@ -3,14 +3,14 @@ there through tensor maps, or to memory.
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.fragment import build_key_rows, build_pack, first_column
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32, u64
 from numba_flash.cuda.number import index
+from numba_flash.cuda.runtime.lang import cuda, f32, i32, inline, once, u32, u64
+from numba_flash.cuda.score.fragment import build_key_rows, build_pack, first_column
+from numba_flash.cuda.score.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
 from numba_flash.cuda.sm90.pipeline import meet_warp_group
 from numba_flash.cuda.sm90.tiles import DQ_PART, WARP_GROUP
-from numba_flash.cuda.swizzle import PANEL, ROW_BYTES, panel_bytes, panels
 
 
 @once

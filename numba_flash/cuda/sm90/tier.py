@@ -3,19 +3,23 @@
 import math
 
 from numba_flash import sections
-from numba_flash.arrays import Layout
-from numba_flash.cuda import grid, launch, prepare_split, tensor_maps
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import NAMES
+from numba_flash.arguments.problem import MAX_HEAD_DIM, ForwardResults, Prepared
 from numba_flash.cuda.arguments import planes_of
-from numba_flash.cuda.prepare_split import ALGORITHMS
+from numba_flash.cuda.passes import prepare_split
+from numba_flash.cuda.passes.prepare_split import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
-from numba_flash.cuda.sm90 import fold, prepare_dbias, prepare_temporaries, recipes
-from numba_flash.cuda.sm90.forward_tiles import forward_tile
-from numba_flash.cuda.sm90.options_tiles import MOST as MOST_WITH_OPTIONS
-from numba_flash.cuda.sm90.prepare_forward import keeps_bias
+from numba_flash.cuda.runtime import launch, tensor_maps
+from numba_flash.cuda.sm90 import fold, recipes
+from numba_flash.cuda.sm90.backward import prepare_temporaries
+from numba_flash.cuda.sm90.backward.options_tiles import MOST as MOST_WITH_OPTIONS
+from numba_flash.cuda.sm90.bias_gradient import prepare_dbias
+from numba_flash.cuda.sm90.forward.forward_tiles import forward_tile
+from numba_flash.cuda.sm90.forward.prepare_forward import keeps_bias
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
 from numba_flash.cuda.sm90.tiles import MOST_FLOAT32
-from numba_flash.options import NAMES
-from numba_flash.problem import MAX_HEAD_DIM, ForwardResults, Prepared
+from numba_flash.cuda.work import grid
 
 # Options that the kernels of float32 know; the others know all but pages.
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}

@@ -25,7 +25,7 @@ MOST_FLOAT32 = 128  # head dimension
 
 
 def padded(head_dim: int) -> int:
-    """Columns of a plane (`numba_flash.cuda.split`)."""
+    """Columns of a plane (`numba_flash.cuda.passes.split`)."""
     return -(-head_dim // STEP) * STEP
 
 
@@ -46,8 +46,8 @@ class WarpGroups:
 
     @property
     def added_bytes(self) -> int:
-        """Of what a `score_mod` adds for each distance (`numba_flash.cuda.relative`): a number for
-        each diagonal of a tile.
+        """Of what a `score_mod` adds for each distance (`numba_flash.cuda.score.relative`): a
+        number for each diagonal of a tile.
         """
         return 4 * (self.block_m + self.block_n)
 

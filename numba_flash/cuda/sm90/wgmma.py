@@ -1,13 +1,13 @@
 """Matrix products of a warp group with wgmma: descriptors of shared tiles, and the verbs on
 fragments.
 
-Shared tiles are panels of 64 columns (`numba_flash.cuda.swizzle`). A fragment of 64 x N is one of
-16 rows (`numba_flash.cuda.fragment`) for each warp of the group.
+Shared tiles are panels of 64 columns (`numba_flash.cuda.score.swizzle`). A fragment of 64 x N is
+one of 16 rows (`numba_flash.cuda.score.fragment`) for each warp of the group.
 """
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.lang import cuda, f32, i32, inline, once, u32
-from numba_flash.cuda.swizzle import PANEL, panel_bytes, panels
+from numba_flash.cuda.runtime.lang import cuda, f32, i32, inline, once, u32
+from numba_flash.cuda.score.swizzle import PANEL, panel_bytes, panels
 
 UNIT = 16  # bytes, of what descriptors count
 
@@ -144,7 +144,7 @@ def build_wait(block_n, head_dim_v):
     return wait_scores, wait_all
 
 
-# ---- float32 in planes of float16, see `numba_flash.cuda.split`
+# ---- float32 in planes of float16, see `numba_flash.cuda.passes.split`
 
 
 @once

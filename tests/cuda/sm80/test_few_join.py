@@ -13,8 +13,9 @@ pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cud
 
 from on_host import on_host
 
-from numba_flash.cuda import fragment, number
-from numba_flash.cuda.sm80 import few_join
+from numba_flash.cuda import number
+from numba_flash.cuda.score import fragment
+from numba_flash.cuda.sm80.decode import few_join
 
 BLOCK_M, THREADS, PARTS, SMEM = 16, 16, 5, 4096
 

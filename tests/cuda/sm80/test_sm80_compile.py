@@ -17,9 +17,9 @@ from compiled import SHARED_LIMIT, Kernel
 from inspections import check_counts_of_machine_code, check_counts_of_ptx, inspect, of_machine_code, serving
 from sm80_kernels import CASES, COUNTED, KERNELS, LAUNCHES, launches
 
-from numba_flash.cuda import compile
+from numba_flash.arguments.options import PLAIN
+from numba_flash.cuda.runtime import compile
 from numba_flash.cuda.sm80.tiles import padded
-from numba_flash.options import PLAIN
 
 # Bytes of registers that may go to memory, of kernels whose names begin like this or, after "*", hold it, or, after "=", are it.
 SPILLS = {
@@ -109,7 +109,7 @@ def check_instructions_of_float64(_, kernel: Kernel) -> None:
     (config,) = kernel.config
     shape, tile = config.shape, config.tile
     rows, terms = (16, 16) if kernel.capability >= (9, 0) else (8, 4)
-    if kernel.builder == "sm80.forward_float64.build":
+    if kernel.builder == "sm80.forward.forward_float64.build":
         warps, sizes = tile.warps, [tile.block_m * tile.block_n * each for each in shape[:2]]
     else:
         warps, d, dv = tile.warps, tile.padded(shape.head_dim), tile.padded(shape.head_dim_v)
@@ -141,14 +141,16 @@ def check_instructions(_, kernel: Kernel) -> None:
     short, depth = "bf16" if dtype == "bfloat16" else "f16", 8 if kernel.capability < (8, 0) else 16
     products = {each for each in found if "mma" in each}
     count = sum("mma" in each for each in found)
-    if dtype == "float32" and kernel.builder == "sm80.forward.build":  # three for one: all but low times low
+    if dtype == "float32" and kernel.builder == "sm80.forward.forward.build":  # three for one: all but low times low
         columns = padded(shape.head_dim) + padded(shape.head_dim_v)
         assert count == 3 * tile.m_tiles * tile.block_n * columns // (8 * 16)
     assert dtype != "float32" or count % 3 == 0
     assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
     assert any(each.startswith("ldmatrix.sync.aligned.m8n8.x4.trans") for each in found)
     tiles = copies(found) > 0
-    whole = kernel.builder.startswith("sm80.backward") and kernel.builder != "sm80.backward_few.build"  # lse and delta are, in any case
+    whole = (
+        kernel.builder.startswith("sm80.backward.backward") and kernel.builder != "sm80.decode.backward_few.build"
+    )  # lse and delta are, in any case
     assert tiles == (shape.asynchronous or (whole and depth == 16))
     assert not (tiles and depth == 8)
 

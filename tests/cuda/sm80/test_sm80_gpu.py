@@ -9,7 +9,11 @@ from support import Backend, random_inputs
 
 import numba_flash
 from numba_flash import call
-from numba_flash.cuda.sm80 import prepare_backward, prepare_backward_few, prepare_dq_dbias, prepare_few, prepare_forward, recipes, tier
+from numba_flash.cuda.sm80 import recipes, tier
+from numba_flash.cuda.sm80.backward import prepare_backward
+from numba_flash.cuda.sm80.bias_gradient import prepare_dq_dbias
+from numba_flash.cuda.sm80.decode import prepare_backward_few, prepare_few
+from numba_flash.cuda.sm80.forward import prepare_forward
 from numba_flash.cuda.sm80.tiles import hardware
 
 pytestmark = pytest.mark.gpu

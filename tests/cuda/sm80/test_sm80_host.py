@@ -14,18 +14,22 @@ from support import DTYPES, SIMULATED
 if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 
-from numba_flash import BlockMask, arrays
-from numba_flash.arrays import Layout
-from numba_flash.cuda import launch, prepare_parts
+from numba_flash import BlockMask
+from numba_flash.arguments import arrays
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 from numba_flash.cuda.arguments import chunked
-from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.passes import prepare_parts
 from numba_flash.cuda.recipe import Call
-from numba_flash.cuda.sm80 import dq_dbias, head_tiles, prepare_head, tier
+from numba_flash.cuda.runtime import launch
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.sm80 import tier
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
-from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
+from numba_flash.cuda.sm80.bias_gradient import dq_dbias
+from numba_flash.cuda.sm80.bias_gradient.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
+from numba_flash.cuda.sm80.decode.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
+from numba_flash.cuda.sm80.short_heads import head_tiles, prepare_head
 from numba_flash.cuda.sm80.tiles import hardware, pitch
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 T4, A100, H200 = Gpu(0, (7, 5), 40), Gpu(0, (8, 0), 108), Gpu(0, (9, 0), 132)
 EVERY_GPU = pytest.mark.parametrize("capability", SHARED_LIMIT, ids=lambda capability: "{}.{}".format(*capability))
@@ -234,7 +238,7 @@ def test_rows_that_are_copied_in_whole_chunks(x, whole):
 
 def joins(forward) -> bool:
     """True if the last block of a kernel puts parts together, without a second kernel."""
-    return forward.builder == "sm80.forward_few.build" and forward.config[0].joined
+    return forward.builder == "sm80.decode.forward_few.build" and forward.config[0].joined
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -462,7 +466,7 @@ def test_few_queries_with_a_mask_have_no_lists():
     options = {"mask": np.ones((1, 1, 1, 200), bool)}
     inputs = inputs_of(nq=1)._replace(**options)
     (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
-    assert forward.builder == "sm80.forward_few.build"
+    assert forward.builder == "sm80.decode.forward_few.build"
 
 
 @pytest.mark.parametrize(
@@ -480,9 +484,9 @@ def test_gradients_of_few_queries(sizes, gpu, parts):
     sizes = {"nq": 1, "d": 128, "batch": (1,), "nk": 32768, "hq": 64, "hk": 8} | sizes
     for options in ({}, {"window": (3, 3)}):
         main, *add = launches("backward", problem(options, **sizes), gpu)
-        assert main.builder == "sm80.backward_few.build"
+        assert main.builder == "sm80.decode.backward_few.build"
         assert main.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
-        assert [launch.builder for launch in add] == ["sum_shares.build"] * (parts > 1)
+        assert [launch.builder for launch in add] == ["passes.sum_shares.build"] * (parts > 1)
 
 
 @pytest.mark.parametrize("row", BACKWARD_FEW_TILES, ids=str)
@@ -528,13 +532,13 @@ def test_where_ds_goes_to_memory(sizes, options, gpu, there):
     sizes = {"nq": 512, "nk": 512, "d": 256} | sizes
     masks = {name: x.blocks for name, x in options.items() if name == "mask"}
     built = [each.builder for each in launches("backward", problem(options, **sizes), gpu, inputs_of(**sizes)._replace(**masks))]
-    assert ("sm80.dq.build" in built) == there
-    assert ("sm80.sum_dq.build_postprocess" in built) == (not there)
+    assert ("sm80.backward.dq.build" in built) == there
+    assert ("sm80.backward.sum_dq.build_postprocess" in built) == (not there)
 
 
 # ---- a bias that is all that changes scores ----------------------------------------------------------------------------------------------
 
-JOINT, GENERAL = ("sm80.dq_dbias.build", "sm80.dk_dv.build"), ("sm80.dbias.build",)
+JOINT, GENERAL = ("sm80.bias_gradient.dq_dbias.build", "sm80.bias_gradient.dk_dv.build"), ("sm80.bias_gradient.dbias.build",)
 LOOPS = {
     "keys of a tile": ({"nk": 384, "d": 32}, {}, H200, JOINT),
     "keys of two tiles": ({"nk": 392, "d": 32}, {}, H200, GENERAL),
@@ -560,7 +564,7 @@ def test_loops_of_a_bias_alone(sizes, options, gpu, loops):
     bias = np.zeros((2, 100, sizes["nk"]), np.float16)
     built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
     assert [each for each in built if each in {*JOINT, *GENERAL}] == list(loops)
-    assert ("sm80.backward.build" in built) == ("sm80.sum_dq.build_postprocess" in built) == (loops != JOINT)
+    assert ("sm80.backward.backward.build" in built) == ("sm80.backward.sum_dq.build_postprocess" in built) == (loops != JOINT)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +582,7 @@ def test_other_biases_have_the_general_loop(bias):
     assert set(built) & {*JOINT, *GENERAL} == {*GENERAL}
 
 
-SPLIT = ("sm80.dk_dv_split.build", "sm80.dq_dbias_split.build")
+SPLIT = ("sm80.bias_gradient.dk_dv_split.build", "sm80.bias_gradient.dq_dbias_split.build")
 SHORT = {"hq": 2, "hk": 2, "d": 32, "dtype": "float32"}
 LOOPS_OF_FLOAT32 = {
     "short heads": ({}, {}, H200, True),
@@ -604,7 +608,7 @@ def test_loops_of_a_bias_alone_in_float32(sizes, options, gpu, short):
     bias = np.zeros((2, sizes["nq"], sizes["nk"]), np.float32)
     built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
     assert [each for each in built if each in SPLIT] == list(SPLIT if short else ())
-    assert ("sm80.backward_split.build" in built) == ("sm80.sum_dq.build_postprocess" in built) == (not short)
+    assert ("sm80.backward.backward_split.build" in built) == ("sm80.backward.sum_dq.build_postprocess" in built) == (not short)
 
 
 FORWARD_OF_FLOAT32 = {
@@ -624,8 +628,8 @@ FORWARD_OF_FLOAT32 = {
 def test_short_heads_of_float32_make_their_planes_themselves(sizes, options, gpu, short):
     sizes = {"batch": (100,), "nq": 100, "nk": 384} | SHORT | sizes
     built = [each.builder for each in launches("forward", problem(options, **sizes), gpu, inputs_of(**sizes))]
-    assert ("sm80.forward_head.build" in built) == short
-    assert ("split.build" in built) == (not short)
+    assert ("sm80.short_heads.forward_head.build" in built) == short
+    assert ("passes.split.build" in built) == (not short)
 
 
 @pytest.mark.parametrize("axis", [-4, -3, -2])
@@ -670,7 +674,7 @@ def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:
 def test_a_gradient_of_a_bias_is_made_in_parts_where_any_axis_is_summed(shape):
     """Of one that is the sum of nothing, parts would go to memory."""
     found = gradients_of(np.zeros(shape, np.float16), {"softcap": 3.0}, H200)
-    (dbias,) = (each for each in found if each.builder == "sm80.dbias.build")
+    (dbias,) = (each for each in found if each.builder == "sm80.bias_gradient.dbias.build")
     assert (dbias.config[0].tile.parts > 1) == (shape != (2, 2, 100, 200))
 
 

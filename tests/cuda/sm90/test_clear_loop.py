@@ -23,7 +23,7 @@ CAUSAL = [name for name in FORWARD if name.endswith("-above")]
 def test_a_softmax_begins_before_the_wait_for_o(name):
     """In some loop all maxima of a tile, and some exponentials, stand between the wait for S and that for O; else nothing overlaps O."""
     tile = FORWARD[name].tile
-    found = compiled.machine_instructions(compiled.machine_text(Kernel("sm90.forward.build", (FORWARD[name],))))
+    found = compiled.machine_instructions(compiled.machine_text(Kernel("sm90.forward.forward.build", (FORWARD[name],))))
     events = [each for each in found if each.startswith(("HGMMA", "WARPGROUP.DEPBAR", "FMNMX", "MUFU.EX2"))]
     waits = [i for i, each in enumerate(events) if each.startswith("WARPGROUP")]
     between = [events[i:j] for i, j in pairwise(waits) if not any(each.startswith("HGMMA") for each in events[i:j])]

@@ -18,19 +18,22 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 from on_host import on_host
 from test_ds_tiles import described, draw
 
-from numba_flash.cuda import grid, preprocess
+from numba_flash.arguments.options import PLAIN
+from numba_flash.arguments.problem import Problem, bind
 from numba_flash.cuda.arguments import RAISED_BASE_2
 from numba_flash.cuda.config import PreprocessConfig
-from numba_flash.cuda.launch import Gpu
-from numba_flash.cuda.schedule import Rows
-from numba_flash.cuda.sm90 import add_dq, hopper_kernel, load_backward, prepare_temporaries, prepare_turns
+from numba_flash.cuda.passes import preprocess
+from numba_flash.cuda.runtime.launch import Gpu
+from numba_flash.cuda.sm90 import hopper_kernel
 from numba_flash.cuda.sm90.arguments import END, BackwardWork, Sizes
-from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, WideTile
-from numba_flash.cuda.sm90.prepare_turns import Way
+from numba_flash.cuda.sm90.backward import load_backward, prepare_temporaries
+from numba_flash.cuda.sm90.backward.backward_tiles import BACKWARD_TILES, WideTile
+from numba_flash.cuda.sm90.backward.walk_backward import blocks_after, blocks_before, claims
+from numba_flash.cuda.sm90.dq import add_dq, prepare_turns
+from numba_flash.cuda.sm90.dq.prepare_turns import Way
 from numba_flash.cuda.sm90.tiles import ADDERS, DQ_PART, SHARED_LIMIT, WARP_GROUP
-from numba_flash.cuda.sm90.walk_backward import blocks_after, blocks_before, claims
-from numba_flash.options import PLAIN
-from numba_flash.problem import Problem, bind
+from numba_flash.cuda.work import grid
+from numba_flash.cuda.work.schedule import Rows
 
 H100, H200 = (Gpu(0, (9, 0), 132, bandwidth) for bandwidth in (3.4e12, 4.9e12))
 TILES = [row.tile for row in BACKWARD_TILES if row.tile.adds_dq]

@@ -16,15 +16,17 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 
 from on_host import on_host
 
-from numba_flash.arrays import Layout
-from numba_flash.cuda import grid
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import PLAIN, Options
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, Problem, bind
 from numba_flash.cuda.arguments import build_extras
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.sm90 import dq, load_backward, prepare_temporaries, tier
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.sm90 import tier
 from numba_flash.cuda.sm90.arguments import END, Sizes
-from numba_flash.cuda.sm90.backward_tiles import WIDE_DQ_TILE, WideTile
-from numba_flash.options import PLAIN, Options
-from numba_flash.problem import BackwardInputs, BackwardResults, ForwardInputs, Problem, bind
+from numba_flash.cuda.sm90.backward import load_backward, prepare_temporaries
+from numba_flash.cuda.sm90.backward.backward_tiles import WIDE_DQ_TILE, WideTile
+from numba_flash.cuda.sm90.dq import dq
+from numba_flash.cuda.work import grid
 
 TILE = WideTile()
 BLOCK_M, BLOCK_N, MULTIPROCESSORS = TILE.block_m, TILE.block_n, 132
@@ -232,7 +234,11 @@ def test_each_part_has_its_blocks_of_keys(monkeypatch):
     layouts = (type(x)(*map(Layout.of, x)) for x in (inputs, results))
     prepared = tier.prepare_backward(bind(q, k, k, kv_lengths=lengths), *layouts, True, Gpu(0, (9, 0), MULTIPROCESSORS))
     prepared.run(inputs, results)
-    assert [launch.builder for launch in prepared.launches] == ["preprocess.build", "sm90.backward_wide.build", "sm90.dq.build"]
+    assert [launch.builder for launch in prepared.launches] == [
+        "passes.preprocess.build",
+        "sm90.backward.backward_wide.build",
+        "sm90.dq.dq.build",
+    ]
     preprocess, main, sum_dq = prepared.launches
     assert [launch for launch, *_ in calls] == [preprocess, *[main, sum_dq] * 3]
     for launch, operands, extras, _ in calls:

@@ -9,11 +9,11 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
 import numba_flash
-from numba_flash.arrays import Layout
-from numba_flash.cuda.launch import Gpu
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import ForwardInputs, ForwardResults, Problem, bind
+from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.sm90 import tier
 from numba_flash.cuda.sm90.fold import folded
-from numba_flash.problem import ForwardInputs, ForwardResults, Problem, bind
 
 H200 = Gpu(0, (9, 0), 132)
 BLOCK_M = 128

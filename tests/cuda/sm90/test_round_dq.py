@@ -16,11 +16,11 @@ pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cud
 from on_host import on_host
 from test_sm90_host import backward_launches, layouts_of, problem
 
-from numba_flash.cuda.sm90 import prepare_turns, round_dq
 from numba_flash.cuda.sm90.arguments import Sizes
-from numba_flash.cuda.sm90.backward_tiles import BACKWARD_TILES, backward_tile
-from numba_flash.cuda.sm90.prepare_turns import mean_blocks, rounds
-from numba_flash.cuda.sm90.round_dq import PARTS, Rounding
+from numba_flash.cuda.sm90.backward.backward_tiles import BACKWARD_TILES, backward_tile
+from numba_flash.cuda.sm90.dq import prepare_turns, round_dq
+from numba_flash.cuda.sm90.dq.prepare_turns import mean_blocks, rounds
+from numba_flash.cuda.sm90.dq.round_dq import PARTS, Rounding
 from numba_flash.cuda.sm90.tiles import KEYS, SHARED_LIMIT
 
 TILES = [replace(row.tile, rounds_dq=True) for row in BACKWARD_TILES if row.tile.adds_dq]

@@ -12,9 +12,10 @@ from support import DTYPES, allowed_errors, assert_within, no_gpu, random_inputs
 
 import numba_flash
 from numba_flash import reference
-from numba_flash.cuda import grid, launch, tensor_maps
-from numba_flash.cuda.sm90.forward_tiles import part_tile
-from numba_flash.problem import bind
+from numba_flash.arguments.problem import bind
+from numba_flash.cuda.runtime import launch, tensor_maps
+from numba_flash.cuda.sm90.forward.forward_tiles import part_tile
+from numba_flash.cuda.work import grid
 
 NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]

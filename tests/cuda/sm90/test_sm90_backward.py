@@ -24,8 +24,9 @@ from support import DTYPES, no_gpu
 
 import numba_flash
 from numba_flash import call
-from numba_flash.cuda import launch
-from numba_flash.cuda.sm90 import prepare_backward, prepare_temporaries, prepare_turns
+from numba_flash.cuda.runtime import launch
+from numba_flash.cuda.sm90.backward import prepare_backward, prepare_temporaries
+from numba_flash.cuda.sm90.dq import prepare_turns
 
 NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]

@@ -34,8 +34,8 @@ from sm90_kernels import (
     KERNELS,
 )
 
-from numba_flash.cuda import compile, compiler
-from numba_flash.cuda.sm90 import walk_backward
+from numba_flash.cuda.runtime import compile, compiler
+from numba_flash.cuda.sm90.backward import walk_backward
 from numba_flash.cuda.sm90.config import BackwardConfig
 from numba_flash.cuda.sm90.tiles import SHARED_LIMIT, padded
 
@@ -128,7 +128,7 @@ def check_resources_of_float32(name: str, kernel: Kernel) -> None:
     """The same; rings hold both planes."""
     config = config_of(kernel)
     d, dv, tile = config.d, config.dv, config.tile
-    width = padded if kernel.builder == "sm90.forward_split.build" else tile.width
+    width = padded if kernel.builder == "sm90.fp16x2.forward_split.build" else tile.width
     fits(name, kernel, tile.layout(width(d), width(dv)).bytes)
 
 
@@ -216,7 +216,7 @@ def check_gradients_where_a_bias_is_kept(_, kernel: Kernel) -> None:
     names, steps = first_parts(found), -(-d // 16) - (-dv // 16)
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"HMMA", "ATOMG", "REDG", "RED"}
-    of_keys = kernel.builder == "sm90.dk_dv_kept.build"
+    of_keys = kernel.builder == "sm90.resident_bias.dk_dv_kept.build"
     assert ("UBLKCP" in names) == of_keys
     products = 2 * steps + 2 * (tile.queries // 16) if of_keys else 2 * (steps * (tile.chunks + 1) + 4 * tile.chunks)
     assert count(found, "HGMMA") == products
@@ -403,7 +403,7 @@ def test_kernel(name):
 def test_a_mask_makes_no_difference_to_who_adds_in_turns():
     """Blocks that claim their work need not share it out evenly, so one kernel serves both."""
     config = BACKWARD["backward 64"]
-    with_mask = compiler.intermediate("sm90.backward.build", (replace(config, banded=not config.banded),), H200)
+    with_mask = compiler.intermediate("sm90.backward.backward.build", (replace(config, banded=not config.banded),), H200)
     assert compiler.link(with_mask, H200).cubin == compiler.link(compiled.code(KERNELS["backward 64"]), H200).cubin
 
 

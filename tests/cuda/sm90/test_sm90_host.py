@@ -16,26 +16,25 @@ pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cud
 from on_host import on_host
 
 import numba_flash
-from numba_flash.arrays import Layout
-from numba_flash.cuda import broadcast, grid, launch, schedule, tensor_maps
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import PLAIN, Options
+from numba_flash.arguments.problem import MAX_LENGTH, BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 from numba_flash.cuda.arguments import Extent, build_extras
-from numba_flash.cuda.fetch import held
-from numba_flash.cuda.fragment import runs_of_columns
-from numba_flash.cuda.launch import Gpu, Launch
-from numba_flash.cuda.prepare_tile_lists import choose as choose_tile
-from numba_flash.cuda.sm90 import (
-    prepare_backward_listed,
-    prepare_dbias,
-    prepare_pairs,
-    resident_dbias,
-    tier,
-)
+from numba_flash.cuda.runtime import launch, tensor_maps
+from numba_flash.cuda.runtime.launch import Gpu, Launch
+from numba_flash.cuda.score.fetch import held
+from numba_flash.cuda.score.fragment import runs_of_columns
+from numba_flash.cuda.score.swizzle import PANEL
+from numba_flash.cuda.sm90 import prepare_pairs, tier
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
-from numba_flash.cuda.sm90.backward_tiles import NOTE_BYTES, BackwardTile, backward_tile
+from numba_flash.cuda.sm90.backward import prepare_backward_listed
+from numba_flash.cuda.sm90.backward.backward_tiles import NOTE_BYTES, BackwardTile, backward_tile
+from numba_flash.cuda.sm90.backward.options_tiles import backward_options_tile
+from numba_flash.cuda.sm90.bias_gradient import prepare_dbias, resident_dbias
+from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
+from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import ROWS_TILES, dbias_tile, keys_tile, queries_tile
 from numba_flash.cuda.sm90.config import NOTED
-from numba_flash.cuda.sm90.dbias_tiles import NOTE_BYTES as DBIAS_NOTE_BYTES
-from numba_flash.cuda.sm90.dbias_tiles import ROWS_TILES, dbias_tile, keys_tile, queries_tile
-from numba_flash.cuda.sm90.forward_tiles import (
+from numba_flash.cuda.sm90.forward.forward_tiles import (
     COPYING,
     FORWARD_TILES,
     PART_TILES,
@@ -46,13 +45,11 @@ from numba_flash.cuda.sm90.forward_tiles import (
     part_tile,
     words_held,
 )
-from numba_flash.cuda.sm90.options_tiles import backward_options_tile
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Buffer, Ring, Slots, lay_out
 from numba_flash.cuda.sm90.tiles import KEYS, OUTPUT_ROWS, SHARED_LIMIT, WORK_BYTES
-from numba_flash.cuda.swizzle import PANEL
-from numba_flash.options import PLAIN, Options
+from numba_flash.cuda.work import broadcast, grid, schedule
+from numba_flash.cuda.work.prepare_tile_lists import choose as choose_tile
 from numba_flash.plan import choose
-from numba_flash.problem import MAX_LENGTH, BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 
 H200 = Gpu(0, (9, 0), 132)
 HEAD_DIMS = range(8, 257, 8)
@@ -653,7 +650,7 @@ def test_all_sums_of_dq_begin_at_zero(deterministic, dtype, d, options):
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), kv_lengths=Layout.of(options.get("kv_lengths")))
     launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
-    clears = [each for each in launches if each.builder == "preprocess.build" and each.config[0].sum_bytes]
+    clears = [each for each in launches if each.builder == "passes.preprocess.build" and each.config[0].sum_bytes]
     for preprocess in clears:
         _, (sums, _), (flags, _) = preprocess.operands[-3:]
         assert sums.nbytes == preprocess.grid * preprocess.config[0].sum_bytes
@@ -687,10 +684,10 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
         assert options == replace(p.options.structure, mask=not fits, listed=fits, blocks=None if fits else p.options.blocks)
         assert tile == backward_options_tile(replace(p, options=options))  # rows of the bias do not lie at multiples of 16 bytes
         assert (tile.part == tile.block_m // 2) == fits
-        assert lists.builder == "block_lists.build"
+        assert lists.builder == "work.block_lists.build"
         assert lists.config[1:4] == (tile.block_m, tile.block_n, True)
         names = ("tiles", "order") if deterministic else ("tiles", "queue") if fits else ("tiles",)
-        assert [each.builder for each in order] == [f"tile_lists.build_{name}" for name in names[1:]]
+        assert [each.builder for each in order] == [f"work.tile_lists.build_{name}" for name in names[1:]]
         assert postprocess.config[-1] == names
         arrays = 1 if fits else 2
         assert [len(each.extras) for each in (preprocess, main, postprocess)] == [arrays, *[arrays + len(names)] * 2]
@@ -708,15 +705,15 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
     of_mask, lse = Layout.compact((1, 1), "bool"), Layout.compact(q.shape[:-1], "float32")
     given = {"mask": of_mask, "bias": Layout.of(options["bias"]) if "bias" in options else None}
     lists, queue, forward = tier.prepare_forward(p, ForwardInputs(q, k, v, **given), ForwardResults(o, lse), H200).launches
-    assert (lists.builder, queue.builder) == ("block_lists.build", "tile_lists.build_queue")
-    assert (forward.builder, forward.config[0].stage) == ("sm90.forward.build", "plain" if plain else "options")
+    assert (lists.builder, queue.builder) == ("work.block_lists.build", "work.tile_lists.build_queue")
+    assert (forward.builder, forward.config[0].stage) == ("sm90.forward.forward.build", "plain" if plain else "options")
     inputs = BackwardInputs(o, q, k, v, o, lse, **given)
     for deterministic in (True, False):
         *_, main, last = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), deterministic, H200).launches
         stores = plain and deterministic and d > 64
-        assert (main.builder, main.config[0].stage) == ("sm90.backward.build", "plain" if plain else "options")
+        assert (main.builder, main.config[0].stage) == ("sm90.backward.backward.build", "plain" if plain else "options")
         assert main.config[0].tile.adds_dq is not stores
-        assert last.builder == ("sm90.dq.build" if stores else "sm90.postprocess.build")
+        assert last.builder == ("sm90.dq.dq.build" if stores else "sm90.dq.postprocess.build")
         if plain:
             assert forward.numbers[1] == main.numbers[1] == scales(p)
             tile, usual = main.config[0].tile, backward_tile(p)
@@ -736,7 +733,7 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
     launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
     lists, number, preprocess, main, sum_dq = launches
-    assert [each.builder for each in (lists, number)] == ["block_lists.build_both", "sm90.ds_slots.build"]
+    assert [each.builder for each in (lists, number)] == ["work.block_lists.build_both", "sm90.dq.ds_slots.build"]
     (places, _), (dq_sum, _), (ds, _) = number.operands[2], *sum_dq.operands[1:3]
     assert places.shape[4] == rows + 1 + 2 * sections
     assert ds.shape[3:] == (slots.room, 128 * 128 // 2)
@@ -802,7 +799,7 @@ def dbias_launch(p: Problem, bias, **arrays) -> Launch:
     lse, bias = Layout.compact((*p.batch, p.hq, p.nq), "float32"), Layout.of(bias)
     inputs, results = BackwardInputs(o, q, k, v, o, lse, bias=bias, **given), BackwardResults(q, k, v, bias)
     launches = tier.prepare_backward(p, inputs, results, True, H200).launches
-    return next(each for each in launches if each.builder == "sm90.dbias.build")
+    return next(each for each in launches if each.builder == "sm90.bias_gradient.dbias.build")
 
 
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 64), (128, 64), (40, 128), (128, 128)])
@@ -1067,7 +1064,7 @@ def test_a_bias_that_batch_elements_share_is_kept(given, options, kept):
     for dtype in ("float16", "float32"):
         o = ForwardResults(Layout.compact(x.shape, dtype), None)
         *_, forward = tier.prepare_forward(p, inputs, o, gpu=H200).launches
-        assert (forward.builder == "sm90.forward_kept.build") == (kept and dtype == "float16")
+        assert (forward.builder == "sm90.resident_bias.forward_kept.build") == (kept and dtype == "float16")
 
 
 def test_a_bias_is_kept_as_float32_if_there_is_room():
@@ -1114,9 +1111,9 @@ def test_gradients_of_a_bias_that_batch_elements_share(shape, given, heads_kv, k
     layouts = BackwardInputs(*(each if each is None else Layout.of(each) for each in inputs))
     results = BackwardResults(layouts.q, layouts.k, layouts.v, layouts.bias)
     builders = [each.builder for each in tier.prepare_backward(p, layouts, results, gpu=H200).launches]
-    assert ("sm90.dq_dbias_kept.build" in builders and "sm90.dk_dv_kept.build" in builders) == kept
+    assert ("sm90.resident_bias.dq_dbias_kept.build" in builders and "sm90.resident_bias.dk_dv_kept.build" in builders) == kept
     again = [each.builder for each in tier.prepare_backward(p, layouts, results._replace(dbias=None), gpu=H200).launches]
-    assert "sm90.dq_dbias_kept.build" not in again
+    assert "sm90.resident_bias.dq_dbias_kept.build" not in again
 
 
 def test_tiles_of_gradients_of_a_bias_that_is_kept():

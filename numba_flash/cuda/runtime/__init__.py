@@ -1,0 +1,1 @@
+"""From a Python function to a kernel that runs: compiler, kernels on disk, driver, launches."""

@@ -1,0 +1,1 @@
+"""The gradient of a bias on tensor cores since Turing."""

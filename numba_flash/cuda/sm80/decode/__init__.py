@@ -1,0 +1,1 @@
+"""Few queries with many keys."""

@@ -1,0 +1,254 @@
+"""Tiles of few queries with many keys. Numba is not imported here.
+
+What such a problem takes is how long the memory needs for K and V, if enough of them is under way:
+about bandwidth times latency, 4.8 TB/s times 800 ns on an H200, 29 KB for each multiprocessor.
+Each warp has places for its keys and values of one or two tiles, and asks for others as soon as it
+has read what is there; several blocks run on each multiprocessor.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from numba_flash.cuda.sm80.tiles import (
+    CHUNK,
+    KB,
+    ROWS,
+    WARP,
+    Hardware,
+    KeyRows,
+    Tile,
+    padded,
+    pitch,
+)
+
+LINE = 64  # columns, 128 bytes of shared memory
+RESERVED = KB  # of the shared memory of each block, by the driver
+# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel. If
+# so many parts have no more tiles each than that, there are no more. Keys of 8 heads, D = 128, in a
+# graph on an H200: 4k in 16 parts 11.5 us, in 32 14.8, by two kernels 11.4; 8k 14.5, 17.7, 14.5.
+MOST_JOINED, FEW_TILES_EACH = 16, 4
+ENOUGH_BLOCKS = 2  # of a multiprocessor, for parts of the keys
+# Of parts that are joined, a thread asks for the first, or for all, before it uses one. In a graph
+# on an H200: 4k keys in 16 parts 9.9 us by 8 at a time, 9.6 by 16; 8k 12.8 and 12.4; 1k in 8 parts
+# 7.2 and 7.7.
+FIRST_ASKED = 8
+
+
+def asked(parts: int) -> int:
+    """So many at the same time."""
+    return FIRST_ASKED if parts <= FIRST_ASKED else MOST_JOINED
+
+
+def float_pitch(head_dim: int) -> int:
+    """Bytes from one row of a tile of float32 to the next, where lanes store two at a time."""
+    return 4 * (padded(head_dim) + CHUNK)
+
+
+@dataclass(frozen=True)
+class FewTile(Tile):
+    """Shape of a block whose warps share the keys of a tile, and all have the same rows.
+
+    Attributes
+    ----------
+    group : int
+        Heads that read the same keys: their queries are the rows.
+    around : int
+        Bytes of memory that the cache may fetch around each copy.
+    apart : bool
+        Warps do not wait for each other while they go through the keys. For GPUs before Hopper the
+        assembler makes calls of what lets lanes of a warp wait, and keeps registers for them.
+    """
+
+    group: int = 1
+    around: int = 128
+    apart: bool = True
+
+    @property
+    def block_m(self) -> int:
+        return ROWS * self.m_tiles
+
+    @property
+    def warp_n(self) -> int:
+        """Keys of a tile that are a warp's."""
+        return self.block_n // self.warps
+
+    def key_rows(self, head_dim: int) -> KeyRows:
+        """Lines, if they are whole: what a copy brings of a line of memory then comes to one of
+        shared memory, and is asked for at once.
+        """
+        lines = head_dim % LINE == 0
+        return KeyRows(2 * head_dim if lines else pitch(head_dim), lines)
+
+    def q_bytes(self, d: int, dv: int) -> int:
+        """Of Q, before the first tile of keys."""
+        return self.block_m * max(pitch(d), pitch(dv))
+
+    def shared_bytes(self, d: int, dv: int) -> int:
+        """Q, K and V; in the end, in the place of all, each warp's O, m and l, and then weights of
+        parts of the keys.
+        """
+        of_keys = self.stages * self.block_n * (self.key_rows(d).bytes + self.key_rows(dv).bytes)
+        of_rows = self.warps * self.block_m * (float_pitch(dv) + 8)
+        return max(self.q_bytes(d, dv) + of_keys, of_rows, 4 * self.block_m * MOST_JOINED)
+
+    def resident(self, d: int, dv: int, hardware: Hardware) -> int:
+        """Blocks that a multiprocessor has at the same time."""
+        memory = hardware.shared_limit + RESERVED
+        return min(self.min_blocks, memory // (self.shared_bytes(d, dv) + RESERVED))
+
+
+class FewRow(NamedTuple):
+    """The tile that serves head dimensions up to `d`, and up to `rows` rows if others have more,
+    where a block may have `shared` bytes.
+    """
+
+    d: int
+    rows: int
+    shared: int
+    tile: FewTile
+
+
+# On an H200, bfloat16, us of graphs in two processes, which differ by as much as where memory lies.
+# D = 128, group of 8: 16 x 32k keys, of which a multiprocessor has one block, 483.0 and 474.5 (Q
+# not in registers 483.4, 475.3; 8 warps, 256 keys, 1 stage 482.7, 473.9; 4, 128, 1 475.4 in the
+# second; rows that are no lines 508.4 in the first), cuDNN 478.6, 486.1, a kernel that only reads
+# 479.9, 469.6. 1 x 131k in 16 parts 128.4, 127.1 (128.7, 127.3; 127.9, 126.9; 126.9; 134.3), cuDNN
+# 129.8, 132.9. 1 x 8k 10.8, 10.7 (10.9, 10.8; 11.0, 10.6; 12.7), cuDNN 11.5, 11.4; 1 x 1k 7.3, 7.4
+# (7.4, 7.5; 8.1, 8.1; 7.4), cuDNN 6.4, 6.8. Warps that wait for each other: as fast at 16 x 32k,
+# 1 x 8k 11.1. D = 64, 64 x 4k: 485.7, 473.4 (3 stages of 2 blocks 481.3, 477.7; 1 of 4 482.6 in
+# the second; no lines 498.7 in the first), cuDNN 479.1, 488.5. Nothing around each copy: as fast
+# where rows are lines, else 518 instead of 501. Rows for less memory and of 32 queries were not
+# compared.
+FEW_TILES = (
+    FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
+    FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),
+    FewRow(64, 16, 64 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
+    FewRow(64, 32, 227 * KB, FewTile(4, 2, 128, 2, False, 2)),
+    FewRow(64, 32, 99 * KB, FewTile(4, 2, 128, 2, False, 2, apart=False)),
+    FewRow(128, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 1)),
+    FewRow(128, 16, 99 * KB, FewTile(4, 1, 128, 1, False, 2, apart=False)),
+    FewRow(128, 16, 64 * KB, FewTile(2, 1, 64, 1, False, 2, apart=False)),
+    FewRow(128, 32, 227 * KB, FewTile(2, 2, 64, 2, False, 3)),
+    FewRow(256, 16, 227 * KB, FewTile(2, 1, 64, 1, False, 2)),
+)
+
+
+def few_tile(problem, hardware: Hardware) -> FewTile | None:
+    """The one for few queries, None if none fits. Of more rows than any has, blocks next to
+    each other read the same keys.
+    """
+    p, d = problem, max(problem.d, problem.dv)
+    fit = [row for row in FEW_TILES if d <= row.d and row.shared <= hardware.shared_limit]
+    most = ROWS if p.options.modifies else 2 * ROWS  # options take registers
+    fit = [row for row in fit if row.d == fit[0].d and row.rows <= most]
+    if not fit:
+        return None
+    group, rows_of = p.hq // p.hk, lambda row: row.rows
+    chosen = next((row for row in fit if group * p.nq <= row.rows), max(fit, key=rows_of))
+    return replace(chosen.tile, group=group)
+
+
+@dataclass(frozen=True)
+class BackwardFewTile:
+    """Shape of a block of the backward pass whose warps have the same rows, and keys of their own.
+
+    Attributes
+    ----------
+    warps : int
+        Of a block; each has 16 keys of a tile.
+    block_m : int
+        Rows: the queries of all heads that read the same keys.
+    stages : int
+        Tiles of K and V that there is room for.
+    min_blocks : int
+        Blocks per multiprocessor that the register allocation must allow.
+    group, around, apart
+        As of a `FewTile`.
+    """
+
+    warps: int
+    block_m: int
+    stages: int
+    min_blocks: int
+    group: int = 1
+    around: int = 128
+    apart: bool = True
+
+    @property
+    def m_tiles(self) -> int:
+        return self.block_m // ROWS
+
+    @property
+    def warp_n(self) -> int:
+        """Keys of a tile that are a warp's."""
+        return ROWS
+
+    @property
+    def block_n(self) -> int:
+        return ROWS * self.warps
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps
+
+    def layout(self, d: int, dv: int) -> "BackwardFewLayout":
+        pitch_k, pitch_v, pitch_ds = pitch(d), pitch(dv), pitch(self.block_m)
+        keys = self.stages * self.block_n
+        sizes = (
+            *(keys * pitch_k, keys * pitch_v, self.block_m * pitch_k, self.block_m * pitch_v),
+            *(self.block_n * pitch_ds, 8 * self.block_m),
+        )
+        *starts, size = accumulate(sizes, initial=0)
+        sums = self.warps * self.block_m * float_pitch(d)
+        return BackwardFewLayout(*starts, max(size, sums), pitch_k, pitch_v, pitch_ds)
+
+
+class BackwardFewLayout(NamedTuple):
+    """Where such a block keeps what in shared memory, in bytes: tiles of K and V, which dK and dV
+    replace on their way out, Q, dO, dS^T, the lse and delta of queries; what there is in all, in
+    the end each warp's dQ in its place; and pitches.
+    """
+
+    k: int
+    v: int
+    q: int
+    do: int
+    ds: int
+    rows: int
+    bytes: int
+    pitch_k: int
+    pitch_v: int
+    pitch_ds: int
+
+
+class BackwardFewRow(NamedTuple):
+    """As a `FewRow`."""
+
+    d: int
+    rows: int
+    shared: int
+    tile: BackwardFewTile
+
+
+# On an H200, bfloat16, D = 128, 16 x 32k keys, a group of 8: 1138 us, (4 warps, 1 stage, 3 blocks)
+# 1139, (2, 2, 4) 1134, (4, 3, 2) 1157, a copy of K and V 1028. Others were not timed.
+BACKWARD_FEW_TILES = (
+    BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
+    BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),
+    BackwardFewRow(64, 32, 227 * KB, BackwardFewTile(4, 32, 2, 2)),
+    BackwardFewRow(64, 32, 64 * KB, BackwardFewTile(4, 32, 1, 1, apart=False)),
+    BackwardFewRow(128, 16, 227 * KB, BackwardFewTile(4, 16, 2, 2)),
+    BackwardFewRow(128, 16, 64 * KB, BackwardFewTile(4, 16, 1, 1, apart=False)),
+)
+
+
+def backward_few_tile(problem, hardware: Hardware) -> BackwardFewTile:
+    """The tile for gradients of so few queries, see `numba_flash.cuda.work.grid.few_gradients`."""
+    p, d, group = problem, max(problem.d, problem.dv), problem.hq // problem.hk
+    row = next(
+        row
+        for row in BACKWARD_FEW_TILES
+        if d <= row.d and p.nq * group <= row.rows and row.shared <= hardware.shared_limit
+    )
+    return replace(row.tile, group=group)

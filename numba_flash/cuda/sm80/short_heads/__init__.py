@@ -1,0 +1,1 @@
+"""Heads in float32 whose keys all fit into shared memory."""

@@ -1,0 +1,1 @@
+"""How dQ is made on Hopper: sums in memory, or dS in slots and a loop over them."""

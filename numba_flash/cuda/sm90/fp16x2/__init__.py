@@ -1,0 +1,1 @@
+"""Float32 on Hopper: each number is two of float16."""

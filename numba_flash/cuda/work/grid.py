@@ -1,0 +1,258 @@
+"""How much work there is, and how it is shared out: work items, their sections, parts of the keys;
+on the host.
+
+`numba_flash.cuda.work.schedule` says the same to the device.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from numba_flash.cuda.arguments import arrays_of
+
+FEW, MANY = 16, 512  # queries of a head, and keys
+MOST_BLOCKS, SHORTEST = 2**31 - 1, 8  # of a grid; rows of a block, at least
+# Queries of all heads that share keys whose dQ a warp has registers for, by head dimension.
+MOST_GRADIENT_ROWS = {64: 32, 128: 16}
+# What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.
+BLOCK_TILES, COMBINE_TILES = 1, 3
+MOST_TURNS = 8  # parts that are tried where there are blocks for more than one turn
+FEWEST_TILES = 4  # of keys that are worth a part of their own
+ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
+ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
+# Work that a section may leave to one more than the best does, if it is smaller: more blocks at
+# work at the same time then read the same keys. Causal, speed of sections of 22, 33, 44, 66 heads
+# over that of the most even one (UNEVEN = 1), H100: D = 64, N = 1k 1.05, 1.05, 1.06, 1.06; D = 128,
+# N = 512 1.04, 1.02, 1.02, 1; N = 1k 1.05, 1.04, 1.04, 1; N = 2k 1.09, 1.09, 1.05, 1; D = 256, N =
+# 512 1.00, 1.01, 0.94, 1. On an H200 D = 128, N = 512 1.00, 1.00, 0.99, 1; N = 1k 0.99, 0.99, 0.99,
+# 1; N = 2k 1.01, 1.01, 1.00, 1. What the best leaves is 0.5 to 3 % more than the mean.
+UNEVEN = 1.007
+# The same where a head has few row blocks: there, memory sets the speed. Causal, N = 512, over the
+# section that `UNEVEN` chooses, with 6 heads; with 1: D = 64 H100 1.00; 0.99, H200 1.00; 0.99; D =
+# 128 1.03; 1.03, 1.01; 1.02; D = 256 1.01; 1.01, with 2 on an H200 1.00. With eight row blocks a
+# section of 6 is slower (0.98 to 0.99).
+FEW_ROW_BLOCKS, UNEVEN_OF_FEW = 4, 1.025
+# Sections that are tried have at least a head for every so many multiprocessors, and multiples of a
+# head for every so many.
+SMALLEST, STEP = 22, 6
+
+
+def heads_first(problem, *operands) -> tuple:
+    """Packed arrays (total, heads, d) as (heads, total, d); others as they are."""
+    if not problem.options.packed:
+        return operands
+    return tuple(x if x is None else x.swapaxes(0, 1) for x in operands)
+
+
+def inputs_heads_first(problem, inputs):
+    """The same of the inputs of a backward pass."""
+    if not problem.options.packed:
+        return inputs
+    do, q, k, v, o = heads_first(problem, inputs.do, inputs.q, inputs.k, inputs.v, inputs.o)
+    return inputs._replace(do=do, q=q, k=k, v=v, o=o)
+
+
+def blocks(problem, rows: int, block: int) -> int:
+    """Blocks of so many of the `rows` of one head; for packed sequences at least as many as all of
+    them have together.
+    """
+    if not problem.options.packed:
+        return -(-rows // block)
+    return rows // block + problem.batch[1] if problem.batch[1] else 0
+
+
+def items(problem, rows: int, heads: int, block: int) -> int:
+    """Blocks of rows of all heads of all batch elements."""
+    batches = 1 if problem.options.packed else math.prod(problem.batch)
+    return batches * heads * blocks(problem, rows, block)
+
+
+def too_many_blocks(problem) -> str | None:
+    """Why a problem has more blocks of rows than kernels can number, or None."""
+    p = problem
+    count = max(items(p, p.nq, p.hq, SHORTEST), items(p, p.nk, p.hk, SHORTEST))
+    if count <= MOST_BLOCKS:
+        return None
+    return f"numbers at most {MOST_BLOCKS} blocks of rows; of {SHORTEST} rows, these are {count}"
+
+
+def tiles_in_band(problem, block_m: int, block_n: int) -> int:
+    """Tiles of scores of a head that the band does not hide, of the longest possible sequence."""
+    p, rows = problem, np.arange(0, problem.nq, block_m)
+    if p.options.sequences:  # each has its band
+        return len(rows) * blocks(p, p.nk, block_n)
+    first = np.clip(p.low + rows, 0, p.nk) // block_n
+    last = -(-np.clip(p.high + np.minimum(rows + block_m, p.nq), 0, p.nk) // block_n)
+    return int(np.maximum(last - first, 0).sum())
+
+
+def lengths_shape(problem) -> int | tuple[int, int]:
+    """Layout in which kernels read lengths (one per batch element) and offsets, see
+    `numba_flash.cuda.runtime.launch.Launch`.
+    """
+    return 1 if problem.options.packed else problem.batch
+
+
+def extras_layouts(problem, inputs) -> tuple:
+    """Layouts of the optional arrays that there are among `inputs`, in the order of
+    `numba_flash.cuda.arguments.EXTRAS`.
+    """
+    p = problem
+    heads, blocks = (*p.batch, p.hq), p.options.blocks
+    views = {
+        "bias": (*heads, p.nq, p.nk),
+        "mask": (*heads, *(blocks.counts(p.nq, p.nk) if blocks else (p.nq, p.nk))),
+        "q_lengths": lengths_shape(p),
+        "kv_lengths": lengths_shape(p),
+    }
+    if p.options.paged:
+        views["page_table"] = (*p.batch, p.nk // p.options.paged.size)
+    return tuple((getattr(inputs, name), views[name]) for name in arrays_of(p.options))
+
+
+def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
+    """Parts that the keys of each row block are split into: more than one where there are too few
+    row blocks for the GPU.
+    """
+    p, count = problem, items(problem, problem.nq, problem.hq, block_m)
+    if not count or p.options.packed or 2 * count > multiprocessors:
+        return 1
+    tiles = min(p.nk, p.high - p.low + block_m) // block_n
+    return max(1, min(multiprocessors // count, tiles // FEWEST_TILES))
+
+
+def few_queries(problem) -> bool:
+    """True if a problem is one of reading K and V: the queries of all heads that share keys are
+    better rows of one tile then. Those of a mask of blocks that has few of these.
+    """
+    p = problem
+    return 0 < p.nq <= FEW and p.hk > 0 and not p.options.packed and not p.options.blocks
+
+
+def bound_by_memory(problem) -> bool:
+    """True if it is that to such a degree that it matters who reads K and V but once."""
+    p = problem
+    half = p.dtype in ("float16", "bfloat16")
+    return few_rows(p) or (half and few_queries(p) and p.nk >= MANY)
+
+
+def few_rows(problem, many: int = MANY) -> bool:
+    """True if it stays one of reading K and V where no tensor cores multiply, with `many` keys: all
+    heads that share them have few queries together.
+    """
+    p = problem
+    few = few_queries(p) and p.nq * (p.hq // p.hk) <= FEW
+    return few and p.nk >= many and not p.options.dropout
+
+
+def few_gradients(problem) -> bool:
+    """True if gradients are one of reading K and V, and of writing as much: one tile has the
+    queries of all heads that share keys, and the sums of their dQ.
+    """
+    p = problem
+    half, d = p.dtype in ("float16", "bfloat16"), max(p.d, p.dv)
+    most = next((rows for most, rows in MOST_GRADIENT_ROWS.items() if d <= most), 0)
+    few = half and few_queries(p) and p.nq * (p.hq // p.hk) <= most
+    return few and p.nk >= MANY and not p.options.modifies
+
+
+def few_parts(problem, tile, at_once: int, whole: bool = False) -> int:
+    """The same of few queries, where a tile has rows of all heads that share keys: so many that the
+    last block is done first, if blocks take turns, `at_once` at a time; of the `whole` of the keys,
+    or of those that a band leaves. (By another rule, as if one began whenever another is done, 16 x
+    32k keys took 558 us on an H200, by this one 516.)
+    """
+    p = problem
+    count = items(p, p.nq * tile.group, p.hk, tile.block_m)
+    tiles = -(-(p.nk if whole else min(p.nk, p.high - p.low + p.nq)) // tile.block_n)
+    if count == 0 or tiles <= 0:
+        return 1
+
+    def time(parts):
+        turns = -(-count * parts // at_once)
+        return turns * (-(-tiles // parts) + BLOCK_TILES) + (COMBINE_TILES if parts > 1 else 0)
+
+    return min(range(1, min(tiles, max(MOST_TURNS, at_once // count)) + 1), key=time)
+
+
+def even_section(row_blocks: int, multiprocessors: int) -> int:
+    """Fewest heads of so many blocks that are a whole number of turns there and back."""
+    return 2 * multiprocessors // math.gcd(row_blocks, 2 * multiprocessors)
+
+
+def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
+    """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets
+    much more work than another: the smallest that is as good as the best.
+    """
+    p, turns = problem, multiprocessors
+    row_blocks, pairs = blocks(p, p.nq, block_m), math.prod(p.batch) * p.hq
+    smallest, step = max(1, turns // SMALLEST), max(1, turns // STEP)
+    even = even_section(row_blocks, turns)
+    if row_blocks * pairs > ZIGZAG_TURNS * turns:  # one item more or less is nothing
+        return even
+    rows = np.arange(row_blocks) * block_m
+    first = np.maximum(p.low + rows, 0) // block_n
+    last = -(-np.clip(p.high + rows + block_m, 0, p.nk) // block_n)
+    work = np.maximum(last - first, 1) + ITEM_TILES
+    most = lambda size: most_work(work, pairs, size, turns)
+    works = {size: most(size) for size in (smallest, even, *range(step, 2 * turns + 1, step))}
+    limit = min(works.values()) * (UNEVEN_OF_FEW if row_blocks <= FEW_ROW_BLOCKS else UNEVEN)
+    return min(size for size, work in works.items() if work <= limit)
+
+
+def most_work(work, pairs: int, section: int, turns: int) -> float:
+    """Work of the busiest of `turns` blocks that take what `schedule.build_item` numbers, as
+    `schedule.zigzag` says.
+
+    `work` is that of the row blocks of one of `pairs` heads.
+    """
+    number = np.arange(len(work) * pairs)
+    begin = number // (section * len(work)) * section
+    block = len(work) - 1 - (number - begin * len(work)) // np.minimum(section, pairs - begin)
+    load = np.pad(work[block], (0, -len(number) % turns)).reshape(-1, turns)
+    return (load[::2].sum(0) + load[1::2, ::-1].sum(0)).max()
+
+
+def summed_axes(problem, dbias) -> tuple[bool, ...]:
+    """Which axes of the scores a bias broadcasts, where these are not 1 themselves; of its gradient
+    (array or layout).
+    """
+    shape = (1,) * (5 - dbias.ndim) + tuple(dbias.shape)
+    scores = (*problem.batch, problem.hq, problem.nq, problem.nk)
+    return tuple(n == 1 != size for n, size in zip(shape, scores, strict=True))
+
+
+class Broadcast(NamedTuple):
+    """What becomes the gradient of a bias, in tiles.
+
+    Attributes
+    ----------
+    summed : tuple of five bools
+        As `summed_axes` says.
+    tiles : int
+        Of the gradient.
+    walk : int
+        Tiles of scores that are summed to one of them.
+    """
+
+    summed: tuple[bool, ...]
+    tiles: int
+    walk: int
+
+    @classmethod
+    def of(cls, problem, dbias, block_m: int, block_n: int) -> "Broadcast":
+        """Of a gradient (array or layout) in such tiles."""
+        p, summed = problem, summed_axes(problem, dbias)
+        sizes = (*p.batch, p.hq, -(-p.nq // block_m), -(-p.nk // block_n))
+        product = lambda which: math.prod(
+            n for n, gone in zip(sizes, summed, strict=True) if gone == which
+        )
+        return cls(summed, product(False), product(True))
+
+    def shares(self, turns: int, most: int, cost: int) -> int:
+        """So many, up to `most`, that the busiest of `turns` that take them in their order is done
+        first; a share costs `cost` steps of the walk beside its own.
+        """
+        time = lambda n: -(-self.tiles * n // turns) * (-(-self.walk // n) + cost)
+        return min(range(1, max(1, min(self.walk, most)) + 1), key=time)
