@@ -45,7 +45,7 @@ class Source(NamedTuple):
 class Sources:
     """The sources of the package in a folder, as they are when this is made.
 
-    Modules are named relative to the package, as ``"cuda.sm90.forward"``, the package itself ``"__init__"``.
+    Modules are named relative to the package, as ``"cuda.sm90.forward.forward"``, the package itself ``"__init__"``.
 
     Parameters
     ----------

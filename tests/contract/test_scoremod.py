@@ -93,8 +93,8 @@ import json, sys
 import numpy as np, numba_flash
 from numba import types
 from numba_flash.cpu.row_function import row_function_address
-from numba_flash.cuda import compile
-from numba_flash.problem import bind
+from numba_flash.cuda.runtime import compile
+from numba_flash.arguments.problem import bind
 
 slopes = np.array([0.5, 0.25])
 

@@ -46,7 +46,7 @@ def run(p, q, k, v, do):
 IMPORTS = """
 import numpy as np
 from numba_flash.cpu import kernels, pool, tier
-from numba_flash.problem import BackwardInputs, BackwardResults, Problem
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, Problem
 """
 PRELUDE = "\n".join([IMPORTS, *map(inspect.getsource, (problem, inputs, run))])
 

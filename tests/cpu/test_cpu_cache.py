@@ -114,7 +114,7 @@ def test_another_version_of_what_a_function_is_made_of_takes_the_place(folder, t
     assert edited("cpu/kernels.py", "") == [False, True]
     for name in ("cpu/kernels.py", "cpu/softmax.py", "rng.py"):
         assert edited(name, "\nEDITED = 1\n") == [False, True], name
-    for name in ("api.py", "cpu/tier.py", "cpu/cache.py", "disk.py", "notice.py", "cuda/runtime/lang.py"):
+    for name in ("api.py", "cpu/tier.py", "cpu/cache.py", "files/disk.py", "files/notice.py", "cuda/runtime/lang.py"):
         assert edited(name, "\nEDITED = 1\n") == [True, True], name
     assert edited("rng.py", "\n# said of it\n") == [True, True]
     assert len(files(folder)) == 1

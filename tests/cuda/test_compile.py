@@ -264,7 +264,7 @@ def copy(tmp_path) -> Path:
 
 
 def key_of(root: Path, **environment) -> str:
-    code = f"from numba_flash.cuda import compile; print(compile.cache_key('simt.forward.build', {CONFIG!r}, (9, 0)))"
+    code = f"from numba_flash.cuda.runtime import compile; print(compile.cache_key('simt.forward.build', {CONFIG!r}, (9, 0)))"
     return python(code, root, **environment)
 
 
@@ -279,10 +279,10 @@ USED = {
 }
 UNUSED = [
     "api.py",
-    "disk.py",
-    "notice.py",
-    "fingerprint.py",
-    "option_checks.py",
+    "files/disk.py",
+    "files/notice.py",
+    "files/fingerprint.py",
+    "arguments/option_checks.py",
     "cuda/runtime/compile.py",
     "cuda/runtime/launch.py",
     "cuda/sm90/forward/forward.py",
@@ -295,6 +295,7 @@ def test_cache_key_changes_with_the_sources_that_a_kernel_is_made_of(copy):
     original = key_of(copy)
     package = copy / "numba_flash"
     for file in UNUSED:
+        assert (package / file).exists()
         with (package / file).open("a") as source:
             source.write(EDIT)
     (package / "new.py").write_text("import numba_flash")
@@ -321,14 +322,15 @@ def test_every_source_that_a_kernel_is_made_of_is_in_its_key(copy, monkeypatch, 
         source.write(EDIT)
     assert key() != original
     if file not in USED:
-        assert compile.modules(builder, CONFIG) == ["cuda.compiler", "cuda.combine"]
+        assert compile.modules(builder, CONFIG) == ["cuda.runtime.compiler", "cuda.passes.combine"]
+        assert all(module in fingerprint.package() for module in compile.modules(builder, CONFIG)), "modules that there are"
 
 
 def test_a_kernel_is_made_of_what_its_options_refer_to():
     of = lambda options: compile.modules("simt.forward.build", (options.structure,))[2:]
-    assert of(Options(softcap=1.0)) == ["options"]
-    assert of(OPTIONS["pages"]) == ["options", "pages"]
-    assert of(OPTIONS["all"]) == ["options", "scoremod"]
+    assert of(Options(softcap=1.0)) == ["arguments.options"]
+    assert of(OPTIONS["pages"]) == ["arguments.options", "arguments.pages"]
+    assert of(OPTIONS["all"]) == ["arguments.options", "scoremod.functions"]
 
 
 def test_cache_key_does_not_depend_on_where_the_package_lies(copy):
@@ -366,7 +368,7 @@ def test_who_finds_a_kernel_on_disk_does_not_import_numba(tmp_path):
     """Two processes compile it at once on a cold cache, a third one finds it."""
     code = f"""
 import sys, json
-from numba_flash.cuda import compile
+from numba_flash.cuda.runtime import compile
 code = compile.cubin("passes.delta.build", {CONFIG!r}, (9, 0))
 print(json.dumps([code.hex(), "numba" in sys.modules]))
 """  # names in the code are numbered as they come, so that two processes need not make the same bytes
@@ -440,7 +442,7 @@ else:
 )
 def test_coming_numpy(before):
     code = f"""{COMING_NUMPY}{before}
-from numba_flash.cuda import compiler
+from numba_flash.cuda.runtime import compiler
 assert ".entry kernel" in compiler.intermediate("passes.delta.build", {CONFIG!r}, (9, 0))
 assert not hasattr(np, "row_stack"), "left behind"
 """
@@ -450,7 +452,7 @@ assert not hasattr(np, "row_stack"), "left behind"
 def test_nothing_warns_while_a_kernel_is_compiled(tmp_path):
     """Whoever turns warnings into errors can compile, with every NumPy; the number that stands for no time is what it was."""
     code = f"""
-from numba_flash.cuda import compile
+from numba_flash.cuda.runtime import compile
 assert compile.cubin("passes.delta.build", {CONFIG!r}, (9, 0))[:4] == b"\\x7fELF"
 import numpy as np
 from numba.cuda.np import npdatetime_helpers

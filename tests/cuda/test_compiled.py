@@ -27,8 +27,8 @@ PROCESS = """
 import json, sys, types
 import numpy as np
 from compiled import Kernel, normalised
-from numba_flash.cuda import compiler
-from numba_flash.cuda.lang import cuda, f32, inline, once, types as nb
+from numba_flash.cuda.runtime import compiler
+from numba_flash.cuda.runtime.lang import cuda, f32, inline, once, types as nb
 import simt_kernels, sm80_kernels, sm90_kernels
 
 TABLE = np.arange(4, dtype=np.float32)

@@ -76,7 +76,7 @@ def test_an_edit_of_what_a_kernel_is_made_of_counts(package, module):
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__.py", "unused.py", "notice.py", "folder/__init__.py", "folder/more/__init__.py", "types_alone.py"]
+    "name", ["__init__.py", "unused.py", "files/notice.py", "folder/__init__.py", "folder/more/__init__.py", "types_alone.py"]
 )
 def test_an_edit_of_something_else_does_not(package, name):
     before = Sources(package).closure("kernel")
@@ -195,6 +195,6 @@ def test_the_latest_are_kept(package, tmp_path, monkeypatch):
 def test_the_package_is_read_alike_wherever_it_lies(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "numba_flash", ignore=shutil.ignore_patterns("__pycache__"))
     copy = Sources(tmp_path / "numba_flash")
-    for module in ("cuda.sm90.forward", "cpu.kernels"):
+    for module in ("cuda.sm90.forward.forward", "cpu.kernels"):
         assert copy.closure(module) == fingerprint.package().closure(module)
         assert copy.modules_of(module) == fingerprint.package().modules_of(module)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import numba_flash
-from numba_flash.annotations import ForwardOptions
+from numba_flash.arguments.annotations import ForwardOptions
 from numba_flash.plan import Plan
 
 

@@ -139,9 +139,14 @@ def test_a_test_is_no_function_of_others_nor_of_comments(source_of, edited, old,
 @pytest.mark.parametrize(
     ("backend", "test", "some", "none"),
     [
-        ("cpu", "contract/test_options.py", ("cpu.softmax", "scoremod", "api"), ("cuda.sm", "cuda.simt", "cuda.modify", "dask", "bench")),
+        (
+            "cpu",
+            "contract/test_options.py",
+            ("cpu.softmax", "scoremod.functions", "api"),
+            ("cuda.sm", "cuda.simt", "cuda.score", "dask", "bench"),
+        ),
         ("cpu", "contract/test_dask.py", ("cpu.softmax", "dask.tasks"), ("cuda.sm", "cuda.simt", "bench")),
-        ("simulator", "contract/test_options.py", ("cuda.simt.forward", "cuda.merge", "api"), ("cuda.sm", "dask", "bench")),
+        ("simulator", "contract/test_options.py", ("cuda.simt.forward", "cuda.passes.merge", "api"), ("cuda.sm", "dask", "bench")),
     ],
 )
 def test_a_backend_consists_of_its_modules_and_what_they_import(backend, test, some, none):

@@ -61,7 +61,11 @@ def modules(builder: str, config: tuple) -> list[str]:
     """Of whose sources a kernel is made, beside those that they import: the compiler's, the
     builder's, and those of the classes in its configuration, of which it may ask anything.
     """
-    return ["cuda.compiler", f"cuda.{builder.rpartition('.')[0]}", *sorted({*_homes(config)})]
+    return [
+        "cuda.runtime.compiler",
+        f"cuda.{builder.rpartition('.')[0]}",
+        *sorted({*_homes(config)}),
+    ]
 
 
 def _homes(x) -> Iterator[str]:

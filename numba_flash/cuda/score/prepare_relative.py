@@ -81,7 +81,7 @@ class Added:
         self._extras_of = build_extras(replace(p.options, relative=False))
         self.layouts = (*grid.extras_layouts(p, inputs), (made.added, 2))
         compute = Launch(
-            "relative.build",
+            "score.relative.build",
             (p.options.relative, THREADS),
             gpu,
             grid=p.hq * -(-2 * most // THREADS),

@@ -65,7 +65,7 @@ def build_list(options, block_m, block_n, transposed):
 
 
 def build(options, block_m, block_n, transposed, warps):
-    """Kernel ``block_lists(tiles, bits, extras, nq, nk, low, high)``: as `work.tile_lists.build`'s."""
+    """Kernel ``block_lists(tiles, bits, extras, nq, nk, low, high)``: as of `tile_lists`."""
     WARPS = warps
     make_list = build_list(options, block_m, block_n, transposed)
 

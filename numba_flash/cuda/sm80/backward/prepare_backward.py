@@ -318,7 +318,7 @@ def _postprocess(this: Pass) -> Launch:
     p, there = this.p, this.temporaries
     module = "sum_dq_float64" if this.shape.double else "sum_dq"
     return Launch(
-        f"sm80.{module}.build_postprocess",
+        f"sm80.backward.{module}.build_postprocess",
         (
             *(p.dtype, this.shape, this.ordered and p.options.tiled, p.options.arrays, this.tile),
             this.split and this.of_dlse is OF_DLSE,

@@ -1,6 +1,5 @@
 """Backward pass of float32 on Hopper: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, on
-planes of float16 (see `numba_flash.cuda.passes.split`), in the blocks of
-`numba_flash.cuda.sm90.backward.backward`.
+planes of float16 (`passes.split`), in the blocks of `sm90.backward.backward`.
 
 Sums of a tile leave the tensor cores before they are added to dK, dV and dQ. Up to head dimension
 64 a consumer waits for each of its products while those of the other one run, and neither needs the
