@@ -10,17 +10,28 @@ import numba_flash
 
 DOCS, PACKAGE = ROOT / "docs", ROOT / "numba_flash"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
-CODE_WORDS = re.findall(r"`([^`\n]+)`", ARCHITECTURE)
+DESIGN = {page.name: page.read_text() for page in (DOCS / "design").glob("*.md")}
+CODE_WORDS = re.findall(r"`([^`\n]+)`", "\n".join([ARCHITECTURE, *DESIGN.values()]))
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 
 
-# ---- architecture.md -------------------------------------------------------------------------------------------------------------------
+# ---- architecture.md, design -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_module_is_on_the_map():
-    rows = [line for line in ARCHITECTURE.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    assert named >= {name for name in MODULES if not name.startswith("bench/")} | {"bench/"}
+def test_every_folder_is_on_the_map():
+    """And no other; of the first, modules that are not in a folder of their own are named, too."""
+    rows = [line.split("|") for line in ARCHITECTURE.splitlines() if line.startswith("| `") and "/`" in line.split("|")[1]]
+    folders = {name for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    packages = {name.removesuffix("__init__.py") for name in MODULES if name.endswith("/__init__.py")}
+    assert folders == packages | {"numba_flash/", "tests/"}
+    (top,) = (row[2] for row in rows if row[1].strip() == "`numba_flash/`")
+    modules = {name.removesuffix(".py") for name in MODULES if "/" not in name and not name.startswith("__")}
+    assert set(re.findall(r"`(\w+)`", top)) == modules
+
+
+def test_the_map_is_short():
+    """Somebody new reads it in a few minutes."""
+    assert len(ARCHITECTURE.splitlines()) <= 150
 
 
 def test_every_file_that_is_named_exists():

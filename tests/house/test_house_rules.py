@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -272,6 +273,12 @@ def test_kernels_are_made_of_nothing_that_hosts_do(builder):
 @every_file
 def test_files_are_short(name):
     assert len(FILES[name].read_text().splitlines()) <= (120 if name == "oracle.py" else 350)
+
+
+def test_folders_are_small():
+    """Of the package; what a reader sees at once."""
+    counts = Counter(Path(name).parent for name in FILES)
+    assert {str(folder): n for folder, n in counts.items() if n > 20} == {}
 
 
 @every_file

@@ -179,7 +179,7 @@ def launches(kind: str, p: Problem, gpu: Gpu, inputs: ForwardInputs | None = Non
 
 def main_launch(kind: str, *arguments) -> Launch:
     """That of the main loop."""
-    (main,) = (each for each in launches(kind, *arguments) if each.builder.startswith(f"sm80.{kind}"))
+    (main,) = (each for each in launches(kind, *arguments) if each.builder.split(".")[-2].startswith(kind))
     return main
 
 

@@ -2,9 +2,8 @@
 planes of float16 (`passes.split`), in the blocks of `sm90.backward.backward`.
 
 Sums of a tile leave the tensor cores before they are added to dK, dV and dQ. Up to head dimension
-64 a consumer waits for each of its products while those of the other one run, and neither needs the
-other: of a tile of dQ each makes a part, from its own keys. Its numbers of dS have a power of two
-of their own, by which they come near the end of float16.
+64 consumers own keys, and none needs the other: each makes dQ of a tile from its own keys. A power
+of two of their own brings its numbers of dS near the end of float16.
 
 Beyond that, registers of a warp group hold dK or dV of 64 keys, not both beside what a tile adds to
 them. So a block owns 64 keys, for which one consumer makes S^T, P^T and dV, the other dP^T, dS^T
@@ -36,8 +35,8 @@ def build(config: BackwardConfig):
     maps : tensor maps of the planes of do, q, k and v as (b0, b1, heads, n, planes of columns).
     dk, dv : float32 (b0, b1, kv_heads, nk, head_dim).
     lse2, delta : as `numba_flash.cuda.passes.preprocess` writes them for such planes, in base e.
-    dq_sum : as in `sm90.backward.backward`; if consumers have keys of their own, each one's
-        part is of all columns, and dQ is the sum of both.
+    dq_sum : as in `backward.backward`; if consumers have keys of their own, each one's part is of
+        all columns, and dQ is the sum of both.
     flags, extras, sizes, scales : as there, and factors among the `extras`.
     """
     tile, item = config.tile, item_split.build(config)
