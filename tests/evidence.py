@@ -35,7 +35,7 @@ TABLES = {
 ORACLES = ("reference.py", "oracle.py")  # of the package
 PROGRAMS = {"docs": "docs/examples", "bench": "asv_bench"}  # by folder of tests: what these run
 # Of the package, by what runs without a GPU. What their modules import in turn belongs to it, too.
-FOLDERS = {"cpu": ("cpu",), "simulator": ("cuda", "cuda/simt", "cuda/ptx")}
+FOLDERS = {"cpu": ("cpu",), "simulator": tuple(f"cuda/{name}" for name in ("", "ptx", "runtime", "work", "score", "passes", "simt"))}
 TEXT = "text"
 
 

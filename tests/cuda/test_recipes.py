@@ -22,7 +22,7 @@ H200 = Gpu(0, (9, 0), 132, 4.9e12)
 BFLOAT16 = ml_dtypes.bfloat16
 TABLES = {"sm90": sm90, "sm80": sm80}
 LOOPS = {loop for tables in TABLES.values() for table in tables.PASSES.values() for each in table for loop in each.loops}
-HOSTS = [path for tables in TABLES.values() for path in sorted(Path(tables.__file__).parent.glob("*.py")) if path.name != "recipes.py"]
+HOSTS = [path for tables in TABLES.values() for path in sorted(Path(tables.__file__).parent.rglob("*.py")) if path.name != "recipes.py"]
 
 
 def blocks(size: int) -> numba_flash.BlockMask:
