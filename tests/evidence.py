@@ -25,7 +25,18 @@ TESTS = Path(__file__).parent
 # Begin names of modules that no test's result depends on by being imported. The last three say which kernels there are: for a test, those
 # count that it asks for, and what else it `uses` of them.
 OF_NO_RESULT = ("test_", "mutants", "evidence", "proven", "simt_kernels", "sm80_kernels", "sm90_kernels")
-HELPERS = {path.stem: path for path in sorted(TESTS.rglob("*.py")) if not path.stem.startswith(OF_NO_RESULT)}
+
+
+def module_name(path: Path) -> str:
+    """As which tests import it: in a package with its name, elsewhere alone."""
+    parts = [path.stem] * (path.stem != "__init__")
+    while (path.parent / "__init__.py").exists():
+        path = path.parent
+        parts.insert(0, path.name)
+    return ".".join(parts)
+
+
+HELPERS = {module_name(path): path for path in sorted(TESTS.rglob("*.py")) if not path.stem.startswith(OF_NO_RESULT)}
 # Tables, by module, whose entries count for the tests that use them (`uses`), not for all.
 TABLES = {
     "problems": ("PROBLEMS",),
@@ -237,7 +248,7 @@ def helpers(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
+            names |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
     return names & {*HELPERS}
 
 
@@ -259,14 +270,14 @@ def own_source(path: Path, function: str | None = None) -> str:
     is_test = lambda node: function and isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     other = lambda node: is_table(path.stem, node) or (is_test(node) and node.name != function)
     texts = [normalised(ast.parse(path.read_text()), other)]
-    texts += [_helper(helper.stem) for helper in all_helpers(path)]
+    texts += [_helper(helper) for helper in all_helpers(path)]
     texts += [normalised(ast.parse((package() / name).read_text())) for name in ORACLES]
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 @cache
-def _helper(name: str) -> str:
-    return normalised(ast.parse(HELPERS[name].read_text()), lambda node: is_table(name, node))
+def _helper(path: Path) -> str:
+    return normalised(ast.parse(path.read_text()), lambda node: is_table(path.stem, node))
 
 
 def package() -> Path:

@@ -48,7 +48,7 @@ def on_gpu(install: bool) -> None:
     given = {"comm": comm, "layout": "zigzag", "algorithm": "ring", "causal": True}
     expected = passes(do, q, k, v, lambda x: x, given)
     if install:
-        import late_gpu
+        from support import late_gpu
 
         late_gpu.install(pytest.MonkeyPatch(), comm.Get_rank())
         asarray = late_gpu.asarray

@@ -23,7 +23,7 @@ import pytest
 from support import SIMULATED
 
 RECORD = Path(__file__).parent / "data" / "proven.json"
-OF_KERNELS = {"machine", "cuda", "sm80", "sm90"}  # folders of tests that are traced
+OF_KERNELS = {"ptx_machine", "cuda"}  # folders of tests that are traced, at any depth
 OF_THE_CPU = {"cpu", "docs"}  # of those whose package runs on the CPU alone
 BEGUN = time.monotonic()
 EVERY = 60  # seconds: what has passed is written so often, so that a run that is cut off has not been in vain
@@ -89,7 +89,7 @@ class Proof:
         if _draws(item):
             self.base += (version("hypothesis"),)
         self._host = lambda: evidence.host_sources(item.path, function, _backend(item))
-        if item.path.parent.name in OF_KERNELS and not _draws(item):
+        if OF_KERNELS & {*item.nodeid.split("::")[0].split("/")} and not _draws(item):
             self.trace = _on_paper(item)
             self.base += (self.trace.events,)
 

@@ -14,8 +14,7 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
-import whole
-from support import DTYPES
+from support import DTYPES, whole
 
 import numba_flash
 from numba_flash import BlockMask

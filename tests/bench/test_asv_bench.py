@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from asv_suite import ALL, NO_ASV, asv, copy_of_the_suite, measure, starts, workloads
+from support.asv_suite import ALL, NO_ASV, asv, copy_of_the_suite, measure, starts, workloads
 
 import numba_flash
 from numba_flash.bench import options, peers, timing

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from asv_suite import ALL, NO_ASV, ROOT, SUITE, asv, copy_of_the_suite, discovery
+from support.asv_suite import ALL, NO_ASV, ROOT, SUITE, asv, copy_of_the_suite, discovery
 
 
 def malformed(**contents):

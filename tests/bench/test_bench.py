@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import whole
-from support import DTYPES
+from support import DTYPES, whole
 
 from numba_flash import forward, reference
 from numba_flash.__main__ import main

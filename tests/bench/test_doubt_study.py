@@ -19,15 +19,16 @@ pytest.importorskip("numba_cuda", reason="compiling kernels needs numba-cuda")
 @pytest.fixture
 def study(monkeypatch):
     """The study with small matrices, on kernels of the machine."""
-    for folder in (ROOT / "asv_bench" / "studies", ROOT / "tests" / "machine"):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(ROOT / "asv_bench" / "studies"))
     study = importlib.import_module("doubt")
     monkeypatch.setattr(study, "ROWS", 64)
     return study
 
 
 def on_machine():
-    kernels, sums = importlib.import_module("kernels"), importlib.import_module("sums")
+    from ptx_machine.instructions import sums
+    from ptx_machine.problems import kernels
+
     return kernels.machine(core=sums.HOPPER)
 
 

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from asv_suite import probe
+from support.asv_suite import probe
 
 from numba_flash.bench import timing
 

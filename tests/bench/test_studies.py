@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import whole
-from support import ROOT
+from support import ROOT, whole
 
 from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind
 from numba_flash.bench import peers, standard, timing

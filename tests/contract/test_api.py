@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import scipy.sparse
-import whole
-from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits
+from support import allowed_errors, assert_within, no_gpu, oracle, random_inputs, same_bits, whole
 
 import numba_flash
 from numba_flash import api, call, paged, planning, reference

@@ -4,9 +4,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import whole
-from naive import check, run
-from support import SIMULATED, Backend, random_inputs, same_bits
+from support import SIMULATED, Backend, random_inputs, same_bits, whole
+from support.naive import check, run
 
 import numba_flash
 from numba_flash import BlockMask, call, reference

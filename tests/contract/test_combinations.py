@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from naive import check, oracle, run
 from support import DTYPES, LAYOUTS, SIMULATED, random_inputs
+from support.naive import check, oracle, run
 
 import numba_flash
 

@@ -10,8 +10,8 @@ import pytest
 import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import compare
 from support import DTYPES, SIMULATED, random_inputs, same_bits
+from support.naive import compare
 
 if SIMULATED:
     pytest.skip("blocks are computed as anywhere", allow_module_level=True)
@@ -19,7 +19,7 @@ pytest.importorskip("dask.array", reason="dask is not installed")
 
 import dask
 import dask.array as da
-from dask_group import in_cluster
+from support.dask_group import in_cluster
 
 import numba_flash
 import numba_flash.dask

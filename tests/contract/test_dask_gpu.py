@@ -14,8 +14,8 @@ pytest.importorskip("dask.array", reason="dask is not installed")
 
 import dask
 import dask.array as da
-import late_gpu
-from dask_group import in_cluster
+from support import late_gpu
+from support.dask_group import in_cluster
 
 import numba_flash.dask
 from numba_flash.dask import tasks

@@ -5,19 +5,18 @@ import re
 import threading
 from collections import Counter
 
-import ieee_sums
 import numpy as np
 import pytest
 import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import SIMULATED, named, random_inputs, same_bits
+from support import SIMULATED, ieee_sums, named, random_inputs, same_bits
 
 if SIMULATED:
     pytest.skip("parts are computed as anywhere", allow_module_level=True)
 
-from mpi_group import PROCESSES, mpi
-from thread_group import together
+from support.mpi_group import PROCESSES, mpi
+from support.thread_group import together
 
 import numba_flash
 import numba_flash.distributed as nd

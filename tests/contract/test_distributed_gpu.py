@@ -15,10 +15,10 @@ from support import SIMULATED, named, same_bits
 if SIMULATED:
     pytest.skip("parts are computed as anywhere", allow_module_level=True)
 
-import late_gpu
-from late_gpu import Nccl4py, NCCLBackend, NcclCommunicator
-from mpi_group import PROCESSES, mpi
-from thread_group import together
+from support import late_gpu
+from support.late_gpu import Nccl4py, NCCLBackend, NcclCommunicator
+from support.mpi_group import PROCESSES, mpi
+from support.thread_group import together
 
 import numba_flash
 import numba_flash.distributed as nd

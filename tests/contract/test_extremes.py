@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 import support
-import whole
-from support import DTYPES, SIMULATED, random_inputs
+from support import DTYPES, SIMULATED, random_inputs, whole
 
 import numba_flash
 from numba_flash import reference

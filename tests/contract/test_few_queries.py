@@ -4,8 +4,8 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from naive import check
 from support import DTYPES, SIMULATED, random_inputs, same_bits
+from support.naive import check
 
 import numba_flash
 from numba_flash import reference

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 from support import SIMULATED, same_bits
+from support.thread_group import together
 from test_distributed_gpu import ON_GPU, TOLERANCE, passes
-from thread_group import together
 
 import numba_flash
 import numba_flash.distributed as nd

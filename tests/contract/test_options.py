@@ -4,10 +4,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import whole
-from naive import check, run
 from numba import njit
-from support import DTYPES, SIMULATED, random_inputs, same_bits
+from support import DTYPES, SIMULATED, random_inputs, same_bits, whole
+from support.naive import check, run
 
 import numba_flash
 from numba_flash import call, rng

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from naive import compare
-from pages import forward, paged
 from support import DTYPES, SIMULATED, random_inputs, same_bits
+from support.naive import compare
+from support.pages import forward, paged
 
 import numba_flash
 from numba_flash import call

@@ -367,7 +367,7 @@ def test_tasks_of_dask_have_the_default_of_their_call(ran):
 
 def spread(call, dtype=np.float32) -> list:
     """What becomes of ``call(numba_flash.distributed, array, comm)`` in each of two processes."""
-    from thread_group import together
+    from support.thread_group import together
 
     import numba_flash.distributed as nd
 

@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 import pytest
-import whole
-from support import random_inputs
+from support import random_inputs, whole
 
 import numba_flash
 from numba_flash import reference

@@ -1,7 +1,7 @@
 """Small weights of float16 are not lost."""
 
 import pytest
-from small_weights import SMALL_WEIGHTS, check_small_weights, check_small_weights_in_gradients
+from support.small_weights import SMALL_WEIGHTS, check_small_weights, check_small_weights_in_gradients
 
 # On the CPU, which computes in float32, the others are like the first.
 named = [x if x == "plain" else pytest.param(x, marks=pytest.mark.full_on_cpu) for x in SMALL_WEIGHTS]

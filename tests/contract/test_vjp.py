@@ -5,8 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-import whole
-from support import SIMULATED, Backend, random_inputs, same_bits
+from support import SIMULATED, Backend, random_inputs, same_bits, whole
 
 import numba_flash
 from numba_flash import call

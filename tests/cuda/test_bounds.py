@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from on_paper import on_paper, paper, plan
 from support import DTYPES, ROOT, SIMULATED, dense_visible
+from support.on_paper import on_paper, paper, plan
 
 import numba_flash
 from numba_flash import sections

@@ -2,8 +2,8 @@
 
 from functools import cache
 
-import gradients_promised as promised
 import pytest
+from support import gradients_promised as promised
 
 import numba_flash
 

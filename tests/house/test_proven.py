@@ -43,7 +43,7 @@ def project(pytester, monkeypatch):
     return pytester
 
 
-def run(project, *options, then="pass", used="1", other="pass", kernel=KERNEL, folder="machine"):
+def run(project, *options, then="pass", used="1", other="pass", kernel=KERNEL, folder="ptx_machine"):
     """Outcomes of both tests, and lines that were printed."""
     evidence.own_source.cache_clear()
     path = project.mkdir(folder) if not (project.path / folder).exists() else project.path / folder
@@ -63,7 +63,7 @@ PASSED, PROVEN = {"passed": 1, "deselected": 1}, {"skipped": 1, "deselected": 1}
 def test_what_has_passed_does_not_run_again(project):
     assert run(project)[0] == PASSED
     assert project.runs
-    assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]
+    assert [*record(project)] == ["ptx_machine/test_kernels_of_paper.py::test_it"]
     project.runs.clear()
     outcomes, said = run(project)
     assert outcomes == PROVEN
@@ -124,7 +124,7 @@ def test_what_has_passed_is_written_during_the_run(project, monkeypatch, every, 
     """A run that is cut off has not been in vain."""
     monkeypatch.setattr(proven, "EVERY", every)
     other = f"import pathlib; assert pathlib.Path('proven.json').exists() is {is_written}"
-    path = project.mkdir("machine") / "test_kernels_of_paper.py"
+    path = project.mkdir("ptx_machine") / "test_kernels_of_paper.py"
     path.write_text(TEST.format(then="pass", used="1", other=other, kernel=KERNEL))
     assert project.runpytest_inprocess("-p", "proven", "-q", "--full").parseoutcomes() == {"passed": 2}
     assert len(record(project)) == 2
@@ -145,7 +145,7 @@ def test_nobody_looks_again_while_all_sources_are_the_same(project, monkeypatch)
     project.all = "edited"
     outcomes = project.runpytest_inprocess(*affected, "--minutes", "0").parseoutcomes()
     assert outcomes == {"skipped": 2}
-    assert [*record(project)] == ["machine/test_kernels_of_paper.py::test_it"]  # the other one is of sources of the host
+    assert [*record(project)] == ["ptx_machine/test_kernels_of_paper.py::test_it"]  # the other one is of sources of the host
 
 
 def test_what_passed_on_other_sources_runs_again_where_these_are_undone(project, monkeypatch):
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_listed(project):
     outcomes, said = run(project, "--affected", "--minutes", "0")
     assert outcomes == PROVEN
     assert "1 slow tests did not fit into the time, and were not run" in said
-    assert "\nmachine/test_kernels_of_paper.py::test_it" in said
+    assert "\nptx_machine/test_kernels_of_paper.py::test_it" in said
     assert not project.runs
     run(project)
     assert "did not fit" not in run(project, "--affected", "--minutes", "0")[1]
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_listed(project):
 
 def test_a_test_of_no_kernel_is_one_of_the_host(project, monkeypatch):
     """Also one that asks for more kernels than it does on paper, and one of another folder."""
-    for folder, kernel, then in (("machine", KERNEL, "compiled.text('other.build', (), (9, 0))"), ("contract", KERNEL, "pass")):
+    for folder, kernel, then in (("ptx_machine", KERNEL, "compiled.text('other.build', (), (9, 0))"), ("contract", KERNEL, "pass")):
         monkeypatch.setattr(evidence, "host_sources", lambda *_: "all")
         assert run(project, folder=folder, kernel=kernel, then=then)[0] == PASSED
         assert run(project, folder=folder, kernel=kernel, then=then)[0] == PROVEN
@@ -204,7 +204,7 @@ def test_a_test_of_one_backend_is_not_one_of_the_others(project, monkeypatch, fo
     assert {*asked} == {("test_one.py", "test_it", found)}
 
 
-@pytest.mark.parametrize("folder", ["machine", "contract"])
+@pytest.mark.parametrize("folder", ["ptx_machine", "contract"])
 def test_slow_tests_draw_the_same_each_time(project, monkeypatch, folder):
     monkeypatch.setattr(evidence, "host_sources", lambda *_: "the same")
     source = """
@@ -234,7 +234,7 @@ def test_pytest_explains_no_comparison_on_paper(project):
     project.makeconftest("def pytest_assertrepr_compare():\n    with open('explained', 'a') as file:\n        file.write('once ')\n")
     noted = "with open('run', 'a') as file: file.write('once ')"
     test = f"import pytest\n@pytest.mark.full\ndef test_it():\n    {noted}\n    assert b'1' == b'2'\n"
-    (project.mkdir("machine") / "test_bytes.py").write_text(test)
+    (project.mkdir("ptx_machine") / "test_bytes.py").write_text(test)
     assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"failed": 1}
     assert (project.path / "run").read_text() == "once once "
     assert (project.path / "explained").read_text() == "once "
@@ -249,7 +249,7 @@ def test_a_list_of_tests_leaves_the_record_alone(project):
 
 
 def test_who_says_so_is_not_recorded(project):
-    path = project.mkdir("machine") / "test_of_time.py"
+    path = project.mkdir("ptx_machine") / "test_of_time.py"
     path.write_text("import pytest\n@pytest.mark.unproven('of time')\n@pytest.mark.full\ndef test_it(): pass\n")
     for _ in range(2):
         assert project.runpytest_inprocess("-p", "proven", "-q", "--affected").parseoutcomes() == {"passed": 1}
@@ -261,7 +261,7 @@ def test_after_a_run_of_all_tests_the_record_is_of_these(project):
     run(project)
     before = record(project)
     project.makepyfile(test_more="import pytest\n@pytest.mark.full\ndef test_more(): pass\n")
-    (project.path / "machine" / "test_kernels_of_paper.py").rename(project.path / "elsewhere.txt")
+    (project.path / "ptx_machine" / "test_kernels_of_paper.py").rename(project.path / "elsewhere.txt")
     more = {"test_more.py::test_more"}
     for options in (("--full", "test_more.py"), ("--full", "-k", "more"), ("--affected", "-k", "more")):
         project.runpytest_inprocess("-p", "proven", *options)
@@ -289,6 +289,6 @@ def test_it(monkeypatch, tmp_path, pytestconfig):
     with pytest.raises(ValueError):
         int("0" if trace.paper else "x")  # on paper it does not raise what it should
 """
-    (project.mkdir("machine") / "test_it.py").write_text(source)
+    (project.mkdir("ptx_machine") / "test_it.py").write_text(source)
     for options in (("--affected",), ("--full",)):
         assert project.runpytest_inprocess("-p", "proven", *options).parseoutcomes() == {"passed": 1}

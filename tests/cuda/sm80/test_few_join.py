@@ -11,7 +11,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cuda")
 
-from on_host import on_host
+from support.on_host import on_host
 
 from numba_flash.cuda import number
 from numba_flash.cuda.score import fragment

@@ -4,8 +4,8 @@ copies of the other, so that nothing ships that never ran.
 
 import numpy as np
 import pytest
-from naive import check
 from support import Backend, random_inputs
+from support.naive import check
 
 import numba_flash
 from numba_flash import call

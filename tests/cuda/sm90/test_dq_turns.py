@@ -15,7 +15,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
-from on_host import on_host
+from support.on_host import on_host
 from test_ds_tiles import described, draw
 
 from numba_flash.arguments.options import PLAIN

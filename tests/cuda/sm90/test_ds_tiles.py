@@ -14,7 +14,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the schedule is written with numba-cuda")
 
-from on_host import on_host
+from support.on_host import on_host
 
 from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.options import PLAIN, Options

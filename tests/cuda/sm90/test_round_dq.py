@@ -13,7 +13,7 @@ if SIMULATED:
     pytest.skip("the CUDA simulator has no tensor cores", allow_module_level=True)
 pytest.importorskip("numba_cuda", reason="the kernels are written with numba-cuda")
 
-from on_host import on_host
+from support.on_host import on_host
 from test_sm90_host import backward_launches, layouts_of, problem
 
 from numba_flash.cuda.sm90.arguments import Sizes

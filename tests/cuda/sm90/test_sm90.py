@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dense import bits, dense, dense_packed, draw_length, draw_mask, draw_offsets, nan, normal, put, verify
 from support import DTYPES, allowed_errors, assert_within, no_gpu, random_inputs
+from support.dense import bits, dense, dense_packed, draw_length, draw_mask, draw_offsets, nan, normal, put, verify
 
 import numba_flash
 from numba_flash import reference

@@ -7,7 +7,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from dense import (
+from support import DTYPES, no_gpu
+from support.dense import (
     bits,
     dense_gradients,
     dense_gradients_packed,
@@ -20,7 +21,6 @@ from dense import (
     verify_gradients,
     wide,
 )
-from support import DTYPES, no_gpu
 
 import numba_flash
 from numba_flash import call

@@ -1,0 +1,1 @@
+"""A machine that executes PTX, without a GPU."""

@@ -1,0 +1,1 @@
+"""Warps, memory and their order: what executes PTX."""

@@ -1,0 +1,1 @@
+"""Mistakes in kernels, each of which a problem has to show."""
