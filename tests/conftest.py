@@ -62,7 +62,7 @@ FOR_THE_CPU = (
     "test_bench",
 )
 FIRST = (*FOR_THE_CPU, "test_simulator", "test_sm90_compile", "test_sm80_compile", "test_compile")
-LAST = ("bench", "contract", "cpu")  # folders
+LAST = ("bench", "contract", "cpu", "processes")  # folders
 
 
 def scope(nodeid: str) -> str:

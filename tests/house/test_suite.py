@@ -93,7 +93,7 @@ def test_what_needs_kernels_of_the_cpu_runs_in_one_process():
         "contract/test_attention.py::test_dtypes[cpu-float32]",
         "contract/test_options.py::test_bias[cpu-(2, [3])]",
         "cpu/test_cpu.py::test_threads",
-        "contract/test_dask_gpu.py::test_bfloat16_that_dask_has_sent",
+        "processes/test_dask_gpu.py::test_bfloat16_that_dask_has_sent",
     ]
     assert len({scope(f"tests/{name}") for name in on_the_cpu}) == 1
     others = [
@@ -101,8 +101,8 @@ def test_what_needs_kernels_of_the_cpu_runs_in_one_process():
         "contract/test_attention.py::test_dtypes[simt-cupy-float32]",
         "contract/test_attention.py::test_dtypes[sm80-cupy-float16]",
         "contract/test_api_more.py::test_threads",
-        "contract/test_dask_gpu.py::test_workers_with_a_gpu_each[causal-float16]",
-        "contract/test_dask_gpu.py::test_workers_with_a_gpu_each[causal-float32]",
+        "processes/test_dask_gpu.py::test_workers_with_a_gpu_each[causal-float16]",
+        "processes/test_dask_gpu.py::test_workers_with_a_gpu_each[causal-float32]",
     ]
     assert len({scope(f"tests/{name}") for name in [*on_the_cpu, *others]}) == 1 + len(others)
 

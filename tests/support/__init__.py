@@ -11,7 +11,8 @@ import pytest
 
 import numba_flash
 from numba_flash.arguments.problem import BackwardInputs, ForwardInputs, bind
-from numba_flash.plan import on_paper, tiles_of
+from numba_flash.plan import on_paper as layouts_on_paper
+from numba_flash.plan import tiles_of
 from support import whole
 
 TESTS = Path(__file__).parents[1]
@@ -121,7 +122,7 @@ class Backend:
             kind, inputs = "forward", ForwardInputs(x, x, x)
         else:
             kind, inputs = "backward", BackwardInputs(x, x, x, x, x, x[:, 0])
-        tiles = dict(tiles_of(on_paper(self.name, kind, bind(x, x, x), inputs)))
+        tiles = dict(tiles_of(layouts_on_paper(self.name, kind, bind(x, x, x), inputs)))
         rows, columns = tiles[kernel if kernel in tiles else next(iter(tiles))]
         return (columns, rows) if kernel == "dkdv" in tiles else (rows, columns)  # its rows are keys
 

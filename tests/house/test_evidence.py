@@ -145,7 +145,7 @@ def test_a_test_is_no_function_of_others_nor_of_comments(source_of, edited, old,
             ("cpu.softmax", "scoremod.functions", "api"),
             ("cuda.sm", "cuda.simt", "cuda.score.modify", "dask", "bench"),
         ),
-        ("cpu", "contract/test_dask.py", ("cpu.softmax", "dask.tasks"), ("cuda.sm", "cuda.simt", "bench")),
+        ("cpu", "processes/test_dask.py", ("cpu.softmax", "dask.tasks"), ("cuda.sm", "cuda.simt", "bench")),
         ("simulator", "contract/test_options.py", ("cuda.simt.forward", "cuda.passes.merge", "api"), ("cuda.sm", "dask", "bench")),
     ],
 )
