@@ -1,6 +1,6 @@
 """What kernels are made of, counted in their PTX and in their machine code. The counts that are kept are written anew by
 
-    python tests/kernel_counts.py
+    python tests/kernel_counts.py [--only "dbias sm90"]
 
 after a kernel was changed on purpose: what it prints is what the change costs.
 
@@ -10,9 +10,12 @@ differs between them is arithmetic on addresses, in which registers it is done (
 kernels that need more registers than there are, what goes to local memory (LDL, STL): no more is compared than how many there are in all.
 """
 
+import argparse
 import json
 import re
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -135,11 +138,17 @@ def compare(name: str, where: str, kernel: compiled.Kernel) -> None:
     assert not off, complaint(off, was["tools"], tools())
 
 
-def main() -> None:
-    """Count all kernels, print what is new, and keep it."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Count kernels, print what is new, and keep it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--only", default="", help="a regular expression of the names of those to count; others are kept as they were")
+    only = parser.parse_args(arguments).only
     kernels = simt_kernels.KERNELS | sm80_kernels.COUNTED | sm90_kernels.KERNELS
     was, now = kept()["kernels"], {}
     for name, kernel in kernels.items():
+        if not re.search(only, name) and name in was:
+            now[name] = was[name]
+            continue
         now[name] = {where: counts(kernel, where) for where in (PTX, MACHINE)}
         if name not in was:
             print(f"{name}: counted for the first time", flush=True)
@@ -153,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -161,7 +161,9 @@ def test_the_command_prints_what_is_new_and_keeps_it(ring, monkeypatch, capsys):
     monkeypatch.setattr(compiled, "ptx", lambda kernel: TEXT.replace("fence.proxy", "ret; fence.proxy").replace("bar.sync", "bar.arrive"))
     with pytest.raises(AssertionError, match=r"ring, PTX: 0 -> 1 bar\.arrive\nring, PTX: 1 -> 0 bar\.sync\nthe tools are the same"):
         kernel_counts.compare("ring", PTX, ring)
-    kernel_counts.main()
+    kernel_counts.main(["--only", "others"])
+    assert capsys.readouterr().out == "", "what is not counted is kept as it was"
+    kernel_counts.main(["--only", "^rin"])
     said = ["ring, PTX: 0 -> 1 bar.arrive", "ring, PTX: 1 -> 0 bar.sync", "ring, PTX: 23 -> 24 instructions"]
     assert capsys.readouterr().out.splitlines() == said
     kernel_counts.compare("ring", PTX, ring)

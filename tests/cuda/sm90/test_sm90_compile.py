@@ -59,7 +59,8 @@ SPILLS |= dict.fromkeys(["backward 128", "backward 40, 72"], 250)
 SPILLS |= {"backward 64 rounding": 350, "backward 128 rounding": 280, "backward 72, 40 rounding": 270}
 SPILLS["backward 256"] = 20  # one address, before all loops
 # a counter, once per step, and of the thread that writes down steps two words per tile of the gradient
-SPILLS |= {"dbias sm90 128 mask": 40, **{f"dbias sm90 {name}": 24 for name in ("64", "128", "64 shares", "64 of keys")}}
+SPILLS |= {"dbias sm90 128 mask": 40, "dbias sm90 64": 24, "dbias sm90 64 shares": 24, "dbias sm90 64 lengths": 16}
+SPILLS |= dict.fromkeys(["dbias sm90 128", "dbias sm90 64 of keys"], 32)
 SPILLS |= {"backward 128 relative, packed": 80}
 SPILLS |= {"backward float32 64": 80, "backward float32 40, 64, packed": 200}  # the former outside of the loop
 SPILLS["backward float32 128"] = 180  # addresses
