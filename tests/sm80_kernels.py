@@ -353,7 +353,7 @@ def kernels() -> dict[str, Launch]:
         for launch in made:
             kernel = Kernel(launch.builder, launch.config, case.capability)
             if launch.builder not in OF_OTHERS and kernel not in seen:
-                part = launch.builder.removeprefix("sm80.").removesuffix(".build").replace(".build_", " ")
+                part = ".".join(launch.builder.split(".")[-2:]).removesuffix(".build").replace(".build_", " ")
                 if part not in OTHER_LOOPS and not part.startswith(case.kind) and name not in AROUND:
                     continue
                 seen.add(kernel)

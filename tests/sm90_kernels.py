@@ -323,8 +323,9 @@ DBIAS_ROWS = {
 
 def loop_of(tile) -> str:
     """Builder of the backward loop that has such a tile."""
-    loop = "backward_wide" if isinstance(tile, WideTile) else "backward_split" if tile.planes > 1 else "backward"
-    return f"sm90.{loop}.build"
+    if isinstance(tile, WideTile):
+        return "sm90.backward.backward_wide.build"
+    return "sm90.fp16x2.backward_split.build" if tile.planes > 1 else "sm90.backward.backward.build"
 
 
 EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early

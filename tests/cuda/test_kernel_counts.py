@@ -1,5 +1,7 @@
 """That counts of instructions notice what they are there for, and say it; no kernel is compiled."""
 
+import importlib
+
 import compiled
 import kernel_counts
 import pytest
@@ -135,6 +137,15 @@ def test_counts_are_kept_of_all_kernels_and_no_other():
     names = [*simt_kernels.KERNELS, *sm80_kernels.COUNTED, *sm90_kernels.KERNELS]
     assert sorted(kernel_counts.kept()["kernels"]) == sorted(names)
     assert len(names) == len(set(names))
+
+
+def test_builders_of_kernels_are_there():
+    """As modules of the package that have a function of this name."""
+    kernels = simt_kernels.KERNELS | sm80_kernels.KERNELS | sm90_kernels.KERNELS
+    assert len(kernels) > 400
+    for builder in {kernel.builder for kernel in kernels.values()}:
+        module, _, function = builder.rpartition(".")
+        assert callable(getattr(importlib.import_module(f"numba_flash.cuda.{module}"), function)), builder
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_loops_are_there(loop):
     assert callable(importlib.import_module(f"numba_flash.cuda.{loop}").build)
 
 
-@pytest.mark.parametrize("path", HOSTS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+@pytest.mark.parametrize("path", HOSTS, ids=lambda path: ".".join(path.with_suffix("").parts[-3:]))
 def test_no_other_file_names_a_loop(path):
     """So none chooses between them."""
     named = set(re.findall(r"""["'](sm\d+\.\w+)(?:\.build)?["']""", path.read_text()))
