@@ -148,9 +148,7 @@ def check_instructions(_, kernel: Kernel) -> None:
     assert products == {f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{short}.{short}.f32"}
     assert any(each.startswith("ldmatrix.sync.aligned.m8n8.x4.trans") for each in found)
     tiles = copies(found) > 0
-    whole = (
-        kernel.builder.startswith("sm80.backward.backward") and kernel.builder != "sm80.decode.backward_few.build"
-    )  # lse and delta are, in any case
+    whole = kernel.builder.startswith("sm80.backward.backward")  # lse and delta are, in any case
     assert tiles == (shape.asynchronous or (whole and depth == 16))
     assert not (tiles and depth == 8)
 
