@@ -20,7 +20,7 @@ from numba_flash.cuda import launch, prepare_parts
 from numba_flash.cuda.arguments import chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.recipe import Call
-from numba_flash.cuda.sm80 import dq_dbias, head_tiles, prepare_head, tier
+from numba_flash.cuda.sm80 import dq_dbias, head_tiles, prepare_dq_dbias_split, prepare_head, tier
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
 from numba_flash.cuda.sm80.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
@@ -485,6 +485,16 @@ def test_gradients_of_few_queries(sizes, gpu, parts):
         assert [launch.builder for launch in add] == ["sum_shares.build"] * (parts > 1)
 
 
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (3, 2)], ids=str)
+def test_parts_of_dq_of_few_queries_have_a_place_each(batch):
+    main, add = launches("backward", problem(nq=1, nk=32768, d=128, batch=batch), H200)
+    (written, _), (shares, _), (dq, _) = main.operands[-1], *add.operands
+    parts = main.grid // math.prod(batch)
+    assert parts > 1
+    assert shares.shape == (parts, *((1,) * (2 - len(batch)) + batch), 2, 1, 128)
+    assert dq.nbytes * 2 * parts == written.nbytes == shares.nbytes
+
+
 @pytest.mark.parametrize("row", BACKWARD_FEW_TILES, ids=str)
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 16), (64, 64)])
 def test_tiles_of_gradients_of_few_queries_fit(row, d, dv):
@@ -641,6 +651,24 @@ def test_short_heads_that_lie_in_reverse_are_planes_of_others(name, axis):
         assert (prepare_head.tile_of(Call(p, layouts, results, H200)) is not None) == short
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+@pytest.mark.parametrize(("stride", "short"), [(2**32 - 16, True), (2**32, False)])
+def test_batch_elements_of_short_heads_are_less_than_4_gib_apart(name, stride, short):
+    """The kernels have 32 bits for a distance; in both passes."""
+    inputs = inputs_of(nq=100, nk=72, batch=(100,), **SHORT)
+    inputs = inputs._replace(bias=np.zeros((100, 72), np.float32))
+    p, (q, k, v, bias) = problem({"bias": inputs.bias}, nq=100, nk=72, batch=(100,), **SHORT), inputs[:4]
+    compact = {name: Layout.compact(x.shape, "float32") for name, x in {"q": q, "k": k, "v": v, "bias": bias}.items()}
+    given = compact | {name: compact[name]._replace(strides=(stride, *compact[name].strides[1:]))}
+    o, lse = compact["q"], Layout.compact(q.shape[:-1], "float32")
+    forward = Call(p, ForwardInputs(**given), ForwardResults(o, lse), H200)
+    backward = Call(
+        p, BackwardInputs(do=o, o=o, lse=lse, **given), BackwardResults(*(compact[name] for name in ("q", "k", "v", "bias"))), H200
+    )
+    assert (prepare_head.tile_of(forward) is not None) == short
+    assert (prepare_dq_dbias_split.tiles_of(backward) is not None) == short
+
+
 def test_shared_memory_of_short_heads_fits():
     """Of every number of keys and queries, at the largest head dimension."""
     shape = Shape(32, 32, False, True, True, 2)
@@ -686,6 +714,18 @@ def test_shared_memory_of_a_bias_alone_fits():
         assert nk <= tile.block_n <= MOST_KEYS
         assert tile.layout(MOST_COLUMNS, MOST_COLUMNS).bytes <= LEAST_SHARED
     assert KEYS_TILE.min_blocks * (KEYS_TILE.layout(MOST_COLUMNS, MOST_COLUMNS).bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(("d", "dv"), [*itertools.product([8, 16, 24, 32], repeat=2)])
+def test_keys_of_a_bias_alone_lie_in_the_second_of_two_slots(d, dv):
+    """There is room for both slots, and for K and V, which of them is more."""
+    tile, layout = KEYS_TILE, KEYS_TILE.layout(d, dv)
+    m, n = tile.block_m, tile.block_n
+    ends = layout.q + m * pitch(d), layout.do + m * pitch(dv), layout.rows + 8 * m, layout.bias + m * pitch(n)
+    assert ends == (layout.do, layout.rows, layout.bias, layout.slot)
+    assert (layout.k, layout.v) == (layout.slot, layout.slot + n * pitch(d))
+    assert layout.bytes >= 2 * layout.slot
+    assert layout.bytes >= layout.v + n * pitch(dv)
 
 
 @pytest.mark.parametrize("d", [16, 32])

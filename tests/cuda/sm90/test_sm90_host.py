@@ -586,6 +586,22 @@ def backward_launches(p: Problem) -> tuple[Launch, ...]:
     return tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
 
 
+@pytest.mark.parametrize("strided", [(), ("do",), ("o",)], ids=" ".join)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_of_do_and_o_are_read_in_chunks_where_they_are_whole(dtype, strided):
+    """Tensor maps want that of 16 bits; float32 may lie in any way, and goes through planes."""
+    p = problem(dtype=dtype, **{name: size for name, size in WIDE.items() if name != "dtype"})
+    q, k, v, o = layouts_of(p)
+    odd = o._replace(strides=(*o.strides[:-2], o.strides[-2] + o.dtype.itemsize, o.strides[-1]))
+    do, read = (odd if name in strided else o for name in ("do", "o"))
+    inputs = BackwardInputs(do, q, k, v, read, Layout.compact(q.shape[:-1], "float32"))
+    refused = tier.why_not("backward", p, inputs, True, H200)
+    assert (refused is not None) == (dtype == "float16" and bool(strided))
+    if refused is None:
+        launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
+        assert [each.config[0].chunked for each in launches if each.builder == "preprocess.build"] == [not strided]
+
+
 def early(launches) -> list[bool]:
     return [each.early for each in launches]
 
@@ -737,6 +753,9 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
     lists, number, preprocess, main, sum_dq = launches
     assert [each.builder for each in (lists, number)] == ["block_lists.build_both", "sm90.ds_slots.build"]
+    (of_keys, _), (of_queries, _), _ = lists.operands
+    assert of_keys.shape[3:] == of_queries.shape[3:] == (rows, 1 + rows)
+    assert [x.shape[3:] for x, _ in number.operands if x.shape[3] != 1] == [(rows, 1 + rows), (rows, rows)]
     (places, _), (dq_sum, _), (ds, _) = number.operands[2], *sum_dq.operands[1:3]
     assert places.shape[4] == rows + 1 + 2 * sections
     assert ds.shape[3:] == (slots.room, 128 * 128 // 2)
