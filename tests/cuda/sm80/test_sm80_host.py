@@ -17,7 +17,7 @@ if SIMULATED:
 from numba_flash import BlockMask, arrays
 from numba_flash.arrays import Layout
 from numba_flash.cuda import launch, prepare_parts
-from numba_flash.cuda.arguments import chunked
+from numba_flash.cuda.arguments import BASE_2, BASE_E, chunked
 from numba_flash.cuda.launch import Gpu, Launch
 from numba_flash.cuda.recipe import Call
 from numba_flash.cuda.sm80 import dq_dbias, head_tiles, prepare_dq_dbias_split, prepare_head, tier
@@ -254,6 +254,17 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     assert forward.grid == parts * row_blocks
     assert (parts > 1) == bool(combine or joins(forward))
     assert parts == 1 or tile.group or row_blocks * 2 <= gpu.multiprocessors
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, BIAS, {"mask": np.ones(200, bool)}, {"causal": True}], ids=list)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_lse_is_in_the_base_of_the_scores(dtype, options):
+    """Those of float32 in planes are in base e, as those of float64 are that something is done to."""
+    options = {name: x.astype(dtype) if name == "bias" else x for name, x in options.items()}
+    inputs = inputs_of(dtype=dtype)._replace(**{name: x for name, x in options.items() if name in ("bias", "mask")})
+    p = problem(options, dtype=dtype)
+    (lse_in,) = (each.config[0].lse_in for each in launches("backward", p, A100, inputs) if each.builder == "preprocess.build")
+    assert lse_in == (BASE_E if dtype == "float32" or (dtype == "float64" and {"softcap", "bias"} & options.keys()) else BASE_2)
 
 
 @pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2), (0, 5, 1, 1), (5, 0, 1, 1)])
