@@ -253,6 +253,7 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
     assert (parts > 1) == bool(combine or joins(forward))
+    assert all(each.config[1 if each.builder == "combine.build" else 2] == d for each in combine), "they know how long rows of o are"
     assert parts == 1 or tile.group or row_blocks * 2 <= gpu.multiprocessors
 
 

@@ -22,6 +22,8 @@ from numba_flash.cuda.arguments import Extent, build_extras
 from numba_flash.cuda.fetch import held
 from numba_flash.cuda.fragment import runs_of_columns
 from numba_flash.cuda.launch import Gpu, Launch
+from numba_flash.cuda.prepare_tile_lists import Extras as ListExtras
+from numba_flash.cuda.prepare_tile_lists import Tiles
 from numba_flash.cuda.prepare_tile_lists import choose as choose_tile
 from numba_flash.cuda.sm90 import (
     prepare_backward_listed,
@@ -484,6 +486,29 @@ def test_shared_memory_is_laid_out_without_overlaps(d, dv, tile):
     assert all(count % 8 == 0 and 24 <= count <= 256 for count in (fewest, most))
     began_with = 65536 // tile.threads // 8 * 8  # registers of each thread, all that a block ever has
     assert 128 * (fewest + tile.consumers * most) <= tile.threads * began_with, "one group would wait for more for ever"
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_every_tile_of_a_backward_pass_has_room_for_what_it_multiplies(d):
+    layout = backward_tile(problem(d=d)).layout(d, d)
+    for name in ("q", "do", "k", "v"):
+        ring = getattr(layout, name)
+        assert ring.slots >= 1, name
+        assert ring.slot_bytes >= 2 * 64 * d, name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("nq", "nk"), [(300, 500), (64, 96), (65, 97), (1, 1), (63, 6145)])
+def test_lists_have_a_place_for_every_tile(nq, nk, transposed):
+    """And for how many there are; bits are in pairs of words."""
+    mask = Layout.compact((nq, nk), "bool")
+    p = problem(nq=nq, nk=nk, mask=np.broadcast_to(True, (nq, nk)))
+    rows, columns = math.ceil(nq / 64), math.ceil(nk / 96)
+    blocks, across = (columns, rows) if transposed else (rows, columns)
+    made = ListExtras(p, H200, inputs_of(p)._replace(mask=mask), Tiles(64, 96, transposed=transposed, share=1, queue=True)).made
+    assert made.tiles.shape[3:] == (blocks, 1 + across)
+    assert (made.bits.shape[3], made.bits.shape[4] % 2, 32 * made.bits.shape[4] >= across) == (blocks, 0, True)
+    assert (made.order.shape[3:], made.queue.shape[3:]) == ((blocks + 1, rows), (1, blocks + 1))
 
 
 @pytest.mark.parametrize("seed", range(100))
