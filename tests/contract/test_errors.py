@@ -700,6 +700,15 @@ def test_outs_overlap_each_other():
     assert_raises(ValueError, r"^out\[2\] must not overlap out\[1\]", call_backward, arguments, out=(dq, dk, dk[::-1]))
 
 
+@pytest.mark.parametrize("turned", ["q", "out"])
+def test_out_must_not_overlap_what_lies_in_reverse(turned):
+    """The address of such an array is that of its last row; rows of both that are the same may be far from either."""
+    memory, k = np.ones((9, 4), np.float32), np.ones((5, 4), np.float32)
+    q, out = (memory[:6][::-1], memory[:6]) if turned == "q" else (memory[:6], memory[:6][::-1])
+    with pytest.raises(ValueError, match=r"^out must not overlap q; they share memory"):
+        numba_flash.forward(q, k, k, out=out, backend="cpu")
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_out_of_backward_has_three_arrays(count):
     arguments = good()

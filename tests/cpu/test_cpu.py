@@ -288,6 +288,25 @@ def test_panels_of_queries_add_up(monkeypatch, dtype):
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=rtol, atol=2e-6)
 
 
+def test_sums_over_panels_are_rounded_to_the_gradient_that_they_are_of(monkeypatch):
+    """Of each head."""
+    p = replace(problem(1500, 0), dtype="float16", hq=6, hk=3)
+    q, k, v, do = (a.astype(np.float16) for a in inputs(p))
+    results = BackwardResults(*map(np.zeros_like, (q, k, v)))
+
+    def run(dispatcher, items, grain, *arguments):
+        if dispatcher is tier.backward_items:
+            of = inspect.signature(dispatcher.py_func).bind(0, items, *arguments).arguments
+            of["dk"][...], of["dv"][...] = 2 + of["first_unit"], -1 - of["first_unit"]
+
+    monkeypatch.setattr(scratch, "DQ_PARTIAL_BYTES", 1)
+    monkeypatch.setattr(tier, "_run", run)
+    tier.backward(p, BackwardInputs(do, q, k, v, q, np.zeros(q.shape[:4], np.float32)), results)
+    heads = np.arange(math.prod(k.shape[:3])).reshape(*k.shape[:3], 1, 1)
+    np.testing.assert_array_equal(results.dk, np.broadcast_to(2 + heads, k.shape))
+    np.testing.assert_array_equal(results.dv, np.broadcast_to(-1 - heads, v.shape))
+
+
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 0.3], ids="{} heads at a time".format)
 @pytest.mark.parametrize("batch", [(1, 1), (2, 1), (3, 2)])
 def test_waves_and_panels_have_each_query_of_each_head_once(batch, room, monkeypatch):

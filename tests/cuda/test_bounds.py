@@ -12,7 +12,8 @@ from support.on_paper import on_paper, paper, plan
 
 import numba_flash
 from numba_flash import sections
-from numba_flash.arguments.problem import bind
+from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.problem import BackwardInputs, BackwardResults, Prepared, bind, bind_packed
 from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.runtime.packing import flat
 from numba_flash.cuda.sm90.backward import prepare_backward_listed
@@ -114,6 +115,50 @@ def test_sums_that_cannot_be_cut_are_refused(name, backend):
     assert rest == f"as {apart} of so few queries are not computed apart from each other"
     assert int(needs) > sections.room(case.inputs)
     assert case.why_not("simt", GPUS["simt"]) is None
+
+
+@pytest.mark.parametrize("sums", [101, 250, 1000])
+@pytest.mark.parametrize("of_packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize(("batch", "hq", "hk"), [((2,), 6, 3), ((4, 1), 4, 2), ((2, 5), 2, 2), ((), 4, 4), ((), 10, 5)], ids=str)
+def test_sections_have_each_element_once(batch, hq, hk, of_packed, sums, monkeypatch):
+    """Of all arrays the same heads of the same batch elements; each number of q, and so of lse, begins with that of its head of k."""
+    monkeypatch.setattr(sections, "MOST", 100)
+    shapes = [(*batch, heads, n, 8) for heads, n in ((hq, 7), (hk, 5))]
+    numbered = lambda shape: np.arange(shape[-3]).reshape(-1, 1, 1) * hk // shape[-3] + np.arange(math.prod(shape)).reshape(shape) / 1e4
+    if of_packed:  # all batch elements are tokens of as many sequences
+        shapes = [(heads, math.prod(batch) * n, d) for *_, heads, n, d in shapes]
+        q, k = (numbered(shape).swapaxes(0, 1) for shape in shapes)
+        offsets = [np.arange(math.prod(batch) + 1) * n for n in (7, 5)]
+        problem, options = bind_packed(q, k, k, *offsets), dict(zip(("q_lengths", "kv_lengths"), offsets, strict=True))
+    else:
+        q, k = map(numbered, shapes)
+        options = {"bias": q[(0,) * len(batch)][:, :1, :1]}
+        problem = bind(q, k, k, **options)
+    first_column = lambda q: q[..., 0].swapaxes(0, 1) if of_packed else q[..., 0]
+    heads_of = lambda x: np.unique(np.floor(x)).tolist()
+    number_of = lambda x: x.shape[1 if of_packed else -3]
+    inputs, calls = BackwardInputs(q, q, k, k, q, first_column(q), **options), []
+    results = BackwardResults(*map(np.zeros_like, (q, k, k)), None)
+
+    def whole(part, planned, stored):
+        def run(x, y):
+            assert (part.hq, part.hk) == (number_of(x.q), number_of(x.k))
+            assert (x.q.shape, x.k.shape, y.dv.shape) == (planned.q.shape, planned.k.shape, stored.dv.shape)
+            np.testing.assert_array_equal(x.lse, first_column(x.q))
+            assert heads_of(x.q) == heads_of(x.k)
+            assert of_packed or heads_of(x.bias) == heads_of(x.q)
+            for y_, x_ in zip(y[:3], (x.q, x.k, x.v), strict=True):
+                y_ += x_
+            calls.append(part)
+
+        return Prepared(run, ())
+
+    layouts = lambda given: given._make(map(Layout.of, given))
+    sections.prepare(whole, problem, layouts(inputs), layouts(results), sums).run(inputs, results)
+    size = sections.axis_of(problem).size
+    assert len(calls) == min(size, math.ceil(size / max(1, size * 100 // sums)))
+    for found, x in zip(results[:3], (q, k, k), strict=True):
+        np.testing.assert_array_equal(found, x)
 
 
 def test_ordinary_problems_have_no_sections(monkeypatch):

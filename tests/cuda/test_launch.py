@@ -265,6 +265,10 @@ def test_a_tensor_map_has_axes_from_the_last_on(driver):
         maps[(32,)]
 
 
+def test_the_driver_is_a_library_of_this_system():
+    assert cuda_driver.NAME.startswith("nvcuda" if sys.platform == "win32" else "libcuda.so")
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_words_of_a_launch_are_those_of_the_driver(early):
     """As cuda.bindings reads them."""

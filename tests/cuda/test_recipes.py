@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import SIMULATED
+from support.taken import check_kinds
 
 import numba_flash
 from numba_flash.arguments.problem import ForwardInputs, bind
@@ -116,6 +117,17 @@ def test_each_row_serves_a_call_whose_plan_says_so(backend, kind, recipe, call):
     found = planned(backend, kind, **call)
     assert recipe.about in found.recipes
     assert f"  kernels: {recipe.about}" in str(found).splitlines()
+
+
+@pytest.mark.parametrize("nq", [2048, 33], ids=lambda nq: f"nq = {nq}")
+@pytest.mark.parametrize(("backend", "kind", "recipe", "call"), ROWS)
+def test_kernels_of_each_row_take_what_they_are_given(backend, kind, recipe, call, nq):
+    """Also of calls with other queries than keys, whichever row then serves them: no random problem is served by every row."""
+    call = {"nq": nq, **call} if nq == 2048 or not {"bias", "mask"} & call.keys() else call
+    chosen, inputs = given(backend, kind, **call)
+    for wanted in {False, call.get("bias") is not None and kind == "backward"}:
+        for each in on_paper(backend, kind, chosen.problem, inputs, Settings(gpu=H200, dbias=wanted)).launches:
+            check_kinds(each)
 
 
 @pytest.mark.parametrize("tables", TABLES.values(), ids=TABLES)

@@ -1,5 +1,6 @@
 """`python -m numba_flash`: its version, and what `info` says of caches."""
 
+import io
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from support import ROOT
 import numba_flash
 from numba_flash import diagnose
 from numba_flash.files import disk
+from numba_flash.plan import BACKENDS
 
 FILL = """
 import numpy as np
@@ -29,6 +31,14 @@ def python(*arguments, **environment) -> str:
 
 def test_version():
     assert python("-m", "numba_flash", "--version") == f"numba_flash {numba_flash.__version__}\n"
+
+
+def test_a_selftest_runs_no_backend_that_refuses(monkeypatch):
+    monkeypatch.setattr(diagnose, "_why_not", lambda backend: f"no {backend} here")
+    monkeypatch.setattr(diagnose, "forward", None)
+    table = io.StringIO()
+    assert diagnose.selftest(table)
+    assert table.getvalue().splitlines()[: len(BACKENDS)] == [f"{backend}: skipped: no {backend} here" for backend in BACKENDS]
 
 
 def test_info_lists_both_caches_with_their_sizes(tmp_path):

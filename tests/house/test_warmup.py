@@ -1,6 +1,7 @@
 """`python -m numba_flash warmup`: which kernels it compiles, that they are those that calls look for, and what it says about them."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -133,6 +134,13 @@ def test_kernels_for_a_gpu_elsewhere_are_compiled_once(empty_cache, tmp_path, mo
     sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "length": 64, "head_dim": 16}
     (kernel,) = warmup.kernels_of(cell(dtype="float32", **sizes), None, Gpu(0, (8, 6), 1))
     assert compile.cubin(*kernel, (8, 6))[:4] == b"\x7fELF"
+
+
+def test_a_row_says_how_long_the_work_took():
+    start = time.perf_counter()
+    row = warmup._timed("a kernel", lambda: (False, {"registers": 8}))
+    assert 0 <= row.pop("seconds") <= time.perf_counter() - start
+    assert row == {"kernel": "a kernel", "status": "compiled", "registers": 8}
 
 
 @pytest.mark.full

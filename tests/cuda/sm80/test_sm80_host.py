@@ -18,14 +18,14 @@ from numba_flash import BlockMask
 from numba_flash.arguments import arrays
 from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
-from numba_flash.cuda.arguments import chunked
+from numba_flash.cuda.arguments import BASE_2, BASE_E, chunked
 from numba_flash.cuda.passes import prepare_parts
 from numba_flash.cuda.recipe import Call
 from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.bias_gradient import dq_dbias
+from numba_flash.cuda.sm80.bias_gradient import dq_dbias, prepare_dq_dbias_split
 from numba_flash.cuda.sm80.bias_gradient.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
 from numba_flash.cuda.sm80.decode.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
 from numba_flash.cuda.sm80.short_heads import head_tiles, prepare_head
@@ -257,7 +257,19 @@ def test_there_is_a_block_for_every_row_block(nq, nk, options, d, gpu):
     parts = forward.grid // row_blocks if row_blocks else 1
     assert forward.grid == parts * row_blocks
     assert (parts > 1) == bool(combine or joins(forward))
+    assert all(each.config[1 if each.builder == "passes.combine.build" else 2] == d for each in combine), "they know how long rows of o are"
     assert parts == 1 or tile.group or row_blocks * 2 <= gpu.multiprocessors
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, BIAS, {"mask": np.ones(200, bool)}, {"causal": True}], ids=list)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_lse_is_in_the_base_of_the_scores(dtype, options):
+    """Those of float32 in planes are in base e, as those of float64 are that something is done to."""
+    options = {name: x.astype(dtype) if name == "bias" else x for name, x in options.items()}
+    inputs = inputs_of(dtype=dtype)._replace(**{name: x for name, x in options.items() if name in ("bias", "mask")})
+    p = problem(options, dtype=dtype)
+    (lse_in,) = (each.config[0].lse_in for each in launches("backward", p, A100, inputs) if each.builder == "passes.preprocess.build")
+    assert lse_in == (BASE_E if dtype == "float32" or (dtype == "float64" and {"softcap", "bias"} & options.keys()) else BASE_2)
 
 
 @pytest.mark.parametrize(("nq", "nk", "hq", "hk"), [(100, 200, 2, 1), (1, 1, 1, 1), (5000, 300, 6, 2), (0, 5, 1, 1), (5, 0, 1, 1)])
@@ -489,6 +501,16 @@ def test_gradients_of_few_queries(sizes, gpu, parts):
         assert [launch.builder for launch in add] == ["passes.sum_shares.build"] * (parts > 1)
 
 
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (3, 2)], ids=str)
+def test_parts_of_dq_of_few_queries_have_a_place_each(batch):
+    main, add = launches("backward", problem(nq=1, nk=32768, d=128, batch=batch), H200)
+    (written, _), (shares, _), (dq, _) = main.operands[-1], *add.operands
+    parts = main.grid // math.prod(batch)
+    assert parts > 1
+    assert shares.shape == (parts, *((1,) * (2 - len(batch)) + batch), 2, 1, 128)
+    assert dq.nbytes * 2 * parts == written.nbytes == shares.nbytes
+
+
 @pytest.mark.parametrize("row", BACKWARD_FEW_TILES, ids=str)
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 16), (64, 64)])
 def test_tiles_of_gradients_of_few_queries_fit(row, d, dv):
@@ -645,6 +667,24 @@ def test_short_heads_that_lie_in_reverse_are_planes_of_others(name, axis):
         assert (prepare_head.tile_of(Call(p, layouts, results, H200)) is not None) == short
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+@pytest.mark.parametrize(("stride", "short"), [(2**32 - 16, True), (2**32, False)])
+def test_batch_elements_of_short_heads_are_less_than_4_gib_apart(name, stride, short):
+    """The kernels have 32 bits for a distance; in both passes."""
+    inputs = inputs_of(nq=100, nk=72, batch=(100,), **SHORT)
+    inputs = inputs._replace(bias=np.zeros((100, 72), np.float32))
+    p, (q, k, v, bias) = problem({"bias": inputs.bias}, nq=100, nk=72, batch=(100,), **SHORT), inputs[:4]
+    compact = {name: Layout.compact(x.shape, "float32") for name, x in {"q": q, "k": k, "v": v, "bias": bias}.items()}
+    given = compact | {name: compact[name]._replace(strides=(stride, *compact[name].strides[1:]))}
+    o, lse = compact["q"], Layout.compact(q.shape[:-1], "float32")
+    forward = Call(p, ForwardInputs(**given), ForwardResults(o, lse), H200)
+    backward = Call(
+        p, BackwardInputs(do=o, o=o, lse=lse, **given), BackwardResults(*(compact[name] for name in ("q", "k", "v", "bias"))), H200
+    )
+    assert (prepare_head.tile_of(forward) is not None) == short
+    assert (prepare_dq_dbias_split.tiles_of(backward) is not None) == short
+
+
 def test_shared_memory_of_short_heads_fits():
     """Of every number of keys and queries, at the largest head dimension."""
     shape = Shape(32, 32, False, True, True, 2)
@@ -690,6 +730,18 @@ def test_shared_memory_of_a_bias_alone_fits():
         assert nk <= tile.block_n <= MOST_KEYS
         assert tile.layout(MOST_COLUMNS, MOST_COLUMNS).bytes <= LEAST_SHARED
     assert KEYS_TILE.min_blocks * (KEYS_TILE.layout(MOST_COLUMNS, MOST_COLUMNS).bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(("d", "dv"), [*itertools.product([8, 16, 24, 32], repeat=2)])
+def test_keys_of_a_bias_alone_lie_in_the_second_of_two_slots(d, dv):
+    """There is room for both slots, and for K and V, which of them is more."""
+    tile, layout = KEYS_TILE, KEYS_TILE.layout(d, dv)
+    m, n = tile.block_m, tile.block_n
+    ends = layout.q + m * pitch(d), layout.do + m * pitch(dv), layout.rows + 8 * m, layout.bias + m * pitch(n)
+    assert ends == (layout.do, layout.rows, layout.bias, layout.slot)
+    assert (layout.k, layout.v) == (layout.slot, layout.slot + n * pitch(d))
+    assert layout.bytes >= 2 * layout.slot
+    assert layout.bytes >= layout.v + n * pitch(dv)
 
 
 @pytest.mark.parametrize("d", [16, 32])

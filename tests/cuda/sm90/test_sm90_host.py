@@ -48,6 +48,8 @@ from numba_flash.cuda.sm90.forward.forward_tiles import (
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Buffer, Ring, Slots, lay_out
 from numba_flash.cuda.sm90.tiles import KEYS, OUTPUT_ROWS, SHARED_LIMIT, WORK_BYTES
 from numba_flash.cuda.work import broadcast, grid, schedule
+from numba_flash.cuda.work.prepare_tile_lists import Extras as ListExtras
+from numba_flash.cuda.work.prepare_tile_lists import Tiles
 from numba_flash.cuda.work.prepare_tile_lists import choose as choose_tile
 from numba_flash.plan import choose
 
@@ -483,6 +485,29 @@ def test_shared_memory_is_laid_out_without_overlaps(d, dv, tile):
     assert 128 * (fewest + tile.consumers * most) <= tile.threads * began_with, "one group would wait for more for ever"
 
 
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_every_tile_of_a_backward_pass_has_room_for_what_it_multiplies(d):
+    layout = backward_tile(problem(d=d)).layout(d, d)
+    for name in ("q", "do", "k", "v"):
+        ring = getattr(layout, name)
+        assert ring.slots >= 1, name
+        assert ring.slot_bytes >= 2 * 64 * d, name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("nq", "nk"), [(300, 500), (64, 96), (65, 97), (1, 1), (63, 6145)])
+def test_lists_have_a_place_for_every_tile(nq, nk, transposed):
+    """And for how many there are; bits are in pairs of words."""
+    mask = Layout.compact((nq, nk), "bool")
+    p = problem(nq=nq, nk=nk, mask=np.broadcast_to(True, (nq, nk)))
+    rows, columns = math.ceil(nq / 64), math.ceil(nk / 96)
+    blocks, across = (columns, rows) if transposed else (rows, columns)
+    made = ListExtras(p, H200, inputs_of(p)._replace(mask=mask), Tiles(64, 96, transposed=transposed, share=1, queue=True)).made
+    assert made.tiles.shape[3:] == (blocks, 1 + across)
+    assert (made.bits.shape[3], made.bits.shape[4] % 2, 32 * made.bits.shape[4] >= across) == (blocks, 0, True)
+    assert (made.order.shape[3:], made.queue.shape[3:]) == ((blocks + 1, rows), (1, blocks + 1))
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_what_the_band_hides(seed):
     rng = np.random.default_rng(seed)
@@ -581,6 +606,22 @@ def backward_launches(p: Problem) -> tuple[Launch, ...]:
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"))
     return tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
+
+
+@pytest.mark.parametrize("strided", [(), ("do",), ("o",)], ids=" ".join)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_of_do_and_o_are_read_in_chunks_where_they_are_whole(dtype, strided):
+    """Tensor maps want that of 16 bits; float32 may lie in any way, and goes through planes."""
+    p = problem(dtype=dtype, **{name: size for name, size in WIDE.items() if name != "dtype"})
+    q, k, v, o = layouts_of(p)
+    odd = o._replace(strides=(*o.strides[:-2], o.strides[-2] + o.dtype.itemsize, o.strides[-1]))
+    do, read = (odd if name in strided else o for name in ("do", "o"))
+    inputs = BackwardInputs(do, q, k, v, read, Layout.compact(q.shape[:-1], "float32"))
+    refused = tier.why_not("backward", p, inputs, True, H200)
+    assert (refused is not None) == (dtype == "float16" and bool(strided))
+    if refused is None:
+        launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
+        assert [each.config[0].chunked for each in launches if each.builder == "passes.preprocess.build"] == [not strided]
 
 
 def early(launches) -> list[bool]:
@@ -734,6 +775,9 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     launches = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), True, H200).launches
     lists, number, preprocess, main, sum_dq = launches
     assert [each.builder for each in (lists, number)] == ["work.block_lists.build_both", "sm90.dq.ds_slots.build"]
+    (of_keys, _), (of_queries, _), _ = lists.operands
+    assert of_keys.shape[3:] == of_queries.shape[3:] == (rows, 1 + rows)
+    assert [x.shape[3:] for x, _ in number.operands if x.shape[3] != 1] == [(rows, 1 + rows), (rows, rows)]
     (places, _), (dq_sum, _), (ds, _) = number.operands[2], *sum_dq.operands[1:3]
     assert places.shape[4] == rows + 1 + 2 * sections
     assert ds.shape[3:] == (slots.room, 128 * 128 // 2)

@@ -4,10 +4,8 @@ A kernel that gets others reads beyond its arguments, and no driver says so. Ran
 Kernels are only built, as far as the compiler would take them, for what they say of their arguments.
 """
 
-import importlib
 import math
 import weakref
-from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it c
 
 from ptx_machine.problems.kernels import in_place_of_launches
 from support.on_paper import on_paper, paper
+from support.taken import check_kinds
 
 import numba_flash
 from numba_flash import sections
@@ -31,7 +30,7 @@ from numba_flash.arguments.problem import ForwardInputs, bind, bind_packed, bind
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
 from numba_flash.cuda.passes import prepare_parts
-from numba_flash.cuda.runtime import lang, packing
+from numba_flash.cuda.runtime import packing
 from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.work import prepare_lengths
 
@@ -41,37 +40,6 @@ GPUS = {"sm90": [(9, 0)], "sm80": [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0)], "si
 def bytes_of(x) -> int:
     """Of an array, or of a layout; None has none."""
     return 0 if x is None else math.prod(x.shape) * np.dtype(x.dtype).itemsize
-
-
-NUMBERS = {int: "int64", float: "float64"}  # Numba's names, where they are not NumPy's
-
-
-def taken(kind) -> list:
-    """Numba's types of the arguments that the driver sees: those of tuples one by one."""
-    return [x for each in kind.types for x in taken(each)] if isinstance(kind, lang.types.BaseTuple) else [kind]
-
-
-@cache
-def takes(builder: str, config: tuple) -> list:
-    """What the kernel was written for."""
-    module, build = builder.rsplit(".", 1)
-    _, signature, _ = getattr(importlib.import_module(f"numba_flash.cuda.{module}"), build)(*config)
-    return [kind for each in signature.args for kind in taken(each)]
-
-
-def check_kinds(prepared: Launch) -> None:
-    """A kernel gets as many arguments as it takes: arrays of its dtypes and dimensions, and numbers of its kinds."""
-    kinds, views = takes(prepared.builder, prepared.config), (*prepared.operands, *prepared.extras)
-    numbers, first = packing.flat(prepared.numbers), len(prepared.maps)
-    assert len(kinds) == first + len(views) + len(numbers), prepared.builder
-    for kind, (x, view) in zip(kinds[first:], views, strict=False):
-        assert kind.ndim == (view if isinstance(view, int) else len(view)), prepared.builder
-        if x is not None:
-            dtype = np.dtype(x.dtype)
-            bits = f"uint{8 * dtype.itemsize}" if dtype.itemsize == 2 else dtype.name  # as some kernels read float16, and all bfloat16
-            assert str(kind.dtype) in (dtype.name, bits), f"{prepared.builder} takes {kind.dtype}, not {dtype}"
-    for kind, number in zip(kinds[first + len(views) :], numbers, strict=True):
-        assert str(kind) == NUMBERS.get(type(number), type(number).__name__), prepared.builder
 
 
 class Compared:
@@ -88,6 +56,8 @@ class Compared:
         expected = [layout for layout, *_ in (*prepared.maps, *prepared.operands, *prepared.extras)]
         found, wanted = (list(map(bytes_of, each)) for each in ((*operands, *extras), expected))
         assert len(found) == len(wanted), prepared.builder
+        there = [arrays.address(x) for x in operands[len(prepared.maps) :] if x is not None and x.size]
+        assert len({*there}) == len(there), f"{prepared.builder} gets an array twice"
         assert all(x >= y and (x > 0) == (y > 0) for x, y in zip(found, wanted, strict=True)), f"{prepared.builder}: {found}, {wanted}"
         if isinstance(numbers, bytes):
             numbers = packing.unpacked(numbers, prepared.numbers)
@@ -182,7 +152,7 @@ def test_shares_of_the_gradient_of_a_bias_are_added_up(backend, dtype):
     x, k = (np.zeros((16, 2, n, 64), DTYPES[dtype]) for n in (64, 61))
     biases = [np.zeros((64, 61), kind) for kind in dict.fromkeys((DTYPES[dtype], DTYPES[sums]))]
     with in_place_of_launches(noted, 132, (9, 0)):
-        done = [call((x, k, k, x), {"bias": bias, "bias_grad": True}, backend) for bias in biases]
+        done = [call((x, k, k.copy(), x.copy()), {"bias": bias, "bias_grad": True}, backend) for bias in biases]
     served = backend != "sm90" or dtype in ("float16", "bfloat16")
     assert done == [2 * served] * len(biases)
     assert made == [[sums, bias.dtype.name] for bias in biases if served]

@@ -86,6 +86,16 @@ def test_a_value_that_a_lane_hides_does_not_reach_its_row():
     assert np.isnan(o[:, 1]).all()
 
 
+@pytest.mark.parametrize("dtype", TILES)
+def test_rows_of_keys_of_few_queries_lie_in_different_banks(dtype):
+    """Eight rows of 16 bytes, which threads read at a time, take 32 banks of 4 bytes; each row has room for its columns."""
+    for tile in TILES[dtype]:
+        pitch = tile.pitch(tile.depth, dtype) * np.dtype(dtype).itemsize
+        assert pitch >= tile.depth * np.dtype(dtype).itemsize
+        assert pitch % 16 == 0
+        assert len({(row * pitch // 4 + i) % 32 for row in range(8) for i in range(4)}) == 32
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "capability"), [("float16", (9, 0)), ("float64", (8, 0))])
 def test_every_instruction_of_the_kernels_of_a_grid_is_known(dtype, capability):
