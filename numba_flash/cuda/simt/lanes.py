@@ -1,5 +1,5 @@
-"""What lanes of a warp do together that share the columns of keys: copies of these, products of
-them, and sums over lanes. For `numba_flash.cuda.simt.few_lanes`.
+"""Lanes of a warp that share the columns of keys: how they copy keys, multiply them, and add their
+partial sums. `numba_flash.cuda.simt.few_lanes` is the loop.
 """
 
 import math

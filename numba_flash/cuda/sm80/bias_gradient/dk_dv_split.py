@@ -1,10 +1,9 @@
-"""dK and dV of float32 on tensor cores, beside
-`numba_flash.cuda.sm80.bias_gradient.dq_dbias_split`, where a bias is all that changes scores: one
-block of threads per head has planes of all of its Q and dO in shared memory, and each warp goes
-through keys, and all queries, without waiting for others.
+"""dK and dV of float32 on tensor cores, where a bias is the only option:
+`numba_flash.cuda.sm80.bias_gradient.dq_dbias_split` makes dQ and the gradient of the bias.
 
-Numbers of dS that a warp has at a time get a power of two of their own, which is known before
-there are any.
+One block of threads per head keeps planes of all of its Q and dO in shared memory. Each warp owns
+keys and goes through all queries, without waiting for other warps. It scales its block of dS by a
+power of two that follows from bounds on |dS|, and so is known before dS is computed.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Results over parts of the keys, made one by the last of the blocks that have the same rows: as
+"""Merges results over parts of the keys, in the last of the blocks that have the same rows: what
 `numba_flash.cuda.passes.combine` does, without another launch.
 
-Who is last depends on what the GPU does meanwhile, but not what it adds up, nor in which order.
+Which block is last differs between runs. What it adds, and in which order, does not.
 """
 
 import math

@@ -1,14 +1,13 @@
-"""Forward pass of few queries with many keys, which takes as long as the memory needs for K and V.
+"""Forward pass of few queries with many keys. Its time is that of reading K and V.
 
-All warps of a block have the same rows, the queries of all heads that read the same keys, and each
-has keys of its own (`numba_flash.cuda.sm80.decode.few`). So each copies its keys and values itself,
-into its own part of the tiles, and waits for nobody else before all keys are done: as soon as it
-has read those of a tile, it asks for those of another, and what it computes meanwhile does not keep
-others from asking.
+All warps of a block have the same rows: the queries of all heads that read the same keys. Each warp
+has keys of its own (`numba_flash.cuda.sm80.decode.few`), copies them and their values into its own
+part of the tiles, and waits for other warps only once, after all keys. It asks for the next tile as
+soon as it has read one.
 
-Copies of a thread are in groups, one for the keys and one for the values of each tile, the first
-with Q, empty behind the last tile; 2 STAGES - 1 of them are on their way when the next one is
-waited for.
+The copies of a thread form groups: one for the keys and one for the values of each tile. The first
+group also has Q; groups behind the last tile are empty. 2 STAGES - 1 groups are under way when the
+next one is waited for.
 """
 
 import math

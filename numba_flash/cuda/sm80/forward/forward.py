@@ -1,14 +1,14 @@
 """Forward pass on tensor cores since Turing: FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1,
 one block of threads per block of queries.
 
-Each warp owns 16 or 32 rows of the block. Where there is room for two tiles of K and V, the next
-ones are copied while the products and the softmax of this one run, and one barrier per tile says
-that they are there, and that everybody has done with what they overwrite. Else V is copied during Q
-K^T, and the next K during the rest, with a barrier for each.
+Each warp owns 16 or 32 rows of the block. If shared memory has room for two tiles of K and of V,
+the next tiles are copied during the products and the softmax of this one. One barrier per tile then
+says that the copies have arrived, and that all warps have read what the next copies overwrite.
+Otherwise V is copied during Q K^T, and the next K during the rest, with a barrier for each.
 
-Copies are ordered behind products that do not wait for them: instructions are issued in order, and
-a tensor core that has work leaves five of six turns to others. (Ordered before Q K^T, the whole
-pass took 5 % longer with D = 64, 11 % with D = 128.)
+Copies are issued after the products that do not depend on them: a warp issues its instructions in
+order, and a busy tensor core leaves five of six issue slots free. (Copies before Q K^T made the
+pass 5 % longer at D = 64, 11 % at D = 128.)
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Which tiles of queries a block of keys goes through, and who adds to their dQ before it; under a
-mask for each head of its group those of a list (`numba_flash.cuda.work.tile_lists`), the last one
-first.
+"""Which tiles of queries a block of keys goes through, and which blocks add to their dQ before it.
+Under a mask it goes through a list of tiles for each head of its group, the last tile first
+(`numba_flash.cuda.work.tile_lists`).
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,9 @@
-"""The warp of the backward pass that writes down work items and, in between, rounds tiles of dQ as
-soon as all blocks of keys have added to them: what `postprocess` does elsewhere after the main
-kernel.
+"""One warp of the backward pass writes down work items and, between them, rounds tiles of dQ once
+all blocks of keys have added to them. Elsewhere `postprocess` does so after the main kernel.
 
-It has few registers, and what other threads of the first warp group acquire empties the L1 cache,
-where spilled ones would be. So what it keeps from one part of a tile to the next lies in shared
-memory.
+The warp has few registers. Spilled ones would lie in the L1 cache, which is emptied whenever
+another thread of its warp group acquires a flag. So the warp keeps in shared memory what it needs
+from one part of a tile to the next.
 """
 
 from typing import Any, NamedTuple

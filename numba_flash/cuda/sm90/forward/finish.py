@@ -1,4 +1,4 @@
-"""How a consumer of the forward pass ends a work item: equation (6), and O and lse on their way to
+"""The epilogue of a work item of the forward pass: equation (6), and O and lse on their way to
 memory.
 """
 
