@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import SIMULATED
-from support.taken import check_kinds
+from support.launch_arguments import check_arguments
 
 import numba_flash
 from numba_flash.arguments.problem import ForwardInputs, bind
@@ -127,7 +127,7 @@ def test_kernels_of_each_row_take_what_they_are_given(backend, kind, recipe, cal
     chosen, inputs = given(backend, kind, **call)
     for wanted in {False, call.get("bias") is not None and kind == "backward"}:
         for each in on_paper(backend, kind, chosen.problem, inputs, Settings(gpu=H200, dbias=wanted)).launches:
-            check_kinds(each)
+            check_arguments(each)
 
 
 @pytest.mark.parametrize("tables", TABLES.values(), ids=TABLES)

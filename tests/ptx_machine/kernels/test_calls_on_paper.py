@@ -17,8 +17,8 @@ if SIMULATED:
 pytest.importorskip("numba_cuda", reason="the machine's stand-ins know what it compiles")
 
 from ptx_machine.problems.kernels import in_place_of_launches
+from support.launch_arguments import check_arguments
 from support.on_paper import on_paper, paper
-from support.taken import check_kinds
 
 import numba_flash
 from numba_flash import sections
@@ -49,7 +49,7 @@ class Compared:
 
     def __init__(self, prepared: Launch):
         self.prepared = prepared
-        check_kinds(prepared)
+        check_arguments(prepared)
 
     def __call__(self, *operands, extras=(), numbers=None) -> None:
         prepared, Compared.seen = self.prepared, Compared.seen + 1
