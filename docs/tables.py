@@ -20,11 +20,13 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / "docs" / "howto" / f"{name}.md" for name in ("dask", "distributed")),
+    *sorted((ROOT / "docs" / "lab").glob("*.md")),
 ]
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 sys.path.append(str(RESULTS.parent))
 
+import constants  # noqa: E402  (of docs)
 import ring_model  # noqa: E402  (of studies)
 from ring_model import Machine, Work  # noqa: E402
 
@@ -579,6 +581,11 @@ def _rate(row: dict) -> str:
     return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['gb_per_s']:.0f} GB/s"
 
 
+def of_constants(page: str) -> str:
+    """What was measured for the constants of a page in `docs/lab`."""
+    return constants.page(page, constants.load(RESULTS / "constants.json"))
+
+
 def recipes(tier: str, of: str) -> str:
     """Rows of a table of a tier, as `numba_flash.cuda.sm90.recipes`; empty columns are left out."""
     recipes = importlib.import_module(f"numba_flash.cuda.{tier}.recipes")
@@ -664,6 +671,7 @@ BLOCKS = {
     "accuracy-torch": Block(printed, ("h200/accuracy-torch",)),
     "examples": Block(examples, ("2-core-cpu/facts", "h200/facts")),
     "once": Block(once, ("h200/facts", "h100/facts", "2-core-cpu/facts")),
+    **{f"lab-{page}": Block(lambda _, page=page: of_constants(page), ("constants",)) for page in constants.PAGES},
     "kernels-sm90-forward": Block(lambda: recipes("sm90", "forward"), ()),
     "kernels-sm90-backward": Block(lambda: recipes("sm90", "backward"), ()),
     "kernels-sm90-bias-gradient": Block(lambda: recipes("sm90", "gradient of a bias"), ()),

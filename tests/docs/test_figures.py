@@ -48,6 +48,11 @@ def share(direction: str, contender: str, ms: float, visible: float = 0.1) -> di
     return {"percent": round(100 * visible), "visible": visible, "direction": direction, "contender": contender, "ms": ms}
 
 
+def constant(names: list[str], problem: str, values: dict, **others) -> dict:
+    record = {"module": "numba_flash.cuda.sm90.dq.prepare_turns", "constants": names, "device": "H", "date": "2026-01-02"}
+    return record | {"command": "by hand", "problem": problem, "quantity": "ms", "variable": "N", "values": values} | others
+
+
 PACKAGES = {"torch": "2", "flash-attn-4": "4"}
 RESULTS = {
     "h200/bench": {
@@ -179,6 +184,12 @@ RESULTS = {
         ],
         "rates": [{"instruction": "wgmma", "kind": "tf32", "products": 3, "interval": 64, "tflops": 99.0}],
     },
+    "constants": [
+        constant(["SIZE", "LIMIT"], "full", {"1024": 1.5, "512": [1, 2.25]}),
+        constant(["SIZE", "LIMIT"], "causal", {"512": 3, "as chosen": 4.5}, date="2026-01-03"),
+        constant(["SIZE", "LIMIT"], "full", {"512": 1.25}, quantity="speed over that of others", command="python study.py"),
+        constant(["OTHER"], "full", {"512": 9}, module="numba_flash.cpu.kernels"),
+    ],
     "h200/facts": {
         "device": "H",
         "rows": [{"table": "examples", "what": "a", "took": "1 s", "result": "b"}, {"table": "once", "what": "c", "result": "d"}],
@@ -245,6 +256,13 @@ EXPECTED = {
         "| half | float16, B = 2, H = 8 over 4, N = 64, D = 32 | forward |",
         "| slow | float16, B = 2, H = 4, N = 64, D = 32, causal | forward |",
     ],
+    "lab-hopper_dq": [
+        "## `numba_flash/cuda/sm90/dq/prepare_turns.py`\n\n### `SIZE`, `LIMIT`\n\nms (2026-01-02 to 2026-01-03, by hand):\n\n",
+        "| on | problem | N = 1024 | N = 512 | as chosen |\n",
+        "| H | full | 1.5 | 1 to 2.25 |  |\n| H | causal |  | 3 | 4.5 |\n",
+        "Speed over that of others (2026-01-02, `python study.py`):\n",
+    ],
+    "lab-cpu": ["### `OTHER`\n\nms (2026-01-02, by hand):\n\n| on | problem | N = 512 |\n| --- | --- | --- |\n| H | full | 9 |\n"],
     "examples": ["| a | H | 1 s | b |"],
     "once": ["| c | H | d |"],
 }
@@ -352,4 +370,4 @@ def test_a_timeline_has_a_bar_for_each_span(study):
 def test_a_page_names_its_figures_from_where_it_stands(monkeypatch):
     monkeypatch.setattr(figures, "with_tables", lambda page, folder: folder)
     folders = {path.parent.name: figures.page_with_tables(path) for path in tables.PAGES}
-    assert folders == {ROOT.name: "docs/figures", "docs": "figures", "howto": "../figures"}
+    assert folders == {ROOT.name: "docs/figures", "docs": "figures", "howto": "../figures", "lab": "../figures"}
